@@ -15,7 +15,7 @@ CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check check-compiled tools e2e lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check check-compiled check-cuda tools e2e lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -69,6 +69,10 @@ lint: setup
 scan: setup ## check Dockerfiles and manifests against established policies (hadolint, checkov)
 	.venv/bin/python scripts/scan.py
 
+check-cuda: setup ## the environment of the image worker-cuda, without a GPU: kernels, compilers, libraries; downloads 3 GB
+	UV_PROJECT_ENVIRONMENT=build/cuda $(UV) sync --frozen --no-default-groups --extra worker-cuda
+	PATH="$$PWD/build/cuda/bin:$$PATH" build/cuda/bin/python scripts/check_cuda_image.py
+
 generate: setup ## generated files: crds/, manifests/, docs/reference, dashboards, operator/cleave/rpc/v1
 	scripts/generate
 
@@ -94,6 +98,7 @@ setup-emulated: # gateway, workers with the emulated engine, planner: 0.1 GB
 	@scripts/bootstrap --emulated
 	@$(SYNC) --inexact --no-default-groups --extra gateway --extra worker --extra planner $(SHORTLY)
 
-SYNC = PATH="$$PATH:.tools/bin" uv sync --frozen
+UV = PATH="$$PATH:.tools/bin" uv
+SYNC = $(UV) sync --frozen
 # Shows large downloads, totals and errors, without a line for each of 200 packages.
 SHORTLY = 2>&1 | sed -uE '/^ [-+~] |^ *(Downloaded|Building|Built) |^(Using|Creating|Checked) |\(([0-9]\.[0-9]MiB|[0-9.]+KiB)\)$$/d'

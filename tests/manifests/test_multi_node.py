@@ -161,3 +161,22 @@ def test_a_set_cannot_place_its_followers_in_different_cells(spread_pool, pool) 
     assert supports_leader_worker_set(spread_pool())
     assert supports_leader_worker_set(spread_pool(CLIQUE, cells=True))
     assert not supports_leader_worker_set(spread_pool(cells=True))
+
+
+@pytest.mark.parametrize("as_set", [False, True])
+def test_every_pod_of_an_instance_has_the_templates_fields(pool, as_set) -> None:
+    size = {"tensor": 8, "pipeline": 2}
+    template = {"labels": {"team": "a"}, "annotations": {"network": "roce"}, "hostNetwork": True}
+    given = pool(placement={"manual": [{"role": "decode", "parallelism": size}]}, template=template)
+    two = given.model_copy(update={"spec": given.spec.model_copy(update={"nodes": 2})})
+    if as_set:
+        group = build_leader_worker_set(two, "x")["spec"]["leaderWorkerTemplate"]
+        pods = [group["leaderTemplate"], group["workerTemplate"]]
+    else:
+        leader = build_worker_pod(two, "x")
+        pods = [leader, *build_node_pods(two, leader)]
+    assert len(pods) == 2
+    for each in pods:
+        assert each["metadata"]["labels"]["team"] == "a"
+        assert each["metadata"]["annotations"] == {"network": "roce"}
+        assert each["spec"]["hostNetwork"] is True

@@ -261,3 +261,12 @@ def test_other_cells_have_a_pod_for_each_instance(deployment, manual, machines) 
     pools = build_pools(chat, choose_placement(chat), machines)
     assert [pool.spec.role for pool in pools] == [each["role"] for each in manual]
     assert not any(pool.spec.members for pool in pools)
+
+
+def test_parts_of_gpus_and_claims_are_not_shared_by_a_cell(deployment) -> None:
+    for template in (
+        {"gpuResource": "nvidia.com/mig-3g.40gb"},
+        {"gpuResource": "", "resourceClaims": [{"name": "gpus", "resourceClaimName": "g"}]},
+    ):
+        chat = deployment(placement={"manual": CELL}, template=template)
+        assert len(build_pools(chat, choose_placement(chat), NODES)) == 2

@@ -28,7 +28,8 @@ def test_vllm_on_cpu_has_a_core_per_rank(pool) -> None:
 def test_vllm_on_gpus_asks_for_the_product_of_its_parallelism(pool) -> None:
     manual = [{"role": "decode", "parallelism": {"tensor": 4, "pipeline": 2}}]
     found = resources(pool(placement={"manual": manual}), "gpu")
-    assert found["limits"] == {"nvidia.com/gpu": "8", "cpu": "10", "memory": "72Gi"}
+    assert found["limits"] == {"nvidia.com/gpu": "8", "memory": "72Gi"}
+    assert found["requests"]["cpu"] == "28"
 
 
 def test_a_pod_of_an_instance_over_two_nodes_asks_for_half_of_its_gpus(pool) -> None:
@@ -38,11 +39,48 @@ def test_a_pod_of_an_instance_over_two_nodes_asks_for_half_of_its_gpus(pool) -> 
     assert resources(halved, "gpu")["limits"]["nvidia.com/gpu"] == "4"
 
 
-def test_vllm_on_gpus_gets_cores_of_its_own_from_the_static_cpu_policy(pool) -> None:
-    # Which asks for whole cores, and requests that are the limits for cores and memory.
+def test_no_limit_throttles_the_polling_threads_of_vllm_on_gpus(pool) -> None:
     found = resources(pool(), "gpu")
-    assert found["requests"] == found["limits"]
-    assert found["limits"]["cpu"].isdigit()
+    assert found["requests"]["cpu"] == "7"
+    assert "cpu" not in found["limits"]
+
+
+def test_cores_as_limit_are_cores_of_its_own_with_the_static_cpu_policy(pool) -> None:
+    found = resources(
+        pool(template={"resources": {"limits": {"cpu": 16, "memory": "64Gi"}}}), "gpu"
+    )
+    for name in ("cpu", "memory"):
+        assert found["requests"][name] == found["limits"][name]
+
+
+def test_a_known_models_weights_fit_its_memory_and_the_disk_that_they_are_downloaded_to(
+    pool,
+) -> None:
+    model = "meta-llama/Llama-3.1-70B-Instruct"  # 131.4 GiB
+    manual = [{"role": "decode", "parallelism": {"tensor": 4}}]
+    found = resources(pool(model=model, placement={"manual": manual}), "gpu")
+    assert found["requests"]["memory"] == "40Gi"
+    assert found["limits"]["memory"] == "172Gi"
+    assert found["requests"]["ephemeral-storage"] == "142Gi"
+
+
+def test_a_model_in_a_cache_takes_no_disk_of_the_pod(pool) -> None:
+    model = {"source": "org/model", "cache": {"hostPath": {"path": "/models"}}}
+    assert "ephemeral-storage" not in resources(pool(model=model), "gpu")["requests"]
+
+
+@pytest.mark.parametrize("name", ["nvidia.com/mig-3g.40gb", "amd.com/gpu"])
+def test_gpus_are_requested_by_the_templates_resource(pool, name) -> None:
+    found = resources(pool(template={"gpuResource": name}), "gpu")
+    assert found["limits"][name] == "1"
+    assert "nvidia.com/gpu" not in found["limits"]
+
+
+def test_a_claim_may_allocate_the_gpus(pool) -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "one-gpu"}]
+    found = resources(pool(template={"gpuResource": "", "resourceClaims": claims}), "gpu")
+    assert found["claims"] == [{"name": "gpus"}]
+    assert found["limits"].keys() == {"memory"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cleave.manifests.scheduling import DRIVER_MAJOR, OLD_DRIVER_MAJOR, explain_unusable
 from cleave.manifests.topology import CLIQUE, NodeTopology
 from cleave.manifests.worker import build_worker_pod
 
@@ -112,7 +113,7 @@ def test_a_role_is_not_all_on_one_node_where_there_are_others(pool) -> None:
 
 def test_mixed_instances_hand_nothing_over_and_need_not_be_near(deployment, pools_of) -> None:
     (mixed,) = pools_of(deployment(placement={"manual": [{"role": "mixed"}]}))
-    assert "affinity" not in spec(mixed)
+    assert spec(mixed)["affinity"].keys() == {"nodeAffinity"}
 
 
 def test_both_phases_of_a_cell_must_share_a_node(deployment, pools_of) -> None:
@@ -170,3 +171,49 @@ def test_cells_do_not_attract_each_other_nor_those_of_another_revision(
 def test_a_cell_may_fill_an_nvlink_clique_instead_of_a_node(deployment, pools_of) -> None:
     prefill, _ = pools_of(deployment(placement=cells()), NodeTopology({}, CLIQUE))
     assert required(spec(prefill, cell=0))[0] == "nvidia.com/gpu.clique"
+
+
+def satisfies(requirement, node: dict[str, str]) -> bool:
+    """As the scheduler compares a requirement with a node's labels."""
+    value = node.get(requirement["key"])
+    match requirement["operator"]:
+        case "DoesNotExist":
+            return value is None
+        case "NotIn":
+            return value not in requirement["values"]
+        case "Gt":
+            return value is not None and int(value) > int(requirement["values"][0])
+    raise AssertionError(requirement)
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_usable"),
+    [
+        ({}, True),
+        ({"kubernetes.io/arch": "amd64", DRIVER_MAJOR: "580"}, True),
+        ({DRIVER_MAJOR: "595", OLD_DRIVER_MAJOR: "595"}, True),
+        ({OLD_DRIVER_MAJOR: "590"}, True),
+        ({DRIVER_MAJOR: "570"}, False),
+        ({OLD_DRIVER_MAJOR: "535"}, False),
+        ({"kubernetes.io/arch": "arm64", DRIVER_MAJOR: "580"}, False),
+    ],
+)
+def test_pods_with_cleaves_image_keep_to_nodes_that_can_run_it(pool, labels, is_usable) -> None:
+    terms = spec(pool())["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+    is_admitted = any(
+        all(satisfies(each, labels) for each in term["matchExpressions"]) for term in terms
+    )
+    assert is_admitted is is_usable
+    assert (explain_unusable(labels) == "") is is_usable
+
+
+@pytest.mark.parametrize(
+    ("fields", "device"),
+    [
+        ({"engine": {"image": "own:1"}}, "gpu"),
+        ({"engine": {"type": "Emulated"}}, "gpu"),
+        ({}, "cpu"),
+    ],
+)
+def test_other_images_have_requirements_of_their_own(pool, fields, device) -> None:
+    assert "nodeAffinity" not in spec(pool(**fields), device=device).get("affinity", {})

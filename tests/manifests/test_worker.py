@@ -7,6 +7,7 @@ import pytest
 
 from cleave.api.engine import RESERVED_ENV
 from cleave.api.scheduling import Scheduling
+from cleave.distribution import get_version
 from cleave.manifests.labels import AGENT_PORT
 from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_agent_command, build_scheduling_args, build_worker_pod
@@ -81,7 +82,18 @@ def test_the_command_line_is_the_agents(pool) -> None:
         *("--revision", pool().spec.revision, "--role", "$(CLEAVE_ROLE)"),
         *("--model", "org/model", "--served-model-name", "org/model"),
         *("--tensor-parallel-size", "1", "--pipeline-parallel-size", "1"),
-        *("--engine", "vllm", "--host", "$(POD_IP)", "--port", "9000", "--engine-port", "9001"),
+        *(
+            "--engine",
+            "vllm",
+            "--start-timeout",
+            "3600",
+            "--host",
+            "$(POD_IP)",
+            "--port",
+            "9000",
+            "--engine-port",
+            "9001",
+        ),
         *("--drain-timeout", "600"),
     ]
 
@@ -183,11 +195,87 @@ def test_pods_have_an_account_that_may_look_for_agents_only(pool) -> None:
     assert spec["automountServiceAccountToken"] is True
 
 
-def test_only_workers_with_rdma_may_lock_memory(pool) -> None:
+def test_workers_with_rdma_have_no_capability_either(pool) -> None:
     template = {"resources": {"limits": {"rdma/ib": 1}}}
     worker = container(build_worker_pod(pool(template=template), 0))
     assert worker["resources"]["limits"]["rdma/ib"] == "1"
-    assert worker["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert worker["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "device", "seconds"),
+    [
+        ({"engine": {"startTimeoutS": 60}}, "gpu", "60"),
+        ({"model": "meta-llama/Llama-3.1-70B-Instruct"}, "gpu", "2311"),
+        ({}, "gpu", "3600"),
+        ({}, "cpu", None),
+        ({"engine": {"type": "Emulated"}}, "gpu", None),
+    ],
+)
+def test_an_engine_may_start_for_as_long_as_its_weights_take(pool, spec, device, seconds) -> None:
+    line = container(build_worker_pod(pool(**spec), 0, device=device))["command"]
+    assert (option(line, "--start-timeout") if "--start-timeout" in line else None) == seconds
+
+
+TEMPLATE = {
+    "labels": {"kueue.x-k8s.io/queue-name": "llm"},
+    "annotations": {"k8s.v1.cni.cncf.io/networks": "roce-0"},
+    "resourceClaims": [{"name": "imex", "resourceClaimTemplateName": "domain-channel"}],
+    "volumes": [{"name": "certificates", "configMap": {"name": "ca"}}],
+    "volumeMounts": [{"name": "certificates", "mountPath": "/etc/ssl/own"}],
+    "imagePullSecrets": ["registry"],
+    "priorityClassName": "serving",
+    "schedulerName": "volcano",
+    "hostNetwork": True,
+    "runtimeClassName": "nvidia",
+}
+
+
+def test_the_template_reaches_every_part_of_a_pod(pool) -> None:
+    pod = build_worker_pod(pool(template=TEMPLATE), 0)
+    spec, worker = pod["spec"], container(pod)
+    assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "llm"
+    assert pod["metadata"]["annotations"] == TEMPLATE["annotations"]
+    for name in ("resourceClaims", "priorityClassName", "schedulerName", "hostNetwork"):
+        assert spec[name] == TEMPLATE[name]
+    assert spec["runtimeClassName"] == "nvidia"
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    assert spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert worker["resources"]["claims"] == [{"name": "imex"}]
+    assert TEMPLATE["volumes"][0] in spec["volumes"]
+    assert TEMPLATE["volumeMounts"][0] in worker["volumeMounts"]
+
+
+def test_an_empty_template_adds_no_field(pool) -> None:
+    pod = build_worker_pod(pool(), 0)
+    assert "annotations" not in pod["metadata"]
+    assert not pod["spec"].keys() & {*TEMPLATE, "dnsPolicy"} - {"volumes"}
+
+
+def test_compiled_kernels_stay_beside_the_downloads_for_each_kind_of_gpu(pool) -> None:
+    model = {"source": "org/model", "cache": {"persistentVolumeClaim": {"claimName": "models"}}}
+    manual = [{"role": "decode", "gpu": "NVIDIA-H100-80GB-HBM3"}]
+    pod = build_worker_pod(pool(model=model, placement={"manual": manual}), 0)
+    env = {each["name"]: each.get("value") for each in container(pod)["env"]}
+    folder = f"/var/cache/cleave/compiled/{get_version()}/nvidia-h100-80gb-hbm3"
+    assert env["VLLM_CACHE_ROOT"] == f"{folder}/vllm"
+    assert env["TRITON_CACHE_DIR"] == f"{folder}/triton"
+
+
+@pytest.mark.parametrize(
+    ("cache", "device", "are_kept"),
+    [
+        ({"hostPath": {"path": "/models"}}, "gpu", True),
+        ({"hostPath": {"path": "/models"}}, "cpu", False),
+        ({"persistentVolumeClaim": {"claimName": "models"}}, "gpu", False),
+        ({"image": {"reference": "models:1"}}, "gpu", False),
+        (None, "gpu", False),
+    ],
+)
+def test_kernels_of_unknown_gpus_are_kept_on_their_node_only(pool, cache, device, are_kept) -> None:
+    model = {"source": "org/model", **({"cache": cache} if cache else {})}
+    found = container(build_worker_pod(pool(model=model), 0, device=device))["env"]
+    assert any(each["name"] == "VLLM_CACHE_ROOT" for each in found) is are_kept
 
 
 def test_a_service_named_vllm_does_not_reach_the_engines_environment(pool) -> None:

@@ -2,10 +2,10 @@
 
 import re
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.resource import DNS_NAME
@@ -28,6 +28,11 @@ RESERVED_ENV = (
 )  # fmt: skip
 """Environment variables that Cleave sets itself."""
 
+_DATA_PARALLEL_FLAGS = (
+    "-dp", "-dpa", "-dpb", "-dpe", "-dph", "-dpl", "-dpm", "-dpn", "-dpp", "-dpr",
+)  # fmt: skip
+"""vLLM's short forms of the flags that begin with `--data-parallel`."""
+
 _SCHEDULER_FLAGS = ("--scheduler-cls", "--scheduling-policy")
 
 
@@ -38,6 +43,12 @@ def _format_cel_list(names: tuple[str, ...]) -> str:
 def _normalize_flag(arg: str) -> str:
     """Normalize `--flag_name=value` as vLLM does: the flag alone, with hyphens."""
     return arg.split("=")[0].replace("_", "-")
+
+
+def _is_data_parallel(arg: str) -> bool:
+    return arg.startswith(("--data-parallel", "--data_parallel")) or (
+        _normalize_flag(arg) in _DATA_PARALLEL_FLAGS
+    )
 
 
 class EngineType(StrEnum):
@@ -162,6 +173,10 @@ class EngineSpec(ApiModel):
     the plan, Pull for others."""
     emulated: Emulation | None = None
     """Settings of the emulated engine, with type Emulated."""
+    start_timeout_s: Annotated[int, Field(ge=60, le=86_400)] | None = None
+    """Seconds from an engine's start to its first answer, after which it is killed and started
+    again. Absent: 900, and on GPUs 10 more for each GB of the model's weights, which is their
+    download at 0.1 GB/s; 3600 if the model's size is not known."""
     scheduling: Scheduling | None = None
     """Prompt order, admission and batch limits by the instance's role; absent: the engine's own
     scheduler. With vLLM this replaces `--scheduler-cls`."""
@@ -201,6 +216,16 @@ class EngineSpec(ApiModel):
             f"{_format_cel_list(RESERVED_FLAGS)}))",
             is_valid=lambda e: not any(_normalize_flag(a) in RESERVED_FLAGS for a in e.args),
             message="must not hold a flag that Cleave sets itself: " + ", ".join(RESERVED_FLAGS),
+            field="args",
+        ),
+        ValidationRule(
+            cel="!has(self.args) || !self.args.exists(a, a.startsWith('--data-parallel') || "
+            "a.startsWith('--data_parallel') || "
+            f"a.split('=')[0] in {_format_cel_list(_DATA_PARALLEL_FLAGS)})",
+            is_valid=lambda e: not any(map(_is_data_parallel, e.args)),
+            message="must not hold --data-parallel-* or -dp*: a handoff names one engine, and each "
+            "data-parallel rank is one more; use replicas, and for experts a larger tensor size "
+            "with --enable-expert-parallel",
             field="args",
         ),
         ValidationRule(
@@ -247,6 +272,7 @@ class Toleration(ApiModel):
 
 QUANTITY_PATTERN = r"^([0-9]+|[0-9]*\.[0-9]+|[0-9]+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?$"
 """Matches Kubernetes quantities that are not negative: "500m", "6Gi", 2."""
+_GPU_RESOURCE = r"^([a-z0-9.-]+/[A-Za-z0-9._-]+)?$"
 _QUANTITY_SCHEMA = {
     "anyOf": [{"type": "integer"}, {"type": "string"}],
     "x-kubernetes-int-or-string": True,
@@ -282,8 +308,50 @@ class DeletionPolicy(StrEnum):
     IMMEDIATE = "Immediate"
 
 
+class NamedObject(ApiModel):
+    """An object of a pod spec, which the API server checks when a pod is created."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    """Name within the pod; the other fields are those of a pod spec."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Keep the other fields, which a structural schema would prune."""
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        target = handler.resolve_ref_schema(schema)
+        del target["additionalProperties"]
+        target["x-kubernetes-preserve-unknown-fields"] = True
+        return schema
+
+
+ObjectName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
+
+OWN_LABELS = "cleave.dev/"
+"""Prefix of Cleave's own labels and annotations of pods."""
+OWN_VOLUMES = ("tmp", "home", "shm", "model")
+"""Volumes that every worker has."""
+
+
+def _build_own_keys_rule(field: str) -> ValidationRule:
+    return ValidationRule(
+        cel=f"!has(self.{field}) || self.{field}.all(k, !k.startsWith('{OWN_LABELS}'))",
+        is_valid=lambda t: not any(key.startswith(OWN_LABELS) for key in getattr(t, field)),
+        message=f"must not hold a key that begins with {OWN_LABELS}: Cleave sets these",
+        field=field,
+    )
+
+
 class WorkerTemplate(ApiModel):
     """Overrides for the worker pods."""
+
+    labels: dict[str, str] = Field(default_factory=dict, max_length=64)
+    """Further labels of the pods, such as kueue.x-k8s.io/queue-name."""
+    annotations: dict[str, str] = Field(default_factory=dict, max_length=64)
+    """Annotations of the pods, such as k8s.v1.cni.cncf.io/networks for a network card."""
 
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Labels that a node must have."""
@@ -293,8 +361,61 @@ class WorkerTemplate(ApiModel):
     """CPU, memory and devices of one worker. A whole number of cores as limit gives it exclusive
     cores on nodes with the static CPU manager policy. RDMA devices of the nodes (rdma/*,
     nvidia.com/hostdev) are requested by default; one named here replaces them."""
-    runtime_class_name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
+    gpu_resource: Annotated[str, Field(max_length=253, pattern=_GPU_RESOURCE)] = "nvidia.com/gpu"
+    """Resource that a worker requests for each GPU: nvidia.com/mig-3g.40gb, amd.com/gpu, ... Empty:
+    none, as a claim of resourceClaims allocates the GPUs."""
+    resource_claims: list[NamedObject] = declare_list_map_key(
+        "name", default_factory=list, max_length=32
+    )
+    """Claims of dynamic resource allocation, as in a pod spec; the worker's container uses all of
+    them. With a ComputeDomain's claim GPUs of several nodes share NVLink (GB200)."""
+    volumes: list[NamedObject] = declare_list_map_key("name", default_factory=list, max_length=64)
+    """Further volumes, as in a pod spec."""
+    volume_mounts: Annotated[list[NamedObject], Field(max_length=64)] = Field(default_factory=list)
+    """Where the worker's container mounts them, as in a pod spec."""
+    image_pull_secrets: list[ObjectName] = Field(default_factory=list, max_length=16)
+    """Names of Secrets with which the workers' images are pulled."""
+    priority_class_name: ObjectName | None = None
+    """PriorityClass of the pods; absent: the cluster's default."""
+    scheduler_name: ObjectName | None = None
+    """Scheduler of the pods; absent: the cluster's default."""
+    host_network: bool = False
+    """Whether the pods use their node's network, with one instance of a deployment on a node.
+    NetworkPolicies do not protect such pods, and engines require no key."""
+    runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods, such as nvidia; absent: the node's default."""
     drain_timeout_s: Annotated[int, Field(ge=0, le=86_400)] = 600
     """Seconds that running requests may take to finish when a worker is stopped; then they are
     aborted."""
+
+    rules = (
+        _build_own_keys_rule("labels"),
+        _build_own_keys_rule("annotations"),
+        ValidationRule(
+            cel=f"!has(self.volumes) || self.volumes.all(v, !(v.name in "
+            f"{_format_cel_list(OWN_VOLUMES)}))",
+            is_valid=lambda t: not any(volume.name in OWN_VOLUMES for volume in t.volumes),
+            message="must not name a volume that every worker has: " + ", ".join(OWN_VOLUMES),
+            field="volumes",
+        ),
+        ValidationRule(
+            cel="!has(self.volumeMounts) || has(self.volumes) && self.volumeMounts.all(m, "
+            "self.volumes.exists(v, v.name == m.name))",
+            is_valid=lambda t: {m.name for m in t.volume_mounts} <= {v.name for v in t.volumes},
+            message="must name volumes of template.volumes",
+            field="volumeMounts",
+        ),
+        ValidationRule(
+            cel="!has(self.gpuResource) || self.gpuResource != '' || "
+            "has(self.resourceClaims) && size(self.resourceClaims) > 0",
+            is_valid=lambda t: bool(t.gpu_resource or t.resource_claims),
+            message="needs a claim in resourceClaims when it is empty: no GPU would be allocated",
+            field="gpuResource",
+        ),
+        build_unique_rule("volumes", "name", "volume"),
+    )
+
+    @property
+    def has_whole_gpus(self) -> bool:
+        """Whether workers request NVIDIA's GPUs as wholes, of which several engines share a pod."""
+        return self.gpu_resource == "nvidia.com/gpu" and not self.resource_claims

@@ -32,7 +32,7 @@ def build_cell_pod(
     engines = list(_list_engines(pool))
     agents = [
         build_agent_command(
-            engine, instance, name, role=engine.spec.role, port=_get_agent_port(number)
+            engine, instance, name, device, role=engine.spec.role, port=_get_agent_port(number)
         )[len(_AGENT_PREFIX) :]
         for number, (instance, engine) in enumerate(_name_engines(engines, name))
     ]

@@ -36,12 +36,14 @@ def build_pod_defaults(deployment: str) -> Manifest:
     }
 
 
-def build_container_security(*more: str) -> Manifest:
-    """Security context of a container: read-only, with the named capabilities only."""
-    capabilities = {"drop": ["ALL"], **({"add": list(more)} if more else {})}
+def build_container_security() -> Manifest:
+    """Security context of a container: read-only and without capabilities.
+
+    IPC_LOCK would change nothing: Kubernetes gives added capabilities to root only.
+    """
     return {
         "allowPrivilegeEscalation": False,
-        "capabilities": capabilities,
+        "capabilities": {"drop": ["ALL"]},
         "readOnlyRootFilesystem": True,
     }
 

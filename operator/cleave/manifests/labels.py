@@ -69,8 +69,9 @@ def get_account_name(deployment: str) -> str:
 def build_worker_labels(
     pool: InstancePool, instance: str, component: str = WORKER
 ) -> dict[str, str]:
-    """Labels of an instance's pods."""
+    """Labels of an instance's pods, the template's included."""
     return {
+        **pool.spec.template.labels,
         DEPLOYMENT: pool.spec.deployment,
         POOL: pool.name,
         ROLE: str(pool.spec.role),

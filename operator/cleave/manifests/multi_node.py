@@ -43,6 +43,7 @@ def build_node_pods(
         # A restarted pod cannot join a running engine: the whole instance is replaced.
         spec["restartPolicy"] = "Never"
         node_pod = build_object("v1", "Pod", name, pool.namespace, labels, spec=spec)
+        worker.with_annotations(node_pod, pool.spec.template)
         if "uid" in meta:
             link = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "uid": meta["uid"]}
             node_pod["metadata"]["ownerReferences"] = [link]
@@ -65,11 +66,16 @@ def build_leader_worker_set(
     leader_spec = {k: v for k, v in pod["spec"].items() if k not in ("hostname", "subdomain")}
     node_labels = _build_labels(pool, leader, None if cell is None else str(cell), rank=1)
     node_spec = _build_node_spec(pool, node_labels, device, image_prefix, _LWS_RANK, _LWS_LEADER)
+    template = pool.spec.template
     group = {
         "size": pool.spec.nodes,
         "restartPolicy": "RecreateGroupOnPodRestart",
-        "leaderTemplate": {"metadata": {"labels": pod["metadata"]["labels"]}, "spec": leader_spec},
-        "workerTemplate": {"metadata": {"labels": node_labels}, "spec": node_spec},
+        "leaderTemplate": worker.with_annotations(
+            {"metadata": {"labels": pod["metadata"]["labels"]}, "spec": leader_spec}, template
+        ),
+        "workerTemplate": worker.with_annotations(
+            {"metadata": {"labels": node_labels}, "spec": node_spec}, template
+        ),
     }
     spec = {"replicas": 1, "startupPolicy": "LeaderCreated", "leaderWorkerTemplate": group}
     labels, version = build_worker_labels(pool, leader), "leaderworkerset.x-k8s.io/v1"
@@ -109,7 +115,7 @@ def _build_node_spec(
     container = {
         **worker.build_container_base(pool.spec, device, image_prefix),
         "command": build_node_command(pool, rank),
-        "env": [{"name": LEADER_ENV, "value": leader}, *worker.build_environment(pool)],
+        "env": [{"name": LEADER_ENV, "value": leader}, *worker.build_environment(pool, device)],
     }
     return {**worker.build_worker_spec(pool, labels, device), "containers": [container]}
 

@@ -1,16 +1,21 @@
 """CPU, memory and devices of a worker container. Pure; called by the worker's pod builder.
 
 Kubernetes gives a container exclusive cores (static CPU manager policy) only when its CPU request
-is a whole number and equal to its limit, so defaults and overrides are merged per resource.
+is a whole number and equal to its limit, so defaults and overrides are merged per resource. On GPUs
+there is no CPU limit: vLLM's processes and NIXL's progress thread poll, and with a limit below the
+number of polling threads the kernel stops all of them for the rest of each 100 ms.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from cleave.api.engine import EngineType, Resources
+from cleave.api.model import ModelSpec
 from cleave.api.pool import InstancePoolSpec
 from cleave.manifests.labels import Manifest
 from cleave.manifests.quantity import format_quantity, parse_quantity
+from cleave.manifests.storage import is_downloaded
+from cleave.perf.model import model_shape
 
 Device = Literal["gpu", "cpu"]
 """What the nodes compute on."""
@@ -22,22 +27,24 @@ _SHARED_RDMA = "rdma/"
 _HOST_DEVICE = "nvidia.com/hostdev"
 """Whole cards, one per unit, as NVIDIA's Network Operator names them."""
 
-_VLLM_PROCESSES = 2
-"""vLLM's API server and engine core; each GPU's worker process needs a core as well."""
+_CORES = 4
+"""vCPUs for vLLM's API server, its engine core, what they start, and the agent."""
+_CORES_PER_GPU = 3
+"""vCPUs for each GPU: its worker process and NIXL's progress thread, which both poll, and threads
+that load weights and transfer KV. vLLM asks for 2 + GPUs physical cores, of two vCPUs each."""
 _BASE_GIB = 8
 _GIB_PER_GPU = 8
-"""Host memory for vLLM's processes, pinned buffers and shared memory, through which weights are
-loaded."""
+"""Host memory for vLLM's processes, pinned buffers and shared memory."""
+_SCRATCH_GIB = 10
+"""Disk space for compiled kernels, logs and temporary files."""
+_GIB = 2**30
 
 
 def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
     """The container's `resources`: defaults for engine and device, with the pool's overrides."""
-    return _merge(_build_defaults(spec, device), spec.template.resources)
-
-
-def has_rdma(requested: Resources) -> bool:
-    """Whether an RDMA device (`rdma/ib`, ...) is named."""
-    return any(map(is_rdma_device, (*requested.limits, *requested.requests)))
+    merged = _merge(_build_defaults(spec, device), spec.template.resources)
+    claims = [{"name": claim.name} for claim in spec.template.resource_claims]
+    return {**merged, **({"claims": claims} if claims else {})}
 
 
 def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
@@ -57,7 +64,11 @@ def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:
     A device that the template names takes precedence; with the quantity 0 there is none.
     """
     named = spec.template.resources
-    if not name or spec.engine.type is EngineType.EMULATED or has_rdma(named):
+    if (
+        not name
+        or spec.engine.type is EngineType.EMULATED
+        or any(map(is_rdma_device, (*named.limits, *named.requests)))
+    ):
         return spec
     units = 1 if name.startswith(_SHARED_RDMA) else spec.gpus // spec.nodes
     more = named.model_copy(update={"limits": {**named.limits, name: str(units)}})
@@ -73,7 +84,7 @@ def is_rdma_device(name: str) -> bool:
 
 def sum_resources(parts: Sequence[Manifest]) -> Manifest:
     """The resources of a container that does the work of several; RDMA devices are shared."""
-    kinds = dict.fromkeys(kind for part in parts for kind in part)
+    kinds = [kind for kind in ("requests", "limits") if any(kind in part for part in parts)]
     return {kind: _sum_amounts([part.get(kind, {}) for part in parts]) for kind in kinds}
 
 
@@ -86,6 +97,16 @@ def _sum_amounts(parts: Sequence[Manifest]) -> Manifest:
     }
 
 
+def find_weight_bytes(model: ModelSpec) -> int | None:
+    """Bytes of a known model's weights; None: not known, as the operator reads no folder."""
+    if model.folder is not None:
+        return None
+    try:
+        return model_shape.load_shape(model.locator).weight_bytes
+    except model_shape.UnknownModelError:
+        return None
+
+
 def _build_defaults(spec: InstancePoolSpec, device: Device) -> Resources:
     size = spec.parallelism.gpus
     if spec.engine.type is EngineType.EMULATED:
@@ -93,13 +114,19 @@ def _build_defaults(spec: InstancePoolSpec, device: Device) -> Resources:
     if device == "cpu":
         return Resources(limits={"cpu": str(size), "memory": f"{6 * size}Gi"})
     gpus_per_node = size // spec.nodes
-    return Resources(
-        limits={
-            GPU: str(gpus_per_node),
-            "cpu": str(_VLLM_PROCESSES + gpus_per_node),
-            "memory": f"{_BASE_GIB + _GIB_PER_GPU * gpus_per_node}Gi",
-        }
-    )
+    weights_gib = -(-(find_weight_bytes(spec.model) or 0) // _GIB)
+    memory_gib = _BASE_GIB + _GIB_PER_GPU * gpus_per_node
+    requests = {
+        "cpu": str(_CORES + _CORES_PER_GPU * gpus_per_node),
+        "memory": f"{memory_gib}Gi",
+    }
+    if is_downloaded(spec.model):
+        requests["ephemeral-storage"] = f"{_SCRATCH_GIB + weights_gib}Gi"
+    # While it loads, an engine may hold its node's share of the weights in memory as well.
+    limits = {"memory": f"{memory_gib + -(-weights_gib // spec.nodes)}Gi"}
+    if spec.template.gpu_resource:
+        limits[spec.template.gpu_resource] = str(gpus_per_node)
+    return Resources(requests=requests, limits=limits)
 
 
 def _merge(defaults: Resources, overrides: Resources) -> Manifest:

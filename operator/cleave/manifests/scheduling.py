@@ -6,6 +6,9 @@ instances (Algorithm 1) should be on nodes with a fast network between them, and
 node.
 """
 
+from collections.abc import Mapping
+
+from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
 from cleave.api.role import Role
 from cleave.manifests import topology
@@ -20,6 +23,14 @@ from cleave.manifests.labels import (
     Manifest,
 )
 from cleave.manifests.resources import GPU_PRODUCT, Device
+
+ARCHITECTURE = "kubernetes.io/arch"
+DRIVER_MAJOR = "nvidia.com/cuda.driver-version.major"
+OLD_DRIVER_MAJOR = "nvidia.com/cuda.driver.major"
+"""Node labels of NVIDIA's feature discovery with the driver's version; it deprecates the second."""
+MIN_DRIVER = 580
+"""The first driver with CUDA 13, for which vLLM's wheels are built."""
+_UNSUPPORTED_ARCHITECTURE = "arm64"
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -36,13 +47,45 @@ def build_scheduling(pool: InstancePool, labels: dict[str, str], device: Device)
             toleration.model_dump(mode="json", exclude_none=True)
             for toleration in template.tolerations
         ]
-    if template.runtime_class_name:
-        fields["runtimeClassName"] = template.runtime_class_name
-    if affinity := _build_affinity(pool, labels):
+    affinity = _build_affinity(pool, labels)
+    if device == "gpu" and needs_own_image(pool.spec.engine):
+        affinity = {**affinity, "nodeAffinity": {_REQUIRED: _build_node_requirements()}}
+    if affinity:
         fields["affinity"] = affinity
     if SEGMENT not in labels and pool.spec.nodes == 1:
         fields["topologySpreadConstraints"] = topology.build_topology_spread({POOL: pool.name})
     return fields
+
+
+def needs_own_image(engine: EngineSpec) -> bool:
+    """Whether the engine runs in Cleave's image for GPUs, with its requirements of nodes."""
+    return engine.type is EngineType.VLLM and engine.image is None
+
+
+def explain_unusable(node_labels: Mapping[str, str]) -> str:
+    """Why a GPU node cannot run Cleave's image for GPUs; empty: its labels name no reason."""
+    if (machine := node_labels.get(ARCHITECTURE)) == _UNSUPPORTED_ARCHITECTURE:
+        return f"is {machine}, and the image worker-cuda is for x86_64"
+    driver = node_labels.get(DRIVER_MAJOR) or node_labels.get(OLD_DRIVER_MAJOR, "")
+    if driver.isdigit() and int(driver) < MIN_DRIVER:
+        return f"has driver {driver}, and CUDA 13 needs {MIN_DRIVER} or newer"
+    return ""
+
+
+def _build_node_requirements() -> Manifest:
+    """The same as `explain_unusable`, for the scheduler, which may not find any of these labels."""
+
+    def require(key: str, operator: str, *values: str) -> Manifest:
+        return {"key": key, "operator": operator, **({"values": [*values]} if values else {})}
+
+    machine = require(ARCHITECTURE, "NotIn", _UNSUPPORTED_ARCHITECTURE)
+    newer = str(MIN_DRIVER - 1)
+    known, old_known = (require(label, "Gt", newer) for label in (DRIVER_MAJOR, OLD_DRIVER_MAJOR))
+    absent, old_absent = (
+        require(label, "DoesNotExist") for label in (DRIVER_MAJOR, OLD_DRIVER_MAJOR)
+    )
+    drivers = [[known], [absent, old_known], [absent, old_absent]]
+    return {"nodeSelectorTerms": [{"matchExpressions": [machine, *each]} for each in drivers]}
 
 
 def build_segment(pool: InstancePool, cell: int, rank: int) -> str:

@@ -4,10 +4,21 @@ A model is given as a repository or as a folder, and kept on the node, in a volu
 each combination determines the path that the engine loads.
 """
 
+import re
+
+from cleave.api.engine import WorkerTemplate
 from cleave.api.model import ModelSpec
+from cleave.distribution import get_version
 from cleave.manifests.container import HOME_FOLDER, build_scratch_volume
 from cleave.manifests.labels import Manifest
 
+_COMPILE_CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+"""Environment variables with folders of compiled kernels."""
 HUB_CACHE_FOLDER = "/var/cache/cleave"
 """Mount path of a volume with a Hugging Face cache."""
 IMAGE_MODEL_FOLDER = "/model"
@@ -17,7 +28,9 @@ VolumeAndMount = tuple[Manifest, Manifest]
 """A volume and its mount."""
 
 
-def build_storage(model: ModelSpec) -> tuple[list[Manifest], list[Manifest]]:
+def build_storage(
+    model: ModelSpec, template: WorkerTemplate
+) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts of a worker."""
     pairs = [
         build_scratch_volume("tmp", "/tmp"),  # noqa: S108 - a mount inside the container
@@ -27,7 +40,9 @@ def build_storage(model: ModelSpec) -> tuple[list[Manifest], list[Manifest]]:
         *_list_model_mounts(model),
     ]
     volumes, mounts = zip(*pairs, strict=True)
-    return list(volumes), list(mounts)
+    own_volumes = [volume.model_dump() for volume in template.volumes]
+    own_mounts = [mount.model_dump() for mount in template.volume_mounts]
+    return [*volumes, *own_volumes], [*mounts, *own_mounts]
 
 
 def get_loaded_path(model: ModelSpec) -> str:
@@ -43,6 +58,30 @@ def get_hub_cache(model: ModelSpec) -> str | None:
     if cache is None or model.folder or cache.image:
         return None
     return cache.host_path.path if cache.host_path else HUB_CACHE_FOLDER
+
+
+def is_downloaded(model: ModelSpec) -> bool:
+    """Whether each pod downloads the model into its own disk space."""
+    return model.folder is None and model.cache is None
+
+
+def list_compile_caches(model: ModelSpec, gpu: str | None) -> dict[str, str]:
+    """Folders for compiled kernels beside the downloaded models, by environment variable, so that
+    the next pod starts sooner. Empty: the folder is read-only or there is none.
+
+    vLLM 0.32 does not tell kernels of different GPUs apart, so each kind (`gpu`) has a folder of
+    its own. A volume for several nodes holds no kernels for an unknown kind; on a node it is one.
+    """
+    folder, cache = get_hub_cache(model), model.cache
+    if folder is None or cache is None or not (gpu or cache.host_path):
+        return {}
+    if cache.persistent_volume_claim and cache.persistent_volume_claim.read_only:
+        return {}
+    kind = re.sub("[^a-z0-9]+", "-", (gpu or "gpu").lower())
+    return {
+        name: f"{folder}/compiled/{get_version()}/{kind}/{part}"
+        for name, part in _COMPILE_CACHES.items()
+    }
 
 
 def _list_model_mounts(model: ModelSpec) -> list[VolumeAndMount]:

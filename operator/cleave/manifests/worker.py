@@ -7,7 +7,7 @@ agent: see `cleave.manifests.multi_node`.
 import json
 from enum import IntEnum
 
-from cleave.api.engine import Connector, EngineType, EnvVar, TransferMode
+from cleave.api.engine import Connector, EngineType, EnvVar, TransferMode, WorkerTemplate
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.role import Role
 from cleave.api.scheduling import Scheduling
@@ -24,15 +24,25 @@ from cleave.manifests.labels import (
     get_agents_source,
     get_workers_name,
 )
-from cleave.manifests.resources import Device, build_resources, has_rdma
+from cleave.manifests.resources import Device, build_resources, find_weight_bytes
 from cleave.manifests.scheduling import build_scheduling, build_segment
-from cleave.manifests.storage import build_storage, get_hub_cache, get_loaded_path
+from cleave.manifests.storage import (
+    build_storage,
+    get_hub_cache,
+    get_loaded_path,
+    list_compile_caches,
+)
 from cleave.planner.problem import ADMISSIONS, ORDERS
 
 RoleSchedulingArgs = dict[str, str | int]
 """Scheduling arguments of one role, as the agent's `--scheduling` takes them."""
 
 _ROLE_ENV = "CLEAVE_ROLE"
+_START_S = 900
+_LOAD_BYTES_PER_S = 10**8
+_START_UNKNOWN_S = 3600
+"""Limits of an engine's start on GPUs: for compilation and CUDA graphs, and for weights, which come
+from the network at 0.1 GB/s in the worst case; of a model whose size is not known."""
 GRACE_SLACK_S = 15
 """Seconds between the end of the drain and SIGKILL: up to 10 s for the engine to stop, and some
 slack."""
@@ -62,7 +72,15 @@ def build_worker_pod(
         **(host_name if pool.spec.nodes > 1 else {}),
         "containers": [_build_container(pool, instance, device, cell, image_prefix)],
     }
-    return build_object("v1", "Pod", instance, pool.namespace, labels, spec=spec)
+    pod = build_object("v1", "Pod", instance, pool.namespace, labels, spec=spec)
+    return with_annotations(pod, pool.spec.template)
+
+
+def with_annotations(pod: Manifest, template: WorkerTemplate) -> Manifest:
+    """Add the template's annotations to a pod, or to the template of one."""
+    if template.annotations:
+        pod["metadata"]["annotations"] = dict(template.annotations)
+    return pod
 
 
 def build_worker_spec(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
@@ -72,8 +90,23 @@ def build_worker_spec(pool: InstancePool, labels: dict[str, str], device: Device
         **container.build_pod_defaults(spec.deployment),
         "terminationGracePeriodSeconds": spec.template.drain_timeout_s + GRACE_SLACK_S,
         **build_scheduling(pool, labels, device),
-        "volumes": build_storage(spec.model)[0],
+        **_build_template_fields(spec.template),
+        "volumes": build_storage(spec.model, spec.template)[0],
     }
+
+
+def _build_template_fields(template: WorkerTemplate) -> Manifest:
+    fields: Manifest = {
+        "resourceClaims": [claim.model_dump() for claim in template.resource_claims],
+        "imagePullSecrets": [{"name": name} for name in template.image_pull_secrets],
+        "priorityClassName": template.priority_class_name,
+        "schedulerName": template.scheduler_name,
+        "runtimeClassName": template.runtime_class_name,
+        "hostNetwork": template.host_network,
+        # Otherwise such a pod finds no Service.
+        "dnsPolicy": "ClusterFirstWithHostNet" if template.host_network else None,
+    }
+    return {name: value for name, value in fields.items() if value}
 
 
 def _build_container(
@@ -82,8 +115,8 @@ def _build_container(
     spec = pool.spec
     return {
         **build_container_base(spec, device, image_prefix),
-        "command": build_agent_command(pool, instance, cell),
-        "env": build_environment(pool),
+        "command": build_agent_command(pool, instance, cell, device),
+        "env": build_environment(pool, device),
         # A fixed port of the engine, so that Prometheus finds its metrics.
         "ports": [
             {"name": "agent", "containerPort": AGENT_PORT},
@@ -95,14 +128,12 @@ def _build_container(
 
 def build_container_base(spec: InstancePoolSpec, device: Device, image_prefix: str) -> Manifest:
     """Fields that the containers of an instance's pods share."""
-    # RDMA needs memory that is locked (not swapped).
-    more = ("IPC_LOCK",) if has_rdma(spec.template.resources) else ()
     return {
         "name": "worker",
         "image": spec.engine.image or _get_default_image(spec, device, image_prefix),
         "resources": build_resources(spec, device),
-        "securityContext": container.build_container_security(*more),
-        "volumeMounts": build_storage(spec.model)[1],
+        "securityContext": container.build_container_security(),
+        "volumeMounts": build_storage(spec.model, spec.template)[1],
     }
 
 
@@ -110,6 +141,7 @@ def build_agent_command(
     pool: InstancePool,
     name: str,
     cell: int | str | None = None,
+    device: Device = "gpu",
     *,
     role: str = f"$({_ROLE_ENV})",
     port: int = AGENT_PORT,
@@ -126,6 +158,7 @@ def build_agent_command(
         "--role": role,
         **build_engine_flags(spec),
         "--engine": spec.engine.type.lower(),
+        "--start-timeout": get_start_timeout_s(spec, device),
         "--host": "$(POD_IP)",
         "--port": port,
         "--engine-port": port + 1,
@@ -135,6 +168,14 @@ def build_agent_command(
     extra = build_engine_args(spec, "0", "$(POD_IP)")
     separated = ["--", *extra] if extra else []
     return ["python", "-m", "cleave_worker.agent.main", *container.build_flags(flags), *separated]
+
+
+def get_start_timeout_s(spec: InstancePoolSpec, device: Device) -> int | None:
+    """Seconds that the engine may take to start; None: the agent's default."""
+    if spec.engine.start_timeout_s or spec.engine.type is EngineType.EMULATED or device == "cpu":
+        return spec.engine.start_timeout_s
+    weights = find_weight_bytes(spec.model)
+    return _START_S + weights // _LOAD_BYTES_PER_S if weights else _START_UNKNOWN_S
 
 
 def build_engine_flags(spec: InstancePoolSpec) -> dict[str, object]:
@@ -191,7 +232,7 @@ def _format_choice(choice: IntEnum) -> str:
     return choice.name.lower().replace("_", "-")
 
 
-def build_environment(pool: InstancePool) -> list[Manifest]:
+def build_environment(pool: InstancePool, device: Device) -> list[Manifest]:
     """Environment variables of a worker's container; the user's come last."""
     spec = pool.spec
     variables = container.build_address_env(get_agents_source(spec.deployment, pool.namespace))
@@ -201,6 +242,9 @@ def build_environment(pool: InstancePool) -> list[Manifest]:
     variables.append({"name": _ROLE_ENV, "valueFrom": label})
     if folder := get_hub_cache(spec.model):
         variables.append({"name": "HF_HOME", "value": folder})
+    if device == "gpu" and spec.engine.type is EngineType.VLLM:
+        caches = list_compile_caches(spec.model, spec.gpu)
+        variables += [{"name": name, "value": path} for name, path in caches.items()]
     if spec.nodes > 1:
         variables.append({"name": "VLLM_HOST_IP", "value": "$(POD_IP)"})
     own = {variable.name: _build_variable(variable) for variable in spec.engine.env}

@@ -40,7 +40,9 @@ def build_problem(
     return Problem(
         demand=traffic.with_max_model_len(longest),
         slo=spec.slo,
-        supplies=build_supplies(cluster, kinds, spec.planning.gpus),
+        supplies=build_supplies(
+            cluster, kinds, spec.planning.gpus, has_cells=spec.template.has_whole_gpus
+        ),
         shape=shape,
         estimator=estimates,
         planning=spec.planning,
@@ -54,10 +56,10 @@ def build_problem(
 
 
 def build_supplies(
-    cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice]
+    cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice], *, has_cells: bool
 ) -> tuple[Supply, ...]:
     """The nodes whose GPU type may be used, with equal groups merged. Groups of a GPU type share
-    its limit in their order."""
+    its limit in their order. `has_cells`: cells may be pods."""
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     groups: dict[tuple[str, int], int] = {}
     for group in cluster.nodes:
@@ -76,8 +78,8 @@ def build_supplies(
             # CUDA IPC needs a shared PID namespace, so KV between pods of one node uses the
             # network, too. A cell is one pod; without NVLink UCX does not read by CUDA IPC.
             network = inventory.find_network_link(cluster, gpu)
-            is_cell_link = gpu.nvlink_gbps is not None and per_node <= MAX_CELL_ENGINES
-            within = build_node_link(gpu) if is_cell_link else None
+            is_small = per_node <= MAX_CELL_ENGINES
+            within = build_node_link(gpu) if has_cells and is_small and gpu.nvlink_gbps else None
             supplies.append(Supply(name, count, per_node, usable, network, network, within))
     return tuple(supplies)
 

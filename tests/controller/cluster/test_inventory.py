@@ -80,3 +80,10 @@ def test_a_kind_of_gpu_has_the_rdma_device_that_all_its_nodes_offer() -> None:
     assert topology.get_rdma_device("A100") == ""
     assert topology.get_rdma_device(None) == ""
     assert build_inventory(nodes[:2]).topology.get_rdma_device(None) == "rdma/hca"
+
+
+def test_nodes_that_cannot_run_the_image_are_named() -> None:
+    fault = "has driver 570, and CUDA 13 needs 580 or newer"
+    found = build_inventory([node("a"), node("b", fault=fault), node("c", fault=fault)])
+    assert found.unusable == f"not used: node b (and 1 more) {fault}"
+    assert build_inventory([node("a")]).unusable == ""

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from cleave.api.deployment import LLMDeployment
 from cleave.api.enums import FallbackPolicy
 from cleave.api.pool import InstancePool, ReplicasOwner
@@ -354,6 +356,18 @@ def test_what_its_pools_say_is_passed_on() -> None:
     }
     here = view(desired, pool_status={Role.DECODE: {"conditions": [limited]}})
     assert condition(reconcile(here), "ScalingLimited") == ("True", "Unschedulable")
+
+
+@pytest.mark.parametrize(("image", "is_said"), [(None, True), ("own:1", False)])
+def test_nodes_that_cannot_run_cleaves_image_are_said(image: str | None, is_said: bool) -> None:
+    fault = "has driver 570, and CUDA 13 needs 580 or newer"
+    nodes = [ObservedNode("n1", True, True, gpu="H100", num_gpus=8, fault=fault)]
+    engine = {"image": image} if image else {}
+    here = replace(view(deployment(engine=engine)), inventory=build_inventory(nodes))
+    found = status_of(reconcile(here))["conditions"]
+    (limited,) = [each for each in found if each["type"] == "ScalingLimited"]
+    assert limited["status"] == "False"
+    assert limited.get("message") == (f"not used: node n1 {fault}" if is_said else "")
 
 
 def test_a_fault_is_reported() -> None:

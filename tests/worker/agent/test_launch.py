@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.config import AgentConfig, AgentTiming
 from cleave_worker.agent.launch import (
     Boot,
     Launch,
     LaunchError,
     build_engine_launch,
+    find_cache_fault,
     read_block_size,
 )
 
@@ -205,3 +206,22 @@ def test_the_block_size_is_the_command_lines_or_the_engines_default(config_of: C
     assert read_block_size(config_of(engine_args=("--block-size=32",)), gpu=False) == 32
     assert read_block_size(config_of(engine="vllm"), gpu=False) == 128
     assert read_block_size(config_of(engine="vllm"), gpu=True) == 16
+
+
+def test_vllm_may_start_for_as_long_as_the_agent_waits(config_of: ConfigOf) -> None:
+    config = config_of(engine="vllm", timing=AgentTiming(start_timeout=2310.5))
+    name = "VLLM_ENGINE_READY_TIMEOUT_S"
+    assert build_engine_launch(config, ON_GPU, {}).env[name] == "2311"
+    assert build_engine_launch(config, ON_GPU, {name: "60"}).env[name] == "60"
+
+
+def test_folders_for_compiled_kernels_are_made_and_must_be_writable(tmp_path: Path) -> None:
+    folder = tmp_path / "compiled" / "vllm"
+    assert find_cache_fault({"VLLM_CACHE_ROOT": str(folder)}) is None
+    assert folder.is_dir()
+    assert find_cache_fault({}) is None
+    (tmp_path / "file").touch()
+    fault = find_cache_fault({"TRITON_CACHE_DIR": str(tmp_path / "file" / "triton")})
+    assert fault is not None
+    assert fault.startswith("TRITON_CACHE_DIR: ")
+    assert "spec.model.cache" in fault

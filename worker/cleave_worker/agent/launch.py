@@ -7,6 +7,7 @@ that a handoff of an earlier boot is never taken for one of this boot.
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import socket
@@ -38,6 +39,13 @@ _ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
 """vLLM 0.32 chooses FlashInfer and DeepGEMM on Hopper and later by default. Both compile their
 kernels with nvcc, which CUDA's wheels do not contain; without it the engine ends in its warm-up.
 `cleave_worker.vllm.flashinfer` disables the rest of FlashInfer."""
+_CACHE_FOLDERS = (
+    "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
+)  # fmt: skip
+_CACHE_REMEDY = (
+    f"make the folder of spec.model.cache writable for user {os.getuid()}: "
+    f"`chown {os.getuid()} FOLDER` on the node, for a hostPath, or on the volume"
+)
 
 
 class LaunchError(ValueError):
@@ -120,8 +128,10 @@ def read_max_adapters(config: AgentConfig) -> int:
 
 
 def has_gpu() -> bool:
-    """Return whether this machine has an NVIDIA GPU, without loading CUDA or torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+    """Return whether this machine has a GPU of NVIDIA or AMD, without loading CUDA or torch."""
+    if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
+        return True
+    return shutil.which("nvidia-smi") is not None
 
 
 def has_nvcc(env: Mapping[str, str]) -> bool:
@@ -130,6 +140,22 @@ def has_nvcc(env: Mapping[str, str]) -> bool:
         return shutil.which(f"{home}/bin/nvcc") is not None
     path = env.get("PATH", os.defpath)
     return any(shutil.which(nvcc, path=path) for nvcc in ("nvcc", "/usr/local/cuda/bin/nvcc"))
+
+
+def find_cache_fault(env: Mapping[str, str]) -> str | None:
+    """Return why a folder for compiled kernels cannot be written; None: all can, or there are none.
+    Creates the folders."""
+    for name in _CACHE_FOLDERS:
+        folder = env.get(name)
+        if not folder:
+            continue
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            return f"{name}: {error.strerror}: {folder}; {_CACHE_REMEDY}"
+        if not os.access(folder, os.W_OK):
+            return f"{name}: user {os.getuid()} cannot write {folder}; {_CACHE_REMEDY}"
+    return None
 
 
 def find_free_port(host: str) -> int:
@@ -192,6 +218,10 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port),
         "PYTHONUNBUFFERED": "1",
+        # vLLM's own limit of an engine's start is 600 s.
+        "VLLM_ENGINE_READY_TIMEOUT_S": base.get(
+            "VLLM_ENGINE_READY_TIMEOUT_S", str(math.ceil(config.timing.start_timeout))
+        ),
         # vLLM's value against a leak in UCX. Plug-ins import NIXL before vLLM can set it.
         "UCX_RCACHE_MAX_UNRELEASED": base.get("UCX_RCACHE_MAX_UNRELEASED", "1024"),
     }

@@ -5,6 +5,7 @@ Exit codes: 0 drained; 2 bad usage or cores that another engine has locked; 1 ot
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ from cleave import distribution, logs
 from cleave.distribution import MissingExtraError
 from cleave.rpc.agent_discovery import AgentSourceUnreachable, DiscoveryError, list_agents
 from cleave.shm import core_locks
-from cleave_worker.agent import cpu_cores, subreaper
+from cleave_worker.agent import cpu_cores, memory_lock, subreaper
 from cleave_worker.agent.agent import WorkerAgent
 from cleave_worker.agent.config import AgentConfig, parse
-from cleave_worker.agent.launch import LaunchError, has_gpu
+from cleave_worker.agent.launch import LaunchError, find_cache_fault, has_gpu
+
+_log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,10 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     text_format = logs.TextFormatter(f"%(asctime)s %(levelname)s {config.name}: %(message)s")
     logs.configure(config.log_format, text=text_format, always={"instance": config.name})
     gpu = config.engine == "vllm" and has_gpu()
+    if fault := memory_lock.explain_limit():
+        _log.warning(fault)
     locks = cpu_cores.CoreLocks(core_locks.get_lock_folder(), config.name)
     try:
         if config.engine == "emulated":
             distribution.require("worker")
+        if config.engine == "vllm" and (fault := find_cache_fault(os.environ)):
+            raise LaunchError(fault)
         locked = locks.acquire(_plan_cores(config, gpu), config.allow_shared_cores)
         subreaper.become_subreaper()
         return asyncio.run(_run(config, locked, gpu))

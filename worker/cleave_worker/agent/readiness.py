@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cleave.rpc.agent_discovery import DiscoveryError
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.agent import kv_self_test, peers
+from cleave_worker.agent import kv_self_test, memory_lock, peers
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import KvDirection, WorkerInstance, get_kv_direction
 from cleave_worker.agent.kv_self_test import InconclusiveError, KvTestError, MissingCountersError
@@ -146,12 +146,13 @@ def _build_test(config: AgentConfig, instance: WorkerInstance) -> RunKvTest:
             random_words=rng,
         )
         carrier = transfer.after.transport
+        details = (transfer.describe(), memory_lock.explain_limit())
         kv_path = agent_pb2.KvPath(
             verified=True,
             transport=f"{transport} over {carrier}" if carrier else transport,
             transfer_ms=transfer.first_token_ms,
             bytes_per_s=transfer.bytes_per_s,
-            detail=f"{prefill.instance} -> {decode.instance}: {transfer.describe()}",
+            detail=f"{prefill.instance} -> {decode.instance}: {'; '.join(filter(None, details))}",
         )
         _log.info("KV path verified: %s, %s", kv_path.transport, kv_path.detail)
         return kv_path

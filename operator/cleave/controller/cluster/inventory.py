@@ -30,6 +30,8 @@ class Inventory:
     """Hash of the kinds of nodes and of the network."""
     node_counts_hash: str
     """Hash of the node counts by kind."""
+    unusable: str = ""
+    """Which GPU nodes cannot run Cleave's own image, and why; empty: all can."""
 
 
 MAX_GPUS_PER_NODE = 128
@@ -61,7 +63,16 @@ def build_inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = No
         topology=_build_topology(gpu_nodes),
         node_kinds_hash=hash_content(base),
         node_counts_hash=hash_content(rows),
+        unusable=_explain_unusable(gpu_nodes),
     )
+
+
+def _explain_unusable(nodes: Sequence[ObservedNode]) -> str:
+    faulty = [node for node in nodes if node.fault]
+    if not faulty:
+        return ""
+    more = f" (and {len(faulty) - 1} more)" if len(faulty) > 1 else ""
+    return f"not used: node {faulty[0].name}{more} {faulty[0].fault}"
 
 
 def _build_topology(nodes: Sequence[ObservedNode]) -> NodeTopology:

@@ -22,6 +22,7 @@ from cleave.manifests.labels import (
 )
 from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device
+from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
 TEMPLATE_ANNOTATION = "cleave.dev/template"
@@ -108,6 +109,8 @@ class ObservedNode:
     """Value of its label cleave.dev/infiniband-domain."""
     clique: str = ""
     """Equal for nodes of the same NVLink domain."""
+    fault: str = ""
+    """Why Cleave's own image for GPUs cannot run there; empty: it can."""
 
     @property
     def has_rdma(self) -> bool:
@@ -215,6 +218,7 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         rdma_device=find_rdma_device(allocatable, num_gpus),
         infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
+        fault=explain_unusable(labels),
     )
 
 

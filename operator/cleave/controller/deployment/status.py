@@ -19,6 +19,7 @@ from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.gateway import build_url
 from cleave.manifests.labels import Manifest
+from cleave.manifests.scheduling import needs_own_image
 
 
 def report(
@@ -81,6 +82,9 @@ def _build_conditions(
     roles = [_build_role_condition(view, role, desired.get(role)) for role in present]
     gateway, limited = _build_gateway_condition(view), _find_true_in_pools(view, "ScalingLimited")
     limited = limited or ConditionState("ScalingLimited", False, "Fits")
+    if view.inventory.unusable and needs_own_image(view.deployment.spec.engine):
+        text = "; ".join(filter(None, (limited.message, view.inventory.unusable)))
+        limited = replace(limited, message=text)
     progressing = _build_progressing(view, decision, desired, limited)
     available = readiness.build_available(view, desired, [*roles, gateway], decision.conditions[0])
     ready = replace(available, type="Ready")

@@ -47,7 +47,8 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError(
                 f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups and "
-                "CleaveConnector supports one: use NixlConnector"
+                "CleaveConnector supports one: set spec.engine.connector Nixl, or add "
+                "--disable-hybrid-kv-cache-manager to spec.engine.args, which takes more KV memory"
             )
         self._worker: WorkerSide | None = None
         self._layer_positions: dict[str, int] = {}
