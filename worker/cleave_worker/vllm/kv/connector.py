@@ -129,7 +129,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         shard = ShardSpec(shape, compute_rank(), tuple(number for number, _ in layers))
         check_layout(shard, layout, caches, self._kv_cache_config.num_blocks)
         kv = RegisteredKv(self._boot_id, layout, memory, tuple(layer_regions), self._host, shard)
-        self._worker = WorkerSide(kv, self._read_settings(memory.regions[0].device))
+        self._worker = WorkerSide(kv, self._read_settings(memory.device))
 
     def get_handshake_metadata(self) -> RankAddress | None:
         """Return the address at which this rank serves."""
