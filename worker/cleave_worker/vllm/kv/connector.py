@@ -41,7 +41,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises ValueError for models with several KV cache groups, which need NixlConnector."""
+        """Raises ValueError for models with several KV cache groups, which need Nixl."""
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm()
         if len(kv_cache_config.kv_cache_groups) != 1:

@@ -49,12 +49,13 @@ def check_layout(
             raise ValueError(
                 f"the attention backend splits {num_blocks} blocks of {layout.block_size} tokens "
                 f"into {cache.shape[0]}, which CleaveConnector does not support: set a smaller "
-                "--block-size, or use NixlConnector"
+                "--block-size, or spec.engine.connector to Nixl (--connector nixl)"
             )
         if cache.dim() != 4 or cache.shape[1] != heads:
             raise ValueError(
                 f"a KV cache of shape {tuple(cache.shape)} does not have {heads} heads: "
-                "CleaveConnector cannot transfer it, use NixlConnector"
+                "CleaveConnector cannot transfer it, set spec.engine.connector to Nixl (--connector "
+                "nixl)"
             )
 
 
