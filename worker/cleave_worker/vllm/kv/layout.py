@@ -54,8 +54,7 @@ def check_layout(
         if cache.dim() != 4 or cache.shape[1] != heads:
             raise ValueError(
                 f"a KV cache of shape {tuple(cache.shape)} does not have {heads} heads: "
-                "CleaveConnector cannot transfer it, set spec.engine.connector to Nixl (--connector "
-                "nixl)"
+                "CleaveConnector cannot transfer it, set spec.engine.connector to Nixl"
             )
 
 
