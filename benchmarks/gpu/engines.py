@@ -175,7 +175,7 @@ def measure_engine(setup: Setup) -> Iterator[Row]:
 
 
 def measure_pair(setup: Setup, connector: str) -> Iterator[Row]:
-    """Prefill and decode on this GPU: self-test, equal text, latencies beside the simulator, kills."""
+    """Prefill and decode on this GPU: self-test, text, latencies beside the simulator, kills."""
     part = f"pair {connector}"
     begun = time.monotonic()
     with EnginePair(setup, connector, ["prefill", "decode"]) as pair:

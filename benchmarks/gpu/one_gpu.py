@@ -4,7 +4,8 @@
     python benchmarks/gpu/one_gpu.py --parts engine nixl cleave --model FOLDER --dummy
 
 Parts a to f need torch only (copies.py, operators.py; d is measured with b and c); `engine`, `nixl`
-and `cleave` start vLLM under agents (engines.py). On a machine without a GPU all of it runs on the CPU, smaller.
+and `cleave` start vLLM under agents (engines.py). On a machine without a GPU all of it runs on the
+CPU, smaller.
 Exit code 1: other bytes or texts came than were sent.
 """
 

@@ -167,8 +167,18 @@ def test_no_communicator_is_made_where_memory_is_short(library: FakeNccl, connec
     assert library.most_communicators == 0
 
 
-def test_nccl_is_used_only_where_it_is_named() -> None:
-    assert nixl.choose_transports(torch.device("cuda", 0)) == (Transport.NIXL, Transport.GLOO)
+def test_nccl_is_used_only_where_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(nixl, "_INFINIBAND_DEVICES", tmp_path)
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    assert nixl.choose_transports(gpu) == (Transport.GLOO,)
+    monkeypatch.setenv("UCX_TLS", "cuda_ipc,tcp")
+    assert nixl.choose_transports(gpu) == (Transport.NIXL, Transport.GLOO)
+    monkeypatch.delenv("UCX_TLS")
+    (tmp_path / "mlx5_0").mkdir()
+    assert nixl.choose_transports(gpu) == (Transport.NIXL, Transport.GLOO)
     assert Transport.NCCL not in nixl.choose_transports(torch.device("cpu"))
 
 

@@ -7,6 +7,7 @@ after their transfer has completed, see `StagingBuffers`.
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,8 +55,10 @@ def choose_transports(device: torch.device) -> tuple[Transport, ...]:
     nixl = (Transport.NIXL,) if has_cards else ()
     if device.type == "cpu":
         return (Transport.SHARED_MEMORY, *nixl, Transport.GLOO)
-    # Without cards NIXL still finds NVLink between engines of one pod.
-    return (Transport.NIXL, Transport.GLOO)
+    # Without a card UCX has nothing for its own messages, also where CUDA IPC would move the bytes,
+    # unless its configuration names TCP.
+    is_configured = bool(os.environ.get("UCX_TLS"))
+    return (*(nixl or ((Transport.NIXL,) if is_configured else ())), Transport.GLOO)
 
 
 def filter_installed(transports: Sequence[Transport]) -> tuple[Transport, ...]:
