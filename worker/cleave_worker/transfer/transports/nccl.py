@@ -118,7 +118,7 @@ class NcclChannel:
                 return
             self._is_aborted = True
         threading.Thread(
-            target=self._destroy, args=(communicator,), name="kv-abort", daemon=True
+            target=self._end_communicator, args=(communicator,), name="kv-abort", daemon=True
         ).start()
 
     def is_idle(self) -> bool:
@@ -141,7 +141,7 @@ class NcclChannel:
             call(self._communicator, message, self._peer)
         return _NcclMessage(self, self._api)
 
-    def _destroy(self, communicator: int | None) -> None:
+    def _end_communicator(self, communicator: int | None) -> None:
         try:
             if communicator is not None:
                 self._api.abort(communicator)
@@ -175,7 +175,7 @@ _slots = threading.BoundedSemaphore(MAX_COMMUNICATORS)
 
 
 def _reserve_communicator(api: NcclApi) -> None:
-    """Take a slot, which `_destroy` returns. Raises LinkError."""
+    """Take a slot, which `_end_communicator` returns. Raises LinkError."""
     free = api.get_free_bytes()
     needed = 2 * COMMUNICATOR_BYTES
     if free < needed:
