@@ -98,7 +98,7 @@ class EnginePair:
         deadline = time.monotonic() + self._setup.start_s
         while True:
             found = {role: self.get_health(role) for role in self._roles}
-            ready = {role: health for role, health in found.items() if health and health.ready}
+            ready = {role: health for role, health in found.items() if health and is_ready(health)}
             if len(ready) == len(found):
                 return ready
             if time.monotonic() > deadline:
@@ -134,6 +134,11 @@ class EnginePair:
                 ):
                     return process
         raise LookupError(f"no engine of {role}")
+
+
+def is_ready(health: agent_pb2.HealthResponse) -> bool:
+    """Whether the engine serves, its KV path tested."""
+    return health.registration.state == agent_pb2.STATE_READY
 
 
 def make_prompt(tokens: int, seed: int) -> str:
@@ -182,7 +187,7 @@ def measure_pair(setup: Setup, connector: str) -> Iterator[Row]:
         ready = pair.await_ready()
         yield Row(part, "start to ready", time.monotonic() - begun, "s")
         for role, health in ready.items():
-            path = health.kv_path
+            path = health.registration.kv_path
             yield Row(part, f"KV self-test, {role}", path.bytes_per_s / 1e9, "GB/s", path.detail)
         whole_url = pair.get_engine_url("decode")
         for tokens in setup.prompts:
@@ -208,7 +213,10 @@ def simulate(setup: Setup, part: str) -> Iterator[Row]:
         yield Row(part, "simulator", note="not run: the engine's profile was not written")
         return
     for tokens in setup.prompts:
-        lengths = {"promptTokens": {"mean": tokens, "cv": 0}, "outputTokens": {"mean": 16, "cv": 0}}
+        lengths = {
+            "promptTokens": {"mean": tokens, "p90": tokens},
+            "outputTokens": {"mean": 16, "p90": 16},
+        }
         pools = [{"role": "prefill"}, {"role": "decode"}]
         manifest = {
             "apiVersion": "cleave.dev/v1alpha1",
@@ -229,7 +237,10 @@ def simulate(setup: Setup, part: str) -> Iterator[Row]:
         if done.returncode:
             yield Row(part, "simulator", note=f"not run: {done.stderr.strip()[-200:]}")
             return
-        yield Row(part, f"simulated, {tokens} tokens", note=done.stdout.strip()[:400])
+        (simulated,) = json.loads(done.stdout)
+        for name, key in (("first token", "ttft_ms"), ("each further token", "tpot_ms")):
+            what = f"simulated time to {name}, {tokens} tokens"
+            yield Row(part, what, simulated[key]["p50"], "ms", "from the engine's profile")
 
 
 def kill_one(pair: EnginePair, part: str, victim: str, survivor: str) -> Iterator[Row]:

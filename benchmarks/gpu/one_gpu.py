@@ -6,7 +6,7 @@
 Parts a to f need torch only (copies.py, operators.py; d is measured with b and c); `engine`, `nixl`
 and `cleave` start vLLM under agents (engines.py). On a machine without a GPU all of it runs on the
 CPU, smaller.
-Exit code 1: other bytes or texts came than were sent.
+Exit code 1: other bytes came than were sent.
 """
 
 import argparse
