@@ -224,6 +224,7 @@ def copy_rows(target: Memory, source: Memory, pairs: Iterable[tuple[ByteRange, B
         memory.check_all(ranges)
     if (numbers[:, 0, 2] != numbers[:, 1, 2]).any():
         raise ValueError("ranges of different lengths: they must match")
+    numbers = numbers[numbers[:, 0, 2] > 0]
     regions = numbers[:, :, 0]
     ends = np.flatnonzero((regions[1:] != regions[:-1]).any(axis=1)) + 1
     for part in np.split(numbers, ends) if len(numbers) else ():
