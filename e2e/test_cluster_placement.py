@@ -55,7 +55,7 @@ def build_pods(
     namespace: str, machines: NodeTopology, *manual: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """All pods of a placement, in the order in which two pools' controllers might make them."""
-    document = manifest(placement={"manual": list(manual)})
+    document = manifest(placement={"manual": list(manual)}, engine={"connector": "Nixl"})
     document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate(document)
     pods = []

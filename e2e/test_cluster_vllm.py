@@ -1,4 +1,4 @@
-"""The real engine on a real control plane: vLLM on CPU, KV handed over by NIXL."""
+"""The real engine on a real control plane: vLLM on CPU, KV handed over by Cleave's connector."""
 
 from collections.abc import Iterator
 from pathlib import Path

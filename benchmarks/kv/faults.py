@@ -116,7 +116,7 @@ def is_wrong(row: Row) -> bool:
 
 def manifest(model: Path, way: str, transfer: str, tensor: int) -> dict[str, Any]:
     found: dict[str, Any] = (
-        tiny_vllm(model)
+        tiny_vllm(model, engine={"connector": "Nixl"})
         if way == NIXL
         else handoffs.tiny_with_connector(
             model, NIXL if way == OVER_NIXL else way, checksums=False, transfer=transfer

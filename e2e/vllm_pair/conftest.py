@@ -57,7 +57,7 @@ def vllm_pair(
     manifest = tiny_vllm(
         tiny_model,
         pools={"flipping": "Off"},
-        engine={"scheduling": scheduling, "args": args},
+        engine={"connector": "Nixl", "scheduling": scheduling, "args": args},
         gateway={"tracing": {"endpoint": collector[1], "share": 0.0}, "accessLog": True},
     )
     with deployed(manifest, tmp_path_factory.mktemp("pair"), timeout_s=420) as deployment:

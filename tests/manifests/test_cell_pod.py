@@ -17,7 +17,9 @@ MANUAL = [
 
 @pytest.fixture
 def container(deployment, pools_of):
-    chat = deployment(placement={"manual": MANUAL}, engine={"args": ["--seed", "1"]})
+    chat = deployment(
+        placement={"manual": MANUAL}, engine={"connector": "Nixl", "args": ["--seed", "1"]}
+    )
     (pool,) = pools_of(chat, NodeTopology({H100: 8}))
     pod = build_cell_pod(pool, "chat-mixed-x")
     assert pod["metadata"]["labels"]["cleave.dev/role"] == "mixed"
@@ -40,7 +42,7 @@ def test_its_container_has_what_all_its_engines_need(container, deployment, pool
     assert limits["nvidia.com/gpu"] == "4"
     # The template is that of one engine; each opens the same RDMA cards.
     own = {"resources": {"limits": {"memory": "20Gi", "cpu": "1500m", "rdma/hca": 1}}}
-    chat = deployment(placement={"manual": MANUAL}, template=own)
+    chat = deployment(placement={"manual": MANUAL}, template=own, engine={"connector": "Nixl"})
     (pool,) = pools_of(chat, NodeTopology({H100: 8}))
     (found,) = build_cell_pod(pool, "x")["spec"]["containers"]
     assert found["resources"]["limits"] == {

@@ -234,7 +234,9 @@ NODES = NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
 
 
 def test_cells_that_fit_a_node_are_the_instances_of_one_pool(deployment) -> None:
-    chat = deployment(placement={"manual": CELL}, engine={"args": ["--enforce-eager"]})
+    chat = deployment(
+        placement={"manual": CELL}, engine={"connector": "Nixl", "args": ["--enforce-eager"]}
+    )
     (pool,) = build_pools(chat, choose_placement(chat), NODES)
     assert (pool.name, pool.metadata.labels["cleave.dev/role"]) == ("chat-mixed", "mixed")
     assert (pool.spec.replicas, pool.spec.gpus, pool.spec.colocation) == (2, 4, None)
@@ -257,16 +259,21 @@ def test_cells_that_fit_a_node_are_the_instances_of_one_pool(deployment) -> None
     ],
 )
 def test_other_cells_have_a_pod_for_each_instance(deployment, manual, machines) -> None:
-    chat = deployment(placement={"manual": manual})
+    chat = deployment(placement={"manual": manual}, engine={"connector": "Nixl"})
     pools = build_pools(chat, choose_placement(chat), machines)
     assert [pool.spec.role for pool in pools] == [each["role"] for each in manual]
     assert not any(pool.spec.members for pool in pools)
 
 
-def test_parts_of_gpus_and_claims_are_not_shared_by_a_cell(deployment) -> None:
-    for template in (
-        {"gpuResource": "nvidia.com/mig-3g.40gb"},
-        {"gpuResource": "", "resourceClaims": [{"name": "gpus", "resourceClaimName": "g"}]},
+def test_a_cell_is_one_pod_only_where_its_engines_move_kv_from_gpu_to_gpu(deployment) -> None:
+    nixl = {"engine": {"connector": "Nixl"}}
+    claims = [{"name": "gpus", "resourceClaimName": "g"}]
+    for spec in (
+        {"engine": {"connector": "Cleave"}},
+        {**nixl, "template": {"gpuResource": "nvidia.com/mig-3g.40gb"}},
+        {**nixl, "template": {"gpuResource": "", "resourceClaims": claims}},
     ):
-        chat = deployment(placement={"manual": CELL}, template=template)
+        chat = deployment(placement={"manual": CELL}, **spec)
         assert len(build_pools(chat, choose_placement(chat), NODES)) == 2
+    chat = deployment(placement={"manual": CELL}, **nixl)
+    assert len(build_pools(chat, choose_placement(chat), NODES)) == 1

@@ -82,6 +82,7 @@ def test_the_command_line_is_the_agents(pool) -> None:
         *("--revision", pool().spec.revision, "--role", "$(CLEAVE_ROLE)"),
         *("--model", "org/model", "--served-model-name", "org/model"),
         *("--tensor-parallel-size", "1", "--pipeline-parallel-size", "1"),
+        *("--connector", "cleave"),
         *(
             "--engine",
             "vllm",

@@ -10,7 +10,7 @@ from cleave.api.deployment import (
     ManualPlacement,
     Slo,
 )
-from cleave.api.engine import Emulation, EngineSpec, EngineType
+from cleave.api.engine import Connector, Emulation, EngineSpec, EngineType
 from cleave.api.model import ModelSpec
 from cleave.api.plan import ManualPool
 from cleave.api.resource import Metadata
@@ -67,9 +67,11 @@ def test_a_manual_placement_is_used_unchanged_in_the_order_of_roles() -> None:
 def test_parallel_sizes_that_the_model_does_not_take_are_faults() -> None:
     wide = ManualPool(role=Role.PREFILL, parallelism=Parallelism(tensor=8))
     narrow = ManualPool(role=Role.DECODE)
-    assert choose_placement(deployment(wide, narrow, model="org/unknown")).gpus == 9
+    nixl = EngineSpec(connector=Connector.NIXL)
+    assert choose_placement(deployment(wide, narrow, model="org/unknown", engine=nixl)).gpus == 9
     with pytest.raises(PlanError, match="1 cannot take KV from prefill instances with 8"):
-        choose_placement(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B"))
+        choose_placement(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B", engine=nixl))
+    assert choose_placement(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B")).gpus == 9
     odd = ManualPool(role=Role.DECODE, parallelism=Parallelism(tensor=3))
     with pytest.raises(PlanError, match="40 attention heads cannot be shared by 3 GPUs"):
         choose_placement(deployment(odd, model="facebook/opt-13b"))

@@ -158,7 +158,7 @@ def test_kv_within_a_cell_that_is_one_pod_takes_nvlink(
 ) -> None:
     slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
     problem = problem_from_cluster.build_problem(
-        deployment(), cluster(f"{{nodes: [{{gpu: {gpu}}}], {slow}}}")
+        deployment(engine={"connector": "Nixl"}), cluster(f"{{nodes: [{{gpu: {gpu}}}], {slow}}}")
     )
     one = next(each for each in list_candidates(problem) if each.gpus == 1)
     cell = replace(known_problems.split(problem, one, prefill, one, 1), is_in_node=True)

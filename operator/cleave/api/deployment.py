@@ -10,7 +10,7 @@ from pydantic import Field
 
 from cleave.api import replan_status
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
-from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
+from cleave.api.engine import Connector, DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.model import ModelField
 from cleave.api.plan import ManualPool, SelectedPlan
@@ -265,6 +265,13 @@ class LLMDeploymentSpec(ApiModel):
             field="routing.fallback",
         ),
     )
+
+    @property
+    def can_share_gpu_memory(self) -> bool:
+        """Whether engines of one pod move KV from GPU to GPU: NIXL reads by CUDA IPC, Cleave's
+        connector goes through host memory, and parts of GPUs and claims are not shared."""
+        is_nixl = self.engine.kv_connector is Connector.NIXL
+        return is_nixl and self.template.has_whole_gpus
 
 
 class RoleStatus(ApiModel):

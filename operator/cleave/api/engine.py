@@ -162,9 +162,10 @@ class EngineSpec(ApiModel):
     """Additional command-line arguments of the engine."""
     env: list[EnvVar] = declare_list_map_key("name", default_factory=list, max_length=128)
     """Environment variables of the workers."""
-    connector: Annotated[Connector, Field(strict=False)] = Connector.NIXL
-    """The KV connector with type vLLM. Nixl is vLLM's own. Cleave verifies every transfer, and has
-    the prompt computed again where anything differs."""
+    connector: Annotated[Connector, Field(strict=False)] | None = None
+    """The KV connector with type vLLM; absent: Cleave. It verifies every transfer, has the prompt
+    computed again where anything differs, and survives the loss of any peer. Nixl is vLLM's own;
+    models with several kinds of KV need it."""
     transfer: Annotated[TransferMode, Field(strict=False)] = TransferMode.PULL
     """When connector Cleave transfers KV. Pull: after the prefill, when the decode engine has room.
     With the other modes the decode engine receives the request together with the prefill engine, if
@@ -185,15 +186,18 @@ class EngineSpec(ApiModel):
         ValidationRule(
             cel="!has(self.connector) || self.connector != 'Cleave' || "
             "!has(self.type) || self.type == 'vLLM'",
-            is_valid=lambda e: e.connector is Connector.NIXL or e.type is EngineType.VLLM,
+            is_valid=lambda e: e.connector is not Connector.CLEAVE or e.type is EngineType.VLLM,
             message="Cleave needs type vLLM; remove one of them",
             field="connector",
         ),
         ValidationRule(
             cel="!has(self.transfer) || self.transfer == 'Pull' || "
-            "has(self.connector) && self.connector == 'Cleave'",
-            is_valid=lambda e: e.transfer is TransferMode.PULL or e.connector is Connector.CLEAVE,
-            message="needs connector: Cleave unless it is Pull; set it or remove transfer",
+            "(has(self.connector) ? self.connector == 'Cleave' : "
+            "!has(self.type) || self.type == 'vLLM')",
+            is_valid=lambda e: (
+                e.transfer is TransferMode.PULL or e.kv_connector is Connector.CLEAVE
+            ),
+            message="needs connector Cleave and type vLLM unless it is Pull; remove one of them",
             field="transfer",
         ),
         ValidationRule(
@@ -236,6 +240,12 @@ class EngineSpec(ApiModel):
         ),
         build_unique_rule("env", "name", "variable"),
     )
+
+    @property
+    def kv_connector(self) -> Connector:
+        """The connector in use: Nixl with emulated engines, which speak its protocol."""
+        default = Connector.CLEAVE if self.type is EngineType.VLLM else Connector.NIXL
+        return self.connector or default
 
     @property
     def emulation(self) -> Emulation:

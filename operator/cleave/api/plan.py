@@ -29,8 +29,8 @@ class ManualPool(ApiModel):
     per_cell: Annotated[int, Field(ge=1, le=128)] | None = None
     """Instances of this role in one cell. A cell is a co-location group: its prefill and decode
     instances have equal pipeline stages in the same node or NVLink domain (DistServe's Algorithm
-    2). A cell that fits a node is one pod of the mixed pool. Absent: instances may be placed
-    anywhere."""
+    2). With connector Nixl a cell that fits a node is one pod of the mixed pool. Absent: instances
+    may be placed anywhere."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Maximum number of requests in one engine iteration; absent: the engine's default. The same
     flag in engine.args takes precedence."""

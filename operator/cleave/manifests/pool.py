@@ -36,8 +36,8 @@ def build_pools(
 ) -> list[InstancePool]:
     """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
     revision_hash = hash_revision(deployment)
-    has_whole_gpus = deployment.spec.template.has_whole_gpus
-    if has_whole_gpus and fits_one_pod(_list_kinds(deployment, placement), machines):
+    kinds = _list_kinds(deployment, placement)
+    if deployment.spec.can_share_gpu_memory and fits_one_pod(kinds, machines):
         return [_build_cell_pool(deployment, placement, revision_hash)]
     return [
         _build_pool(deployment, planned, placement, machines, revision_hash)

@@ -187,7 +187,7 @@ def build_engine_flags(spec: InstancePoolSpec) -> dict[str, object]:
         "--tensor-parallel-size": size.tensor,
         "--pipeline-parallel-size": size.pipeline,
         "--max-model-len": model.max_model_len,
-        "--connector": engine.connector is not Connector.NIXL and engine.connector.lower(),
+        "--connector": engine.kv_connector is not Connector.NIXL and engine.kv_connector.lower(),
         "--transfer": engine.transfer is not TransferMode.PULL and engine.transfer.lower(),
     }
 

@@ -43,7 +43,7 @@ def list_parallelism_faults(
         if shape and (reason := shape.explain_unsupported(tensor, pipeline)):
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
     heads = shape.shardable_kv_heads if shape else None
-    explain = spec.engine.connector.explain_incompatibility
+    explain = spec.engine.kv_connector.explain_incompatibility
     for prefill in (pool for pool in pools if pool.role is Role.PREFILL):
         for index, other in enumerate(pools):
             reason = explain(prefill.parallelism, other.parallelism, heads)
@@ -71,7 +71,7 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             "spec.placement.manual: set other instances or GPUs there; to have them planned, run "
             "`cleave plan` with a folder that holds the model's config.json as spec.model"
         )
-    if spec.placement is None or spec.engine.connector is not Connector.NIXL:
+    if spec.placement is None or spec.engine.kv_connector is not Connector.NIXL:
         return
     pools = spec.placement.manual
     for prefill in (pool.parallelism.tensor for pool in pools if pool.role is Role.PREFILL):

@@ -68,12 +68,15 @@ class Policies:
     """Number of oldest prompts that SJF and LJF sort at a time."""
     admission: Admission = Admission.GREEDY
     """How decode instances admit requests."""
-    connector: Connector = Connector.NIXL
+    connector: Connector = Connector.CLEAVE
     """KV connector; it limits which parallel sizes can be paired."""
 
 
 DISTSERVE_POLICIES = Policies(
-    prefill=Batching.PREFILL_FIRST, mixed=(Batching.PREFILL_FIRST,), first_token_by_decode=False
+    prefill=Batching.PREFILL_FIRST,
+    mixed=(Batching.PREFILL_FIRST,),
+    first_token_by_decode=False,
+    connector=Connector.NIXL,
 )
 """Settings of DistServe (OSDI'24) and of the vLLM version that it was compared with."""
 
@@ -119,9 +122,9 @@ def build_policies(engine: EngineSpec) -> Policies:
     length; engines reserve KV by estimates and preempt a little more."""
     scheduling = engine.scheduling
     if scheduling is None:
-        return Policies(connector=engine.connector)
+        return Policies(connector=engine.kv_connector)
     return Policies(
-        connector=engine.connector,
+        connector=engine.kv_connector,
         order=ORDERS[scheduling.order],
         prefill_sched_batch=scheduling.sorted_prompts,
         admission=ADMISSIONS[scheduling.admission],

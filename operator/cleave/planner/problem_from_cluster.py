@@ -41,7 +41,7 @@ def build_problem(
         demand=traffic.with_max_model_len(longest),
         slo=spec.slo,
         supplies=build_supplies(
-            cluster, kinds, spec.planning.gpus, has_cells=spec.template.has_whole_gpus
+            cluster, kinds, spec.planning.gpus, has_cells=spec.can_share_gpu_memory
         ),
         shape=shape,
         estimator=estimates,

@@ -42,25 +42,3 @@ def test_scattered_blocks_are_all_blocks(module: Import) -> None:
     blocks = pair.blocks_of(512, scattered=True)
     assert blocks != sorted(blocks)
     assert sorted(blocks) == pair.blocks_of(512, scattered=False) == list(range(32))
-
-
-def test_a_missing_gpu_is_reported(
-    module: Import, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["gpu.py"])
-    with pytest.raises(SystemExit) as ended:
-        module("gpu").main()
-    assert ended.value.code == 2
-    assert "no GPU here" in capsys.readouterr().err
-
-
-def test_a_gather_that_loses_bytes_ends_the_run(module: Import) -> None:
-    gpu, pair = module("gpu"), module("pair")
-    shape = pair.Shape("tiny", num_layers=2, num_kv_heads=1, head_size=8)
-    _, _, layers = gpu.filled(shape, TOKENS, torch.device("cpu"))
-    expected = [layer[[0, 3]] for layer in layers]
-    gpu.compare(layers, [0, 3], expected)
-    layers[1][3] += 1
-    with pytest.raises(SystemExit):
-        gpu.compare(layers, [0, 3], expected)

@@ -95,7 +95,9 @@ def test_a_pair_that_vllm_cannot_pair_is_not_brought_up() -> None:
         {"role": "prefill", "parallelism": {"tensor": 8}},
         {"role": "decode", "parallelism": {"tensor": 4}},
     ]
-    desired = deployment(model="Qwen/Qwen3-30B-A3B", placement={"manual": pools})
+    desired = deployment(
+        model="Qwen/Qwen3-30B-A3B", placement={"manual": pools}, engine={"connector": "Nixl"}
+    )
     decision = ask(desired, {"plan": plan("before")})
     assert (decision.placement, decision.plan) == (None, plan("before"))
     assert read_condition(decision) == (False, "Faulty")
@@ -109,6 +111,7 @@ def test_advice_hides_no_fault_of_a_manual_placement() -> None:
         {"role": "decode", "parallelism": {"tensor": 3}},
     ]
     advisory = {"workload": WORKLOAD, "planning": {"mode": "Advisory"}}
+    advisory |= {"engine": {"connector": "Nixl"}}
     for model in ("Qwen/Qwen3-30B-A3B", "org/new"):
         decision = ask(deployment(model=model, placement={"manual": pools}, **advisory))
         assert (decision.placement, decision.plan_request) == (None, None)

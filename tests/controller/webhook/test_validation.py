@@ -56,6 +56,7 @@ def test_roles_whose_sizes_the_connector_cannot_match_are_a_fault() -> None:
     found = find(
         model="facebook/opt-13b",
         placement=manual(parallel("prefill", tensor=4), parallel("decode", tensor=10)),
+        engine={"connector": "Nixl"},
     )
     (said,) = found.faults
     assert said == (
@@ -64,41 +65,43 @@ def test_roles_whose_sizes_the_connector_cannot_match_are_a_fault() -> None:
     )
 
 
-def test_cleaves_own_connector_matches_any_two_sizes_that_the_model_takes() -> None:
+def test_the_default_connector_matches_any_two_sizes_that_the_model_takes() -> None:
     pools = manual(
         parallel("prefill", tensor=4, pipeline=2), parallel("decode", tensor=10, pipeline=5)
     )
-    engine = {"connector": "Cleave"}
-    assert find(model="facebook/opt-13b", engine=engine, placement=pools) == ValidationFindings()
+    assert find(model="facebook/opt-13b", placement=pools) == ValidationFindings()
     pools = manual(parallel("prefill", tensor=3), parallel("decode"))
-    (fault,) = find(engine=engine, placement=pools).faults
+    (fault,) = find(placement=pools).faults
     assert "32 attention heads cannot be shared by 3 GPUs" in fault
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 2), (2, 8)])
 def test_sizes_of_which_one_is_a_multiple_of_the_other_pass(prefill, decode) -> None:
     pools = manual(parallel("prefill", tensor=prefill), parallel("decode", tensor=decode))
-    assert find(placement=pools) == ValidationFindings()
+    assert find(placement=pools, engine={"connector": "Nixl"}) == ValidationFindings()
 
 
 def test_fewer_gpus_that_would_read_copies_of_kv_heads_are_a_fault() -> None:
     # Qwen3-30B-A3B has 4 KV heads: 8 GPUs keep two copies of each.
     pools = manual(parallel("prefill", tensor=8), parallel("decode", tensor=4))
-    (said,) = find(model="Qwen/Qwen3-30B-A3B", placement=pools).faults
+    nixl = {"connector": "Nixl"}
+    (said,) = find(model="Qwen/Qwen3-30B-A3B", placement=pools, engine=nixl).faults
     assert said == (
         "spec.placement.manual[1].parallelism.tensor: 4 cannot take KV from prefill instances "
         "with 8, which keep copies of the model's 4 KV heads: state at least 8, or at most 4 for "
         "prefill, or spec.engine.connector Cleave"
     )
-    own = {"connector": "Cleave"}
-    assert find(model="Qwen/Qwen3-30B-A3B", engine=own, placement=pools) == ValidationFindings()
+    assert find(model="Qwen/Qwen3-30B-A3B", placement=pools) == ValidationFindings()
     # MLA keeps its latent whole on every GPU.
-    assert find(model="deepseek-ai/DeepSeek-V3", placement=pools) == ValidationFindings()
+    assert (
+        find(model="deepseek-ai/DeepSeek-V3", placement=pools, engine=nixl) == ValidationFindings()
+    )
 
 
 def test_of_a_model_of_unknown_size_the_same_is_a_warning() -> None:
     pools = manual(parallel("prefill", tensor=8), parallel("decode", tensor=4))
-    found = find(model="somebody/something-new", placement=pools)
+    nixl = {"connector": "Nixl"}
+    found = find(model="somebody/something-new", placement=pools, engine=nixl)
     assert found.faults == ()
     (said,) = found.warnings
     assert said.startswith(
@@ -106,7 +109,9 @@ def test_of_a_model_of_unknown_size_the_same_is_a_warning() -> None:
     )
     assert "fewer than 8 KV heads" in said
     turned = manual(parallel("prefill", tensor=4), parallel("decode", tensor=8))
-    assert find(model="somebody/something-new", placement=turned) == ValidationFindings()
+    assert (
+        find(model="somebody/something-new", placement=turned, engine=nixl) == ValidationFindings()
+    )
 
 
 def test_a_model_of_unknown_size_is_valid_and_its_defaults_are_reported() -> None:

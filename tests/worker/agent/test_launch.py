@@ -225,3 +225,12 @@ def test_folders_for_compiled_kernels_are_made_and_must_be_writable(tmp_path: Pa
     assert fault is not None
     assert fault.startswith("TRITON_CACHE_DIR: ")
     assert "spec.model.cache" in fault
+
+
+def test_a_connector_named_in_the_engines_arguments_replaces_cleaves(config_of: ConfigOf) -> None:
+    given = ("--kv-transfer-config", '{"kv_connector": "NixlConnector"}')
+    config = config_of(engine="vllm", connector="cleave", engine_args=given)
+    output = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
+    assert output["kv_connector"] == "NixlConnector"
+    assert "kv_connector_module_path" not in output
+    assert "kv_connector_extra_config" not in output

@@ -10,7 +10,9 @@ from cleave_worker.transfer.memory import (  # noqa: E402
     ByteRange,
     LayerRegion,
     Memory,
+    copy_rows,
     list_ranges,
+    pack_ranges,
     plan_copies,
     register_tensors,
 )
@@ -73,3 +75,88 @@ def test_copies_bring_every_block_to_its_place_and_nothing_else(
         expected[b * 8 : b * 8 + 8] = source[a * 8 : a * 8 + 8]
     assert torch.equal(target, expected)
     assert sum(span.length for span in list_ranges([PLANE], source_blocks[:count])) == 8 * count
+
+
+def find_reference(
+    target: torch.Tensor, source: torch.Tensor, pairs: list[tuple[ByteRange, ByteRange]]
+) -> torch.Tensor:
+    expected = target.clone()
+    for own, remote in pairs:
+        values = source[remote.offset : remote.offset + remote.length]
+        expected[own.offset : own.offset + own.length] = values
+    return expected
+
+
+@given(
+    source_blocks=st.permutations(range(12)),
+    here=st.permutations(range(12)),
+    count=st.integers(1, 12),
+    row_bytes=st.sampled_from([1, 24, 512, 1536]),
+    lengths=st.lists(st.integers(0, 3), min_size=12, max_size=12),
+)
+def test_rows_by_index_are_the_ranges_that_were_named(
+    source_blocks: list[int], here: list[int], count: int, row_bytes: int, lengths: list[int]
+) -> None:
+    block = 3 * row_bytes
+    source = torch.randint(0, 255, (12 * block + 5,), dtype=torch.uint8)
+    pairs = [
+        (
+            ByteRange(0, own * block, size * row_bytes),
+            ByteRange(0, remote * block, size * row_bytes),
+        )
+        for own, remote, size in zip(
+            here[:count], source_blocks[:count], lengths[:count], strict=True
+        )
+    ]
+    packed = pack_ranges([remote for _, remote in pairs])
+    remotes = [remote for _, remote in pairs]
+    owns = [own for own, _ in pairs]
+    for sides in (
+        pairs,
+        list(zip(packed, remotes, strict=True)),
+        list(zip(owns, packed, strict=True)),
+    ):
+        target = torch.zeros_like(source)
+        expected = find_reference(target, source, sides)
+        copy_rows(Memory([target]), Memory([source]), sides)
+        assert torch.equal(target, expected)
+
+
+def test_a_chunk_of_one_layer_is_one_gather_and_one_scatter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    select, scatter = torch.index_select, torch.Tensor.index_copy_
+    monkeypatch.setattr(
+        torch, "index_select", lambda *a, **k: (calls.append("gather"), select(*a, **k))[1]
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "index_copy_", lambda *a: (calls.append("scatter"), scatter(*a))[1]
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda *_: pytest.fail("one copy for each of the blocks")
+    )
+    layer = Memory([torch.randint(0, 255, (64 * 4096,), dtype=torch.uint8)])
+    packed = Memory([torch.zeros(32 * 4096, dtype=torch.uint8)])
+    spans = [ByteRange(0, block * 4096, 4096) for block in range(0, 64, 2)]
+    copy_rows(packed, layer, list(zip(pack_ranges(spans), spans, strict=True)))
+    back = Memory([torch.zeros(64 * 4096, dtype=torch.uint8)])
+    copy_rows(back, packed, list(zip(spans, pack_ranges(spans), strict=True)))
+    assert calls == ["gather", "scatter"]
+    rows = layer.regions[0].view(64, 4096)
+    assert torch.equal(back.regions[0].view(64, 4096)[::2], rows[::2])
+    assert not back.regions[0].view(64, 4096)[1::2].any()
+
+
+def test_rows_outside_a_region_are_refused_before_anything_is_copied() -> None:
+    target = Memory([torch.zeros(2048, dtype=torch.uint8)])
+    source = Memory([torch.ones(1024, dtype=torch.uint8)])
+    good = (ByteRange(0, 0, 512), ByteRange(0, 0, 512))
+    for bad in (
+        (ByteRange(0, 512, 512), ByteRange(0, 1024, 512)),
+        (ByteRange(0, 512, 512), ByteRange(0, 0, 256)),
+        (ByteRange(0, 1792, 512), ByteRange(0, 0, 512)),
+    ):
+        with pytest.raises(ValueError, match=r"region|lengths"):
+            copy_rows(target, source, [good, bad])
+        assert not target.regions[0].any()

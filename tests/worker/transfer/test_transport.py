@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer.memory import ByteRange, Memory, RangeCopy  # noqa: E402
 from cleave_worker.transfer.transport import BandwidthMeter, LinkError, Transport  # noqa: E402
-from cleave_worker.transfer.transports import torch_distributed  # noqa: E402
+from cleave_worker.transfer.transports import two_sided  # noqa: E402
 from cleave_worker.transfer.transports.shared_memory import (  # noqa: E402
     SharedMemoryLink,
     SharedRegion,
@@ -37,12 +37,10 @@ def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 def met(
     pool: concurrent.futures.ThreadPoolExecutor, one: Memory, other: Memory
-) -> tuple[torch_distributed.ProcessGroupLink, torch_distributed.ProcessGroupLink]:
-    meeting = torch_distributed.Rendezvous(HOST, BOUND_S)
+) -> tuple[two_sided.TwoSidedLink, two_sided.TwoSidedLink]:
+    meeting = two_sided.Rendezvous(HOST, BOUND_S)
     entering = pool.submit(meeting.create_link, one, Transport.GLOO, HOST, BOUND_S)
-    joined = torch_distributed.join_rendezvous(
-        other, Transport.GLOO, (HOST, meeting.port), HOST, BOUND_S
-    )
+    joined = two_sided.join_rendezvous(other, Transport.GLOO, (HOST, meeting.port), HOST, BOUND_S)
     return entering.result(BOUND_S), joined
 
 
@@ -126,7 +124,7 @@ def test_less_than_expected_is_an_error(pool: concurrent.futures.ThreadPoolExecu
 
 
 def test_a_missing_peer_at_the_rendezvous_is_an_error_within_the_bound() -> None:
-    meeting = torch_distributed.Rendezvous(HOST, 0.5)
+    meeting = two_sided.Rendezvous(HOST, 0.5)
     with pytest.raises(LinkError, match="no gloo group"):
         meeting.create_link(empty_memory(), Transport.GLOO, HOST, 0.5)
 

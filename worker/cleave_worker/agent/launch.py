@@ -199,7 +199,7 @@ def _build_kv_transfer_config(
     settings: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     if config.engine == "vllm" and not boot.gpu:
         settings["kv_buffer_device"] = "cpu"
-    if config.connector == "cleave":
+    if config.connector == "cleave" and "kv_connector" not in user_settings:
         settings |= _CLEAVE_CONNECTOR
         extra: dict[str, object] = {"host": config.host, "port": boot.kv_port}
         if granularity := OVERLAPPED_TRANSFERS.get(config.transfer):

@@ -18,7 +18,7 @@ from cleave_worker.transfer.progress import KvChunk
 from cleave_worker.transfer.rank_resolver import RankResolver, RemoteRank, find_remote_ranks
 from cleave_worker.transfer.server import RegisteredKv, compute_checksums
 from cleave_worker.transfer.transport import BandwidthMeter, LinkError, OneSidedLink, Transport
-from cleave_worker.transfer.transports import nixl, torch_distributed
+from cleave_worker.transfer.transports import nixl, two_sided
 from cleave_worker.transfer.transports.nixl_buffers import StagingBuffers
 from cleave_worker.transfer.transports.shared_memory import SharedMemoryLink
 
@@ -53,7 +53,7 @@ class KvClient:
         self.check_bytes = check_bytes
         self._rank_resolver = RankResolver()
         self.staging_buffers = StagingBuffers(
-            f"{nixl.make_agent_name(kv.boot_id, kv.shard.rank)}/reader", kv.memory.regions[0].device
+            f"{nixl.make_agent_name(kv.boot_id, kv.shard.rank)}/reader", kv.memory.device
         )
         """Shared by all links over NIXL."""
         self._connections: OrderedDict[RemoteRank, _RankConnection] = OrderedDict()
@@ -202,7 +202,7 @@ class _RankConnection:
         self._connection: protocol.FramedConnection | None = None
         self._remote_layers = self._local_layers
         self._one_sided: OneSidedLink | None = None
-        self._two_sided: torch_distributed.ProcessGroupLink | None = None
+        self._two_sided: two_sided.TwoSidedLink | None = None
         self.transport: Transport | None = None
         self._meter = BandwidthMeter()
         self._logged_at_bytes = 0
@@ -325,7 +325,7 @@ class _RankConnection:
             )
             if transport is not Transport.NIXL:
                 peer = (rank.address[0], rendezvous.port)
-                self._two_sided = torch_distributed.join_rendezvous(
+                self._two_sided = two_sided.join_rendezvous(
                     memory, transport, peer, self._kv.host, _CONNECT_TIMEOUT_S
                 )
             elif rendezvous.nixl_metadata is None:

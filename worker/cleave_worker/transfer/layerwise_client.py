@@ -18,6 +18,7 @@ import msgspec
 
 from cleave_worker.transfer import protocol
 from cleave_worker.transfer.client import KvClient
+from cleave_worker.transfer.copy_stream import select_copy_stream
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.progress import NO_PROGRESS, Progress, find_missing_chunks
 from cleave_worker.transfer.rank_resolver import RemoteRank
@@ -55,7 +56,10 @@ class LayerwiseClient:
         if len(ranks) == 1:
             return self._pull_from_rank(prompt, ranks[0])
         # The pool's end waits for all ranks: a transfer that still runs writes into the blocks.
-        with ThreadPoolExecutor(len(ranks), "kv-follow-rank") as pool:
+        device = self._client.kv.memory.device
+        with ThreadPoolExecutor(
+            len(ranks), "kv-follow-rank", select_copy_stream, (device,)
+        ) as pool:
             futures = [pool.submit(self._pull_from_rank, prompt, rank) for rank in ranks]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             prompt.is_cancelled.set()

@@ -16,13 +16,14 @@ from functools import partial
 
 from cleave_worker.transfer import protocol
 from cleave_worker.transfer.block_leases import BlockLeases, BlockRequest, ConsumerRank
+from cleave_worker.transfer.copy_stream import select_copy_stream
 from cleave_worker.transfer.handoff import KvLayout, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.memory import LayerRegion, Memory, list_ranges
 from cleave_worker.transfer.progress import KvChunk
 from cleave_worker.transfer.rank_barrier import RankBarrier
 from cleave_worker.transfer.sharding import ShardPart, ShardSpec, slice_layers
 from cleave_worker.transfer.transport import LinkError, Transport
-from cleave_worker.transfer.transports import nixl, nixl_agent, torch_distributed
+from cleave_worker.transfer.transports import nixl, nixl_agent, two_sided
 from cleave_worker.transfer.transports.shared_memory import SharedRegion
 
 _log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class KvServer:
     def _serve(self, connection: protocol.FramedConnection) -> None:
         session = _ServerSession(self, connection)
         try:
+            select_copy_stream(self.kv.memory.device)
             first = connection.receive(_MESSAGE_TIMEOUT_S)
             if isinstance(first, protocol.RanksRequest):
                 session.send(self._resolve_ranks(first))
@@ -155,7 +157,7 @@ class _ServerSession:
         self._server = server
         self._kv = server.kv
         self._connection = connection
-        self._link: torch_distributed.ProcessGroupLink | None = None
+        self._link: two_sided.TwoSidedLink | None = None
         self._active_read: tuple[str, int] | None = None
         self._layers: tuple[LayerRegion, ...] = ()
         self._first_layer = 0
@@ -262,13 +264,17 @@ class _ServerSession:
             raise protocol.ProtocolError(str(error)) from error
 
     def _open_two_sided_link(self, transport: Transport) -> None:
+        """Without a link the connection stays: the consumer tries its next transport on it."""
         memory, host = self._kv.memory, self._kv.host
         try:
-            rendezvous = torch_distributed.Rendezvous(host, _MESSAGE_TIMEOUT_S)
-            self.send(protocol.RendezvousResponse(rendezvous.port))
-            self._link = rendezvous.create_link(memory, transport, host, _MESSAGE_TIMEOUT_S)
-        except (LinkError, RuntimeError) as error:
+            rendezvous = two_sided.Rendezvous(host, _MESSAGE_TIMEOUT_S)
+        except RuntimeError as error:
             raise protocol.ProtocolError(str(error)) from error
+        self.send(protocol.RendezvousResponse(rendezvous.port))
+        try:
+            self._link = rendezvous.create_link(memory, transport, host, _MESSAGE_TIMEOUT_S)
+        except LinkError as error:
+            _log.info("no link over %s: %s", transport, error)
 
     def _send_error(self, refused: RefusedError) -> None:
         self.send(protocol.ErrorResponse(refused.reason, str(refused)))

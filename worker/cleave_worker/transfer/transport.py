@@ -1,7 +1,7 @@
 """Links between two engines, over every transport for KV.
 
 Used by both ends of a transfer (`KvServer`, `KvClient`). One-sided links read the peer's memory
-without its help; two-sided links (`ProcessGroupLink`) need it to send at the same time. Every call
+without its help; two-sided links (`TwoSidedLink`) need it to send at the same time. Every call
 is bounded in seconds. After a LinkError the link is unusable and has to be closed.
 """
 
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+import torch
 
 from cleave_worker.transfer.memory import RangeCopy
 
@@ -22,9 +24,9 @@ class Transport(StrEnum):
     NIXL = "nixl"
     """InfiniBand, RoCE or NVLink, as UCX selects them; TCP if UCX is configured so."""
     GLOO = "gloo"
-    """TCP, between hosts without GPUs."""
+    """TCP; KV of a GPU goes through pinned host memory."""
     NCCL = "nccl"
-    """NVLink, InfiniBand, RoCE or TCP, as NCCL selects them."""
+    """InfiniBand, RoCE or TCP between GPUs, as NCCL selects them; only if configured."""
 
 
 class LinkError(OSError):
@@ -40,6 +42,29 @@ class OneSidedLink(Protocol):
 
     def close(self) -> None:
         """Release the peer's memory."""
+
+
+class PendingMessage(Protocol):
+    """A message that is being sent or received."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until its buffer may be used. Raises LinkError or RuntimeError after `seconds`."""
+
+
+class MessageChannel(Protocol):
+    """What a two-sided link sends its messages over, one after the other."""
+
+    device: torch.device
+    """Where messages must lie."""
+
+    def send(self, message: torch.Tensor) -> PendingMessage:
+        """Start to send a tensor of bytes. Raises LinkError or RuntimeError."""
+
+    def receive(self, message: torch.Tensor) -> PendingMessage:
+        """Start to fill a tensor of bytes. Raises LinkError or RuntimeError."""
+
+    def abort(self) -> None:
+        """End the channel without waiting for anything; pending messages fail at both ends."""
 
 
 @dataclass(slots=True)

@@ -132,6 +132,7 @@ def test_what_is_not_installed_is_left_out_and_said(
 def test_nixl_is_tried_only_where_a_card_reads_memory_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
 ) -> None:
+    monkeypatch.delenv("UCX_TLS")
     monkeypatch.setattr(nixl, "_INFINIBAND_DEVICES", tmp_path / "absent")
     without = nixl.choose_transports(torch.device(device))
     assert Transport.NIXL not in without

@@ -63,6 +63,20 @@ def test_a_layout_is_the_same_for_every_shape(module: Any) -> None:
     assert module.build_layout(config(mla=True), cache(1)).num_kv_heads == 1
 
 
+def test_caches_of_bytes_that_are_read_differently_have_different_layouts(module: Any) -> None:
+    def describe(kv_cache_dtype: str) -> KvLayout:
+        described = config()
+        described.cache_config.cache_dtype = kv_cache_dtype
+        # The layout of the CPU's kernels is not defined for these types.
+        described.model_config.use_mla = False
+        return module.build_layout(described, cache(4).to("meta", torch.uint8))
+
+    one, other = describe("fp8_e4m3"), describe("fp8_e5m2")
+    assert "dtype is 'torch.uint8 as fp8_e5m2'" in one.find_difference(other)
+    assert describe("fp8_e4m3") == one
+    assert module.build_layout(config(), cache(4)).dtype == "torch.float32"
+
+
 def test_what_a_rank_should_hold_passes(module: Any) -> None:
     module.check_layout(ShardSpec(ParallelShape(2, (0, 3)), 3, (3, 4)), LAYOUT, [cache(2)] * 2, 7)
 

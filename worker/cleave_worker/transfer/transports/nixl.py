@@ -7,6 +7,7 @@ after their transfer has completed, see `StagingBuffers`.
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from cleave_worker.transfer.copy_stream import wait_for_copies
 from cleave_worker.transfer.memory import ByteRange, Memory, RangeCopy, chunk_ranges, pack_ranges
 from cleave_worker.transfer.transport import LinkError, Transport
 from cleave_worker.transfer.transports.nixl_agent import (
@@ -53,7 +55,10 @@ def choose_transports(device: torch.device) -> tuple[Transport, ...]:
     nixl = (Transport.NIXL,) if has_cards else ()
     if device.type == "cpu":
         return (Transport.SHARED_MEMORY, *nixl, Transport.GLOO)
-    return (*nixl, Transport.NCCL)
+    # Without a card UCX has nothing for its own messages, also where CUDA IPC would move the bytes,
+    # unless its configuration names TCP.
+    is_configured = bool(os.environ.get("UCX_TLS"))
+    return (*(nixl or ((Transport.NIXL,) if is_configured else ())), Transport.GLOO)
 
 
 def filter_installed(transports: Sequence[Transport]) -> tuple[Transport, ...]:
@@ -96,7 +101,7 @@ class RegisteredRegions:
             return self._metadata
 
     def _register(self) -> NixlMetadata:
-        device = self._memory.regions[0].device
+        device = self._memory.device
         self._agent = NixlAgent(self._name, device, use_progress_thread=True)
         descriptors = self._agent.register(self._memory)
         starts = tuple(descriptor.address for descriptor in descriptors)
@@ -122,7 +127,7 @@ class NixlLink:
         self.remote_agent = remote_agent
         self.is_closed = False
         self._lock = threading.Lock()
-        byte = Memory([torch.empty(1, dtype=torch.uint8, device=local.regions[0].device)])
+        byte = Memory([torch.empty(1, dtype=torch.uint8, device=local.device)])
         self._agent = buffers.add_remote_agent(remote.metadata, remote_agent)
         self._read(byte, [RangeCopy(_ONE_BYTE, _ONE_BYTE)], seconds)
 
@@ -207,11 +212,8 @@ class _BufferLease:
         self.wait(handle)
         pairs = zip(local, _list_buffer_ranges(local, half), strict=True)
         target.copy_from(self._buffer.memory, pairs)
-        device = target.regions[0].device
-        if device.type == "cuda":
-            # The copies are asynchronous. They must end before this half is filled again and before
-            # the engine reads the KV.
-            torch.cuda.current_stream(device).synchronize()
+        # Before this half is filled again and before the engine reads the KV.
+        wait_for_copies(target.device)
 
 
 def _list_buffer_ranges(ranges: Sequence[ByteRange], half: int) -> list[ByteRange]:

@@ -15,6 +15,7 @@ from contextlib import suppress
 import torch
 
 from cleave_worker.transfer.checkpoints import CheckpointStore
+from cleave_worker.transfer.copy_stream import select_copy_stream, wait_for_copies
 from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 from cleave_worker.transfer.memory import LayerRegion, Memory
 from cleave_worker.vllm.kv.checkpoint_scheduler import BlockRestore, CheckpointMetadata
@@ -40,7 +41,9 @@ class CheckpointWorker:
         self._checkpoints = checkpoints
         self._queue: queue.Queue[tuple[str, bytes] | list[str] | None] = queue.Queue()
         self._finished: queue.SimpleQueue[tuple[str, RefusedError | None]] = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_RESTORES, "kv-restore")
+        self._pool = ThreadPoolExecutor(
+            _MAX_CONCURRENT_RESTORES, "kv-restore", select_copy_stream, (memory.device,)
+        )
         self._stats = KvTransferStats()
         self._thread = threading.Thread(target=self._run, name="kv-save", daemon=True)
         self._thread.start()
@@ -105,6 +108,7 @@ class CheckpointWorker:
             view = self._memory.view(layer.get_range(block))
             view.copy_(torch.frombuffer(content, dtype=torch.uint8))
             offset += layer.block_bytes
+        wait_for_copies(self._memory.device)
 
     def _run(self) -> None:
         collected_at = 0.0

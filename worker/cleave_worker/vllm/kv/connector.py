@@ -41,7 +41,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises ValueError for models with several KV cache groups, which need NixlConnector."""
+        """Raises ValueError for models with several KV cache groups, which need Nixl."""
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm()
         if len(kv_cache_config.kv_cache_groups) != 1:
@@ -129,7 +129,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         shard = ShardSpec(shape, compute_rank(), tuple(number for number, _ in layers))
         check_layout(shard, layout, caches, self._kv_cache_config.num_blocks)
         kv = RegisteredKv(self._boot_id, layout, memory, tuple(layer_regions), self._host, shard)
-        self._worker = WorkerSide(kv, self._read_settings(memory.regions[0].device))
+        self._worker = WorkerSide(kv, self._read_settings(memory.device))
 
     def get_handshake_metadata(self) -> RankAddress | None:
         """Return the address at which this rank serves."""

@@ -26,7 +26,7 @@ def build_layout(config: VllmConfig, cache: torch.Tensor) -> KvLayout:
     model = config.model_config
     return KvLayout(
         model=f"{model.model}@{model.revision or ''}",
-        dtype=str(cache.dtype),
+        dtype=_describe_dtype(config, cache),
         block_size=config.cache_config.block_size,
         num_layers=model.get_total_num_hidden_layers(),
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
@@ -49,13 +49,20 @@ def check_layout(
             raise ValueError(
                 f"the attention backend splits {num_blocks} blocks of {layout.block_size} tokens "
                 f"into {cache.shape[0]}, which CleaveConnector does not support: set a smaller "
-                "--block-size, or use NixlConnector"
+                "--block-size, or spec.engine.connector to Nixl (--connector nixl)"
             )
         if cache.dim() != 4 or cache.shape[1] != heads:
             raise ValueError(
                 f"a KV cache of shape {tuple(cache.shape)} does not have {heads} heads: "
-                "CleaveConnector cannot transfer it, use NixlConnector"
+                "CleaveConnector cannot transfer it, set spec.engine.connector to Nixl"
             )
+
+
+def _describe_dtype(config: VllmConfig, cache: torch.Tensor) -> str:
+    """Return the data type; caches of bytes do not say how vLLM reads them. Scales are part of the
+    checkpoint, or lie beside each head's values and move with them."""
+    name = str(cache.dtype)
+    return name if cache.element_size() > 1 else f"{name} as {config.cache_config.cache_dtype}"
 
 
 def _describe_packing(config: VllmConfig, cache: torch.Tensor) -> str:

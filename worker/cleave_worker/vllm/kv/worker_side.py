@@ -20,8 +20,9 @@ from enum import StrEnum
 
 import torch
 
-from cleave_worker.transfer.block_leases import BlockLeases, ComputeEvent
+from cleave_worker.transfer.block_leases import BlockLeases
 from cleave_worker.transfer.client import KvClient
+from cleave_worker.transfer.copy_stream import record_event, select_copy_stream
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.layerwise_client import LayerwiseClient
 from cleave_worker.transfer.progress import Progress
@@ -78,11 +79,15 @@ class WorkerSide:
         self._client = KvClient(
             kv, settings.transports, settings.transfer_s, check_bytes=settings.check_bytes
         )
-        device = kv.memory.regions[0].device
+        device = kv.memory.device
         self.layer_notifier = LayerNotifier(self._leases, settings.granularity, device)
         self._layerwise_client = LayerwiseClient(self._client, settings.layerwise_timeout_s)
-        self._pull_pool = ThreadPoolExecutor(_MAX_CONCURRENT_PULLS, "kv-pull")
-        self._layerwise_pool = ThreadPoolExecutor(_MAX_LAYERWISE_PULLS, "kv-follow")
+        self._pull_pool = ThreadPoolExecutor(
+            _MAX_CONCURRENT_PULLS, "kv-pull", select_copy_stream, (device,)
+        )
+        self._layerwise_pool = ThreadPoolExecutor(
+            _MAX_LAYERWISE_PULLS, "kv-follow", select_copy_stream, (device,)
+        )
         self._finished_pulls: queue.SimpleQueue[
             tuple[str, Transport | RefusalReason, float, int]
         ] = queue.SimpleQueue()
@@ -191,7 +196,7 @@ class LayerNotifier:
     ) -> None:
         self._leases = leases
         self._granularity = granularity
-        self._is_gpu = device.type != "cpu"
+        self._device = device
         self._chunks: Mapping[str, ComputedChunk] = {}
         self._num_layers_done = 0
 
@@ -210,7 +215,7 @@ class LayerNotifier:
         ):
             return
         self._num_layers_done += 1
-        computed = self._record_event()
+        computed = record_event(self._device)
         for request_id, chunk in self._chunks.items():
             before, after = chunk.num_final_before, chunk.num_final_after
             if after > before:
@@ -221,17 +226,9 @@ class LayerNotifier:
         """Announce the chunks of the step as final."""
         if not self._chunks:
             return
-        computed = self._record_event()
+        computed = record_event(self._device)
         for request_id, chunk in self._chunks.items():
             if chunk.is_last or self._granularity is not TransferGranularity.PROMPT:
                 progress = Progress(chunk.num_final_after, chunk.num_final_after, 0)
                 self._leases.update_progress(request_id, chunk.blocks, progress, computed)
         self._chunks = {}
-
-    def _record_event(self) -> ComputeEvent | None:
-        if not self._is_gpu:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        computed: ComputeEvent = event
-        return computed

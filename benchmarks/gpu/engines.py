@@ -1,0 +1,259 @@
+"""vLLM engines under agents, one GPU for all: start, profile, pairs with each connector, kills.
+
+Part of one_gpu.py. Agents listen on 127.0.0.2 and 127.0.0.3, each with a share of the GPU. With a
+folder that has no weights (`--dummy`) vLLM fills them at random, equally in both engines. On a CPU
+the same runs with the tiny model.
+"""
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import yaml
+from copies import Row
+
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+sys.path.append(str(Path(__file__).parents[1]))
+import subprocesses
+
+CLEAVE = Path(sys.executable).with_name("cleave")
+HOSTS = {"prefill": "127.0.0.2", "decode": "127.0.0.3"}
+AGENT_PORT, GATEWAY_PORT = 19_300, 19_400
+MODEL = "bench"
+OUTPUT_TOKENS = 16
+REQUEST_S = 300.0
+NO_JIT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What runs: `args` are the engine's; `prompts` are lengths in tokens."""
+
+    model: Path
+    args: tuple[str, ...]
+    folder: Path
+    prompts: tuple[int, ...]
+    num_requests: int
+    start_s: float
+
+
+class EnginePair:
+    """Agents with an engine each, and a gateway."""
+
+    def __init__(self, setup: Setup, connector: str, roles: Sequence[str]) -> None:
+        self._setup = setup
+        self._connector = connector
+        self._roles = roles
+        self._stack = ExitStack()
+        self.gateway = f"http://127.0.0.1:{GATEWAY_PORT}"
+
+    def __enter__(self) -> "EnginePair":
+        setup, env = self._setup, {**NO_JIT, **os.environ}
+        agents = setup.folder / "agents"
+        addresses = {role: f"{HOSTS[role]}:{AGENT_PORT}" for role in self._roles}
+        agents.write_text("\n".join(addresses.values()))
+        for role in self._roles:
+            argv = [sys.executable, "-m", "cleave_worker.agent.main", "--name", f"{MODEL}-{role}"]
+            argv += ["--deployment", MODEL, "--role", role if len(self._roles) > 1 else "mixed"]
+            argv += ["--model", str(setup.model), "--served-model-name", MODEL]
+            argv += ["--host", HOSTS[role], "--port", str(AGENT_PORT), "--peers", f"file:{agents}"]
+            argv += ["--allow-shared-cores", "--connector", self._connector]
+            argv += ["--start-timeout", str(setup.start_s), "--", *setup.args]
+            log = setup.folder / f"{self._connector}-{role}.log"
+            self._stack.enter_context(subprocesses.guarded(argv, env, log))
+        if len(self._roles) > 1:
+            argv = [str(CLEAVE), "gateway", "--agents", f"file:{agents}"]
+            argv += ["--port", str(GATEWAY_PORT), "--internal-port", "0"]
+            log = setup.folder / f"{self._connector}-gateway.log"
+            self._stack.enter_context(subprocesses.guarded(argv, env, log))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def get_health(self, role: str) -> agent_pb2.HealthResponse | None:
+        """What an agent reports; None while it does not answer."""
+        with (
+            grpc.insecure_channel(f"{HOSTS[role]}:{AGENT_PORT}") as channel,
+            suppress(grpc.RpcError),
+        ):
+            stub = agent_pb2_grpc.AgentStub(channel)
+            return stub.Health(agent_pb2.HealthRequest(), timeout=5)
+        return None
+
+    def await_ready(self) -> dict[str, agent_pb2.HealthResponse]:
+        """Wait until each engine is ready. Raises TimeoutError with the log's end."""
+        deadline = time.monotonic() + self._setup.start_s
+        while True:
+            found = {role: self.get_health(role) for role in self._roles}
+            ready = {role: health for role, health in found.items() if health and is_ready(health)}
+            if len(ready) == len(found):
+                return ready
+            if time.monotonic() > deadline:
+                logs = [
+                    self._setup.folder / f"{self._connector}-{role}.log" for role in self._roles
+                ]
+                ends = "\n".join(log.read_text(errors="replace")[-1_500:] for log in logs)
+                raise TimeoutError(
+                    f"engines are not ready after {self._setup.start_s:.0f} s: {ends}"
+                )
+            time.sleep(1)
+
+    def get_engine_url(self, role: str) -> str:
+        """Where an engine serves, without the gateway."""
+        health = self.get_health(role)
+        assert health
+        return str(health.registration.engine_url)
+
+    def get_boot_id(self, role: str) -> str:
+        """Changes when the engine is started again; empty while its agent does not answer."""
+        health = self.get_health(role)
+        return str(health.registration.boot_id) if health else ""
+
+    def find_engine(self, role: str) -> psutil.Process:
+        """The engine's API server."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                line = process.cmdline()
+                if (
+                    f"{HOSTS[role]}" in line
+                    and "cleave_worker.agent.main" not in line
+                    and any("vllm" in word for word in line[:4])
+                ):
+                    return process
+        raise LookupError(f"no engine of {role}")
+
+
+def is_ready(health: agent_pb2.HealthResponse) -> bool:
+    """Whether the engine serves, its KV path tested."""
+    return health.registration.state == agent_pb2.STATE_READY
+
+
+def make_prompt(tokens: int, seed: int) -> str:
+    """A prompt that no prefix cache has."""
+    generator = random.Random(seed)
+    return " ".join(generator.choice("abcdefghij") for _ in range(tokens))
+
+
+def complete(url: str, prompt: str) -> tuple[str, float, float]:
+    """Greedy text, time to first token in ms, time per further token in ms."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
+    begun, text, times = time.perf_counter(), "", []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=REQUEST_S) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+                times.append(time.perf_counter())
+    ttft_ms = 1e3 * (times[0] - begun)
+    return text, ttft_ms, 1e3 * (times[-1] - times[0]) / max(1, OUTPUT_TOKENS - 1)
+
+
+def measure_engine(setup: Setup) -> Iterator[Row]:
+    """One engine: the proof that agent, launch and plug-ins run here, and its profile."""
+    begun = time.monotonic()
+    with EnginePair(setup, "cleave", ["decode"]) as engine:
+        engine.await_ready()
+        yield Row("engine", "start to ready", time.monotonic() - begun, "s")
+        url = engine.get_engine_url("decode")
+        text, ttft_ms, tpot_ms = complete(url, make_prompt(setup.prompts[0], 1))
+        yield Row("engine", "time to first token, cold", ttft_ms, "ms", f"{len(text)} characters")
+        yield Row("engine", "time per token", tpot_ms, "ms")
+        profile = setup.folder / "profile.yaml"
+        argv = [str(CLEAVE), "profile", url, "-O", str(profile), "--quick", "--force"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=540, check=False)
+        note = f"{profile.name} is written" if not done.returncode else done.stderr[-200:]
+        yield Row("engine", "cleave profile --quick, exit code", done.returncode, "", note)
+
+
+def measure_pair(setup: Setup, connector: str) -> Iterator[Row]:
+    """Prefill and decode on this GPU: self-test, text, latencies beside the simulator, kills."""
+    part = f"pair {connector}"
+    begun = time.monotonic()
+    with EnginePair(setup, connector, ["prefill", "decode"]) as pair:
+        ready = pair.await_ready()
+        yield Row(part, "start to ready", time.monotonic() - begun, "s")
+        for role, health in ready.items():
+            path = health.registration.kv_path
+            yield Row(part, f"KV self-test, {role}", path.bytes_per_s / 1e9, "GB/s", path.detail)
+        whole_url = pair.get_engine_url("decode")
+        for tokens in setup.prompts:
+            prompts = [make_prompt(tokens, seed) for seed in range(setup.num_requests)]
+            split = [complete(pair.gateway, prompt) for prompt in prompts]
+            whole = [complete(whole_url, prompt) for prompt in prompts]
+            equal = sum(one[0] == other[0] for one, other in zip(split, whole, strict=True))
+            note = f"of {len(prompts)} split requests, {tokens} tokens"
+            yield Row(part, "texts equal to those of one engine", equal, "requests", note)
+            for name, index in (("first token", 1), ("each further token", 2)):
+                found = statistics.median(answer[index] for answer in split)
+                yield Row(part, f"time to {name}, {tokens} tokens", found, "ms", "low load, median")
+        yield from simulate(setup, part)
+        yield from kill_one(pair, part, "decode", "prefill")
+        pair.await_ready()
+        yield from kill_one(pair, part, "prefill", "decode")
+
+
+def simulate(setup: Setup, part: str) -> Iterator[Row]:
+    """What the simulator predicts for the same requests from the engine's own profile."""
+    profile = setup.folder / "profile.yaml"
+    if not profile.exists():
+        yield Row(part, "simulator", note="not run: the engine's profile was not written")
+        return
+    for tokens in setup.prompts:
+        lengths = {
+            "promptTokens": {"mean": tokens, "p90": tokens},
+            "outputTokens": {"mean": 16, "p90": 16},
+        }
+        pools = [{"role": "prefill"}, {"role": "decode"}]
+        manifest = {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": MODEL},
+            "spec": {
+                "model": {"source": str(setup.model), "servedName": MODEL},
+                "slo": {"ttftMs": 10_000, "tpotMs": 1_000},
+                "engine": {"type": "Emulated", "emulated": {"latency": str(profile)}},
+                "placement": {"manual": pools},
+                "workload": {"rate": 0.1, **lengths},
+            },
+        }
+        file = setup.folder / "simulated.yaml"
+        file.write_text(yaml.safe_dump(manifest))
+        argv = [str(CLEAVE), "simulate", "-f", str(file), "--requests", "200", "-o", "json"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            yield Row(part, "simulator", note=f"not run: {done.stderr.strip()[-200:]}")
+            return
+        (simulated,) = json.loads(done.stdout)
+        for name, key in (("first token", "ttft_ms"), ("each further token", "tpot_ms")):
+            what = f"simulated time to {name}, {tokens} tokens"
+            yield Row(part, what, simulated[key]["p50"], "ms", "from the engine's profile")
+
+
+def kill_one(pair: EnginePair, part: str, victim: str, survivor: str) -> Iterator[Row]:
+    """Kill an engine amid requests: the other must live, and be of use."""
+    before = pair.get_boot_id(survivor)
+    process = pair.find_engine(victim)
+    process.kill()
+    failed = 0
+    for seed in range(3):
+        try:
+            complete(pair.gateway, make_prompt(200, 1_000 + seed))
+        except httpx.HTTPError:
+            failed += 1
+    lives = pair.get_boot_id(survivor) == before
+    note = f"{failed} of 3 requests failed meanwhile"
+    yield Row(part, f"{survivor} lives after {victim} was killed", float(lives), "", note)

@@ -1,0 +1,149 @@
+"""What one GPU gives Cleave, in one command, without a network: copies, links, operators, engines.
+
+    python benchmarks/gpu/one_gpu.py -O one_gpu.json
+    python benchmarks/gpu/one_gpu.py --parts engine nixl cleave --model FOLDER --dummy
+
+Parts a to f need torch only (copies.py, operators.py; d is measured with b and c); `engine`, `nixl`
+and `cleave` start vLLM under agents (engines.py). On a machine without a GPU all of it runs on the
+CPU, smaller.
+Exit code 1: other bytes came than were sent.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import copies
+import operators
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
+
+KERNELS = ("a", "b", "c", "e", "f")
+ENGINES = ("engine", "nixl", "cleave")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it runs."""
+
+    device: torch.device
+    sizes: copies.Sizes
+    gpu: Gpu | None
+
+
+def main() -> None:
+    """Run the parts; a part that fails is a row, and the others still run."""
+    args = build_parser().parse_args()
+    machine = find_machine(cpu=args.cpu)
+    name = machine.gpu.name if machine.gpu else str(machine.device)
+    print(f"{name}, torch {torch.__version__}", file=sys.stderr)
+    rows: list[copies.Row] = []
+    is_wrong = False
+    for part in args.parts:
+        try:
+            for row in run_part(part, machine, args):
+                rows.append(row)
+                print(f"{row.part}: {row.what} {row.value} {row.unit} {row.note}", file=sys.stderr)
+        except copies.WrongBytesError as error:
+            is_wrong = True
+            rows.append(copies.Row(part, "WRONG BYTES", note=str(error)))
+        except Exception as error:  # noqa: BLE001 - the time on such a machine is short
+            rows.append(copies.Row(part, "failed", note=f"{type(error).__name__}: {error}"[:400]))
+        write(args.output_file, name, rows)
+    show(rows)
+    sys.exit(is_wrong)
+
+
+def run_part(part: str, machine: Machine, args: argparse.Namespace) -> Iterator[copies.Row]:
+    """The rows of one part."""
+    device, sizes = machine.device, machine.sizes
+    parts: dict[str, Callable[[], Iterator[copies.Row]]] = {
+        "a": lambda: copies.measure_gil(device, sizes),
+        "b": lambda: copies.measure_links(device, sizes),
+        "c": lambda: copies.measure_events(device, sizes),
+        "e": lambda: operators.measure_operators(device, sizes, machine.gpu),
+        "f": lambda: copies.measure_registration(device, sizes),
+    }
+    if part in parts:
+        yield from parts[part]()
+        return
+    import engines
+
+    setup = build_setup(args, on_gpu=device.type == "cuda")
+    if part == "engine":
+        yield from engines.measure_engine(setup)
+    else:
+        yield from engines.measure_pair(setup, part)
+
+
+def build_setup(args: argparse.Namespace, *, on_gpu: bool) -> "engines.Setup":  # noqa: F821
+    """Engines that share one GPU, or the tiny model on a CPU."""
+    import engines
+
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if on_gpu and args.model is None:
+        raise ValueError("--model: name a folder with config.json and a tokenizer")
+    model = args.model
+    if model is None:
+        from cleave.local import tiny_model
+
+        model = tiny_model.get_or_build()
+    if not on_gpu:
+        return engines.Setup(model, ("--dtype", "float32"), args.folder, (200, 1_000), 3, 300.0)
+    words = ["--gpu-memory-utilization", "0.42", "--max-model-len", "16384"]
+    words += ["--load-format", "dummy", "--seed", "0"] if args.dummy else []
+    return engines.Setup(model, tuple(words), args.folder, (512, 2_048, 8_192), 8, 500.0)
+
+
+def find_machine(*, cpu: bool) -> Machine:
+    """The first GPU, or the CPU."""
+    if cpu or not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        return Machine(torch.device("cpu"), copies.ON_CPU, None)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    try:
+        gpu = find_gpu(torch.cuda.get_device_name(device).replace(" ", "-"))
+    except UnknownGpuError:
+        gpu = None
+    return Machine(device, copies.ON_GPU, gpu)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=(*KERNELS, *ENGINES), default=list(KERNELS))
+    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
+    parser.add_argument("--model", type=Path, help="folder with config.json and a tokenizer")
+    parser.add_argument("--dummy", action="store_true", help="the folder has no weights")
+    folder = Path(tempfile.gettempdir()) / "cleave-one-gpu"
+    parser.add_argument("--folder", type=Path, default=folder, help="for logs and the profile")
+    parser.add_argument("-O", "--output-file", type=Path, help="JSON, written after each part")
+    return parser
+
+
+def write(path: Path | None, name: str, rows: list[copies.Row]) -> None:
+    """Write what is known so far."""
+    if path:
+        content = {"machine": name, "torch": torch.__version__, "rows": [*map(asdict, rows)]}
+        path.write_text(json.dumps(content, indent=2))
+
+
+def show(rows: list[copies.Row]) -> None:
+    """As a table."""
+    table = Table("part", "what", "value", "unit", "")
+    for row in rows:
+        value = "" if row.value is None else f"{row.value:,.2f}"
+        table.add_row(row.part, row.what, value, row.unit, row.note)
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()
