@@ -32,6 +32,7 @@ class Shape:
     gpu_memory_mib: int = 81559
     cpus: int = 96
     memory_gib: int = 1024
+    rdma_units: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: Sequence[Manifest] = ()
 
@@ -39,7 +40,9 @@ class Shape:
     def resources(self) -> dict[str, str]:
         """Capacity, of which everything may be used."""
         gpus = {"nvidia.com/gpu": str(self.gpus)} if self.gpus else {}
-        return {"cpu": str(self.cpus), "memory": f"{self.memory_gib}Gi", "pods": "250", **gpus}
+        cards = {"rdma/hca": str(self.rdma_units)} if self.rdma_units else {}
+        shared = {"cpu": str(self.cpus), "memory": f"{self.memory_gib}Gi", "pods": "250"}
+        return shared | gpus | cards
 
 
 def gpu_node(
@@ -57,7 +60,8 @@ def gpu_node(
         labels["feature.node.kubernetes.io/pci-15b3.present"] = "true"
     if clique:
         labels["nvidia.com/gpu.clique"] = clique
-    return Shape(name, gpus, product, gpu_memory_mib, labels=labels)
+    units = 1000 if infiniband else 0
+    return Shape(name, gpus, product, gpu_memory_mib, rdma_units=units, labels=labels)
 
 
 def manifest(shape: Shape, address: str) -> Manifest:

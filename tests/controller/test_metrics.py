@@ -40,9 +40,11 @@ def test_predictions_stand_beside_what_was_seen() -> None:
 
 def test_conditions_and_corrections_are_numbers() -> None:
     conditions = [condition("PlanDrifted", "True"), condition("PredictionHolds", "False")]
+    conditions.append(condition("KVRateAsPlanned", "True"))
     exported = series({"conditions": conditions, "correction": {"prefill": 1.5}})
     assert exported["plan_drifted"] == {(): 1}
     assert exported["prediction_holds"] == {(): 0}
+    assert exported["kv_rate_as_planned"] == {(): 1}
     assert exported["correction"] == {("prefill",): 1.5, ("decode",): 1.0}
 
 

@@ -33,10 +33,15 @@ def test_the_headless_service_finds_workers_that_are_not_ready_too(deployment, p
 
 
 def test_its_port_is_the_agents(deployment, pool) -> None:
-    (port,) = build_workers_service(deployment())["spec"]["ports"]
+    port, *others = build_workers_service(deployment())["spec"]["ports"]
     (worker,) = build_worker_pod(pool(), 0)["spec"]["containers"]
     assert port["targetPort"] == worker["ports"][0]["name"]
     assert port["port"] == worker["ports"][0]["containerPort"] == 9000
+    # Of the further agents of a cell in one pod.
+    assert [(each["targetPort"], each["port"]) for each in others[:2]] == [
+        ("agent-1", 9002),
+        ("agent-2", 9004),
+    ]
 
 
 def test_pods_look_where_the_service_is(deployment, pool) -> None:

@@ -211,15 +211,69 @@ def test_cells_that_fit_a_node_together_are_one_that_fills_it(deployment) -> Non
     manual = [
         {"role": "prefill", "replicas": 4, "perCell": 1},
         {"role": "decode", "replicas": 12, "perCell": 3},
+        {"role": "mixed"},
     ]
     chat = deployment(placement={"manual": manual})
-    prefill, decode = build_pools(
+    prefill, decode, _ = build_pools(
         chat, choose_placement(chat), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
     )
     assert prefill.spec.colocation == Colocation(per_cell=2, exclusive=True)
     assert decode.spec.colocation == Colocation(per_cell=6, exclusive=True)
     emulated = deployment(placement={"manual": manual}, engine={"type": "Emulated"})
-    first, _ = build_pools(
+    first, *_ = build_pools(
         emulated, choose_placement(emulated), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
     )
     assert first.spec.colocation == Colocation(per_cell=1)
+
+
+CELL = [
+    {"role": "prefill", "replicas": 4, "perCell": 2, "maxNumSeqs": 8},
+    {"role": "decode", "replicas": 2, "perCell": 1, "parallelism": {"tensor": 2}},
+]
+NODES = NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
+
+
+def test_cells_that_fit_a_node_are_the_instances_of_one_pool(deployment) -> None:
+    chat = deployment(
+        placement={"manual": CELL}, engine={"connector": "Nixl", "args": ["--enforce-eager"]}
+    )
+    (pool,) = build_pools(chat, choose_placement(chat), NODES)
+    assert (pool.name, pool.metadata.labels["cleave.dev/role"]) == ("chat-mixed", "mixed")
+    assert (pool.spec.replicas, pool.spec.gpus, pool.spec.colocation) == (2, 4, None)
+    prefill, decode = pool.spec.members
+    assert (prefill.role, prefill.replicas, prefill.args) == ("prefill", 2, ["--max-num-seqs", "8"])
+    assert (decode.role, decode.replicas, decode.parallelism.tensor) == ("decode", 1, 2)
+    assert pool.spec.engine.args == ["--enforce-eager"]
+    # The API server would accept it, too.
+    InstancePool.model_validate_json(pool.model_dump_json(exclude_none=True))
+
+
+@pytest.mark.parametrize(
+    ("manual", "machines"),
+    [
+        (CELL, NodeTopology()),
+        (CELL, NodeTopology({"NVIDIA-H100-80GB-HBM3": 2})),
+        ([*CELL, {"role": "mixed"}], NODES),
+        ([CELL[0] | {"gpu": "H100"}, CELL[1] | {"gpu": "A100-80GB"}], NODES),
+        ([{key: each[key] for key in ("role", "replicas")} for each in CELL], NODES),
+    ],
+)
+def test_other_cells_have_a_pod_for_each_instance(deployment, manual, machines) -> None:
+    chat = deployment(placement={"manual": manual}, engine={"connector": "Nixl"})
+    pools = build_pools(chat, choose_placement(chat), machines)
+    assert [pool.spec.role for pool in pools] == [each["role"] for each in manual]
+    assert not any(pool.spec.members for pool in pools)
+
+
+def test_a_cell_is_one_pod_only_where_its_engines_move_kv_from_gpu_to_gpu(deployment) -> None:
+    nixl = {"engine": {"connector": "Nixl"}}
+    claims = [{"name": "gpus", "resourceClaimName": "g"}]
+    for spec in (
+        {"engine": {"connector": "Cleave"}},
+        {**nixl, "template": {"gpuResource": "nvidia.com/mig-3g.40gb"}},
+        {**nixl, "template": {"gpuResource": "", "resourceClaims": claims}},
+    ):
+        chat = deployment(placement={"manual": CELL}, **spec)
+        assert len(build_pools(chat, choose_placement(chat), NODES)) == 2
+    chat = deployment(placement={"manual": CELL}, **nixl)
+    assert len(build_pools(chat, choose_placement(chat), NODES)) == 1

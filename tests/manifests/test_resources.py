@@ -2,7 +2,9 @@
 
 import pytest
 
+from cleave.api.engine import Resources
 from cleave.local.kubelet.pod_spec import parse_pod
+from cleave.manifests.resources import add_rdma_device, find_rdma_device
 from cleave.manifests.worker import build_worker_pod
 
 
@@ -115,3 +117,42 @@ def test_a_request_alone_takes_the_default_limit_away(pool) -> None:
 )
 def test_the_process_kubelet_reads_exclusive_cores_from_them(pool, spec, cores) -> None:
     assert parse_pod(build_worker_pod(pool(**spec), 0, device="cpu")).exclusive_cores == cores
+
+
+@pytest.mark.parametrize(
+    ("allocatable", "found"),
+    [
+        # As the API server writes 1000.
+        ({"rdma/hca": "1k", "cpu": "96"}, "rdma/hca"),
+        ({"rdma/ib_b": "63", "rdma/ib_a": "63"}, "rdma/ib_a"),
+        ({"nvidia.com/hostdev": "8"}, "nvidia.com/hostdev"),
+        # Two cards for eight GPUs: pods that require one would leave six GPUs unused.
+        ({"nvidia.com/hostdev": "2"}, ""),
+        # What the kubelet reports while the device plugin restarts.
+        ({"rdma/hca": "0"}, ""),
+        ({"vpc.amazonaws.com/efa": "32"}, ""),
+    ],
+)
+def test_a_node_has_an_rdma_device_where_there_is_one_for_each_gpu(allocatable, found) -> None:
+    assert find_rdma_device(allocatable, num_gpus=8) == found
+
+
+def rdma_units(spec, device: str) -> str | None:
+    return add_rdma_device(spec, device).template.resources.limits.get(device)
+
+
+def test_an_instance_requests_a_shared_device_once_and_a_card_for_each_gpu(pool) -> None:
+    manual = [{"role": "decode", "parallelism": {"tensor": 4}}]
+    spec = pool(placement={"manual": manual}).spec
+    assert rdma_units(spec, "rdma/hca") == "1"
+    assert rdma_units(spec, "nvidia.com/hostdev") == "4"
+    assert rdma_units(spec.model_copy(update={"nodes": 2}), "nvidia.com/hostdev") == "2"
+
+
+def test_the_template_decides_about_rdma_and_emulated_engines_have_none(pool) -> None:
+    for named in ("rdma/ib", "rdma/hca"):
+        own = pool(template={"resources": {"limits": {named: 0}}}).spec
+        assert add_rdma_device(own, "rdma/hca") == own
+    emulated = pool(engine={"type": "Emulated"}).spec
+    assert add_rdma_device(emulated, "rdma/hca") == emulated
+    assert pool().spec.template.resources == Resources()

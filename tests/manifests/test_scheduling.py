@@ -143,7 +143,9 @@ def test_a_cell_is_begun_where_no_other_is(deployment, pools_of) -> None:
     assert first["metadata"]["labels"][not_in["key"]] in not_in["values"]
     assert term["topologyKey"] == "kubernetes.io/hostname"
     assert selector["matchLabels"]["cleave.dev/revision"] == prefill.spec.revision
-    full, _ = pools_of(deployment(placement=cells()), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8}))
+    # With mixed instances beside them, cells are not single pods.
+    beside = {"manual": [*cells()["manual"], {"role": "mixed"}]}
+    full, *_ = pools_of(deployment(placement=beside), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8}))
     affinity = build_worker_pod(full, "x", cell=0)["spec"]["affinity"]
     assert affinity["podAntiAffinity"] == {REQUIRED: [term]}
 

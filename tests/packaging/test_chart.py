@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from cleave.api.manifest import load_cluster, validate
+from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.controller import main
-from cleave.manifests.labels import ENGINE_PORT
+from cleave.manifests.labels import ENGINE_PORT, get_agent_port_name
 from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_worker_pod
 from cleave.planner.placement import choose_placement
@@ -190,7 +191,10 @@ def test_the_engines_that_a_pod_monitor_finds_have_the_port_that_it_names(render
     )
     pod = build_worker_pod(build_pools(deployment, choose_placement(deployment))[0], 0)
     assert engines["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    (endpoint,) = engines["spec"]["podMetricsEndpoints"]
+    endpoint, *others = engines["spec"]["podMetricsEndpoints"]
+    # Further engines of cells in one pod.
+    names = [get_agent_port_name(number) for number in range(1, MAX_CELL_ENGINES)]
+    assert [each["port"] for each in others] == [n.replace("agent", "engine") for n in names]
     (container,) = pod["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     listens = container["command"][container["command"].index("--engine-port") + 1]

@@ -36,6 +36,7 @@ WELL: Series = {
     "=cleave_operator_queue_depth": 3,
     '=cleave_operator_plan_drifted{deployment="default/chat",model="m"}': 0,
     '=cleave_operator_prediction_holds{deployment="default/chat",model="m"}': 1,
+    '=cleave_operator_kv_rate_as_planned{deployment="default/chat",model="m"}': 1,
 }
 ILL: dict[str, Series] = {
     "CleaveSloBurnsFast": {'cleave_gateway_slo_total{model="m",missed="ttft"}': 400},
@@ -56,6 +57,9 @@ ILL: dict[str, Series] = {
     "CleaveOperatorDoesNotLead": {"=cleave_operator_leading": 0},
     "CleaveOperatorFallsBehind": {"=cleave_operator_queue_depth": 500},
     "CleavePlanDrifts": {'=cleave_operator_plan_drifted{deployment="default/chat",model="m"}': 1},
+    "CleaveKvIsSlow": {
+        '=cleave_operator_kv_rate_as_planned{deployment="default/chat",model="m"}': 0
+    },
     "CleavePredictionIsWrong": {
         '=cleave_operator_prediction_holds{deployment="default/chat",model="m"}': 0
     },

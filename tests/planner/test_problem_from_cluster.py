@@ -9,6 +9,7 @@ import yaml
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import ManifestError, validate
+from cleave.perf.hardware.link import LinkKind
 from cleave.planner import plan_search, problem_from_cluster
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Policies
@@ -142,6 +143,28 @@ def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
         plan_search.plan(problem)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "prefill", "kind"),
+    [
+        ("A100-SXM-80GB", 1, LinkKind.NVLINK),
+        # Nine GPUs do not fit a node with eight.
+        ("A100-SXM-80GB", 8, LinkKind.ETHERNET),
+        # Without NVLink UCX does not read by CUDA IPC.
+        ("L40S", 1, LinkKind.ETHERNET),
+    ],
+)
+def test_kv_within_a_cell_that_is_one_pod_takes_nvlink(
+    gpu: str, prefill: int, kind: LinkKind
+) -> None:
+    slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
+    problem = problem_from_cluster.build_problem(
+        deployment(engine={"connector": "Nixl"}), cluster(f"{{nodes: [{{gpu: {gpu}}}], {slow}}}")
+    )
+    one = next(each for each in list_candidates(problem) if each.gpus == 1)
+    cell = replace(known_problems.split(problem, one, prefill, one, 1), is_in_node=True)
+    assert drafts.select_link(cell.with_copies(3)).kind is kind
+
+
 def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
     slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
     problem = problem_from_cluster.build_problem(
@@ -150,8 +173,7 @@ def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
     one = next(each for each in list_candidates(problem) if each.gpus == 1)
     pair = known_problems.split(problem, one, 1, one, 1)
     # 25 Gbit/s, of which TCP gets 36 %; NVLink of an A100 would be 300 GB/s.
-    for draft in (pair, replace(pair, is_in_node=True)):
-        assert drafts.select_link(draft).effective_gb_per_s == pytest.approx(25 / 8 * 0.36)
+    assert drafts.select_link(pair).effective_gb_per_s == pytest.approx(25 / 8 * 0.36)
     # 512 tokens of OPT-13B are 419 MB.
     moved = drafts.build_transfer(problem, pair)
     assert moved.latency_ms + 512 * moved.token_ms == pytest.approx(373, rel=0.01)

@@ -125,3 +125,17 @@ async def test_a_refused_watcher_backs_off(server, until) -> None:
         await asyncio.sleep(0.5)
         # 0.05 s between any two once the delay has grown, halved at most by chance.
         assert 3 <= len(server.queries) <= 25
+
+
+def test_pods_with_several_agents_have_an_address_for_each() -> None:
+    item = {
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": ["10.0.0.2"]}],
+        "ports": [
+            {"name": "agent", "port": 9000},
+            {"name": "agent-1", "port": 9002},
+            {"name": "metrics", "port": 80},
+        ],
+    }
+    found = parse_slice(item, 9000)
+    assert found == {f"10.0.0.{host}:{port}" for host in (1, 2) for port in (9000, 9002)}

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from cleave.api import replan_status
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
-from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
+from cleave.api.engine import Connector, DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.model import ModelField
 from cleave.api.plan import ManualPool, SelectedPlan
@@ -266,6 +266,13 @@ class LLMDeploymentSpec(ApiModel):
         ),
     )
 
+    @property
+    def can_share_gpu_memory(self) -> bool:
+        """Whether engines of one pod move KV from GPU to GPU: NIXL reads by CUDA IPC, Cleave's
+        connector goes through host memory, and parts of GPUs and claims are not shared."""
+        is_nixl = self.engine.kv_connector is Connector.NIXL
+        return is_nixl and self.template.has_whole_gpus
+
 
 class RoleStatus(ApiModel):
     """The instances of one role."""
@@ -295,7 +302,8 @@ class LLMDeploymentStatus(ApiModel):
     instances are ready than desired, or something keeps failing. ScalingLimited: the nodes have no
     room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is ready.
     GatewayReady: a gateway is ready. KVPathVerified: every ready instance has transferred KV in a
-    self-test. PlanReady: a plan, or the placement in spec.placement, is in force. PlanFeasible: the
+    self-test. KVRateAsPlanned: each test measured at least a quarter of the rate that the plan
+    assumes. PlanReady: a plan, or the placement in spec.placement, is in force. PlanFeasible: the
     latency targets can be met. PlanDrifted: traffic differs from the planned traffic.
     PredictionHolds: instances are as fast as the planner predicts."""
     model: str | None = None

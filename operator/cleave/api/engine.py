@@ -369,8 +369,8 @@ class WorkerTemplate(ApiModel):
     """Taints that the pods tolerate."""
     resources: Resources = Resources()
     """CPU, memory and devices of one worker. A whole number of cores as limit gives it exclusive
-    cores on nodes with the static CPU manager policy; a device such as rdma/ib enables
-    InfiniBand."""
+    cores on nodes with the static CPU manager policy. RDMA devices of the nodes (rdma/*,
+    nvidia.com/hostdev) are requested by default; one named here replaces them."""
     gpu_resource: Annotated[str, Field(max_length=253, pattern=_GPU_RESOURCE)] = "nvidia.com/gpu"
     """Resource that a worker requests for each GPU: nvidia.com/mig-3g.40gb, amd.com/gpu, ... Empty:
     none, as a claim of resourceClaims allocates the GPUs."""
@@ -424,3 +424,8 @@ class WorkerTemplate(ApiModel):
         ),
         build_unique_rule("volumes", "name", "volume"),
     )
+
+    @property
+    def has_whole_gpus(self) -> bool:
+        """Whether workers request NVIDIA's GPUs as wholes, of which several engines share a pod."""
+        return self.gpu_resource == "nvidia.com/gpu" and not self.resource_claims

@@ -29,7 +29,8 @@ class ManualPool(ApiModel):
     per_cell: Annotated[int, Field(ge=1, le=128)] | None = None
     """Instances of this role in one cell. A cell is a co-location group: its prefill and decode
     instances have equal pipeline stages in the same node or NVLink domain (DistServe's Algorithm
-    2). Absent: instances may be placed anywhere."""
+    2). With connector Nixl a cell that fits a node is one pod of the mixed pool. Absent: instances
+    may be placed anywhere."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Maximum number of requests in one engine iteration; absent: the engine's default. The same
     flag in engine.args takes precedence."""
@@ -64,6 +65,15 @@ class LatencyPercentiles(ApiModel):
     """99th percentile."""
 
 
+class KvLink(ApiModel):
+    """The link over which a plan assumes that KV is transferred."""
+
+    kind: str
+    """InfiniBand (also RoCE), Ethernet, NVLink or PCIe."""
+    gb_per_s: NonNegative
+    """Rate at which one GPU of a decode instance receives KV, in GB/s."""
+
+
 class PredictedPerformance(ApiModel):
     """Simulated performance; latencies and attainment are at the planned rate."""
 
@@ -87,6 +97,8 @@ class PredictedPerformance(ApiModel):
     """Provisioned power of all GPUs in watts."""
     trust: str
     """Source of the latencies, and how large their errors have been."""
+    kv_link: KvLink | None = None
+    """The link over which KV is transferred; absent: no KV is transferred."""
 
 
 class PlanGrowth(ApiModel):

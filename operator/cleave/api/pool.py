@@ -50,6 +50,23 @@ class Colocation(ApiModel):
     """Whether each cell has a domain of its own."""
 
 
+MAX_CELL_ENGINES = 16
+"""Most engines of a cell in one pod; each has two ports."""
+
+
+class CellMember(ApiModel):
+    """Engines of one role in a cell that is one pod."""
+
+    role: Annotated[Role, Field(strict=False)]
+    """Role of the engines."""
+    replicas: Annotated[int, Field(ge=1, le=MAX_CELL_ENGINES)] = 1
+    """Number of engines in each pod."""
+    parallelism: Parallelism = Parallelism()
+    """How one engine is distributed over GPUs."""
+    args: list[str] = Field(default_factory=list, max_length=64)
+    """Further arguments of these engines, before those of `engine.args`."""
+
+
 class InstancePoolSpec(ApiModel):
     """Desired state of the pool."""
 
@@ -71,6 +88,9 @@ class InstancePoolSpec(ApiModel):
     """Nodes that one instance spans, with one pod on each."""
     colocation: Colocation | None = None
     """Which instances share a node or NVLink domain; absent: they may be placed anywhere."""
+    members: list[CellMember] = Field(default_factory=list, max_length=2)
+    """If not empty, an instance is a cell in one pod: these engines, each with an agent and GPUs of
+    its own. The pool's role is mixed, as a cell serves both phases; `parallelism` has no effect."""
     gpu: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Kind of GPU; absent: any kind."""
     revision: Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]+$")]
@@ -94,7 +114,28 @@ class InstancePoolSpec(ApiModel):
             message="must divide the GPUs of an instance (tensor * pipeline)",
             field="nodes",
         ),
+        ValidationRule(
+            cel="!has(self.members) || self.members.size() == 0 || "
+            "(self.role == 'mixed' && self.nodes == 1)",
+            is_valid=lambda s: not s.members or (s.role is Role.MIXED and s.nodes == 1),
+            message="needs role mixed and nodes 1: a cell in one pod serves both phases",
+            field="members",
+        ),
+        ValidationRule(
+            cel="!has(self.members) || self.members.map(m, has(m.replicas) ? m.replicas : 1).sum()"
+            f" <= {MAX_CELL_ENGINES}",
+            is_valid=lambda s: sum(each.replicas for each in s.members) <= MAX_CELL_ENGINES,
+            message=f"must have at most {MAX_CELL_ENGINES} engines together",
+            field="members",
+        ),
     )
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one instance."""
+        if not self.members:
+            return self.parallelism.gpus
+        return sum(each.replicas * each.parallelism.gpus for each in self.members)
 
 
 class CapacityProbeStatus(ApiModel):

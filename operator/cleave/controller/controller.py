@@ -293,7 +293,7 @@ class Controller:
         resource: InstancePool,
         reported: Mapping[str, FleetInstance],
     ) -> list[Action]:
-        owner = _get_owner_key(key, resource)
+        owner, inventory_now = _get_owner_key(key, resource), self.build_inventory()
         pods = _with_load(self.cache.list_pods(key), reported)
         statuses = [reported[pod.name] for pod in pods if pod.name in reported]
         view = PoolView(
@@ -304,7 +304,8 @@ class Controller:
             used_names=frozenset(pod.name for pod in self.cache.list_pods(owner)),
             children=self.cache.get_children(cached.meta["uid"]),
             nodes=self.cache.nodes,
-            node_counts_hash=self.build_inventory().node_counts_hash,
+            node_counts_hash=inventory_now.node_counts_hash,
+            rdma_device=inventory_now.topology.get_rdma_device(resource.spec.gpu),
             serving=sum(each.selectable for each in statuses) if statuses else None,
             fault=self._faults.get(key, ""),
             settings=self.settings,

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from cleave.controller.cluster import conditions
+from cleave.controller.deployment.kv_path import KV_RATE_AS_PLANNED
 from cleave.controller.replan.verdict import PLAN_DRIFTED, PREDICTION_HOLDS
 from cleave.manifests.labels import Manifest
 
@@ -107,10 +108,16 @@ def collect_plan_metrics(statuses: Statuses) -> Iterable[Metric]:
     drifted = _make_gauge("plan_drifted", "1 while traffic differs from the planned traffic")
     text = "0 while the latency model mispredicts the running plan"
     prediction_holds = _make_gauge("prediction_holds", text)
+    text = "0 while a KV self-test measured less than a quarter of the rate that the plan assumes"
+    kv_rate = _make_gauge("kv_rate_as_planned", text)
     for name, status in statuses.items():
         labels = [name, status.get("model", "")]
         conditions_now = {each.type: each.status for each in conditions.read(status)}
-        for family, kind in ((drifted, PLAN_DRIFTED), (prediction_holds, PREDICTION_HOLDS)):
+        for family, kind in (
+            (drifted, PLAN_DRIFTED),
+            (prediction_holds, PREDICTION_HOLDS),
+            (kv_rate, KV_RATE_AS_PLANNED),
+        ):
             if (is_true := conditions_now.get(kind)) is not None:
                 family.add_metric(labels, float(is_true))
         predicted: Manifest = status.get("prediction") or {}
@@ -123,7 +130,7 @@ def collect_plan_metrics(statuses: Statuses) -> Iterable[Metric]:
             correction_factors = status.get("correction") or {}
             for phase in ("prefill", "decode"):
                 correction.add_metric([*labels, phase], correction_factors.get(phase, 1.0))
-    return error, latency, attainment, correction, drifted, prediction_holds
+    return error, latency, attainment, correction, drifted, prediction_holds, kv_rate
 
 
 def _add_figures(

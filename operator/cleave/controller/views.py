@@ -137,6 +137,8 @@ class PoolView:
     nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
     node_counts_hash: str = ""
     """Hash of the node counts by kind."""
+    rdma_device: str = ""
+    """RDMA device that all nodes of the pool's kind of GPU offer; empty: there is none."""
     serving: int | None = None
     """Instances that gateways send requests to; None: no gateway has responded."""
     fault: str = ""

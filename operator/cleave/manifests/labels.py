@@ -31,11 +31,19 @@ GATEWAY = "gateway"
 AGENT_PORT = 9000
 ENGINE_PORT = 9001
 """Port of an instance's engine: OpenAI API and metrics."""
+CELL_HEALTH_PORT = 8999
+"""Port of a cell in one pod, for its probes; the agents have 9000, 9002, ..., their engines the
+ports between them."""
 PICKER_PORT = 9002
 """Port of a gateway's endpoint picker, the usual one of the Inference Extension."""
 GATEWAY_PORT = 8080
 INTERNAL_PORT = 8081
 """Port of a gateway for the operator: state of the fleet without API keys, and metrics."""
+
+
+def get_agent_port_name(number: int) -> str:
+    """Name of the port of an agent, by its number in its pod."""
+    return f"agent-{number}" if number else "agent"
 
 
 def get_pool_name(deployment: str, role: str) -> str:

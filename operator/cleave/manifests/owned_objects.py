@@ -4,7 +4,7 @@ Called by the controller, for a deployment or a manually created pool.
 """
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.pool import InstancePool
+from cleave.api.pool import MAX_CELL_ENGINES, InstancePool
 from cleave.manifests.labels import (
     AGENT_PORT,
     COMPONENT,
@@ -17,6 +17,7 @@ from cleave.manifests.labels import (
     build_component_labels,
     build_object,
     get_account_name,
+    get_agent_port_name,
     get_gateway_name,
     get_workers_name,
 )
@@ -31,14 +32,19 @@ def build_workers_service(owner: DeploymentOrPool) -> Manifest:
     """The headless Service by which agents are discovered, including those that are not ready."""
     deployment = _get_deployment_name(owner)
     labels = build_component_labels(deployment, WORKER)
-    port = {"name": "agent", "port": AGENT_PORT, "targetPort": "agent"}
+    # A pod has the ports of its own agents only: Kubernetes omits the others for it.
+    names = map(get_agent_port_name, range(MAX_CELL_ENGINES))
+    ports = [
+        {"name": name, "port": AGENT_PORT + 2 * number, "targetPort": name}
+        for number, name in enumerate(names)
+    ]
     spec = {
         "type": "ClusterIP",
         "clusterIP": "None",
         # Workers discover peers, and are probed, before they are ready.
         "publishNotReadyAddresses": True,
         "selector": labels,
-        "ports": [{**port, "protocol": "TCP", "appProtocol": "grpc"}],
+        "ports": [{**port, "protocol": "TCP", "appProtocol": "grpc"} for port in ports],
     }
     name = get_workers_name(deployment)
     return build_object("v1", "Service", name, owner.namespace, labels, spec=spec)

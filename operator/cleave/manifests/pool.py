@@ -10,13 +10,18 @@ from dataclasses import replace
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.plan import PlanGrowth, SelectedPlan
-from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
+from cleave.api.pool import CellMember, Colocation, InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
-from cleave.api.role import Role
+from cleave.api.role import Parallelism, Role
 from cleave.api.scheduling import RoleLimits, Scheduling
 from cleave.manifests.container import get_image
 from cleave.manifests.labels import DEPLOYMENT, ROLE, get_pool_name
-from cleave.manifests.topology import NodeTopology, count_cells_per_node, count_nodes
+from cleave.manifests.topology import (
+    NodeTopology,
+    count_cells_per_node,
+    count_nodes,
+    fits_one_pod,
+)
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
 from cleave.planner.result.status import build_plan_option, build_predicted, to_manual_pools
@@ -31,6 +36,9 @@ def build_pools(
 ) -> list[InstancePool]:
     """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
     revision_hash = hash_revision(deployment)
+    kinds = _list_kinds(deployment, placement)
+    if deployment.spec.can_share_gpu_memory and fits_one_pod(kinds, machines):
+        return [_build_cell_pool(deployment, placement, revision_hash)]
     return [
         _build_pool(deployment, planned, placement, machines, revision_hash)
         for planned in placement.pools
@@ -158,6 +166,42 @@ def _build_pool(
             pending_timeout_s=spec.rollout.pending_timeout_s,
             deletion_policy=spec.deletion_policy,
         ),
+    )
+
+
+def _list_kinds(deployment: LLMDeployment, placement: Placement) -> list[PlannedPool]:
+    """The planned pools; those of emulated engines fit on nodes of any kind."""
+    if deployment.spec.engine.type is EngineType.EMULATED:
+        return [replace(planned, gpu=None) for planned in placement.pools]
+    return list(placement.pools)
+
+
+def _build_cell_pool(
+    deployment: LLMDeployment, placement: Placement, revision_hash: str
+) -> InstancePool:
+    """The pool whose instances are the cells of a placement, each in one pod."""
+    first, spec = placement.pools[0], deployment.spec
+    engines = [_with_limits(spec.engine, each, placement.pools) for each in placement.pools]
+    shared = engines[0].model_copy(update={"args": spec.engine.args})
+    members = [
+        CellMember(
+            role=planned.role,
+            replicas=planned.per_cell or 1,
+            parallelism=planned.parallelism,
+            args=engine.args[: len(engine.args) - len(spec.engine.args)],
+        )
+        for planned, engine in zip(placement.pools, engines, strict=True)
+    ]
+    pool = _build_pool(deployment, first, placement, NodeTopology(), revision_hash)
+    cells = {"replicas": first.replicas // (first.per_cell or 1), "members": members}
+    own = {"role": Role.MIXED, "parallelism": Parallelism(), "colocation": None, "engine": shared}
+    labels = {**pool.metadata.labels, ROLE: str(Role.MIXED)}
+    named = {"name": get_pool_name(deployment.name, Role.MIXED), "labels": labels}
+    return pool.model_copy(
+        update={
+            "metadata": pool.metadata.model_copy(update=named),
+            "spec": pool.spec.model_copy(update={**cells, **own}),
+        }
     )
 
 

@@ -6,12 +6,14 @@ there is no CPU limit: vLLM's processes and NIXL's progress thread poll, and wit
 number of polling threads the kernel stops all of them for the rest of each 100 ms.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from cleave.api.engine import EngineType, Resources
 from cleave.api.model import ModelSpec
 from cleave.api.pool import InstancePoolSpec
 from cleave.manifests.labels import Manifest
+from cleave.manifests.quantity import format_quantity, parse_quantity
 from cleave.manifests.storage import is_downloaded
 from cleave.perf.model import model_shape
 
@@ -20,6 +22,11 @@ Device = Literal["gpu", "cpu"]
 
 GPU = "nvidia.com/gpu"
 GPU_PRODUCT = "nvidia.com/gpu.product"
+_SHARED_RDMA = "rdma/"
+"""Prefix of k8s-rdma-shared-dev-plugin's resources: each unit opens the same cards."""
+_HOST_DEVICE = "nvidia.com/hostdev"
+"""Whole cards, one per unit, as NVIDIA's Network Operator names them."""
+
 _CORES = 4
 """vCPUs for vLLM's API server, its engine core, what they start, and the agent."""
 _CORES_PER_GPU = 3
@@ -38,6 +45,56 @@ def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
     merged = _merge(_build_defaults(spec, device), spec.template.resources)
     claims = [{"name": claim.name} for claim in spec.template.resource_claims]
     return {**merged, **({"claims": claims} if claims else {})}
+
+
+def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
+    """The first RDMA device of a node by name; empty: none that suffices for all its GPUs.
+
+    Pods that require one could otherwise not use all GPUs. AWS's `vpc.amazonaws.com/efa` is not
+    among them: the UCX of NIXL's wheel does not drive those cards.
+    """
+    devices = sorted(filter(is_rdma_device, allocatable))
+    least = max(1, num_gpus)
+    return next((name for name in devices if parse_quantity(allocatable[name]) >= least), "")
+
+
+def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:
+    """The spec of a pool on GPUs whose pods also request this RDMA device of their nodes.
+
+    A device that the template names takes precedence; with the quantity 0 there is none.
+    """
+    named = spec.template.resources
+    if (
+        not name
+        or spec.engine.type is EngineType.EMULATED
+        or any(map(is_rdma_device, (*named.limits, *named.requests)))
+    ):
+        return spec
+    units = 1 if name.startswith(_SHARED_RDMA) else spec.gpus // spec.nodes
+    more = named.model_copy(update={"limits": {**named.limits, name: str(units)}})
+    return spec.model_copy(
+        update={"template": spec.template.model_copy(update={"resources": more})}
+    )
+
+
+def is_rdma_device(name: str) -> bool:
+    """Whether a resource is a network card for RDMA."""
+    return name.startswith(_SHARED_RDMA) or name == _HOST_DEVICE
+
+
+def sum_resources(parts: Sequence[Manifest]) -> Manifest:
+    """The resources of a container that does the work of several; RDMA devices are shared."""
+    kinds = [kind for kind in ("requests", "limits") if any(kind in part for part in parts)]
+    return {kind: _sum_amounts([part.get(kind, {}) for part in parts]) for kind in kinds}
+
+
+def _sum_amounts(parts: Sequence[Manifest]) -> Manifest:
+    names = dict.fromkeys(name for part in parts for name in part)
+    amounts = {name: [parse_quantity(part.get(name, 0)) for part in parts] for name in names}
+    return {
+        name: format_quantity(max(each) if is_rdma_device(name) else sum(each))
+        for name, each in amounts.items()
+    }
 
 
 def find_weight_bytes(model: ModelSpec) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.api.role import Parallelism
 from cleave.manifests.labels import Manifest
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
@@ -36,6 +37,15 @@ class NodeTopology:
     """By the label of the kind of GPU: GPUs of its largest node."""
     domain: str = HOSTNAME
     """Node label whose value names a group with fast links: a node, or an NVLink clique."""
+    rdma_devices: Mapping[str, str] = field(default_factory=dict)
+    """By the label of the kind of GPU: the RDMA device that all its nodes offer; empty: none."""
+
+    def get_rdma_device(self, gpu: str | None) -> str:
+        """The RDMA device of all nodes of a kind (None: of every kind); empty: there is none."""
+        if gpu is None:
+            names = set(self.rdma_devices.values())
+            return names.pop() if len(names) == 1 else ""
+        return self.rdma_devices.get(get_product_label(gpu), self.rdma_devices.get(gpu, ""))
 
     def get_gpus_per_node(self, gpu: str | None) -> int | None:
         """GPUs of the largest node of a kind (None: of any kind); None: not known."""
@@ -61,6 +71,22 @@ def count_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: NodeT
         per_node = max(1, room // _count_stage_gpus(pools))
         return _find_fewest_nodes(pool.parallelism.pipeline, per_node)
     return _count_even_nodes(pool.parallelism, max(1, room))
+
+
+def fits_one_pod(pools: Sequence[PlannedPool], machines: NodeTopology) -> bool:
+    """Whether every cell of a plan can be one pod: a node has GPUs for all its instances.
+
+    Only the engines of one container reach each other's GPU memory, which Algorithm 2 assumes.
+    Where the nodes' GPUs are not known, or other instances are beside the cells, each instance has
+    a pod of its own.
+    """
+    kinds, cells = {pool.gpu for pool in pools}, {_count_cells(pool) for pool in pools}
+    room = machines.get_gpus_per_node(pools[0].gpu) if pools else None
+    if room is None or len(kinds) > 1 or len(cells) > 1 or not all(pool.per_cell for pool in pools):
+        return False
+    engines = sum(pool.per_cell or 0 for pool in pools)
+    gpus = sum((pool.per_cell or 0) * pool.parallelism.gpus for pool in pools)
+    return len(pools) > 1 and engines <= MAX_CELL_ENGINES and gpus <= room
 
 
 def count_cells_per_node(pools: Sequence[PlannedPool], machines: NodeTopology) -> int | None:
@@ -118,6 +144,10 @@ def build_topology_spread(labels: Mapping[str, str]) -> list[Manifest]:
     """Topology spread constraint, best effort: few pods with `labels` per node."""
     spread = {"maxSkew": 1, "topologyKey": HOSTNAME, "whenUnsatisfiable": "ScheduleAnyway"}
     return [{**spread, "labelSelector": {"matchLabels": dict(labels)}}]
+
+
+def _count_cells(pool: PlannedPool) -> int:
+    return pool.replicas // (pool.per_cell or 1)
 
 
 def _count_stage_gpus(pools: Sequence[PlannedPool]) -> int:

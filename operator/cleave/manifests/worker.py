@@ -138,9 +138,16 @@ def build_container_base(spec: InstancePoolSpec, device: Device, image_prefix: s
 
 
 def build_agent_command(
-    pool: InstancePool, name: str, cell: int | None = None, device: Device = "gpu"
+    pool: InstancePool,
+    name: str,
+    cell: int | str | None = None,
+    device: Device = "gpu",
+    *,
+    role: str = f"$({_ROLE_ENV})",
+    port: int = AGENT_PORT,
 ) -> list[str]:
-    """Command line of the agent; arguments after `--` go to the engine."""
+    """Command line of the agent; arguments after `--` go to the engine. The engine's port is the
+    one after `port`."""
     spec = pool.spec
     scheduling = spec.engine.scheduling
     flags = {
@@ -148,13 +155,13 @@ def build_agent_command(
         "--deployment": spec.deployment,
         "--revision": spec.revision,
         "--cell": cell,
-        "--role": f"$({_ROLE_ENV})",
+        "--role": role,
         **build_engine_flags(spec),
         "--engine": spec.engine.type.lower(),
         "--start-timeout": get_start_timeout_s(spec, device),
         "--host": "$(POD_IP)",
-        "--port": AGENT_PORT,
-        "--engine-port": ENGINE_PORT,
+        "--port": port,
+        "--engine-port": port + 1,
         "--drain-timeout": spec.template.drain_timeout_s,
         "--scheduling": scheduling and json.dumps(build_scheduling_args(scheduling)),
     }

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from cleave.api.role import Parallelism, Role
 from cleave.perf.estimate import Confidence
+from cleave.perf.hardware.link import LinkKind
 
 EMULATED_GPU = "emulated GPU"
 """Name of the GPU type of an emulated instance, which needs no GPU."""
@@ -59,6 +60,15 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedKvLink:
+    """The link over which a plan assumes that KV is transferred."""
+
+    kind: LinkKind
+    gb_per_s: float
+    """Rate at which one GPU of a decode instance receives KV, in gigabytes per second."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What the simulator predicts for one plan."""
 
@@ -76,6 +86,8 @@ class Prediction:
     """Provisioned power of all GPUs."""
     trust: Confidence
     """How reliable the latency model behind the prediction is."""
+    kv_link: PlannedKvLink | None = None
+    """None: no KV is transferred."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,9 @@ class Supply:
     processes can map each other's GPU memory; pods cannot, so for them it is the network."""
     network_link: Link
     """Link for KV between instances on different nodes."""
+    cell_link: Link | None = None
+    """Link for KV between the instances of a cell that has room on one node, and is one pod there:
+    the GPUs' own link. None: `node_link`."""
 
 
 @dataclass(frozen=True, slots=True)

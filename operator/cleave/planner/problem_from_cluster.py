@@ -10,9 +10,11 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
+from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.perf import estimator
 from cleave.perf.hardware import inventory
 from cleave.perf.hardware.gpu import Gpu, find_gpu
+from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.placement import PlanError
@@ -38,7 +40,9 @@ def build_problem(
     return Problem(
         demand=traffic.with_max_model_len(longest),
         slo=spec.slo,
-        supplies=build_supplies(cluster, kinds, spec.planning.gpus),
+        supplies=build_supplies(
+            cluster, kinds, spec.planning.gpus, has_cells=spec.can_share_gpu_memory
+        ),
         shape=shape,
         estimator=estimates,
         planning=spec.planning,
@@ -52,10 +56,10 @@ def build_problem(
 
 
 def build_supplies(
-    cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice]
+    cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice], *, has_cells: bool
 ) -> tuple[Supply, ...]:
     """The nodes whose GPU type may be used, with equal groups merged. Groups of a GPU type share
-    its limit in their order."""
+    its limit in their order. `has_cells`: cells may be pods."""
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     groups: dict[tuple[str, int], int] = {}
     for group in cluster.nodes:
@@ -71,10 +75,12 @@ def build_supplies(
             remaining[name] = limit - usable
         if name in kinds and usable:
             gpu = kinds[name]
-            # Every instance is a separate pod. CUDA IPC needs a shared PID namespace, so KV between
-            # pods of one node uses the network, too.
+            # CUDA IPC needs a shared PID namespace, so KV between pods of one node uses the
+            # network, too. A cell is one pod; without NVLink UCX does not read by CUDA IPC.
             network = inventory.find_network_link(cluster, gpu)
-            supplies.append(Supply(name, count, per_node, usable, network, network))
+            is_small = per_node <= MAX_CELL_ENGINES
+            within = build_node_link(gpu) if has_cells and is_small and gpu.nvlink_gbps else None
+            supplies.append(Supply(name, count, per_node, usable, network, network, within))
     return tuple(supplies)
 
 

@@ -109,11 +109,18 @@ class EndpointSliceWatcher:
 
 
 def parse_slice(item: dict[str, Any], port: int) -> Addresses:
-    """The addresses (host:port) that one EndpointSlice lists."""
+    """The addresses (host:port) that one EndpointSlice lists.
+
+    Pods with several agents have further ports, named agent-1, agent-2, ...
+    """
     if item.get("addressType") not in ("IPv4", "IPv6"):
         return frozenset()
-    hosts = (endpoint["addresses"][0] for endpoint in item.get("endpoints") or ())
-    return frozenset(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
+    named = (each for each in item.get("ports") or () if each.get("name", "").startswith("agent-"))
+    ports = {port, *(each["port"] for each in named)}
+    hosts = [endpoint["addresses"][0] for endpoint in item.get("endpoints") or ()]
+    return frozenset(
+        f"[{host}]:{each}" if ":" in host else f"{host}:{each}" for host in hosts for each in ports
+    )
 
 
 async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slices, str]:

@@ -1,5 +1,7 @@
 """When gateways are polled, how long an answer stays valid, and how reports are merged."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -208,3 +210,32 @@ def test_a_gateway_that_has_not_connected_yet_stops_no_instance_from_serving() -
 
 async def test_a_gateway_that_knows_no_instance_has_answered(serve: Answering) -> None:
     assert await fetch_instances([await serve(describe_body(page()))]) == {}
+
+
+def member(name: str, **fields: Any) -> FleetInstance:
+    seen = {"role": "decode", "home": "decode", "selectable": True, "kv_path": FAST, **fields}
+    return FleetInstance(name, **seen)
+
+
+def test_a_cell_in_one_pod_is_one_instance() -> None:
+    slow = KvPath(True, "nixl", 1.0, 1e9, "slow")
+    page = FleetStatus(
+        (
+            member("c.prefill-0", role="prefill", kv_path=slow, num_running=2),
+            member("c.decode-0", requests_in_flight=3, num_waiting=1),
+            member("other"),
+        )
+    )
+    merged = merge([page])
+    assert merged.keys() == {"c", "other"}
+    cell = merged["c"]
+    assert (cell.role, cell.home, cell.selectable) == ("mixed", "", True)
+    assert (cell.num_running, cell.num_waiting, cell.requests_in_flight) == (2, 1, 3)
+    assert cell.kv_path == slow
+    assert merged["other"] == member("other")
+
+
+@pytest.mark.parametrize("fault", [{"selectable": False}, {"kv_path": KvPath(detail="untested")}])
+def test_a_cell_takes_requests_only_when_all_its_members_do(fault: dict[str, Any]) -> None:
+    page = FleetStatus((member("c.decode-0"), member("c.prefill-0", role="prefill", **fault)))
+    assert not merge([page])["c"].selectable

@@ -36,8 +36,9 @@ def test_a_node_that_fails_for_a_while_changes_nothing() -> None:
 
 
 def test_the_network_counts_as_fast_only_when_all_nodes_declare_it() -> None:
-    slow = build_inventory([node("a", has_rdma=True), node("b")]).cluster
-    fast = build_inventory([node("a", has_rdma=True), node("b", has_rdma=True)]).cluster
+    offered, declared = node("a", rdma_device="rdma/hca"), node("b", infiniband_domain="fabric")
+    slow = build_inventory([offered, node("b")]).cluster
+    fast = build_inventory([offered, declared]).cluster
     assert slow is not None
     assert fast is not None
     assert slow.network.kind is NetworkKind.ETHERNET
@@ -65,6 +66,20 @@ def test_a_node_that_shares_its_gpus_offers_the_planner_no_more_than_it_looks_at
     found = build_inventory([node("a", count=512), node("b", count=256)])
     assert found.cluster is not None
     assert [(each.gpus_per_node, each.count) for each in found.cluster.nodes] == [(128, 2)]
+
+
+def test_a_kind_of_gpu_has_the_rdma_device_that_all_its_nodes_offer() -> None:
+    nodes = [
+        node("a", rdma_device="rdma/hca"),
+        node("b", rdma_device="rdma/hca"),
+        node("c", "A100", rdma_device="rdma/hca"),
+        node("d", "A100"),
+    ]
+    topology = build_inventory(nodes).topology
+    assert topology.get_rdma_device("H100") == "rdma/hca"
+    assert topology.get_rdma_device("A100") == ""
+    assert topology.get_rdma_device(None) == ""
+    assert build_inventory(nodes[:2]).topology.get_rdma_device(None) == "rdma/hca"
 
 
 def test_nodes_that_cannot_run_the_image_are_named() -> None:

@@ -194,6 +194,30 @@ def test_a_reverted_scale_of_a_planned_pool_is_explained() -> None:
     assert not set_back(reconcile(view(more, pools=pools, status=first)))
 
 
+def test_cells_that_fit_a_node_are_one_pool_whose_number_is_that_of_cells() -> None:
+    manual = [{"role": "prefill", "replicas": 2, "perCell": 1},
+              {"role": "decode", "replicas": 4, "perCell": 2}]  # fmt: skip
+    desired = deployment(placement={"manual": manual})
+    nodes = build_inventory([ObservedNode("n", True, True, gpu="H100", num_gpus=8)])
+    here = replace(view(desired), inventory=nodes)
+    first = reconcile(here)
+    (manifest,) = (
+        e.manifest for e in first if isinstance(e, Apply) and e.manifest["kind"] == "InstancePool"
+    )
+    assert (manifest["metadata"]["name"], manifest["spec"]["replicas"]) == ("chat-mixed", 2)
+    scaled = replace(here, pools=(pool(manifest, replicas=5),), status=status_of(first))
+    (reported,) = set_back(reconcile(scaled))
+    assert reported.message.startswith("replicas: 5 set back to 2, the plan's number")
+    # Pods of before are kept until cells are there, and no user has scaled the dropped pools.
+    before = replace(here, pools=build_pools(desired), pods=pods(build_pools(desired)))
+    actions = reconcile(replace(before, status=status_of(first)))
+    assert names(actions, "InstancePool") == ["chat-mixed", "chat-prefill", "chat-decode"]
+    unchanged = rollouts(actions)["chat-decode"]
+    assert unchanged is not None
+    assert unchanged["new"] == 4
+    assert not set_back(actions)
+
+
 def test_a_dropped_role_is_emptied_and_then_deleted() -> None:
     before = build_pools(deployment())
     desired = deployment(placement=manual_placement(mixed=2))

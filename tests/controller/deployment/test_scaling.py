@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave.api.plan import SelectedPlan
+from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.api.scaling import Scaling, ScheduledPeak
 from cleave.controller.deployment.scaling import (
     compute_replicas,
     compute_scheduled_rate,
+    count_engines,
+    count_instances,
     measure_demand,
     scale,
 )
@@ -237,3 +240,18 @@ def test_an_added_instance_stays_for_the_calm_period_under_any_wave(
         elif then != now and now:
             assert end_s - came_s >= calm_s
         now = then
+
+
+def test_cells_in_one_pod_are_scaled_as_a_whole() -> None:
+    members = [{"role": "prefill", "replicas": 2}, {"role": "decode", "replicas": 3}]
+    spec = {"deployment": "chat", "role": "mixed", "replicas": 2, "revision": "a", "model": "m"}
+    cells = InstancePool.model_validate(
+        {"metadata": {"name": "chat-mixed"}, "spec": {**spec, "members": members}}
+    )
+    assert count_engines([cells]) == {P: 4, D: 6}
+    for counts, replicas in (({P: 4, D: 6}, 2), ({P: 5, D: 6}, 3), ({P: 0, D: 0}, 0)):
+        assert count_instances(cells, counts) == replicas
+    alone = cells.model_copy(update={"spec": cells.spec.model_copy(update={"members": []})})
+    assert count_engines([alone]) == {Role.MIXED: 2}
+    assert count_instances(alone, {Role.MIXED: 5}) == 5
+    assert count_instances(alone, {P: 1}) == 2

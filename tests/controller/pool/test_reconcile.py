@@ -208,6 +208,36 @@ def test_a_converged_pool_needs_no_action() -> None:
     assert reconcile(settled) == []
 
 
+def test_an_instance_with_members_is_one_pod_with_an_agent_for_each() -> None:
+    members = [{"role": "prefill"}, {"role": "decode", "replicas": 2}]
+    desired = pool(role="mixed", replicas=1, members=members)
+    (created,) = [each.manifest for each in reconcile(view(desired)) if isinstance(each, Create)]
+    (container,) = created["spec"]["containers"]
+    assert [each["name"] for each in container["ports"][::2]] == ["agent", "agent-1", "agent-2"]
+    assert "affinity" not in created["spec"]
+    existing = pod(created["metadata"]["name"], desired, role=Role.MIXED)
+    assert pods_only(reconcile(view(desired, existing))) == []
+    other = pool(role="mixed", replicas=1, members=members[:1])
+    assert len(pods_only(reconcile(view(other, existing)))) == 1
+
+
+def test_new_pods_request_the_nodes_rdma_device_and_running_ones_stay_without_it() -> None:
+    desired = pool(engine={"type": "vLLM"})
+    running = pod("a", desired)
+    here = view(desired, running, rdma_device="rdma/hca")
+    ((kind, name),) = pods_only(reconcile(here))
+    assert kind == "create"
+    created = next(each.manifest for each in reconcile(here) if isinstance(each, Create))
+    assert created["spec"]["containers"][0]["resources"]["limits"]["rdma/hca"] == "1"
+    # It is up to date, as those without the device are.
+    again = replace(here, pods=(running, pod(name, desired)))
+    assert created["metadata"]["annotations"]["cleave.dev/template"] == running.template
+    assert pods_only(reconcile(again)) == []
+    on_cpu = replace(here, settings=OperatorSettings(device="cpu"))
+    created = next(each.manifest for each in reconcile(on_cpu) if isinstance(each, Create))
+    assert "rdma/hca" not in created["spec"]["containers"][0]["resources"]["limits"]
+
+
 class TestSeveralNodes:
     """An instance of two pods: a leader and a follower."""
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cleave.api.pool import CellMember
 from cleave.api.replan_status import LatencyCorrection
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob
@@ -201,6 +202,18 @@ def test_what_others_scale_is_looked_at_as_it_is_and_not_changed() -> None:
     assert question is not None
     assert question.review is not None
     assert [pool.replicas for pool in question.review.pools] == [1, 5]
+
+
+def test_cells_in_one_pod_are_looked_at_as_the_engines_that_they_have() -> None:
+    desired = deployment()
+    seen = view(desired, status(desired), windows=traffic(12))
+    members = [CellMember(role=Role.PREFILL), CellMember(role=Role.DECODE, replicas=3)]
+    own = {"role": Role.MIXED, "replicas": 2, "members": members}
+    cells = seen.pools[0].model_copy(update={"spec": seen.pools[0].spec.model_copy(update=own)})
+    question = reconcile_plan(replace(seen, pools=(cells,))).plan_request
+    assert question is not None
+    assert question.review is not None
+    assert [pool.replicas for pool in question.review.pools] == [2, 6]
 
 
 def test_a_start_costs_what_the_quickest_took() -> None:

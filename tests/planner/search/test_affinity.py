@@ -1,5 +1,7 @@
 """Which algorithm: what the network allows."""
 
+from dataclasses import replace
+
 from cleave.api.planning import Affinity, Planning
 from cleave.planner.problem import Problem
 from cleave.planner.search import affinity
@@ -34,6 +36,14 @@ def test_longer_prompts_or_a_tighter_target_lower_the_affinity() -> None:
 def test_one_node_needs_no_network() -> None:
     slow = known_problems.nodes(1, network=known_problems.SLOW_NETWORK)
     assert choose(known_problems.problem(supplies=(slow,))).affinity is Affinity.HIGH
+
+
+def test_pods_of_one_node_use_the_network_unless_they_are_one_cell() -> None:
+    one = known_problems.nodes(1, network=known_problems.SLOW_NETWORK)
+    pods = replace(one, node_link=known_problems.SLOW_NETWORK, cell_link=known_problems.NVLINK)
+    assert choose(known_problems.problem(supplies=(pods,))).affinity is Affinity.LOW
+    fast = replace(pods, network_link=known_problems.INFINIBAND)
+    assert choose(known_problems.problem(supplies=(fast,))).affinity is Affinity.HIGH
 
 
 def test_an_explicit_choice_is_followed() -> None:

@@ -105,10 +105,22 @@ def test_a_hand_off_takes_as_long_as_its_kv_over_the_links_of_the_smaller_side()
     assert moved.latency_ms == known_problems.INFINIBAND.start_ms
 
 
+def test_the_rate_of_a_gpu_is_that_of_the_transfer() -> None:
+    problem = known_problems.problem(supplies=(known_problems.nodes(4),))
+    sizes = {each.gpus: each for each in known_problems.list_candidates(problem)}
+    for prefill, decode in ((1, 1), (2, 1), (1, 2)):
+        draft = known_problems.split(problem, sizes[prefill], 6, sizes[decode], 6)
+        link, moved = drafts.build_kv_link(draft), drafts.build_transfer(problem, draft)
+        assert link is not None
+        gpu_bytes = problem.shape.compute_kv_bytes_on_gpu(decode, 1)
+        assert moved.token_ms == pytest.approx(gpu_bytes / (link.gb_per_s * 1e6))
+
+
 def test_mixed_instances_move_nothing() -> None:
     problem = known_problems.problem()
     draft = known_problems.whole(problem, known_problems.of_size(problem), 3)
     assert drafts.build_transfer(problem, draft).token_ms == 0
+    assert drafts.build_kv_link(draft) is None
     group = draft.groups[0]
     assert (
         draft.add_group(InstanceGroup(Role.MIXED, group.instance, 2)).count_replicas(Role.MIXED)

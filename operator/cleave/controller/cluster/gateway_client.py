@@ -64,12 +64,13 @@ async def fetch_instances(urls: Collection[str], timeout_s: float = TIMEOUT_S) -
 
 
 def merge(pages: Iterable[FleetStatus]) -> Mapping[str, FleetInstance]:
-    """Merge the views of several gateways: the freshest of each instance."""
+    """Merge the views of several gateways: the freshest of each instance, and one for each pod."""
     views: dict[str, list[FleetInstance]] = {}
     for page in pages:
         for instance in page.instances:
             views.setdefault(instance.name, []).append(instance)
-    return {name: _merge_views(instance_views) for name, instance_views in sorted(views.items())}
+    merged = [_merge_views(instance_views) for _, instance_views in sorted(views.items())]
+    return {pod: _merge_members(pod, group) for pod, group in _group_by_pod(merged).items()}
 
 
 def count_requests(instance: FleetInstance) -> int:
@@ -89,10 +90,16 @@ def summarize_kv_paths(instances: Iterable[FleetInstance]) -> KvPaths:
         return KvPaths(len(good), len(by_name), f"{count}: {first.name}: {reason}")
     if not good:
         return KvPaths(0, 0, "no gateway knows an instance yet")
-    slowest = min(good, key=lambda instance: instance.kv_path.bytes_per_s or float("inf"))
+    slowest = find_slowest_kv_path(good) or good[0]
     which = f" (the slowest of {len(good)})" if len(good) > 1 else ""
     text = f"{slowest.kv_path.transport}, {slowest.kv_path.detail}{which}"
     return KvPaths(len(good), len(by_name), text)
+
+
+def find_slowest_kv_path(instances: Iterable[FleetInstance]) -> FleetInstance | None:
+    """The instance whose verified path was the slowest; None: no engine reported a duration."""
+    timed = (each for each in instances if each.kv_path.verified and each.kv_path.bytes_per_s > 0)
+    return min(timed, key=lambda each: (each.kv_path.bytes_per_s, each.name), default=None)
 
 
 def _merge_views(views: list[FleetInstance]) -> FleetInstance:
@@ -102,6 +109,34 @@ def _merge_views(views: list[FleetInstance]) -> FleetInstance:
         freshest,
         requests_in_flight=sum(view.requests_in_flight for view in views),
         pending_tokens=max(view.pending_tokens for view in views),
+    )
+
+
+def _group_by_pod(instances: Iterable[FleetInstance]) -> dict[str, list[FleetInstance]]:
+    """The instances of each pod; those of a cell are named POD.ROLE-NUMBER."""
+    groups: dict[str, list[FleetInstance]] = {}
+    for instance in instances:
+        groups.setdefault(instance.name.partition(".")[0], []).append(instance)
+    return groups
+
+
+def _merge_members(pod: str, members: list[FleetInstance]) -> FleetInstance:
+    """A cell in one pod as one mixed instance: open if all its members are."""
+    if len(members) == 1 and members[0].name == pod:
+        return members[0]
+    paths = [each for each in members if not each.kv_path.verified]
+    worst = paths[0] if paths else find_slowest_kv_path(members) or members[0]
+    return msgspec.structs.replace(
+        worst,
+        name=pod,
+        role=Role.MIXED.value,
+        home="",
+        selectable=all(each.selectable and _is_complete(each) for each in members),
+        num_running=sum(each.num_running for each in members),
+        num_waiting=sum(each.num_waiting for each in members),
+        pending_tokens=sum(each.pending_tokens for each in members),
+        requests_in_flight=sum(each.requests_in_flight for each in members),
+        restarts=max(each.restarts for each in members),
     )
 
 

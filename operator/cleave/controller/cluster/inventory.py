@@ -15,7 +15,7 @@ from cleave.controller.cluster.objects import ObservedNode
 from cleave.manifests.topology import CLIQUE, HOSTNAME, NodeTopology
 
 _DEFAULT_ETHERNET_GBPS = 25.0
-"""Assumed for nodes without InfiniBand: the network of DistServe's test bed."""
+"""Assumed for nodes without RDMA: the network of DistServe's test bed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,13 @@ def _explain_unusable(nodes: Sequence[ObservedNode]) -> str:
 def _build_topology(nodes: Sequence[ObservedNode]) -> NodeTopology:
     """Return the node topology that the pod builders need."""
     largest: dict[str, int] = {}
+    devices: dict[str, set[str]] = {}
     for node in nodes:
         largest[node.gpu] = max(largest.get(node.gpu, 0), node.num_gpus)
+        devices.setdefault(node.gpu, set()).add(node.rdma_device)
     has_cliques = bool(nodes) and all(node.clique for node in nodes)
-    return NodeTopology(gpus_per_node=largest, domain=CLIQUE if has_cliques else HOSTNAME)
+    return NodeTopology(
+        gpus_per_node=largest,
+        domain=CLIQUE if has_cliques else HOSTNAME,
+        rdma_devices={gpu: min(n) if len(n) == 1 else "" for gpu, n in devices.items()},
+    )

@@ -20,7 +20,8 @@ from cleave.manifests.labels import (
     ROLE,
     Manifest,
 )
-from cleave.manifests.resources import GPU, GPU_PRODUCT
+from cleave.manifests.quantity import parse_quantity
+from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device
 from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
@@ -29,9 +30,6 @@ TEMPLATE_ANNOTATION = "cleave.dev/template"
 APPLIED_ANNOTATION = "cleave.dev/applied"
 """Annotation of all other created objects: hash of the manifest that was applied."""
 
-_RDMA_LABEL = "feature.node.kubernetes.io/rdma.capable"
-"""Label that node feature discovery writes."""
-_RDMA_DEVICE = "rdma/"
 _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
 
@@ -104,12 +102,21 @@ class ObservedNode:
     gpu: str = ""
     """Value of its label nvidia.com/gpu.product; empty: no GPUs."""
     num_gpus: int = 0
-    has_rdma: bool = False
-    """Whether its network cards read and write GPU memory (InfiniBand, RoCE)."""
+    rdma_device: str = ""
+    """Resource that gives a pod a network card for RDMA (InfiniBand, RoCE); empty: there is none,
+    or fewer of them than GPUs."""
+    infiniband_domain: str = ""
+    """Value of its label cleave.dev/infiniband-domain."""
     clique: str = ""
     """Equal for nodes of the same NVLink domain."""
     fault: str = ""
     """Why Cleave's own image for GPUs cannot run there; empty: it can."""
+
+    @property
+    def has_rdma(self) -> bool:
+        """Whether pods reach GPU memory on other nodes by RDMA: they find a device, or the
+        cluster's administrators say so."""
+        return bool(self.rdma_device or self.infiniband_domain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +208,15 @@ def parse_node(manifest: Manifest) -> ObservedNode:
     """Parse a node; only allocatable GPUs count."""
     meta, status = manifest["metadata"], manifest.get("status", {})
     labels, allocatable = meta.get("labels", {}), status.get("allocatable", {})
+    num_gpus = int(parse_quantity(allocatable.get(GPU, 0)))
     return ObservedNode(
         name=meta["name"],
         ready=_index_by_type(status).get("Ready", {}).get("status") == "True",
         schedulable=not manifest.get("spec", {}).get("unschedulable", False),
         gpu=labels.get(GPU_PRODUCT, ""),
-        num_gpus=int(allocatable.get(GPU, 0)),
-        has_rdma=INFINIBAND in labels
-        or labels.get(_RDMA_LABEL) == "true"
-        or any(name.startswith(_RDMA_DEVICE) for name in allocatable),
+        num_gpus=num_gpus,
+        rdma_device=find_rdma_device(allocatable, num_gpus),
+        infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
         fault=explain_unusable(labels),
     )

@@ -129,7 +129,8 @@ def _is_complete(view: DeploymentView, pool: InstancePool) -> bool:
         return False
     if ready["status"] == "True":
         return True
-    is_scaled = any(each.role is role for each in view.deployment.spec.scaling.roles)
+    roles = {role, *(member.role for member in pool.spec.members)}
+    is_scaled = any(each.role in roles for each in view.deployment.spec.scaling.roles)
     is_plans = pool.spec.owner is ReplicasOwner.PLAN and not is_scaled
     has_old = ready["reason"] == conditions.ROLLING_OUT
     return not (is_plans or has_old) and status["ready"] > 0

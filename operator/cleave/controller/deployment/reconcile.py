@@ -113,11 +113,11 @@ def _scale_pools(
         return list(desired)
     if view.deployment.spec.paused:
         # While paused nothing is scaled, which does not count as a pending change.
-        counts: scaling.ReplicaCounts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
+        counts = scaling.count_engines(view.pools)
     else:
         counts = scaling.compute_counts(view, decision.plan)
     return [
-        _with_replicas(pool, counts.get(pool.spec.role, pool.spec.replicas), pool.spec.owner)
+        _with_replicas(pool, scaling.count_instances(pool, counts), pool.spec.owner)
         for pool in desired
     ]
 
@@ -205,11 +205,12 @@ def _report_reset_replicas(
 ) -> Iterator[Emit]:
     """Report that the replica count of a pool that the plan owns was changed and is set back."""
     pools = view.status.get("plan", {}).get("pools", ())
-    planned = {pool["role"]: pool["replicas"] for pool in pools}
+    planned = {Role(pool["role"]): pool["replicas"] for pool in pools}
     count = desired.spec.replicas
     if scaling.is_enabled(view.deployment) or current is None or current.spec.replicas == count:
         return
-    if planned.get(str(desired.spec.role)) != count:
+    roles = {each.role for each in desired.spec.members} or {desired.spec.role}
+    if not roles <= planned.keys() or scaling.count_instances(desired, planned) != count:
         return
     text = (
         f"replicas: {current.spec.replicas} set back to {count}, the plan's number; "

@@ -70,6 +70,8 @@ def are_compatible(one: InstancePool, other: InstancePool) -> bool:
     """Whether pods of both pools differ in the role only, and may change pools."""
     if one.spec.nodes > 1 or one.spec.colocation or other.spec.colocation:
         return False
+    if one.spec.members or other.spec.members:
+        return False
     spec = one.spec.model_copy(update={"role": other.spec.role})
     return apply.hash_template(one.model_copy(update={"spec": spec})) == apply.hash_template(other)
 

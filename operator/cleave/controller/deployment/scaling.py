@@ -6,7 +6,7 @@ down only after it has observed long enough itself.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -68,18 +68,37 @@ def is_scaled_to_zero(deployment: LLMDeployment, pools: Iterable[InstancePool]) 
 def compute_counts(view: DeploymentView, written: Manifest) -> ReplicaCounts:
     """Compute the instances of each role from `status.plan`. Raises ValueError."""
     plan = SelectedPlan.model_validate(written, by_alias=True)
-    spec, now = view.deployment.spec, {pool.spec.role: pool.spec.replicas for pool in view.pools}
+    spec, now = view.deployment.spec, count_engines(view.pools)
     scaling = spec.scaling
     if any(pool.spec.owner is not ReplicasOwner.PLAN for pool in view.pools):
         # Scaling to 0 would stop the plan's pools only, and those of other owners would idle.
         scaling = scaling.model_copy(update={"idle_s": None})
     demand = view.demand
     if demand is not None:
-        served_s = _compute_served_s(view, [pool.role for pool in plan.pools])
+        are_cells = any(pool.spec.members for pool in view.pools)
+        roles = [Role.MIXED] if are_cells else [pool.role for pool in plan.pools]
+        served_s = _compute_served_s(view, roles)
         demand = replace(demand, idle_s=min(demand.idle_s, served_s))
     at_least = compute_scheduled_rate(scaling.schedule, view.now_s)
     max_gpus = spec.planning.max_gpus
     return scale(scaling, plan, now, demand, min_rate=at_least, max_gpus=max_gpus)
+
+
+def count_engines(pools: Iterable[InstancePool]) -> ReplicaCounts:
+    """The engines of each role that the pools have when complete; a cell has those of its
+    members."""
+    counts: Counter[Role] = Counter()
+    for pool in pools:
+        each_has = {each.role: each.replicas for each in pool.spec.members} or {pool.spec.role: 1}
+        counts.update({role: pool.spec.replicas * count for role, count in each_has.items()})
+    return counts
+
+
+def count_instances(pool: InstancePool, counts: ReplicaCounts) -> int:
+    """The replicas of a pool for these engines of each role; cells are never incomplete."""
+    if not pool.spec.members:
+        return counts.get(pool.spec.role, pool.spec.replicas)
+    return max(-(-counts.get(each.role, 0) // each.replicas) for each in pool.spec.members)
 
 
 def _compute_served_s(view: DeploymentView, roles: Collection[Role]) -> float:

@@ -12,8 +12,7 @@ from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Emit, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
-from cleave.controller.cluster.gateway_client import summarize_kv_paths
-from cleave.controller.deployment import readiness
+from cleave.controller.deployment import kv_path, readiness
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.traffic_status import report_traffic
 from cleave.controller.replan.verdict import ReplanOutcome
@@ -97,7 +96,7 @@ def _build_conditions(
         *decision.conditions,
         *roles,
         gateway,
-        _build_kv_path(view, desired),
+        *kv_path.build_conditions(view, desired, decision.plan),
         limited,
         progressing,
         _build_degraded(view, desired, available),
@@ -138,23 +137,6 @@ def _build_gateway_condition(view: DeploymentView) -> ConditionState:
     ready, count = view.gateway.ready if view.gateway else 0, view.deployment.spec.gateway.replicas
     message = f"{ready} of {count} gateways are ready"
     return ConditionState("GatewayReady", ready > 0, "Ready" if ready else "NoneReady", message)
-
-
-def _build_kv_path(view: DeploymentView, desired: Pools) -> ConditionState:
-    """Whether a test transferred KV from prefill to decode instances, and over which transport."""
-    if not desired:
-        return ConditionState("KVPathVerified", None, "NoInstances")
-    if Role.PREFILL not in desired:
-        return ConditionState("KVPathVerified", True, "NotNeeded", "no KV is transferred")
-    ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
-    reported = [each for name, each in (view.instances or {}).items() if name in ready]
-    if not reported:
-        text = "no gateway has reported instances yet"
-        return ConditionState("KVPathVerified", None, "NotReported", text)
-    paths = summarize_kv_paths(reported)
-    is_verified = paths.verified == paths.total
-    reason = "Verified" if is_verified else "NotVerified"
-    return ConditionState("KVPathVerified", is_verified, reason, paths.message)
 
 
 def _find_true_in_pools(view: DeploymentView, kind: str) -> ConditionState | None:

@@ -10,7 +10,9 @@ from cleave.controller.cluster.actions import Create
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests import multi_node
+from cleave.manifests.cell_pod import build_cell_pod
 from cleave.manifests.labels import Manifest
+from cleave.manifests.resources import add_rdma_device
 from cleave.manifests.topology import assign_cells
 from cleave.manifests.worker import build_worker_pod
 
@@ -59,7 +61,9 @@ def complete_instances(view: PoolView, instances: Iterable[ObservedPod]) -> Iter
             continue
         leader = _build_leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
-        pods = multi_node.build_node_pods(pool, leader, device=device, image_prefix=prefix)
+        pods = multi_node.build_node_pods(
+            _add_devices(view), leader, device=device, image_prefix=prefix
+        )
         for further_pod in pods:
             if further_pod["metadata"]["name"] not in existing:
                 yield Create(apply.with_template(further_pod, view.template_hash))
@@ -85,7 +89,11 @@ def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
     """Build a LeaderWorkerSet for one instance; its pods carry the hash of the template."""
     settings = view.settings
     manifest = multi_node.build_leader_worker_set(
-        view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
+        _add_devices(view),
+        name,
+        device=settings.device,
+        cell=cell,
+        image_prefix=settings.image_prefix,
     )
     group = manifest["spec"]["leaderWorkerTemplate"]
     for part in ("leaderTemplate", "workerTemplate"):
@@ -94,8 +102,21 @@ def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
 
 
 def _build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
-    settings = view.settings
-    manifest = build_worker_pod(
-        view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
-    )
+    settings, pool = view.settings, _add_devices(view)
+    device, prefix = settings.device, settings.image_prefix
+    if pool.spec.members:
+        manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
+    else:
+        manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)
     return apply.with_template(manifest, view.template_hash)
+
+
+def _add_devices(view: PoolView) -> InstancePool:
+    """The pool whose new pods request what the nodes offer now.
+
+    Not part of the template's hash: nodes come and go, and must not replace running instances.
+    """
+    if view.settings.device != "gpu":
+        return view.pool
+    spec = add_rdma_device(view.pool.spec, view.rdma_device)
+    return view.pool.model_copy(update={"spec": spec})

@@ -17,6 +17,7 @@ from cleave.controller.cluster import conditions
 from cleave.controller.cluster.actions import PlanJob, PlanReview
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
+from cleave.controller.deployment.scaling import count_engines
 from cleave.controller.replan import drift
 from cleave.controller.replan.drift import find_current_start_s, find_settle_s, list_recent
 from cleave.controller.replan.inputs import get_planned_workload, read_placement
@@ -223,7 +224,7 @@ def _has_enough_requests(windows: Sequence[TrafficWindow], settings: ReplanSetti
 
 def _read_current_pools(view: DeploymentView) -> tuple[PlannedPool, ...]:
     """The current plan, with the present replicas of its pools."""
-    counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
+    counts = count_engines(view.pools)
     try:
         planned = read_placement(view.status.get("plan", {})).pools
     except ValueError:

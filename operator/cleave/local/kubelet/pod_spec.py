@@ -5,23 +5,16 @@ so a pod that needs more than one plain container is rejected with a reason, whi
 meaning for processes (image, volumes, security context) are ignored.
 """
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cleave.api.engine import QUANTITY_PATTERN
 from cleave.manifests.labels import Manifest
+from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import GPU
 
 DEFAULT_GRACE_S = 30
-_SCALE = {
-    "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3,
-    "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
-}  # fmt: skip
 
 
 class PodError(ValueError):
@@ -90,17 +83,6 @@ def parse_pod(pod: Manifest) -> PodSpec:
         raise PodError(f"pod is not a v1 Pod: {error!r}") from error
     except ValueError as error:
         raise PodError(f"pod {pod['metadata']['name']}: {error}") from error
-
-
-def parse_quantity(quantity: str | float) -> float:
-    """Parse a Kubernetes quantity (`500m` cores, `6Gi` bytes). Raises ValueError. `E` is a suffix
-    (`1E`) or begins an exponent (`1E3`)."""
-    match = re.fullmatch(QUANTITY_PATTERN, str(quantity))
-    digits, suffix = (match[1], match[2] or "") if match else ("nan", "")
-    number = float(digits) * _SCALE[suffix] if suffix in _SCALE else float(digits + suffix)
-    if not math.isfinite(number):
-        raise ValueError(f"{quantity!r} is not a quantity")
-    return number
 
 
 def format_gib(size_bytes: int) -> str:

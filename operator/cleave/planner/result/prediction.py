@@ -19,6 +19,7 @@ from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     build_cell,
+    build_kv_link,
     build_transfer,
     compute_ahead_from_tokens,
     to_planned_pools,
@@ -137,4 +138,5 @@ def _build_prediction(
             (group.instance.candidate.estimate.confidence for group in placement.groups),
             key=_rank_unreliability,
         ),
+        kv_link=build_kv_link(placement),
     )

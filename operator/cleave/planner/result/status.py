@@ -5,7 +5,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from cleave.api.plan import LatencyPercentiles, ManualPool, PlanOption, PredictedPerformance
+from cleave.api.plan import (
+    KvLink,
+    LatencyPercentiles,
+    ManualPool,
+    PlanOption,
+    PredictedPerformance,
+)
 from cleave.planner.plan import EMULATED_GPU, Percentiles, Plan, PlannedPool, PlanningResult
 from cleave.planner.result.text import describe_trust
 
@@ -40,7 +46,7 @@ def to_manual_pools(pools: Iterable[PlannedPool]) -> list[ManualPool]:
 
 def build_predicted(plan: Plan) -> PredictedPerformance:
     """The prediction of a plan."""
-    prediction = plan.prediction
+    prediction, link = plan.prediction, plan.prediction.kv_link
     return PredictedPerformance(
         goodput=_round(prediction.goodput),
         goodput_low=_round(prediction.goodput_interval[0]),
@@ -52,6 +58,7 @@ def build_predicted(plan: Plan) -> PredictedPerformance:
         cost_per_hour=prediction.cost_per_hour,
         power_watts=prediction.power_watts,
         trust=describe_trust(prediction.trust),
+        kv_link=KvLink(kind=link.kind, gb_per_s=_round(link.gb_per_s)) if link else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 DistServe, sections 3.3 and 4: over a fast network KV transfers cost next to nothing (Algorithm 1);
 over a slow one they should stay in the node, and the search has to include their cost (Algorithm
-2). The link inside a node is given by the supply; between pods it is the network again.
+2). The link inside a node is given by the supply; between pods it is the network again, and on one
+node as well, except inside a cell, which is one pod.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ def choose_affinity(search: SearchContext, candidates: Sequence[Candidate]) -> A
     requested = problem.planning.affinity
     if requested is not Affinity.AUTO:
         return AffinityChoice(requested, f"{requested.value} affinity as requested")
-    if all(supply.num_nodes == 1 for supply in problem.supplies) and len(problem.supplies) == 1:
+    (first, *others) = problem.supplies
+    if first.num_nodes == 1 and not others and first.cell_link is None:
         return AffinityChoice(Affinity.HIGH, "one node: no KV leaves it")
     candidate = min(candidates, key=lambda each: each.gpus)
     lengths = search.trials.get_lengths()

@@ -12,7 +12,7 @@ from cleave.api.planning import Objective
 from cleave.api.role import Role
 from cleave.perf.hardware.kv_transfer import KvTransferModel, build_kv_transfer
 from cleave.perf.hardware.link import Link, select_slower
-from cleave.planner.plan import PlannedPool
+from cleave.planner.plan import PlannedKvLink, PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidates import PlannedInstance
 from cleave.simulator.fleet import SimulatedFleet, SimulatedPool, SimulatedTransfer
@@ -132,10 +132,30 @@ def select_link(placement: CandidatePlacement) -> Link:
     """The link for KV: that inside a node when a whole cell is in one, else the slowest network."""
     supplies = list({group.instance.candidate.supply for group in placement.groups})
     first = supplies[0]
+    if len(supplies) == 1 and first.cell_link and _is_one_pod(placement, first.gpus_per_node):
+        return first.cell_link
     is_small = first.num_nodes == 1 or placement.gpus <= first.gpus_per_node
     if len(supplies) == 1 and (placement.is_in_node or is_small):
         return first.node_link
     return reduce(select_slower, [supply.network_link for supply in supplies])
+
+
+def _is_one_pod(placement: CandidatePlacement, gpus_per_node: int) -> bool:
+    """Whether each cell becomes one pod (`cleave.manifests.topology.fits_one_pod`)."""
+    has_room = placement.gpus // placement.copies <= gpus_per_node
+    return placement.is_in_node and has_room and not placement.count_replicas(Role.MIXED)
+
+
+def build_kv_link(placement: CandidatePlacement) -> PlannedKvLink | None:
+    """The link that `build_transfer` assumes; None: either role is missing.
+
+    Where a decode instance has more GPUs than a prefill instance, several receive from one.
+    """
+    gpus = {group.role: group.instance.candidate.gpus for group in placement.groups}
+    if Role.PREFILL not in gpus or Role.DECODE not in gpus:
+        return None
+    link, share = select_link(placement), min(1.0, gpus[Role.PREFILL] / gpus[Role.DECODE])
+    return PlannedKvLink(link.kind, link.effective_gb_per_s * share)
 
 
 def to_planned_pools(placement: CandidatePlacement) -> tuple[PlannedPool, ...]:

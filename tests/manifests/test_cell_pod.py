@@ -1,0 +1,91 @@
+"""A cell in one pod: one container for all its agents."""
+
+import json
+
+import pytest
+
+from cleave.manifests.cell_pod import build_cell_pod
+from cleave.manifests.owned_objects import build_workers_service
+from cleave.manifests.topology import NodeTopology
+
+H100 = "NVIDIA-H100-80GB-HBM3"
+MANUAL = [
+    {"role": "prefill", "replicas": 2, "perCell": 2, "gpu": "H100", "maxNumSeqs": 8},
+    {"role": "decode", "replicas": 1, "perCell": 1, "gpu": "H100", "parallelism": {"tensor": 2}},
+]
+
+
+@pytest.fixture
+def container(deployment, pools_of):
+    chat = deployment(
+        placement={"manual": MANUAL}, engine={"connector": "Nixl", "args": ["--seed", "1"]}
+    )
+    (pool,) = pools_of(chat, NodeTopology({H100: 8}))
+    pod = build_cell_pod(pool, "chat-mixed-x")
+    assert pod["metadata"]["labels"]["cleave.dev/role"] == "mixed"
+    assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": H100}
+    (found,) = pod["spec"]["containers"]
+    return found
+
+
+def read_agents(container) -> list[dict[str, str]]:
+    flags = []
+    for text in container["command"][7:]:
+        own, _, engine = json.dumps(json.loads(text)).partition(', "--", ')
+        names = json.loads(f"{own.rstrip(']')}]")
+        flags.append({**dict(zip(names[::2], names[1::2], strict=True)), "engine": engine})
+    return flags
+
+
+def test_its_container_has_what_all_its_engines_need(container, deployment, pools_of) -> None:
+    limits = container["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == "4"
+    # The template is that of one engine; each opens the same RDMA cards.
+    own = {"resources": {"limits": {"memory": "20Gi", "cpu": "1500m", "rdma/hca": 1}}}
+    chat = deployment(placement={"manual": MANUAL}, template=own, engine={"connector": "Nixl"})
+    (pool,) = pools_of(chat, NodeTopology({H100: 8}))
+    (found,) = build_cell_pod(pool, "x")["spec"]["containers"]
+    assert found["resources"]["limits"] == {
+        "nvidia.com/gpu": "4",
+        "memory": "60Gi",
+        "cpu": "4500m",
+        "rdma/hca": "1",
+    }
+
+
+def test_its_agents_have_names_roles_ports_and_a_cell_of_their_own(container) -> None:
+    assert container["command"][:7] == [
+        *("python", "-m", "cleave_worker.agent.cell"),
+        *("--host", "$(POD_IP)", "--port", "8999"),
+    ]
+    agents = read_agents(container)
+    assert [(each["--name"], each["--role"], each["--port"]) for each in agents] == [
+        ("chat-mixed-x.prefill-0", "prefill", "9000"),
+        ("chat-mixed-x.prefill-1", "prefill", "9002"),
+        ("chat-mixed-x.decode-0", "decode", "9004"),
+    ]
+    assert [each["--engine-port"] for each in agents] == ["9001", "9003", "9005"]
+    assert {each["--cell"] for each in agents} == {"chat-mixed-x"}
+    assert [each["--tensor-parallel-size"] for each in agents] == ["1", "1", "2"]
+    assert '"--max-num-seqs", "8", "--seed", "1"' in agents[0]["engine"]
+    assert "--max-num-seqs" not in agents[2]["engine"]
+
+
+def test_its_ports_are_those_of_the_workers_service(container, deployment) -> None:
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {
+        "agent": 9000,
+        "engine": 9001,
+        "agent-1": 9002,
+        "engine-1": 9003,
+        "agent-2": 9004,
+        "engine-2": 9005,
+    }
+    service = {each["name"]: each["port"] for each in
+               build_workers_service(deployment())["spec"]["ports"]}  # fmt: skip
+    assert all(service[name] == port for name, port in ports.items() if name.startswith("agent"))
+
+
+def test_it_is_probed_as_a_whole(container) -> None:
+    assert container["readinessProbe"]["grpc"] == {"port": 8999, "service": "ready"}
+    assert container["livenessProbe"]["grpc"] == {"port": 8999}

@@ -1,0 +1,227 @@
+"""Runs the agents of a cell in one pod: prefill and decode engines of one container.
+
+The container command of a pool with `members`. Engines of one container share its PID namespace and
+device files, so their KV takes CUDA IPC, over NVLink where there is one. Each agent is a process of
+its own, as it kills what descends from it, and sees only its own GPUs. The agents start, drain and
+end together: when one ends by itself, the others end at once, and the container is restarted.
+
+The standard health protocol reports for probes: alive while every agent responds, and ready while
+every instance is.
+
+Exit codes: 0 all are drained; 2 bad usage; 1 an agent ended by itself, or other errors.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cleave import logs
+from cleave.rpc.channel import dial
+from cleave_worker.agent import config
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.launch import has_gpu
+from cleave_worker.agent.service import READY_SERVICE
+
+_log = logging.getLogger(__name__)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_POLL_S = 1.0
+_CHECK_TIMEOUT_S = 2.0
+_END_GRACE_S = 15.0
+"""Between the second signal to an agent, which then kills its engine, and SIGKILL."""
+
+
+class CellError(ValueError):
+    """The agents cannot share this container; one line with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellAgent:
+    """One agent of the cell."""
+
+    arguments: tuple[str, ...]
+    config: AgentConfig
+    env: Mapping[str, str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until all agents are drained; return the exit code."""
+    options = _build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    logs.configure(options.log_format)
+    try:
+        agents = plan_agents(options.agents, os.environ, has_gpus=has_gpu())
+        return asyncio.run(_Cell(agents, _format_address(options.host, options.port)).run())
+    except CellError as error:
+        print(f"cleave-cell: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except OSError as error:
+        print(f"cleave-cell: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def plan_agents(
+    commands: Sequence[str], env: Mapping[str, str], *, has_gpus: bool
+) -> list[CellAgent]:
+    """Parse the agents' arguments (JSON lists) and give each its own GPUs. Raises CellError."""
+    arguments = [tuple(_parse_arguments(text)) for text in commands]
+    configs = [config.parse(each, env) for each in arguments]
+    ports = [port for each in configs for port in (each.port, each.engine_port) if port]
+    if len(set(ports)) < len(ports):
+        raise CellError(f"ports {sorted(ports)} of the agents and engines must differ")
+    uses_gpus = has_gpus and any(each.engine == "vllm" for each in configs)
+    shares = assign_gpus([each.num_ranks for each in configs], env) if uses_gpus else None
+    return [
+        CellAgent(args, each, {**env, _VISIBLE: shares[number]} if shares else env)
+        for number, (args, each) in enumerate(zip(arguments, configs, strict=True))
+    ]
+
+
+def assign_gpus(sizes: Sequence[int], env: Mapping[str, str]) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each engine, of the container's GPUs in their order. Without the
+    variable a container sees all GPUs that it was given. Raises CellError."""
+    needed = sum(sizes)
+    visible = iter([*filter(None, env[_VISIBLE].split(","))] if _VISIBLE in env else
+                   map(str, range(needed)))  # fmt: skip
+    shares = [",".join(islice(visible, size)) for size in sizes]
+    found = sum(len(share.split(",")) for share in shares if share)
+    if found < needed:
+        raise CellError(f"the engines need {needed} GPUs, {_VISIBLE} names {found}")
+    return shares
+
+
+class _Cell:
+    """The running agents, and the health of all."""
+
+    def __init__(self, agents: Sequence[CellAgent], address: str) -> None:
+        self._agents = agents
+        self._address = address
+        self._processes: list[Process] = []
+        self._is_stopping = False
+        self._health = health.aio.HealthServicer()
+
+    async def run(self) -> int:
+        """Run until all agents have ended. Raises OSError: port taken."""
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        try:
+            server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self._address}") from error
+        await self._set_health(is_alive=True, is_ready=False)
+        await server.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        watching = asyncio.create_task(self._watch_health())
+        try:
+            return await self._run_agents()
+        finally:
+            watching.cancel()
+            await server.stop(None)
+
+    async def _run_agents(self) -> int:
+        for agent in self._agents:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "cleave_worker.agent.main", *agent.arguments,
+                env=dict(agent.env), stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+            self._processes.append(process)
+            if self._is_stopping:
+                process.terminate()
+        endings = [asyncio.create_task(each.wait()) for each in self._processes]
+        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        if not self._is_stopping:
+            first = next(n for n, each in enumerate(endings) if each.done())
+            name, status = self._agents[first].config.name, endings[first].result()
+            _log.error("the agent of %s ended with status %d: the cell ends", name, status)
+            await self._end_at_once(endings)
+            return status if status == 2 else 1
+        statuses = await asyncio.gather(*endings)
+        return 0 if not any(statuses) else 1
+
+    async def _end_at_once(self, endings: Sequence["asyncio.Task[int]"]) -> None:
+        self._is_stopping = True
+        # The second signal ends an agent without a drain; between both it handles the first one.
+        self._signal()
+        await asyncio.wait(endings, timeout=_POLL_S)
+        self._signal()
+        await asyncio.wait(endings, timeout=_END_GRACE_S)
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+        await asyncio.wait(endings)
+
+    def _on_signal(self) -> None:
+        self._is_stopping = True
+        self._signal()
+
+    def _signal(self) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.terminate()
+
+    async def _watch_health(self) -> None:
+        channels = [dial(agent.config.address) for agent in self._agents]
+        stubs = [health_pb2_grpc.HealthStub(channel) for channel in channels]
+        try:
+            while True:
+                await asyncio.sleep(_POLL_S)
+                alive = await asyncio.gather(*(_is_serving(stub, "") for stub in stubs))
+                ready = await asyncio.gather(*(_is_serving(stub, READY_SERVICE) for stub in stubs))
+                await self._set_health(is_alive=all(alive), is_ready=all(ready))
+        finally:
+            for channel in channels:
+                await channel.close()
+
+    async def _set_health(self, *, is_alive: bool, is_ready: bool) -> None:
+        serving = health_pb2.HealthCheckResponse.SERVING
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", serving if is_alive else not_serving)
+        await self._health.set(READY_SERVICE, serving if is_ready else not_serving)
+
+
+async def _is_serving(stub: health_pb2_grpc.HealthStub, service: str) -> bool:
+    request = health_pb2.HealthCheckRequest(service=service)
+    try:
+        response = await stub.Check(request, timeout=_CHECK_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _parse_arguments(text: str) -> list[str]:
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, list) or not all(isinstance(each, str) for each in arguments):
+        raise CellError(f"the arguments of an agent must be a JSON list of texts: {text!r:.80}")
+    return arguments
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cleave-cell", description="Runs several agents and their engines in one container."
+    )
+    parser.add_argument("agents", nargs="+", metavar="ARGUMENTS", help="of an agent, a JSON list")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True, help="for the probes")
+    logs.add_option(parser, env=os.environ)
+    return parser
+
+
+def _format_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
