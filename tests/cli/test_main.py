@@ -165,7 +165,7 @@ def test_a_pair_that_vllm_cannot_pair_is_refused_before_anything_starts(
     manifest = tmp_path / "chat.yaml"
     placement = (
         "  placement: {manual: [{role: prefill, parallelism: {tensor: 8}}, "
-        "{role: decode, parallelism: {tensor: 4}}]}\n"
+        "{role: decode, parallelism: {tensor: 4}}]}\n  engine: {connector: Nixl}\n"
     )
     manifest.write_text(UNKNOWN.replace("example/unknown-9b", "Qwen/Qwen3-30B-A3B") + placement)
     for command in (["validate"], ["up", "--dry-run"], ["simulate"]):

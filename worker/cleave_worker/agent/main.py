@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if config.engine == "emulated":
             distribution.require("worker")
-        if config.engine == "vllm" and (fault := find_cache_fault(os.environ)):
+        if gpu and (fault := find_cache_fault(os.environ)):
             raise LaunchError(fault)
         locked = locks.acquire(_plan_cores(config, gpu), config.allow_shared_cores)
         subreaper.become_subreaper()
