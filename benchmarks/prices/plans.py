@@ -1,6 +1,6 @@
 """GPUs that plans take on today's machines, with kernel tables and with the old roofline.
 
-Run from the root: `.venv/bin/python benchmarks/prices/plans.py`, ten minutes on one core.
+Run from the root: `.venv/bin/python benchmarks/prices/plans.py`, five minutes on one core.
 """
 
 import time
@@ -55,6 +55,8 @@ def build_problem(model: str, gpu: str) -> Problem:
                 "slo": SLO,
                 "workload": {"rate": RATES[model], **LENGTHS},
                 "planning": {"maxGPUs": 64},
+                # gpt-oss has two kinds of KV, which Cleave's connector does not move.
+                "engine": {"connector": "Nixl"},
             },
         }
     )

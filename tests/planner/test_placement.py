@@ -48,6 +48,15 @@ def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_rea
     )
 
 
+def test_a_model_with_windows_needs_the_connector_that_moves_several_kinds_of_kv() -> None:
+    for model in ("openai/gpt-oss-120b", "openai/gpt-oss-20b"):
+        with pytest.raises(PlanError, match=r"spec\.engine\.connector: .* set it to Nixl"):
+            choose_placement(deployment(model=model))
+        choose_placement(deployment(model=model, engine=EngineSpec(connector=Connector.NIXL)))
+        own = EngineSpec(args=['--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}'])
+        choose_placement(deployment(model=model, engine=own))
+
+
 def test_a_manual_placement_is_used_unchanged_in_the_order_of_roles() -> None:
     placement = choose_placement(
         deployment(

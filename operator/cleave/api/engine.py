@@ -409,8 +409,8 @@ class WorkerTemplate(ApiModel):
             field="volumes",
         ),
         ValidationRule(
-            cel="!has(self.volumeMounts) || has(self.volumes) && self.volumeMounts.all(m, "
-            "self.volumes.exists(v, v.name == m.name))",
+            cel="!has(self.volumeMounts) || size(self.volumeMounts) == 0 || has(self.volumes) && "
+            "self.volumeMounts.all(m, self.volumes.exists(v, v.name == m.name))",
             is_valid=lambda t: {m.name for m in t.volume_mounts} <= {v.name for v in t.volumes},
             message="must name volumes of template.volumes",
             field="volumeMounts",

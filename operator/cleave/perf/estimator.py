@@ -32,11 +32,11 @@ from cleave.perf.roofline.roofline import Roofline
 from cleave.perf.timing import EngineTiming
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
-KERNELS_ERROR = 0.18
-"""Mean absolute error of the time per output token beside 522 published runs of vLLM on H100, H200
-and B200 (benchmarks/prices); the median is 7 to 17 %."""
-ROOFLINE_ERROR = 0.18
-"""The same of the roofline. GPUs without tables were not compared."""
+_SERVING_ERROR = 0.18
+"""Mean absolute error of the time per output token beside 522 published runs of vLLM, of kernel
+tables and of the roofline (benchmarks/prices); the median of the tables is 7 to 17 %."""
+_COMPARED_GPUS = frozenset({"H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB"})
+"""GPUs of these runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,10 @@ class ModelEstimator:
         machine = self.machines[gpu]
         source = self._select_source(machine, tensor, stages)
         timing = source.timing
-        if source.confidence.kind is not LatencySource.ROOFLINE:
+        slowdown = machine.gpu.prompt_slowdown
+        if slowdown != 1.0 and source.confidence.kind is not LatencySource.ROOFLINE:
             # The roofline's FLOPs include the power cap; measurements were made without one.
-            timing = scale_timing(timing, prompt=machine.gpu.prompt_slowdown)
+            timing = scale_timing(timing, prompt=slowdown)
         capacity = self._find_measured_capacity(machine.gpu, tensor, stages)
         if capacity is None:
             capacity = memory.compute_kv_capacity_tokens(
@@ -164,7 +165,7 @@ class ModelEstimator:
         kernels = select_efficiency(machine.gpu)
         roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor), kernels)
         text = "FLOPs and bytes, calibrated on kernels published with aiconfigurator-core 0.12.0"
-        trust = Confidence(LatencySource.ROOFLINE, text, ROOFLINE_ERROR)
+        trust = Confidence(LatencySource.ROOFLINE, text, _get_serving_error(machine.gpu))
         yield _TimingSource(roofline.to_timing(), trust)
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
@@ -253,8 +254,12 @@ def _find_kernels(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | N
     if found is None or operators is None:
         return None
     text = f"vLLM {found.vllm} on {gpu.name}, published in 2026 with {found.source}"
-    trust = Confidence(LatencySource.KERNELS, text, KERNELS_ERROR)
+    trust = Confidence(LatencySource.KERNELS, text, _get_serving_error(gpu))
     return _TimingSource(operator_fit.to_timing(operators, tensor), trust)
+
+
+def _get_serving_error(gpu: Gpu) -> float | None:
+    return _SERVING_ERROR if gpu.name in _COMPARED_GPUS else None
 
 
 def _matches_shape(shape: ModelShape, published: str) -> bool:

@@ -51,6 +51,26 @@ def list_parallelism_faults(
                 yield f"spec.placement.manual[{index}].parallelism.tensor: {reason}"
 
 
+def explain_connector_fault(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
+    """Why engines of this model would end at start with the deployment's KV connector; None: they
+    would not, or the model is not known. Cleave's connector moves one kind of KV."""
+    engine = deployment.spec.engine
+    is_replaced = any(arg.startswith("--kv-transfer-config") for arg in engine.args)
+    if engine.type is EngineType.EMULATED or is_replaced:
+        return None
+    if engine.kv_connector is not Connector.CLEAVE:
+        return None
+    if explain_unknown_model(deployment, reads_files=reads_files):
+        return None
+    shape = model_shape.load_shape(deployment.spec.model.locator)
+    if shape.sliding_window is None:
+        return None
+    return (
+        f"spec.engine.connector: {shape.name} has layers with a sliding window, whose KV Cleave's "
+        "connector does not move; set it to Nixl"
+    )
+
+
 def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
     """Warnings: legal settings that are probably mistakes or limit the planner."""
     spec = deployment.spec

@@ -17,6 +17,7 @@ from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
+from cleave.planner import deployment_checks
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies
 from cleave.traffic import characterization, workload
@@ -30,6 +31,8 @@ def build_problem(
     PlanError or ManifestError."""
     spec = deployment.spec
     shape = _load_shape(deployment)
+    if fault := deployment_checks.explain_connector_fault(deployment):
+        raise PlanError([fault])
     kinds = inventory.list_gpus(cluster, spec.planning.gpus)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
     traffic = build_demand(deployment, folder)

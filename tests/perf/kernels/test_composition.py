@@ -6,6 +6,7 @@ from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.kernels import composition, tables
 from cleave.perf.kernels.tables import KernelTables
 from cleave.perf.model import model_shape
+from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.profile import operator_fit
 from cleave.perf.profile.profile import Operators
 from cleave.perf.timing import EngineTiming
@@ -94,3 +95,17 @@ def test_8_bits_are_faster_with_scales_of_rows_or_blocks() -> None:
         assert built is not None
         ms = operator_fit.to_timing(built, 1).predict_prefill_ms([4096])
         assert ms < 0.8 * time("qwen3-8b", 1).predict_prefill_ms([4096])
+
+
+def test_products_of_integers_are_not_priced_as_fp8() -> None:
+    def quantize(kind: str) -> ModelShape:
+        group = {
+            "weights": {"num_bits": 8, "type": kind},
+            "input_activations": {"num_bits": 8},
+        }
+        part = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+        config = model_shape.known_models.CONFIGS["llama-3.1-8b"] | {"quantization_config": part}
+        return model_shape.from_config("m", config)
+
+    assert composition.build_operators(quantize("float"), load("H200"), 1) is not None
+    assert composition.build_operators(quantize("int"), load("H200"), 1) is None

@@ -396,6 +396,11 @@ def test_gpt_oss_has_16_bit_attention_4_bit_experts_and_windows() -> None:
     assert shape.bytes_per_attention_weight == 2
 
 
+def test_layer_types_beyond_the_number_of_layers_do_not_count() -> None:
+    config = model_shape.known_models.CONFIGS["gpt-oss-120b"] | {"num_hidden_layers": 4}
+    assert model_shape.from_config("m", config).list_windows() == ((128, 2), (0, 2))
+
+
 def test_every_layer_sees_the_whole_context_unless_the_config_marks_some() -> None:
     assert model_shape.from_config("m", LLAMA).list_windows()[0][0] == 0
     unmarked = model_shape.from_config("m", {**LLAMA, "sliding_window": 4096})

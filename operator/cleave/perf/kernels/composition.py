@@ -100,7 +100,7 @@ def select_types(shape: ModelShape) -> tuple[int, int] | None:
         return kernel_tables.BFLOAT16, kernel_tables.EXPERTS_BFLOAT16
     if quantization.is_experts_only and shape.experts:
         return kernel_tables.BFLOAT16, kernel_tables.EXPERTS_MXFP4
-    if not quantization.is_8_bit_compute:
+    if quantization.is_integer or not quantization.is_8_bit_compute:
         return None
     if quantization.is_blockwise:
         return kernel_tables.FP8, kernel_tables.EXPERTS_FP8_BLOCK

@@ -121,7 +121,8 @@ def read_sliding_window(config: ConfigFields) -> SlidingWindow | None:
     tokens = config.get_optional_number("sliding_window")
     if tokens is None or not isinstance(types, Sequence):
         return None
-    count = sum(name == "sliding_attention" for name in types)
+    layers = config.get_number("num_hidden_layers")
+    count = sum(name == "sliding_attention" for name in types[: int(layers)])
     return SlidingWindow(tokens, count) if count else None
 
 
@@ -135,6 +136,8 @@ class Quantization:
     """Bits of one weight, including its share of scales and zero points."""
     is_8_bit_compute: bool
     """Whether activations are quantised, too, so that matrix products run at the 8-bit rate."""
+    is_integer: bool = False
+    """Whether 8-bit products are of integers, which Blackwell computes slowly, not of FP8."""
     is_blockwise: bool = False
     """Whether blocks of weights have scales, as in DeepSeek's checkpoints."""
     is_experts_only: bool = False
@@ -183,4 +186,10 @@ def _read_compressed_tensors(part: ConfigFields) -> Quantization:
     scales = _SCALE_BITS / size if size > 0 else 0.0
     activations = group.get_object("input_activations")
     is_8_bit = bits == 8 and activations is not None and activations.get_number("num_bits") == 8
-    return Quantization("compressed-tensors", bits + scales, is_8_bit)
+    return Quantization(
+        "compressed-tensors",
+        bits + scales,
+        is_8_bit,
+        is_integer=weights.get_text("type") == "int",
+        is_blockwise=weights.get_text("strategy") == "block",
+    )
