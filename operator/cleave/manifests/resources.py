@@ -83,7 +83,7 @@ def is_rdma_device(name: str) -> bool:
 
 
 def sum_resources(parts: Sequence[Manifest]) -> Manifest:
-    """The resources of a container that does the work of several; RDMA devices are shared."""
+    """The resources of a container that does the work of several; disk and RDMA are shared."""
     kinds = [kind for kind in ("requests", "limits") if any(kind in part for part in parts)]
     return {kind: _sum_amounts([part.get(kind, {}) for part in parts]) for kind in kinds}
 
@@ -92,9 +92,14 @@ def _sum_amounts(parts: Sequence[Manifest]) -> Manifest:
     names = dict.fromkeys(name for part in parts for name in part)
     amounts = {name: [parse_quantity(part.get(name, 0)) for part in parts] for name in names}
     return {
-        name: format_quantity(max(each) if is_rdma_device(name) else sum(each))
+        name: format_quantity(max(each) if _is_shared(name) else sum(each))
         for name, each in amounts.items()
     }
+
+
+def _is_shared(name: str) -> bool:
+    """Whether the engines of one container use the same: the model's files, RDMA devices."""
+    return name == "ephemeral-storage" or is_rdma_device(name)
 
 
 def find_weight_bytes(model: ModelSpec) -> int | None:
