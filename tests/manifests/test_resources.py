@@ -4,7 +4,7 @@ import pytest
 
 from cleave.api.engine import Resources
 from cleave.local.kubelet.pod_spec import parse_pod
-from cleave.manifests.resources import add_rdma_device, find_rdma_device
+from cleave.manifests.resources import add_rdma_device, find_rdma_device, offers_rdma
 from cleave.manifests.worker import build_worker_pod
 
 
@@ -135,6 +135,20 @@ def test_the_process_kubelet_reads_exclusive_cores_from_them(pool, spec, cores) 
 )
 def test_a_node_has_an_rdma_device_where_there_is_one_for_each_gpu(allocatable, found) -> None:
     assert find_rdma_device(allocatable, num_gpus=8) == found
+
+
+@pytest.mark.parametrize(
+    ("status", "is_offered"),
+    [
+        ({"capacity": {"rdma/hca": "63"}, "allocatable": {"rdma/hca": "0"}}, True),
+        ({"allocatable": {"rdma/hca": "0"}}, True),
+        ({"capacity": {"nvidia.com/hostdev": "2"}, "allocatable": {}}, False),
+        ({"capacity": {"cpu": "96"}}, False),
+        ({}, False),
+    ],
+)
+def test_a_node_offers_rdma_also_while_the_plug_in_is_away(status, is_offered) -> None:
+    assert offers_rdma(status, num_gpus=8) is is_offered
 
 
 def rdma_units(spec, device: str) -> str | None:

@@ -58,6 +58,17 @@ def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
     return next((name for name in devices if parse_quantity(allocatable[name]) >= least), "")
 
 
+def offers_rdma(status: Manifest, num_gpus: int) -> bool:
+    """Whether a node with this status has RDMA devices for all its GPUs, also while their plug-in
+    is away: the kubelet then reports 0, first as allocatable and later as capacity."""
+    amounts = [status.get(field, {}) for field in ("capacity", "allocatable")]
+    counts = {
+        name: max(parse_quantity(each.get(name, 0)) for each in amounts)
+        for name in filter(is_rdma_device, {*amounts[0], *amounts[1]})
+    }
+    return any(not count or count >= num_gpus for count in counts.values())
+
+
 def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:
     """The spec of a pool on GPUs whose pods also request this RDMA device of their nodes.
 

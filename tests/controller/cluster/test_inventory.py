@@ -2,7 +2,7 @@
 
 from cleave.api.cluster import Cluster, NetworkKind
 from cleave.controller.cluster.inventory import build_inventory
-from cleave.controller.cluster.objects import ObservedNode
+from cleave.controller.cluster.objects import ObservedNode, parse_node
 
 
 def node(name: str, gpu: str = "H100", count: int = 8, **more) -> ObservedNode:
@@ -36,13 +36,37 @@ def test_a_node_that_fails_for_a_while_changes_nothing() -> None:
 
 
 def test_the_network_counts_as_fast_only_when_all_nodes_declare_it() -> None:
-    offered, declared = node("a", rdma_device="rdma/hca"), node("b", infiniband_domain="fabric")
+    offered, declared = node("a", offers_rdma=True), node("b", infiniband_domain="fabric")
     slow = build_inventory([offered, node("b")]).cluster
     fast = build_inventory([offered, declared]).cluster
     assert slow is not None
     assert fast is not None
     assert slow.network.kind is NetworkKind.ETHERNET
     assert fast.network.kind is NetworkKind.INFINIBAND
+
+
+def test_a_restart_of_the_rdma_plug_in_changes_no_plan() -> None:
+    def read_node(capacity: str, allocatable: str) -> ObservedNode:
+        gpus = {"nvidia.com/gpu": "8"}
+        return parse_node(
+            {
+                "metadata": {"name": "a", "labels": {"nvidia.com/gpu.product": "H100"}},
+                "status": {
+                    "capacity": {**gpus, "rdma/hca": capacity},
+                    "allocatable": {**gpus, "rdma/hca": allocatable},
+                },
+            }
+        )
+
+    usual = build_inventory([read_node("63", "63")])
+    assert usual.cluster is not None
+    assert usual.cluster.network.kind is NetworkKind.INFINIBAND
+    for amounts in (("63", "0"), ("0", "0")):
+        during = build_inventory([read_node(*amounts)])
+        assert during.node_kinds_hash == usual.node_kinds_hash
+        assert during.cluster == usual.cluster
+        # New pods could not get one now.
+        assert during.topology.get_rdma_device("H100") == ""
 
 
 def test_settings_say_what_nodes_do_not() -> None:

@@ -21,7 +21,7 @@ from cleave.manifests.labels import (
     Manifest,
 )
 from cleave.manifests.quantity import parse_quantity
-from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device
+from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device, offers_rdma
 from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
@@ -104,7 +104,9 @@ class ObservedNode:
     num_gpus: int = 0
     rdma_device: str = ""
     """Resource that gives a pod a network card for RDMA (InfiniBand, RoCE); empty: there is none,
-    or fewer of them than GPUs."""
+    or fewer of them than GPUs. It is empty for a while when its plug-in restarts."""
+    offers_rdma: bool = False
+    """Whether it has such a resource, also while none is allocatable: plans depend on it."""
     infiniband_domain: str = ""
     """Value of its label cleave.dev/infiniband-domain."""
     clique: str = ""
@@ -114,9 +116,9 @@ class ObservedNode:
 
     @property
     def has_rdma(self) -> bool:
-        """Whether pods reach GPU memory on other nodes by RDMA: they find a device, or the
+        """Whether pods reach GPU memory on other nodes by RDMA: the node has devices for it, or the
         cluster's administrators say so."""
-        return bool(self.rdma_device or self.infiniband_domain)
+        return self.offers_rdma or bool(self.infiniband_domain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,7 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         gpu=labels.get(GPU_PRODUCT, ""),
         num_gpus=num_gpus,
         rdma_device=find_rdma_device(allocatable, num_gpus),
+        offers_rdma=offers_rdma(status, num_gpus),
         infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
         fault=explain_unusable(labels),
