@@ -111,3 +111,15 @@ def test_nodes_that_cannot_run_the_image_are_named() -> None:
     found = build_inventory([node("a"), node("b", fault=fault), node("c", fault=fault)])
     assert found.unusable == f"not used: node b (and 1 more) {fault}"
     assert build_inventory([node("a")]).unusable == ""
+
+
+def test_plans_with_the_image_leave_out_nodes_that_cannot_run_it() -> None:
+    nodes = [node("a"), node("b", fault="is arm64"), node("c", "GB200", 4, fault="is arm64")]
+    everywhere, limited = build_inventory(nodes), build_inventory(nodes, needs_own_image=True)
+    assert everywhere.topology.gpus_per_node == {"H100": 8, "GB200": 4}
+    assert limited.topology.gpus_per_node == {"H100": 8}
+    assert limited.cluster is not None
+    assert [(each.gpu, each.count) for each in limited.cluster.nodes] == [("H100", 1)]
+    assert limited.unusable == everywhere.unusable == "not used: node b (and 1 more) is arm64"
+    assert limited.node_kinds_hash == build_inventory([node("a")]).node_kinds_hash
+    assert build_inventory(nodes[1:], needs_own_image=True).cluster is None
