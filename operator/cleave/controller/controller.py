@@ -254,7 +254,9 @@ class Controller:
             for pod in self.cache.list_pods(key)
             if pod.ready and not (pod.deleting or pod.is_multi_node_worker)
         )
-        reported = await self._gateways.get_or_refresh(key, self.cache.list_gateways(key), ready)
+        reported = await self._gateways.get_or_refresh(
+            key, self.cache.list_gateways(key), ready, self._count_engines(key)
+        )
         pods = _with_load(self.cache.list_pods(key), reported or {})
         pools = [
             (each.resource, each.status)
@@ -290,9 +292,13 @@ class Controller:
         actions = self._reconcile_pool(key, cached, resource, reported)
         if any(isinstance(action, Delete) and action.grace_s is None for action in actions):
             # Scale-down picks the least loaded instances, so get their present load first.
-            reported = await self._gateways.get_fresh(owner, self.cache.list_gateways(owner)) or {}
+            gateways, counts = self.cache.list_gateways(owner), self._count_engines(owner)
+            reported = await self._gateways.get_fresh(owner, gateways, counts) or {}
             actions = self._reconcile_pool(key, cached, resource, reported)
         return actions
+
+    def _count_engines(self, deployment: ResourceKey) -> dict[str, int]:
+        return {pod.name: pod.num_engines for pod in self.cache.list_pods(deployment)}
 
     def _reconcile_pool(
         self,

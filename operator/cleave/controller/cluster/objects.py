@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.api.role import Role
 from cleave.manifests.labels import (
     CELL,
@@ -19,6 +20,7 @@ from cleave.manifests.labels import (
     REVISION,
     ROLE,
     Manifest,
+    get_agent_port_name,
 )
 from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device, offers_rdma
@@ -69,6 +71,8 @@ class ObservedPod:
     restarts: int = 0
     cell: int | None = None
     """Number of its cell, in a pool whose instances share nodes with others."""
+    num_engines: int = 1
+    """Engines in this pod; several: it is a cell."""
     instance: str = ""
     """Name of its instance; empty: the pod's own name."""
     is_multi_node_worker: bool = False
@@ -175,7 +179,14 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         is_multi_node_worker=labels.get(COMPONENT) == NODE_WORKER,
         set_name=labels.get(_SET_LABEL, ""),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
+        num_engines=max(1, _count_agents(spec)),
     )
+
+
+def _count_agents(pod_spec: Manifest) -> int:
+    containers = pod_spec.get("containers", ())
+    ports = {port.get("name") for each in containers for port in each.get("ports", ())}
+    return sum(get_agent_port_name(number) in ports for number in range(MAX_CELL_ENGINES))
 
 
 def group_instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
