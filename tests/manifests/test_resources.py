@@ -157,10 +157,17 @@ def rdma_units(spec, device: str) -> str | None:
 
 def test_an_instance_requests_a_shared_device_once_and_a_card_for_each_gpu(pool) -> None:
     manual = [{"role": "decode", "parallelism": {"tensor": 4}}]
-    spec = pool(placement={"manual": manual}).spec
+    networks = {"annotations": {"k8s.v1.cni.cncf.io/networks": "ib"}}
+    spec = pool(placement={"manual": manual}, template=networks).spec
     assert rdma_units(spec, "rdma/hca") == "1"
     assert rdma_units(spec, "nvidia.com/hostdev") == "4"
     assert rdma_units(spec.model_copy(update={"nodes": 2}), "nvidia.com/hostdev") == "2"
+
+
+def test_whole_cards_need_a_network_in_the_template(pool) -> None:
+    spec = pool().spec
+    assert add_rdma_device(spec, "nvidia.com/hostdev") == spec
+    assert rdma_units(spec, "rdma/hca") == "1"
 
 
 def test_the_template_decides_about_rdma_and_emulated_engines_have_none(pool) -> None:

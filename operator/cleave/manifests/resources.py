@@ -26,6 +26,8 @@ _SHARED_RDMA = "rdma/"
 """Prefix of k8s-rdma-shared-dev-plugin's resources: each unit opens the same cards."""
 _HOST_DEVICE = "nvidia.com/hostdev"
 """Whole cards, one per unit, as NVIDIA's Network Operator names them."""
+_NETWORKS = "k8s.v1.cni.cncf.io/networks"
+"""Annotation of pods: Multus moves a whole card into the pods of these networks only."""
 
 _CORES = 4
 """vCPUs for vLLM's API server, its engine core, what they start, and the agent."""
@@ -72,11 +74,13 @@ def offers_rdma(status: Manifest, num_gpus: int) -> bool:
 def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:
     """The spec of a pool on GPUs whose pods also request this RDMA device of their nodes.
 
-    A device that the template names takes precedence; with the quantity 0 there is none.
+    A device that the template names takes precedence; with the quantity 0 there is none. A whole
+    card is requested only where the template names a network.
     """
     named = spec.template.resources
     if (
         not name
+        or (name == _HOST_DEVICE and _NETWORKS not in spec.template.annotations)
         or spec.engine.type is EngineType.EMULATED
         or any(map(is_rdma_device, (*named.limits, *named.requests)))
     ):
