@@ -4,7 +4,7 @@ import pytest
 
 from cleave.api.engine import Resources
 from cleave.local.kubelet.pod_spec import parse_pod
-from cleave.manifests.resources import add_rdma_device, find_rdma_device, offers_rdma
+from cleave.manifests.resources import add_rdma_device, find_rdma_device, has_rdma_devices
 from cleave.manifests.worker import build_worker_pod
 
 
@@ -148,7 +148,7 @@ def test_a_node_has_an_rdma_device_where_there_is_one_for_each_gpu(allocatable, 
     ],
 )
 def test_a_node_offers_rdma_also_while_the_plug_in_is_away(status, is_offered) -> None:
-    assert offers_rdma(status, num_gpus=8) is is_offered
+    assert has_rdma_devices(status, num_gpus=8) is is_offered
 
 
 def rdma_units(spec, device: str) -> str | None:

@@ -60,7 +60,7 @@ def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
     return next((name for name in devices if parse_quantity(allocatable[name]) >= least), "")
 
 
-def offers_rdma(status: Manifest, num_gpus: int) -> bool:
+def has_rdma_devices(status: Manifest, num_gpus: int) -> bool:
     """Whether a node with this status has RDMA devices for all its GPUs, also while their plug-in
     is away: the kubelet then reports 0, first as allocatable and later as capacity."""
     amounts = [status.get(field, {}) for field in ("capacity", "allocatable")]

@@ -92,7 +92,8 @@ def build_changes(
 def hash_template(pool: InstancePool) -> str:
     """Hash everything that affects a pool's pods; the number of instances is left out."""
     engine = pool.spec.engine
-    excluded = {**dict.fromkeys(_FIELDS_NOT_IN_PODS, True), "engine": {"connector"}}
+    excluded: dict[str, bool | set[str]] = dict.fromkeys(_FIELDS_NOT_IN_PODS, True)
+    excluded["engine"] = {"connector"}
     spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
     # Also those that a later version of Cleave could change while the spec stays.
     in_use = {"connector": engine.kv_connector, "image": engine.image or get_image("worker")}

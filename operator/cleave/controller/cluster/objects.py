@@ -23,7 +23,7 @@ from cleave.manifests.labels import (
     get_agent_port_name,
 )
 from cleave.manifests.quantity import parse_quantity
-from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device, offers_rdma
+from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device, has_rdma_devices
 from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
@@ -229,7 +229,7 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         gpu=labels.get(GPU_PRODUCT, ""),
         num_gpus=num_gpus,
         rdma_device=find_rdma_device(allocatable, num_gpus),
-        offers_rdma=offers_rdma(status, num_gpus),
+        offers_rdma=has_rdma_devices(status, num_gpus),
         infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
         fault=explain_unusable(labels),
