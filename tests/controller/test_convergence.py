@@ -87,7 +87,7 @@ class ControlPlane:
         pytest.fail(f"still at work: {self.cluster.log[-5:]}")
 
 
-async def no_answers(_urls: Any) -> None:
+async def no_answers(_urls: Any, _engine_counts: Any) -> None:
     return None
 
 

@@ -40,8 +40,9 @@ def read_agents(container) -> list[dict[str, str]]:
 def test_its_container_has_what_all_its_engines_need(container, deployment, pools_of) -> None:
     limits = container["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == "4"
-    # The template is that of one engine; each opens the same RDMA cards.
-    own = {"resources": {"limits": {"memory": "20Gi", "cpu": "1500m", "rdma/hca": 1}}}
+    # The template is that of one engine; each opens the same RDMA cards and reads the same weights.
+    disk = {"ephemeral-storage": "40Gi"}
+    own = {"resources": {"limits": {"memory": "20Gi", "cpu": "1500m", "rdma/hca": 1, **disk}}}
     chat = deployment(placement={"manual": MANUAL}, template=own, engine={"connector": "Nixl"})
     (pool,) = pools_of(chat, NodeTopology({H100: 8}))
     (found,) = build_cell_pod(pool, "x")["spec"]["containers"]
@@ -50,6 +51,7 @@ def test_its_container_has_what_all_its_engines_need(container, deployment, pool
         "memory": "60Gi",
         "cpu": "4500m",
         "rdma/hca": "1",
+        **disk,
     }
 
 

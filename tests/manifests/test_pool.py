@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cleave.api.engine import Connector, EngineSpec
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.pool import Colocation, InstancePool
 from cleave.api.role import Role
@@ -92,6 +93,17 @@ def test_the_revision_follows_cleaves_version_unless_an_image_is_given(
     monkeypatch.setattr("cleave.distribution.get_version", lambda: "99.0")
     assert hash_revision(deployment()) != before[0]
     assert hash_revision(declared) == before[1]
+
+
+def test_the_revision_follows_the_connector_in_use(deployment, monkeypatch) -> None:
+    pinned = deployment(engine={"image": "registry.example/vllm:1"})
+    before = hash_revision(pinned)
+    named = {"image": "registry.example/vllm:1", "connector": "Cleave"}
+    assert hash_revision(deployment(engine=named)) == before
+    assert hash_revision(deployment(engine={**named, "connector": "Nixl"})) != before
+    # As in a version with another default.
+    monkeypatch.setattr(EngineSpec, "kv_connector", Connector.NIXL)
+    assert hash_revision(pinned) != before
 
 
 @pytest.mark.parametrize(

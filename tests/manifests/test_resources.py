@@ -4,7 +4,7 @@ import pytest
 
 from cleave.api.engine import Resources
 from cleave.local.kubelet.pod_spec import parse_pod
-from cleave.manifests.resources import add_rdma_device, find_rdma_device
+from cleave.manifests.resources import add_rdma_device, find_rdma_device, has_rdma_devices
 from cleave.manifests.worker import build_worker_pod
 
 
@@ -137,16 +137,37 @@ def test_a_node_has_an_rdma_device_where_there_is_one_for_each_gpu(allocatable, 
     assert find_rdma_device(allocatable, num_gpus=8) == found
 
 
+@pytest.mark.parametrize(
+    ("status", "is_offered"),
+    [
+        ({"capacity": {"rdma/hca": "63"}, "allocatable": {"rdma/hca": "0"}}, True),
+        ({"allocatable": {"rdma/hca": "0"}}, True),
+        ({"capacity": {"nvidia.com/hostdev": "2"}, "allocatable": {}}, False),
+        ({"capacity": {"cpu": "96"}}, False),
+        ({}, False),
+    ],
+)
+def test_a_node_offers_rdma_also_while_the_plug_in_is_away(status, is_offered) -> None:
+    assert has_rdma_devices(status, num_gpus=8) is is_offered
+
+
 def rdma_units(spec, device: str) -> str | None:
     return add_rdma_device(spec, device).template.resources.limits.get(device)
 
 
 def test_an_instance_requests_a_shared_device_once_and_a_card_for_each_gpu(pool) -> None:
     manual = [{"role": "decode", "parallelism": {"tensor": 4}}]
-    spec = pool(placement={"manual": manual}).spec
+    networks = {"annotations": {"k8s.v1.cni.cncf.io/networks": "ib"}}
+    spec = pool(placement={"manual": manual}, template=networks).spec
     assert rdma_units(spec, "rdma/hca") == "1"
     assert rdma_units(spec, "nvidia.com/hostdev") == "4"
     assert rdma_units(spec.model_copy(update={"nodes": 2}), "nvidia.com/hostdev") == "2"
+
+
+def test_whole_cards_need_a_network_in_the_template(pool) -> None:
+    spec = pool().spec
+    assert add_rdma_device(spec, "nvidia.com/hostdev") == spec
+    assert rdma_units(spec, "rdma/hca") == "1"
 
 
 def test_the_template_decides_about_rdma_and_emulated_engines_have_none(pool) -> None:

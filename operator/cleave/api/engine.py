@@ -368,9 +368,10 @@ class WorkerTemplate(ApiModel):
     tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
     """Taints that the pods tolerate."""
     resources: Resources = Resources()
-    """CPU, memory and devices of one worker. A whole number of cores as limit gives it exclusive
-    cores on nodes with the static CPU manager policy. RDMA devices of the nodes (rdma/*,
-    nvidia.com/hostdev) are requested by default; one named here replaces them."""
+    """CPU, memory and devices of one engine; a pod of several engines requests their sum. A whole
+    number of cores as limit gives it exclusive cores on nodes with the static CPU manager policy.
+    RDMA devices of the nodes are requested by default: rdma/*, and nvidia.com/hostdev where
+    annotations name k8s.v1.cni.cncf.io/networks. One named here replaces them."""
     gpu_resource: Annotated[str, Field(max_length=253, pattern=_GPU_RESOURCE)] = "nvidia.com/gpu"
     """Resource that a worker requests for each GPU: nvidia.com/mig-3g.40gb, amd.com/gpu, ... Empty:
     none, as a claim of resourceClaims allocates the GPUs."""
@@ -390,8 +391,9 @@ class WorkerTemplate(ApiModel):
     scheduler_name: ObjectName | None = None
     """Scheduler of the pods; absent: the cluster's default."""
     host_network: bool = False
-    """Whether the pods use their node's network, with one instance of a deployment on a node.
-    NetworkPolicies do not protect such pods, and engines require no key."""
+    """Whether the pods use their node's network. Their ports are then the node's, so one worker of
+    any deployment fits on a node. NetworkPolicies do not protect such pods, and engines require no
+    key."""
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods, such as nvidia; absent: the node's default."""
     drain_timeout_s: Annotated[int, Field(ge=0, le=86_400)] = 600

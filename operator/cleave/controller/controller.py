@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import EngineSpec
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import conditions, gateway_client, inventory, objects
 from cleave.controller.cluster.actions import (
@@ -42,6 +43,7 @@ from cleave.controller.settings import OperatorSettings
 from cleave.controller.traffic_poller import TrafficPoller
 from cleave.controller.views import DeploymentView, PoolView
 from cleave.manifests.labels import Manifest
+from cleave.manifests.scheduling import needs_own_image
 from cleave.rpc.fleet_status import FleetInstance
 
 log = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ class Controller:
         self._decision_s: dict[ResourceKey, float] = {}
         self._repurposing: set[ResourceKey] = set()
         """Deployments with instances that are changing their role at this moment."""
-        self._inventory: tuple[object, Inventory] | None = None
+        self._inventories: tuple[object, dict[bool, Inventory]] = (), {}
 
     def on_change(self, manifest: Manifest) -> None:
         """Handle a new or changed object."""
@@ -141,12 +143,18 @@ class Controller:
             if entry is not None and key.kind == DEPLOYMENTS
         }
 
-    def build_inventory(self) -> Inventory:
-        """Return the nodes' inventory; built again only when nodes have changed."""
+    def build_inventory(self, engine: EngineSpec | None = None) -> Inventory:
+        """Return the inventory of the nodes that `engine` can run on; None: of all nodes. Built
+        again only when nodes have changed."""
         nodes = tuple(sorted(self.cache.nodes.values(), key=lambda node: node.name))
-        if self._inventory is None or self._inventory[0] != nodes:
-            self._inventory = nodes, inventory.build_inventory(nodes, self.settings.cluster)
-        return self._inventory[1]
+        if self._inventories[0] != nodes:
+            self._inventories = nodes, {}
+        known, is_limited = self._inventories[1], engine is not None and needs_own_image(engine)
+        if is_limited not in known:
+            known[is_limited] = inventory.build_inventory(
+                nodes, self.settings.cluster, needs_own_image=is_limited
+            )
+        return known[is_limited]
 
     def _on_plan_finished(self, key: ResourceKey) -> None:
         """Count a finished planner job, and reconcile the deployment again."""
@@ -222,7 +230,7 @@ class Controller:
             if isinstance(action, Requeue):
                 self.queue.add_after(key, action.after_s)
             elif isinstance(action, RequestPlan) and isinstance(cached.resource, LLMDeployment):
-                cluster = self.build_inventory().cluster
+                cluster = self.build_inventory(cached.resource.spec.engine).cluster
                 self.planner.submit(key, cached.resource, cluster, action.job)
         is_idle = all(isinstance(action, RequestPlan | Requeue) for action in actions)
         if is_idle:
@@ -246,7 +254,9 @@ class Controller:
             for pod in self.cache.list_pods(key)
             if pod.ready and not (pod.deleting or pod.is_multi_node_worker)
         )
-        reported = await self._gateways.get_or_refresh(key, self.cache.list_gateways(key), ready)
+        reported = await self._gateways.get_or_refresh(
+            key, self.cache.list_gateways(key), ready, self._count_engines(key)
+        )
         pods = _with_load(self.cache.list_pods(key), reported or {})
         pools = [
             (each.resource, each.status)
@@ -255,7 +265,7 @@ class Controller:
         ]
         view = DeploymentView(
             deployment=resource,
-            inventory=self.build_inventory(),
+            inventory=self.build_inventory(resource.spec.engine),
             now_s=self._now(),
             status=cached.status,
             pools=tuple(pool for pool, _ in pools),
@@ -282,9 +292,13 @@ class Controller:
         actions = self._reconcile_pool(key, cached, resource, reported)
         if any(isinstance(action, Delete) and action.grace_s is None for action in actions):
             # Scale-down picks the least loaded instances, so get their present load first.
-            reported = await self._gateways.get_fresh(owner, self.cache.list_gateways(owner)) or {}
+            gateways, counts = self.cache.list_gateways(owner), self._count_engines(owner)
+            reported = await self._gateways.get_fresh(owner, gateways, counts) or {}
             actions = self._reconcile_pool(key, cached, resource, reported)
         return actions
+
+    def _count_engines(self, deployment: ResourceKey) -> dict[str, int]:
+        return {pod.name: pod.num_engines for pod in self.cache.list_pods(deployment)}
 
     def _reconcile_pool(
         self,
@@ -293,7 +307,8 @@ class Controller:
         resource: InstancePool,
         reported: Mapping[str, FleetInstance],
     ) -> list[Action]:
-        owner, inventory_now = _get_owner_key(key, resource), self.build_inventory()
+        owner = _get_owner_key(key, resource)
+        inventory_now = self.build_inventory(resource.spec.engine)
         pods = _with_load(self.cache.list_pods(key), reported)
         statuses = [reported[pod.name] for pod in pods if pod.name in reported]
         view = PoolView(

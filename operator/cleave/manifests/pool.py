@@ -56,7 +56,9 @@ def hash_revision(deployment: LLMDeployment) -> str:
     # Without defaults, so that a field which a later version adds changes no revision.
     parts = (
         spec.model.model_dump_json(exclude_defaults=True, exclude={"cache"}),
-        spec.engine.model_dump_json(exclude_defaults=True),
+        spec.engine.model_dump_json(exclude_defaults=True, exclude={"connector"}),
+        # The one in use, so that pairs have the same after a later version changes the default.
+        str(spec.engine.kv_connector),
         spec.engine.image or get_image("worker"),
     )
     text = "\n".join(parts)

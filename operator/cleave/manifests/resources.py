@@ -26,6 +26,8 @@ _SHARED_RDMA = "rdma/"
 """Prefix of k8s-rdma-shared-dev-plugin's resources: each unit opens the same cards."""
 _HOST_DEVICE = "nvidia.com/hostdev"
 """Whole cards, one per unit, as NVIDIA's Network Operator names them."""
+_NETWORKS = "k8s.v1.cni.cncf.io/networks"
+"""Annotation of pods: Multus moves a whole card into the pods of these networks only."""
 
 _CORES = 4
 """vCPUs for vLLM's API server, its engine core, what they start, and the agent."""
@@ -58,14 +60,27 @@ def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
     return next((name for name in devices if parse_quantity(allocatable[name]) >= least), "")
 
 
+def has_rdma_devices(status: Manifest, num_gpus: int) -> bool:
+    """Whether a node with this status has RDMA devices for all its GPUs, also while their plug-in
+    is away: the kubelet then reports 0, first as allocatable and later as capacity."""
+    amounts = [status.get(field, {}) for field in ("capacity", "allocatable")]
+    counts = {
+        name: max(parse_quantity(each.get(name, 0)) for each in amounts)
+        for name in filter(is_rdma_device, {*amounts[0], *amounts[1]})
+    }
+    return any(not count or count >= num_gpus for count in counts.values())
+
+
 def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:
     """The spec of a pool on GPUs whose pods also request this RDMA device of their nodes.
 
-    A device that the template names takes precedence; with the quantity 0 there is none.
+    A device that the template names takes precedence; with the quantity 0 there is none. A whole
+    card is requested only where the template names a network.
     """
     named = spec.template.resources
     if (
         not name
+        or (name == _HOST_DEVICE and _NETWORKS not in spec.template.annotations)
         or spec.engine.type is EngineType.EMULATED
         or any(map(is_rdma_device, (*named.limits, *named.requests)))
     ):
@@ -83,7 +98,7 @@ def is_rdma_device(name: str) -> bool:
 
 
 def sum_resources(parts: Sequence[Manifest]) -> Manifest:
-    """The resources of a container that does the work of several; RDMA devices are shared."""
+    """The resources of a container that does the work of several; disk and RDMA are shared."""
     kinds = [kind for kind in ("requests", "limits") if any(kind in part for part in parts)]
     return {kind: _sum_amounts([part.get(kind, {}) for part in parts]) for kind in kinds}
 
@@ -92,9 +107,14 @@ def _sum_amounts(parts: Sequence[Manifest]) -> Manifest:
     names = dict.fromkeys(name for part in parts for name in part)
     amounts = {name: [parse_quantity(part.get(name, 0)) for part in parts] for name in names}
     return {
-        name: format_quantity(max(each) if is_rdma_device(name) else sum(each))
+        name: format_quantity(max(each) if _is_shared(name) else sum(each))
         for name, each in amounts.items()
     }
+
+
+def _is_shared(name: str) -> bool:
+    """Whether the engines of one container use the same: the model's files, RDMA devices."""
+    return name == "ephemeral-storage" or is_rdma_device(name)
 
 
 def find_weight_bytes(model: ModelSpec) -> int | None:

@@ -21,6 +21,8 @@ class KvPath(msgspec.Struct, frozen=True):
     bytes_per_s: float = 0.0
     """Bandwidth measured in the test; 0: not reported."""
     detail: str = ""
+    pull_ms: float = 0.0
+    """Time for which each rank of the decode engine pulled in the test; 0: not reported."""
 
 
 class FleetInstance(msgspec.Struct, frozen=True):

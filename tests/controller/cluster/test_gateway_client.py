@@ -26,7 +26,7 @@ class Gateways:
         self.now_s = 0.0
         self.answer = {"a": FleetInstance("a", selectable=True, kv_path=KvPath(verified=True))}
 
-    async def ask(self, urls):
+    async def ask(self, urls, _engine_counts):
         self.requests.append(list(urls))
         return self.answer
 
@@ -44,26 +44,26 @@ def client(gateways: Gateways) -> GatewayClient[str]:
 async def test_an_answer_counts_until_other_instances_are_ready(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    assert "a" in await client.get_or_refresh("chat", GATEWAYS, READY)
-    await client.get_or_refresh("chat", GATEWAYS, READY)
+    assert "a" in await client.get_or_refresh("chat", GATEWAYS, READY, {})
+    await client.get_or_refresh("chat", GATEWAYS, READY, {})
     assert len(gateways.requests) == 1
-    await client.get_or_refresh("chat", GATEWAYS, READY | {"b"})
+    await client.get_or_refresh("chat", GATEWAYS, READY | {"b"}, {})
     assert len(gateways.requests) == 2
 
 
 async def test_an_answer_counts_for_a_while_and_a_partial_one_shorter(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    await client.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY, {})
     assert client.get_retry_delay_s("chat") is None
     gateways.now_s = 44
-    await client.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY, {})
     assert len(gateways.requests) == 1
     gateways.now_s, gateways.answer = 46, {"a": FleetInstance("a", selectable=True)}
-    await client.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY, {})
     assert client.get_retry_delay_s("chat") == 1
     gateways.now_s = 48
-    await client.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY, {})
     assert len(gateways.requests) == 3
 
 
@@ -72,37 +72,37 @@ async def test_gateways_are_polled_soon_until_they_route_to_all_instances(
 ) -> None:
     gateways.answer = {"a": FleetInstance("a", kv_path=KvPath(verified=True))}
     for pause_s in (1, 2, 4):
-        await client.get_or_refresh("chat", GATEWAYS, READY)
+        await client.get_or_refresh("chat", GATEWAYS, READY, {})
         assert client.get_retry_delay_s("chat") == pause_s
         gateways.now_s += pause_s
     gateways.answer = {"a": FleetInstance("a", selectable=True, kv_path=KvPath(verified=True))}
-    await client.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY, {})
     assert client.get_retry_delay_s("chat") is None
 
 
 async def test_without_addresses_nothing_is_queried(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    assert await client.get_or_refresh("chat", (), READY) is None
-    assert await client.get_or_refresh("chat", GATEWAYS, frozenset()) is None
+    assert await client.get_or_refresh("chat", (), READY, {}) is None
+    assert await client.get_or_refresh("chat", GATEWAYS, frozenset(), {}) is None
     assert not gateways.requests
 
 
 async def test_gateways_that_do_not_answer_have_said_nothing_new(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    before = await client.get_or_refresh("chat", GATEWAYS, READY)
+    before = await client.get_or_refresh("chat", GATEWAYS, READY, {})
     gateways.now_s, gateways.answer = 99, None
-    assert await client.get_or_refresh("chat", GATEWAYS, READY) == before
+    assert await client.get_or_refresh("chat", GATEWAYS, READY, {}) == before
 
 
 async def test_a_decision_may_want_to_know_what_is_true_now(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    await client.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY, {})
     gateways.now_s = 10
-    await client.get_fresh("chat", ("fd00::1",))
-    await client.get_fresh("chat", GATEWAYS)
+    await client.get_fresh("chat", ("fd00::1",), {})
+    await client.get_fresh("chat", GATEWAYS, {})
     assert gateways.requests[1:] == [["http://[fd00::1]:8081"]]
 
 
@@ -125,7 +125,7 @@ async def test_the_reports_of_replicas_are_merged(serve: Answering) -> None:
         await serve(describe_body(page(one))),
         await serve(describe_body(page(two, FleetInstance("p-0")))),
     ]
-    seen = await fetch_instances(urls)
+    seen = await fetch_instances(urls, {})
     assert all(head.startswith(b"GET /fleet HTTP/1.1\r\n") for head in serve.requests)
     assert list(seen) == ["d-0", "p-0"]
     assert (seen["d-0"].num_running, seen["d-0"].requests_in_flight) == (4, 3)
@@ -141,23 +141,23 @@ async def test_gateways_that_say_nothing_useful_are_as_good_as_none(serve: Answe
         await serve(describe_body(page(FleetInstance("x")), 503)),
         await serve(describe_body(page(FleetInstance("p-0")))),
     ]
-    assert list(await fetch_instances(urls, timeout_s=0.5)) == ["p-0"]
-    assert await fetch_instances(urls[:5], timeout_s=0.5) is None
-    assert await fetch_instances([]) is None
+    assert list(await fetch_instances(urls, {}, timeout_s=0.5)) == ["p-0"]
+    assert await fetch_instances(urls[:5], {}, timeout_s=0.5) is None
+    assert await fetch_instances([], {}) is None
 
 
 async def test_fields_that_are_new_or_no_longer_sent_do_no_harm(serve: Answering) -> None:
     url = await serve(
         describe_body(b'{"instances": [{"name": "p-0", "colour": "red"}], "more": 1}')
     )
-    assert await fetch_instances([url]) == {"p-0": FleetInstance("p-0")}
+    assert await fetch_instances([url], {}) == {"p-0": FleetInstance("p-0")}
 
 
 def test_a_gateway_that_has_lost_an_agent_is_believed_last() -> None:
     lost = FleetInstance("d-0", contact="connection lost", state="ready", report_age_s=0.0)
     heard = FleetInstance("d-0", contact="heard", state="draining", report_age_s=1.0)
     for views in ((lost, heard), (heard, lost)):
-        assert merge(FleetStatus((view,)) for view in views)["d-0"].state == "draining"
+        assert merge((FleetStatus((view,)) for view in views), {})["d-0"].state == "draining"
 
 
 def test_requests_just_sent_by_a_gateway_count_before_the_engine_reports_them() -> None:
@@ -205,11 +205,11 @@ def test_an_instance_that_has_not_been_tested_yet_says_what_it_does() -> None:
 def test_a_gateway_that_has_not_connected_yet_stops_no_instance_from_serving() -> None:
     sends = FleetInstance("d-0", contact="heard", selectable=True, report_age_s=0.1)
     waits = FleetInstance("d-0", contact="silent", report_age_s=0.0)
-    assert merge(FleetStatus((view,)) for view in (waits, sends))["d-0"].selectable
+    assert merge((FleetStatus((view,)) for view in (waits, sends)), {})["d-0"].selectable
 
 
 async def test_a_gateway_that_knows_no_instance_has_answered(serve: Answering) -> None:
-    assert await fetch_instances([await serve(describe_body(page()))]) == {}
+    assert await fetch_instances([await serve(describe_body(page()))], {}) == {}
 
 
 def member(name: str, **fields: Any) -> FleetInstance:
@@ -226,7 +226,7 @@ def test_a_cell_in_one_pod_is_one_instance() -> None:
             member("other"),
         )
     )
-    merged = merge([page])
+    merged = merge([page], {"c": 2})
     assert merged.keys() == {"c", "other"}
     cell = merged["c"]
     assert (cell.role, cell.home, cell.selectable) == ("mixed", "", True)
@@ -238,4 +238,9 @@ def test_a_cell_in_one_pod_is_one_instance() -> None:
 @pytest.mark.parametrize("fault", [{"selectable": False}, {"kv_path": KvPath(detail="untested")}])
 def test_a_cell_takes_requests_only_when_all_its_members_do(fault: dict[str, Any]) -> None:
     page = FleetStatus((member("c.decode-0"), member("c.prefill-0", role="prefill", **fault)))
-    assert not merge([page])["c"].selectable
+    assert not merge([page], {"c": 2})["c"].selectable
+
+
+def test_a_cell_of_which_a_gateway_knows_some_members_takes_no_requests() -> None:
+    page = FleetStatus((member("c.decode-0"), member("c.prefill-0", role="prefill")))
+    assert not merge([page], {"c": 3})["c"].selectable

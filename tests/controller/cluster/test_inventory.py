@@ -2,7 +2,7 @@
 
 from cleave.api.cluster import Cluster, NetworkKind
 from cleave.controller.cluster.inventory import build_inventory
-from cleave.controller.cluster.objects import ObservedNode
+from cleave.controller.cluster.objects import ObservedNode, parse_node
 
 
 def node(name: str, gpu: str = "H100", count: int = 8, **more) -> ObservedNode:
@@ -36,13 +36,37 @@ def test_a_node_that_fails_for_a_while_changes_nothing() -> None:
 
 
 def test_the_network_counts_as_fast_only_when_all_nodes_declare_it() -> None:
-    offered, declared = node("a", rdma_device="rdma/hca"), node("b", infiniband_domain="fabric")
+    offered, declared = node("a", offers_rdma=True), node("b", infiniband_domain="fabric")
     slow = build_inventory([offered, node("b")]).cluster
     fast = build_inventory([offered, declared]).cluster
     assert slow is not None
     assert fast is not None
     assert slow.network.kind is NetworkKind.ETHERNET
     assert fast.network.kind is NetworkKind.INFINIBAND
+
+
+def test_a_restart_of_the_rdma_plug_in_changes_no_plan() -> None:
+    def read_node(capacity: str, allocatable: str) -> ObservedNode:
+        gpus = {"nvidia.com/gpu": "8"}
+        return parse_node(
+            {
+                "metadata": {"name": "a", "labels": {"nvidia.com/gpu.product": "H100"}},
+                "status": {
+                    "capacity": {**gpus, "rdma/hca": capacity},
+                    "allocatable": {**gpus, "rdma/hca": allocatable},
+                },
+            }
+        )
+
+    usual = build_inventory([read_node("63", "63")])
+    assert usual.cluster is not None
+    assert usual.cluster.network.kind is NetworkKind.INFINIBAND
+    for amounts in (("63", "0"), ("0", "0")):
+        during = build_inventory([read_node(*amounts)])
+        assert during.node_kinds_hash == usual.node_kinds_hash
+        assert during.cluster == usual.cluster
+        # New pods could not get one now.
+        assert during.topology.get_rdma_device("H100") == ""
 
 
 def test_settings_say_what_nodes_do_not() -> None:
@@ -87,3 +111,15 @@ def test_nodes_that_cannot_run_the_image_are_named() -> None:
     found = build_inventory([node("a"), node("b", fault=fault), node("c", fault=fault)])
     assert found.unusable == f"not used: node b (and 1 more) {fault}"
     assert build_inventory([node("a")]).unusable == ""
+
+
+def test_plans_with_the_image_leave_out_nodes_that_cannot_run_it() -> None:
+    nodes = [node("a"), node("b", fault="is arm64"), node("c", "GB200", 4, fault="is arm64")]
+    everywhere, limited = build_inventory(nodes), build_inventory(nodes, needs_own_image=True)
+    assert everywhere.topology.gpus_per_node == {"H100": 8, "GB200": 4}
+    assert limited.topology.gpus_per_node == {"H100": 8}
+    assert limited.cluster is not None
+    assert [(each.gpu, each.count) for each in limited.cluster.nodes] == [("H100", 1)]
+    assert limited.unusable == everywhere.unusable == "not used: node b (and 1 more) is arm64"
+    assert limited.node_kinds_hash == build_inventory([node("a")]).node_kinds_hash
+    assert build_inventory(nodes[1:], needs_own_image=True).cluster is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.controller.cluster.objects import parse_child
+from cleave.controller.cluster.objects import parse_child, parse_pod
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,23 @@ def test_a_deployment_is_updated_when_all_its_replicas_are(replicas, status, is_
         "status": {"observedGeneration": 3, **status},
     }
     assert parse_child(manifest).is_updated is is_updated
+
+
+@pytest.mark.parametrize(
+    ("ports", "count"),
+    [
+        (["agent", "engine", "agent-1", "engine-1", "agent-2", "engine-2"], 3),
+        (["agent", "engine"], 1),
+        # A further node of an instance.
+        ([], 1),
+    ],
+)
+def test_a_pod_has_an_engine_for_each_agents_port(ports: list[str], count: int) -> None:
+    labels = {"role": "mixed", "deployment": "chat", "pool": "chat-mixed"}
+    manifest = {
+        "metadata": {"name": "c", "labels": {f"cleave.dev/{k}": v for k, v in labels.items()}},
+        "spec": {"containers": [{"ports": [{"name": name} for name in ports]}]},
+    }
+    pod = parse_pod(manifest)
+    assert pod is not None
+    assert pod.num_engines == count

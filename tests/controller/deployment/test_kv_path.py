@@ -24,6 +24,7 @@ def conditions(
     plan: dict[str, Any] | None = None,
     placement: dict[str, Any] | None = None,
     machines: NodeTopology = NodeTopology(),  # noqa: B008 - a frozen value
+    pull_ms: float = 250.0,
     **gb_per_s: float | None,
 ) -> list[Any]:
     manual = placement or manual_placement(prefill=1, decode=2)
@@ -31,7 +32,8 @@ def conditions(
     pods = [ObservedPod(name, name, Role.DECODE, "r", ready=True) for name in gb_per_s]
     known = {
         name: FleetInstance(
-            name, kv_path=KvPath(rate is not None, "nixl", 1.0, (rate or 0) * 1e9, "p -> d")
+            name,
+            kv_path=KvPath(rate is not None, "nixl", 1.0, (rate or 0) * 1e9, "p -> d", pull_ms),
         )
         for name, rate in gb_per_s.items()
     }
@@ -74,6 +76,18 @@ def test_a_slow_path_names_its_instance_both_rates_and_a_remedy() -> None:
     _, rate = conditions(within, slow=1.25)
     assert "CUDA IPC" in rate.message
     assert "planning.affinity High" in rate.message
+
+
+def test_a_test_as_short_as_its_fixed_costs_says_nothing_about_the_rate() -> None:
+    # 335 MB, which NVLink moves within its latency, and the same through host memory.
+    within = {"predicted": {"kvLink": {"kind": "NVLink", "gbPerS": 360.0}}}
+    _, rate = conditions(within, pull_ms=4.2, a=80.0)
+    assert (rate.status, rate.reason) == (None, "NotMeasured")
+    assert "the test took 4.2 ms: too short for a rate" in rate.message
+    _, rate = conditions(within, pull_ms=67.0, a=5.0)
+    assert (rate.status, rate.reason) == (False, "BelowPlan")
+    _, rate = conditions(within, pull_ms=1.0, a=335.0)
+    assert (rate.status, rate.reason) == (True, "AsPlanned")
 
 
 def test_only_pools_without_a_prefill_instance_transfer_no_kv() -> None:

@@ -26,7 +26,7 @@ async def read_page(stage) -> FleetStatus:
 
 async def test_every_instance_is_listed_with_its_load_and_kv_path(stage) -> None:
     kv_path = agent_pb2.KvPath(
-        verified=True, transport="nixl over tcp", transfer_ms=3.5, bytes_per_s=1.2e9
+        verified=True, transport="nixl over tcp", transfer_ms=3.5, bytes_per_s=1.2e9, pull_ms=2.5
     )
     stage.state(stage.engines["d"], epoch=4, kv_path=kv_path, restarts=2, home=agent_pb2.ROLE_MIXED)
     report = agent_pb2.LoadReport(
@@ -56,7 +56,7 @@ async def test_every_instance_is_listed_with_its_load_and_kv_path(stage) -> None
         pending_tokens=120,
         kv_cache_usage=0.25,
         requests_in_flight=1,
-        kv_path=KvPath(True, "nixl over tcp", 3.5, 1.2e9),
+        kv_path=KvPath(True, "nixl over tcp", 3.5, 1.2e9, pull_ms=2.5),
     )
     stage.context.router.release(pick)
 

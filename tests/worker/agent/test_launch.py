@@ -14,7 +14,7 @@ from cleave_worker.agent.launch import (
     Launch,
     LaunchError,
     build_engine_launch,
-    find_cache_fault,
+    find_cache_faults,
     read_block_size,
 )
 
@@ -215,16 +215,18 @@ def test_vllm_may_start_for_as_long_as_the_agent_waits(config_of: ConfigOf) -> N
     assert build_engine_launch(config, ON_GPU, {name: "60"}).env[name] == "60"
 
 
-def test_folders_for_compiled_kernels_are_made_and_must_be_writable(tmp_path: Path) -> None:
+def test_folders_for_compiled_kernels_are_made_and_faults_are_by_variable(tmp_path: Path) -> None:
     folder = tmp_path / "compiled" / "vllm"
-    assert find_cache_fault({"VLLM_CACHE_ROOT": str(folder)}) is None
+    assert find_cache_faults({"VLLM_CACHE_ROOT": str(folder)}) == {}
     assert folder.is_dir()
-    assert find_cache_fault({}) is None
+    assert find_cache_faults({}) == {}
     (tmp_path / "file").touch()
-    fault = find_cache_fault({"TRITON_CACHE_DIR": str(tmp_path / "file" / "triton")})
-    assert fault is not None
-    assert fault.startswith("TRITON_CACHE_DIR: ")
-    assert "spec.model.cache" in fault
+    bad = {"TRITON_CACHE_DIR": str(tmp_path / "file" / "triton")}
+    faults = find_cache_faults({"VLLM_CACHE_ROOT": str(folder), **bad})
+    assert faults.keys() == bad.keys()
+    (text,) = faults.values()
+    assert text.startswith("TRITON_CACHE_DIR: Not a directory: ")
+    assert "spec.model.cache" in text
 
 
 def test_a_connector_named_in_the_engines_arguments_replaces_cleaves(config_of: ConfigOf) -> None:

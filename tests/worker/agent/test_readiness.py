@@ -9,14 +9,16 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.load_page import LoadPage
+from cleave_worker.agent import readiness
 from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.engine_api import PullCounters
 from cleave_worker.agent.instance import (
     KvDirection,
     ServedEngineInfo,
     WorkerInstance,
     get_kv_direction,
 )
-from cleave_worker.agent.kv_self_test import KvTestError, MissingCountersError
+from cleave_worker.agent.kv_self_test import KvTestError, MissingCountersError, TransferSample
 from cleave_worker.agent.peers import PeerScan, is_counterpart
 from cleave_worker.agent.readiness import verify_kv_path, verify_role, verify_with_peers
 from cleave_worker.agent.supervisor import keep_verified
@@ -312,3 +314,17 @@ def test_a_test_goes_the_way_that_requests_will_go(
 )
 def test_itself_and_workers_of_another_kind_are_no_peers(other: agent_pb2.Registration) -> None:
     assert not is_counterpart(worker("a", P), other)
+
+
+async def test_the_duration_of_a_pull_is_that_of_each_rank_of_the_decode_engine(
+    config: AgentConfig, instance: WorkerInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def verify_transfer(*_: object, **__: object) -> TransferSample:
+        before, after = PullCounters(0, 0.5, 0, 0), PullCounters(4e9, 0.9, 2000, 0)
+        return TransferSample(2000, 125, 50.0, 60.0, before, after)
+
+    monkeypatch.setattr(readiness.kv_self_test, "verify_transfer", verify_transfer)
+    test = readiness._build_test(config, instance)
+    peer = agent_pb2.Registration(instance="w-1", tensor_parallel_size=4, pipeline_parallel_size=2)
+    assert (await test(peer, KvDirection.OUT)).pull_ms == pytest.approx(50)
+    assert (await test(peer, KvDirection.IN)).pull_ms == pytest.approx(400)

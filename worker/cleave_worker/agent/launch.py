@@ -43,7 +43,8 @@ _CACHE_FOLDERS = (
     "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
 )  # fmt: skip
 _CACHE_REMEDY = (
-    f"make the folder of spec.model.cache writable for user {os.getuid()}: "
+    "kernels are compiled again in each new pod; to keep them, make the folder of "
+    f" spec.model.cache writable for user {os.getuid()}: "
     f"`chown {os.getuid()} FOLDER` on the node, for a hostPath, or on the volume"
 )
 
@@ -142,20 +143,23 @@ def has_nvcc(env: Mapping[str, str]) -> bool:
     return any(shutil.which(nvcc, path=path) for nvcc in ("nvcc", "/usr/local/cuda/bin/nvcc"))
 
 
-def find_cache_fault(env: Mapping[str, str]) -> str | None:
-    """Return why a folder for compiled kernels cannot be written; None: all can, or there are none.
-    Creates the folders."""
-    for name in _CACHE_FOLDERS:
-        folder = env.get(name)
-        if not folder:
-            continue
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            return f"{name}: {error.strerror}: {folder}; {_CACHE_REMEDY}"
-        if not os.access(folder, os.W_OK):
-            return f"{name}: user {os.getuid()} cannot write {folder}; {_CACHE_REMEDY}"
-    return None
+def find_cache_faults(env: Mapping[str, str]) -> dict[str, str]:
+    """Return why folders for compiled kernels cannot be written, by variable. Creates the others.
+    The engine starts without these variables: it then compiles again, in its default folders."""
+    folders = ((name, env[name]) for name in _CACHE_FOLDERS if env.get(name))
+    faults = ((name, _explain_unwritable(folder)) for name, folder in folders)
+    return {name: f"{name}: {fault}; {_CACHE_REMEDY}" for name, fault in faults if fault}
+
+
+def _explain_unwritable(folder: str) -> str:
+    """Why a folder cannot be written; empty: it can. Creates it."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        return f"{error.strerror}: {folder}"
+    if not os.access(folder, os.W_OK):
+        return f"user {os.getuid()} cannot write {folder}"
+    return ""
 
 
 def find_free_port(host: str) -> int:

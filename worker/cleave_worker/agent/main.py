@@ -17,7 +17,7 @@ from cleave.shm import core_locks
 from cleave_worker.agent import cpu_cores, memory_lock, subreaper
 from cleave_worker.agent.agent import WorkerAgent
 from cleave_worker.agent.config import AgentConfig, parse
-from cleave_worker.agent.launch import LaunchError, find_cache_fault, has_gpu
+from cleave_worker.agent.launch import LaunchError, find_cache_faults, has_gpu
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if config.engine == "emulated":
             distribution.require("worker")
-        if gpu and (fault := find_cache_fault(os.environ)):
-            raise LaunchError(fault)
+        if gpu:
+            _drop_unwritable_caches()
         locked = locks.acquire(_plan_cores(config, gpu), config.allow_shared_cores)
         subreaper.become_subreaper()
         return asyncio.run(_run(config, locked, gpu))
@@ -52,6 +52,13 @@ async def _run(config: AgentConfig, locked: tuple[int, ...], gpu: bool) -> int:
     with contextlib.suppress(AgentSourceUnreachable):
         await list_agents(config.peers)
     return await WorkerAgent(config, locked, gpu).run()
+
+
+def _drop_unwritable_caches() -> None:
+    """Start the engine without the folders that it cannot write: they only save time."""
+    for name, fault in find_cache_faults(os.environ).items():
+        _log.warning(fault)
+        del os.environ[name]
 
 
 def _plan_cores(config: AgentConfig, gpu: bool) -> cpu_cores.CoreRequest:

@@ -152,12 +152,17 @@ def _build_test(config: AgentConfig, instance: WorkerInstance) -> RunKvTest:
             transport=f"{transport} over {carrier}" if carrier else transport,
             transfer_ms=transfer.first_token_ms,
             bytes_per_s=transfer.bytes_per_s,
+            pull_ms=transfer.seconds * 1e3 / _count_ranks(decode),
             detail=f"{prefill.instance} -> {decode.instance}: {'; '.join(filter(None, details))}",
         )
         _log.info("KV path verified: %s, %s", kv_path.transport, kv_path.detail)
         return kv_path
 
     return test
+
+
+def _count_ranks(instance: agent_pb2.Registration) -> int:
+    return max(1, instance.tensor_parallel_size) * max(1, instance.pipeline_parallel_size)
 
 
 def _name_transport(config: AgentConfig) -> str:

@@ -20,7 +20,7 @@ from cleave.manifests.labels import Manifest
 FINALIZER = "cleave.dev/drain"
 _HASH_DIGITS = 12
 _CONTROLLED_KINDS = ("Pod", "InstancePool", "Deployment")
-_FIELDS_NOT_IN_PODS = {"replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy"}
+_FIELDS_NOT_IN_PODS = ("replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy")
 """Fields of a pool's spec that do not affect its pods."""
 
 ChildrenByName = Mapping[tuple[str, str], ObservedChild]
@@ -91,8 +91,13 @@ def build_changes(
 
 def hash_template(pool: InstancePool) -> str:
     """Hash everything that affects a pool's pods; the number of instances is left out."""
-    spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=_FIELDS_NOT_IN_PODS)
-    return hash_content({"spec": spec, "image": pool.spec.engine.image or get_image("worker")})
+    engine = pool.spec.engine
+    excluded: dict[str, bool | set[str]] = dict.fromkeys(_FIELDS_NOT_IN_PODS, True)
+    excluded["engine"] = {"connector"}
+    spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
+    # Also those that a later version of Cleave could change while the spec stays.
+    in_use = {"connector": engine.kv_connector, "image": engine.image or get_image("worker")}
+    return hash_content({"spec": spec, **in_use})
 
 
 def with_template(manifest: Manifest, template_hash: str) -> Manifest:

@@ -35,7 +35,9 @@ _FRESH_AGE_S = 2.0
 
 InstancesByPod = Mapping[str, FleetInstance] | None
 """Instances by pod; None: no gateway has responded yet."""
-FetchInstances = Callable[[Collection[str]], Awaitable[InstancesByPod]]
+EngineCounts = Mapping[str, int]
+"""Number of engines by pod; a pod that is not named has one."""
+FetchInstances = Callable[[Collection[str], EngineCounts], Awaitable[InstancesByPod]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +57,27 @@ def build_base_url(address: str) -> str:
     return f"http://{host}:{INTERNAL_PORT}"
 
 
-async def fetch_instances(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> InstancesByPod:
+async def fetch_instances(
+    urls: Collection[str], engine_counts: EngineCounts, timeout_s: float = TIMEOUT_S
+) -> InstancesByPod:
     """Fetch instances by name from gateways at `urls`; None: none responds. Never raises."""
     selected = sorted(urls)[:_MAX_GATEWAYS]
     pages = await asyncio.gather(*(_fetch_page(url, timeout_s) for url in selected))
     responses = [page for page in pages if page is not None]
-    return merge(responses) if responses else None
+    return merge(responses, engine_counts) if responses else None
 
 
-def merge(pages: Iterable[FleetStatus]) -> Mapping[str, FleetInstance]:
+def merge(pages: Iterable[FleetStatus], engine_counts: EngineCounts) -> Mapping[str, FleetInstance]:
     """Merge the views of several gateways: the freshest of each instance, and one for each pod."""
     views: dict[str, list[FleetInstance]] = {}
     for page in pages:
         for instance in page.instances:
             views.setdefault(instance.name, []).append(instance)
     merged = [_merge_views(instance_views) for _, instance_views in sorted(views.items())]
-    return {pod: _merge_members(pod, group) for pod, group in _group_by_pod(merged).items()}
+    return {
+        pod: _merge_members(pod, group, engine_counts.get(pod, 1))
+        for pod, group in _group_by_pod(merged).items()
+    }
 
 
 def count_requests(instance: FleetInstance) -> int:
@@ -120,8 +127,8 @@ def _group_by_pod(instances: Iterable[FleetInstance]) -> dict[str, list[FleetIns
     return groups
 
 
-def _merge_members(pod: str, members: list[FleetInstance]) -> FleetInstance:
-    """A cell in one pod as one mixed instance: open if all its members are."""
+def _merge_members(pod: str, members: list[FleetInstance], count: int) -> FleetInstance:
+    """A cell in one pod as one mixed instance: open if all `count` are known and open."""
     if len(members) == 1 and members[0].name == pod:
         return members[0]
     paths = [each for each in members if not each.kv_path.verified]
@@ -131,7 +138,7 @@ def _merge_members(pod: str, members: list[FleetInstance]) -> FleetInstance:
         name=pod,
         role=Role.MIXED.value,
         home="",
-        selectable=all(each.selectable and _is_complete(each) for each in members),
+        selectable=len(members) >= count and all(map(_is_complete, members)),
         num_running=sum(each.num_running for each in members),
         num_waiting=sum(each.num_waiting for each in members),
         pending_tokens=sum(each.pending_tokens for each in members),
@@ -177,36 +184,39 @@ class GatewayClient(Generic[K]):
         return cached.instances if cached else None
 
     async def get_or_refresh(
-        self, key: K, gateways: Collection[str], ready: frozenset[str]
+        self, key: K, gateways: Collection[str], ready: frozenset[str], engine_counts: EngineCounts
     ) -> InstancesByPod:
         """Return the cached response, refreshed when old or when other pods are `ready` (names)."""
         cached = self._cached.get(key)
         if cached and cached.ready == ready and self._clock() - cached.at_s < cached.valid_s:
             return cached.instances
-        return await self._refresh(key, gateways, ready)
+        return await self._refresh(key, gateways, ready, engine_counts)
 
     def get_retry_delay_s(self, key: K) -> float | None:
         """Seconds until a retry of an incomplete response; None: it is complete."""
         cached = self._cached.get(key)
         return cached.valid_s if cached is not None and cached.incomplete_count else None
 
-    async def get_fresh(self, key: K, gateways: Collection[str]) -> InstancesByPod:
+    async def get_fresh(
+        self, key: K, gateways: Collection[str], engine_counts: EngineCounts
+    ) -> InstancesByPod:
         """Return a response that is at most `_FRESH_AGE_S` seconds old."""
         cached = self._cached.get(key)
         if cached and self._clock() - cached.at_s < _FRESH_AGE_S:
             return cached.instances
-        return await self._refresh(key, gateways, cached.ready if cached else frozenset())
+        ready = cached.ready if cached else frozenset()
+        return await self._refresh(key, gateways, ready, engine_counts)
 
     def forget(self, key: K) -> None:
         """Drop the response: the deployment was deleted, or its instances have changed."""
         self._cached.pop(key, None)
 
     async def _refresh(
-        self, key: K, gateways: Collection[str], ready: frozenset[str]
+        self, key: K, gateways: Collection[str], ready: frozenset[str], engine_counts: EngineCounts
     ) -> InstancesByPod:
         if not gateways or not ready:
             return self.get_cached(key)
-        response = await self._fetch([*map(build_base_url, gateways)])
+        response = await self._fetch([*map(build_base_url, gateways)], engine_counts)
         instances_now = self.get_cached(key) if response is None else response
         previous, incomplete_count = self._cached.get(key), 0
         if not all(_is_complete((instances_now or {}).get(name)) for name in ready):

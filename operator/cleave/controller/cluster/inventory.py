@@ -39,9 +39,18 @@ MAX_GPUS_PER_NODE = 128
 number."""
 
 
-def build_inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) -> Inventory:
-    """Build the inventory of the GPU nodes; `settings`: network, own GPUs and profiles."""
-    gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
+def build_inventory(
+    nodes: Iterable[ObservedNode],
+    settings: Cluster | None = None,
+    *,
+    needs_own_image: bool = False,
+) -> Inventory:
+    """Build the inventory of the GPU nodes; `settings`: network, own GPUs and profiles.
+
+    `needs_own_image`: only of nodes that can run Cleave's image for GPUs; others may run a user's.
+    """
+    all_gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
+    gpu_nodes = [node for node in all_gpu_nodes if not (needs_own_image and node.fault)]
     groups = Counter((node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE)) for node in gpu_nodes)
     network = NetworkSpec()
     if not (gpu_nodes and all(node.has_rdma for node in gpu_nodes)):
@@ -63,7 +72,7 @@ def build_inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = No
         topology=_build_topology(gpu_nodes),
         node_kinds_hash=hash_content(base),
         node_counts_hash=hash_content(rows),
-        unusable=_explain_unusable(gpu_nodes),
+        unusable=_explain_unusable(all_gpu_nodes),
     )
 
 

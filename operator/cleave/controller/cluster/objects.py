@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.api.role import Role
 from cleave.manifests.labels import (
     CELL,
@@ -19,9 +20,10 @@ from cleave.manifests.labels import (
     REVISION,
     ROLE,
     Manifest,
+    get_agent_port_name,
 )
 from cleave.manifests.quantity import parse_quantity
-from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device
+from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device, has_rdma_devices
 from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
@@ -69,6 +71,8 @@ class ObservedPod:
     restarts: int = 0
     cell: int | None = None
     """Number of its cell, in a pool whose instances share nodes with others."""
+    num_engines: int = 1
+    """Engines in this pod; several: it is a cell."""
     instance: str = ""
     """Name of its instance; empty: the pod's own name."""
     is_multi_node_worker: bool = False
@@ -104,7 +108,9 @@ class ObservedNode:
     num_gpus: int = 0
     rdma_device: str = ""
     """Resource that gives a pod a network card for RDMA (InfiniBand, RoCE); empty: there is none,
-    or fewer of them than GPUs."""
+    or fewer of them than GPUs. It is empty for a while when its plug-in restarts."""
+    offers_rdma: bool = False
+    """Whether it has such a resource, also while none is allocatable: plans depend on it."""
     infiniband_domain: str = ""
     """Value of its label cleave.dev/infiniband-domain."""
     clique: str = ""
@@ -114,9 +120,9 @@ class ObservedNode:
 
     @property
     def has_rdma(self) -> bool:
-        """Whether pods reach GPU memory on other nodes by RDMA: they find a device, or the
+        """Whether pods reach GPU memory on other nodes by RDMA: the node has devices for it, or the
         cluster's administrators say so."""
-        return bool(self.rdma_device or self.infiniband_domain)
+        return self.offers_rdma or bool(self.infiniband_domain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +179,14 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         is_multi_node_worker=labels.get(COMPONENT) == NODE_WORKER,
         set_name=labels.get(_SET_LABEL, ""),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
+        num_engines=max(1, _count_agents(spec)),
     )
+
+
+def _count_agents(pod_spec: Manifest) -> int:
+    containers = pod_spec.get("containers", ())
+    ports = {port.get("name") for each in containers for port in each.get("ports", ())}
+    return sum(get_agent_port_name(number) in ports for number in range(MAX_CELL_ENGINES))
 
 
 def group_instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
@@ -216,6 +229,7 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         gpu=labels.get(GPU_PRODUCT, ""),
         num_gpus=num_gpus,
         rdma_device=find_rdma_device(allocatable, num_gpus),
+        offers_rdma=has_rdma_devices(status, num_gpus),
         infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
         fault=explain_unusable(labels),

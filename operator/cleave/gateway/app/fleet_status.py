@@ -53,6 +53,7 @@ def _describe_instance(instance: RoutedInstance, now: float) -> fleet_status.Fle
             transfer_ms=_to_finite(registration.kv_path.transfer_ms),
             bytes_per_s=_to_finite(registration.kv_path.bytes_per_s),
             detail=registration.kv_path.detail[:_TEXT_LIMIT],
+            pull_ms=_to_finite(registration.kv_path.pull_ms),
         ),
     )
 

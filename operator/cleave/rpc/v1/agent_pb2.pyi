@@ -242,6 +242,7 @@ class KvPath(_message.Message):
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    PULL_MS_FIELD_NUMBER: _builtins.int
     verified: _builtins.bool
     transport: _builtins.str
     """"nixl over rdma", "nixl over tcp", "nixl", "emulated" """
@@ -251,6 +252,8 @@ class KvPath(_message.Message):
     """which way, bytes, tokens, seconds and rate; or why it is not verified"""
     bytes_per_s: _builtins.float
     """bytes that the decode engine pulled / seconds it took; 0: not told"""
+    pull_ms: _builtins.float
+    """what each rank of the decode engine pulled for; 0: not reported"""
     def __init__(
         self,
         *,
@@ -259,10 +262,11 @@ class KvPath(_message.Message):
         transfer_ms: _builtins.float = ...,
         detail: _builtins.str = ...,
         bytes_per_s: _builtins.float = ...,
+        pull_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "detail", b"detail", "transfer_ms", b"transfer_ms", "transport", b"transport", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "detail", b"detail", "pull_ms", b"pull_ms", "transfer_ms", b"transfer_ms", "transport", b"transport", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

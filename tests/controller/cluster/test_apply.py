@@ -1,0 +1,34 @@
+"""Hashes of what is applied."""
+
+import pytest
+
+from cleave.api.engine import Connector, EngineSpec
+from cleave.api.pool import InstancePool
+from cleave.controller.cluster.apply import hash_template
+
+
+def build_pool(replicas: int = 1, **engine: str) -> InstancePool:
+    return InstancePool.model_validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "InstancePool",
+            "metadata": {"name": "chat-decode"},
+            "spec": {
+                "deployment": "chat",
+                "role": "decode",
+                "replicas": replicas,
+                "revision": "r",
+                "model": "facebook/opt-13b",
+                "engine": {"image": "registry.example/vllm:1", **engine},
+            },
+        }
+    )
+
+
+def test_the_template_changes_with_the_connector_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = hash_template(build_pool())
+    assert hash_template(build_pool(replicas=3, connector="Cleave")) == before
+    assert hash_template(build_pool(connector="Nixl")) != before
+    # As in a version with another default.
+    monkeypatch.setattr(EngineSpec, "kv_connector", Connector.NIXL)
+    assert hash_template(build_pool()) != before
