@@ -215,10 +215,14 @@ class _ServerSession:
 
     def close(self) -> None:
         """Close the link and free the blocks of an unfinished read."""
-        if self._link:
-            self._link.close()
+        self._close_link()
         if self._active_read:
             self._server.rank_barrier.abandon(*self._active_read)
+
+    def _close_link(self) -> None:
+        link, self._link = self._link, None
+        if link:
+            link.close()
 
     def _pull(self, pull: protocol.PullRequest) -> None:
         identity = (pull.request_id, pull.epoch, pull.prompt_digest)
@@ -264,7 +268,8 @@ class _ServerSession:
             raise protocol.ProtocolError(str(error)) from error
 
     def _open_two_sided_link(self, transport: Transport) -> None:
-        """Without a link the connection stays: the consumer tries its next transport on it."""
+        """Replace the link. Without one the connection stays, for the consumer's next transport."""
+        self._close_link()
         memory, host = self._kv.memory, self._kv.host
         try:
             rendezvous = two_sided.Rendezvous(host, _MESSAGE_TIMEOUT_S)

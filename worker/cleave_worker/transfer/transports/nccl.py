@@ -146,10 +146,12 @@ class NcclChannel:
             if communicator is not None:
                 self._api.abort(communicator)
         except LinkError as error:
-            _log.warning("a communicator of NCCL was not freed: %s", error)
-        finally:
-            self._messages = []
-            _slots.release()
+            # Its kernels may still write: its buffers must not be reused, and it keeps its memory.
+            _log.warning("a communicator of NCCL was not freed and keeps its slot: %s", error)
+            _unfreed_messages.extend(self._messages)
+            return
+        self._messages = []
+        _slots.release()
 
 
 class _NcclMessage:
@@ -172,6 +174,8 @@ class _NcclMessage:
 
 
 _slots = threading.BoundedSemaphore(MAX_COMMUNICATORS)
+_unfreed_messages: list[torch.Tensor] = []
+"""Buffers of communicators whose abort failed; as few as the slots, which they keep."""
 
 
 def _reserve_communicator(api: NcclApi) -> None:
