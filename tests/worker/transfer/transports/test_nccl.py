@@ -16,11 +16,12 @@ from cleave_worker.transfer import protocol  # noqa: E402
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill  # noqa: E402
 from cleave_worker.transfer.client import KvClient  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError  # noqa: E402
+from cleave_worker.transfer.memory import Memory  # noqa: E402
 from cleave_worker.transfer.rank_resolver import find_remote_ranks  # noqa: E402
 from cleave_worker.transfer.server import KvServer  # noqa: E402
-from cleave_worker.transfer.transport import Transport  # noqa: E402
+from cleave_worker.transfer.transport import LinkError, Transport  # noqa: E402
 from cleave_worker.transfer.transports import nccl, nixl  # noqa: E402
-from cleave_worker.transfer.transports.two_sided import join_rendezvous  # noqa: E402
+from cleave_worker.transfer.transports.two_sided import Rendezvous, join_rendezvous  # noqa: E402
 
 from tests.support.fake_nccl import FakeNccl, Fault  # noqa: E402
 from tests.support.kv_server_process import caches, register_kv  # noqa: E402
@@ -198,6 +199,27 @@ def test_a_producer_closes_the_link_that_a_new_one_replaces(
 def test_no_communicator_is_made_where_memory_is_short(library: FakeNccl, connect: Connect) -> None:
     library.free_bytes = nccl.COMMUNICATOR_BYTES
     assert connect(Transport.NCCL, Transport.GLOO).pull() is Transport.GLOO
+    assert library.most_communicators == 0
+
+
+def test_a_producer_does_not_wait_for_a_consumer_that_cannot_use_nccl(library: FakeNccl) -> None:
+    memory, host = Memory([torch.zeros(8, dtype=torch.uint8)]), "127.0.0.1"
+    rendezvous = Rendezvous(host, BOUND_S)
+    library.free_bytes = 0
+    with pytest.raises(LinkError, match="of free GPU memory"):
+        join_rendezvous(memory, Transport.NCCL, (host, rendezvous.port), host, BOUND_S)
+    library.free_bytes = 80 << 30
+    begun = time.monotonic()
+    with pytest.raises(LinkError, match="the consumer cannot use NCCL"):
+        rendezvous.create_link(memory, Transport.NCCL, host, BOUND_S)
+    assert time.monotonic() - begun < BOUND_S / 2
+    assert library.most_communicators == 0
+
+
+def test_a_producer_waits_for_a_silent_consumer_within_its_limit(library: FakeNccl) -> None:
+    memory, host = Memory([torch.zeros(8, dtype=torch.uint8)]), "127.0.0.1"
+    with pytest.raises(LinkError, match="no nccl group with the peer"):
+        Rendezvous(host, 0.5).create_link(memory, Transport.NCCL, host, 0.5)
     assert library.most_communicators == 0
 
 

@@ -34,6 +34,9 @@ systems/h200_sxm.yaml, nccl_mem)."""
 _POLL_S = 0.0001
 _ID_BYTES = 128
 _ID_KEY = "nccl-id"
+_CONSUMER_KEY = "nccl-consumer"
+_JOINED, _REFUSED = "joined", "refused"
+"""Values of `_CONSUMER_KEY`."""
 
 
 class NcclResult(IntEnum):
@@ -82,12 +85,18 @@ class NcclChannel:
     """A `MessageChannel` over a communicator of two ranks."""
 
     def __init__(self, store: TCPStore, rank: int, device: torch.device, seconds: float) -> None:
-        """Raises LinkError when the peer does not come within `seconds`, or no memory is left."""
+        """Raises LinkError when the peer does not come within `seconds` or refuses, or no memory is
+        left."""
         self.device = device
         self._peer = 1 - rank
-        self._api = load_api(device)
         deadline = time.monotonic() + seconds
-        _reserve_communicator(self._api)
+        try:
+            self._api = load_api(device)
+            _reserve_communicator(self._api)
+        except LinkError:
+            if rank == 1:
+                store.set(_CONSUMER_KEY, _REFUSED)
+            raise
         self._lock = threading.Lock()
         self._communicator: int | None = None
         self._is_aborted = False
@@ -192,8 +201,16 @@ def _reserve_communicator(api: NcclApi) -> None:
 
 
 def _exchange_id(store: TCPStore, rank: int, api: NcclApi) -> bytes:
-    """Return the id that rank 0 creates; the store's own time limit holds."""
-    if rank == 0:
+    """Return the id that rank 0 creates once rank 1 has reserved a communicator.
+
+    The store's own time limit holds. Raises LinkError at rank 0 when rank 1 cannot use NCCL, which
+    would else cost the producer's thread that whole limit.
+    """
+    if rank == 1:
+        store.set(_CONSUMER_KEY, _JOINED)
+    elif store.get(_CONSUMER_KEY).decode() == _REFUSED:
+        raise LinkError("the consumer cannot use NCCL")
+    else:
         store.set(_ID_KEY, api.create_id().hex())
     return bytes.fromhex(store.get(_ID_KEY).decode())
 
