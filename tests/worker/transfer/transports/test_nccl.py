@@ -188,12 +188,15 @@ def test_a_producer_closes_the_link_that_a_new_one_replaces(
     (rank,) = find_remote_ranks(pair.reader.kv, handoff)
     connection, _ = pair.reader.connect(rank, BOUND_S)
     request = protocol.RendezvousRequest(Transport.NCCL)
+    links = []
     for _ in range(3):
         response = protocol.send_request(connection, request, protocol.RendezvousResponse, BOUND_S)
         peer, memory = ("127.0.0.1", response.port), pair.reader.kv.memory
-        join_rendezvous(memory, Transport.NCCL, peer, "127.0.0.1", BOUND_S).close()
-    await_that(lambda: library.num_communicators == 1)
+        links.append(join_rendezvous(memory, Transport.NCCL, peer, "127.0.0.1", BOUND_S))
+    await_that(lambda: library.num_communicators == len(links) + 1)
     connection.close()
+    for link in links:
+        link.close()
 
 
 def test_no_communicator_is_made_where_memory_is_short(library: FakeNccl, connect: Connect) -> None:

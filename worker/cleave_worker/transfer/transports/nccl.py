@@ -24,6 +24,7 @@ import torch
 from torch.distributed import TCPStore
 
 from cleave_worker.transfer.transport import LinkError, PendingMessage
+from cleave_worker.transfer.transports.cuda_stream import create_stream, destroy_stream
 
 _log = logging.getLogger(__name__)
 MAX_COMMUNICATORS = 8
@@ -75,7 +76,7 @@ class NcclApi(Protocol):
         """Return an event behind all that was enqueued."""
 
     def abort(self, communicator: int) -> None:
-        """End its kernels and free it; may take long."""
+        """End its kernels, free it and the channel's stream; may take long."""
 
     def get_free_bytes(self) -> int:
         """Return the free memory of the GPU."""
@@ -133,22 +134,31 @@ class NcclChannel:
     def is_idle(self) -> bool:
         """Return whether NCCL has accepted all calls. Raises LinkError when the peer is lost."""
         with self._lock:
-            if self._communicator is None:
-                raise LinkError("the link is closed")
-            state = self._api.get_state(self._communicator)
+            state = self._api.get_state(self._require_communicator())
         if state not in (NcclResult.SUCCESS, NcclResult.IN_PROGRESS):
             raise LinkError(f"NCCL reports error {state}")
         return state == NcclResult.SUCCESS
+
+    def record(self) -> CompletionEvent:
+        """Return an event behind all that was enqueued. Raises LinkError after an abort, which
+        frees the stream."""
+        with self._lock:
+            self._require_communicator()
+            return self._api.record()
+
+    def _require_communicator(self) -> int:
+        if self._communicator is None:
+            raise LinkError("the link is closed")
+        return self._communicator
 
     def _enqueue(
         self, call: Callable[[int, torch.Tensor, int], None], message: torch.Tensor
     ) -> PendingMessage:
         with self._lock:
-            if self._communicator is None:
-                raise LinkError("the link is closed")
+            communicator = self._require_communicator()
             self._messages = [*self._messages[-3:], message]
-            call(self._communicator, message, self._peer)
-        return _NcclMessage(self, self._api)
+            call(communicator, message, self._peer)
+        return _NcclMessage(self)
 
     def _end_communicator(self, communicator: int | None) -> None:
         try:
@@ -164,9 +174,8 @@ class NcclChannel:
 
 
 class _NcclMessage:
-    def __init__(self, channel: NcclChannel, api: NcclApi) -> None:
+    def __init__(self, channel: NcclChannel) -> None:
         self._channel = channel
-        self._api = api
         self._event: CompletionEvent | None = None
 
     def wait(self, seconds: float) -> None:
@@ -178,7 +187,7 @@ class _NcclMessage:
     def _is_done(self) -> bool:
         # NCCL enqueues its kernel only when it has accepted the call.
         if self._channel.is_idle() and self._event is None:
-            self._event = self._api.record()
+            self._event = self._channel.record()
         return self._event is not None and self._event.query()
 
 
@@ -249,7 +258,7 @@ _UINT8 = 1
 
 
 class NcclLibrary:
-    """The `NcclApi` of libnccl, for one GPU; it enqueues on the calling thread's stream."""
+    """The `NcclApi` of libnccl, for one channel, which has a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises LinkError when the library is missing."""
@@ -265,7 +274,8 @@ class NcclLibrary:
             ctypes.c_int,
             ctypes.POINTER(_Config),
         )
-        self._stream = torch.cuda.Stream(device)
+        self._stream: torch.cuda.Stream
+        """Of this channel alone, from `begin_init` to `abort`."""
 
     def create_id(self) -> bytes:
         """Return the id under which two ranks meet."""
@@ -279,7 +289,12 @@ class NcclLibrary:
         config = build_config()
         identity = _UniqueId.from_buffer_copy(unique_id)
         arguments = (ctypes.byref(communicator), 2, identity, rank, ctypes.byref(config))
-        self._call("ncclCommInitRankConfig", *arguments)
+        self._stream = create_stream(self._device)
+        try:
+            self._call("ncclCommInitRankConfig", *arguments)
+        except LinkError:
+            destroy_stream(self._stream)
+            raise
         return communicator.value or 0
 
     def get_state(self, communicator: int) -> int:
@@ -303,8 +318,9 @@ class NcclLibrary:
         return event
 
     def abort(self, communicator: int) -> None:
-        """End its kernels and free it; may take long."""
+        """End its kernels, free it and the channel's stream; may take long."""
         self._call("ncclCommAbort", ctypes.c_void_p(communicator))
+        destroy_stream(self._stream)
 
     def get_free_bytes(self) -> int:
         """Return the free memory of the GPU."""
@@ -334,8 +350,8 @@ def build_config() -> _Config:
 
 
 def load_api(device: torch.device) -> NcclApi:
-    """Return NCCL for one channel, with a stream of its own: kernels of other peers never wait for
-    this one. Raises LinkError when NCCL is missing."""
+    """Return NCCL for one channel, with a stream of its own, see cuda_stream.py: neither copies nor
+    kernels of other peers ever wait for this one. Raises LinkError when NCCL is missing."""
     return NcclLibrary(device)
 
 
