@@ -51,7 +51,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 def test_a_stream_is_made_on_its_device_and_freed(runtime: FakeRuntime) -> None:
     stream = cuda_stream.create_stream(GPU)
-    cuda_stream.destroy_stream(stream)
+    cuda_stream.release_stream(stream)
     assert runtime.calls == [("enter", 3), ("create", 1), ("destroy", stream.cuda_stream)]
     assert stream.device == GPU
 

@@ -17,14 +17,14 @@ _NON_BLOCKING = 1
 
 
 def create_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a new stream; the caller must `destroy_stream` it. Raises LinkError."""
+    """Return a new stream; the caller must `release_stream` it. Raises LinkError."""
     pointer = ctypes.c_void_p()
     with torch.cuda.device(device):
         _call("cudaStreamCreateWithFlags", ctypes.byref(pointer), ctypes.c_uint(_NON_BLOCKING))
     return torch.cuda.ExternalStream(pointer.value, device)
 
 
-def destroy_stream(stream: torch.cuda.Stream) -> None:
+def release_stream(stream: torch.cuda.Stream) -> None:
     """Free a stream, on which nothing may be enqueued any more. Raises LinkError."""
     _call("cudaStreamDestroy", ctypes.c_void_p(stream.cuda_stream))
 

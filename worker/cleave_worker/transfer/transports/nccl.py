@@ -24,7 +24,7 @@ import torch
 from torch.distributed import TCPStore
 
 from cleave_worker.transfer.transport import LinkError, PendingMessage
-from cleave_worker.transfer.transports.cuda_stream import create_stream, destroy_stream
+from cleave_worker.transfer.transports.cuda_stream import create_stream, release_stream
 
 _log = logging.getLogger(__name__)
 MAX_COMMUNICATORS = 8
@@ -293,7 +293,7 @@ class NcclLibrary:
         try:
             self._call("ncclCommInitRankConfig", *arguments)
         except LinkError:
-            destroy_stream(self._stream)
+            release_stream(self._stream)
             raise
         return communicator.value or 0
 
@@ -320,7 +320,7 @@ class NcclLibrary:
     def abort(self, communicator: int) -> None:
         """End its kernels, free it and the channel's stream; may take long."""
         self._call("ncclCommAbort", ctypes.c_void_p(communicator))
-        destroy_stream(self._stream)
+        release_stream(self._stream)
 
     def get_free_bytes(self) -> int:
         """Return the free memory of the GPU."""
