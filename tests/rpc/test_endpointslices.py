@@ -139,3 +139,18 @@ def test_pods_with_several_agents_have_an_address_for_each() -> None:
     }
     found = parse_slice(item, 9000)
     assert found == {f"10.0.0.{host}:{port}" for host in (1, 2) for port in (9000, 9002)}
+
+
+def test_ports_without_a_name_or_number_are_skipped() -> None:
+    item = {
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": ["10.0.0.1"]}],
+        "ports": [
+            {"name": None, "port": 9001},
+            {"port": 9001},
+            {"name": "agent-1", "port": None},
+            {"name": "agent-2"},
+            {"name": "agent-3", "port": 9006},
+        ],
+    }
+    assert parse_slice(item, 9000) == {"10.0.0.1:9000", "10.0.0.1:9006"}

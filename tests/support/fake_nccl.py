@@ -36,6 +36,11 @@ class Fault(Enum):
     """Its abort ends the kernel of the other end, which counts as completed without an error."""
     ABORT_HANGS = auto()
     """As HANGS, and the aborts of both ends never return."""
+    ABORT_RAISES = auto()
+    """As HANGS, and the aborts of both ends return an error."""
+
+
+_FAULTS_WITHOUT_A_MESSAGE = (Fault.HANGS, Fault.LATE, Fault.ABORT_HANGS, Fault.ABORT_RAISES)
 
 
 @dataclass(eq=False)
@@ -129,6 +134,9 @@ class _FakeApi:
     def abort(self, communicator: int) -> None:
         if self._fault is Fault.ABORT_HANGS:
             self._nccl.release_aborts.wait()
+        if self._fault is Fault.ABORT_RAISES:
+            self._nccl.end_communicator()
+            raise LinkError("ncclCommAbort returned error 1")
         self._nccl.run(self._end_kernels)
         self._nccl.end_communicator()
 
@@ -140,7 +148,7 @@ class _FakeApi:
     def _match(self) -> None:
         sent, received = self._meeting.kernels[0], self._meeting.kernels[1]
         while sent and received:
-            if self._fault in (Fault.HANGS, Fault.LATE, Fault.ABORT_HANGS):
+            if self._fault in _FAULTS_WITHOUT_A_MESSAGE:
                 return
             if self._fault in (Fault.DIES, Fault.ABORTS):
                 received[0].message[: received[0].message.numel() // 2] = _GARBAGE

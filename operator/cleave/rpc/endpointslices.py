@@ -111,12 +111,17 @@ class EndpointSliceWatcher:
 def parse_slice(item: dict[str, Any], port: int) -> Addresses:
     """The addresses (host:port) that one EndpointSlice lists.
 
-    Pods with several agents have further ports, named agent-1, agent-2, ...
+    Pods with several agents have further ports, named agent-1, agent-2, ... The API allows ports
+    without a name or number (null, or absent), which name no agent.
     """
     if item.get("addressType") not in ("IPv4", "IPv6"):
         return frozenset()
-    named = (each for each in item.get("ports") or () if each.get("name", "").startswith("agent-"))
-    ports = {port, *(each["port"] for each in named)}
+    named = (
+        each.get("port")
+        for each in item.get("ports") or ()
+        if (each.get("name") or "").startswith("agent-")
+    )
+    ports = {port, *filter(None, named)}
     hosts = [endpoint["addresses"][0] for endpoint in item.get("endpoints") or ()]
     return frozenset(
         f"[{host}]:{each}" if ":" in host else f"{host}:{each}" for host in hosts for each in ports

@@ -160,3 +160,13 @@ def test_rows_outside_a_region_are_refused_before_anything_is_copied() -> None:
         with pytest.raises(ValueError, match=r"region|lengths"):
             copy_rows(target, source, [good, bad])
         assert not target.regions[0].any()
+
+
+def test_rows_on_another_device_are_refused() -> None:
+    here, elsewhere = (
+        Memory([torch.zeros(4096, dtype=torch.uint8, device=name)]) for name in ("cpu", "meta")
+    )
+    pairs = [(ByteRange(0, 0, 1024), ByteRange(0, 0, 1024))]
+    for target, source in ((here, elsewhere), (elsewhere, here)):
+        with pytest.raises(ValueError, match=r"cannot copy rows from \w+ to \w+: they must"):
+            target.copy_from(source, pairs)

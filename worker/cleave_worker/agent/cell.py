@@ -8,7 +8,8 @@ end together: when one ends by itself, the others end at once, and the container
 The standard health protocol reports for probes: alive while every agent responds, and ready while
 every instance is.
 
-Exit codes: 0 all are drained; 2 bad usage; 1 an agent ended by itself, or other errors.
+Exit codes: 0 all are drained; 2 bad usage, of the cell or as the agent that ended first reports it;
+1 an agent ended by itself otherwise or failed while it drained, or other errors.
 """
 
 import argparse
@@ -37,6 +38,8 @@ _log = logging.getLogger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 1.0
 _CHECK_TIMEOUT_S = 2.0
+_DIAL_OPTIONS = (("grpc.max_reconnect_backoff_ms", 1000),)
+"""gRPC's own back-off grows to two minutes: an agent that starts slowly would count as dead."""
 _END_GRACE_S = 15.0
 """Between the second signal to an agent, which then kills its engine, and SIGKILL."""
 
@@ -170,7 +173,7 @@ class _Cell:
                 process.terminate()
 
     async def _watch_health(self) -> None:
-        channels = [dial(agent.config.address) for agent in self._agents]
+        channels = [dial(agent.config.address, _DIAL_OPTIONS) for agent in self._agents]
         stubs = [health_pb2_grpc.HealthStub(channel) for channel in channels]
         try:
             while True:

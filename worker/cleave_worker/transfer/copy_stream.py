@@ -3,15 +3,27 @@
 Called by the threads of `KvServer` and `WorkerSide`. A new thread has device 0 and the default
 stream, also on rank 3, and the model may run on that stream: a copy there would queue behind whole
 steps. Copies are asynchronous, so a thread must wait before it reports KV or reuses a buffer.
+
+torch has 32 streams per GPU and hands them out in turn: beyond them threads share streams. So a
+thread that may never copy selects its device only, and a stream when it copies first.
 """
 
 import torch
 
 
-def select_copy_stream(device: torch.device) -> None:
-    """Give the calling thread this device and a stream of its own for all that it enqueues."""
+def select_device(device: torch.device) -> None:
+    """Give the calling thread this device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def select_copy_stream(device: torch.device) -> None:
+    """Give the calling thread this device, and a stream beside the default one for all that it
+    enqueues; a thread that has one keeps it."""
+    if device.type != "cuda":
+        return
+    select_device(device)
+    if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 

@@ -168,8 +168,11 @@ class Memory:
         return memoryview(self.view(range_).cpu().numpy())
 
     def copy_from(self, source: "Memory", pairs: Iterable[tuple[ByteRange, ByteRange]]) -> None:
-        """Copy bytes of `source`: pairs of (own range, range of `source`). Raises ValueError at the
-        first invalid pair, after all pairs before it were copied."""
+        """Copy bytes of `source`: pairs of (own range, range of `source`).
+
+        On a GPU this only enqueues. Raises ValueError for an invalid pair: on a GPU before anything
+        is copied, see `copy_rows`; on the host after all pairs before it were copied.
+        """
         if not (self._is_host and source._is_host):
             copy_rows(self, source, pairs)
             return
@@ -212,13 +215,20 @@ class Memory:
 
 
 def copy_rows(target: Memory, source: Memory, pairs: Iterable[tuple[ByteRange, ByteRange]]) -> None:
-    """Copy ranges as `Memory.copy_from` does, with one or two kernels for each pair of regions.
+    """Copy pairs of (range of `target`, range of `source`) with few kernels: one or two for each
+    run of pairs between the same two regions. `Memory.copy_from` calls it for KV on a GPU.
 
     A copy of its own costs each range 3 us of Python and torch before the launch, during which the
     model's thread cannot launch its kernels; a scattered prompt has thousands of ranges. So regions
     are viewed as rows whose length divides all offsets and lengths, and rows are gathered or
-    scattered by index. Nothing is copied when a pair is invalid. Works on the host, too.
+    scattered by index; rows below 512 bytes are not worth it, and such ranges are copied one by
+    one. Works on the host, too. Raises ValueError, before anything is copied, when a pair is
+    invalid or the two memories are on different devices.
     """
+    if target.device != source.device:
+        raise ValueError(
+            f"cannot copy rows from {source.device} to {target.device}: they must be on one device"
+        )
     numbers = np.fromiter(_flatten(_flatten(pairs)), np.int64).reshape(-1, 2, 3)
     for memory, ranges in ((target, numbers[:, 0]), (source, numbers[:, 1])):
         memory.check_all(ranges)

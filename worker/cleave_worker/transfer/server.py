@@ -16,7 +16,7 @@ from functools import partial
 
 from cleave_worker.transfer import protocol
 from cleave_worker.transfer.block_leases import BlockLeases, BlockRequest, ConsumerRank
-from cleave_worker.transfer.copy_stream import select_copy_stream
+from cleave_worker.transfer.copy_stream import select_copy_stream, select_device
 from cleave_worker.transfer.handoff import KvLayout, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.memory import LayerRegion, Memory, list_ranges
 from cleave_worker.transfer.progress import KvChunk
@@ -121,7 +121,7 @@ class KvServer:
     def _serve(self, connection: protocol.FramedConnection) -> None:
         session = _ServerSession(self, connection)
         try:
-            select_copy_stream(self.kv.memory.device)
+            select_device(self.kv.memory.device)
             first = connection.receive(_MESSAGE_TIMEOUT_S)
             if isinstance(first, protocol.RanksRequest):
                 session.send(self._resolve_ranks(first))
@@ -215,10 +215,14 @@ class _ServerSession:
 
     def close(self) -> None:
         """Close the link and free the blocks of an unfinished read."""
-        if self._link:
-            self._link.close()
+        self._close_link()
         if self._active_read:
             self._server.rank_barrier.abandon(*self._active_read)
+
+    def _close_link(self) -> None:
+        link, self._link = self._link, None
+        if link:
+            link.close()
 
     def _pull(self, pull: protocol.PullRequest) -> None:
         identity = (pull.request_id, pull.epoch, pull.prompt_digest)
@@ -252,7 +256,10 @@ class _ServerSession:
     def _send_pull_response(
         self, pull: protocol.PullRequest, blocks: Sequence[int], layers: Sequence[LayerRegion]
     ) -> None:
-        crcs = compute_checksums(self._kv.memory, layers, blocks) if pull.checksums else ()
+        crcs: tuple[int, ...] = ()
+        if pull.checksums:
+            select_copy_stream(self._kv.memory.device)
+            crcs = compute_checksums(self._kv.memory, layers, blocks)
         self.send(protocol.PullResponse(tuple(blocks), crcs))
         if not pull.send:
             return
@@ -264,7 +271,9 @@ class _ServerSession:
             raise protocol.ProtocolError(str(error)) from error
 
     def _open_two_sided_link(self, transport: Transport) -> None:
-        """Without a link the connection stays: the consumer tries its next transport on it."""
+        """Replace the link. Without one the connection stays, for the consumer's next transport."""
+        self._close_link()
+        select_copy_stream(self._kv.memory.device)
         memory, host = self._kv.memory, self._kv.host
         try:
             rendezvous = two_sided.Rendezvous(host, _MESSAGE_TIMEOUT_S)

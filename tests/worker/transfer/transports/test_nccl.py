@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +12,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
+from cleave_worker.transfer import protocol  # noqa: E402
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill  # noqa: E402
 from cleave_worker.transfer.client import KvClient  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError  # noqa: E402
+from cleave_worker.transfer.memory import Memory  # noqa: E402
+from cleave_worker.transfer.rank_resolver import find_remote_ranks  # noqa: E402
 from cleave_worker.transfer.server import KvServer  # noqa: E402
-from cleave_worker.transfer.transport import Transport  # noqa: E402
+from cleave_worker.transfer.transport import LinkError, Transport  # noqa: E402
 from cleave_worker.transfer.transports import nccl, nixl  # noqa: E402
+from cleave_worker.transfer.transports.two_sided import Rendezvous, join_rendezvous  # noqa: E402
 
 from tests.support.fake_nccl import FakeNccl, Fault  # noqa: E402
 from tests.support.kv_server_process import caches, register_kv  # noqa: E402
@@ -161,9 +166,63 @@ def test_places_of_lost_peers_are_used_again(library: FakeNccl, connect: Connect
         await_that(lambda: library.num_communicators == 0)
 
 
+def test_a_communicator_whose_abort_fails_keeps_its_buffers_and_its_slot(
+    library: FakeNccl, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_slots", threading.BoundedSemaphore(4))
+    monkeypatch.setattr(nccl, "_unfreed_messages", [])
+    library.fault = Fault.ABORT_RAISES
+    pair = connect()
+    for lost in (1, 2):
+        assert pair.refused() in (RefusalReason.PEER_LOST, RefusalReason.TIME_OUT)
+        await_that(lambda: library.num_communicators == 0)
+        await_that(lambda lost=lost: len(nccl._unfreed_messages) == 2 * lost)  # type: ignore[misc]
+    assert not nccl._slots.acquire(blocking=False), "kernels of four may still write"
+
+
+def test_a_producer_closes_the_link_that_a_new_one_replaces(
+    library: FakeNccl, connect: Connect
+) -> None:
+    pair = connect()
+    handoff = Handoff("boot-p", "r", 1, "d", 48, (("127.0.0.1", pair.owner.port),))
+    (rank,) = find_remote_ranks(pair.reader.kv, handoff)
+    connection, _ = pair.reader.connect(rank, BOUND_S)
+    request = protocol.RendezvousRequest(Transport.NCCL)
+    links = []
+    for _ in range(3):
+        response = protocol.send_request(connection, request, protocol.RendezvousResponse, BOUND_S)
+        peer, memory = ("127.0.0.1", response.port), pair.reader.kv.memory
+        links.append(join_rendezvous(memory, Transport.NCCL, peer, "127.0.0.1", BOUND_S))
+    await_that(lambda: library.num_communicators == len(links) + 1)
+    connection.close()
+    for link in links:
+        link.close()
+
+
 def test_no_communicator_is_made_where_memory_is_short(library: FakeNccl, connect: Connect) -> None:
     library.free_bytes = nccl.COMMUNICATOR_BYTES
     assert connect(Transport.NCCL, Transport.GLOO).pull() is Transport.GLOO
+    assert library.most_communicators == 0
+
+
+def test_a_producer_does_not_wait_for_a_consumer_that_cannot_use_nccl(library: FakeNccl) -> None:
+    memory, host = Memory([torch.zeros(8, dtype=torch.uint8)]), "127.0.0.1"
+    rendezvous = Rendezvous(host, BOUND_S)
+    library.free_bytes = 0
+    with pytest.raises(LinkError, match="of free GPU memory"):
+        join_rendezvous(memory, Transport.NCCL, (host, rendezvous.port), host, BOUND_S)
+    library.free_bytes = 80 << 30
+    begun = time.monotonic()
+    with pytest.raises(LinkError, match="the consumer cannot use NCCL"):
+        rendezvous.create_link(memory, Transport.NCCL, host, BOUND_S)
+    assert time.monotonic() - begun < BOUND_S / 2
+    assert library.most_communicators == 0
+
+
+def test_a_producer_waits_for_a_silent_consumer_within_its_limit(library: FakeNccl) -> None:
+    memory, host = Memory([torch.zeros(8, dtype=torch.uint8)]), "127.0.0.1"
+    with pytest.raises(LinkError, match="no nccl group with the peer"):
+        Rendezvous(host, 0.5).create_link(memory, Transport.NCCL, host, 0.5)
     assert library.most_communicators == 0
 
 

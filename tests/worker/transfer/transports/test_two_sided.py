@@ -120,3 +120,18 @@ def test_transfers_beyond_the_staging_buffers_wait_for_their_deadline(
         pool.acquire(device, time.monotonic() + 0.05)
     pool.release(first)
     assert pool.acquire(device, time.monotonic()) is first
+
+
+def test_a_staging_buffer_that_does_not_fit_costs_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: int, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pool, device = two_sided._StagingPool(), torch.device("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(two_sided.torch, "empty", refuse)
+        for _ in range(two_sided._MAX_STAGING_BUFFERS):
+            with pytest.raises(torch.OutOfMemoryError):
+                pool.acquire(device, time.monotonic())
+    assert pool.acquire(device, time.monotonic()).regions[0].numel() == two_sided._CHUNK_BYTES

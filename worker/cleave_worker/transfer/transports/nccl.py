@@ -24,6 +24,7 @@ import torch
 from torch.distributed import TCPStore
 
 from cleave_worker.transfer.transport import LinkError, PendingMessage
+from cleave_worker.transfer.transports.cuda_stream import create_stream, release_stream
 
 _log = logging.getLogger(__name__)
 MAX_COMMUNICATORS = 8
@@ -34,6 +35,9 @@ systems/h200_sxm.yaml, nccl_mem)."""
 _POLL_S = 0.0001
 _ID_BYTES = 128
 _ID_KEY = "nccl-id"
+_CONSUMER_KEY = "nccl-consumer"
+_JOINED, _REFUSED = "joined", "refused"
+"""Values of `_CONSUMER_KEY`."""
 
 
 class NcclResult(IntEnum):
@@ -72,7 +76,7 @@ class NcclApi(Protocol):
         """Return an event behind all that was enqueued."""
 
     def abort(self, communicator: int) -> None:
-        """End its kernels and free it; may take long."""
+        """End its kernels, free it and the channel's stream; may take long."""
 
     def get_free_bytes(self) -> int:
         """Return the free memory of the GPU."""
@@ -82,12 +86,18 @@ class NcclChannel:
     """A `MessageChannel` over a communicator of two ranks."""
 
     def __init__(self, store: TCPStore, rank: int, device: torch.device, seconds: float) -> None:
-        """Raises LinkError when the peer does not come within `seconds`, or no memory is left."""
+        """Raises LinkError when the peer does not come within `seconds` or refuses, or no memory is
+        left."""
         self.device = device
         self._peer = 1 - rank
-        self._api = load_api(device)
         deadline = time.monotonic() + seconds
-        _reserve_communicator(self._api)
+        try:
+            self._api = load_api(device)
+            _reserve_communicator(self._api)
+        except LinkError:
+            if rank == 1:
+                store.set(_CONSUMER_KEY, _REFUSED)
+            raise
         self._lock = threading.Lock()
         self._communicator: int | None = None
         self._is_aborted = False
@@ -124,38 +134,48 @@ class NcclChannel:
     def is_idle(self) -> bool:
         """Return whether NCCL has accepted all calls. Raises LinkError when the peer is lost."""
         with self._lock:
-            if self._communicator is None:
-                raise LinkError("the link is closed")
-            state = self._api.get_state(self._communicator)
+            state = self._api.get_state(self._require_communicator())
         if state not in (NcclResult.SUCCESS, NcclResult.IN_PROGRESS):
             raise LinkError(f"NCCL reports error {state}")
         return state == NcclResult.SUCCESS
+
+    def record(self) -> CompletionEvent:
+        """Return an event behind all that was enqueued. Raises LinkError after an abort, which
+        frees the stream."""
+        with self._lock:
+            self._require_communicator()
+            return self._api.record()
+
+    def _require_communicator(self) -> int:
+        if self._communicator is None:
+            raise LinkError("the link is closed")
+        return self._communicator
 
     def _enqueue(
         self, call: Callable[[int, torch.Tensor, int], None], message: torch.Tensor
     ) -> PendingMessage:
         with self._lock:
-            if self._communicator is None:
-                raise LinkError("the link is closed")
+            communicator = self._require_communicator()
             self._messages = [*self._messages[-3:], message]
-            call(self._communicator, message, self._peer)
-        return _NcclMessage(self, self._api)
+            call(communicator, message, self._peer)
+        return _NcclMessage(self)
 
     def _end_communicator(self, communicator: int | None) -> None:
         try:
             if communicator is not None:
                 self._api.abort(communicator)
         except LinkError as error:
-            _log.warning("a communicator of NCCL was not freed: %s", error)
-        finally:
-            self._messages = []
-            _slots.release()
+            # Its kernels may still write: its buffers must not be reused, and it keeps its memory.
+            _log.warning("a communicator of NCCL was not freed and keeps its slot: %s", error)
+            _unfreed_messages.extend(self._messages)
+            return
+        self._messages = []
+        _slots.release()
 
 
 class _NcclMessage:
-    def __init__(self, channel: NcclChannel, api: NcclApi) -> None:
+    def __init__(self, channel: NcclChannel) -> None:
         self._channel = channel
-        self._api = api
         self._event: CompletionEvent | None = None
 
     def wait(self, seconds: float) -> None:
@@ -167,11 +187,13 @@ class _NcclMessage:
     def _is_done(self) -> bool:
         # NCCL enqueues its kernel only when it has accepted the call.
         if self._channel.is_idle() and self._event is None:
-            self._event = self._api.record()
+            self._event = self._channel.record()
         return self._event is not None and self._event.query()
 
 
 _slots = threading.BoundedSemaphore(MAX_COMMUNICATORS)
+_unfreed_messages: list[torch.Tensor] = []
+"""Buffers of communicators whose abort failed; as few as the slots, which they keep."""
 
 
 def _reserve_communicator(api: NcclApi) -> None:
@@ -188,8 +210,16 @@ def _reserve_communicator(api: NcclApi) -> None:
 
 
 def _exchange_id(store: TCPStore, rank: int, api: NcclApi) -> bytes:
-    """Return the id that rank 0 creates; the store's own time limit holds."""
-    if rank == 0:
+    """Return the id that rank 0 creates once rank 1 has reserved a communicator.
+
+    The store's own time limit holds. Raises LinkError at rank 0 when rank 1 cannot use NCCL, which
+    would else cost the producer's thread that whole limit.
+    """
+    if rank == 1:
+        store.set(_CONSUMER_KEY, _JOINED)
+    elif store.get(_CONSUMER_KEY).decode() == _REFUSED:
+        raise LinkError("the consumer cannot use NCCL")
+    else:
         store.set(_ID_KEY, api.create_id().hex())
     return bytes.fromhex(store.get(_ID_KEY).decode())
 
@@ -228,7 +258,7 @@ _UINT8 = 1
 
 
 class NcclLibrary:
-    """The `NcclApi` of libnccl, for one GPU; it enqueues on the calling thread's stream."""
+    """The `NcclApi` of libnccl, for one channel, which has a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises LinkError when the library is missing."""
@@ -244,7 +274,8 @@ class NcclLibrary:
             ctypes.c_int,
             ctypes.POINTER(_Config),
         )
-        self._stream = torch.cuda.Stream(device)
+        self._stream: torch.cuda.Stream
+        """Of this channel alone, from `begin_init` to `abort`."""
 
     def create_id(self) -> bytes:
         """Return the id under which two ranks meet."""
@@ -258,7 +289,12 @@ class NcclLibrary:
         config = build_config()
         identity = _UniqueId.from_buffer_copy(unique_id)
         arguments = (ctypes.byref(communicator), 2, identity, rank, ctypes.byref(config))
-        self._call("ncclCommInitRankConfig", *arguments)
+        self._stream = create_stream(self._device)
+        try:
+            self._call("ncclCommInitRankConfig", *arguments)
+        except LinkError:
+            release_stream(self._stream)
+            raise
         return communicator.value or 0
 
     def get_state(self, communicator: int) -> int:
@@ -282,8 +318,9 @@ class NcclLibrary:
         return event
 
     def abort(self, communicator: int) -> None:
-        """End its kernels and free it; may take long."""
+        """End its kernels, free it and the channel's stream; may take long."""
         self._call("ncclCommAbort", ctypes.c_void_p(communicator))
+        release_stream(self._stream)
 
     def get_free_bytes(self) -> int:
         """Return the free memory of the GPU."""
@@ -313,8 +350,8 @@ def build_config() -> _Config:
 
 
 def load_api(device: torch.device) -> NcclApi:
-    """Return NCCL for one channel, with a stream of its own: kernels of other peers never wait for
-    this one. Raises LinkError when NCCL is missing."""
+    """Return NCCL for one channel, with a stream of its own, see cuda_stream.py: neither copies nor
+    kernels of other peers ever wait for this one. Raises LinkError when NCCL is missing."""
     return NcclLibrary(device)
 
 

@@ -213,7 +213,14 @@ class _StagingPool:
         try:
             return self._free.pop()
         except IndexError:
+            return self._allocate(device)
+
+    def _allocate(self, device: torch.device) -> Memory:
+        try:
             return Memory([torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=device)])
+        except BaseException:
+            self._slots.release()
+            raise
 
     def release(self, staging: Memory) -> None:
         """Return a buffer whose copies are done."""
