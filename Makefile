@@ -40,8 +40,8 @@ check: lint ## what CI runs: lint, types, layers, generated files, every test
 fast-tests: # all but those below; end-to-end tests first, as they wait
 	.venv/bin/pytest $(RERUN) $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(CLUSTER_TESTS)) e2e tests
 
-engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines
-	@export TMPDIR=$$(mktemp -d); trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)
+engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines. Kernels are compiled once
+	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)
 
 cluster-tests:
 	@$(MAKE) --no-print-directory e2e ARGS='$(RERUN)' $(IN_LOG)

@@ -137,8 +137,6 @@ def test_the_clock_of_a_cpu_gives_the_requested_number_of_times() -> None:
     assert min(times) > 0
 
 
-# Tests of the agent kill every child of this process, multiprocessing's own helper too.
-@pytest.mark.filterwarnings("ignore:resource_tracker")
 def test_collectives_run_between_processes() -> None:
     reduced, sent = collectives.measure(2, [1024, 4096], repeats=2, on_gpu=False)
     assert set(reduced) == set(sent) == {1024, 4096}
