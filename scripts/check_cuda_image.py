@@ -227,7 +227,7 @@ def _list_compiler_faults() -> Iterator[str]:
     for capability in CAPABILITIES:
         try:
             triton.compile(source, target=GPUTarget("cuda", 10 * capability, 32))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the fault
+        except Exception as error:  # noqa: BLE001 - any error is the fault
             yield f"sm_{capability}0: Triton does not compile: {error}"
     include = sysconfig.get_paths()["include"]
     command = ["gcc", f"-I{include}", "-xc", "-fsyntax-only", "-"]

@@ -54,7 +54,7 @@ MINIMAX = {
 }
 """Of the config.json of MiniMaxAI/MiniMax-M2.5."""
 RATED_SHARE = 0.9
-"""Runs that need more of the GPUs' rated speeds contradict their stated number of requests; they
+"""Runs that need more of the GPUs' rated speeds contradict their published number of requests; they
 are left out, and counted."""
 MAX_BATCHED_TOKENS = 8192
 SHORTEST = 0.8

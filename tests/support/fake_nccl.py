@@ -1,7 +1,7 @@
 """NCCL between two threads of a test, with the faults that a peer on a GPU can have.
 
 As on a GPU a message is copied by the "kernel" from buffer to buffer when both ends have enqueued
-it; an abort ends kernels, which then count as completed whatever they have written.
+it; an abort ends kernels, which then count as completed, also with bytes missing.
 """
 
 import itertools

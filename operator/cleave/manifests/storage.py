@@ -69,7 +69,7 @@ def list_compile_caches(model: ModelSpec, gpu: str | None) -> dict[str, str]:
     """Folders for compiled kernels beside the downloaded models, by environment variable, so that
     the next pod starts sooner. Empty: the folder is read-only or there is none.
 
-    vLLM 0.32 does not tell kernels of different GPUs apart, so each kind (`gpu`) has a folder of
+    vLLM 0.32 does not distinguish kernels of different GPUs, so each kind (`gpu`) has a folder of
     its own. A volume for several nodes holds no kernels for an unknown kind; on a node it is one.
     """
     folder, cache = get_hub_cache(model), model.cache

@@ -71,7 +71,7 @@ def select_efficiency_of_2023(gpu: Gpu) -> KernelEfficiency:
 
 
 def select_efficiency(gpu: Gpu) -> KernelEfficiency:
-    """The constants of the generation that the GPU's memory bandwidth tells."""
+    """The constants of the GPU's generation, found by its memory bandwidth."""
     if gpu.memory_gbps >= _BLACKWELL_GB_PER_S:
         return _BLACKWELL
     return _HOPPER if gpu.memory_gbps >= _HBM3_GB_PER_S else _AMPERE
