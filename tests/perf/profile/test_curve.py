@@ -1,5 +1,6 @@
 """Curves through few points."""
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -65,3 +66,17 @@ def test_rows_that_determine_nothing_are_refused(rows: list[list[float]]) -> Non
 def test_the_mean_error_is_a_share_of_what_was_measured() -> None:
     assert curve.compute_mean_error([(11.0, 10.0), (8.0, 10.0)]) == pytest.approx(0.15)
     assert curve.compute_mean_error([]) is None
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 50), st.floats(-10, 10)), min_size=2, max_size=8),
+    positions=st.lists(st.floats(-100, 600), max_size=20),
+)
+def test_one_pass_equals_single_positions_bit_by_bit(
+    steps: list[tuple[int, float]], positions: list[float]
+) -> None:
+    xs = itertools.accumulate(step for step, _ in steps)
+    points = [(float(x), value) for x, (_, value) in zip(xs, steps, strict=True)]
+    ascending = sorted([*positions, *(x for x, _ in points)])
+    single = [curve.interpolate(points, at) for at in ascending]
+    assert curve.interpolate_all(points, ascending) == single

@@ -22,6 +22,18 @@ def interpolate(points: Points, at: float) -> float:
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
+def interpolate_all(points: Points, ascending: Iterable[float]) -> list[float]:
+    """`interpolate` at every one of these positions, in one pass over `points`."""
+    found: list[float] = []
+    index, last = 0, len(points) - 2
+    for at in ascending:
+        while index < last and points[index + 1][0] <= at:
+            index += 1
+        (x0, y0), (x1, y1) = points[index], points[index + 1]
+        found.append(y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+    return found
+
+
 def tabulate(points: Points, step: float) -> tuple[float, ...]:
     """`points` interpolated at 0, step, 2 steps, ... to one step beyond the last; never below 0.
 
@@ -32,7 +44,8 @@ def tabulate(points: Points, step: float) -> tuple[float, ...]:
     middle = points[(len(points) - 1) // 2]
     slope = max((value - middle[1]) / (last - middle[0]), 0.0)
     count = math.ceil(last / step - 1e-9)
-    inside = [max(interpolate(points, min(i * step, last)), 0.0) for i in range(count + 1)]
+    positions = (min(i * step, last) for i in range(count + 1))
+    inside = [max(value, 0.0) for value in interpolate_all(points, positions)]
     inside[-1] += slope * (count * step - last)
     return (*inside, inside[-1] + slope * step)
 

@@ -67,7 +67,7 @@ def _fit_by_batch(points: Sequence[DecodeSample], is_common: bool) -> DecodeTabl
     # Below the smallest batch its slope is used: extrapolating slopes would be meaningless.
     first = slope_points[0][0]
     batches = range(slope_points[-1][0] + 1)
-    return table, tuple(curve.interpolate(slope_points, max(n, first)) for n in batches)
+    return table, tuple(curve.interpolate_all(slope_points, (max(n, first) for n in batches)))
 
 
 def _fit_own_slopes(by_batch: dict[int, list[DecodeSample]]) -> dict[int, float]:

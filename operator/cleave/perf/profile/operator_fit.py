@@ -6,6 +6,7 @@ prompts on their equivalent length sqrt(sum p_i^2), attention of decoding on the
 collectives on their bytes.
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -18,8 +19,8 @@ LM_HEAD = "lm_head"
 """The operator that has one row per request instead of one per token."""
 _ALL_REDUCES_PER_LAYER = 2
 
-RowsToMs = Callable[[float], float]
-"""Rows of an iteration -> ms."""
+RowsToMs = Callable[[Sequence[float]], list[float]]
+"""Ascending numbers of rows -> ms of an iteration with each."""
 
 
 def list_tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
@@ -45,14 +46,22 @@ def to_timing(operators: Operators, tensor: int, stages: int = 1) -> EngineTimin
     attention_ms, context_ms = decode_fit.fit_tables(decode)
     layers = operators.num_layers
     token_counts = sorted({point.tokens for point in operators.layer})
-    prompt = [(n, rows(n) + head(1) + layers * (fixed + per_token * n)) for n in token_counts]
+    one_head = head([1])[0]
+    prompt = [
+        (n, ms + one_head + layers * (fixed + per_token * n))
+        for n, ms in zip(token_counts, rows(token_counts), strict=True)
+    ]
+    batches = range(len(attention_ms))
+    without_attention = map(operator.add, rows(batches), head(batches))
     step = float(curve.find_step(token_counts))
     hop_ms, hop_byte_ms = _fit_send(operators.send)
     return EngineTiming(
         prompt_step=step,
         prompt_ms=curve.tabulate(curve.fit_non_decreasing(prompt), step),
         prompt_square_ms=layers * square,
-        decode_ms=tuple(rows(n) + head(n) + layers * ms for n, ms in enumerate(attention_ms)),
+        decode_ms=tuple(
+            other + layers * ms for other, ms in zip(without_attention, attention_ms, strict=True)
+        ),
         decode_context_ms=tuple(layers * ms for ms in context_ms),
         stages=stages,
         hop_ms=hop_ms,
@@ -81,11 +90,16 @@ def _fit_token_level(operators: Operators, tensor: int) -> RowsToMs:
     reduce = _fit_all_reduce(operators.all_reduce, tensor)
     row_bytes = operators.hidden_size * operators.activation_bytes
 
-    def ms(rows: float) -> float:
-        layer_ms = layer(rows) + _ALL_REDUCES_PER_LAYER * reduce(rows * row_bytes)
-        return operators.pass_overhead_ms + operators.num_layers * layer_ms + once(rows)
+    def predict(rows: Sequence[float]) -> list[float]:
+        parts = zip(layer(rows), reduce([n * row_bytes for n in rows]), once(rows), strict=True)
+        return [
+            operators.pass_overhead_ms
+            + operators.num_layers * (layer_ms + _ALL_REDUCES_PER_LAYER * reduce_ms)
+            + once_ms
+            for layer_ms, reduce_ms, once_ms in parts
+        ]
 
-    return ms
+    return predict
 
 
 def _sum_operators(points: Sequence[LinearPoint], tensor: int) -> RowsToMs:
@@ -94,21 +108,27 @@ def _sum_operators(points: Sequence[LinearPoint], tensor: int) -> RowsToMs:
         if point.tensor_parallel_size == tensor:
             by_operator[point.operator].append((point.tokens, point.ms))
     curves = [_build_interpolation(each) for each in by_operator.values()]
-    return lambda rows: sum(each(rows) for each in curves)
+
+    def predict(rows: Sequence[float]) -> list[float]:
+        columns = [each(rows) for each in curves]
+        return [sum(row) for row in zip(*columns, strict=True)] if columns else [0.0] * len(rows)
+
+    return predict
 
 
 def _fit_all_reduce(points: Sequence[profile.CommunicationPoint], gpus: int) -> RowsToMs:
     if gpus == 1:
-        return lambda _: 0.0
+        return lambda sizes: [0.0] * len(sizes)
     return _build_interpolation([(p.size_bytes, p.ms) for p in points if p.gpus == gpus])
 
 
 def _build_interpolation(points: curve.Points) -> RowsToMs:
     """Linear interpolation; below the first point constant, as the times of small kernels are."""
     if len(points) == 1:
-        return lambda _: points[0][1]
+        return lambda rows: [points[0][1]] * len(rows)
     rising = curve.fit_non_decreasing(points)
-    return lambda at: curve.interpolate(rising, max(at, rising[0][0]))
+    least = rising[0][0]
+    return lambda rows: curve.interpolate_all(rising, (max(at, least) for at in rows))
 
 
 def _fit_send(points: Sequence[profile.CommunicationPoint]) -> tuple[float, float]:

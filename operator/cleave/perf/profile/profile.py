@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class ProfilePoint:
         return tuple(getattr(self, name) for name in self.list_key_fields())
 
     @classmethod
+    @cache
     def list_key_fields(cls) -> tuple[str, ...]:
         """Names of the fields of `key`."""
         own = dataclasses.fields(cls)[len(dataclasses.fields(ProfilePoint)) :]
