@@ -10,7 +10,7 @@ an unpacked wheel of aiconfigurator-core. README.md gives the commands.
 
 import argparse
 import json
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from source import AXES, Columns, Table
 
 OUTPUT = Path(__file__).parents[2] / "operator" / "cleave" / "perf" / "kernels" / "data"
 RELEASE = "aiconfigurator-core 0.12.0"
+YEAR = 2026
+"""Of this release; few of its tables carry the date of their measurement."""
 Arrays = dict[str, Any]
 
 
@@ -34,27 +36,43 @@ def build_gemm(columns: Columns) -> Arrays:
 
 
 def build_prefill(columns: Columns) -> Arrays:
-    """Attention of one prompt by (head size, window, heads, KV heads)."""
-    kept = keep_heads(source.select(columns, kv_cache_dtype="bfloat16", batch_size=1))
-    return name_arrays("prefill", source.build_table(kept, KEYS, [("isl", AXES["prompts"])]))
+    """Attention of one prompt by (head size, window, heads, KV heads), for each type of KV."""
+    tables: Arrays = {}
+    for suffix, dtype in source.KV_TYPES.items():
+        kept = keep_heads(source.select(columns, kv_cache_dtype=dtype, batch_size=1))
+        table = source.build_table(kept, KEYS, [("isl", AXES["prompts"])])
+        tables |= name_arrays(f"prefill{suffix}", table)
+    return tables
 
 
 def build_decode(columns: Columns) -> Arrays:
-    """Attention of a batch with equal contexts, by the same key."""
-    kept = dict(keep_heads(source.select(columns, kv_cache_dtype="bfloat16")))
-    kept["context"] = kept["step"] + 1
+    """Attention of a batch with equal contexts, by the same key, for each type of KV."""
+    tables: Arrays = {}
     axes = [("batch_size", AXES["batches"]), ("context", AXES["contexts"])]
-    return name_arrays("decode", source.build_table(kept, KEYS, axes))
+    for suffix, dtype in source.KV_TYPES.items():
+        kept = dict(keep_heads(source.select(columns, kv_cache_dtype=dtype)))
+        kept["context"] = kept["step"] + 1
+        tables |= name_arrays(f"decode{suffix}", source.build_table(kept, KEYS, axes))
+    return tables
 
 
 def build_latent(prompts: Columns, tokens: Columns) -> Arrays:
-    """DeepSeek's whole attention with its projections, by (8-bit blocks or not, heads)."""
+    """DeepSeek's whole attention with its projections, by (8-bit blocks or not, heads), for each
+    type of KV."""
+    return {
+        name: array
+        for suffix, dtype in source.KV_TYPES.items()
+        for name, array in _build_latent(prompts, tokens, suffix, dtype).items()
+    }
+
+
+def _build_latent(prompts: Columns, tokens: Columns, suffix: str, kv_dtype: str) -> Arrays:
     tables = {}
     for name, columns in (("latent_prefill", prompts), ("latent_decode", tokens)):
         kept = dict(
             source.select(
                 columns,
-                kv_cache_dtype="bfloat16",
+                kv_cache_dtype=kv_dtype,
                 mla_dtype="bfloat16",
                 model="deepseek-ai/DeepSeek-V3",
             )
@@ -69,7 +87,8 @@ def build_latent(prompts: Columns, tokens: Columns) -> Arrays:
             # These tables count the new token in their step.
             kept["context"] = kept["step"]
             axes = [("batch_size", AXES["batches"]), ("context", AXES["contexts"])]
-        tables |= name_arrays(name, source.build_table(kept, ("is_block", "num_heads"), axes))
+        table = source.build_table(kept, ("is_block", "num_heads"), axes)
+        tables |= name_arrays(f"{name}{suffix}", table)
     return tables
 
 
@@ -90,7 +109,7 @@ def build_experts(columns: Columns) -> Arrays:
 
 def build_all_reduce(columns: Columns, link_gbps: float) -> Arrays:
     """All-reduces inside CUDA graphs, by GPUs, over a link of `link_gbps` GB/s."""
-    kept = source.select(columns, backend="vllm_graph")
+    kept = source.select_all_reduces(columns, source.REDUCE)
     gpus, size = kept["num_gpus"], kept["message_size"]
     reached = 2 * (gpus - 1) / gpus * size / (kept["latency"] * 1e6) / link_gbps
     slow = set(gpus[(size == size.max()) & (reached < source.LEAST_LINK_SHARE)].tolist())
@@ -98,6 +117,16 @@ def build_all_reduce(columns: Columns, link_gbps: float) -> Arrays:
     kept = {name: column[fast] for name, column in kept.items()}
     table = source.build_table(kept, ("num_gpus",), [("message_size", AXES["messages"])])
     return name_arrays("all_reduce", table)
+
+
+def build_fused_all_reduce(columns: Columns, limits: Mapping[int, float]) -> Arrays:
+    """All-reduces of TensorRT-LLM, whose kernel vLLM gets from FlashInfer and fuses with norms: by
+    GPUs, for those in `limits`."""
+    kept = source.select_all_reduces(columns, source.FUSED_REDUCE)
+    mask = np.isin(kept["num_gpus"], list(limits))
+    kept = {name: column[mask] for name, column in kept.items()}
+    table = source.build_table(kept, ("num_gpus",), [("message_size", AXES["messages"])])
+    return name_arrays("fused_all_reduce", table)
 
 
 KEYS = ("head_dim", "window_size", "num_heads", "num_key_value_heads")
@@ -112,16 +141,16 @@ def keep_heads(columns: Columns) -> Columns:
 
 
 def name_arrays(name: str, table: Table) -> Arrays:
-    """The two arrays of a table under their names in the file."""
-    return {f"{name}_keys": table.keys, f"{name}_ms": table.ms}
+    """The two arrays of a table under their names in the file; none of an empty table."""
+    return {f"{name}_keys": table.keys, f"{name}_ms": table.ms} if len(table.keys) else {}
 
 
 def import_system(root: Path, gpu: str, system: str) -> Arrays:
     """All arrays of one GPU, with `meta` in JSON."""
     versions: dict[str, str] = {}
-    node = re.search(r"intra_node_bw: (\d+)", (root / f"{system}.yaml").read_text())
-    assert node is not None
-    link_gbps = int(node[1]) / 1e9
+    link_gbps = source.read_number(root, system, "intra_node_bw") / 1e9
+    capability = source.read_number(root, system, "sm_version")
+    limits = source.FUSED_LIMITS_MIB.get(capability, {})
 
     def read(kind: str, name: str) -> Columns | None:
         found = source.find_table(root, system, kind, name)
@@ -144,14 +173,19 @@ def import_system(root: Path, gpu: str, system: str) -> Arrays:
     prompts, tokens = read("mla", "mla_context_module"), read("mla", "mla_generation_module")
     if prompts is not None and tokens is not None:
         arrays |= build_latent(prompts, tokens)
+    fused = source.find_table(root, system, "comm", "custom_allreduce", "trtllm")
+    if limits and fused is not None:
+        arrays |= build_fused_all_reduce(source.read_columns(fused[0]), limits)
     meta = {
         "gpu": gpu,
         "source": RELEASE,
+        "year": YEAR,
         "system": system,
         "license": "Apache-2.0",
         "vllm": versions,
         "routing": arrays.pop("routing", None),
         "axes": AXES,
+        "fused_limits": {gpus: int(size * (1 << 20)) for gpus, size in limits.items()},
     }
     return {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays}
 

@@ -4,7 +4,7 @@ Run from the root: `.venv/bin/python benchmarks/prices/plans.py`, five minutes o
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import before
@@ -44,7 +44,8 @@ class BeforeEstimator(ModelEstimator):
         yield _TimingSource(roofline.to_timing(), trust)
 
 
-def build_problem(model: str, gpu: str) -> Problem:
+def build_problem(model: str, gpu: str, spec: Mapping[str, object]) -> Problem:
+    """Planning `model` on eight nodes of eight GPUs, with the targets and traffic of `spec`."""
     deployment = validate(
         {
             "apiVersion": "cleave.dev/v1alpha1",
@@ -52,8 +53,7 @@ def build_problem(model: str, gpu: str) -> Problem:
             "metadata": {"name": "chat"},
             "spec": {
                 "model": model,
-                "slo": SLO,
-                "workload": {"rate": RATES[model], **LENGTHS},
+                **spec,
                 "planning": {"maxGPUs": 64},
                 # gpt-oss has two kinds of KV, which Cleave's connector does not move.
                 "engine": {"connector": "Nixl"},
@@ -75,7 +75,8 @@ def main() -> None:
         table.add_column(column)
     for model, rate in RATES.items():
         for gpu in GPUS:
-            problem = build_problem(model, gpu)
+            spec = {"slo": SLO, "workload": {"rate": rate, **LENGTHS}}
+            problem = build_problem(model, gpu, spec)
             estimator = problem.estimator
             old = replace(problem, estimator=BeforeEstimator(estimator.shape, estimator.machines))
             cells, counts = [], []

@@ -14,6 +14,7 @@ import source
 from cleave.perf.kernels import composition
 from cleave.perf.kernels.tables import KernelTables
 from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.roofline.roofline import VLLM
 
 Floats = np.ndarray[Any, Any]
 
@@ -52,9 +53,22 @@ class SourceTables:
         routing = next(name for name in source.ROUTING if name in names)
         return source.select(rows, moe_ep_size=1, distribution=routing)
 
+    def read_latent(self, name: str) -> source.Columns:
+        """DeepSeek-V3's attention with KV of 16 bits; `name`: context or generation."""
+        rows = self.read("mla", f"mla_{name}_module")
+        kept = {"kv_cache_dtype": "bfloat16", "mla_dtype": "bfloat16"}
+        return source.select(rows, model="deepseek-ai/DeepSeek-V3", **kept)
+
     @cached_property
     def all_reduce(self) -> source.Columns:
-        return source.select(self.read("comm", "custom_allreduce"), backend="vllm_graph")
+        return source.select_all_reduces(self.read("comm", "custom_allreduce"), source.REDUCE)
+
+    @cached_property
+    def fused_all_reduce(self) -> source.Columns:
+        """All-reduces of TensorRT-LLM, whose kernel vLLM fuses with norms."""
+        found = source.find_table(self._root, self._system, "comm", "custom_allreduce", "trtllm")
+        assert found is not None
+        return source.select_all_reduces(source.read_columns(found[0]), source.FUSED_REDUCE)
 
     @cached_property
     def _grids(self) -> dict[str, tuple[Floats, Floats, Floats]]:
@@ -147,7 +161,7 @@ class ReferencePass:
         shape, tensor = self._shape, self._tensor
         sides = composition.list_product_sides(shape, tensor)
         assert sides is not None
-        total = composition.PASS_OVERHEAD_MS
+        total = VLLM.iteration_ms
         for product in sides:
             kind = source.GEMM_TYPES[product.kind]
             ms = self._rows.predict_product_ms(kind, rows, product.n, product.k)
@@ -167,8 +181,10 @@ class ReferencePass:
             sparse = shape.num_layers - shape.experts.dense_layers
             total += sparse * ms * max(rows / longest, 1)
         if tensor > 1:
-            of = source.select(self._rows.all_reduce, num_gpus=tensor)
             size = rows * shape.hidden_size * shape.dtype_bytes
+            is_fused = bool(self._tables.are_fused(np.array([size]), tensor)[0])
+            reduces = self._rows.fused_all_reduce if is_fused else self._rows.all_reduce
+            of = source.select(reduces, num_gpus=tensor)
             ms = interpolate(of["message_size"], of["latency"], size)
             total += 2 * shape.num_layers * ms
         return total

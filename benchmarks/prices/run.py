@@ -18,21 +18,24 @@ from rich.console import Console
 from rich.table import Table
 
 T = TypeVar("T")
+PARTS = ("kernels", "passes", "serving", "front_end")
 SOURCES = ("tables", "roofline", "before")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path, help="the folder `systems` of the source")
-    parser.add_argument("part", choices=("kernels", "passes", "serving"), nargs="*")
+    parser.add_argument("part", choices=PARTS, nargs="*")
     args = parser.parse_args()
-    parts = args.part or ["kernels", "passes", "serving"]
+    parts = args.part or PARTS
     if "kernels" in parts:
         show_kernels(list(kernels.iter_errors(args.root)))
     if "passes" in parts:
         show_passes(list(passes.iter_errors(args.root)))
     if "serving" in parts:
         show_serving(args.root)
+    if "front_end" in parts:
+        show_front_end(args.root)
 
 
 def show_kernels(errors: Sequence[kernels.KernelError]) -> None:
@@ -65,13 +68,14 @@ def show_serving(root: Path) -> None:
     errors = list(serving.iter_errors(root))
     titles = {
         "TPOT": (lambda e: e.tpot, lambda e: True),
+        "TTFT at 4 requests": (lambda e: e.ttft, is_low),
         "TTFT at 4 requests, prompts of 1,024": (
             lambda e: e.ttft,
-            lambda e: e.measured.batch <= 4 and e.measured.prompt_tokens <= 1024,
+            lambda e: is_low(e) and e.measured.prompt_tokens <= 1024,
         ),
         "TTFT at 4 requests, prompts of 8,192": (
             lambda e: e.ttft,
-            lambda e: e.measured.batch <= 4 and e.measured.prompt_tokens > 1024,
+            lambda e: is_low(e) and e.measured.prompt_tokens > 1024,
         ),
     }
     for title, (select, is_counted) in titles.items():
@@ -87,13 +91,33 @@ def show_serving(root: Path) -> None:
                 cells = [summarize_signed([select(e)[name] for e in found]) for name in SOURCES]
                 table.add_row(str(gpu), str(model), str(len(found)), *cells)
         Console(width=130).print(table)
-    for name in SOURCES:
-        shares = [abs(e.tpot[name]) for e in errors if name in e.tpot]
-        print(f"TPOT: mean absolute error of {name} {statistics.mean(shares):.1%}")
+    for gpu, found in group(errors, lambda e: e.measured.gpu).items():
+        for name in SOURCES:
+            shares = [abs(e.tpot[name]) for e in found if name in e.tpot]
+            print(f"TPOT on {gpu}: mean absolute error of {name} {statistics.mean(shares):.1%}")
     for model, left_out in implausible.items():
         print(f"left out: {len(left_out)} runs of {model}, too fast for their number of requests")
     without = {e.measured.model for e in errors if "tables" not in e.tpot}
     print(f"without kernel tables: {', '.join(sorted(without)) or 'none'}")
+
+
+def is_low(error: serving.ServingError) -> bool:
+    return error.measured.batch <= serving.LOW_LOAD
+
+
+def show_front_end(root: Path) -> None:
+    """The fit of the front end to each GPU, and what it predicts on the others."""
+    found = serving.predict_front_ends(root)
+    gpus = sorted({run.gpu for run, _ in found})
+    table = Table(title="Front end: median absolute error of TTFT at 4 requests")
+    for column in ("fitted to", "ms", *gpus):
+        table.add_column(column)
+    for fitted in gpus:
+        ms = serving.fit_front_end(found, fitted)
+        rows = group(found, lambda pair: pair[0].gpu)
+        cells = [summarize_signed([errors[ms] for _, errors in rows[gpu]]) for gpu in gpus]
+        table.add_row(fitted, str(ms), *cells)
+    Console(width=130).print(table)
 
 
 def group(values: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:

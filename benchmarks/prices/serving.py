@@ -4,11 +4,14 @@ The measurements are those that aiconfigurator-core quotes in `systems/silicon_s
 InferenceX and of its own authors, each with its date. None was used for a constant of Cleave.
 """
 
+import bisect
 import csv
+import math
 import random
 import re
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from cleave.perf.model.layers import Quantization
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.profile import operator_fit
 from cleave.perf.roofline.efficiency import select_efficiency
-from cleave.perf.roofline.roofline import Roofline
+from cleave.perf.roofline.roofline import VLLM, Roofline
 from cleave.perf.timing import EngineTiming, PromptChunk
 
 GPUS = {"h100_sxm": "H100-SXM-80GB", "h200_sxm": "H200-SXM-141GB", "b200_sxm": "B200-SXM-180GB"}
@@ -38,6 +41,18 @@ MODELS: dict[tuple[str, str], tuple[str, Quantization | None]] = {
     ("MiniMaxAI/MiniMax-M2.5", "fp8"): ("minimax-m2.5", FP8_BLOCK),
 }
 """(model, precision) of the source -> known model and its quantisation."""
+FP8_KV = {
+    ("H100-SXM-80GB", "llama-3.1-70b"),
+    ("H200-SXM-141GB", "llama-3.1-70b"),
+    ("B200-SXM-180GB", "llama-3.1-70b"),
+    ("B200-SXM-180GB", "gpt-oss-120b"),
+    ("B200-SXM-180GB", "minimax-m2.5"),
+    ("H200-SXM-141GB", "minimax-m2.5"),
+    ("H200-SXM-141GB", "llama-3.1-8b"),
+}
+"""(GPU, model) that ran with KV of 8 bits: `--kv-cache-dtype fp8` in InferenceX's scripts
+(github.com/SemiAnalysisAI/InferenceX, Apache-2.0: benchmarks/70b_fp8_*.sh of October 2025,
+benchmarks/single_node/fixed_seq_len/deprecated at 843c625), or a checkpoint with such scales."""
 MINIMAX = {
     "model_type": "minimax_m2",
     "num_hidden_layers": 62,
@@ -53,19 +68,27 @@ MINIMAX = {
     "torch_dtype": "bfloat16",
 }
 """Of the config.json of MiniMaxAI/MiniMax-M2.5."""
+FUSED = {("B200-SXM-180GB", "llama-3.1-70b"), ("B200-SXM-180GB", "gpt-oss-120b")}
+"""(GPU, model) whose scripts fuse all-reduces with norms."""
+FUSED_BY_DEFAULT = (0, 17)
+"""Version of vLLM from which it does so without a flag (pull request 34299 of February 2026)."""
 RATED_SHARE = 0.9
 """Runs that need more of the GPUs' rated speeds contradict their published number of requests; they
 are left out, and counted."""
 MAX_BATCHED_TOKENS = 8192
+LOW_LOAD = 4
+"""Requests at a time up to which the time to first token is compared: beyond, it is a queue."""
+LONGEST_FRONT_END_MS = 30
 SHORTEST = 0.8
 """InferenceX draws lengths evenly from this share of the nominal ones on."""
-LOW_LOAD = 8
-"""Requests at a time up to which the time to first token is compared: beyond, it is a queue."""
+REQUESTS_PER_CLIENT = 10
+"""A run has this many times as many requests as at a time. The first ones arrive together."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run with a fixed number of requests at a time."""
+    """One run with a fixed number of requests at a time. Its times are means over all requests, as
+    InferenceX publishes them."""
 
     gpu: str
     model: str
@@ -76,8 +99,10 @@ class Measurement:
     output_tokens: int
     ttft_ms: float
     tpot_ms: float
-    source: str
+    date: str
+    """Of the measurement; empty: not known."""
     is_inferencex: bool
+    fuses_reduces: bool
 
 
 @dataclass(frozen=True)
@@ -108,6 +133,8 @@ def read_measurements(root: Path) -> list[Measurement]:
             shape = load_shape(model[0])
             if model[1] is not None:
                 shape = replace(shape, quantization=model[1])
+            if (gpu, model[0]) in FP8_KV:
+                shape = replace(shape, kv_dtype_bytes=1)
             name, date = row["silicon_data_source"], ""
             if match := re.search(r"measured=(\d{4}-\d\d-\d\d)", name):
                 date = match[1]
@@ -123,10 +150,19 @@ def read_measurements(root: Path) -> list[Measurement]:
                 float(row["silicon_tpot_ms"]),
                 date,
                 bool(date),
+                (gpu, model[0]) in FUSED or is_fused_by_default(row["backend_version"] or ""),
             )
             key = (gpu, measured.model, measured.tensor, measured.batch)
-            found[*key, measured.prompt_tokens, measured.output_tokens] = measured
+            equal = (*key, measured.prompt_tokens, measured.output_tokens)
+            if equal not in found or found[equal].date <= date:
+                found[equal] = measured
     return list(found.values())
+
+
+def is_fused_by_default(version: str) -> bool:
+    """Whether this version of vLLM fuses all-reduces by itself; False where it is not given."""
+    found = re.match(r"(\d+)\.(\d+)\.", version)
+    return found is not None and (int(found[1]), int(found[2])) >= FUSED_BY_DEFAULT
 
 
 def load_shape(name: str) -> ModelShape:
@@ -138,70 +174,91 @@ def load_shape(name: str) -> ModelShape:
 
 def is_plausible(run: Measurement) -> bool:
     """Whether a token takes long enough for what its number of requests implies: reading weights
-    and 8-bit KV, and the FLOPs of the others' prompts, all at nine tenths of the rated speeds."""
+    and KV, and the FLOPs of the others' prompts, all at nine tenths of the rated speeds."""
     gpu, shape = find_gpu(run.gpu), run.shape
     quantization = shape.quantization
     is_8_bit = quantization is not None and quantization.is_8_bit_compute
     experts = shape.experts
     share = 1.0 if experts is None else experts.count_activated(run.batch) / experts.count
     context = run.batch * (run.prompt_tokens + run.output_tokens / 2)
-    read = (shape.weight_bytes * share + context * shape.kv_bytes_per_token / 2) / run.tensor
+    read = (shape.weight_bytes * share + context * shape.kv_bytes_per_token) / run.tensor
     read_ms = read / (gpu.memory_gbps * 1e6)
     flops = run.batch * run.prompt_tokens / run.output_tokens * shape.flops_per_token / run.tensor
     return run.tpot_ms > (read_ms + flops / (gpu.get_tflops(is_8_bit) * 1e9)) / RATED_SHARE
 
 
-def simulate_closed_loop(timing: EngineTiming, run: Measurement) -> tuple[float, float]:
-    """(median time to first token, median time per output token) in ms of an engine that always
-    has `run.batch` requests: prompts in chunks beside decoding requests, first come first served.
-    """
+def simulate_closed_loop(
+    timing: EngineTiming, run: Measurement, front_end_ms: float
+) -> tuple[float, float]:
+    """(mean time to first token, mean time per output token) in ms over a run: `run.batch` clients
+    start together, and each sends its next request when it has the answer. A request reaches the
+    engine after `front_end_ms`, as in the planner's simulation. Prompts run in chunks beside
+    decoding requests, first come first served."""
     rng = random.Random(0)
     shortest = SHORTEST if run.is_inferencex else 1.0
 
     def draw(tokens: int) -> int:
         return rng.randint(int(tokens * shortest), tokens)
 
-    now, left = 0.0, run.batch * 3
-    waiting: list[_Request] = []
-    for _ in range(run.batch):
-        waiting.append(_Request(0.0, draw(run.prompt_tokens), draw(run.output_tokens)))
+    def arrive(sent_ms: float) -> _Request:
+        return _Request(sent_ms, draw(run.prompt_tokens), draw(run.output_tokens))
+
+    now, left = front_end_ms, run.batch * (REQUESTS_PER_CLIENT - 1)
+    requests = [arrive(0.0) for _ in range(run.batch)]
+    """Sent and without a first token, the oldest first."""
     decoding: list[_Request] = []
     ttft: list[float] = []
     tpot: list[float] = []
-    while left > 0:
-        budget = MAX_BATCHED_TOKENS - len(decoding)
-        chunks: list[PromptChunk] = []
-        finished_prompts: list[_Request] = []
-        for request in waiting:
-            count = min(budget, request.prompt_tokens - request.computed)
-            if count <= 0:
-                break
-            chunks.append(PromptChunk(request.computed, request.computed + count))
-            request.computed += count
-            budget -= count
-            if request.computed == request.prompt_tokens:
-                finished_prompts.append(request)
+    while requests or decoding:
+        waiting = [each for each in requests if each.sent_ms + front_end_ms <= now]
         context = sum(each.prompt_tokens + each.generated for each in decoding)
-        now += timing.predict_iteration_ms(chunks, len(decoding), context)
+        count, computed = 1, []
+        if waiting:
+            chunks, computed = _take_chunks(waiting, MAX_BATCHED_TOKENS - len(decoding))
+            now += timing.predict_iteration_ms(chunks, len(decoding), context)
+        elif decoding:
+            until = requests[0].sent_ms + front_end_ms if requests else math.inf
+            left_tokens = min(each.output_tokens - each.generated for each in decoding)
+            count, ms = sum_decode_ms(timing, len(decoding), context, left_tokens, until - now)
+            now += ms
+        else:
+            now = requests[0].sent_ms + front_end_ms
         for each in decoding:
-            each.generated += 1
-        for each in finished_prompts:
+            each.generated += count
+        for each in computed:
             each.generated, each.first_ms = 1, now
-            ttft.append(now - each.arrival_ms)
-            waiting.remove(each)
+            ttft.append(now - each.sent_ms)
+            requests.remove(each)
         done = [each for each in decoding if each.generated >= each.output_tokens]
-        decoding = [each for each in decoding if each.generated < each.output_tokens]
-        decoding += finished_prompts
+        decoding = [each for each in decoding if each.generated < each.output_tokens] + computed
         for each in done:
             tpot.append((now - each.first_ms) / (each.output_tokens - 1))
-            waiting.append(_Request(now, draw(run.prompt_tokens), draw(run.output_tokens)))
-            left -= 1
-    return _find_median(ttft), _find_median(tpot)
+            if left > 0:
+                requests.append(arrive(now))
+                left -= 1
+    return statistics.mean(ttft), statistics.mean(tpot)
+
+
+def sum_decode_ms(
+    timing: EngineTiming, batch: int, context: int, most: int, until_ms: float
+) -> tuple[int, float]:
+    """(number, ms) of decode iterations from a sum of contexts of `context` on: `most`, or as many
+    as start before `until_ms`. Each is longer than the one before by the same time."""
+    first = timing.predict_decode_ms(batch, context)
+    growth = timing.predict_decode_ms(batch, context + batch) - first
+
+    def total(count: int) -> float:
+        return count * first + growth * count * (count - 1) / 2
+
+    if total(most - 1) < until_ms:
+        return most, total(most)
+    count = bisect.bisect_left(range(most), until_ms, key=total)
+    return max(count, 1), total(max(count, 1))
 
 
 @dataclass(eq=False)
 class _Request:
-    arrival_ms: float
+    sent_ms: float
     prompt_tokens: int
     output_tokens: int
     computed: int = 0
@@ -209,14 +266,31 @@ class _Request:
     first_ms: float = 0.0
 
 
-def _find_median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def _take_chunks(
+    waiting: Sequence[_Request], budget: int
+) -> tuple[list[PromptChunk], list[_Request]]:
+    """The chunks of an iteration, and the requests whose prompts they complete."""
+    chunks: list[PromptChunk] = []
+    completed: list[_Request] = []
+    for request in waiting:
+        count = min(budget, request.prompt_tokens - request.computed)
+        if count <= 0:
+            break
+        chunks.append(PromptChunk(request.computed, request.computed + count))
+        request.computed += count
+        budget -= count
+        if request.computed == request.prompt_tokens:
+            completed.append(request)
+    return chunks, completed
 
 
-def build_timings(shape: ModelShape, gpu: str, tensor: int) -> dict[str, EngineTiming]:
-    """Iteration times by source: kernel tables if there are any, the roofline, the old roofline."""
-    found = find_gpu(gpu)
+def build_timings(run: Measurement) -> dict[str, EngineTiming]:
+    """Iteration times by source: kernel tables if there are any, the roofline, the old roofline.
+    The tables with all-reduces as the run's engine had them."""
+    shape, tensor, found = run.shape, run.tensor, find_gpu(run.gpu)
     known = tables.find_tables(found)
+    if known is not None and not run.fuses_reduces:
+        known = replace(known, fused_limits={})
     operators = composition.build_operators(shape, known, tensor) if known else None
     timings = {} if operators is None else {"tables": operator_fit.to_timing(operators, tensor)}
     timings["roofline"] = Roofline(
@@ -228,15 +302,48 @@ def build_timings(shape: ModelShape, gpu: str, tensor: int) -> dict[str, EngineT
 
 def iter_errors(root: Path) -> Iterator[ServingError]:
     """Every measurement, grouped so that each instance is estimated once."""
-    groups: dict[tuple[str, str, int], list[Measurement]] = defaultdict(list)
-    for each in filter(is_plausible, read_measurements(root)):
-        groups[each.gpu, each.model, each.tensor].append(each)
-    for (gpu, _, tensor), runs in groups.items():
-        timings = build_timings(runs[0].shape, gpu, tensor)
+    for timings, runs in iter_instances(filter(is_plausible, read_measurements(root))):
         for run in runs:
             tpot, ttft = {}, {}
             for name, timing in timings.items():
-                predicted = simulate_closed_loop(timing, run)
+                front_end_ms = 0.0 if name == "before" else VLLM.front_end_ms
+                predicted = simulate_closed_loop(timing, run, front_end_ms)
                 ttft[name] = predicted[0] / run.ttft_ms - 1
                 tpot[name] = predicted[1] / run.tpot_ms - 1
             yield ServingError(run, tpot, ttft)
+
+
+def iter_instances(
+    runs: Iterable[Measurement],
+) -> Iterator[tuple[dict[str, EngineTiming], list[Measurement]]]:
+    """(iteration times by source, runs) of each instance."""
+    groups: dict[tuple[object, ...], list[Measurement]] = defaultdict(list)
+    for each in runs:
+        groups[each.gpu, each.model, each.tensor, each.fuses_reduces].append(each)
+    for group in groups.values():
+        yield build_timings(group[0]), group
+
+
+def predict_front_ends(root: Path) -> list[tuple[Measurement, list[float]]]:
+    """InferenceX's runs at low load, with the relative error of the time to first token by
+    kernel tables for every front end of 0, 1, 2, ... ms."""
+    runs = [e for e in read_measurements(root) if e.is_inferencex and e.batch <= LOW_LOAD]
+    return [
+        (
+            run,
+            [
+                simulate_closed_loop(timings["tables"], run, float(ms))[0] / run.ttft_ms - 1
+                for ms in range(LONGEST_FRONT_END_MS + 1)
+            ],
+        )
+        for timings, group in iter_instances(filter(is_plausible, runs))
+        for run in group
+        if "tables" in timings
+    ]
+
+
+def fit_front_end(found: Iterable[tuple[Measurement, list[float]]], gpu: str) -> int:
+    """The front end in ms with the least mean absolute error over the runs on this GPU."""
+    rows = [errors for run, errors in found if run.gpu == gpu]
+    means = [statistics.mean(map(abs, column)) for column in zip(*rows, strict=True)]
+    return means.index(min(means))

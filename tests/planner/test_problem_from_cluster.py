@@ -12,7 +12,7 @@ from cleave.api.manifest import ManifestError, validate
 from cleave.perf.hardware.link import LinkKind
 from cleave.planner import plan_search, problem_from_cluster
 from cleave.planner.placement import PlanError
-from cleave.planner.problem import Policies
+from cleave.planner.problem import Policies, Problem
 from cleave.planner.search import candidate_placement as drafts
 from cleave.planner.search.candidates import build_decode, build_prefill, list_candidates
 from cleave.simulator.fleet import Admission, PrefillOrder
@@ -193,3 +193,35 @@ def test_declared_scheduling_is_simulated() -> None:
         assert (engine.order, engine.prefill_sched_batch) == (PrefillOrder.SJF, 4)
         assert engine.admission is Admission.RESERVE_DYNAMIC
     assert problem_from_cluster.build_problem(deployment(), cluster()).policies == Policies()
+
+
+def test_kv_of_8_bits_halves_the_transfer_and_doubles_the_room() -> None:
+    def build(*args: str) -> Problem:
+        engine = {"args": list(args)}
+        given = deployment(model="meta-llama/Llama-3.1-8B", engine=engine)
+        return problem_from_cluster.build_problem(given, cluster("nodes: [{gpu: H200}]"))
+
+    wide, narrow = build(), build("--kv-cache-dtype", "fp8")
+    assert 2 * narrow.shape.kv_bytes_per_token == wide.shape.kv_bytes_per_token
+    few, many = (each.estimator.estimate("H200-SXM-141GB", 1, 1) for each in (wide, narrow))
+    assert few is not None
+    assert many is not None
+    assert many.kv_capacity_tokens == pytest.approx(2 * few.kv_capacity_tokens, abs=2)
+    assert many.timing.predict_decode_ms(64, 64 * 8192) < few.timing.predict_decode_ms(
+        64, 64 * 8192
+    )
+    with pytest.raises(PlanError, match=r"spec\.engine\.args: --kv-cache-dtype nvfp4: cannot"):
+        build("--kv-cache-dtype=nvfp4")
+
+
+def test_times_from_kernels_have_a_front_end_and_measured_ones_contain_it() -> None:
+    given = deployment(model="meta-llama/Llama-3.1-8B")
+    problem = problem_from_cluster.build_problem(given, cluster("nodes: [{gpu: H200}]"))
+    found = problem.estimator.estimate("H200-SXM-141GB", 1, 1)
+    assert found is not None
+    assert found.front_end_ms == 16
+    assert "16 ms of front end per request" in found.confidence.source
+    published = problem_from_cluster.build_problem(deployment(), cluster())
+    fitted = published.estimator.estimate("A100-SXM-80GB", 1, 1)
+    assert fitted is not None
+    assert fitted.front_end_ms == 0

@@ -54,6 +54,8 @@ class Estimate:
     """Provisioned power of all GPUs of the instance."""
     cost_per_hour: float
     confidence: Confidence
+    front_end_ms: float = 0.0
+    """Latency of a request besides its iterations; 0 for profiles, published fits and emulation."""
     peak_flops: float | None = None
     """Dense FLOP/s of all GPUs of the instance in the precision of its matrix products, without a
     power cap (for MFU); None: not known, for example of an emulated engine."""

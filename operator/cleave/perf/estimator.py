@@ -8,7 +8,7 @@ source may be used for weights of another size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cleave.api.cluster import Cluster
@@ -28,15 +28,16 @@ from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.profile.profile import MeasuredProfile
 from cleave.perf.published import distserve, splitwise
 from cleave.perf.roofline.efficiency import select_efficiency
-from cleave.perf.roofline.roofline import Roofline
+from cleave.perf.roofline.roofline import VLLM, Roofline
 from cleave.perf.timing import EngineTiming
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
-_SERVING_ERROR = 0.18
-"""Mean absolute error of the time per output token beside 522 published runs of vLLM, of kernel
-tables and of the roofline (benchmarks/prices); the median of the tables is 7 to 17 %."""
-_COMPARED_GPUS = frozenset({"H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB"})
-"""GPUs of these runs."""
+_KERNEL_ERRORS = {"H100-SXM-80GB": 0.14, "H200-SXM-141GB": 0.18, "B200-SXM-180GB": 0.14}
+"""Mean absolute error of the time per output token of kernel tables, by GPU, beside published runs
+of vLLM (benchmarks/prices); the medians are lower."""
+_ROOFLINE_ERRORS = {"H100-SXM-80GB": 0.14, "H200-SXM-141GB": 0.21, "B200-SXM-180GB": 0.12}
+"""The same of the roofline."""
+_FRONT_END = f"{VLLM.front_end_ms:g} ms of front end per request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class _TimingSource:
 
     timing: EngineTiming
     confidence: Confidence
+    front_end_ms: float = 0.0
 
 
 class ModelEstimator:
@@ -128,6 +130,7 @@ class ModelEstimator:
             power_watts=machine.gpu.power_watts * gpus,
             cost_per_hour=machine.gpu.price_per_hour * gpus,
             confidence=source.confidence,
+            front_end_ms=source.front_end_ms,
             peak_flops=self._compute_peak_flops(machine.gpu) * gpus,
         )
 
@@ -146,7 +149,7 @@ class ModelEstimator:
         single_stage = self._unpipelined[key]
         hop = machine.select_link(tensor * stages)
         timing = split_into_stages(single_stage.timing, self.shape, stages, hop)
-        return _TimingSource(timing, single_stage.confidence)
+        return replace(single_stage, timing=timing)
 
     def _iter_unpipelined_sources(self, machine: NodeType, tensor: int) -> Iterator[_TimingSource]:
         """Sources without pipeline stages, best first; the last one, the roofline, always works."""
@@ -164,9 +167,9 @@ class ModelEstimator:
             yield source
         kernels = select_efficiency(machine.gpu)
         roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor), kernels)
-        text = "FLOPs and bytes, calibrated on kernels published with aiconfigurator-core 0.12.0"
-        trust = Confidence(LatencySource.ROOFLINE, text, _get_serving_error(machine.gpu))
-        yield _TimingSource(roofline.to_timing(), trust)
+        text = f"FLOPs and bytes, calibrated on {kernels.source}, {_FRONT_END}"
+        trust = Confidence(LatencySource.ROOFLINE, text, _ROOFLINE_ERRORS.get(machine.gpu.name))
+        yield _TimingSource(roofline.to_timing(), trust, VLLM.front_end_ms)
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
         for each in self._list_profiles(gpu):
@@ -253,19 +256,17 @@ def _find_kernels(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | N
     operators = composition.build_operators(shape, found, tensor) if found else None
     if found is None or operators is None:
         return None
-    text = f"vLLM {found.vllm} on {gpu.name}, published in 2026 with {found.source}"
-    trust = Confidence(LatencySource.KERNELS, text, _get_serving_error(gpu))
-    return _TimingSource(operator_fit.to_timing(operators, tensor), trust)
-
-
-def _get_serving_error(gpu: Gpu) -> float | None:
-    return _SERVING_ERROR if gpu.name in _COMPARED_GPUS else None
+    text = f"{gpu.name}, {found.source}, {_FRONT_END}"
+    trust = Confidence(LatencySource.KERNELS, text, _KERNEL_ERRORS.get(gpu.name))
+    timing = operator_fit.to_timing(operators, tensor)
+    return _TimingSource(timing, trust, VLLM.front_end_ms)
 
 
 def _matches_shape(shape: ModelShape, published: str) -> bool:
     """Whether times of the published model hold for `shape`: equal layers, equal precision."""
     other = model_shape.load_shape(published)
-    names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "bytes_per_weight")
+    sizes = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+    names = (*sizes, "bytes_per_weight", "kv_dtype_bytes")
     has_equal_kv = shape.num_kv_heads * shape.head_size == other.num_kv_heads * other.head_size
     return has_equal_kv and all(getattr(shape, name) == getattr(other, name) for name in names)
 

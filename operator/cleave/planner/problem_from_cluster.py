@@ -90,9 +90,14 @@ def build_supplies(
 def _load_shape(deployment: LLMDeployment) -> ModelShape:
     model_spec = deployment.spec.model
     try:
-        return model_shape.load_shape(model_spec.folder or model_spec.locator)
+        shape = model_shape.load_shape(model_spec.folder or model_spec.locator)
     except model_shape.UnknownModelError as error:
         raise PlanError([f"spec.model.source: {error}"]) from error
+    flag = "--kv-cache-dtype"
+    try:
+        return shape.with_kv_dtype(deployment.spec.engine.get_flag_value(flag) or "auto")
+    except ValueError as error:
+        raise PlanError([f"spec.engine.args: {flag} {error}"]) from error
 
 
 def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:

@@ -12,7 +12,7 @@ Import = Callable[[str], ModuleType]
 
 HEADER = (
     "id,silicon_data_source,backend,model_path,system,precision,mode,isl,osl,batch_size,tp_size,"
-    "attention_dp_size,moe_tp_size,moe_ep_size,silicon_ttft_ms,silicon_tpot_ms"
+    "attention_dp_size,moe_tp_size,moe_ep_size,silicon_ttft_ms,silicon_tpot_ms,backend_version"
 )
 DENSE = "a,{source},vllm,meta-llama/Llama-3.1-70B,h200_sxm,fp8,agg,1024,1024,4,8,,,,70,{tpot}"
 EXPERTS = "b,x,vllm,openai/gpt-oss-120b,b200_sxm,fp4,agg,1024,1024,4,{tp},1,{moe_tp},{ep},40,3"
@@ -54,8 +54,65 @@ def test_the_closed_loop_adds_the_others_prompts_to_a_token(module: Import, tmp_
     serving = module("serving")
     # 10 ms an iteration, and as long again for a prompt of 1,024 tokens
     timing = EngineTiming(1024.0, (0.0, 10.0), 0.0, (10.0, 10.0), (0.0,))
-    ttft_ms, tpot_ms = serving.simulate_closed_loop(timing, run)
+    ttft_ms, tpot_ms = serving.simulate_closed_loop(timing, run, 0.0)
     assert tpot_ms == pytest.approx(10.0, rel=0.05)
     assert 10 <= ttft_ms <= 60
     alone = serving.replace(run, batch=1)
-    assert serving.simulate_closed_loop(timing, alone)[0] == pytest.approx(10.0)
+    assert serving.simulate_closed_loop(timing, alone, 0.0)[0] == pytest.approx(10.0)
+    assert serving.simulate_closed_loop(timing, alone, 7.0)[0] == pytest.approx(17.0)
+
+
+def test_a_request_waits_for_the_iteration_during_which_it_reaches_the_engine(
+    module: Import, tmp_path: Path
+) -> None:
+    (run,) = read(module, tmp_path, DENSE.format(source="", tpot=8))
+    serving = module("serving")
+    timing = EngineTiming(1024.0, (0.0, 0.0), 0.0, (10.0, 10.0), (0.0,))
+    few = serving.replace(run, batch=2, prompt_tokens=1, output_tokens=100)
+    # Prompts take no time; both clients end and start together, so none waits for the other.
+    assert serving.simulate_closed_loop(timing, few, 3.0)[0] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("until_ms", [0.0, 4.9, 10.0, 10.1, 57.0, 1e9])
+def test_a_leap_over_decode_iterations_ends_where_single_steps_end(
+    module: Import, until_ms: float
+) -> None:
+    timing = EngineTiming(1024.0, (0.0, 0.0), 0.0, (5.0, 5.0, 6.0), (0.01, 0.01, 0.02))
+    count, now, context = 0, 0.0, 100
+    while count < 20 and (count == 0 or now < until_ms):
+        now += timing.predict_decode_ms(2, context)
+        context += 2
+        count += 1
+    leap = module("serving").sum_decode_ms(timing, 2, 100, 20, until_ms)
+    assert leap == (count, pytest.approx(now))
+
+
+def test_runs_with_8_bit_kv_read_half_as_much(module: Import, tmp_path: Path) -> None:
+    (run,) = read(module, tmp_path, DENSE.format(source="", tpot=8))
+    (other,) = read(module, tmp_path, EXPERTS.format(tp=4, moe_tp=4, ep=1).replace("b200", "h200"))
+    assert (run.shape.kv_dtype_bytes, other.shape.kv_dtype_bytes) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_fused"), [("0.16.0", False), ("0.17.0", True), ("1.0.0", True), ("", False)]
+)
+def test_all_reduces_are_fused_as_the_run_s_engine_did(
+    module: Import, tmp_path: Path, version: str, is_fused: bool
+) -> None:
+    serving = module("serving")
+    assert serving.is_fused_by_default(version) is is_fused
+    (run,) = read(module, tmp_path, DENSE.format(source="", tpot=8))
+    assert not run.fuses_reduces
+    ms = [
+        serving.build_timings(serving.replace(run, fuses_reduces=each))["tables"]
+        for each in (False, True)
+    ]
+    assert ms[1].predict_decode_ms(1, 1024) < 0.95 * ms[0].predict_decode_ms(1, 1024)
+
+
+def test_the_front_end_is_fitted_to_the_runs_of_one_gpu(module: Import, tmp_path: Path) -> None:
+    rows = [DENSE, DENSE.replace("h200", "h100")]
+    first, other = read(module, tmp_path, *(row.format(source="", tpot=8) for row in rows))
+    found = [(first, [-0.3, -0.1, 0.2]), (other, [0.0, 0.5, 0.5])]
+    assert module("serving").fit_front_end(found, first.gpu) == 1
+    assert module("serving").fit_front_end(found, other.gpu) == 0

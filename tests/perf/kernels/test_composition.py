@@ -109,3 +109,24 @@ def test_products_of_integers_are_not_priced_as_fp8() -> None:
 
     assert composition.build_operators(quantize("float"), load("H200"), 1) is not None
     assert composition.build_operators(quantize("int"), load("H200"), 1) is None
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "gpt-oss-120b"])
+@pytest.mark.parametrize("gpu", ["H100", "H200", "B200"])
+def test_kv_of_8_bits_is_read_faster(model: str, gpu: str) -> None:
+    shape = model_shape.load_shape(model)
+    wide, narrow = (
+        composition.build_operators(each, load(gpu), 4)
+        for each in (shape, shape.with_kv_dtype("fp8"))
+    )
+    assert wide is not None
+    assert narrow is not None
+    ms = [
+        operator_fit.to_timing(each, 4).predict_decode_ms(64, 64 * 16384) for each in (wide, narrow)
+    ]
+    assert ms[1] < 0.98 * ms[0]
+
+
+def test_kv_of_8_bits_on_a100_is_left_to_the_roofline() -> None:
+    narrow = model_shape.load_shape("llama-3.1-8b").with_kv_dtype("fp8")
+    assert composition.build_operators(narrow, load("A100-SXM-80GB"), 1) is None

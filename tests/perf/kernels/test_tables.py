@@ -95,10 +95,23 @@ def test_every_file_names_its_source_and_holds_plausible_times(gpu: object) -> N
     found = tables.find_tables(gpu)  # type: ignore[arg-type]
     if found is None:
         pytest.skip("no kernels were measured on this GPU")
-    assert found.source.startswith("aiconfigurator")
+    assert found.source.endswith("published 2026 with aiconfigurator-core 0.12.0")
+    assert found.source.startswith("vLLM 0.")
     for kind, table in found.tables.items():
         for key, ms in table.items():
             known = ms[~np.isnan(ms)]
             assert len(known), (kind, key)
             assert known.min() > 0.001, (kind, key)
     assert 0.001 < found.smallest_kernel_ms < 0.006
+
+
+@pytest.mark.parametrize("gpu", ["A100-SXM-80GB", "H100", "H200", "B200"])
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_large_all_reduces_reach_most_of_the_link_and_not_more(gpu: str, gpus: int) -> None:
+    found = load(gpu)
+    size = float(1 << 29)
+    ms = found.predict_all_reduce_ms(np.array([size]), gpus)
+    assert ms is not None
+    assert found.gpu.nvlink_gbps is not None
+    moved = 2 * (gpus - 1) / gpus * size
+    assert 0.55 < moved / (float(ms[0]) * 1e6) / found.gpu.nvlink_gbps < 1.1

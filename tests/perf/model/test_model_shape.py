@@ -411,3 +411,45 @@ def test_qwen3_235b_has_its_parameters() -> None:
     shape = model_shape.load_shape("Qwen/Qwen3-235B-A22B")
     assert shape.parameters == pytest.approx(235e9, rel=0.01)
     assert shape.active_parameters == pytest.approx(22.2e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kv_bytes"),
+    [
+        ({"quant_method": "fp8"}, 2),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 2),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, 1),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "FP8",
+                "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            },
+            1,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
+                "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+            },
+            1,
+        ),
+    ],
+)
+def test_a_checkpoint_with_scales_for_kv_has_kv_of_8_bits(
+    quantization: dict[str, object], kv_bytes: int
+) -> None:
+    shape = model_shape.from_config("m", {**LLAMA, "quantization_config": quantization})
+    assert shape.kv_dtype_bytes == kv_bytes
+    assert shape.with_kv_dtype("auto") == shape
+
+
+def test_the_engine_s_flag_changes_the_type_of_kv() -> None:
+    shape = model_shape.load_shape("llama-3.1-8b")
+    narrow = shape.with_kv_dtype("fp8_e4m3")
+    assert 2 * narrow.kv_bytes_per_token == shape.kv_bytes_per_token
+    assert narrow.weight_bytes == shape.weight_bytes
+    assert narrow.with_kv_dtype("bfloat16") == shape
+    with pytest.raises(ValueError, match="nvfp4: cannot be planned for; write auto, float16"):
+        shape.with_kv_dtype("nvfp4")

@@ -51,14 +51,14 @@ _NETWORK_SEND = _NcclEfficiency(13.0, 0.72)
 # Not measured: PCIe is assumed to have the network's figures, TCP half of them.
 _TCP_SEND = _NcclEfficiency(50.0, 0.36)
 
-# vLLM's all-reduce in CUDA graphs, 128 bytes to 512 MiB, over 2, 4 and 8 GPUs (aiconfigurator-core
-# 0.12.0, Apache-2.0; median errors 2 to 16 %): A100, H100 and H200; B200 and B300; RTX PRO 6000,
+# vLLM's all-reduce in CUDA graphs, 256 bytes to 1 GiB, over 2, 4 and 8 GPUs (aiconfigurator-core
+# 0.12.0, Apache-2.0; median errors 4 to 16 %): A100, H100 and H200; B200 and B300; RTX PRO 6000,
 # whose copies go through the host where more than two GPUs take part.
-_NVLINK_GRAPH = _NcclEfficiency(5.0, 0.32)
-_LATEST_GRAPH = _NcclEfficiency(7.3, 0.30)
+_NVLINK_GRAPH = _NcclEfficiency(4.8, 0.68)
+_LATEST_GRAPH = _NcclEfficiency(7.2, 0.62)
 _LATEST_FROM_GB_PER_S = 900.0
-_PCIE_PAIR_GRAPH = _NcclEfficiency(4.8, 0.30)
-_PCIE_GRAPH = _NcclEfficiency(19.0, 0.20)
+_PCIE_PAIR_GRAPH = _NcclEfficiency(4.3, 0.59)
+_PCIE_GRAPH = _NcclEfficiency(13.8, 0.38)
 _PAIR = 2
 
 

@@ -23,15 +23,15 @@ from cleave.perf.profile.profile import (
     PrefillAttentionPoint,
 )
 from cleave.perf.roofline import operators
+from cleave.perf.roofline.roofline import VLLM
 
-PASS_OVERHEAD_MS = 0.3
-"""GPU idle between two iterations: vLLM prepares the next one while this one runs (asynchronous
-scheduling), so that what is left is the start of the graph and of a few small kernels."""
 ELEMENT_WISE_SHARE = 0.8
 """Share of bandwidth of norms, rotation and activation; aiconfigurator assumes the same."""
 ELEMENT_WISE_KERNELS = 4
 """Of one layer, fused as vLLM compiles them: two norms with residual, rotation with the write to
 the KV cache, activation."""
+_NORMS = 2
+"""Of these, the ones that are part of fused all-reduces."""
 _SAMPLER_BYTES = 12
 """Moved for every logit: it is widened to 32 bits, normalised and searched."""
 ROWS = np.array(
@@ -60,7 +60,7 @@ def build_operators(shape: ModelShape, tables: KernelTables, tensor: int) -> Ope
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         activation_bytes=shape.dtype_bytes,
-        pass_overhead_ms=PASS_OVERHEAD_MS,
+        pass_overhead_ms=VLLM.iteration_ms,
         layer=tuple(
             point for name in sorted(layer) for point in _list_points(name, tensor, layer[name])
         ),
@@ -144,7 +144,9 @@ def predict_element_wise_ms(
 ) -> Floats:
     """Norms, residuals, rotation and activation of one layer, estimated from bytes."""
     moved = operators.compute_element_wise_bytes(shape, tensor) / shape.num_layers
-    start_ms = ELEMENT_WISE_KERNELS * tables.smallest_kernel_ms
+    sizes = rows * operators.compute_all_reduce_bytes(shape, 1.0)
+    started = ELEMENT_WISE_KERNELS - _NORMS * tables.are_fused(sizes, tensor)
+    start_ms = started * tables.smallest_kernel_ms
     return np.asarray(start_ms + rows * moved / _read_bytes_per_ms(tables))
 
 
@@ -191,11 +193,12 @@ def _build_attention(shape: ModelShape, tables: KernelTables, tensor: int) -> At
         latent = _find_latent(shape, tables, tensor)
         return None if latent is None else _list_attention_points(tables, tensor, *latent)
     heads, kv_heads = shape.num_attention_heads // tensor, -(-shape.num_kv_heads // tensor)
+    suffix = _select_kv_suffix(shape)
     means: list[Floats] = []
     for kind in ("prefill", "decode"):
         total: Floats | float = 0.0
         for window, layers in shape.list_windows():
-            found = tables.find_attention(kind, shape.head_size, window, heads, kv_heads)
+            found = tables.find_attention(kind + suffix, shape.head_size, window, heads, kv_heads)
             if found is None:
                 return None
             total = total + found[0] * found[1] * layers / shape.num_layers
@@ -211,9 +214,15 @@ def _find_latent(
     if (types := select_types(shape)) is None:
         return None
     key = (int(types[0] == kernel_tables.FP8), shape.num_attention_heads // tensor)
-    prefill = tables.tables.get("latent_prefill", {}).get(key)
-    decode = tables.tables.get("latent_decode", {}).get(key)
+    suffix = _select_kv_suffix(shape)
+    prefill = tables.tables.get(f"latent_prefill{suffix}", {}).get(key)
+    decode = tables.tables.get(f"latent_decode{suffix}", {}).get(key)
     return None if prefill is None or decode is None else (prefill, decode)
+
+
+def _select_kv_suffix(shape: ModelShape) -> str:
+    """Of the tables of attention that read KV of the model's type."""
+    return kernel_tables.FP8_KV if shape.kv_dtype_bytes == 1 else ""
 
 
 def _list_attention_points(

@@ -23,6 +23,8 @@ Key: TypeAlias = tuple[int, ...]
 BFLOAT16, FP8 = range(2)
 """Numeric types of matrix products."""
 EXPERTS_BFLOAT16, EXPERTS_FP8, EXPERTS_FP8_BLOCK, EXPERTS_INT4, EXPERTS_MXFP4 = range(5)
+FP8_KV = "_fp8_kv"
+"""Suffix of the tables of attention that reads KV of 8 bits."""
 _SHARPNESS = 1.75
 """As of the roofline: compute and memory time join smoothly."""
 _START_MS = 0.002
@@ -35,12 +37,12 @@ class KernelTables:
     gpu: Gpu
     """As in the catalogue."""
     source: str
-    """Name and version of the publication."""
-    vllm: str
-    """Version of vLLM whose kernels were measured."""
+    """Year, name and version of the publication, and the versions of vLLM that were measured."""
     axes: dict[str, Floats]
     tables: dict[str, dict[Key, Floats]]
     """Kind -> key -> ms on the axes of the kind; NaN where nothing was measured."""
+    fused_limits: dict[int, int]
+    """GPUs -> bytes of the largest all-reduce that vLLM fuses with the norm behind it."""
 
     def predict_product_ms(self, kind: int, rows: Floats, n: int, k: int) -> Floats | None:
         """A matrix product of `rows` x k with k x n, for every number of rows; None: the GPU has no
@@ -75,8 +77,9 @@ class KernelTables:
     ) -> tuple[Floats, float] | None:
         """(ms on the axes of `kind`, factor on it) of the measured heads closest to these; None: no
         such head size or window. `kind`: prefill, whose work grows with the heads, or decode,
-        whose work grows with the KV heads."""
-        of_size = [key for key in self.tables[kind] if key[:2] == (head_size, window)]
+        whose work grows with the KV heads; with FP8_KV appended for KV of 8 bits."""
+        table = self.tables.get(kind, {})
+        of_size = [key for key in table if key[:2] == (head_size, window)]
         if not of_size:
             return None
 
@@ -84,16 +87,26 @@ class KernelTables:
             return float(abs(np.log(key[2] / heads)) + 2 * abs(np.log(key[3] / kv_heads)))
 
         best = min(of_size, key=distance)
-        factor = heads / best[2] if kind == "prefill" else kv_heads / best[3]
-        return self.tables[kind][best], factor
+        is_prefill = kind.startswith("prefill")
+        return table[best], heads / best[2] if is_prefill else kv_heads / best[3]
 
     def predict_all_reduce_ms(self, size_bytes: Floats, gpus: int) -> Floats | None:
-        """An all-reduce inside a CUDA graph; None: not measured over so many GPUs."""
+        """An all-reduce inside a CUDA graph, as vLLM does it by default; None: not measured over so
+        many GPUs."""
         ms = self.tables["all_reduce"].get((gpus,))
         if ms is None:
             return None
-        logs = np.log(self.axes["messages"]), np.log(_fill(self.axes["messages"], ms))
-        return np.asarray(np.exp(np.interp(np.log(size_bytes), *logs)))
+        fused = self.tables.get("fused_all_reduce", {}).get((gpus,), ms)
+        axis = self.axes["messages"]
+        plain_ms, fused_ms = (
+            np.exp(np.interp(np.log(size_bytes), np.log(axis), np.log(_fill(axis, each))))
+            for each in (ms, fused)
+        )
+        return np.where(self.are_fused(size_bytes, gpus), fused_ms, plain_ms)
+
+    def are_fused(self, size_bytes: Floats, gpus: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether all-reduces of these sizes and the norms behind them are one kernel."""
+        return np.asarray(size_bytes <= self.fused_limits.get(gpus, 0))
 
     def predict_experts_ms(self, key: Key, rows: Floats) -> Floats | None:
         """The routed experts of one layer. `key`: numeric type, hidden size, width, experts per
@@ -143,7 +156,10 @@ def _read_tables(name: str) -> KernelTables | None:
             for kind in kinds
         }
     axes = {kind: np.array(values, np.float64) for kind, values in meta["axes"].items()}
-    return KernelTables(gpu, meta["source"], meta["vllm"]["gemm"], axes, tables)
+    versions = " and ".join(sorted(set(meta["vllm"].values())))
+    source = f"vLLM {versions}, published {meta['year']} with {meta['source']}"
+    limits = {int(gpus): size for gpus, size in meta["fused_limits"].items()}
+    return KernelTables(gpu, source, axes, tables, limits)
 
 
 def _find_neighbours(axis: Floats, value: float) -> list[tuple[int, float]]:

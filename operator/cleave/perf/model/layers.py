@@ -5,14 +5,15 @@ of quantisation differently; unknown methods are refused, since a wrong guess is
 four in memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
 
 _SCALE_BITS = 16
 """Bits of the scale of a group of weights."""
-_SUPPORTED_METHODS = "fp8, awq, gptq, bitsandbytes, compressed-tensors, mxfp4"
+_KV_BITS = 8
+_SUPPORTED_METHODS = "fp8, awq, gptq, bitsandbytes, compressed-tensors, mxfp4, modelopt with FP8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,8 @@ def read_quantization(config: ConfigFields) -> Quantization | None:
             return Quantization(method, 4.25, is_8_bit_compute=False, is_experts_only=True)
         case "compressed-tensors":
             return _read_compressed_tensors(part)
+        case "modelopt" if (part.get_text("quant_algo") or "").upper() == "FP8":
+            return Quantization(method, 8, is_8_bit_compute=True)
         case _:
             raise part.build_error("quant_method", f"known are {_SUPPORTED_METHODS}")
 
@@ -193,3 +196,16 @@ def _read_compressed_tensors(part: ConfigFields) -> Quantization:
         is_integer=weights.get_text("type") == "int",
         is_blockwise=weights.get_text("strategy") == "block",
     )
+
+
+def has_8_bit_kv(config: ConfigFields) -> bool:
+    """Whether the checkpoint has scales for KV of 8 bits, with which vLLM stores it so by itself:
+    compressed-tensors' `kv_cache_scheme`, which newer ModelOpt writes, too, or its
+    `kv_cache_quant_algo`. Raises ConfigError."""
+    part = config.get_object("quantization_config")
+    if part is None:
+        return False
+    scheme = part.values.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        return scheme.get("num_bits") == _KV_BITS and scheme.get("type") == "float"
+    return (part.get_text("kv_cache_quant_algo") or "").upper() == "FP8"

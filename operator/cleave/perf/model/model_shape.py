@@ -6,7 +6,7 @@ Norms and biases are neglected: they are under 0.1 % of the weights.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cleave.perf.model import hf_config, known_models, layers
@@ -24,6 +24,10 @@ _TIED_EMBEDDINGS = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", 
 """Model types that share embedding and LM head by default."""
 _OPT_POSITION_OFFSET = 2
 """OPT's learned positions start at 2."""
+
+
+_BYTES_OF_KV_DTYPE = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""By values of vLLM's `--kv-cache-dtype` that planning knows, besides auto."""
 
 
 class UnknownModelError(LookupError):
@@ -58,6 +62,16 @@ class ModelShape:
     quantization: Quantization | None = None
     sliding_window: SlidingWindow | None = None
     """Used for times from kernel tables; memory and the roofline count the whole context."""
+
+    def with_kv_dtype(self, name: str) -> "ModelShape":
+        """A copy whose KV has the type that vLLM's `--kv-cache-dtype` names; auto: the checkpoint's
+        own. Raises ValueError, which names the types that can be planned."""
+        if name == "auto":
+            return self
+        if name not in _BYTES_OF_KV_DTYPE:
+            known = ", ".join(_BYTES_OF_KV_DTYPE)
+            raise ValueError(f"{name}: cannot be planned for; write auto, {known}")
+        return replace(self, kv_dtype_bytes=_BYTES_OF_KV_DTYPE[name])
 
     @property
     def parameters(self) -> int:
@@ -272,7 +286,7 @@ def _build_shape(name: str, config: ConfigFields) -> ModelShape:
         max_model_len=longest,
         intermediate_size=_read_intermediate_size(config, model_type, hidden),
         dtype_bytes=dtype_bytes,
-        kv_dtype_bytes=dtype_bytes,
+        kv_dtype_bytes=1 if layers.has_8_bit_kv(config) else dtype_bytes,
         has_gated_mlp=model_type not in _UNGATED_MLP,
         has_tied_embeddings=is_tied,
         learned_positions=longest + _OPT_POSITION_OFFSET if model_type == "opt" else 0,

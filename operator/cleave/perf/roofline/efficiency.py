@@ -29,6 +29,8 @@ class ProductEfficiency:
 class KernelEfficiency:
     """Shares of the data sheets' rates that kernels reach."""
 
+    source: str
+    """The measurements that the constants were fitted to."""
     products: ProductEfficiency
     narrow_products: ProductEfficiency
     """The same of 8-bit products, with the quantisation of their input."""
@@ -59,6 +61,7 @@ def select_efficiency_of_2023(gpu: Gpu) -> KernelEfficiency:
     memory = 0.90 if gpu.memory_gbps >= _HBM3_GB_PER_S else 0.80
     products = ProductEfficiency(0.75, memory, 1.75, 0.0046)
     return KernelEfficiency(
+        source="Vidur's and DistServe's measurements of 2023",
         products=products,
         narrow_products=products,
         experts=replace(products, kernel_ms=3 * products.kernel_ms),
@@ -77,7 +80,9 @@ def select_efficiency(gpu: Gpu) -> KernelEfficiency:
     return _HOPPER if gpu.memory_gbps >= _HBM3_GB_PER_S else _AMPERE
 
 
+_SOURCE = "kernels of vLLM {} published 2026 with aiconfigurator-core 0.12.0"
 _AMPERE = KernelEfficiency(
+    source=_SOURCE.format("0.14 to 0.24"),
     # A100; fits of 8 bits on L40S
     products=ProductEfficiency(0.82, 0.745, 1.65, 0.0054),
     narrow_products=ProductEfficiency(0.61, 0.78, 1.0, 0.0022),
@@ -89,6 +94,7 @@ _AMPERE = KernelEfficiency(
     reduces_in_graphs=True,
 )
 _HOPPER = KernelEfficiency(
+    source=_SOURCE.format("0.24"),
     # H100, H200
     products=ProductEfficiency(0.81, 0.84, 3.3, 0.0035),
     narrow_products=ProductEfficiency(0.62, 0.86, 1.0, 0.0066),
@@ -100,6 +106,7 @@ _HOPPER = KernelEfficiency(
     reduces_in_graphs=True,
 )
 _BLACKWELL = KernelEfficiency(
+    source=_SOURCE.format("0.24"),
     # B200, B300, GB200, GB300
     products=ProductEfficiency(0.75, 0.77, 3.4, 0.0032),
     narrow_products=ProductEfficiency(0.475, 0.765, 1.0, 0.0067),

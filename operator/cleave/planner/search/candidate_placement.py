@@ -86,12 +86,13 @@ class CandidatePlacement:
 def build_cell(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:
     """One cell as a simulator fleet; it serves the rate divided by `placement.copies`."""
     policies = problem.policies
+    estimates = [group.instance.candidate.estimate for group in placement.groups]
     return SimulatedFleet(
         prefill=_build_pools(placement, Role.PREFILL),
         decode=_build_pools(placement, Role.DECODE),
         mixed=_build_pools(placement, Role.MIXED),
         transfer=build_transfer(problem, placement),
-        dispatch_ms=policies.dispatch_ms,
+        dispatch_ms=policies.dispatch_ms + max(each.front_end_ms for each in estimates),
         first_token_by_decode=policies.first_token_by_decode,
     )
 
