@@ -31,9 +31,12 @@ from cleave.perf.timing import EngineTiming, PromptChunk
 GPUS = {"h100_sxm": "H100-SXM-80GB", "h200_sxm": "H200-SXM-141GB", "b200_sxm": "B200-SXM-180GB"}
 FP8 = Quantization("fp8", 8, is_8_bit_compute=True)
 FP8_BLOCK = Quantization("fp8", 8, is_8_bit_compute=True, is_blockwise=True)
+NVFP4 = Quantization("modelopt", 4.5, is_8_bit_compute=False, is_4_bit_compute=True)
 MODELS: dict[tuple[str, str], tuple[str, Quantization | None]] = {
     ("openai/gpt-oss-120b", "fp4"): ("gpt-oss-120b", None),
     ("meta-llama/Llama-3.1-70B", "fp8"): ("llama-3.1-70b", FP8),
+    ("meta-llama/Llama-3.1-70B", "fp4"): ("llama-3.1-70b", NVFP4),
+    ("MiniMaxAI/MiniMax-M2.5", "fp4"): ("minimax-m2.5", NVFP4),
     ("Qwen/Qwen3-32B", ""): ("qwen3-32b", None),
     ("Qwen/Qwen3-32B", "fp8"): ("qwen3-32b", FP8_BLOCK),
     ("nvidia/Llama-3.1-8B-Instruct-FP8", "fp8"): ("llama-3.1-8b", FP8),
@@ -140,7 +143,7 @@ def read_measurements(root: Path) -> list[Measurement]:
                 date = match[1]
             measured = Measurement(
                 gpu,
-                model[0] + ("" if model[1] is None else "-fp8"),
+                model[0] + ("" if model[1] is None else f"-{row['precision'] or 'fp8'}"),
                 shape,
                 int(float(row["tp_size"])),
                 int(float(row["batch_size"])),
@@ -178,13 +181,15 @@ def is_plausible(run: Measurement) -> bool:
     gpu, shape = find_gpu(run.gpu), run.shape
     quantization = shape.quantization
     is_8_bit = quantization is not None and quantization.is_8_bit_compute
+    is_4_bit = quantization is not None and quantization.is_4_bit_compute
+    tflops = gpu.get_tflops(is_8_bit or is_4_bit) * (2 if is_4_bit else 1)
     experts = shape.experts
     share = 1.0 if experts is None else experts.count_activated(run.batch) / experts.count
     context = run.batch * (run.prompt_tokens + run.output_tokens / 2)
     read = (shape.weight_bytes * share + context * shape.kv_bytes_per_token) / run.tensor
     read_ms = read / (gpu.memory_gbps * 1e6)
     flops = run.batch * run.prompt_tokens / run.output_tokens * shape.flops_per_token / run.tensor
-    return run.tpot_ms > (read_ms + flops / (gpu.get_tflops(is_8_bit) * 1e9)) / RATED_SHARE
+    return run.tpot_ms > (read_ms + flops / (tflops * 1e9)) / RATED_SHARE
 
 
 def simulate_closed_loop(

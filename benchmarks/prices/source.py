@@ -49,11 +49,11 @@ HEADS = {(64, 0), (64, 128), (128, 0), (256, 0), (256, 1024)}
 """Head sizes and windows whose attention is kept."""
 KV_TYPES = {"": "bfloat16", "_fp8_kv": "fp8"}
 """Suffix of the name of a table of attention -> type of the KV that it reads."""
-GEMM_TYPES = ("bfloat16", "fp8")
+GEMM_TYPES = ("bfloat16", "fp8", "nvfp4")
 """Types of matrix products. The source has 8 bits with scales of blocks as well, but measured their
 launch: 0.06 ms (H200) to 0.18 ms (B200) up to 2,048 rows. From 4,096 rows on they take 0.9 to 1.1
 times as long as those with scales of rows, which stand for both."""
-MOE_TYPES = ("bfloat16", "fp8", "fp8_block", "int4_wo", "w4a16_mxfp4")
+MOE_TYPES = ("bfloat16", "fp8", "fp8_block", "int4_wo", "w4a16_mxfp4", "nvfp4")
 REDUCE, FUSED_REDUCE = "vLLM_custom_graph", "TRTLLM"
 """Kernels of all-reduces: vLLM's in CUDA graphs, and the one that it gets from FlashInfer to fuse
 with norms, which is TensorRT-LLM's and was measured there, without a norm."""

@@ -58,7 +58,7 @@ class Estimate:
     """Latency of a request besides its iterations; 0 for profiles, published fits and emulation."""
     peak_flops: float | None = None
     """Dense FLOP/s of all GPUs of the instance in the precision of its matrix products, without a
-    power cap (for MFU); None: not known, for example of an emulated engine."""
+    power cap (for MFU); None: not known, for example of an emulated engine or of 4 bits."""
 
 
 class Estimator(Protocol):

@@ -32,10 +32,10 @@ from cleave.perf.roofline.roofline import VLLM, Roofline
 from cleave.perf.timing import EngineTiming
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
-_KERNEL_ERRORS = {"H100-SXM-80GB": 0.14, "H200-SXM-141GB": 0.18, "B200-SXM-180GB": 0.14}
+_KERNEL_ERRORS = {"H100-SXM-80GB": 0.14, "H200-SXM-141GB": 0.18, "B200-SXM-180GB": 0.15}
 """Mean absolute error of the time per output token of kernel tables, by GPU, beside published runs
 of vLLM (benchmarks/prices); the medians are lower."""
-_ROOFLINE_ERRORS = {"H100-SXM-80GB": 0.14, "H200-SXM-141GB": 0.21, "B200-SXM-180GB": 0.12}
+_ROOFLINE_ERRORS = {"H100-SXM-80GB": 0.14, "H200-SXM-141GB": 0.21, "B200-SXM-180GB": 0.14}
 """The same of the roofline."""
 _FRONT_END = f"{VLLM.front_end_ms:g} ms of front end per request"
 
@@ -131,14 +131,17 @@ class ModelEstimator:
             cost_per_hour=machine.gpu.price_per_hour * gpus,
             confidence=source.confidence,
             front_end_ms=source.front_end_ms,
-            peak_flops=self._compute_peak_flops(machine.gpu) * gpus,
+            peak_flops=self._compute_peak_flops(machine.gpu, gpus),
         )
 
-    def _compute_peak_flops(self, gpu: Gpu) -> float:
-        """FLOP/s of one GPU without its power cap: MFU refers to the rated performance."""
+    def _compute_peak_flops(self, gpu: Gpu, gpus: int) -> float | None:
+        """FLOP/s of that many GPUs without their power cap: MFU refers to the rated performance.
+        None: the catalogue has no rate of 4 bits."""
         quantization = self.shape.quantization
+        if quantization is not None and quantization.is_4_bit_compute:
+            return None
         is_8_bit = quantization is not None and quantization.is_8_bit_compute
-        return gpu.get_tflops(is_8_bit) * gpu.prompt_slowdown * 1e12
+        return gpu.get_tflops(is_8_bit) * gpu.prompt_slowdown * 1e12 * gpus
 
     def _select_source(self, machine: NodeType, tensor: int, stages: int) -> _TimingSource:
         if (measured := next(self._iter_measured(machine.gpu, tensor, stages), None)) is not None:

@@ -15,7 +15,7 @@ def columns(**values: object) -> dict[str, np.ndarray]:
 
 def test_rows_off_the_grid_are_left_out_and_gaps_are_nan(module: Import) -> None:
     rows = columns(
-        gemm_dtype=["bfloat16", "bfloat16", "bfloat16", "nvfp4"],
+        gemm_dtype=["bfloat16", "bfloat16", "bfloat16", "fp8_block"],
         m=[1, 3, 2, 1],
         n=[64, 64, 64, 64],
         k=[256, 256, 100, 256],

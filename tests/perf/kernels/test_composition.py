@@ -130,3 +130,19 @@ def test_kv_of_8_bits_is_read_faster(model: str, gpu: str) -> None:
 def test_kv_of_8_bits_on_a100_is_left_to_the_roofline() -> None:
     narrow = model_shape.load_shape("llama-3.1-8b").with_kv_dtype("fp8")
     assert composition.build_operators(narrow, load("A100-SXM-80GB"), 1) is None
+
+
+def test_nvfp4_is_faster_than_8_bits_where_it_was_measured() -> None:
+    def build_with(quantization: dict[str, str], gpu: str) -> EngineTiming | None:
+        config = model_shape.known_models.CONFIGS["llama-3.1-70b"]
+        shape = model_shape.from_config("m", {**config, "quantization_config": quantization})
+        built = composition.build_operators(shape, load(gpu), 4)
+        return operator_fit.to_timing(built, 4) if built else None
+
+    narrow = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    four, eight = build_with(narrow, "B200"), build_with({"quant_method": "fp8"}, "B200")
+    assert four is not None
+    assert eight is not None
+    assert four.predict_prefill_ms([8192]) < 0.8 * eight.predict_prefill_ms([8192])
+    assert four.predict_decode_ms(16, 16_000) < eight.predict_decode_ms(16, 16_000)
+    assert build_with(narrow, "H200") is None

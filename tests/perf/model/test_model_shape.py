@@ -453,3 +453,34 @@ def test_the_engine_s_flag_changes_the_type_of_kv() -> None:
     assert narrow.with_kv_dtype("bfloat16") == shape
     with pytest.raises(ValueError, match="nvfp4: cannot be planned for; write auto, float16"):
         shape.with_kv_dtype("nvfp4")
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": {
+                    "weights": {"num_bits": 4, "type": "float", "group_size": 16},
+                    "input_activations": {"num_bits": 4, "type": "float"},
+                }
+            },
+        },
+    ],
+)
+def test_nvfp4_computes_in_4_bits(quantization: dict[str, object]) -> None:
+    shape = model_shape.from_config("m", {**LLAMA, "quantization_config": quantization})
+    assert shape.quantization is not None
+    assert shape.quantization.is_4_bit_compute
+    assert shape.quantization.weight_bits == 4.5
+
+
+def test_weights_of_4_bits_alone_do_not_compute_in_4_bits() -> None:
+    group = {"weights": {"num_bits": 4, "type": "int", "group_size": 128}}
+    part = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    shape = model_shape.from_config("m", {**LLAMA, "quantization_config": part})
+    assert shape.quantization is not None
+    assert not shape.quantization.is_4_bit_compute

@@ -100,6 +100,8 @@ def select_types(shape: ModelShape) -> tuple[int, int] | None:
         return kernel_tables.BFLOAT16, kernel_tables.EXPERTS_BFLOAT16
     if quantization.is_experts_only and shape.experts:
         return kernel_tables.BFLOAT16, kernel_tables.EXPERTS_MXFP4
+    if quantization.is_4_bit_compute:
+        return kernel_tables.NVFP4, kernel_tables.EXPERTS_NVFP4
     if quantization.is_integer or not quantization.is_8_bit_compute:
         return None
     if quantization.is_blockwise:

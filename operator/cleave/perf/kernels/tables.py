@@ -20,9 +20,17 @@ from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Key: TypeAlias = tuple[int, ...]
 
-BFLOAT16, FP8 = range(2)
+BFLOAT16, FP8, NVFP4 = range(3)
 """Numeric types of matrix products."""
-EXPERTS_BFLOAT16, EXPERTS_FP8, EXPERTS_FP8_BLOCK, EXPERTS_INT4, EXPERTS_MXFP4 = range(5)
+_BYTES_PER_WEIGHT = (2.0, 1.0, 0.5625)
+(
+    EXPERTS_BFLOAT16,
+    EXPERTS_FP8,
+    EXPERTS_FP8_BLOCK,
+    EXPERTS_INT4,
+    EXPERTS_MXFP4,
+    EXPERTS_NVFP4,
+) = range(6)
 FP8_KV = "_fp8_kv"
 """Suffix of the tables of attention that reads KV of 8 bits."""
 _SHARPNESS = 1.75
@@ -66,8 +74,9 @@ class KernelTables:
         return np.asarray(np.exp(share) * self._compute_ideal_ms(kind, rows, n, k))
 
     def _compute_ideal_ms(self, kind: int, rows: Floats, n: float, k: float) -> Floats:
-        compute = 2 * rows * n * k / (self.gpu.get_tflops(kind != BFLOAT16) * 1e9)
-        weights = n * k * (2 if kind == BFLOAT16 else 1)
+        tflops = self.gpu.get_tflops(kind != BFLOAT16) * (2 if kind == NVFP4 else 1)
+        compute = 2 * rows * n * k / (tflops * 1e9)
+        weights = n * k * _BYTES_PER_WEIGHT[kind]
         memory = (weights + 2 * rows * (n + k)) / (self.gpu.memory_gbps * 1e6)
         joined = (compute**_SHARPNESS + memory**_SHARPNESS) ** (1 / _SHARPNESS)
         return np.asarray(_START_MS + joined)

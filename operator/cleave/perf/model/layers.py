@@ -12,8 +12,12 @@ from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
 
 _SCALE_BITS = 16
 """Bits of the scale of a group of weights."""
-_KV_BITS = 8
-_SUPPORTED_METHODS = "fp8, awq, gptq, bitsandbytes, compressed-tensors, mxfp4, modelopt with FP8"
+_FP4_BITS, _FP8_BITS = 4, 8
+_NVFP4_BITS = 4.5
+"""A scale of 8 bits for 16 values."""
+_SUPPORTED_METHODS = (
+    "fp8, awq, gptq, bitsandbytes, compressed-tensors, mxfp4, modelopt with FP8 or NVFP4"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,8 @@ class Quantization:
     """Whether activations are quantised, too, so that matrix products run at the 8-bit rate."""
     is_integer: bool = False
     """Whether 8-bit products are of integers, which Blackwell computes slowly, not of FP8."""
+    is_4_bit_compute: bool = False
+    """Whether activations are quantised to 4 bits, too: NVFP4, where the GPU computes in it."""
     is_blockwise: bool = False
     """Whether blocks of weights have scales, as in DeepSeek's checkpoints."""
     is_experts_only: bool = False
@@ -172,6 +178,8 @@ def read_quantization(config: ConfigFields) -> Quantization | None:
             return _read_compressed_tensors(part)
         case "modelopt" if (part.get_text("quant_algo") or "").upper() == "FP8":
             return Quantization(method, 8, is_8_bit_compute=True)
+        case "modelopt_fp4" | "modelopt" if (part.get_text("quant_algo") or "").upper() == "NVFP4":
+            return Quantization(method, _NVFP4_BITS, is_8_bit_compute=False, is_4_bit_compute=True)
         case _:
             raise part.build_error("quant_method", f"known are {_SUPPORTED_METHODS}")
 
@@ -188,11 +196,13 @@ def _read_compressed_tensors(part: ConfigFields) -> Quantization:
     size = weights.get_optional_number("group_size", least=-1) or -1
     scales = _SCALE_BITS / size if size > 0 else 0.0
     activations = group.get_object("input_activations")
-    is_8_bit = bits == 8 and activations is not None and activations.get_number("num_bits") == 8
+    has_equal_bits = activations is not None and activations.get_number("num_bits") == bits
+    if has_equal_bits and bits == _FP4_BITS and weights.get_text("type") == "float":
+        return Quantization("compressed-tensors", _NVFP4_BITS, False, is_4_bit_compute=True)
     return Quantization(
         "compressed-tensors",
         bits + scales,
-        is_8_bit,
+        has_equal_bits and bits == _FP8_BITS,
         is_integer=weights.get_text("type") == "int",
         is_blockwise=weights.get_text("strategy") == "block",
     )
@@ -207,5 +217,5 @@ def has_8_bit_kv(config: ConfigFields) -> bool:
         return False
     scheme = part.values.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
-        return scheme.get("num_bits") == _KV_BITS and scheme.get("type") == "float"
+        return scheme.get("num_bits") == _FP8_BITS and scheme.get("type") == "float"
     return (part.get_text("kv_cache_quant_algo") or "").upper() == "FP8"
