@@ -5,10 +5,12 @@
 
 Run by images/Dockerfile in the finished image, and by `make check-cuda` in an environment of its
 own. For Hopper (sm_90) and Blackwell (sm_100) it asks vLLM's own selection which kernels an engine
-would take with the environment that the agent gives it. Kernels of FlashInfer and DeepGEMM are
-compiled at the engine's start, so choosing them without a working nvcc is a fault, which on a GPU
-ends the engine in its warm-up; FlashInfer's sampler is compiled to find out. Then a Triton kernel
-is compiled for both, and every library that NCCL and UCX open by name is opened.
+would take with the environment that the agent gives it: attention, sampler, products of quantized
+weights, experts. Kernels of FlashInfer and DeepGEMM are compiled at the engine's start, so choosing
+them without a working nvcc is a fault, which on a GPU ends the engine in its warm-up; FlashInfer's
+sampler is compiled to find out. Humming's are compiled with NVRTC, a library of CUDA's wheels: one
+is, where vLLM takes them. Then a Triton kernel is compiled for both, and every library that NCCL
+and UCX open by name is opened.
 
 What is hard: vLLM's extensions are linked with the driver's libcuda, which machines without a GPU
 do not have. A stub takes its place, whose functions fail as those of NVIDIA's own stub do.
@@ -24,9 +26,10 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 CAPABILITIES = (9, 10)
@@ -40,6 +43,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "MLA": {"head_size": 576, "kv_cache_dtype": "auto", "use_mla": True},
 }  # fmt: skip
 """Kinds of attention, as vLLM's selector describes them."""
+COMPILED_WITH_NVCC = ("FlashInfer", "TrtLlm", "DeepGemm", "BatchedDeepGemm", "TritonOrDeepGemm")
+"""How names of vLLM's classes begin whose kernels nvcc compiles at the engine's start."""
+COMPILED_WITH_NVRTC = "Humming"
 FROM_DRIVER = ("libcuda.so.1", "libnvidia-ml.so.1")
 """Libraries that NVIDIA's container runtime mounts from the node."""
 OPTIONAL = ("libgdrapi", "libnccl-gin", "libnccl-net")
@@ -61,6 +67,10 @@ class KernelChoices:
     has_nvcc: bool
     compile_error: str = ""
     """Why FlashInfer's sampler cannot be compiled; empty: it can, or is not used."""
+    products: dict[str, str] = field(default_factory=dict)
+    """Kind of weights, of experts -> vLLM's class, or the error of the selection."""
+    nvrtc_error: str = ""
+    """Why Humming's kernels cannot be compiled; empty: they can, or are not used."""
 
 
 def list_kernel_faults(name: str, choices: KernelChoices) -> Iterator[str]:
@@ -74,6 +84,13 @@ def list_kernel_faults(name: str, choices: KernelChoices) -> Iterator[str]:
             yield f"{name}: attention for {kind} is {chosen}, which needs nvcc"
     if choices.deep_gemm and not choices.has_nvcc:
         yield f"{name}: DeepGEMM is used for FP8 blocks and needs nvcc"
+    for kind, chosen in choices.products.items():
+        if not chosen.isidentifier():
+            yield f"{name}: no kernel for {kind}: {chosen}"
+        elif chosen.startswith(COMPILED_WITH_NVCC) and not choices.has_nvcc:
+            yield f"{name}: the kernel for {kind} is {chosen}, which needs nvcc"
+    if choices.nvrtc_error:
+        yield f"{name}: Humming's kernels are not compiled: {choices.nvrtc_error}"
 
 
 def find_library_names(content: bytes) -> set[str]:
@@ -132,7 +149,7 @@ def _build_engine_env(folder: Path) -> dict[str, str]:
     config = AgentConfig("check", "check", "", role, "org/model", "model", "vllm", "127.0.0.1")
     boot = Boot("check", engine_port=1, kv_port=2, load_page=folder / "load", gpu=True)
     env = dict(build_engine_launch(config, boot, os.environ).env)
-    paths = filter(None, (str(folder), os.environ.get("LD_LIBRARY_PATH")))
+    paths = filter(None, (str(folder), env.get("LD_LIBRARY_PATH")))
     return env | {
         "LD_LIBRARY_PATH": ":".join(paths),
         "LIBRARY_PATH": str(folder),
@@ -145,7 +162,7 @@ def _build_engine_env(folder: Path) -> dict[str, str]:
 def _build_stub(folder: Path) -> None:
     """Make a libcuda.so.1 with every function that installed extensions are linked with."""
     packages = Path(sysconfig.get_paths()["purelib"])
-    patterns = ("vllm/**/*.so", "torch/lib/*.so*", "nixl_cu13.libs/ucx/*.so*")
+    patterns = ("vllm/**/*.so", "torch/lib/*.so*", "nixl_cu13.libs/ucx/*.so*", "humming/**/*.so")
     files = [file for pattern in patterns for file in packages.glob(pattern)]
     command = ["nm", "--dynamic", "--undefined-only", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -179,7 +196,9 @@ def _check_in_child(check: str) -> dict[str, Any]:
     choices = _find_choices(int(check))
     faults = list(list_kernel_faults(name, choices))
     sampler = "FlashInfer" if choices.flashinfer_sampler else "torch"
-    found = f"{choices.attention}, sampler {sampler}, DeepGEMM {choices.deep_gemm}"
+    found = (
+        f"{choices.attention}, {choices.products}, sampler {sampler}, DeepGEMM {choices.deep_gemm}"
+    )
     return {"name": name, "found": found, "faults": faults}
 
 
@@ -287,13 +306,102 @@ def _find_choices(major: int) -> KernelChoices:
                 chosen = str(error)
         attention[kind] = chosen.rpartition(".")[2]
     sampler = flashinfer_sampler_supported()
+    products = _choose_products()
+    has_humming = any(each.startswith(COMPILED_WITH_NVRTC) for each in products.values())
     return KernelChoices(
         attention,
         flashinfer_sampler=sampler,
         deep_gemm=is_deep_gemm_supported(),
         has_nvcc=has_nvcc(os.environ),
         compile_error=_compile_sampler() if sampler else "",
+        products=products,
+        nvrtc_error=_compile_with_nvrtc(major) if has_humming else "",
     )
+
+
+def _choose_products() -> dict[str, str]:
+    """Let vLLM choose kernels for products of weights, and for experts, by kind of weights."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp4, nvfp4, unquantized
+    from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+
+    bf16, shape = torch.bfloat16, (4096, 4096)
+    block, tensor = keys.kFp8Static128BlockSym, keys.kFp8StaticTensorSym
+    experts, gpt_oss = (
+        FusedMoEConfig(
+            num_experts=64,
+            experts_per_token=8,
+            hidden_dim=shape[0],
+            intermediate_size=2048,
+            num_local_experts=64,
+            num_logical_experts=64,
+            activation=activation,
+            device="cuda",
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=bf16,
+            has_bias=has_bias,
+        )
+        for activation, has_bias in ((MoEActivation.SILU, False), (MoEActivation.SWIGLUOAI, True))
+    )
+
+    def choose_fp8(activations: object, weights: object) -> object:
+        return linear.init_fp8_linear_kernel(activations, weights, bf16, bf16, shape)
+
+    selections: dict[str, Callable[[], object]] = {
+        "FP8": lambda: choose_fp8(tensor, tensor),
+        "FP8 blocks": lambda: choose_fp8(keys.kFp8Dynamic128Sym, block),
+        "NVFP4": linear.init_nvfp4_linear_kernel,
+        "MXFP4": linear.init_mxfp4_linear_kernel,
+        "bf16 experts": lambda: unquantized.select_unquantized_moe_backend(experts),
+        "FP8 experts": lambda: fp8.select_fp8_moe_backend(experts, tensor, tensor),
+        "FP8 block experts": lambda: fp8.select_fp8_moe_backend(
+            experts, block, keys.kFp8Dynamic128Sym
+        ),
+        "NVFP4 experts": lambda: nvfp4.select_nvfp4_moe_backend(
+            experts, keys.kNvfp4Static, keys.kNvfp4Dynamic
+        ),
+        "MXFP4 experts of gpt-oss": lambda: mxfp4.select_mxfp4_moe_backend(gpt_oss),
+    }
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(quantization_config=None)
+    with set_current_vllm_config(config):
+        return {kind: _name_choice(select) for kind, select in selections.items()}
+
+
+def _name_choice(select: Callable[[], object]) -> str:
+    """The class that a selection returns, beside its kind or as an instance; else its error."""
+    try:
+        chosen = select()
+    except (ValueError, NotImplementedError) as error:
+        return f"error: {str(error).strip().splitlines()[0]}"
+    return chosen[1].__name__ if isinstance(chosen, tuple) else type(chosen).__name__
+
+
+def _compile_with_nvrtc(major: int) -> str:
+    """Compile a kernel of Humming as it does on a GPU; return the error, empty if it works."""
+    from humming.device import current_device
+    from humming.jit.compiler import NVRTCCompiler
+
+    current_device._value = SimpleNamespace(is_ppu=False, sm_version=10 * major)
+    architecture = f"{10 * major}a"
+    with TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.cu"
+        source.write_text("#include <humming/kernel/humming_ws.cuh>\n")
+        flags = NVRTCCompiler.get_flags(architecture)
+        try:
+            code, _, error = NVRTCCompiler._compile(str(source), folder, architecture, "", flags)
+        except (RuntimeError, OSError) as failure:
+            return str(failure)
+    return error.strip().splitlines()[0] if code else ""
 
 
 def _compile_sampler() -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,29 @@ def test_kernels_of_the_wheels_need_no_compiler() -> None:
 def test_what_would_be_compiled_without_nvcc_is_a_fault(choices, fault) -> None:
     (line,) = faults(**choices)
     assert fault in line
+
+
+@pytest.mark.parametrize(
+    ("choices", "fault"),
+    [
+        ({"FP8 blocks": "DeepGemmFp8BlockScaledMMKernel"}, "for FP8 blocks is DeepGemmFp8BlockSc"),
+        ({"experts": "FlashInferExperts"}, "for experts is FlashInferExperts, which needs nvcc"),
+        ({"experts": "TrtLlmBf16Experts"}, "for experts is TrtLlmBf16Experts, which needs nvcc"),
+        ({"NVFP4": "error: no backend supports it"}, "no kernel for NVFP4: error: no backend"),
+    ],
+)
+def test_products_and_experts_that_need_nvcc_are_faults(choices, fault) -> None:
+    of_nvcc = check.KernelChoices({}, False, False, False, products=choices)
+    (line,) = check.list_kernel_faults("sm_90", of_nvcc)
+    assert fault in line
+
+
+def test_humming_needs_the_run_time_compiler_only() -> None:
+    products = {"NVFP4": "HummingNvFp4LinearKernel", "bf16 experts": "TritonExperts"}
+    choices = check.KernelChoices({}, False, False, False, products=products)
+    assert list(check.list_kernel_faults("sm_90", choices)) == []
+    (line,) = check.list_kernel_faults("sm_90", replace(choices, nvrtc_error="no libnvrtc"))
+    assert line == "sm_90: Humming's kernels are not compiled: no libnvrtc"
 
 
 def test_nvcc_that_does_not_compile_is_a_fault_and_one_that_does_is_not() -> None:

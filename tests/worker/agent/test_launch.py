@@ -124,6 +124,20 @@ def test_vllm_on_a_gpu_without_nvcc_keeps_to_kernels_that_are_there(config_of: C
     assert option(launch, "--gdn-prefill-backend") == "triton"
 
 
+def test_a_process_of_an_engine_on_a_gpu_finds_the_run_time_compiler_of_cudas_wheels(
+    config_of: ConfigOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "cu13" / "lib" / "libnvrtc-builtins.so.13.0"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    spec = ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr("cleave_worker.agent.launch.importlib.util.find_spec", {"nvidia": spec}.get)
+    base = {"CUDA_HOME": "/nonexistent", "LD_LIBRARY_PATH": "/first"}
+    env = build_engine_launch(config_of(engine="vllm"), ON_GPU, base).env
+    assert env["LD_LIBRARY_PATH"] == f"/first:{library.parent}"
+
+
 def test_what_a_user_says_of_kernels_holds(config_of: ConfigOf) -> None:
     config = config_of(engine="vllm", engine_args=("--gdn-prefill-backend", "flashinfer"))
     env = {"CUDA_HOME": "/nonexistent", "VLLM_USE_FLASHINFER_SAMPLER": "1"}

@@ -235,6 +235,8 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         env["HF_HUB_OFFLINE"] = "1"
     if config.engine == "vllm" and boot.gpu and not has_nvcc(base):
         env |= {name: base.get(name, value) for name, value in _ENV_WITHOUT_NVCC.items()}
+        folders = (base.get("LD_LIBRARY_PATH"), *_find_nvrtc_folders())
+        env["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
     if config.engine == "vllm" and not boot.gpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = base.get("VLLM_CPU_KVCACHE_SPACE", "1")
         if boot.cores:
@@ -243,6 +245,18 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
             # As vLLM sets them for its worker. `cleave_worker.vllm.process_start` then forks it.
             env |= {"LD_PRELOAD": ":".join(_find_worker_libraries()), "OMP_NUM_THREADS": "1"}
     return env
+
+
+def _find_nvrtc_folders() -> list[str]:
+    """Return the folders of CUDA's wheels with the parts of its run-time compiler NVRTC.
+
+    Humming, vLLM's first choice for FP4 weights on Hopper, runs NVRTC in a process of its own,
+    which finds them by the loader's path only; without them the engine ends at its start.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    roots = map(Path, spec.submodule_search_locations or ()) if spec else ()
+    files = (file for root in roots for file in root.glob("*/lib/libnvrtc-builtins.so*"))
+    return sorted({str(file.parent) for file in files})
 
 
 def _find_worker_libraries() -> list[str]:
