@@ -372,7 +372,8 @@ def _choose_products() -> dict[str, str]:
         "MXFP4 experts of gpt-oss": lambda: mxfp4.select_mxfp4_moe_backend(gpt_oss),
     }
     config = VllmConfig()
-    config.model_config = SimpleNamespace(quantization_config=None)
+    text_config = SimpleNamespace(model_type="any")
+    config.model_config = SimpleNamespace(quantization_config=None, hf_text_config=text_config)
     with set_current_vllm_config(config):
         return {kind: _name_choice(select) for kind, select in selections.items()}
 

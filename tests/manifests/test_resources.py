@@ -2,9 +2,14 @@
 
 import pytest
 
-from cleave.api.engine import Resources
+from cleave.api.engine import Resources, WorkerTemplate
 from cleave.local.kubelet.pod_spec import parse_pod
-from cleave.manifests.resources import add_rdma_device, find_rdma_device, has_rdma_devices
+from cleave.manifests.resources import (
+    add_rdma_device,
+    find_rdma_device,
+    has_rdma_devices,
+    requests_whole_cards,
+)
 from cleave.manifests.worker import build_worker_pod
 
 
@@ -168,6 +173,25 @@ def test_whole_cards_need_a_network_in_the_template(pool) -> None:
     spec = pool().spec
     assert add_rdma_device(spec, "nvidia.com/hostdev") == spec
     assert rdma_units(spec, "rdma/hca") == "1"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ({}, False),
+        ({"annotations": {"k8s.v1.cni.cncf.io/networks": "ib"}}, True),
+        ({"resources": {"limits": {"nvidia.com/hostdev": 1}}}, True),
+        (
+            {
+                "annotations": {"k8s.v1.cni.cncf.io/networks": "ib"},
+                "resources": {"limits": {"nvidia.com/hostdev": 0}},
+            },
+            False,
+        ),
+    ],
+)
+def test_pods_get_whole_cards_by_a_network_or_by_name(template, expected) -> None:
+    assert requests_whole_cards(WorkerTemplate.model_validate(template)) is expected
 
 
 def test_the_template_decides_about_rdma_and_emulated_engines_have_none(pool) -> None:

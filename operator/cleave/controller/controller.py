@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import EngineSpec
+from cleave.api.engine import EngineSpec, WorkerTemplate
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import conditions, gateway_client, inventory, objects
 from cleave.controller.cluster.actions import (
@@ -43,6 +43,7 @@ from cleave.controller.settings import OperatorSettings
 from cleave.controller.traffic_poller import TrafficPoller
 from cleave.controller.views import DeploymentView, PoolView
 from cleave.manifests.labels import Manifest
+from cleave.manifests.resources import requests_whole_cards
 from cleave.manifests.scheduling import needs_own_image
 from cleave.rpc.fleet_status import FleetInstance
 
@@ -89,7 +90,7 @@ class Controller:
         self._decision_s: dict[ResourceKey, float] = {}
         self._repurposing: set[ResourceKey] = set()
         """Deployments with instances that are changing their role at this moment."""
-        self._inventories: tuple[object, dict[bool, Inventory]] = (), {}
+        self._inventories: tuple[object, dict[tuple[bool, bool], Inventory]] = (), {}
 
     def on_change(self, manifest: Manifest) -> None:
         """Handle a new or changed object."""
@@ -143,18 +144,25 @@ class Controller:
             if entry is not None and key.kind == DEPLOYMENTS
         }
 
-    def build_inventory(self, engine: EngineSpec | None = None) -> Inventory:
-        """Return the inventory of the nodes that `engine` can run on; None: of all nodes. Built
-        again only when nodes have changed."""
+    def build_inventory(
+        self, engine: EngineSpec | None = None, template: WorkerTemplate | None = None
+    ) -> Inventory:
+        """Return the inventory of the nodes that `engine` can run on, with the network that pods of
+        `template` get; None: of all nodes, with their best network. Built again only when nodes
+        have changed."""
         nodes = tuple(sorted(self.cache.nodes.values(), key=lambda node: node.name))
         if self._inventories[0] != nodes:
             self._inventories = nodes, {}
         known, is_limited = self._inventories[1], engine is not None and needs_own_image(engine)
-        if is_limited not in known:
-            known[is_limited] = inventory.build_inventory(
-                nodes, self.settings.cluster, needs_own_image=is_limited
+        has_cards = template is None or requests_whole_cards(template)
+        if (is_limited, has_cards) not in known:
+            known[is_limited, has_cards] = inventory.build_inventory(
+                nodes,
+                self.settings.cluster,
+                needs_own_image=is_limited,
+                requests_whole_cards=has_cards,
             )
-        return known[is_limited]
+        return known[is_limited, has_cards]
 
     def _on_plan_finished(self, key: ResourceKey) -> None:
         """Count a finished planner job, and reconcile the deployment again."""
@@ -230,7 +238,8 @@ class Controller:
             if isinstance(action, Requeue):
                 self.queue.add_after(key, action.after_s)
             elif isinstance(action, RequestPlan) and isinstance(cached.resource, LLMDeployment):
-                cluster = self.build_inventory(cached.resource.spec.engine).cluster
+                spec = cached.resource.spec
+                cluster = self.build_inventory(spec.engine, spec.template).cluster
                 self.planner.submit(key, cached.resource, cluster, action.job)
         is_idle = all(isinstance(action, RequestPlan | Requeue) for action in actions)
         if is_idle:
@@ -265,7 +274,7 @@ class Controller:
         ]
         view = DeploymentView(
             deployment=resource,
-            inventory=self.build_inventory(resource.spec.engine),
+            inventory=self.build_inventory(resource.spec.engine, resource.spec.template),
             now_s=self._now(),
             status=cached.status,
             pools=tuple(pool for pool, _ in pools),
@@ -308,7 +317,7 @@ class Controller:
         reported: Mapping[str, FleetInstance],
     ) -> list[Action]:
         owner = _get_owner_key(key, resource)
-        inventory_now = self.build_inventory(resource.spec.engine)
+        inventory_now = self.build_inventory(resource.spec.engine, resource.spec.template)
         pods = _with_load(self.cache.list_pods(key), reported)
         statuses = [reported[pod.name] for pod in pods if pod.name in reported]
         view = PoolView(

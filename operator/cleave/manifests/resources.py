@@ -9,7 +9,7 @@ number of polling threads the kernel stops all of them for the rest of each 100 
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from cleave.api.engine import EngineType, Resources
+from cleave.api.engine import EngineType, Resources, WorkerTemplate
 from cleave.api.model import ModelSpec
 from cleave.api.pool import InstancePoolSpec
 from cleave.manifests.labels import Manifest
@@ -69,6 +69,20 @@ def has_rdma_devices(status: Manifest, num_gpus: int) -> bool:
         for name in filter(is_rdma_device, {*amounts[0], *amounts[1]})
     }
     return any(not count or count >= num_gpus for count in counts.values())
+
+
+def has_whole_cards_only(status: Manifest) -> bool:
+    """Whether the RDMA devices of a node with this status are all whole cards."""
+    amounts = {**status.get("capacity", {}), **status.get("allocatable", {})}
+    devices = set(filter(is_rdma_device, amounts))
+    return devices == {_HOST_DEVICE}
+
+
+def requests_whole_cards(template: WorkerTemplate) -> bool:
+    """Whether pods of this template request whole cards: it names their network, or them."""
+    named = template.resources
+    amount = named.limits.get(_HOST_DEVICE, named.requests.get(_HOST_DEVICE))
+    return _NETWORKS in template.annotations if amount is None else parse_quantity(amount) > 0
 
 
 def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:

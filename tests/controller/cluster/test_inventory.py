@@ -45,6 +45,23 @@ def test_the_network_counts_as_fast_only_when_all_nodes_declare_it() -> None:
     assert fast.network.kind is NetworkKind.INFINIBAND
 
 
+def test_whole_cards_count_only_for_pods_that_request_them() -> None:
+    amounts = {"nvidia.com/gpu": "8", "nvidia.com/hostdev": "8"}
+    labels = {"nvidia.com/gpu.product": "H100"}
+    manifest = {"metadata": {"name": "a", "labels": labels}, "status": {"allocatable": amounts}}
+    whole = parse_node(manifest)
+    amounts["rdma/hca"] = "63"
+    both = parse_node(manifest)
+    for nodes, requests, kind in (
+        ([whole], True, NetworkKind.INFINIBAND),
+        ([whole], False, NetworkKind.ETHERNET),
+        ([both], False, NetworkKind.INFINIBAND),
+    ):
+        found = build_inventory(nodes, requests_whole_cards=requests)
+        assert found.cluster is not None
+        assert found.cluster.network.kind is kind
+
+
 def test_a_restart_of_the_rdma_plug_in_changes_no_plan() -> None:
     def read_node(capacity: str, allocatable: str) -> ObservedNode:
         gpus = {"nvidia.com/gpu": "8"}

@@ -23,7 +23,13 @@ from cleave.manifests.labels import (
     get_agent_port_name,
 )
 from cleave.manifests.quantity import parse_quantity
-from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device, has_rdma_devices
+from cleave.manifests.resources import (
+    GPU,
+    GPU_PRODUCT,
+    find_rdma_device,
+    has_rdma_devices,
+    has_whole_cards_only,
+)
 from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
@@ -111,6 +117,8 @@ class ObservedNode:
     or fewer of them than GPUs. It is empty for a while when its plug-in restarts."""
     offers_rdma: bool = False
     """Whether it has such a resource, also while none is allocatable: plans depend on it."""
+    has_whole_cards_only: bool = False
+    """Whether all of these are whole cards, which pods get together with their network only."""
     infiniband_domain: str = ""
     """Value of its label cleave.dev/infiniband-domain."""
     clique: str = ""
@@ -118,11 +126,11 @@ class ObservedNode:
     fault: str = ""
     """Why Cleave's own image for GPUs cannot run there; empty: it can."""
 
-    @property
-    def has_rdma(self) -> bool:
-        """Whether pods reach GPU memory on other nodes by RDMA: the node has devices for it, or the
-        cluster's administrators say so."""
-        return self.offers_rdma or bool(self.infiniband_domain)
+    def gives_rdma(self, *, requests_whole_cards: bool) -> bool:
+        """Whether pods reach GPU memory on other nodes by RDMA: the node has devices for it that
+        they request, or the cluster's administrators say so."""
+        is_requested = requests_whole_cards or not self.has_whole_cards_only
+        return (self.offers_rdma and is_requested) or bool(self.infiniband_domain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +238,7 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         num_gpus=num_gpus,
         rdma_device=find_rdma_device(allocatable, num_gpus),
         offers_rdma=has_rdma_devices(status, num_gpus),
+        has_whole_cards_only=has_whole_cards_only(status),
         infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
         fault=explain_unusable(labels),
