@@ -237,3 +237,17 @@ def test_a_plan_without_machines_is_refused(cli: CliRunner, tmp_path: Path) -> N
     result = run(cli, new, "--from", old)
     assert result.exit_code == 2
     assert "--cluster: is required to plan it" in result.stderr
+
+
+def test_cells_that_fit_a_node_are_replaced_as_pods(cli: CliRunner, tmp_path: Path) -> None:
+    cells = [{"role": role, "replicas": 2, "perCell": 1} for role in ("prefill", "decode")]
+    machines = tmp_path / "cluster.yaml"
+    machines.write_text(yaml.safe_dump({"nodes": [{"gpu": "H100", "gpusPerNode": 8, "count": 1}]}))
+    engines = [{"type": "vLLM", "connector": "Nixl", "image": image} for image in ("old", "new")]
+    old, new = (
+        manifest(tmp_path, engine["image"], cells, engine=engine, model="meta-llama/Llama-3.1-8B")
+        for engine in engines
+    )
+    result = run(cli, new, "--from", old, "--cluster", machines, "-o", "json")
+    assert steps(result) == [(0, 2), (1, 2), (1, 1), (2, 1), (2, 0)]
+    assert set(json.loads(result.stdout)["steps"][0]["roles"]) == {"mixed"}

@@ -13,6 +13,7 @@ from cleave.cli.planning.inputs import ClusterFile
 
 if TYPE_CHECKING:
     from cleave.api.deployment import LLMDeployment
+    from cleave.api.pool import InstancePool
     from cleave.controller.rollout.planner import RolloutLimits
     from cleave.controller.rollout.preview import RunningInstances
     from cleave.planner.placement import Placement
@@ -65,7 +66,7 @@ def rollout(
     limits = _build_limits(after, max_surge, max_unavailable)
     running = _get_current(after, file, before, cluster)
     target = hash_revision(after)
-    planned = _decide_placement(after, file, cluster)
+    planned = _build_pools(after, file, cluster)
     steps = build_stages(build_states(running, planned, target), limits)
     show = rollout_table.show_json if output is TableFormat.JSON else rollout_table.show
     show(after.name, running.revision, target, limits, steps)
@@ -86,8 +87,7 @@ def _get_current(
     if before is None:
         how = f"give the current manifest, or run kubectl get llmd {after.name} -o yaml > now.yaml"
         fail([f"--from: is required, because {file} has no status; {how}"], BAD_INPUT)
-    placement = _decide_placement(current, before, cluster)
-    return preview.from_placement(placement, hash_revision(current))
+    return preview.from_pools(_build_pools(current, before, cluster), hash_revision(current))
 
 
 def _load_manifest(file: Path) -> "LLMDeployment":
@@ -95,6 +95,23 @@ def _load_manifest(file: Path) -> "LLMDeployment":
 
     with report_input_errors():
         return load(sys.stdin.read() if file == _STDIN else file)
+
+
+def _build_pools(
+    deployment: "LLMDeployment", file: Path, cluster: Path | None
+) -> "list[InstancePool]":
+    """The pools as the operator applies them: cells that fit a node of `cluster` are pods of the
+    mixed pool."""
+    from cleave.api.manifest import load_cluster
+    from cleave.manifests.pool import build_pools
+    from cleave.manifests.topology import NodeTopology, get_product_label
+
+    placement = _decide_placement(deployment, file, cluster)
+    largest: dict[str, int] = {}
+    for group in load_cluster(cluster).nodes if cluster else ():
+        label = get_product_label(group.gpu)
+        largest[label] = max(largest.get(label, 0), group.gpus_per_node)
+    return build_pools(deployment, placement, NodeTopology(gpus_per_node=largest))
 
 
 def _decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":

@@ -3,14 +3,14 @@
 Called by `cleave rollout`; the steps are those that reconciles would take if each became ready.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cleave.api.deployment import LLMDeploymentStatus
+from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.rollout import planner
 from cleave.controller.rollout.planner import InstanceCount, RoleState, RolloutLimits, RolloutStep
-from cleave.planner.placement import Placement
 
 _EARLIER_REVISION = "earlier"
 """Revision of instances that are of neither the running nor the new one; the status omits it."""
@@ -47,9 +47,9 @@ class PreviewStage:
     stopped: Mapping[Role, int]
 
 
-def from_placement(placement: Placement, revision: str) -> RunningInstances:
-    """Return the state in which all instances of a placement run."""
-    counts = {pool.role: RoleCounts(*[pool.replicas] * 3) for pool in placement.pools}
+def from_pools(pools: Sequence[InstancePool], revision: str) -> RunningInstances:
+    """Return the state in which all instances of a deployment's pools run."""
+    counts = {pool.spec.role: RoleCounts(*[pool.spec.replicas] * 3) for pool in pools}
     return RunningInstances(revision, counts)
 
 
@@ -63,10 +63,10 @@ def from_status(status: LLMDeploymentStatus) -> RunningInstances:
 
 
 def build_states(
-    current: RunningInstances, placement: Placement, revision: str
+    current: RunningInstances, pools: Sequence[InstancePool], revision: str
 ) -> dict[Role, RoleState]:
-    """Return the states from which the rollout of `placement` with `revision` begins, by role."""
-    desired = {pool.role: pool.replicas for pool in placement.pools}
+    """Return the states from which the rollout of `pools` with `revision` begins, by role."""
+    desired = {pool.spec.role: pool.spec.replicas for pool in pools}
     states = {}
     for role in Role:
         if role in desired or role in current.roles:
