@@ -8,7 +8,7 @@ from cleave.manifests.resources import (
     add_rdma_device,
     find_rdma_device,
     has_rdma_devices,
-    requests_whole_cards,
+    needs_whole_cards,
 )
 from cleave.manifests.worker import build_worker_pod
 
@@ -191,7 +191,7 @@ def test_whole_cards_need_a_network_in_the_template(pool) -> None:
     ],
 )
 def test_pods_get_whole_cards_by_a_network_or_by_name(template, expected) -> None:
-    assert requests_whole_cards(WorkerTemplate.model_validate(template)) is expected
+    assert needs_whole_cards(WorkerTemplate.model_validate(template)) is expected
 
 
 def test_the_template_decides_about_rdma_and_emulated_engines_have_none(pool) -> None:

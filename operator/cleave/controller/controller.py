@@ -43,7 +43,7 @@ from cleave.controller.settings import OperatorSettings
 from cleave.controller.traffic_poller import TrafficPoller
 from cleave.controller.views import DeploymentView, PoolView
 from cleave.manifests.labels import Manifest
-from cleave.manifests.resources import requests_whole_cards
+from cleave.manifests.resources import needs_whole_cards
 from cleave.manifests.scheduling import needs_own_image
 from cleave.rpc.fleet_status import FleetInstance
 
@@ -154,13 +154,13 @@ class Controller:
         if self._inventories[0] != nodes:
             self._inventories = nodes, {}
         known, is_limited = self._inventories[1], engine is not None and needs_own_image(engine)
-        has_cards = template is None or requests_whole_cards(template)
+        has_cards = template is None or needs_whole_cards(template)
         if (is_limited, has_cards) not in known:
             known[is_limited, has_cards] = inventory.build_inventory(
                 nodes,
                 self.settings.cluster,
                 needs_own_image=is_limited,
-                requests_whole_cards=has_cards,
+                needs_whole_cards=has_cards,
             )
         return known[is_limited, has_cards]
 

@@ -78,7 +78,7 @@ def has_whole_cards_only(status: Manifest) -> bool:
     return devices == {_HOST_DEVICE}
 
 
-def requests_whole_cards(template: WorkerTemplate) -> bool:
+def needs_whole_cards(template: WorkerTemplate) -> bool:
     """Whether pods of this template request whole cards: it names their network, or them."""
     named = template.resources
     amount = named.limits.get(_HOST_DEVICE, named.requests.get(_HOST_DEVICE))

@@ -57,7 +57,7 @@ def test_whole_cards_count_only_for_pods_that_request_them() -> None:
         ([whole], False, NetworkKind.ETHERNET),
         ([both], False, NetworkKind.INFINIBAND),
     ):
-        found = build_inventory(nodes, requests_whole_cards=requests)
+        found = build_inventory(nodes, needs_whole_cards=requests)
         assert found.cluster is not None
         assert found.cluster.network.kind is kind
 

@@ -44,19 +44,19 @@ def build_inventory(
     settings: Cluster | None = None,
     *,
     needs_own_image: bool = False,
-    requests_whole_cards: bool = True,
+    needs_whole_cards: bool = True,
 ) -> Inventory:
     """Build the inventory of the GPU nodes; `settings`: network, own GPUs and profiles.
 
     `needs_own_image`: only of nodes that can run Cleave's image for GPUs; others may run a user's.
-    `requests_whole_cards`: whether pods request network cards that nodes offer as wholes.
+    `needs_whole_cards`: whether pods request network cards that nodes offer as wholes.
     """
     all_gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
     gpu_nodes = [node for node in all_gpu_nodes if not (needs_own_image and node.fault)]
     groups = Counter((node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE)) for node in gpu_nodes)
     network = NetworkSpec()
     has_rdma = bool(gpu_nodes) and all(
-        node.gives_rdma(requests_whole_cards=requests_whole_cards) for node in gpu_nodes
+        node.has_rdma(needs_whole_cards=needs_whole_cards) for node in gpu_nodes
     )
     if not has_rdma:
         network = NetworkSpec(kind=NetworkKind.ETHERNET, bandwidth_gbps=_DEFAULT_ETHERNET_GBPS)

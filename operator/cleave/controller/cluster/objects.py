@@ -126,10 +126,10 @@ class ObservedNode:
     fault: str = ""
     """Why Cleave's own image for GPUs cannot run there; empty: it can."""
 
-    def gives_rdma(self, *, requests_whole_cards: bool) -> bool:
+    def has_rdma(self, *, needs_whole_cards: bool) -> bool:
         """Whether pods reach GPU memory on other nodes by RDMA: the node has devices for it that
         they request, or the cluster's administrators say so."""
-        is_requested = requests_whole_cards or not self.has_whole_cards_only
+        is_requested = needs_whole_cards or not self.has_whole_cards_only
         return (self.offers_rdma and is_requested) or bool(self.infiniband_domain)
 
 
