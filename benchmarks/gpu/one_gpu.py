@@ -11,11 +11,14 @@ Exit code 1: other bytes came than were sent.
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import copies
 import operators
@@ -39,7 +42,7 @@ class Machine:
 
 
 def main() -> None:
-    """Run the parts; a part that fails is a row, and the others still run."""
+    """Run the parts; a part that fails, or takes too long, is a row, and the others still run."""
     args = build_parser().parse_args()
     machine = find_machine(cpu=args.cpu)
     name = machine.gpu.name if machine.gpu else str(machine.device)
@@ -48,9 +51,12 @@ def main() -> None:
     is_wrong = False
     for part in args.parts:
         try:
-            for row in run_part(part, machine, args):
-                rows.append(row)
-                print(f"{row.part}: {row.what} {row.value} {row.unit} {row.note}", file=sys.stderr)
+            with limit_time(args.part_seconds):
+                for row in run_part(part, machine, args):
+                    rows.append(row)
+                    write(args.output_file, name, rows)
+                    text = f"{row.part}: {row.what} {row.value} {row.unit} {row.note}"
+                    print(text, file=sys.stderr)
         except copies.WrongBytesError as error:
             is_wrong = True
             rows.append(copies.Row(part, "WRONG BYTES", note=str(error)))
@@ -59,6 +65,22 @@ def main() -> None:
         write(args.output_file, name, rows)
     show(rows)
     sys.exit(is_wrong)
+
+
+@contextmanager
+def limit_time(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after `seconds`; context managers end what a part has started."""
+
+    def end_part(_signal: int, _frame: object) -> NoReturn:
+        raise TimeoutError("the part took longer than --part-seconds")
+
+    handler = signal.signal(signal.SIGALRM, end_part)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def run_part(part: str, machine: Machine, args: argparse.Namespace) -> Iterator[copies.Row]:
@@ -125,7 +147,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dummy", action="store_true", help="the folder has no weights")
     folder = Path(tempfile.gettempdir()) / "cleave-one-gpu"
     parser.add_argument("--folder", type=Path, default=folder, help="for logs and the profile")
-    parser.add_argument("-O", "--output-file", type=Path, help="JSON, written after each part")
+    parser.add_argument("-O", "--output-file", type=Path, help="JSON, written after each row")
+    parser.add_argument("--part-seconds", type=float, default=600, help="limit of each part")
     return parser
 
 

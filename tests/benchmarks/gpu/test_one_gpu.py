@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,17 @@ def test_all_parts_without_engines_run_on_a_cpu_or_give_the_reason(
     reasons = {row["what"]: row["note"] for row in rows if row["value"] is None}
     assert "two GPUs" in str(reasons["nccl"])
     assert "need a GPU" in str(reasons["waiting for an event"])
+
+
+def test_a_part_that_takes_too_long_is_a_row_and_the_next_one_runs(
+    module: Import, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tiny, "measure_gil", lambda *_: time.sleep(60))
+    limit = ("--parts", "a", "c", "--part-seconds", "0.2")
+    late, other = run(module, monkeypatch, *limit, "-O", str(tmp_path / "rows.json"))
+    assert (late["part"], late["what"]) == ("a", "failed")
+    assert "longer than --part-seconds" in str(late["note"])
+    assert other["part"] == "c"
 
 
 def test_other_bytes_than_were_sent_end_the_run_with_code_1(
