@@ -84,6 +84,7 @@ LOW_LOAD = 4
 LONGEST_FRONT_END_MS = 30
 SHORTEST = 0.8
 """InferenceX draws lengths evenly from this share of the nominal ones on."""
+AHEAD = True
 REQUESTS_PER_CLIENT = 10
 """A run has this many times as many requests as at a time. The first ones arrive together."""
 
@@ -198,7 +199,8 @@ def simulate_closed_loop(
     """(mean time to first token, mean time per output token) in ms over a run: `run.batch` clients
     start together, and each sends its next request when it has the answer. A request reaches the
     engine after `front_end_ms`, as in the planner's simulation. Prompts run in chunks beside
-    decoding requests, first come first served."""
+    decoding requests, first come first served. vLLM schedules an iteration when the one before it
+    starts, so a request joins the iteration after the next one, unless the engine has no other."""
     rng = random.Random(0)
     shortest = SHORTEST if run.is_inferencex else 1.0
 
@@ -209,13 +211,17 @@ def simulate_closed_loop(
         return _Request(sent_ms, draw(run.prompt_tokens), draw(run.output_tokens))
 
     now, left = front_end_ms, run.batch * (REQUESTS_PER_CLIENT - 1)
+    scheduled_ms = now
+    """When the next iteration was scheduled."""
     requests = [arrive(0.0) for _ in range(run.batch)]
     """Sent and without a first token, the oldest first."""
     decoding: list[_Request] = []
     ttft: list[float] = []
     tpot: list[float] = []
     while requests or decoding:
-        waiting = [each for each in requests if each.sent_ms + front_end_ms <= now]
+        until = scheduled_ms if AHEAD and (decoding or requests[0].sent_ms + front_end_ms <= scheduled_ms) else now
+        waiting = [each for each in requests if each.sent_ms + front_end_ms <= until]
+        scheduled_ms = now
         context = sum(each.prompt_tokens + each.generated for each in decoding)
         count, computed = 1, []
         if waiting:
@@ -224,10 +230,11 @@ def simulate_closed_loop(
         elif decoding:
             until = requests[0].sent_ms + front_end_ms if requests else math.inf
             left_tokens = min(each.output_tokens - each.generated for each in decoding)
-            count, ms = sum_decode_ms(timing, len(decoding), context, left_tokens, until - now)
+            count, ms, last_ms = sum_decode_ms(timing, len(decoding), context, left_tokens, until - now)
+            scheduled_ms = now + last_ms
             now += ms
         else:
-            now = requests[0].sent_ms + front_end_ms
+            now = scheduled_ms = requests[0].sent_ms + front_end_ms
         for each in decoding:
             each.generated += count
         for each in computed:
@@ -256,9 +263,10 @@ def sum_decode_ms(
         return count * first + growth * count * (count - 1) / 2
 
     if total(most - 1) < until_ms:
-        return most, total(most)
+        return most, total(most), total(most-1)
     count = bisect.bisect_left(range(most), until_ms, key=total)
-    return max(count, 1), total(max(count, 1))
+    count = min(count + 1, most) if AHEAD else max(count, 1)
+    return count, total(count), total(count-1)
 
 
 @dataclass(eq=False)

@@ -78,6 +78,8 @@ def draw_case(seed: int) -> tuple[SimulatedFleet, Trace]:
         first_token_by_decode=draw.random() < 0.6,
         defers_dispatch=draw.random() < 0.25,
     )
+    if random.Random(f"ahead {seed}").random() < 0.4:
+        fleet = schedule_ahead(fleet)
     count, gap_ms = draw.choice([1, 5, 20, 40]), draw.choice([1.0, 10.0, 100.0])
     trace = Trace(
         np.cumsum([draw.expovariate(1 / gap_ms) for _ in range(count)]),
@@ -94,6 +96,21 @@ def draw_case(seed: int) -> tuple[SimulatedFleet, Trace]:
         )
         return replace(fleet, flipping=thresholds), trace
     return fleet, trace
+
+
+def schedule_ahead(fleet: SimulatedFleet) -> SimulatedFleet:
+    """The fleet with engines that schedule one iteration ahead."""
+
+    def change(pools: tuple[SimulatedPool, ...]) -> tuple[SimulatedPool, ...]:
+        return tuple(replace(pool, engine=_schedule_ahead(pool.engine)) for pool in pools)
+
+    return replace(
+        fleet, prefill=change(fleet.prefill), decode=change(fleet.decode), mixed=change(fleet.mixed)
+    )
+
+
+def _schedule_ahead(engine: SimulatedEngine) -> SimulatedEngine:
+    return replace(engine, timing=replace(engine.timing, schedules_ahead=True))
 
 
 def slow_down(fleet: SimulatedFleet, factor: float) -> SimulatedFleet:

@@ -145,6 +145,7 @@ class Reference:
             self.announce(request.remote)
             return
         instance = request.prefill or request.decode
+        request.queued = self.now
         instance.waiting.append(request)
         self.alert(instance)
 
@@ -201,6 +202,7 @@ class Reference:
             source.kv_at = self.now
             source.kv -= request.prompt
             self.alert(source)
+        request.queued = self.now
         request.decode.loaded.append(request)
 
     # --- iterations ---
@@ -278,6 +280,7 @@ class Reference:
             i.stage_free[place] = at
         slot.finish = at
         slot.in_flight = True
+        slot.begin = self.begin
         i.flight.append(slot)
         i.busy += stage + (hop if timing.stages > 1 else 0)
         i.intervals.append((self.begin, at))
@@ -321,23 +324,33 @@ class Reference:
         if not has_enough and self.tokens(slot):
             return
         while self.tokens(slot) < engine.max_num_batched_tokens and i.running < engine.max_num_seqs:
-            if i.loaded:
-                self.join(i, slot)
+            if self.admit_next(i, slot):
                 continue
-            found = self.head(i)
-            if not found:
+            if self.tokens(slot) or not i.schedules_ahead or i.scheduled == self.now:
                 break
-            queue, request = found
-            budget = engine.max_num_batched_tokens - self.tokens(slot)
-            count = request.todo if request.remote else min(request.todo, budget)
-            if not self.has_room(i, slot, request, count):
-                break
-            self.pop(i, queue)
-            if request.remote:
-                self.pull(i, request)
-            else:
-                i.running += 1
-                self.compute(i, slot, request, count)
+            i.scheduled = self.now
+
+    def admit_next(self, i: Instance, slot: Slot) -> bool:
+        if i.loaded and i.loaded[0].queued <= i.scheduled:
+            self.join(i, slot)
+            return True
+        found = self.head(i)
+        if not found:
+            return False
+        queue, request = found
+        if not request.remote and request.queued > i.scheduled:
+            return False
+        budget = i.engine.max_num_batched_tokens - self.tokens(slot)
+        count = request.todo if request.remote else min(request.todo, budget)
+        if not self.has_room(i, slot, request, count):
+            return False
+        self.pop(i, queue)
+        if request.remote:
+            self.pull(i, request)
+        else:
+            i.running += 1
+            self.compute(i, slot, request, count)
+        return True
 
     def gather_whole(self, i: Instance, slot: Slot) -> None:
         policy = i.engine.batching
@@ -433,6 +446,8 @@ class Reference:
 
     def complete(self, i: Instance, slot: Slot) -> None:
         slot.in_flight = False
+        if i.schedules_ahead:
+            i.scheduled = slot.begin
         i.decode_iterations += bool(slot.decoding)
         for request in slot.decoding:
             i.keep(request, request.todo, self.now)

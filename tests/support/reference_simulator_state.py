@@ -24,6 +24,7 @@ class Request:
     blocks: int = 0
     kv: int = 0
     remote: bool = False
+    queued: float = 0.0
     prefill: "Instance | None" = None
     decode: "Instance | None" = None
     preemptions: int = 0
@@ -58,6 +59,7 @@ class Slot:
     prompts: list[Request] = field(default_factory=list)
     in_flight: bool = False
     decoding: list[Request] = field(default_factory=list)
+    begin: float = NAN
     finish: float = NAN
 
 
@@ -74,6 +76,11 @@ class Instance:
         self.loaded: deque[Request] = deque()
         self.partial: Request | None = None
         self.running = 0
+        timing = engine.timing
+        self.schedules_ahead = (
+            timing.schedules_ahead and timing.stages == 1 and engine.batching is Batching.VLLM
+        )
+        self.scheduled = 0.0 if self.schedules_ahead else math.inf
         self.slots = [Slot() for _ in range(engine.timing.stages)]
         self.flight: deque[Slot] = deque()
         self.stage_free = [0.0] * engine.timing.stages

@@ -42,6 +42,10 @@ class EngineTiming:
     """Fixed cost of sending activations to the next stage."""
     hop_token_ms: float = 0.0
     """Cost of the same per token in the iteration."""
+    schedules_ahead: bool = False
+    """Whether the engine schedules an iteration when the one before it starts (vLLM's asynchronous
+    scheduling), so that a request joins the next but one. The simulator models it for one stage and
+    vLLM's batching."""
 
     def predict_iteration_ms(
         self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int

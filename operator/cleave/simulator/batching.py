@@ -86,13 +86,18 @@ def _batch_chunks(state: State, i: int, s: int, now: float, begin: float) -> boo
     if not has_enough and slot.rows + slot.tokens > 0:
         return False
     while slot.tokens + slot.rows < limit and inst.running < inst.max_seqs:
-        if not _join_loaded(state, i, s) and not _admit_chunk(state, i, s, now, begin):
+        if _join_loaded(state, i, s) or _admit_chunk(state, i, s, now, begin):
+            continue
+        if slot.tokens + slot.rows > 0 or inst.scheduled >= now:
             break
+        # Nothing could be scheduled ahead.
+        inst.scheduled = now
     return has_enough
 
 
 def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool:
-    """Add the next waiting request to the iteration or start its transfer; False: no room."""
+    """Add the next waiting request to the iteration or start its transfer; False: no room, or it
+    came after the iteration was scheduled."""
     inst, slot = get_instance(state, i), get_slot(state, s)
     queue = find_waiting(state, i)
     if queue == NONE:
@@ -101,6 +106,8 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     request = get_request(state, r)
     if request.is_pulled:
         return _admit_pull(state, i, s, queue, now)
+    if request.queued > inst.scheduled:
+        return False
     count = compute_chunk_size(request.to_compute, inst.max_tokens - slot.tokens - slot.rows)
     if not _has_room(state, i, s, r, count):
         return False
@@ -187,12 +194,13 @@ def _pop_waiting(state: State, i: int, queue: int) -> None:
 
 
 def _join_loaded(state: State, i: int, s: int) -> bool:
-    """Add the next request whose KV has arrived to the iteration; False when there is none."""
-    loaded = state.num_instances + i
-    if get_queue(state, loaded).size == 0:
-        return False
+    """Add the next request whose KV has arrived to the iteration; False when there is none, or it
+    came after the iteration was scheduled."""
+    loaded = get_queue(state, state.num_instances + i)
     inst, slot = get_instance(state, i), get_slot(state, s)
-    r = pop(state, loaded)
+    if loaded.size == 0 or get_request(state, loaded.head).queued > inst.scheduled:
+        return False
+    r = pop(state, state.num_instances + i)
     request = get_request(state, r)
     add_member(state, i, s, r)
     inst.running += 1
@@ -365,8 +373,22 @@ def _compute_future_peak(state: State, s: int, used: int, remaining: int) -> flo
 
 
 def _may_admit_later(state: State, i: int) -> bool:
-    """Whether a waiting request may be admitted later merely because members make progress."""
+    """Whether a waiting request may join before a member ends: it came after the iteration was
+    scheduled, or members make progress."""
     inst = get_instance(state, i)
+    if inst.schedules_ahead and _has_late_request(state, i):
+        return True
     if inst.admission != Admission.RESERVE_DYNAMIC and inst.batching != Batching.LIGHTLLM:
         return False
     return has_waiting_requests(state, i)
+
+
+def _has_late_request(state: State, i: int) -> bool:
+    """Whether a request came after the iteration was scheduled."""
+    inst, loaded = get_instance(state, i), get_queue(state, state.num_instances + i)
+    if loaded.size > 0 and get_request(state, loaded.head).queued > inst.scheduled:
+        return True
+    queue = find_waiting(state, i)
+    if queue == NONE:
+        return False
+    return get_request(state, get_queue(state, queue).head).queued > inst.scheduled

@@ -23,6 +23,8 @@ def complete_iterations(state: State, i: int, s: int, now: float) -> None:
     inst.busy += compute_busy_ms(inst, slot)
     inst.iterations += iterations
     inst.batch_peak = max(inst.batch_peak, slot.rows)
+    if inst.schedules_ahead:
+        inst.scheduled = slot.begin + sum_leap_ms(slot, iterations - 1)
     slot.iterations = 0
     if slot.decodes:
         _advance_members(state, i, s, iterations, now)

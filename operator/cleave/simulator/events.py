@@ -109,6 +109,7 @@ def _deliver_request(state: State, r: int, now: float) -> None:
         _notify_instances(state, HANDOFFS if request.is_pulled else PROMPTS, now)
         return
     i = request.prefill if request.prefill != NONE else request.decode
+    request.queued = now
     push(state, i, r)
     notify_instance(state, i, now)
 

@@ -83,6 +83,8 @@ def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> 
     row = np.zeros(1, records.INSTANCE)
     timing = engine.timing
     blocks = engine.kv_capacity_tokens // engine.kv_block_size
+    is_vllm = engine.batching is Batching.VLLM
+    schedules_ahead = timing.schedules_ahead and timing.stages == 1 and is_vllm
     prompt, decode = tables.add(timing.prompt_ms), tables.add(timing.decode_ms)
     context = tables.add(timing.decode_context_ms)
     values: dict[str, Any] = {
@@ -92,6 +94,8 @@ def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> 
         "hop_token": timing.hop_token_ms,
         "next": math.inf,
         "wake": math.inf,
+        "scheduled": 0.0 if schedules_ahead else math.inf,
+        "schedules_ahead": schedules_ahead,
         "role": role,
         "batching": engine.batching,
         "order": engine.order,

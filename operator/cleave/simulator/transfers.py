@@ -48,6 +48,7 @@ def end_pull(state: State, r: int, now: float) -> None:
         interrupt_leap(state, request.prefill, now, True)
         change_usage(source, now, -count_blocks(source, request.prompt), -request.prompt)
         wake_instance(state, request.prefill, now)
+    request.queued = now
     push(state, state.num_instances + request.decode, r)
 
 
