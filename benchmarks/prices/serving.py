@@ -84,7 +84,6 @@ LOW_LOAD = 4
 LONGEST_FRONT_END_MS = 30
 SHORTEST = 0.8
 """InferenceX draws lengths evenly from this share of the nominal ones on."""
-AHEAD = True
 REQUESTS_PER_CLIENT = 10
 """A run has this many times as many requests as at a time. The first ones arrive together."""
 
@@ -199,8 +198,8 @@ def simulate_closed_loop(
     """(mean time to first token, mean time per output token) in ms over a run: `run.batch` clients
     start together, and each sends its next request when it has the answer. A request reaches the
     engine after `front_end_ms`, as in the planner's simulation. Prompts run in chunks beside
-    decoding requests, first come first served. vLLM schedules an iteration when the one before it
-    starts, so a request joins the iteration after the next one, unless the engine has no other."""
+    decoding requests, first come first served. InferenceX's engines scheduled one iteration ahead,
+    by a flag or since vLLM 0.14 by default, the others (0.12) did not."""
     rng = random.Random(0)
     shortest = SHORTEST if run.is_inferencex else 1.0
 
@@ -210,17 +209,19 @@ def simulate_closed_loop(
     def arrive(sent_ms: float) -> _Request:
         return _Request(sent_ms, draw(run.prompt_tokens), draw(run.output_tokens))
 
-    now, left = front_end_ms, run.batch * (REQUESTS_PER_CLIENT - 1)
-    scheduled_ms = now
-    """When the next iteration was scheduled."""
+    is_ahead = timing.schedules_ahead and run.is_inferencex
+    now = scheduled_ms = front_end_ms
+    """`scheduled_ms`: when the next iteration was scheduled, if anything was to be computed."""
+    left = run.batch * (REQUESTS_PER_CLIENT - 1)
     requests = [arrive(0.0) for _ in range(run.batch)]
     """Sent and without a first token, the oldest first."""
     decoding: list[_Request] = []
     ttft: list[float] = []
     tpot: list[float] = []
     while requests or decoding:
-        until = scheduled_ms if AHEAD and (decoding or requests[0].sent_ms + front_end_ms <= scheduled_ms) else now
-        waiting = [each for each in requests if each.sent_ms + front_end_ms <= until]
+        if not is_ahead or not (decoding or requests[0].sent_ms + front_end_ms <= scheduled_ms):
+            scheduled_ms = now
+        waiting = [each for each in requests if each.sent_ms + front_end_ms <= scheduled_ms]
         scheduled_ms = now
         context = sum(each.prompt_tokens + each.generated for each in decoding)
         count, computed = 1, []
@@ -230,8 +231,10 @@ def simulate_closed_loop(
         elif decoding:
             until = requests[0].sent_ms + front_end_ms if requests else math.inf
             left_tokens = min(each.output_tokens - each.generated for each in decoding)
-            count, ms, last_ms = sum_decode_ms(timing, len(decoding), context, left_tokens, until - now)
-            scheduled_ms = now + last_ms
+            count, ms, last_ms = sum_decode_ms(
+                timing, len(decoding), context, left_tokens, until - now, int(is_ahead)
+            )
+            scheduled_ms = now + ms - last_ms
             now += ms
         else:
             now = scheduled_ms = requests[0].sent_ms + front_end_ms
@@ -252,21 +255,20 @@ def simulate_closed_loop(
 
 
 def sum_decode_ms(
-    timing: EngineTiming, batch: int, context: int, most: int, until_ms: float
-) -> tuple[int, float]:
-    """(number, ms) of decode iterations from a sum of contexts of `context` on: `most`, or as many
-    as start before `until_ms`. Each is longer than the one before by the same time."""
+    timing: EngineTiming, batch: int, context: int, most: int, until_ms: float, ahead: int
+) -> tuple[int, float, float]:
+    """(number, ms, ms of the last) of decode iterations from a sum of contexts of `context` on:
+    `most`, or as many as start before `until_ms` and `ahead` more. Each is longer than the one
+    before by the same time."""
     first = timing.predict_decode_ms(batch, context)
     growth = timing.predict_decode_ms(batch, context + batch) - first
 
     def total(count: int) -> float:
         return count * first + growth * count * (count - 1) / 2
 
-    if total(most - 1) < until_ms:
-        return most, total(most), total(most-1)
-    count = bisect.bisect_left(range(most), until_ms, key=total)
-    count = min(count + 1, most) if AHEAD else max(count, 1)
-    return count, total(count), total(count-1)
+    count = bisect.bisect_left(range(most), until_ms, key=total) + ahead
+    count = min(max(count, 1), most)
+    return count, total(count), first + growth * (count - 1)
 
 
 @dataclass(eq=False)
@@ -305,7 +307,10 @@ def build_timings(run: Measurement) -> dict[str, EngineTiming]:
     if known is not None and not run.fuses_reduces:
         known = replace(known, fused_limits={})
     operators = composition.build_operators(shape, known, tensor) if known else None
-    timings = {} if operators is None else {"tables": operator_fit.to_timing(operators, tensor)}
+    timings = {}
+    if operators is not None:
+        fitted = operator_fit.to_timing(operators, tensor)
+        timings["tables"] = replace(fitted, schedules_ahead=VLLM.schedules_ahead)
     timings["roofline"] = Roofline(
         shape, found, tensor, build_node_link(found), select_efficiency(found)
     ).to_timing()

@@ -214,14 +214,16 @@ def test_kv_of_8_bits_halves_the_transfer_and_doubles_the_room() -> None:
         build("--kv-cache-dtype=nvfp4")
 
 
-def test_times_from_kernels_have_a_front_end_and_measured_ones_contain_it() -> None:
+def test_times_from_kernels_have_a_front_end_and_an_asynchronous_scheduler() -> None:
     given = deployment(model="meta-llama/Llama-3.1-8B")
     problem = problem_from_cluster.build_problem(given, cluster("nodes: [{gpu: H200}]"))
     found = problem.estimator.estimate("H200-SXM-141GB", 1, 1)
     assert found is not None
-    assert found.front_end_ms == 16
-    assert "16 ms of front end per request" in found.confidence.source
+    assert found.front_end_ms == 11
+    assert found.timing.schedules_ahead
+    assert "11 ms of front end per request" in found.confidence.source
     published = problem_from_cluster.build_problem(deployment(), cluster())
     fitted = published.estimator.estimate("A100-SXM-80GB", 1, 1)
     assert fitted is not None
     assert fitted.front_end_ms == 0
+    assert not fitted.timing.schedules_ahead

@@ -40,11 +40,44 @@ def lone_prompts(timing: EngineTiming) -> SimulatedFleet:
     return SimulatedFleet(prefill=(SimulatedPool(engine, 1),))
 
 
+def mixed(*, schedules_ahead: bool) -> SimulatedFleet:
+    timing = dataclasses.replace(fixed_timing(), schedules_ahead=schedules_ahead)
+    return SimulatedFleet(mixed=(SimulatedPool(SimulatedEngine(timing, 1_000), 1),))
+
+
 def disaggregated(prefill: int = 1, decode: int = 1) -> SimulatedFleet:
     transfer = SimulatedTransfer(latency_ms=1.0, token_ms=0.01)
     return SimulatedFleet(
         (SimulatedPool(PREFILL, prefill),), (SimulatedPool(ENGINE, decode),), transfer=transfer
     )
+
+
+def test_a_prompt_beside_decoding_waits_for_the_iteration_that_is_scheduled_already() -> None:
+    trace = Trace(np.array([0.0, 12.5, 12.7]), np.array([5, 5, 5]), np.array([50, 2, 2]))
+    starts = {
+        is_ahead: simulate(mixed(schedules_ahead=is_ahead), trace).prefill_start_ms
+        for is_ahead in (False, True)
+    }
+    assert starts[False] == pytest.approx([0.0, 13.0, 13.0])
+    assert starts[True] == pytest.approx([0.0, 14.0, 14.0])
+
+
+def test_an_engine_with_nothing_else_to_compute_schedules_at_once() -> None:
+    timing = dataclasses.replace(fixed_timing(), schedules_ahead=True)
+    pool = SimulatedPool(SimulatedEngine(timing, 1_000), 1)
+    trace = Trace(np.array([0.0, 3.0, 40.0]), np.array([5, 5, 5]), np.array([2, 2, 2]))
+    starts = simulate(SimulatedFleet(prefill=(pool,)), trace).prefill_start_ms
+    assert starts == pytest.approx([0.0, 10.0, 40.0])
+
+
+def test_kv_that_arrives_beside_decoding_joins_the_iteration_after_the_next() -> None:
+    timing = dataclasses.replace(fixed_timing(), schedules_ahead=True)
+    pool = SimulatedPool(SimulatedEngine(timing, 1_000), 1)
+    fleet = SimulatedFleet(decode=(pool,))
+    trace = Trace(np.array([0.0, 4.5]), np.array([5, 5]), np.array([50, 5]))
+    # The pull starts when the running iteration ends, at 5 ms, and takes no time here.
+    assert simulate(fleet, trace).transfer_start_ms[1] == pytest.approx(5.0)
+    assert simulate(fleet, trace).decode_start_ms[1] == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])

@@ -78,7 +78,7 @@ def draw_case(seed: int) -> tuple[SimulatedFleet, Trace]:
         first_token_by_decode=draw.random() < 0.6,
         defers_dispatch=draw.random() < 0.25,
     )
-    if random.Random(f"ahead {seed}").random() < 0.4:
+    if random.Random(f"asynchronous {seed}").random() < 0.4:
         fleet = schedule_ahead(fleet)
     count, gap_ms = draw.choice([1, 5, 20, 40]), draw.choice([1.0, 10.0, 100.0])
     trace = Trace(

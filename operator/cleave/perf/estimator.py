@@ -261,7 +261,9 @@ def _find_kernels(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | N
         return None
     text = f"{gpu.name}, {found.source}, {_FRONT_END}"
     trust = Confidence(LatencySource.KERNELS, text, _KERNEL_ERRORS.get(gpu.name))
-    timing = operator_fit.to_timing(operators, tensor)
+    timing = replace(
+        operator_fit.to_timing(operators, tensor), schedules_ahead=VLLM.schedules_ahead
+    )
     return _TimingSource(timing, trust, VLLM.front_end_ms)
 
 

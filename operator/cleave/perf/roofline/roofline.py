@@ -35,15 +35,19 @@ class EngineOverhead:
     """Time of the host to start one layer's kernels, a lower bound of the layer; 0: CUDA graphs."""
     front_end_ms: float = 0.0
     """Latency of a request outside of iterations: HTTP, tokenisation, the way to the scheduler."""
+    schedules_ahead: bool = False
+    """See `EngineTiming.schedules_ahead`."""
 
 
 CUDA_GRAPHS = EngineOverhead("kernels started by graphs", 2.0)
 """DistServe's own engine."""
-VLLM = EngineOverhead("vLLM with asynchronous scheduling", 0.3, front_end_ms=16.0)
-"""vLLM prepares an iteration while the one before runs. What is left, the start of the graph and
-of some small kernels, is an assumption: benchmarks/prices compares the sum with published runs. The
-front end is fitted there to runs on H100, and contains the iteration that is already scheduled when
-a request arrives."""
+VLLM = EngineOverhead(
+    "vLLM with asynchronous scheduling", 0.3, front_end_ms=11.0, schedules_ahead=True
+)
+"""The default on GPUs since 0.14, with KV connectors, too. vLLM prepares an iteration while the one
+before runs. What is left, the start of the graph and of some small kernels, is an assumption:
+benchmarks/prices compares the sum with published runs. The front end is fitted there to runs on
+H100."""
 VLLM_2023 = EngineOverhead("vLLM of 2023", 5.0, 0.50)
 """Before CUDA graphs: with small shards the host was slower than the GPU."""
 
@@ -78,6 +82,7 @@ class Roofline:
             / (self._compute_peak_flops_per_ms(is_8_bit=False) * self.kernels.prompt_attention),
             decode_ms=tuple(self.predict_rows_ms(n, n) for n in range(_LARGEST_BATCH + 1)),
             decode_context_ms=(context_ms,),
+            schedules_ahead=self.engine.schedules_ahead,
         )
 
     def predict_rows_ms(self, rows: float, heads: float) -> float:
