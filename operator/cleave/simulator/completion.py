@@ -36,16 +36,21 @@ def complete_iterations(state: State, i: int, s: int, now: float) -> None:
         r = next_r
 
 
-def notify_instance(state: State, i: int, now: float) -> None:
-    """Make instance `i` schedule new work as soon as its current iterations allow."""
+def notify_instance(state: State, i: int, now: float, is_pulled: bool) -> None:
+    """Make instance `i` schedule new work as soon as its current iterations allow. `is_pulled`: the
+    work is a pull, which starts when it is scheduled."""
     inst = get_instance(state, i)
+    scheduled = 0 if is_pulled else inst.schedules_ahead
     # With one stage nothing else can start during the leap, so it is accounted for at its end.
-    interrupt_leap(state, i, now, inst.stages > 1)
+    interrupt_leap(state, i, now, inst.stages > 1, scheduled)
     wake_instance(state, i, now)
 
 
-def interrupt_leap(state: State, i: int, now: float, is_accounted: bool) -> None:
-    """Cut the leap of instance `i`, if there is one, after the current iteration.
+def interrupt_leap(
+    state: State, i: int, now: float, is_accounted: bool, scheduled: int = 0
+) -> None:
+    """Cut the leap of instance `i`, if there is one, after the current iteration and those that are
+    `scheduled`.
 
     `is_accounted`: account for all iterations before the current one now, because another batch may
     start or memory may be freed before the current one ends.
@@ -55,7 +60,7 @@ def interrupt_leap(state: State, i: int, now: float, is_accounted: bool) -> None
     if inst.in_flight != 1 or get_slot(state, s).iterations == 1:
         return
     slot = get_slot(state, s)
-    cut_leap(slot, now)
+    cut_leap(slot, now, scheduled)
     if not is_accounted:
         return
     iterations = slot.iterations - 1

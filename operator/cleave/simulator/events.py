@@ -80,7 +80,7 @@ def run_events(rows: Records) -> None:
         else:
             r = pop_pull(state)
             end_pull(state, r, now)
-            notify_instance(state, get_request(state, r).decode, now)
+            notify_instance(state, get_request(state, r).decode, now, False)
     for r in range(count):
         request = get_request(state, r)
         if math.isnan(request.end) and request.outcome == RequestOutcome.SERVED:
@@ -111,7 +111,7 @@ def _deliver_request(state: State, r: int, now: float) -> None:
     i = request.prefill if request.prefill != NONE else request.decode
     request.queued = now
     push(state, i, r)
-    notify_instance(state, i, now)
+    notify_instance(state, i, now, request.is_pulled)
 
 
 def _get_next_handoff_ms(state: State) -> float:
@@ -128,7 +128,7 @@ def _deliver_handoff(state: State, now: float) -> None:
         _notify_instances(state, HANDOFFS, now)
         return
     push(state, get_request(state, r).decode, r)
-    notify_instance(state, get_request(state, r).decode, now)
+    notify_instance(state, get_request(state, r).decode, now, True)
 
 
 def _step_instance(state: State, i: int, now: float) -> None:
@@ -166,4 +166,4 @@ def _notify_instances(state: State, queues: int, now: float) -> None:
     for i in range(state.num_instances):
         role = get_instance(state, i).role
         if (role != PREFILL and queues & HANDOFFS) or (role != DECODE and queues & PROMPTS):
-            notify_instance(state, i, now)
+            notify_instance(state, i, now, True)

@@ -89,8 +89,9 @@ def compute_busy_ms(inst: Record, slot: Record) -> float:
     return ms
 
 
-def cut_leap(slot: Record, now: float) -> None:
-    """Shorten the leap of a slot so that it ends with the iteration that runs at `now`."""
+def cut_leap(slot: Record, now: float, scheduled: int) -> None:
+    """Shorten the leap of a slot so that it ends with the iteration that runs at `now`, or
+    `scheduled` iterations later."""
     elapsed = now - slot.begin
     half = slot.first - slot.change / 2
     divisor = half + math.sqrt(max(half * half + 2 * slot.change * elapsed, 0.0))
@@ -101,8 +102,8 @@ def cut_leap(slot: Record, now: float) -> None:
         iterations -= 1
     while iterations < slot.iterations and sum_leap_ms(slot, iterations) < elapsed:
         iterations += 1
-    slot.iterations = iterations
-    slot.finish = slot.begin + sum_leap_ms(slot, iterations)
+    slot.iterations = min(iterations + scheduled, slot.iterations)
+    slot.finish = slot.begin + sum_leap_ms(slot, slot.iterations)
 
 
 def reduce_to_last_iteration(state: State, i: int, s: int) -> None:

@@ -83,13 +83,15 @@ INSTANCE = _build_dtype(
     # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral of KV use.
     # scheduled: when the next iteration was scheduled; inf: it will be when it starts.
     "next wake scheduled link pending_prompt_tokens resident_tokens weighted_context "
-    "head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts sum_tokens sum_inverses sum_ms "
-    "sum_rates sum_squares sum_last_tokens sum_last_ms last_pick kv_at kv_area busy",
+    "head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts sum_tokens "
+    "sum_inverses sum_ms sum_rates sum_squares sum_last_tokens sum_last_ms last_pick kv_at kv_area "
+    "busy",
     # requests: dispatched and not ended; waiting: those whose prompt is not computed; num_assigned:
     # those that decode there, heavy: with long outputs; first_assigned: head of their list.
     "requests waiting heavy num_assigned first_assigned "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
-    "schedules_ahead prompt_table prompt_points decode_table decode_points context_table context_points "
+    "schedules_ahead prompt_table prompt_points decode_table decode_points context_table "
+    "context_points "
     # first_slot: row of its first slot; oldest, newest: ends of the list of slots in flight.
     # partial: the prompt that is partly computed; window: number of prompts already sorted.
     "first_slot in_flight oldest newest partial free running window "
