@@ -1,6 +1,7 @@
 """The closed loop, and which published runs are compared."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 
@@ -73,18 +74,35 @@ def test_a_request_waits_for_the_iteration_during_which_it_reaches_the_engine(
     assert serving.simulate_closed_loop(timing, few, 3.0)[0] == pytest.approx(3.0)
 
 
+def test_beside_decoding_it_waits_for_the_scheduled_iteration_too(
+    module: Import, tmp_path: Path
+) -> None:
+    (run,) = read(module, tmp_path, DENSE.format(source="measured=2026-02-01", tpot=8))
+    serving = module("serving")
+    timing = EngineTiming(1024.0, (0.0, 0.0), 0.0, (10.0, 10.0), (0.0,))
+    few = serving.replace(run, batch=2, prompt_tokens=10, output_tokens=100)
+    ahead = serving.replace(timing, schedules_ahead=True)
+    first, later = (serving.simulate_closed_loop(each, few, 3.0)[0] for each in (timing, ahead))
+    # The first two of 20 requests find an idle engine, and maybe a few others.
+    assert 7.0 <= later - first <= 9.0
+    old = serving.replace(few, is_inferencex=False)
+    assert serving.simulate_closed_loop(ahead, old, 3.0) == serving.simulate_closed_loop(
+        timing, old, 3.0
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("until_ms", [0.0, 4.9, 10.0, 10.1, 57.0, 1e9])
 def test_a_leap_over_decode_iterations_ends_where_single_steps_end(
-    module: Import, until_ms: float
+    module: Import, until_ms: float, ahead: int
 ) -> None:
     timing = EngineTiming(1024.0, (0.0, 0.0), 0.0, (5.0, 5.0, 6.0), (0.01, 0.01, 0.02))
-    count, now, context = 0, 0.0, 100
-    while count < 20 and (count == 0 or now < until_ms):
-        now += timing.predict_decode_ms(2, context)
-        context += 2
-        count += 1
-    leap = module("serving").sum_decode_ms(timing, 2, 100, 20, until_ms)
-    assert leap == (count, pytest.approx(now))
+    ends = list(accumulate(timing.predict_decode_ms(2, 100 + 2 * each) for each in range(20)))
+    running = sum(begin < until_ms for begin in [0.0, *ends[:-1]])
+    count = min(max(running + ahead, 1), 20)
+    leap = module("serving").sum_decode_ms(timing, 2, 100, 20, until_ms, ahead)
+    last_ms = timing.predict_decode_ms(2, 100 + 2 * (count - 1))
+    assert leap == (count, pytest.approx(ends[count - 1]), pytest.approx(last_ms))
 
 
 def test_runs_with_8_bit_kv_read_half_as_much(module: Import, tmp_path: Path) -> None:
