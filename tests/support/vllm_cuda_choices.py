@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> dict[str, dict[str, object]]:
     load_general_plugins()
 
     import torch
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import SchedulerConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed.device_communicators import flashinfer_all_reduce
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
@@ -112,6 +112,10 @@ def main(arguments: list[str]) -> dict[str, dict[str, object]]:
             found, _ = gpu.get_valid_backends(capability, config, num_heads=32)
         return [each.backend.name for each in found]
 
+    engine = VllmConfig(
+        kv_transfer_config=parsed.kv_transfer_config,
+        scheduler_config=SchedulerConfig.default_factory(async_scheduling=parsed.async_scheduling),
+    )
     choices: dict[str, dict[str, object]] = {}
     for gpu.capability in CAPABILITIES:
         choices[".".join(map(str, gpu.capability))] = {
@@ -126,6 +130,9 @@ def main(arguments: list[str]) -> dict[str, dict[str, object]]:
             ],
             "gated delta net": qwen_gdn_linear_attn._resolve_gdn_prefill_backend(gdn)[1],
             "all-reduce": flashinfer_all_reduce.fi_ar_available,
+            "connector": engine.kv_transfer_config.kv_connector,
+            "asynchronous scheduling": engine.scheduler_config.async_scheduling,
+            "iterations in flight": engine.max_concurrent_batches,
         }
     return choices
 

@@ -31,6 +31,7 @@ def choices(env: Mapping[str, str]) -> dict[str, dict[str, object]]:
         served_model_name="m",
         engine="vllm",
         host="127.0.0.1",
+        connector="cleave",
     )
     launch = build_engine_launch(config, Boot("boot", 8001, 5601, Path("/dev/null"), gpu=True), env)
     arguments = launch.argv[launch.argv.index(MODULE) + 1 :]
@@ -58,6 +59,14 @@ def test_without_nvcc_engines_choose_no_kernels_that_it_compiles() -> None:
         assert not chosen["sampler"]
         assert not chosen["deep_gemm"]
         assert not chosen["all-reduce"]
+
+
+def test_engines_schedule_one_iteration_ahead_also_with_our_connector() -> None:
+    """As `cleave.perf` prices them."""
+    for chosen in choices(WITHOUT_NVCC).values():
+        assert chosen["connector"] == "CleaveConnector"
+        assert chosen["asynchronous scheduling"]
+        assert chosen["iterations in flight"] == 2
 
 
 def _names(kernels: object) -> list[str]:
