@@ -82,7 +82,9 @@ class Controller:
         self._debounce_s = debounce_s
         self.cache = ObjectCache()
         self.queue: WorkQueue[ResourceKey] = WorkQueue(clock)
-        self.planner: PlannerClient[ResourceKey] = PlannerClient(self._on_plan_finished)
+        self.planner: PlannerClient[ResourceKey] = PlannerClient(
+            self._on_plan_finished, lambda key: key.namespace
+        )
         self._gateways: GatewayClient[ResourceKey] = gateways or GatewayClient(clock)
         self.traffic_poller = TrafficPoller(self.cache, self.queue.add, now)
         self._faults: dict[ResourceKey, str] = {}

@@ -207,9 +207,11 @@ class RoleFlipper:
     async def _execute(self, state: FlipState, flip: RoleFlip) -> None:
         try:
             await self._set_role(flip)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, ValueError) as error:
+            # ValueError: a number of the registration does not fit the request.
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             state.retry_at_s = self._clock() + RETRY_DELAY_S
-            log.warning("not flipped: %s; %s", flip.describe(), error.details())
+            log.warning("not flipped: %s; %s", flip.describe(), reason)
             return
         log.info("flipped %s", flip.describe())
         state.record(flip, self._clock())

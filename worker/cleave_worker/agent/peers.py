@@ -15,6 +15,7 @@ import grpc
 
 from cleave.rpc.agent_discovery import list_agents
 from cleave.rpc.channel import dial
+from cleave.rpc.registration_checks import check_registration
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _BATCH_SIZE = 4
@@ -100,6 +101,7 @@ async def fetch_registration(address: str) -> agent_pb2.Registration | None:
         try:
             stub = agent_pb2_grpc.AgentStub(channel)
             answer = await stub.Health(agent_pb2.HealthRequest(), timeout=_CALL_SECONDS)
-        except grpc.aio.AioRpcError:
+            check_registration(answer.registration, address)
+        except (grpc.aio.AioRpcError, ValueError):
             return None
     return answer.registration

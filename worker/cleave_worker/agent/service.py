@@ -141,7 +141,10 @@ class AgentServer:
         self._instance = instance
         self._address = address
         # With SO_REUSEPORT two agents could share a port without an error.
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        # Watchers have a limit of their own; the rest is for short calls.
+        self._server = grpc.aio.server(
+            options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=2 * _MAX_WATCHERS
+        )
         self._health = health.aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
         service = AgentService(instance, drain, verify_role)
