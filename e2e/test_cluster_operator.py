@@ -229,12 +229,44 @@ def test_an_unschedulable_scale_up_is_reverted_and_reported(chat: Chat) -> None:
     assert chat.ask() == ""
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("networkpolicy", "chat-workers"),
+        ("networkpolicy", "chat-gateway"),
+        ("rolebinding", "chat-discovery"),
+        ("serviceaccount", "chat-discovery"),
+    ],
+)
+def test_what_protects_a_deployment_comes_back_when_it_is_deleted(
+    chat: Chat, kind: str, name: str
+) -> None:
+    chat.cluster.kubectl("delete", kind, name, "-n", chat.namespace)
+    wait_until(lambda: chat.cluster.get(kind, name, chat.namespace), 20, "it is there again")
+
+
+def test_a_policy_that_was_opened_by_hand_is_closed_again(chat: Chat) -> None:
+    edit = '[{"op": "replace", "path": "/spec/ingress", "value": [{}]}]'
+    policy = ("networkpolicy", "chat-workers", "-n", chat.namespace)
+    chat.cluster.kubectl("patch", *policy, "--type=json", "-p", edit)
+
+    def is_closed() -> bool:
+        read = chat.cluster.get("networkpolicy", "chat-workers", chat.namespace)
+        return [{}] != read["spec"]["ingress"]
+
+    wait_until(is_closed, 20, "the policy is as the operator made it")
+    before = chat.cluster.get("networkpolicy", "chat-workers", chat.namespace)
+    time.sleep(3)
+    after = chat.cluster.get("networkpolicy", "chat-workers", chat.namespace)
+    assert after["metadata"]["generation"] == before["metadata"]["generation"]
+
+
 def test_another_operator_takes_over_and_does_nothing_twice(chat: Chat, nodes: Nodes) -> None:
     leader = holder(chat.cluster)
     chat.edit({"placement": {"manual": placement(prefill=3, decode=4)}})
     nodes.kill(leader.partition("_")[0])
     killed = time.monotonic()
-    wait_until(lambda: holder(chat.cluster) not in ("", leader), 15, "another operator leads")
+    wait_until(lambda: holder(chat.cluster) not in ("", leader), 30, "another operator leads")
     took_s = time.monotonic() - killed
     wait_until(
         lambda: chat.is_ready() and len(chat.workers()) == 7, READY_S, "the edit is carried out"

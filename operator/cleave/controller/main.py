@@ -15,8 +15,10 @@ from pathlib import Path
 from cleave import logs
 from cleave.api.manifest import ManifestError, load_cluster
 from cleave.controller.cluster.client import KubeApiError, connect
+from cleave.controller.cluster.leader_election import LeaseConfig
 from cleave.controller.manager import Manager, ManagerOptions, WebhookOptions
 from cleave.controller.settings import OperatorSettings
+from cleave.manifests.network_policies import NetworkIsolation
 from cleave.rpc.listen_addresses import parse_hosts
 
 log = logging.getLogger("cleave.controller")
@@ -59,16 +61,29 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         for fault in error.faults:
             log.error("--cluster: %s", fault)
         return 2
+    try:
+        lease_config = LeaseConfig(args.lease_duration, args.renew_deadline, args.retry_period)
+    except ValueError as error:
+        log.error("%s", error)
+        return 2
     webhook = None
     if args.webhook:
         issues_certificate = args.webhook_certificate == "operator"
         webhook = WebhookOptions(args.webhook, args.webhook_port, issues_certificate)
+    isolation = None
+    if args.isolate_workers:
+        isolation = NetworkIsolation(
+            args.own_namespace,
+            args.api_server_port,
+            tuple(args.egress_port),
+            tuple(args.scraper_namespace),
+        )
     settings = OperatorSettings(
         namespace=args.own_namespace,
         image_prefix=args.image_prefix,
         discovery_role=args.discovery_role,
         device=args.device,
-        isolates_workers=args.isolate_workers,
+        isolation=isolation,
         traffic_poll_s=args.watch_interval,
         cluster=cluster,
     )
@@ -79,6 +94,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         hosts=args.host,
         port=args.port,
         lease=args.lease,
+        lease_config=lease_config,
         namespaces=tuple(args.namespace),
         webhook=webhook,
         settings=settings,
@@ -107,6 +123,28 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add("--port", type=int, default=8081)
     add("--namespace", action="append", default=[], help="watch this namespace only; repeatable")
     add("--lease", default="cleave-operator", help="name of the leader election's Lease")
+    defaults = LeaseConfig()
+    add(
+        "--lease-duration",
+        type=int,
+        default=defaults.lease_s,
+        metavar="S",
+        help="a standby operator leads when the leader has not renewed for this long (default: 15)",
+    )
+    add(
+        "--renew-deadline",
+        type=float,
+        default=defaults.renew_deadline_s,
+        metavar="S",
+        help="the leader writes for this long after it has renewed (default: 10)",
+    )
+    add(
+        "--retry-period",
+        type=float,
+        default=defaults.retry_s,
+        metavar="S",
+        help="between two attempts to renew or to lead (default: 2)",
+    )
     add(
         "--own-namespace",
         default=os.environ.get("POD_NAMESPACE", "default"),
@@ -122,8 +160,25 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add(
         "--isolate-workers",
         action="store_true",
-        help="NetworkPolicies: only a deployment's pods and this namespace may reach its workers",
+        help="NetworkPolicies: only a deployment's pods and the operator may reach its workers and "
+        "the gateways' internal port",
     )
+    add(
+        "--scraper-namespace",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="whose pods may read the gateways' metrics through these policies; repeatable",
+    )
+    add(
+        "--egress-port",
+        action="append",
+        default=[],
+        type=int,
+        metavar="PORT",
+        help="that workers may connect to besides 443, such as a model mirror's; repeatable",
+    )
+    add("--api-server-port", type=int, default=6443, help="of the API server, besides 443")
     add(
         "--watch-interval",
         type=_parse_interval,

@@ -79,7 +79,7 @@ class Manager:
         self._resync = Resync(kube, self._controller, options.namespaces)
         self._executor = Executor(
             kube,
-            may_write=lambda: self._leader.is_leading,
+            get_lease_s=lambda: self._leader.remaining_s,
             on_change=self._controller.on_change,
             on_delete=self._controller.on_deleted_by_write,
             clock=time.time,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
+from cleave.manifests.network_policies import NetworkIsolation
 from cleave.manifests.resources import Device
 
 
@@ -18,8 +19,8 @@ class OperatorSettings:
     """ClusterRole that lets pods read the EndpointSlices of their namespace."""
     device: Device = "gpu"
     """What the nodes compute on."""
-    isolates_workers: bool = False
-    """Whether NetworkPolicies admit only a deployment's own pods to its workers."""
+    isolation: NetworkIsolation | None = None
+    """Of the NetworkPolicies for workers and gateways; None: there are none."""
     has_leader_worker_sets: bool = False
     """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
     traffic_poll_s: float = 15.0
