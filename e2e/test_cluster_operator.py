@@ -252,7 +252,7 @@ def test_a_policy_that_was_opened_by_hand_is_closed_again(chat: Chat) -> None:
 
     def is_closed() -> bool:
         read = chat.cluster.get("networkpolicy", "chat-workers", chat.namespace)
-        return [{}] != read["spec"]["ingress"]
+        return read["spec"]["ingress"] != [{}]
 
     wait_until(is_closed, 20, "the policy is as the operator made it")
     before = chat.cluster.get("networkpolicy", "chat-workers", chat.namespace)
