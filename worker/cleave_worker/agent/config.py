@@ -93,6 +93,8 @@ class AgentConfig:
     """`nixl` or `cleave`: the KV connector, unless the engine's arguments name one."""
     transfer: str = "pull"
     """`pull` after the prefill, or a key of OVERLAPPED_TRANSFERS (agent.launch)."""
+    media_domains: tuple[str, ...] = ()
+    """Hosts from which the engine may fetch media that requests name; empty: none."""
     drain_timeout: float = 30.0
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
@@ -178,6 +180,13 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         default=TRANSFER_MODES[0],
         help="when connector cleave transfers KV: after the prefill, or during it; auto: as the "
         "gateway decides",
+    )
+    add(
+        "--media-domains",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="HOST,...",
+        help="hosts from which vLLM may fetch media that requests name (default: none)",
     )
     add("--drain-timeout", type=_parse_seconds, default=30.0, metavar="SECONDS")
     add("--start-timeout", type=_parse_seconds, default=900.0, metavar="SECONDS")
