@@ -8,8 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import grpc
 import pytest
 import yaml
+
+from cleave.manifests.labels import AGENT_PORT
+from cleave.rpc.credentials import AUDIENCE, METADATA_KEY, SCHEME, Metadata
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster import tools
 from e2e.cluster.closed_loop_load import Load, ask
@@ -108,6 +113,12 @@ class Chat:
         endpoint = self.cluster.endpoint("chat", self.namespace, "http")
         assert endpoint is not None
         return endpoint
+
+    def agent_metadata(self) -> Metadata:
+        """A token for calls of this deployment's agents, as its pods have one."""
+        account = ("chat-discovery", "-n", self.namespace)
+        token = self.cluster.kubectl("create", "token", *account, f"--audience={AUDIENCE}")
+        return ((METADATA_KEY, f"{SCHEME}{token.strip()}"),)
 
     def workers(self, role: str = "") -> list[dict]:
         """Worker pods that are meant to stay."""
@@ -226,6 +237,34 @@ def test_an_unschedulable_scale_up_is_reverted_and_reported(chat: Chat) -> None:
     except AssertionError as error:
         raise AssertionError(f"{error}\n{read_log(chat.cluster, chat.namespace)}") from error
     assert "Insufficient cpu" in message(chat.deployment, "ScalingLimited")
+    assert chat.ask() == ""
+
+
+def test_agents_answer_callers_with_a_token_of_their_deployment_only(
+    chat: Chat, namespace: str
+) -> None:
+    (pod, *_) = chat.workers()
+    chat.cluster.kubectl("create", "serviceaccount", "other", "-n", namespace)
+    other = ("create", "token", "other", "-n", namespace, f"--audience={AUDIENCE}")
+    for_the_api_server = ("create", "token", "chat-discovery", "-n", chat.namespace)
+    tokens = {
+        "none": (),
+        "forged": ((METADATA_KEY, f"{SCHEME}a.b.c"),),
+        "of another account": ((METADATA_KEY, SCHEME + chat.cluster.kubectl(*other).strip()),),
+        "for the API server": (
+            (METADATA_KEY, SCHEME + chat.cluster.kubectl(*for_the_api_server).strip()),
+        ),
+    }
+    with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
+        agent = agent_pb2_grpc.AgentStub(channel)
+        health, drain = agent_pb2.HealthRequest(), agent_pb2.DrainRequest()
+        for what, metadata in tokens.items():
+            for call, request in ((agent.Health, health), (agent.Drain, drain)):
+                with pytest.raises(grpc.RpcError) as refused:
+                    call(request, timeout=10, metadata=metadata)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, what
+        accepted = agent.Health(health, timeout=10, metadata=chat.agent_metadata())
+    assert accepted.registration.instance == pod["metadata"]["name"]
     assert chat.ask() == ""
 
 

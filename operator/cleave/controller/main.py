@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         discovery_role=args.discovery_role,
         device=args.device,
         isolation=isolation,
+        account=args.account,
         traffic_poll_s=args.watch_interval,
         cluster=cluster,
     )
@@ -154,6 +155,13 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         "--identity",
         default=os.environ.get("POD_NAME") or os.uname().nodename,
         help="identity of this operator in the Lease (default: $POD_NAME)",
+    )
+    add(
+        "--account",
+        default="",
+        metavar="NAME",
+        help="service account of this operator, as system:serviceaccount:NAMESPACE:NAME; agents "
+        "then accept calls with tokens of it and of their deployment's only",
     )
     add("--image-prefix", default="", help="registry and path of Cleave's own images")
     add("--discovery-role", default="cleave-discovery", help="ClusterRole that pods are bound to")

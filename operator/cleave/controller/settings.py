@@ -21,6 +21,9 @@ class OperatorSettings:
     """What the nodes compute on."""
     isolation: NetworkIsolation | None = None
     """Of the NetworkPolicies for workers and gateways; None: there are none."""
+    account: str = ""
+    """The operator's service account, as `system:serviceaccount:NAMESPACE:NAME`, whose orders
+    agents accept; empty: agents accept everybody's."""
     has_leader_worker_sets: bool = False
     """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
     traffic_poll_s: float = 15.0

@@ -21,6 +21,7 @@ from cleave.router.registry import InstanceRegistry
 from cleave.router.watchdog import WatchdogTimer
 from cleave.rpc.agent_discovery import AgentDiscovery, DiscoveryError
 from cleave.rpc.channel import dial
+from cleave.rpc.credentials import build_metadata
 from cleave.rpc.registration_checks import MAX_REGISTRATION_BYTES, check_registration
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -141,8 +142,10 @@ class AgentWatcher:
         """Read one stream to its end; returns whether any event arrived."""
         has_event = False
         request = agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async for event in agent_pb2_grpc.AgentStub(channel).Watch(request):
+        try:
+            async for event in agent_pb2_grpc.AgentStub(channel).Watch(
+                request, metadata=build_metadata()
+            ):
                 if event.HasField("registration"):
                     pod = self._agents.get_pod_name(address)
                     check_registration(event.registration, address, self._deployment, pod)
@@ -150,6 +153,9 @@ class AgentWatcher:
                 if not has_event:
                     has_event = True
                     self._mark_registered(address)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                log.warning("agent %s refuses this gateway: %s", address, error.details())
         return has_event
 
     def _mark_registered(self, address: str) -> None:

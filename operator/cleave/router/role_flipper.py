@@ -22,6 +22,7 @@ from cleave.router.instance import ROLES, InFlightLoad, RoutedInstance
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc import role_epochs
 from cleave.rpc.channel import dial
+from cleave.rpc.credentials import build_metadata
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -222,7 +223,9 @@ async def send_flip(flip: RoleFlip) -> None:
     """Send SetRole to the instance's agent. Raises AioRpcError."""
     async with dial(flip.agent) as channel:
         request = agent_pb2.SetRoleRequest(role=flip.role, epoch=flip.epoch, boot_id=flip.boot_id)
-        await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=SET_ROLE_TIMEOUT_S)
+        await agent_pb2_grpc.AgentStub(channel).SetRole(
+            request, timeout=SET_ROLE_TIMEOUT_S, metadata=build_metadata()
+        )
 
 
 def _compute_computed_share(loads: list[InFlightLoad]) -> float:

@@ -10,6 +10,11 @@ import signal
 from functools import partial
 
 from cleave_worker.agent import drain as draining
+from cleave_worker.agent.authentication import (
+    Authenticator,
+    ServiceAccountTokens,
+    SharedToken,
+)
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import WorkerInstance
@@ -29,7 +34,13 @@ class WorkerAgent:
         self._instance = WorkerInstance(config)
         self._supervisor = EngineSupervisor(config, self._instance, cores, gpu)
         verify = partial(verify_role, config, self._instance)
-        self._server = AgentServer(self._instance, self._handle_drain_call, verify, config.address)
+        self._server = AgentServer(
+            self._instance,
+            self._handle_drain_call,
+            verify,
+            config.address,
+            _make_authenticator(config),
+        )
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[DrainResult] | None = None
 
@@ -89,3 +100,13 @@ class WorkerAgent:
         await asyncio.wait({supervising})
         self._instance.end()
         await self._server.stop(_RPC_GRACE_SECONDS)
+
+
+def _make_authenticator(config: AgentConfig) -> Authenticator | None:
+    """Raises OSError when the token cannot be read."""
+    if config.trusted_accounts:
+        return ServiceAccountTokens(config.trusted_accounts)
+    if config.token_file is not None:
+        return SharedToken(config.token_file)
+    _log.warning("callers are not authenticated: whoever reaches %s is obeyed", config.address)
+    return None
