@@ -68,7 +68,7 @@ def test_the_deployments_own_pods_reach_workers_on_every_port() -> None:
     assert not selects(source["podSelector"], {"cleave.dev/deployment": "chat"})
 
 
-def test_the_operators_pods_reach_agents_and_nobody_else_of_their_namespace_does() -> None:
+def test_the_operators_pods_alone_of_their_namespace_reach_agents() -> None:
     _, rule = build_workers_policy(chat(), ISOLATION)["spec"]["ingress"]
     (source,) = rule["from"]
     home = {"kubernetes.io/metadata.name": "cleave-system"}

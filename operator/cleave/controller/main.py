@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cleave import logs
 from cleave.api.manifest import ManifestError, load_cluster
+from cleave.controller.author_policy import AuthorPolicy
 from cleave.controller.cluster.client import KubeApiError, connect
 from cleave.controller.cluster.leader_election import LeaseConfig
 from cleave.controller.manager import Manager, ManagerOptions, WebhookOptions
@@ -85,6 +86,13 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         device=args.device,
         isolation=isolation,
         account=args.account,
+        author_policy=AuthorPolicy(
+            allows_host_paths=not args.deny_host_paths,
+            allows_host_network=not args.deny_host_network,
+            allows_secrets=not args.deny_secrets,
+            allowed_images=tuple(args.allowed_image),
+            denied_engine_args=tuple(args.denied_engine_arg),
+        ),
         traffic_poll_s=args.watch_interval,
         cluster=cluster,
     )
@@ -193,6 +201,24 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         default=15.0,
         metavar="S",
         help="seconds between two scrapes of the gateways' metrics (default: 15)",
+    )
+    deny = "refuse deployments and pools "
+    add("--deny-host-paths", action="store_true", help=f"{deny}with folders of nodes")
+    add("--deny-host-network", action="store_true", help=f"{deny}with hostNetwork")
+    add("--deny-secrets", action="store_true", help=f"{deny}whose workers get values of Secrets")
+    add(
+        "--allowed-image",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help=f"{deny}with images that begin otherwise; repeatable",
+    )
+    add(
+        "--denied-engine-arg",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help=f"{deny}with this flag of the engine; repeatable",
     )
     add("--device", choices=["gpu", "cpu"], default="gpu", help="device that the nodes compute on")
     add(

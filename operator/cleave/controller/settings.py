@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
+from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.manifests.resources import Device
 
@@ -28,5 +29,7 @@ class OperatorSettings:
     """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
     traffic_poll_s: float = 15.0
     """Seconds between two reads of the gateways' metrics."""
+    author_policy: AuthorPolicy = ALLOW_ALL
+    """What deployments and pools may ask for."""
     cluster: Cluster | None = None
     """Network, own GPU descriptions and measured profiles; its nodes are ignored."""

@@ -11,14 +11,14 @@ async def settle() -> None:
 
 
 async def take(lock: FairLock, group: str, order: list[str], name: str) -> None:
-    async with lock.hold(group):
+    async with lock.acquire(group):
         order.append(name)
         await asyncio.sleep(0)
 
 
 async def test_a_group_with_many_waiters_does_not_hold_up_another() -> None:
     lock, order = FairLock(), []
-    async with lock.hold("a"):
+    async with lock.acquire("a"):
         names = ("a1", "a2", "a3", "b1", "c1", "b2")
         tasks = [asyncio.create_task(take(lock, name[0], order, name)) for name in names]
         await settle()
@@ -30,7 +30,7 @@ async def test_a_group_with_many_waiters_does_not_hold_up_another() -> None:
 
 async def test_a_waiter_that_gives_up_passes_its_turn_on() -> None:
     lock, order = FairLock(), []
-    async with lock.hold("a"):
+    async with lock.acquire("a"):
         waiting, late, last = (
             asyncio.create_task(take(lock, name, order, name)) for name in ("b", "c", "d")
         )
@@ -40,5 +40,5 @@ async def test_a_waiter_that_gives_up_passes_its_turn_on() -> None:
     late.cancel()
     await asyncio.gather(waiting, late, last, return_exceptions=True)
     assert order == ["d"]
-    async with asyncio.timeout(1), lock.hold("e"):
+    async with asyncio.timeout(1), lock.acquire("e"):
         pass

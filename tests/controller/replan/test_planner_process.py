@@ -166,10 +166,10 @@ async def test_a_plan_ends_sooner_while_another_namespace_waits(
     monkeypatch.setattr(planner_process, "_CHECK_S", 0.01)
     client: PlannerClient[str] = PlannerClient(lambda _: None, str)
     never: asyncio.Future[PlanJob] = asyncio.Future()
-    async with client._process_lock.hold("a"):
+    async with client._process_lock.acquire("a"):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client._wait_for_result(never, "a"), 0.3)
-        waiting = asyncio.create_task(client._process_lock.hold("b").__aenter__())
+        waiting = asyncio.create_task(client._process_lock.acquire("b").__aenter__())
         with pytest.raises(TimeoutError, match="has not finished within 0 s"):
             await client._wait_for_result(never, "a")
     await waiting

@@ -25,15 +25,15 @@ class FairLock:
         )
 
     @asynccontextmanager
-    async def hold(self, group: str) -> AsyncIterator[None]:
-        """Hold the lock, after waiting for a turn of `group`."""
+    async def acquire(self, group: str) -> AsyncIterator[None]:
+        """Acquire the lock, after waiting for a turn of `group`, and release it afterwards."""
         if self._is_held:
             await self._wait(group)
         self._is_held = True
         try:
             yield
         finally:
-            self._pass_on()
+            self._release()
 
     async def _wait(self, group: str) -> None:
         waiter = asyncio.get_running_loop().create_future()
@@ -43,10 +43,10 @@ class FairLock:
         except asyncio.CancelledError:
             if not waiter.cancelled():
                 # It had its turn already.
-                self._pass_on()
+                self._release()
             raise
 
-    def _pass_on(self) -> None:
+    def _release(self) -> None:
         for group in tuple(self._waiting):
             waiters = self._waiting.pop(group)
             while waiters:

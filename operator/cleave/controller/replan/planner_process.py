@@ -196,8 +196,8 @@ class PlannerClient(Generic[K]):
         """Wait for the process; reviews take one place in the queue, so first plans come soon."""
         async with AsyncExitStack() as stack:
             if job.review is not None:
-                await stack.enter_async_context(self._review_lock.hold(group))
-            await stack.enter_async_context(self._process_lock.hold(group))
+                await stack.enter_async_context(self._review_lock.acquire(group))
+            await stack.enter_async_context(self._process_lock.acquire(group))
             yield
 
     async def _run_in_process(

@@ -22,6 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from cleave.api.cluster import Cluster
+from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy
 from cleave.controller.cluster.client import FIELD_MANAGER, JSON, KINDS, KubeApiError, KubeClient
 from cleave.controller.webhook import certificates
 from cleave.controller.webhook.admission import ReviewError, review_admission
@@ -175,7 +176,9 @@ class WebhookServer:
         config: WebhookConfig,
         rotator: CertificateRotator,
         cluster: Callable[[], Cluster | None],
+        policy: AuthorPolicy = ALLOW_ALL,
     ) -> None:
+        self._policy = policy
         self._config, self._rotator, self._cluster = config, rotator, cluster
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -224,7 +227,9 @@ class WebhookServer:
         try:
             # The wait for a thread counts too: the API server has given up by then.
             async with asyncio.timeout(_TIMEOUT_S):
-                response = await loop.run_in_executor(self._threads, _review, body, cluster)
+                response = await loop.run_in_executor(
+                    self._threads, _review, body, cluster, self._policy
+                )
             return web.Response(text=response, content_type="application/json")
         except ReviewError as error:
             return web.Response(status=400, text=str(error))
@@ -233,7 +238,7 @@ class WebhookServer:
             return web.Response(status=503, text="the validation has timed out")
 
 
-def _review(body: bytes, cluster: Cluster | None) -> str:
+def _review(body: bytes, cluster: Cluster | None, policy: AuthorPolicy) -> str:
     """Review a request's body; returns the response's. Raises ReviewError."""
     if body.count(b":") > _MAX_FIELDS:
         raise ReviewError(f"the request has more than {_MAX_FIELDS} fields")
@@ -243,7 +248,7 @@ def _review(body: bytes, cluster: Cluster | None) -> str:
         raise ReviewError("the request is not JSON") from None
     if not isinstance(review, dict):
         raise ReviewError("the request is not an object")
-    return json.dumps(review_admission(review, cluster))
+    return json.dumps(review_admission(review, cluster, policy))
 
 
 def _load_into_context(certificate: ServingCertificate, context: ssl.SSLContext) -> None:
