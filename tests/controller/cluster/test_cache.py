@@ -169,7 +169,7 @@ def test_gateways_are_known_by_address() -> None:
         None,
     ],
 )
-def test_a_pod_that_only_has_a_gateways_labels_is_not_asked(owner: dict | None) -> None:
+def test_a_pod_that_only_has_a_gateways_labels_is_not_queried(owner: dict | None) -> None:
     cache = filled()
     gateway = pod(uid="g1", name="chat-gateway-1", podIP="10.0.0.9")
     gateway["metadata"]["labels"] |= {
