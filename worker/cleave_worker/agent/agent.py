@@ -47,6 +47,8 @@ class WorkerAgent:
     async def run(self) -> int:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
         await self._server.start()
+        if not (self._config.trusted_accounts or self._config.token_file):
+            _log.warning("callers are not authenticated: %s obeys everybody", self._config.address)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         supervising = asyncio.create_task(self._supervisor.run())
@@ -108,5 +110,4 @@ def _make_authenticator(config: AgentConfig) -> Authenticator | None:
         return ServiceAccountTokens(config.trusted_accounts)
     if config.token_file is not None:
         return SharedToken(config.token_file)
-    _log.warning("callers are not authenticated: whoever reaches %s is obeyed", config.address)
     return None
