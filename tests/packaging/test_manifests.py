@@ -38,7 +38,7 @@ RIGHTS = {
     ("", "serviceaccounts"): {"get", *APPLIED},
     ("rbac.authorization.k8s.io", "rolebindings"): {"get", *APPLIED},
     ("rbac.authorization.k8s.io", "clusterroles"): {"bind"},
-    ("", "events"): {"create"},
+    ("", "events"): {"create", "patch"},
 }
 """Everything the operator may do in the namespaces of deployments."""
 

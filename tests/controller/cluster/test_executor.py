@@ -276,6 +276,27 @@ async def test_an_instance_gets_its_role_before_its_pod_is_labelled() -> None:
     assert hands.seen == [POD]
 
 
+async def test_a_repeated_event_is_counted_instead_of_created_again() -> None:
+    taken = KubeApiError(409, "AlreadyExists", "there")
+    hands = Hands({"metadata": {}}, taken, {"metadata": {}}, taken, {"metadata": {}})
+    for _ in range(3):
+        await hands.executor.carry_out([Emit(POOL, "Ready", "it is")])
+    await hands.executor.carry_out([Emit(POOL, "Ready", "it is not")])
+    sent = [(method, options["body"].get("count")) for method, _, options in hands.server.requests]
+    assert sent == [
+        *[("POST", 1)],
+        *[("POST", 1), ("PATCH", 2)],
+        *[("POST", 1), ("PATCH", 3)],
+        *[("POST", 1)],
+    ]
+    names = {
+        options["body"]["metadata"]["name"]
+        for method, _, options in hands.server.requests
+        if method == "POST"
+    }
+    assert len(names) == 2
+
+
 async def test_a_pod_whose_agent_refuses_is_unchanged_and_an_event_reports_it() -> None:
     hands = Hands(refusal="it drains")
     await hands.executor.carry_out([MOVE])

@@ -46,6 +46,7 @@ _SHAREABLE_KINDS = ("Service", "ServiceAccount", "RoleBinding", "NetworkPolicy")
 """Kinds that manually created pools share when they name the same deployment."""
 _MIN_WRITE_S = 0.05
 """A write is not sent when less time is left of the lease."""
+_MAX_COUNTED_EVENTS = 4_096
 _MAX_CONCURRENT = 32
 """Most concurrent requests."""
 
@@ -85,6 +86,8 @@ class Executor:
         self._clock = clock
         self._metrics = metrics
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._event_counts: dict[str, int] = {}
+        """How often each Event was recorded, by name, latest last."""
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         """Execute all writes in order, those of the same type concurrently. Raises KubeApiError,
@@ -267,11 +270,11 @@ class Executor:
             return None
 
     async def _emit(self, action: Emit) -> None:
-        """Create an Event; errors are logged only."""
+        """Create an Event, or count it again if it exists; errors are logged only."""
         target = action.target
         version, now = client.KINDS[target.kind].version, format_timestamp(self._clock())
         involved = {"namespace": target.namespace, "name": target.name, "uid": target.uid}
-        text = f"{target.uid}/{action.reason}/{action.message}/{now}"
+        text = f"{target.uid}/{action.reason}/{action.message}"
         name = f"{target.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         event = {
             "apiVersion": "v1",
@@ -286,12 +289,28 @@ class Executor:
             "lastTimestamp": now,
             "count": 1,
         }
+        count = self._event_counts.pop(name, 0) + 1
+        self._event_counts[name] = count
+        if len(self._event_counts) > _MAX_COUNTED_EVENTS:
+            del self._event_counts[next(iter(self._event_counts))]
+        again = {"count": max(count, 2), "lastTimestamp": now}
         try:
-            path = client.KINDS["Event"].build_path(target.namespace)
-            await self._write("POST", path, event, query=None)
+            await self._create_or_patch_event(target.namespace, name, event, again)
+        except client.KubeApiError as error:
+            log.warning("Event of %s %s: %s", target.kind, target.name, error)
+
+    async def _create_or_patch_event(
+        self, namespace: str, name: str, event: Manifest, again: Manifest
+    ) -> None:
+        """Raises KubeApiError."""
+        kind = client.KINDS["Event"]
+        try:
+            await self._write("POST", kind.build_path(namespace), event, query=None)
         except client.KubeApiError as error:
             if error.status != _CONFLICT:
-                log.warning("Event of %s %s: %s", target.kind, target.name, error)
+                raise
+            path = kind.build_path(namespace, name)
+            await self._write("PATCH", path, again, client.MERGE_PATCH)
 
     async def _write(
         self,
