@@ -41,6 +41,8 @@ async def test_a_list_names_every_endpoint_ready_or_not(server, make_slice) -> N
     assert server.paths == ["/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"]
     assert server.queries[0]["labelSelector"] == "kubernetes.io/service-name=chat-workers"
     assert "Authorization: Bearer secret\r\n" in server.headers[0]
+    # The API server answers 406 where its public keys are not accepted as what they are.
+    assert "Accept: application/json, application/jwk-set+json\r\n" in server.headers[0]
 
 
 async def test_a_refusal_is_reported_in_the_servers_words(server) -> None:

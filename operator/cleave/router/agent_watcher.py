@@ -74,6 +74,8 @@ class AgentWatcher:
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._poller: asyncio.Task[None] | None = None
         self._unregistered: set[str] = set()
+        self._refusals: dict[str, str] = {}
+        """Why agents refuse calls, by address, as it was logged last."""
         self._all_registered = asyncio.Event()
 
     async def start(self) -> None:
@@ -137,6 +139,7 @@ class AgentWatcher:
             self._mark_registered(address)
             self._registry.remove_agent(address)
             self._streams.pop(address, None)
+            self._refusals.pop(address, None)
 
     async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
         """Read one stream to its end; returns whether any event arrived."""
@@ -154,8 +157,12 @@ class AgentWatcher:
                     has_event = True
                     self._mark_registered(address)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                log.warning("agent %s refuses this gateway: %s", address, error.details())
+            refusal = str(error.details())
+            is_refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+            # Logged once, not at each attempt.
+            if is_refused and self._refusals.get(address) != refusal:
+                log.warning("agent %s refuses this gateway: %s", address, refusal)
+                self._refusals[address] = refusal
         return has_event
 
     def _mark_registered(self, address: str) -> None:
