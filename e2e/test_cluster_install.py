@@ -115,6 +115,40 @@ def test_the_operators_account_may_do_what_its_roles_say_and_no_more(release: Cl
     assert not may("patch", "validatingwebhookconfiguration/other")
 
 
+@pytest.mark.parametrize(
+    ("metadata", "spec", "refusal"),
+    [
+        ({"namespace": "kube-system"}, {}, "nothing in namespaces of Kubernetes"),
+        ({"labels": {}}, {}, "only objects with the label cleave.dev/deployment"),
+        ({}, {"hostPID": True}, "share no process or IPC namespace"),
+        ({}, {"securityContext": {"privileged": True}}, "are not privileged"),
+    ],
+)
+def test_the_api_server_refuses_what_the_operator_should_never_write(
+    release: Cluster, namespace: str, metadata: dict, spec: dict, refusal: str
+) -> None:
+    account = release.control_plane.service_account(HOME, "cleave-operator")
+    labels = {"cleave.dev/deployment": "chat"}
+    container = {"name": "c", "image": "x", "securityContext": spec.pop("securityContext", {})}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "p", "namespace": namespace, "labels": labels, **metadata},
+        "spec": {"containers": [container], **spec},
+    }
+    command = ("create", "--dry-run=server", "-f", "-")
+
+    def read_refusal() -> str:
+        try:
+            release.kubectl(*command, input=yaml.safe_dump(pod), kubeconfig=account)
+        except CommandError as error:
+            return error.text if refusal in error.text else ""
+        return ""
+
+    # The API server takes a moment until it applies new policies.
+    wait_until(read_refusal, 20, f"refused: {refusal}")
+
+
 def test_people_who_may_edit_a_namespace_may_serve_models_in_it(
     release: Cluster, namespace: str
 ) -> None:

@@ -8,8 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import grpc
 import pytest
 import yaml
+
+from cleave.manifests.labels import AGENT_PORT
+from cleave.rpc.credentials import AUDIENCE, METADATA_KEY, SCHEME, Metadata
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster import tools
 from e2e.cluster.closed_loop_load import Load, ask
@@ -108,6 +113,12 @@ class Chat:
         endpoint = self.cluster.endpoint("chat", self.namespace, "http")
         assert endpoint is not None
         return endpoint
+
+    def agent_metadata(self) -> Metadata:
+        """A token for calls of this deployment's agents, as its pods have one."""
+        account = ("chat-discovery", "-n", self.namespace)
+        token = self.cluster.kubectl("create", "token", *account, f"--audience={AUDIENCE}")
+        return ((METADATA_KEY, f"{SCHEME}{token.strip()}"),)
 
     def workers(self, role: str = "") -> list[dict]:
         """Worker pods that are meant to stay."""
@@ -229,12 +240,72 @@ def test_an_unschedulable_scale_up_is_reverted_and_reported(chat: Chat) -> None:
     assert chat.ask() == ""
 
 
+def test_agents_answer_callers_with_a_token_of_their_deployment_only(
+    chat: Chat, namespace: str
+) -> None:
+    (pod, *_) = chat.workers()
+    chat.cluster.kubectl("create", "serviceaccount", "other", "-n", namespace)
+    other = ("create", "token", "other", "-n", namespace, f"--audience={AUDIENCE}")
+    for_the_api_server = ("create", "token", "chat-discovery", "-n", chat.namespace)
+    tokens = {
+        "none": (),
+        "forged": ((METADATA_KEY, f"{SCHEME}a.b.c"),),
+        "of another account": ((METADATA_KEY, SCHEME + chat.cluster.kubectl(*other).strip()),),
+        "for the API server": (
+            (METADATA_KEY, SCHEME + chat.cluster.kubectl(*for_the_api_server).strip()),
+        ),
+    }
+    with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
+        agent = agent_pb2_grpc.AgentStub(channel)
+        health, drain = agent_pb2.HealthRequest(), agent_pb2.DrainRequest()
+        for what, metadata in tokens.items():
+            for call, request in ((agent.Health, health), (agent.Drain, drain)):
+                with pytest.raises(grpc.RpcError) as refused:
+                    call(request, timeout=10, metadata=metadata)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, what
+        accepted = agent.Health(health, timeout=10, metadata=chat.agent_metadata())
+    assert accepted.registration.instance == pod["metadata"]["name"]
+    assert chat.ask() == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("networkpolicy", "chat-workers"),
+        ("networkpolicy", "chat-gateway"),
+        ("rolebinding", "chat-discovery"),
+        ("serviceaccount", "chat-discovery"),
+    ],
+)
+def test_what_protects_a_deployment_comes_back_when_it_is_deleted(
+    chat: Chat, kind: str, name: str
+) -> None:
+    chat.cluster.kubectl("delete", kind, name, "-n", chat.namespace)
+    wait_until(lambda: chat.cluster.get(kind, name, chat.namespace), 20, "it is there again")
+
+
+def test_a_policy_that_was_opened_by_hand_is_closed_again(chat: Chat) -> None:
+    edit = '[{"op": "replace", "path": "/spec/ingress", "value": [{}]}]'
+    policy = ("networkpolicy", "chat-workers", "-n", chat.namespace)
+    chat.cluster.kubectl("patch", *policy, "--type=json", "-p", edit)
+
+    def is_closed() -> bool:
+        read = chat.cluster.get("networkpolicy", "chat-workers", chat.namespace)
+        return read["spec"]["ingress"] != [{}]
+
+    wait_until(is_closed, 20, "the policy is as the operator made it")
+    before = chat.cluster.get("networkpolicy", "chat-workers", chat.namespace)
+    time.sleep(3)
+    after = chat.cluster.get("networkpolicy", "chat-workers", chat.namespace)
+    assert after["metadata"]["generation"] == before["metadata"]["generation"]
+
+
 def test_another_operator_takes_over_and_does_nothing_twice(chat: Chat, nodes: Nodes) -> None:
     leader = holder(chat.cluster)
     chat.edit({"placement": {"manual": placement(prefill=3, decode=4)}})
     nodes.kill(leader.partition("_")[0])
     killed = time.monotonic()
-    wait_until(lambda: holder(chat.cluster) not in ("", leader), 15, "another operator leads")
+    wait_until(lambda: holder(chat.cluster) not in ("", leader), 30, "another operator leads")
     took_s = time.monotonic() - killed
     wait_until(
         lambda: chat.is_ready() and len(chat.workers()) == 7, READY_S, "the edit is carried out"

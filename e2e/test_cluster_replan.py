@@ -6,13 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 import yaml
 
-from cleave.manifests.labels import AGENT_PORT
-from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave.manifests.labels import ENGINE_PORT
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.open_loop_load import Kind, Stream
@@ -125,9 +123,7 @@ def verdicts(chat: Chat) -> list[str]:
 def slow_down(chat: Chat, factor: float) -> None:
     """Make all engines that there are now slower."""
     for pod in chat.workers():
-        with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
-            health = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=10)
-        faults = f"{health.registration.engine_url}/emulator/faults"
+        faults = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/emulator/faults"
         httpx.post(faults, json={"slow": factor}, timeout=10).raise_for_status()
 
 

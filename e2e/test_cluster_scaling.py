@@ -94,23 +94,24 @@ def counts(chat: Chat) -> list[int]:
 
 def lives(chat: Chat) -> dict[str, str]:
     """Boot ids by pod."""
-    return {pod["metadata"]["uid"]: registration(pod).boot_id for pod in chat.workers()}
+    return {pod["metadata"]["uid"]: registration(chat, pod).boot_id for pod in chat.workers()}
 
 
 def homes(chat: Chat) -> dict[str, int]:
     """Instances by what their agents take for their own role."""
     found: dict[str, int] = {}
     for pod in chat.workers():
-        name = agent_pb2.Role.Name(registration(pod).home).removeprefix("ROLE_").lower()
+        name = agent_pb2.Role.Name(registration(chat, pod).home).removeprefix("ROLE_").lower()
         found[name] = found.get(name, 0) + 1
     return found
 
 
-def registration(pod: dict) -> agent_pb2.Registration:
+def registration(chat: Chat, pod: dict) -> agent_pb2.Registration:
     """What the agent of a pod says of itself."""
     with grpc.insecure_channel(f"{pod['status']['podIP']}:9000") as channel:
+        token = chat.agent_metadata()
         stub = agent_pb2_grpc.AgentStub(channel)
-        return stub.Health(agent_pb2.HealthRequest(), timeout=10).registration
+        return stub.Health(agent_pb2.HealthRequest(), timeout=10, metadata=token).registration
 
 
 def test_all_instances_go_without_requests_and_the_first_one_brings_them_back(chat: Chat) -> None:

@@ -52,7 +52,8 @@ def agents(deployment: Deployment) -> dict[str, str]:
     for address in file.read_text().split():
         with grpc.insecure_channel(address) as channel:
             stub = agent_pb2_grpc.AgentStub(channel)
-            health = stub.Health(agent_pb2.HealthRequest(), timeout=2)
+            request, token = agent_pb2.HealthRequest(), deployment.agent_metadata
+            health = stub.Health(request, timeout=2, metadata=token)
             found[health.registration.instance] = address
     return found
 
@@ -81,7 +82,8 @@ def test_a_hundred_flips_under_load_fail_nothing_and_change_no_token(four: Deplo
             for instance, role, epoch in turns:
                 with grpc.insecure_channel(addresses[instance]) as channel:
                     order = agent_pb2.SetRoleRequest(role=role, epoch=epoch + 2)
-                    agent_pb2_grpc.AgentStub(channel).SetRole(order, timeout=5)
+                    stub = agent_pb2_grpc.AgentStub(channel)
+                    stub.SetRole(order, timeout=5, metadata=four.agent_metadata)
         finally:
             ended.set()
         assert sum(future.result(timeout=TIMEOUT_S) for future in running) > 0
@@ -95,7 +97,7 @@ def test_an_order_that_came_too_late_changes_nothing(four: Deployment) -> None:
     with grpc.insecure_channel(address) as channel:
         agent = agent_pb2_grpc.AgentStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
-            agent.SetRole(order, timeout=5)
+            agent.SetRole(order, timeout=5, metadata=four.agent_metadata)
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     after = four.instances()[instance]
     assert (after.role, after.epoch, after.home) == (before.role, before.epoch, before.home)

@@ -15,6 +15,7 @@ import grpc
 import psutil
 import yaml
 
+from cleave.rpc.credentials import Metadata, build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 CLEAVE = Path(sys.executable).with_name("cleave")
@@ -46,8 +47,15 @@ class Deployment:
         for address in file.read_text().split():
             with grpc.insecure_channel(address) as channel, suppress(grpc.RpcError):
                 agent = agent_pb2_grpc.AgentStub(channel)
-                found.append(agent.Health(agent_pb2.HealthRequest(), timeout=2))
+                request, token = agent_pb2.HealthRequest(), self.agent_metadata
+                found.append(agent.Health(request, timeout=2, metadata=token))
         return found
+
+    @property
+    def agent_metadata(self) -> Metadata:
+        """The token for calls of agents."""
+        (file,) = self.state_dir.rglob("token")
+        return build_metadata(file)
 
     def instances(self) -> dict[str, agent_pb2.Registration]:
         """Registrations by instance name."""

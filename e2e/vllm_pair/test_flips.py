@@ -31,17 +31,20 @@ class Flipper:
         (file,) = deployment.state_dir.rglob("agents")
         for address in file.read_text().split():
             channel = grpc.insecure_channel(address)
-            health = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=20)
+            health = agent_pb2_grpc.AgentStub(channel).Health(
+                agent_pb2.HealthRequest(), timeout=20, metadata=deployment.agent_metadata
+            )
             self._channels[health.registration.instance] = channel
             self.newest = health.registration.epoch
 
     def flip(self, instance: str, role: "agent_pb2.Role.ValueType") -> agent_pb2.Registration:
         """Order it; what the instance says then."""
         agent = agent_pb2_grpc.AgentStub(self._channels[instance])
-        before = agent.Health(agent_pb2.HealthRequest(), timeout=20).registration
+        token = self._deployment.agent_metadata
+        before = agent.Health(agent_pb2.HealthRequest(), timeout=20, metadata=token).registration
         order = agent_pb2.SetRoleRequest(role=role, epoch=before.epoch + 1, boot_id=before.boot_id)
-        agent.SetRole(order, timeout=TIMEOUT_S)
-        after = agent.Health(agent_pb2.HealthRequest(), timeout=20).registration
+        agent.SetRole(order, timeout=TIMEOUT_S, metadata=token)
+        after = agent.Health(agent_pb2.HealthRequest(), timeout=20, metadata=token).registration
         assert (after.role, after.boot_id, after.restarts) == (
             role,
             before.boot_id,
@@ -51,7 +54,8 @@ class Flipper:
 
     def load(self, instance: str) -> agent_pb2.LoadReport:
         agent = agent_pb2_grpc.AgentStub(self._channels[instance])
-        return agent.Health(agent_pb2.HealthRequest(), timeout=20).load
+        token = self._deployment.agent_metadata
+        return agent.Health(agent_pb2.HealthRequest(), timeout=20, metadata=token).load
 
     def close(self) -> None:
         for channel in self._channels.values():

@@ -118,7 +118,7 @@ class TestHandlers:
         watched = {str(each.selector.any_name) for each in found._watching.get_all_handlers()}
         assert watched == {
             "nodes", "llmdeployments", "instancepools", "pods", "deployments", "services",
-            "poddisruptionbudgets",
+            "poddisruptionbudgets", "serviceaccounts", "rolebindings", "networkpolicies",
         }  # fmt: skip
         assert len(watched) == len(WATCHED_KINDS)
         assert not found._changing.get_all_handlers()
@@ -151,6 +151,9 @@ class TestHandlers:
             "deployments": "cleave.dev/deployment",
             "services": "cleave.dev/deployment",
             "poddisruptionbudgets": "cleave.dev/deployment",
+            "serviceaccounts": "cleave.dev/deployment",
+            "rolebindings": "cleave.dev/deployment",
+            "networkpolicies": "cleave.dev/deployment",
         }
         storage = chosen.persistence.diffbase_storage
         assert storage.build(body=kopf.Body({}), extra_fields=None) == {}

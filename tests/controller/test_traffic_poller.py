@@ -63,8 +63,14 @@ def written(desired: LLMDeployment) -> Manifest:
 
 
 def gateway() -> Manifest:
-    labels = {"cleave.dev/deployment": "chat", "cleave.dev/component": "gateway"}
+    labels = {
+        "cleave.dev/deployment": "chat",
+        "cleave.dev/component": "gateway",
+        "pod-template-hash": "x",
+    }
+    owner = {"kind": "ReplicaSet", "name": "chat-gateway-x", "uid": "r", "controller": True}
     meta = {"name": "g", "namespace": "default", "uid": "g", "labels": labels}
+    meta["ownerReferences"] = [owner]
     return {
         "kind": "Pod",
         "metadata": {**meta, "resourceVersion": "1"},

@@ -42,7 +42,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
     assert container(build_gateway_pod(chat))["command"] == [
         *("python", "-m", "cleave.gateway.main", "--host", LISTEN_ON, "--port", "8080"),
         *("--internal-port", "8081"),
-        *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss"),
+        *("--agents", "$(CLEAVE_AGENTS)", "--deployment", "chat", "--fallback", "OnPrefillLoss"),
         *("--policy", "PrefixAware", "--session-header", "x-session"),
         *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
         *("--flipping", "Advisory", "--min-prefill", "1", "--min-decode", "2"),

@@ -17,6 +17,7 @@ from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView
 from cleave.manifests.container import UID
 from cleave.manifests.labels import AGENT_PORT, INTERNAL_PORT
+from cleave.manifests.network_policies import NetworkIsolation
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -30,14 +31,14 @@ RIGHTS = {
     ("cleave.dev", "instancepools/finalizers"): {"update"},
     ("", "pods"): {"get", *APPLIED, "delete"},
     ("", "services"): {"get", *APPLIED},
-    ("apps", "deployments"): APPLIED,
-    ("policy", "poddisruptionbudgets"): APPLIED,
+    ("apps", "deployments"): {"get", *APPLIED},
+    ("policy", "poddisruptionbudgets"): {"get", *APPLIED},
     ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "create", "delete"},
-    ("networking.k8s.io", "networkpolicies"): {"create", "patch"},
-    ("", "serviceaccounts"): {"create", "patch"},
-    ("rbac.authorization.k8s.io", "rolebindings"): {"create", "patch"},
+    ("networking.k8s.io", "networkpolicies"): {"get", *APPLIED},
+    ("", "serviceaccounts"): {"get", *APPLIED},
+    ("rbac.authorization.k8s.io", "rolebindings"): {"get", *APPLIED},
     ("rbac.authorization.k8s.io", "clusterroles"): {"bind"},
-    ("", "events"): {"create"},
+    ("", "events"): {"create", "patch"},
 }
 """Everything the operator may do in the namespaces of deployments."""
 
@@ -219,14 +220,14 @@ def test_isolated_workers_get_a_policy_and_others_none() -> None:
                     deployment,
                     build_inventory([]),
                     0.0,
-                    settings=OperatorSettings(isolates_workers=isolates),
+                    settings=OperatorSettings(isolation=isolates),
                 )
             )
             if isinstance(action, Apply)
         }
-        for isolates in (True, False)
+        for isolates in (NetworkIsolation(), None)
     }
-    assert built[True] - built[False] == {"NetworkPolicy"}
+    assert built[NetworkIsolation()] - built[None] == {"NetworkPolicy"}
 
 
 def test_without_helm_the_manifests_stay_while_the_chart_is_unchanged(

@@ -95,8 +95,8 @@ PREFIXES = {"as", "for", "from", "in", "on", "to", "with", "without"}
 
 _CALLED_BY_NAME = """
 Check Drain Fleet Health Name Pick Process Release SetRole Watch cleave connection_lost
-connection_made data_received demo down eof_received error formatMessage gateway logs operator
-profile rollout status top up workload
+connection_made data_received demo down eof_received error formatMessage gateway
+intercept_service logs operator profile rollout status top up workload
 """
 CALLED_BY_NAME = frozenset(_CALLED_BY_NAME.split())
 """Functions whose name a library prescribes: asyncio, gRPC, logging, click."""

@@ -153,6 +153,29 @@ async def test_a_new_registration_replaces_the_old_one(registry, make_event) -> 
     await agent.stop()
 
 
+@pytest.mark.parametrize(
+    "fields", [{"engine_url": "http://127.0.0.2:80"}, {"deployment": "another"}]
+)
+async def test_an_agent_that_reports_something_else_is_not_believed(
+    registry, make_event, caplog, fields: dict
+) -> None:
+    agents = (
+        FakeAgent(make_event("good", "decode")),
+        FakeAgent(make_event("bad", "decode", **fields)),
+    )
+    for agent in agents:
+        await agent.start()
+    source = ",".join(f"127.0.0.1:{agent.port}" for agent in agents)
+    watcher = AgentWatcher(source, registry, time.monotonic, deployment="d")
+    await watcher.start()
+    await until(lambda: is_open(registry, "good"), "the other agent is followed")
+    assert set(registry.instances) == {"good"}
+    assert "sent an invalid event" in caplog.text
+    await watcher.stop()
+    for agent in agents:
+        await agent.stop()
+
+
 async def test_a_malformed_source_is_refused_at_once(registry) -> None:
     with pytest.raises(DiscoveryError):
         await AgentWatcher("nowhere", registry, time.monotonic).start()

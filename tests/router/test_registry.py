@@ -107,6 +107,13 @@ def test_names_of_models_and_adapters_outlive_their_fleet(registry, make_event) 
     assert registry.known_models == {"m", "sql"}
 
 
+def test_the_number_of_remembered_models_is_bounded(registry, make_event, monkeypatch) -> None:
+    monkeypatch.setattr("cleave.router.registry.MAX_KNOWN_MODELS", 3)
+    registry.on_event("a", make_event("d", "decode", adapters=["a", "b", "c", "d"]), 0.0)
+    registry.on_event("a", make_event("d", "decode", adapters=["e"]), 0.0)
+    assert registry.known_models == {"a", "b", "c"}
+
+
 def test_an_address_that_serves_another_name_lets_go_of_the_first(registry, make_event) -> None:
     registry.on_event("a", make_event("d1", "decode"), 0.0)
     registry.on_event("a", make_event("d2", "decode"), 1.0)

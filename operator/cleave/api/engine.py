@@ -24,7 +24,7 @@ RESERVED_FLAGS = (
 RESERVED_ENV = (
     "POD_IP", "CLEAVE_AGENTS", "CLEAVE_POD_NAME", "CLEAVE_LEADER", "CLEAVE_ROLE",
     "CLEAVE_LOAD_PAGE", "CLEAVE_TERMS_PAGE", "VLLM_NIXL_SIDE_CHANNEL_HOST",
-    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT", "CLEAVE_TOKEN_FILE", "CLEAVE_TRUSTED_ACCOUNTS",
 )  # fmt: skip
 """Environment variables that Cleave sets itself."""
 
@@ -151,6 +151,9 @@ class Emulation(ApiModel):
     """Factor on all durations; 0.1 runs ten times faster than the profile."""
 
 
+MediaDomain = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+
+
 class EngineSpec(ApiModel):
     """The inference engine of every instance."""
 
@@ -174,6 +177,9 @@ class EngineSpec(ApiModel):
     the plan, Pull for others."""
     emulated: Emulation | None = None
     """Settings of the emulated engine, with type Emulated."""
+    media_domains: list[MediaDomain] = Field(default_factory=list, max_length=64)
+    """Hosts from which vLLM may fetch pictures, sound and video that a request names by URL,
+    without redirects; absent: none, such requests carry the data themselves (`data:`)."""
     start_timeout_s: Annotated[int, Field(ge=60, le=86_400)] | None = None
     """Seconds from an engine's start to its first answer, after which it is killed and started
     again. Absent: 900, and on GPUs 10 more for each GB of the model's weights, which is their

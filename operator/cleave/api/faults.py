@@ -15,6 +15,9 @@ from pydantic_core import ErrorDetails
 from cleave.api.base import RULES_BROKEN, ValidationRule
 
 _MAX_VALUE_LENGTH = 60
+_MAX_FAULTS = 100
+_MAX_SUGGESTIONS = 10
+"""Faults for which similar names are searched: that takes longer than all else."""
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,2}")
 
 _MESSAGES = {
@@ -28,8 +31,17 @@ _MESSAGES = {
 
 
 def format_faults(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """Return one line `path: what is wrong` per fault of a document of type `root`."""
-    return [line for detail in error.errors() for line in _format_fault(detail, root)]
+    """Return one line `path: what is wrong` per fault of a document of type `root`, for the first
+    _MAX_FAULTS of them."""
+    details = error.errors(include_url=False)
+    lines = [
+        line
+        for number, detail in enumerate(details[:_MAX_FAULTS])
+        for line in _format_fault(detail, root, suggests=number < _MAX_SUGGESTIONS)
+    ]
+    if len(details) > _MAX_FAULTS:
+        lines.append(f"and {len(details) - _MAX_FAULTS} more faults")
+    return lines
 
 
 def format_value(value: object) -> str:
@@ -38,7 +50,7 @@ def format_value(value: object) -> str:
     return text if len(text) <= _MAX_VALUE_LENGTH else text[: _MAX_VALUE_LENGTH - 3] + "..."
 
 
-def _format_fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
+def _format_fault(detail: ErrorDetails, root: type[BaseModel], *, suggests: bool) -> Iterator[str]:
     path, context = detail["loc"], detail.get("ctx", {})
     if detail["type"] == RULES_BROKEN:
         rules: list[ValidationRule] = context["rules"]
@@ -46,10 +58,12 @@ def _format_fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
             path_text = _format_path((*path, *rule.field.split(".")) if rule.field else path)
             yield f"{path_text}: {rule.message}" if path_text else rule.message
         return
-    yield f"{_format_path(path)}: {_explain(detail, context, root)}"
+    yield f"{_format_path(path)}: {_explain(detail, context, root, suggests=suggests)}"
 
 
-def _explain(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseModel]) -> str:
+def _explain(
+    detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseModel], *, suggests: bool
+) -> str:
     got = "" if _is_secret(detail["loc"]) else f" (got {format_value(detail['input'])})"
     kind = detail["type"]
     if kind in _MESSAGES:
@@ -58,7 +72,7 @@ def _explain(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseMo
         case "missing":
             return "required"
         case "extra_forbidden":
-            return _explain_unknown_field(detail["loc"], root)
+            return _explain_unknown_field(detail["loc"], root) if suggests else "unknown field"
         case "enum" | "literal_error":
             return _format_choices(detail["input"], context["expected"]) + got
         case "greater_than":

@@ -7,6 +7,9 @@ from pydantic import Field
 
 from cleave.api.base import ApiModel, declare_list_map_key
 
+MAX_GPUS = 100_000
+"""Most GPUs of one deployment: each one that a plan uses is simulated."""
+
 
 class PlanningMode(StrEnum):
     """Whether plans are applied."""
@@ -72,7 +75,7 @@ class GpuChoice(ApiModel):
 
     type: Annotated[str, Field(min_length=1, max_length=128)]
     """Name of the GPU in the catalogue or in the cluster's own list."""
-    max: Annotated[int, Field(ge=1)] | None = None
+    max: Annotated[int, Field(ge=1, le=MAX_GPUS)] | None = None
     """Maximum number of GPUs of this kind; absent: all in the cluster."""
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
     """Price of one GPU for one hour, in any currency; absent: the catalogue's price."""
@@ -96,7 +99,7 @@ class Planning(ApiModel):
     allows."""
     disaggregation: Annotated[Disaggregation, Field(strict=False)] = Disaggregation.AUTO
     """Auto: prefill and decode are separated where the plan is better for it. Always; Never."""
-    max_gpus: Annotated[int | None, Field(ge=1, alias="maxGPUs")] = None
+    max_gpus: Annotated[int | None, Field(ge=1, le=MAX_GPUS, alias="maxGPUs")] = None
     """Maximum number of GPUs of the deployment; absent: all in the cluster."""
     gpus: list[GpuChoice] = declare_list_map_key("type", default_factory=list, max_length=16)
     """Kinds of GPU that the plan may use; absent: every kind in the cluster."""

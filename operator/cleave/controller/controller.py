@@ -15,6 +15,7 @@ from dataclasses import replace
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineSpec, WorkerTemplate
 from cleave.api.pool import InstancePool
+from cleave.controller.author_policy import list_violations
 from cleave.controller.cluster import conditions, gateway_client, inventory, objects
 from cleave.controller.cluster.actions import (
     Action,
@@ -82,7 +83,9 @@ class Controller:
         self._debounce_s = debounce_s
         self.cache = ObjectCache()
         self.queue: WorkQueue[ResourceKey] = WorkQueue(clock)
-        self.planner: PlannerClient[ResourceKey] = PlannerClient(self._on_plan_finished)
+        self.planner: PlannerClient[ResourceKey] = PlannerClient(
+            self._on_plan_finished, lambda key: key.namespace
+        )
         self._gateways: GatewayClient[ResourceKey] = gateways or GatewayClient(clock)
         self.traffic_poller = TrafficPoller(self.cache, self.queue.add, now)
         self._faults: dict[ResourceKey, str] = {}
@@ -247,6 +250,10 @@ class Controller:
         return "idle" if is_idle else "changed"
 
     async def _decide(self, key: ResourceKey, cached: CachedResource) -> list[Action]:
+        if cached.resource is not None and "deletionTimestamp" not in cached.meta:
+            policy = self.settings.author_policy
+            if violations := tuple(list_violations(cached.resource, policy)):
+                return _report_invalid(key, replace(cached, faults=violations), self._now())
         match cached.resource:
             case LLMDeployment() as resource:
                 return await self._decide_deployment(key, cached, resource)

@@ -14,9 +14,12 @@ from pathlib import Path
 
 from cleave import logs
 from cleave.api.manifest import ManifestError, load_cluster
+from cleave.controller.author_policy import AuthorPolicy
 from cleave.controller.cluster.client import KubeApiError, connect
+from cleave.controller.cluster.leader_election import LeaseConfig
 from cleave.controller.manager import Manager, ManagerOptions, WebhookOptions
 from cleave.controller.settings import OperatorSettings
+from cleave.manifests.network_policies import NetworkIsolation
 from cleave.rpc.listen_addresses import parse_hosts
 
 log = logging.getLogger("cleave.controller")
@@ -59,16 +62,37 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         for fault in error.faults:
             log.error("--cluster: %s", fault)
         return 2
+    try:
+        lease_config = LeaseConfig(args.lease_duration, args.renew_deadline, args.retry_period)
+    except ValueError as error:
+        log.error("%s", error)
+        return 2
     webhook = None
     if args.webhook:
         issues_certificate = args.webhook_certificate == "operator"
         webhook = WebhookOptions(args.webhook, args.webhook_port, issues_certificate)
+    isolation = None
+    if args.isolate_workers:
+        isolation = NetworkIsolation(
+            args.own_namespace,
+            args.api_server_port,
+            tuple(args.egress_port),
+            tuple(args.scraper_namespace),
+        )
     settings = OperatorSettings(
         namespace=args.own_namespace,
         image_prefix=args.image_prefix,
         discovery_role=args.discovery_role,
         device=args.device,
-        isolates_workers=args.isolate_workers,
+        isolation=isolation,
+        account=args.account,
+        author_policy=AuthorPolicy(
+            allows_host_paths=not args.deny_host_paths,
+            allows_host_network=not args.deny_host_network,
+            allows_secrets=not args.deny_secrets,
+            allowed_images=tuple(args.allowed_image),
+            denied_engine_args=tuple(args.denied_engine_arg),
+        ),
         traffic_poll_s=args.watch_interval,
         cluster=cluster,
     )
@@ -79,6 +103,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         hosts=args.host,
         port=args.port,
         lease=args.lease,
+        lease_config=lease_config,
         namespaces=tuple(args.namespace),
         webhook=webhook,
         settings=settings,
@@ -107,6 +132,28 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add("--port", type=int, default=8081)
     add("--namespace", action="append", default=[], help="watch this namespace only; repeatable")
     add("--lease", default="cleave-operator", help="name of the leader election's Lease")
+    defaults = LeaseConfig()
+    add(
+        "--lease-duration",
+        type=int,
+        default=defaults.lease_s,
+        metavar="S",
+        help="a standby operator leads when the leader has not renewed for this long (default: 15)",
+    )
+    add(
+        "--renew-deadline",
+        type=float,
+        default=defaults.renew_deadline_s,
+        metavar="S",
+        help="the leader writes for this long after it has renewed (default: 10)",
+    )
+    add(
+        "--retry-period",
+        type=float,
+        default=defaults.retry_s,
+        metavar="S",
+        help="between two attempts to renew or to lead (default: 2)",
+    )
     add(
         "--own-namespace",
         default=os.environ.get("POD_NAMESPACE", "default"),
@@ -117,19 +164,61 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         default=os.environ.get("POD_NAME") or os.uname().nodename,
         help="identity of this operator in the Lease (default: $POD_NAME)",
     )
+    add(
+        "--account",
+        default="",
+        metavar="NAME",
+        help="service account of this operator, as system:serviceaccount:NAMESPACE:NAME; agents "
+        "then accept calls with tokens of it and of their deployment's only",
+    )
     add("--image-prefix", default="", help="registry and path of Cleave's own images")
     add("--discovery-role", default="cleave-discovery", help="ClusterRole that pods are bound to")
     add(
         "--isolate-workers",
         action="store_true",
-        help="NetworkPolicies: only a deployment's pods and this namespace may reach its workers",
+        help="NetworkPolicies: only a deployment's pods and the operator may reach its workers and "
+        "the gateways' internal port",
     )
+    add(
+        "--scraper-namespace",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="whose pods may read the gateways' metrics through these policies; repeatable",
+    )
+    add(
+        "--egress-port",
+        action="append",
+        default=[],
+        type=int,
+        metavar="PORT",
+        help="that workers may connect to besides 443, such as a model mirror's; repeatable",
+    )
+    add("--api-server-port", type=int, default=6443, help="of the API server, besides 443")
     add(
         "--watch-interval",
         type=_parse_interval,
         default=15.0,
         metavar="S",
         help="seconds between two scrapes of the gateways' metrics (default: 15)",
+    )
+    deny = "refuse deployments and pools "
+    add("--deny-host-paths", action="store_true", help=f"{deny}with folders of nodes")
+    add("--deny-host-network", action="store_true", help=f"{deny}with hostNetwork")
+    add("--deny-secrets", action="store_true", help=f"{deny}whose workers get values of Secrets")
+    add(
+        "--allowed-image",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help=f"{deny}with images that begin otherwise; repeatable",
+    )
+    add(
+        "--denied-engine-arg",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help=f"{deny}with this flag of the engine; repeatable",
     )
     add("--device", choices=["gpu", "cpu"], default="gpu", help="device that the nodes compute on")
     add(

@@ -79,7 +79,7 @@ class Manager:
         self._resync = Resync(kube, self._controller, options.namespaces)
         self._executor = Executor(
             kube,
-            may_write=lambda: self._leader.is_leading,
+            get_lease_s=lambda: self._leader.remaining_s,
             on_change=self._controller.on_change,
             on_delete=self._controller.on_deleted_by_write,
             clock=time.time,
@@ -175,7 +175,8 @@ class Manager:
         config = server.WebhookConfig(options.hosts, webhook.port, names, issues)
         rotator = server.CertificateRotator(store, names, issues_certificate=issues)
         inventory = self._controller.build_inventory
-        return server.WebhookServer(config, rotator, lambda: inventory().cluster)
+        policy = self._options.settings.author_policy
+        return server.WebhookServer(config, rotator, lambda: inventory().cluster, policy)
 
     def _list_liveness_faults(self) -> list[str]:
         """Why the liveness probe should fail: this process needs a restart."""

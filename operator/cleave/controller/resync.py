@@ -33,6 +33,9 @@ WATCHED_KINDS: Mapping[str, str] = {
     "Deployment": DEPLOYMENT,
     "Service": DEPLOYMENT,
     "PodDisruptionBudget": DEPLOYMENT,
+    "ServiceAccount": DEPLOYMENT,
+    "RoleBinding": DEPLOYMENT,
+    "NetworkPolicy": DEPLOYMENT,
 }
 """Kinds that are watched, with their label selectors (empty: all objects).
 

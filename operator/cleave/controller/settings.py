@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
+from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy
+from cleave.manifests.network_policies import NetworkIsolation
 from cleave.manifests.resources import Device
 
 
@@ -18,11 +20,16 @@ class OperatorSettings:
     """ClusterRole that lets pods read the EndpointSlices of their namespace."""
     device: Device = "gpu"
     """What the nodes compute on."""
-    isolates_workers: bool = False
-    """Whether NetworkPolicies admit only a deployment's own pods to its workers."""
+    isolation: NetworkIsolation | None = None
+    """Of the NetworkPolicies for workers and gateways; None: there are none."""
+    account: str = ""
+    """The operator's service account, as `system:serviceaccount:NAMESPACE:NAME`, whose orders
+    agents accept; empty: agents accept everybody's."""
     has_leader_worker_sets: bool = False
     """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
     traffic_poll_s: float = 15.0
     """Seconds between two reads of the gateways' metrics."""
+    author_policy: AuthorPolicy = ALLOW_ALL
+    """What deployments and pools may ask for."""
     cluster: Cluster | None = None
     """Network, own GPU descriptions and measured profiles; its nodes are ignored."""

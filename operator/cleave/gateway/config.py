@@ -105,6 +105,9 @@ class GatewayConfig:
 
     agents: str
     """Where to find the agents, in the form that cleave.rpc.agent_discovery reads."""
+    deployment: str = _declare(
+        "--deployment", "", "the LLMDeployment whose agents are accepted; default: of any"
+    )
     hosts: tuple[str, ...] = _declare(
         "--host",
         ("127.0.0.1",),

@@ -70,7 +70,9 @@ class GatewayServer:
         self.context = GatewayContext(config, router, self._api_keys_file.keys, shared)
         self.context.restore_counters()
         group = (shared.gateway_id, shared.num_processes) if shared else ()
-        self._agent_watcher = AgentWatcher(config.agents, registry, time.monotonic, *group)
+        self._agent_watcher = AgentWatcher(
+            config.agents, registry, time.monotonic, *group, deployment=config.deployment
+        )
         self._role_flipper: RoleFlipper | None = None
         # One process is enough, and the supervisor keeps the first one running.
         if shared is None or shared.process_index == 0:

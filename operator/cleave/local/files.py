@@ -7,6 +7,9 @@ file is written under a temporary name and renamed.
 import os
 from pathlib import Path
 
+TOKEN_FILE = "token"  # noqa: S105 - the name of a file
+"""File in a deployment's folder with the token of its processes, new at each start."""
+
 
 def create_private_folder(path: Path) -> Path:
     """Create `path` and its parents if absent, inaccessible to other users; returns `path`."""

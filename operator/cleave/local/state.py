@@ -105,7 +105,7 @@ class StateFolder:
 
     def clear(self) -> None:
         """Remove state and job, with the environment variables of engines; logs stay."""
-        for name in ("state.json", "job.json", "agents"):
+        for name in ("state.json", "job.json", "agents", files.TOKEN_FILE):
             (self.path / name).unlink(missing_ok=True)
 
     @contextmanager

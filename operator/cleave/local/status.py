@@ -9,14 +9,17 @@ import json
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 import grpc
 
-from cleave.local.state import DeploymentSnapshot, PodView
+from cleave.local import files
+from cleave.local.state import DeploymentSnapshot, PodView, get_folder
 from cleave.manifests.labels import GATEWAY
 from cleave.rpc.channel import dial
+from cleave.rpc.credentials import build_metadata
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -52,7 +55,8 @@ class InstanceRow:
 async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
     """A row per pod; all agents are requested concurrently."""
     agents = [pod.address for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
-    responses = await asyncio.gather(*map(_get_agent_health, agents))
+    token_file = get_folder(snapshot.deployment).path / files.TOKEN_FILE
+    responses = await asyncio.gather(*(_get_agent_health(each, token_file) for each in agents))
     healths = dict(zip(agents, responses, strict=True))
     return [build_row(pod, snapshot, healths.get(pod.address)) for pod in snapshot.pods]
 
@@ -160,10 +164,14 @@ def _parse_reason(body: bytes) -> str:
         return body[:200].decode(errors="replace").strip()
 
 
-async def _get_agent_health(address: str) -> agent_pb2.HealthResponse | None:
+async def _get_agent_health(address: str, token_file: Path) -> agent_pb2.HealthResponse | None:
     async with dial(address) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
-            return await stub.Health(agent_pb2.HealthRequest(), timeout=_REQUEST_TIMEOUT_S)
+            return await stub.Health(
+                agent_pb2.HealthRequest(),
+                timeout=_REQUEST_TIMEOUT_S,
+                metadata=build_metadata(token_file),
+            )
         except grpc.aio.AioRpcError:
             return None

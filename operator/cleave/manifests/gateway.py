@@ -163,6 +163,7 @@ def _build_flags(
         "--port": port,
         "--internal-port": internal_port,
         "--agents": "$(CLEAVE_AGENTS)",
+        "--deployment": deployment.name,
         "--processes": gateway.processes if gateway.processes > 1 else None,
         "--fallback": routing.fallback,
         "--policy": routing.policy,

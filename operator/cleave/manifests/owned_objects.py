@@ -1,4 +1,4 @@
-"""Objects beside the pods: Services, accounts, permissions, NetworkPolicies and budgets. Pure.
+"""Objects beside the pods: Services, accounts, permissions and budgets. Pure.
 
 Called by the controller, for a deployment or a manually created pool.
 """
@@ -7,10 +7,8 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import MAX_CELL_ENGINES, InstancePool
 from cleave.manifests.labels import (
     AGENT_PORT,
-    COMPONENT,
     DEPLOYMENT,
     GATEWAY,
-    NODE_WORKER,
     POOL,
     WORKER,
     Manifest,
@@ -24,13 +22,10 @@ from cleave.manifests.labels import (
 
 DeploymentOrPool = LLMDeployment | InstancePool
 
-_NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Label that Kubernetes sets on every namespace."""
-
 
 def build_workers_service(owner: DeploymentOrPool) -> Manifest:
     """The headless Service by which agents are discovered, including those that are not ready."""
-    deployment = _get_deployment_name(owner)
+    deployment = get_deployment_name(owner)
     labels = build_component_labels(deployment, WORKER)
     # A pod has the ports of its own agents only: Kubernetes omits the others for it.
     names = map(get_agent_port_name, range(MAX_CELL_ENGINES))
@@ -57,7 +52,7 @@ def build_service_account(owner: DeploymentOrPool) -> Manifest:
 
 def build_role_binding(owner: DeploymentOrPool, cluster_role: str) -> Manifest:
     """Bind that account to `cluster_role`, which allows to read EndpointSlices."""
-    api_group, account = "rbac.authorization.k8s.io", get_account_name(_get_deployment_name(owner))
+    api_group, account = "rbac.authorization.k8s.io", get_account_name(get_deployment_name(owner))
     return _build_account_object(
         owner,
         f"{api_group}/v1",
@@ -65,31 +60,6 @@ def build_role_binding(owner: DeploymentOrPool, cluster_role: str) -> Manifest:
         roleRef={"apiGroup": api_group, "kind": "ClusterRole", "name": cluster_role},
         subjects=[{"kind": "ServiceAccount", "name": account, "namespace": owner.namespace}],
     )
-
-
-def build_workers_policy(owner: DeploymentOrPool, operator_namespace: str) -> Manifest:
-    """The NetworkPolicy for all workers: admits their deployment's pods and the operator.
-
-    Engines check no API key: the gateway does, and a client that reaches an engine directly would
-    bypass it. KV ports are chosen at each start, hence all ports. The operator connects to agents
-    only, and is identified by its namespace. Kubernetes always admits the node itself, which probes
-    and port-forwarding need.
-    """
-    deployment = _get_deployment_name(owner)
-    labels = {DEPLOYMENT: deployment}
-    workers = {"key": COMPONENT, "operator": "In", "values": [WORKER, NODE_WORKER]}
-    operator = {"matchLabels": {_NAMESPACE_LABEL: operator_namespace}}
-    agent_port = {"protocol": "TCP", "port": AGENT_PORT}
-    spec = {
-        "podSelector": {"matchLabels": labels, "matchExpressions": [workers]},
-        "policyTypes": ["Ingress"],
-        "ingress": [
-            {"from": [{"podSelector": {"matchLabels": labels}}]},
-            {"from": [{"namespaceSelector": operator}], "ports": [agent_port]},
-        ],
-    }
-    name, version = get_workers_name(deployment), "networking.k8s.io/v1"
-    return build_object(version, "NetworkPolicy", name, owner.namespace, labels, spec=spec)
 
 
 def build_pool_budget(pool: InstancePool) -> Manifest:
@@ -126,10 +96,11 @@ def _build_budget(name: str, namespace: str, labels: dict[str, str], allowed: Ma
 def _build_account_object(
     owner: DeploymentOrPool, api_version: str, kind: str, **fields: object
 ) -> Manifest:
-    deployment = _get_deployment_name(owner)
+    deployment = get_deployment_name(owner)
     name, labels = get_account_name(deployment), {DEPLOYMENT: deployment}
     return build_object(api_version, kind, name, owner.namespace, labels, **fields)
 
 
-def _get_deployment_name(owner: DeploymentOrPool) -> str:
+def get_deployment_name(owner: DeploymentOrPool) -> str:
+    """Name of the deployment that a pool belongs to, or of the deployment itself."""
     return owner.spec.deployment if isinstance(owner, InstancePool) else owner.name

@@ -189,6 +189,7 @@ def build_engine_flags(spec: InstancePoolSpec) -> dict[str, object]:
         "--max-model-len": model.max_model_len,
         "--connector": engine.kv_connector is not Connector.NIXL and engine.kv_connector.lower(),
         "--transfer": engine.transfer is not TransferMode.PULL and engine.transfer.lower(),
+        "--media-domains": ",".join(engine.media_domains) or None,
     }
 
 

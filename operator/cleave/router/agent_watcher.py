@@ -21,6 +21,8 @@ from cleave.router.registry import InstanceRegistry
 from cleave.router.watchdog import WatchdogTimer
 from cleave.rpc.agent_discovery import AgentDiscovery, DiscoveryError
 from cleave.rpc.channel import dial
+from cleave.rpc.credentials import build_metadata
+from cleave.rpc.registration_checks import MAX_REGISTRATION_BYTES, check_registration
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ MIN_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
 
 _CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 2 * MAX_REGISTRATION_BYTES),
     ("grpc.keepalive_time_ms", 5_000),
     # Together as long as SILENCE_S, until which a silent agent's instance stays open.
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -54,11 +57,15 @@ class AgentWatcher:
         clock: Callable[[], float],
         name: str = "",
         processes: int = 1,
+        *,
+        deployment: str = "",
     ) -> None:
-        """`name`: common name of all `processes` that share load accounting; empty: a new one."""
+        """`name`: common name of all `processes` that share load accounting; empty: a new one.
+        `deployment`: whose agents are accepted; empty: of any."""
         self._agents = AgentDiscovery(source)
         self._registry = registry
         self._clock = clock
+        self._deployment = deployment
         # Agents count routers by name and report their number to each of them.
         self._name = name or uuid.uuid4().hex
         # The processes share reports, so that together they request as many as a single one.
@@ -67,6 +74,8 @@ class AgentWatcher:
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._poller: asyncio.Task[None] | None = None
         self._unregistered: set[str] = set()
+        self._refusals: dict[str, str] = {}
+        """Why agents refuse calls, by address, as it was logged last."""
         self._all_registered = asyncio.Event()
 
     async def start(self) -> None:
@@ -119,9 +128,9 @@ class AgentWatcher:
                     try:
                         if await self._read_stream(address, channel):
                             delay = MIN_DELAY_S
-                    except ValueError:
+                    except ValueError as error:
                         # The agent may be of a newer version; other agents are not affected.
-                        log.exception("agent %s sent an invalid event", address)
+                        log.warning("agent %s sent an invalid event: %s", address, error)
                     self._mark_registered(address)
                     self._registry.on_disconnect(address)
                     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
@@ -130,17 +139,30 @@ class AgentWatcher:
             self._mark_registered(address)
             self._registry.remove_agent(address)
             self._streams.pop(address, None)
+            self._refusals.pop(address, None)
 
     async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
         """Read one stream to its end; returns whether any event arrived."""
         has_event = False
         request = agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async for event in agent_pb2_grpc.AgentStub(channel).Watch(request):
+        try:
+            async for event in agent_pb2_grpc.AgentStub(channel).Watch(
+                request, metadata=build_metadata()
+            ):
+                if event.HasField("registration"):
+                    pod = self._agents.get_pod_name(address)
+                    check_registration(event.registration, address, self._deployment, pod)
                 self._registry.on_event(address, event, self._clock())
                 if not has_event:
                     has_event = True
                     self._mark_registered(address)
+        except grpc.aio.AioRpcError as error:
+            refusal = str(error.details())
+            is_refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+            # Logged once, not at each attempt.
+            if is_refused and self._refusals.get(address) != refusal:
+                log.warning("agent %s refuses this gateway: %s", address, refusal)
+                self._refusals[address] = refusal
         return has_event
 
     def _mark_registered(self, address: str) -> None:

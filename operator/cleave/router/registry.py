@@ -20,6 +20,7 @@ from cleave.rpc.v1 import agent_pb2
 
 STALE_S = 2.0
 """An instance without events for this time is picked only if no other one is available."""
+MAX_KNOWN_MODELS = 4_096
 SILENCE_S = 10.0
 """An instance without events for this time takes no new requests."""
 
@@ -53,7 +54,8 @@ class InstanceRegistry:
         self.instances: dict[str, RoutedInstance] = {}
         self.models: dict[str, ServedModel] = {}
         self.known_models: set[str] = set()
-        """Names of all models since the start, including those that no instance serves now."""
+        """Names of models since the start, including those that no instance serves now: the first
+        MAX_KNOWN_MODELS of them, as each is a label of metrics that stay."""
         self._names: dict[str, str] = {}
 
     def on_event(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
@@ -188,7 +190,9 @@ class InstanceRegistry:
                 crowded = any(map(_is_crowded, members))
                 served = ServedModel(score_tables, members, tables[0][0], to_key(name), crowded)
                 self.models[name] = served
-        self.known_models.update(self.models)
+        new = self.models.keys() - self.known_models
+        room = MAX_KNOWN_MODELS - len(self.known_models)
+        self.known_models.update(sorted(new)[:room] if room < len(new) else new)
 
 
 def _list_adapters(instances: Collection[RoutedInstance]) -> Collection[str]:

@@ -22,6 +22,7 @@ from cleave.router.instance import ROLES, InFlightLoad, RoutedInstance
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc import role_epochs
 from cleave.rpc.channel import dial
+from cleave.rpc.credentials import build_metadata
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -207,9 +208,11 @@ class RoleFlipper:
     async def _execute(self, state: FlipState, flip: RoleFlip) -> None:
         try:
             await self._set_role(flip)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, ValueError) as error:
+            # ValueError: a number of the registration does not fit the request.
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             state.retry_at_s = self._clock() + RETRY_DELAY_S
-            log.warning("not flipped: %s; %s", flip.describe(), error.details())
+            log.warning("not flipped: %s; %s", flip.describe(), reason)
             return
         log.info("flipped %s", flip.describe())
         state.record(flip, self._clock())
@@ -220,7 +223,9 @@ async def send_flip(flip: RoleFlip) -> None:
     """Send SetRole to the instance's agent. Raises AioRpcError."""
     async with dial(flip.agent) as channel:
         request = agent_pb2.SetRoleRequest(role=flip.role, epoch=flip.epoch, boot_id=flip.boot_id)
-        await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=SET_ROLE_TIMEOUT_S)
+        await agent_pb2_grpc.AgentStub(channel).SetRole(
+            request, timeout=SET_ROLE_TIMEOUT_S, metadata=build_metadata()
+        )
 
 
 def _compute_computed_share(loads: list[InFlightLoad]) -> float:

@@ -50,7 +50,11 @@ class AgentDiscovery:
             self._task = asyncio.create_task(self._watcher.run())
         elif self._task.done():
             self._task.result()
-        return self._watcher.addresses
+        return frozenset(self._watcher.pods)
+
+    def get_pod_name(self, address: str) -> str:
+        """Name of the pod at an address; empty: the source names no pods."""
+        return self._watcher.pods.get(address, "") if self._watcher is not None else ""
 
     async def close(self) -> None:
         """Stop the watch."""

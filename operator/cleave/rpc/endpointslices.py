@@ -31,8 +31,9 @@ MAX_DELAY_S = 5.0
 
 _GONE = 410
 
-Addresses = frozenset[str]
-_Slices = dict[str, Addresses]
+PodsByAddress = dict[str, str]
+"""Pod name by host:port; an empty name: the endpoint names no pod."""
+_Slices = dict[str, PodsByAddress]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,10 @@ class Service:
     port: int
 
 
-async def list_endpoints(service: Service) -> Addresses:
+async def list_endpoints(service: Service) -> frozenset[str]:
     """host:port of all endpoints now. Raises AccessError, ApiServerError, HttpError."""
     slices, _ = await _list_slices(find_access(), service)
-    return _merge_slices(slices)
+    return frozenset(_merge_slices(slices))
 
 
 class EndpointSliceWatcher:
@@ -56,8 +57,8 @@ class EndpointSliceWatcher:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._slices: _Slices = {}
-        self.addresses: Addresses = frozenset()
-        """host:port of each endpoint, as of the last list or event."""
+        self.pods: PodsByAddress = {}
+        """As of the last list or event."""
 
     async def run(self) -> None:
         """List and watch until cancelled; errors are logged and retried with back-off."""
@@ -74,7 +75,7 @@ class EndpointSliceWatcher:
 
     async def _relist(self, access: ApiServerAccess) -> str:
         self._slices, version = await _list_slices(access, self._service)
-        self.addresses = _merge_slices(self._slices)
+        self.pods = _merge_slices(self._slices)
         return version
 
     async def _watch(self, access: ApiServerAccess, version: str) -> None:
@@ -105,27 +106,35 @@ class EndpointSliceWatcher:
                 self._slices[item["metadata"]["name"]] = parse_slice(item, self._service.port)
         except (KeyError, TypeError, AttributeError) as error:
             raise HttpError(f"the API server sent an invalid event: {error!r}") from None
-        self.addresses = _merge_slices(self._slices)
+        self.pods = _merge_slices(self._slices)
 
 
-def parse_slice(item: dict[str, Any], port: int) -> Addresses:
-    """The addresses (host:port) that one EndpointSlice lists.
+def parse_slice(item: dict[str, Any], port: int) -> PodsByAddress:
+    """The addresses (host:port) that one EndpointSlice lists, each with its pod.
 
     Pods with several agents have further ports, named agent-1, agent-2, ... The API allows ports
     without a name or number (null, or absent), which name no agent.
     """
     if item.get("addressType") not in ("IPv4", "IPv6"):
-        return frozenset()
+        return {}
     named = (
         each.get("port")
         for each in item.get("ports") or ()
         if (each.get("name") or "").startswith("agent-")
     )
     ports = {port, *filter(None, named)}
-    hosts = [endpoint["addresses"][0] for endpoint in item.get("endpoints") or ()]
-    return frozenset(
-        f"[{host}]:{each}" if ":" in host else f"{host}:{each}" for host in hosts for each in ports
-    )
+    endpoints = item.get("endpoints") or ()
+    pods = {each["addresses"][0]: _get_pod_name(each) for each in endpoints}
+    return {
+        f"[{host}]:{number}" if ":" in host else f"{host}:{number}": pod
+        for host, pod in pods.items()
+        for number in ports
+    }
+
+
+def _get_pod_name(endpoint: dict[str, Any]) -> str:
+    target = endpoint.get("targetRef") or {}
+    return str(target["name"]) if target.get("kind") == "Pod" else ""
 
 
 async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slices, str]:
@@ -146,5 +155,5 @@ def _build_path(service: Service, **parameters: str) -> str:
     return f"/apis/discovery.k8s.io/v1/namespaces/{service.namespace}/endpointslices?{query}"
 
 
-def _merge_slices(slices: _Slices) -> Addresses:
-    return frozenset().union(*slices.values())
+def _merge_slices(slices: _Slices) -> PodsByAddress:
+    return {address: pod for pods in slices.values() for address, pod in pods.items()}

@@ -23,6 +23,8 @@ from cleave.rpc.http_client import HttpError, Response, open_response
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _HEAD_TIMEOUT_S = 10.0
+_ACCEPT = "application/json, application/jwk-set+json"
+"""The API server serves its public keys as the second one only."""
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
@@ -107,7 +109,7 @@ async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[di
 def _open(
     access: ApiServerAccess, path: str, seconds: float
 ) -> AbstractAsyncContextManager[Response]:
-    headers = {"Accept": "application/json", "User-Agent": "cleave"}
+    headers = {"Accept": _ACCEPT, "User-Agent": "cleave"}
     if access.token:
         headers["Authorization"] = f"Bearer {access.token}"
     url, tls, name = access.url + path, access.tls, access.server_name

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from cleave.controller.cluster.cache import ObjectCache, ResourceKey
 from cleave.manifests.labels import Manifest
 
@@ -145,11 +147,37 @@ def test_children_are_found_by_their_owner() -> None:
 def test_gateways_are_known_by_address() -> None:
     cache = filled()
     gateway = pod(uid="g1", name="chat-gateway-1", podIP="10.0.0.9")
-    gateway["metadata"]["labels"]["cleave.dev/component"] = "gateway"
+    gateway["metadata"]["labels"] |= {
+        "cleave.dev/component": "gateway",
+        "pod-template-hash": "5d8",
+    }
+    owner = {"kind": "ReplicaSet", "name": "chat-gateway-5d8", "uid": "r", "controller": True}
+    gateway["metadata"]["ownerReferences"] = [owner]
     cache.upsert(gateway)
     assert cache.list_gateways(CHAT) == ("10.0.0.9",)
     assert cache.list_pods(CHAT) == ()
     cache.delete(gateway)
+    assert cache.list_gateways(CHAT) == ()
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        {"kind": "ReplicaSet", "name": "other-5d8", "uid": "r", "controller": True},
+        {"kind": "ReplicaSet", "name": "chat-gateway-5d8", "uid": "r"},
+        {"kind": "Job", "name": "chat-gateway-5d8", "uid": "r", "controller": True},
+        None,
+    ],
+)
+def test_a_pod_that_only_has_a_gateways_labels_is_not_queried(owner: dict | None) -> None:
+    cache = filled()
+    gateway = pod(uid="g1", name="chat-gateway-1", podIP="10.0.0.9")
+    gateway["metadata"]["labels"] |= {
+        "cleave.dev/component": "gateway",
+        "pod-template-hash": "5d8",
+    }
+    gateway["metadata"]["ownerReferences"] = [owner] if owner else []
+    cache.upsert(gateway)
     assert cache.list_gateways(CHAT) == ()
 
 

@@ -63,7 +63,7 @@ class Hands:
         self.metrics = OperatorMetrics()
         self.executor = Executor(
             self.server,  # type: ignore[arg-type]
-            may_write=lambda: may_write,
+            get_lease_s=lambda: 60.0 if may_write else 0.0,
             on_change=self.seen.append,
             on_delete=self.gone.append,
             clock=lambda: 0.0,
@@ -88,7 +88,8 @@ async def test_an_apply_is_forced_under_the_operators_name() -> None:
     ((method, path, options),) = hands.server.requests
     assert (method, path) == ("PATCH", "/api/v1/namespaces/llm/pods/chat-decode-1")
     assert options["content_type"] == "application/apply-patch+yaml"
-    assert options["query"] == {"fieldManager": "cleave", "force": "true"}
+    expected = {"fieldManager": "cleave", "force": "true", "timeout": "15.000s"}
+    assert options["query"] == expected
     assert hands.seen == [POD]
 
 
@@ -126,13 +127,32 @@ async def test_objects_of_another_owner_are_never_adopted(theirs: Manifest) -> N
 
 async def test_a_conflict_over_an_uncached_object_means_another_owner() -> None:
     hands = Hands(
-        KubeApiError(409, "Conflict", 'conflict with "helm" using apps/v1: .spec.selector')
+        KubeApiError(409, "Conflict", 'conflict with "helm" using apps/v1: .spec.selector'),
+        service("u9", "other"),
     )
     budget = {**service("u1"), "kind": "PodDisruptionBudget"}
     with pytest.raises(NameTakenError, match="helm"):
         await hands.executor.carry_out([Apply(budget, is_new=True)])
-    ((_, _, options),) = hands.server.requests
+    (_, _, options), _ = hands.server.requests
     assert options["query"]["force"] == "false"
+
+
+async def test_an_own_object_that_somebody_has_edited_is_written_again() -> None:
+    policy = {**service("u1"), "kind": "NetworkPolicy"}
+    hands = Hands(KubeApiError(409, "Conflict", 'conflict with "kubectl-edit"'), policy, policy)
+    await hands.executor.carry_out([Apply(policy, is_new=True)])
+    sent = [options["query"]["force"] for method, _, options in hands.server.requests[::2]]
+    assert sent == ["false", "true"]
+
+
+@pytest.mark.parametrize(("lease_s", "timeout_s"), [(60.0, 15.0), (3.5, 3.5)])
+async def test_no_write_outlasts_the_lease(lease_s: float, timeout_s: float) -> None:
+    hands = Hands(POD)
+    hands.executor._get_lease_s = lambda: lease_s
+    await hands.executor.carry_out([Apply(POD)])
+    ((_, _, options),) = hands.server.requests
+    assert options["timeout_s"] == timeout_s
+    assert options["query"]["timeout"] == f"{timeout_s:.3f}s"
 
 
 async def test_pools_by_hand_share_what_one_deployment_would_have() -> None:
@@ -254,6 +274,27 @@ async def test_an_instance_gets_its_role_before_its_pod_is_labelled() -> None:
     assert options["body"]["metadata"] == {"labels": {"cleave.dev/role": "prefill"}, "uid": "i1"}
     assert sent_options["body"]["reason"] == "Repurposed"
     assert hands.seen == [POD]
+
+
+async def test_a_repeated_event_is_counted_instead_of_created_again() -> None:
+    taken = KubeApiError(409, "AlreadyExists", "there")
+    hands = Hands({"metadata": {}}, taken, {"metadata": {}}, taken, {"metadata": {}})
+    for _ in range(3):
+        await hands.executor.carry_out([Emit(POOL, "Ready", "it is")])
+    await hands.executor.carry_out([Emit(POOL, "Ready", "it is not")])
+    sent = [(method, options["body"].get("count")) for method, _, options in hands.server.requests]
+    assert sent == [
+        *[("POST", 1)],
+        *[("POST", 1), ("PATCH", 2)],
+        *[("POST", 1), ("PATCH", 3)],
+        *[("POST", 1)],
+    ]
+    names = {
+        options["body"]["metadata"]["name"]
+        for method, _, options in hands.server.requests
+        if method == "POST"
+    }
+    assert len(names) == 2
 
 
 async def test_a_pod_whose_agent_refuses_is_unchanged_and_an_event_reports_it() -> None:

@@ -1,10 +1,12 @@
 """When gateways are polled, how long an answer stays valid, and how reports are merged."""
 
+import time
 from typing import Any
 
 import msgspec
 import pytest
 
+from cleave.controller.cluster import gateway_client
 from cleave.controller.cluster.gateway_client import (
     GatewayClient,
     count_requests,
@@ -244,3 +246,18 @@ def test_a_cell_takes_requests_only_when_all_its_members_do(fault: dict[str, Any
 def test_a_cell_of_which_a_gateway_knows_some_members_takes_no_requests() -> None:
     page = FleetStatus((member("c.decode-0"), member("c.prefill-0", role="prefill")))
     assert not merge([page], {"c": 3})["c"].selectable
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"instances": [' + b",".join([b'{"name": "a"}'] * 4_097) + b"]}",
+        b'{"instances": [' + b",".join([b"{}"] * 300_000) + b"]}",
+        b"[]",
+    ],
+    ids=["too many", "far too many", "no page"],
+)
+def test_a_page_that_no_gateway_writes_is_ignored(body: bytes) -> None:
+    started = time.thread_time()
+    assert gateway_client.decode_page(body) is None
+    assert time.thread_time() - started < 0.1

@@ -12,7 +12,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import Apply
 from cleave.controller.cluster.cache import ResourceKey
-from cleave.controller.cluster.objects import ObservedChild
+from cleave.controller.cluster.objects import parse_child
 from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
@@ -282,14 +282,8 @@ def serving(**spec: Any) -> DeploymentView:
     desired = deployment(**spec)
     applied = [each.manifest for each in reconcile(view(desired)) if isinstance(each, Apply)]
     children = {
-        (each["kind"], each["metadata"]["name"]): ObservedChild(
-            each["kind"],
-            "default",
-            each["metadata"]["name"],
-            "x",
-            each["metadata"]["annotations"]["cleave.dev/applied"],
-            ready=2,
-            is_updated=True,
+        (each["kind"], each["metadata"]["name"]): replace(
+            parse_child(each), ready=2, is_updated=True
         )
         for each in applied
         if each["kind"] != "InstancePool"

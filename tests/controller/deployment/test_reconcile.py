@@ -19,10 +19,12 @@ from cleave.controller.cluster.actions import (
     SetFinalizers,
 )
 from cleave.controller.cluster.inventory import build_inventory
-from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
+from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod, parse_child
 from cleave.controller.deployment.reconcile import reconcile
+from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
+from cleave.manifests.network_policies import NetworkIsolation
 from cleave.rpc.fleet_status import FleetInstance, KvPath
 
 from tests.support.fake_cluster import chat, manual_placement
@@ -120,13 +122,10 @@ def test_an_applied_object_is_not_written_again() -> None:
     desired = deployment()
     first = reconcile(view(desired))
     children = {
-        (m["kind"], m["metadata"]["name"]): ObservedChild(
-            m["kind"], "default", m["metadata"]["name"], "x",
-            m["metadata"]["annotations"]["cleave.dev/applied"],
-        )
+        (m["kind"], m["metadata"]["name"]): parse_child(m)
         for m in (e.manifest for e in first if isinstance(e, Apply))
         if m["kind"] != "InstancePool"
-    }  # fmt: skip
+    }
     pools = build_pools(desired)
     here = view(desired, children=children, pools=pools, status=status_of(first))
     again = reconcile(here)
@@ -134,6 +133,29 @@ def test_an_applied_object_is_not_written_again() -> None:
     gateway = children["Deployment", "chat-gateway"]
     other = {**children, ("Deployment", "chat-gateway"): replace(gateway, applied="other")}
     assert names(reconcile(replace(here, children=other))) == ["chat-gateway"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "edited"),
+    [
+        ("RoleBinding", "subjects", [{"kind": "Group", "name": "system:authenticated"}]),
+        ("NetworkPolicy", "spec", {"podSelector": {}, "ingress": [{}]}),
+    ],
+)
+def test_access_that_was_opened_by_hand_is_closed_again(kind: str, field: str, edited: Any) -> None:
+    settings = OperatorSettings(isolation=NetworkIsolation())
+    here = replace(view(deployment()), settings=settings)
+    applied = [each.manifest for each in reconcile(here) if isinstance(each, Apply)]
+    children = {(m["kind"], m["metadata"]["name"]): parse_child(m) for m in applied}
+    assert not [
+        each
+        for each in reconcile(replace(here, children=children))
+        if isinstance(each, Apply) and each.manifest["kind"] == kind
+    ]
+    theirs = next(each for each in applied if each["kind"] == kind)
+    children[kind, theirs["metadata"]["name"]] = parse_child({**theirs, field: edited})
+    names_again = names(reconcile(replace(here, children=children)))
+    assert theirs["metadata"]["name"] in names_again
 
 
 def test_a_new_revision_moves_all_roles_together() -> None:

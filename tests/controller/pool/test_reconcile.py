@@ -8,12 +8,20 @@ import pytest
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster import apply
-from cleave.controller.cluster.actions import Action, Create, Delete, PatchStatus, SetFinalizers
+from cleave.controller.cluster.actions import (
+    Action,
+    Apply,
+    Create,
+    Delete,
+    PatchStatus,
+    SetFinalizers,
+)
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool.reconcile import reconcile
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import PoolView
+from cleave.manifests.network_policies import NetworkIsolation
 
 NOW_S = 1_000_000.0
 
@@ -206,6 +214,23 @@ def test_a_converged_pool_needs_no_action() -> None:
     status = next(each.status for each in first if isinstance(each, PatchStatus))
     settled = replace(here, children={(existing.kind, existing.name): existing}, status=status)
     assert reconcile(settled) == []
+
+
+@pytest.mark.parametrize("isolation", [None, NetworkIsolation()])
+def test_a_pool_by_hand_is_as_closed_as_one_of_a_deployment(
+    isolation: NetworkIsolation | None,
+) -> None:
+    desired = pool()
+    desired.metadata.owner_references.clear()
+    settings = OperatorSettings(isolation=isolation)
+    applied = [
+        each.manifest
+        for each in reconcile(view(desired, settings=settings))
+        if isinstance(each, Apply)
+    ]
+    policies = [each for each in applied if each["kind"] == "NetworkPolicy"]
+    assert bool(policies) == (isolation is not None)
+    assert {each["metadata"]["name"] for each in policies} <= {"chat-workers"}
 
 
 def test_an_instance_with_members_is_one_pod_with_an_agent_for_each() -> None:

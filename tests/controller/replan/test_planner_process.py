@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cleave.api.manifest import validate
+from cleave.api.manifest import ManifestError, validate
 from cleave.controller.cluster.actions import PlanJob, PlanReview
 from cleave.controller.replan import planner_process
 from cleave.controller.replan.planner_process import PlannerClient, run_planner
@@ -65,7 +65,9 @@ class Answers:
         self.release = asyncio.Event()
         self.questions: list[str] = []
 
-    async def __call__(self, _deployment: Any, _cluster: Any, question: PlanJob) -> PlanJob:
+    async def __call__(
+        self, _deployment: Any, _cluster: Any, question: PlanJob, _group: str
+    ) -> PlanJob:
         self.questions.append(question.inputs_hash)
         await self.release.wait()
         return replace(question, infeasible="no")
@@ -78,7 +80,7 @@ async def settle() -> None:
 
 async def test_the_same_question_is_submitted_once_and_another_one_replaces_it() -> None:
     answered: list[str] = []
-    client: PlannerClient[str] = PlannerClient(answered.append)
+    client: PlannerClient[str] = PlannerClient(answered.append, str)
     answers = Answers()
     client._run_in_process = answers  # type: ignore[method-assign]
     desired = validate(chat(workload=WORKLOAD))
@@ -98,7 +100,7 @@ async def test_the_same_question_is_submitted_once_and_another_one_replaces_it()
 
 
 async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None:
-    client: PlannerClient[str] = PlannerClient(lambda _: None)
+    client: PlannerClient[str] = PlannerClient(lambda _: None, str)
     answers = Answers()
     client._run_in_process = answers  # type: ignore[method-assign]
     desired = validate(chat(workload=WORKLOAD))
@@ -117,7 +119,7 @@ async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None
 
 async def test_a_planner_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = asyncio.Event()
-    client: PlannerClient[str] = PlannerClient(lambda _: answered.set(), timeout_s=0.2)
+    client: PlannerClient[str] = PlannerClient(lambda _: answered.set(), str, timeout_s=0.2)
     monkeypatch.setattr(planner_process, "run_planner", sleeps)
     # The planner's process imports `sleeps` from here.
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
@@ -134,3 +136,47 @@ def sleeps(_text: str, _cluster: object, question: PlanJob) -> PlanJob:
 
     time.sleep(60)
     return question
+
+
+async def test_a_plan_that_takes_too_much_memory_ends_its_process_and_not_the_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = asyncio.Event()
+    client: PlannerClient[str] = PlannerClient(
+        lambda _: answered.set(), str, memory_bytes=128 << 20
+    )
+    monkeypatch.setattr(planner_process, "run_planner", allocates)
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
+    client.submit("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
+    await asyncio.wait_for(answered.wait(), 30)
+    last = client.get_result("chat")
+    assert last is not None
+    assert "it may allocate 128 MiB" in last.faults[0]
+    await client.close()
+
+
+def allocates(_text: str, _cluster: object, question: PlanJob) -> PlanJob:
+    return replace(question, infeasible=str(len(b"x" * (1 << 30))))
+
+
+async def test_a_plan_ends_sooner_while_another_namespace_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner_process, "CONTENDED_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(planner_process, "_CHECK_S", 0.01)
+    client: PlannerClient[str] = PlannerClient(lambda _: None, str)
+    never: asyncio.Future[PlanJob] = asyncio.Future()
+    async with client._process_lock.acquire("a"):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client._wait_for_result(never, "a"), 0.3)
+        waiting = asyncio.create_task(client._process_lock.acquire("b").__aenter__())
+        with pytest.raises(TimeoutError, match="has not finished within 0 s"):
+            await client._wait_for_result(never, "a")
+    await waiting
+    await client.close()
+
+
+@pytest.mark.parametrize("planning", [{"maxGPUs": 100_001}, {"gpus": [{"type": "A", "max": 1e9}]}])
+def test_the_number_of_gpus_is_bounded(planning: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError, match="must be"):
+        validate(chat(workload=WORKLOAD, planning=planning))

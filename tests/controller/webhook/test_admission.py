@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from cleave.api.cluster import Cluster, NodeGroup
@@ -120,3 +122,14 @@ def test_long_warnings_are_cut_before_the_api_server_cuts_them(monkeypatch) -> N
     assert len(said) == 8
     assert {len(text) for text in said} == {250}
     assert said[0].endswith("...")
+
+
+def test_many_faults_are_counted_and_only_the_first_ones_explained() -> None:
+    resource = deployment()
+    resource["spec"] |= {f"slos{number}": 1 for number in range(5_000)}
+    started = time.thread_time()
+    message = review_admission(review(resource), None)["response"]["status"]["message"]
+    assert time.thread_time() - started < 2
+    assert message.count("did you mean slo?") == 10
+    assert message.count("; ") <= 110
+    assert message.endswith("and 4900 more faults")

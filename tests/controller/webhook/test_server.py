@@ -174,7 +174,7 @@ async def test_it_answers_over_tls_that_the_configuration_trusts(monkeypatch) ->
     assert said["status"]["message"] == "spec.slo.ttftMs: must be > 0 (got 0)"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b"[" * 100_000, b'{"a":1,' * 20_001])
 async def test_what_is_no_question_is_answered_400(monkeypatch, body) -> None:
     shelf = Shelf()
     async with (

@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cleave.api.enums import LateRequestPolicy
@@ -37,8 +38,11 @@ def read(tmp_path: Path, text: str) -> ApiKeys:
 def test_a_tenants_keys_lead_to_its_limits(tmp_path) -> None:
     keys = read(tmp_path, FILE)
     search = Tenant("search", TenantLimits(600, 100_000, 8), 2.5, 3, 4, LateRequestPolicy.REFUSE)
-    assert keys.find_tenant(b"Bearer secret") == keys.find_tenant(b"bearer other") == search
-    assert keys.find_tenant(b"Bearer third") == Tenant("batch")
+    found = keys.find_tenant(b"Bearer secret")
+    assert found == keys.find_tenant(b"bearer other")
+    assert found
+    assert msgspec.structs.replace(found, cache_salt="") == search
+    assert keys.find_tenant(b"Bearer third").name == "batch"
     assert keys.find_tenant(b"Bearer sha256:" + HASHED.encode()) is None
     assert keys.find_tenant(None) is None
     assert {tenant.name for tenant in keys.tenants} == {"search", "batch"}
@@ -82,3 +86,23 @@ def test_what_is_wrong_is_one_line_that_names_it(tmp_path, text: str, said: str)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
+
+
+def test_tenants_share_cached_prompts_only_where_the_file_says_so(tmp_path) -> None:
+    lines = (
+        "tenants:",
+        "- {name: a, keys: [one]}",
+        "- {name: b, keys: [two]}",
+        "- {name: c, keys: [three], cacheGroup: g}",
+        "- {name: d, keys: [four], cacheGroup: g}",
+        "- {name: g, keys: [five]}",
+    )
+    keys = read(tmp_path, "\n".join(lines))
+    a, b, c, d, g = (
+        keys.find_tenant(b"Bearer " + key).cache_salt
+        for key in (b"one", b"two", b"three", b"four", b"five")
+    )
+    assert c == d
+    assert len({a, b, c, g}) == 4
+    assert all((a, b, c, g))
+    assert not DEFAULT_TENANT.cache_salt

@@ -18,6 +18,7 @@ from cleave.gateway.http.completion_request import (
     build_prefill_body,
     parse_completion,
     parse_engine_request,
+    set_cache_salt,
 )
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.large_json import SLICE_BYTES
@@ -384,3 +385,18 @@ def test_long_values_tie_a_request_to_its_engine_and_pass_as_they_are() -> None:
 def test_a_name_of_a_model_has_a_bounded_length() -> None:
     with pytest.raises(GatewayError, match="model is longer than 4096 bytes"):
         read(model="m" * 5_000)
+
+
+@pytest.mark.parametrize("own", [{}, {"cache_salt": None}, {"cache_salt": "x"}])
+def test_a_client_cannot_choose_another_tenants_salt(own: dict) -> None:
+    salts = []
+    for tenant in ("one", "two"):
+        completion = read(**own)
+        set_cache_salt(completion, tenant)
+        for body in (build_prefill_body(completion), build_colocated_body(completion)):
+            salts.append(json.loads(body)["cache_salt"])
+    assert salts[0] == salts[1] != salts[2] == salts[3]
+    assert ("one" in salts) is (not own.get("cache_salt"))
+    forged = read(cache_salt="one")
+    set_cache_salt(forged, "two")
+    assert json.loads(build_colocated_body(forged))["cache_salt"] != "one"

@@ -270,7 +270,8 @@ def test_malformed_arguments_end_with_exit_code_2() -> None:
     for wrong in (["--peers", "nonsense"], ["--cores", "x"], ["--", "--kv-transfer-config", "x"]):
         command = [
             sys.executable, "-m", "cleave_worker.agent.main", "--name", "w", "--deployment", "d",
-            "--role", "mixed", *EMULATED, "--host", "127.0.0.1", "--port", "0", *wrong,
+            "--role", "mixed", *EMULATED, "--host", "127.0.0.1", "--port", "0",
+            "--trusted-accounts", "system:serviceaccount:n:a", *wrong,
         ]  # fmt: skip
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == 2, ended.stderr

@@ -159,6 +159,19 @@ def test_vllm_on_a_gpu_with_nvcc_is_as_it_comes(
     assert "--gdn-prefill-backend" not in launch.argv
 
 
+@pytest.mark.parametrize(
+    ("domains", "expected"), [((), ["none.invalid"]), (("a.example", "b"), ["a.example", "b"])]
+)
+def test_vllm_fetches_media_from_declared_hosts_only(
+    config_of: ConfigOf, domains: tuple[str, ...], expected: list[str]
+) -> None:
+    launch = build_engine_launch(config_of(engine="vllm", media_domains=domains), BOOT, {})
+    start = launch.argv.index("--allowed-media-domains") + 1
+    assert list(launch.argv[start : start + len(expected)]) == expected
+    assert launch.argv[start + len(expected)].startswith("--")
+    assert launch.env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+
+
 def test_requests_are_never_logged(config_of: ConfigOf) -> None:
     assert (
         "--no-enable-log-requests" in build_engine_launch(config_of(engine="vllm"), BOOT, {}).argv

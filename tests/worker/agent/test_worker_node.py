@@ -39,7 +39,7 @@ class Leader:
         self.num_drains = 0
 
     def boots(self, boot_id: str) -> None:
-        self.instance.start_boot(boot_id, "http://127.0.0.1:1", None)
+        self.instance.start_boot(boot_id, f"http://{self._config.host}:1", None)
 
     async def _prove(self, role: int) -> None:
         """No request comes."""

@@ -383,6 +383,28 @@ def test_an_owner_that_could_not_accept_a_reader_serves_the_next(
     assert engine.values(3) == written(3)
 
 
+def test_readers_that_say_nothing_do_not_keep_others_out(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cleave_worker.transfer.server._MAX_CONSUMERS", 4)
+    holds = BlockLeases(BOUND_S, BOUND_S)
+    for name in ("r", "s"):
+        holds.grant(name, FinishedPrefill(1, "d", (3,)))
+    owner = KvServer(register_kv("boot-p", caches(1000)), holds, (), 0, BOUND_S)
+    engine, silent = engines(), []
+    try:
+        for name in ("r", "s"):
+            silent += [socket.create_connection(("127.0.0.1", owner.port)) for _ in range(8)]
+            started = time.monotonic()
+            handoff = Handoff("boot-p", name, 1, "d", 4, (("127.0.0.1", owner.port),))
+            assert engine.pull(handoff, [3]) is Transport.GLOO
+            assert time.monotonic() - started < 5
+    finally:
+        owner.close()
+        for each in silent:
+            each.close()
+
+
 def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + BOUND_S
     while not condition():

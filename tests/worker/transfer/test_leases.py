@@ -1,5 +1,7 @@
 """Leases of held blocks."""
 
+import pytest
+
 from cleave_worker.transfer.leases import LeaseTable
 
 
@@ -29,3 +31,18 @@ def test_an_ended_lease_ends_once_and_cannot_be_extended() -> None:
     assert not leases.end("a")
     leases.extend("a", now=1)
     assert leases.next_expiry is None
+
+
+def test_heartbeats_extend_a_lease_to_ten_times_its_duration_at_most() -> None:
+    table = LeaseTable(10.0)
+    table.grant("a", 0.0)
+    ended = None
+    for second in range(200):
+        table.extend("a", float(second))
+        if table.expire(float(second)):
+            ended = second
+            break
+    assert ended == 100
+    table.grant("a", 200.0)
+    table.extend("a", 205.0)
+    assert table.next_expiry == pytest.approx(211.67, abs=0.01)

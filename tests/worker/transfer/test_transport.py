@@ -1,6 +1,8 @@
 """Every way that bytes can take, with both ends in this process."""
 
 import concurrent.futures
+import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer.memory import ByteRange, Memory, RangeCopy  # noqa: E402
 from cleave_worker.transfer.transport import BandwidthMeter, LinkError, Transport  # noqa: E402
-from cleave_worker.transfer.transports import two_sided  # noqa: E402
+from cleave_worker.transfer.transports import shared_memory, two_sided  # noqa: E402
 from cleave_worker.transfer.transports.shared_memory import (  # noqa: E402
     SharedMemoryLink,
     SharedRegion,
@@ -55,6 +57,32 @@ def test_shared_memory_is_read_without_the_owner() -> None:
     with pytest.raises(LinkError, match="region"):
         link.read([RangeCopy(ByteRange(0, SIZE, 1), ByteRange(0, 0, 1))], BOUND_S)
     link.close()
+
+
+def test_shared_memory_of_another_cannot_be_written() -> None:
+    theirs = random_memory()
+    region = share_memory(theirs)[0]
+    opened: list[int] = []
+    real = os.open
+
+    def watched(path: str, flags: int) -> int:
+        opened.append(flags)
+        return real(path, flags)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", watched)
+        mapping = shared_memory._map_region(region)
+    assert opened == [os.O_RDONLY | os.O_CLOEXEC]
+    with pytest.raises(TypeError):
+        mapping[0] = 1
+    mapping.close()
+
+
+def test_a_rendezvous_listens_on_its_address_only() -> None:
+    meeting = two_sided.Rendezvous(HOST, BOUND_S)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", meeting.port), 2).close()
+    socket.create_connection((HOST, meeting.port), 2).close()
 
 
 def test_a_file_that_took_the_place_of_another_is_not_mapped() -> None:

@@ -10,6 +10,11 @@ import signal
 from functools import partial
 
 from cleave_worker.agent import drain as draining
+from cleave_worker.agent.authentication import (
+    Authenticator,
+    ServiceAccountTokens,
+    SharedToken,
+)
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import WorkerInstance
@@ -29,13 +34,21 @@ class WorkerAgent:
         self._instance = WorkerInstance(config)
         self._supervisor = EngineSupervisor(config, self._instance, cores, gpu)
         verify = partial(verify_role, config, self._instance)
-        self._server = AgentServer(self._instance, self._handle_drain_call, verify, config.address)
+        self._server = AgentServer(
+            self._instance,
+            self._handle_drain_call,
+            verify,
+            config.address,
+            _make_authenticator(config),
+        )
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[DrainResult] | None = None
 
     async def run(self) -> int:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
         await self._server.start()
+        if not (self._config.trusted_accounts or self._config.token_file):
+            _log.warning("callers are not authenticated: %s obeys everybody", self._config.address)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         supervising = asyncio.create_task(self._supervisor.run())
@@ -89,3 +102,12 @@ class WorkerAgent:
         await asyncio.wait({supervising})
         self._instance.end()
         await self._server.stop(_RPC_GRACE_SECONDS)
+
+
+def _make_authenticator(config: AgentConfig) -> Authenticator | None:
+    """Raises OSError when the token cannot be read."""
+    if config.trusted_accounts:
+        return ServiceAccountTokens(config.trusted_accounts)
+    if config.token_file is not None:
+        return SharedToken(config.token_file)
+    return None

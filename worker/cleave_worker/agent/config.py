@@ -8,9 +8,11 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cleave import logs
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
+from cleave.rpc.credentials import ACCOUNTS_ENV, TOKEN_ENV
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import ROLES, Role, RoleSchedulingConfig, SchedulingConfigError
 from cleave_worker.scheduling.config import parse as parse_terms
@@ -93,7 +95,13 @@ class AgentConfig:
     """`nixl` or `cleave`: the KV connector, unless the engine's arguments name one."""
     transfer: str = "pull"
     """`pull` after the prefill, or a key of OVERLAPPED_TRANSFERS (agent.launch)."""
+    media_domains: tuple[str, ...] = ()
+    """Hosts from which the engine may fetch media that requests name; empty: none."""
     drain_timeout: float = 30.0
+    token_file: Path | None = None
+    """The token that callers must have, unless `trusted_accounts` says otherwise."""
+    trusted_accounts: tuple[str, ...] = ()
+    """Service accounts whose tokens are accepted; with neither, everybody is."""
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
     timing: AgentTiming = field(default_factory=AgentTiming)
@@ -179,11 +187,38 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         help="when connector cleave transfers KV: after the prefill, or during it; auto: as the "
         "gateway decides",
     )
+    add(
+        "--media-domains",
+        type=_parse_names,
+        default=(),
+        metavar="HOST,...",
+        help="hosts from which vLLM may fetch media that requests name (default: none)",
+    )
     add("--drain-timeout", type=_parse_seconds, default=30.0, metavar="SECONDS")
     add("--start-timeout", type=_parse_seconds, default=900.0, metavar="SECONDS")
     add("--peer-wait", type=_parse_seconds, default=20.0, metavar="SECONDS")
+    token_file = env.get(TOKEN_ENV)
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        default=Path(token_file) if token_file else None,
+        help=f"token that callers of this agent must have (default: ${TOKEN_ENV})",
+    )
+    add(
+        "--trusted-accounts",
+        type=_parse_names,
+        metavar="NAME,...",
+        default=_parse_names(env.get(ACCOUNTS_ENV, "")),
+        help="service accounts whose tokens are accepted instead, as "
+        f"system:serviceaccount:NAMESPACE:NAME (default: ${ACCOUNTS_ENV})",
+    )
     logs.add_option(parser, env=env)
     return parser
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def _parse_port(text: str) -> int:

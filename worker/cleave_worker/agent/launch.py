@@ -39,6 +39,8 @@ _ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
 """vLLM 0.32 chooses FlashInfer and DeepGEMM on Hopper and later by default. Both compile their
 kernels with nvcc, which CUDA's wheels do not contain; without it the engine ends in its warm-up.
 `cleave_worker.vllm.flashinfer` disables the rest of FlashInfer."""
+_NO_DOMAIN = "none.invalid"
+"""A host that cannot exist (RFC 2606)."""
 _CACHE_FOLDERS = (
     "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
 )  # fmt: skip
@@ -178,6 +180,9 @@ def _build_vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, st
         # Prompts never reach a log, and the agent's probes would fill it.
         "--no-enable-log-requests",
         "--disable-uvicorn-access-log",
+        # Requests name URLs, which vLLM fetches from inside the cluster. Without a list it allows
+        # all hosts, and with an empty one as well.
+        "--allowed-media-domains", *(config.media_domains or (_NO_DOMAIN,)),
     ]  # fmt: skip
     if boot.gpu:
         return arguments if has_nvcc(base) else [*arguments, *_ARGUMENTS_WITHOUT_NVCC]
@@ -222,6 +227,8 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port),
         "PYTHONUNBUFFERED": "1",
+        # A redirect would lead past the list of allowed hosts.
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
         # vLLM's own limit of an engine's start is 600 s.
         "VLLM_ENGINE_READY_TIMEOUT_S": base.get(
             "VLLM_ENGINE_READY_TIMEOUT_S", str(math.ceil(config.timing.start_timeout))

@@ -15,6 +15,8 @@ import grpc
 
 from cleave.rpc.agent_discovery import list_agents
 from cleave.rpc.channel import dial
+from cleave.rpc.credentials import build_metadata
+from cleave.rpc.registration_checks import check_registration
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _BATCH_SIZE = 4
@@ -99,7 +101,10 @@ async def fetch_registration(address: str) -> agent_pb2.Registration | None:
     async with dial(address) as channel:
         try:
             stub = agent_pb2_grpc.AgentStub(channel)
-            answer = await stub.Health(agent_pb2.HealthRequest(), timeout=_CALL_SECONDS)
-        except grpc.aio.AioRpcError:
+            answer = await stub.Health(
+                agent_pb2.HealthRequest(), timeout=_CALL_SECONDS, metadata=build_metadata()
+            )
+            check_registration(answer.registration, address)
+        except (grpc.aio.AioRpcError, ValueError):
             return None
     return answer.registration

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cleave.policy.queue_model import INTERVAL_MS, choose_report_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave_worker.agent.authentication import AuthenticationInterceptor, Authenticator
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import BootMismatch, EpochLeap, StaleEpoch, WorkerInstance
 from cleave_worker.agent.kv_self_test import KvTestError
@@ -136,12 +137,24 @@ class AgentServer:
     """The service on its port, until it is stopped."""
 
     def __init__(
-        self, instance: WorkerInstance, drain: DrainCall, verify_role: VerifyRoleCall, address: str
+        self,
+        instance: WorkerInstance,
+        drain: DrainCall,
+        verify_role: VerifyRoleCall,
+        address: str,
+        authenticator: Authenticator | None = None,
     ) -> None:
+        """`authenticator`: of callers; None: everybody is accepted."""
         self._instance = instance
         self._address = address
+        interceptors = [AuthenticationInterceptor(authenticator)] if authenticator else []
         # With SO_REUSEPORT two agents could share a port without an error.
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        # Watchers have a limit of their own; the rest is for short calls.
+        self._server = grpc.aio.server(
+            interceptors=interceptors,
+            options=[("grpc.so_reuseport", 0)],
+            maximum_concurrent_rpcs=2 * _MAX_WATCHERS,
+        )
         self._health = health.aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
         service = AgentService(instance, drain, verify_role)

@@ -24,6 +24,7 @@ import grpc
 
 from cleave import logs
 from cleave.rpc.channel import dial
+from cleave.rpc.credentials import build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import launch, subreaper
 from cleave_worker.agent.config import CONNECTORS, TRANSFER_MODES, AgentConfig, separate_engine_args
@@ -143,7 +144,9 @@ class WorkerNode:
         async with dial(self._config.leader) as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 stub = agent_pb2_grpc.AgentStub(channel)
-                await stub.Drain(agent_pb2.DrainRequest(), timeout=timeout_s)
+                await stub.Drain(
+                    agent_pb2.DrainRequest(), timeout=timeout_s, metadata=build_metadata()
+                )
 
 
 def build_launch(

@@ -81,7 +81,8 @@ class KvServer:
         self._ranks: Future[protocol.RanksResponse] = Future()
         if kv.shard.shape.num_ranks == 1:
             self.set_rank_addresses(((kv.host, self.port),))
-        self._connections: set[protocol.FramedConnection] = set()
+        self._connections: dict[protocol.FramedConnection, bool] = {}
+        """Whether each one has named this boot and its layout, oldest first."""
         self._closed = False
         threading.Thread(target=self._accept, name="kv-server", daemon=True).start()
 
@@ -110,13 +111,21 @@ class KvServer:
                     _log.warning("cannot accept a KV consumer: %s", error)
                     time.sleep(_ACCEPT_RETRY_S)
                 continue
-            if len(self._connections) >= _MAX_CONSUMERS:
+            if len(self._connections) >= _MAX_CONSUMERS and not self._make_room():
                 connected.close()
                 continue
             connection = protocol.FramedConnection(connected)
-            self._connections.add(connection)
+            self._connections[connection] = False
             serve = partial(self._serve, connection)
             threading.Thread(target=serve, name="kv-serve", daemon=True).start()
+
+    def _make_room(self) -> bool:
+        """Close the oldest connection that has not introduced itself; False: all of them have."""
+        for connection, is_known in tuple(self._connections.items()):
+            if not is_known and self._connections.pop(connection, None) is not None:
+                connection.close()
+                return True
+        return False
 
     def _serve(self, connection: protocol.FramedConnection) -> None:
         session = _ServerSession(self, connection)
@@ -127,6 +136,7 @@ class KvServer:
                 session.send(self._resolve_ranks(first))
                 return
             session.accept_handshake(first)
+            self._connections[connection] = True
             while True:
                 session.handle(connection.receive(_IDLE_TIMEOUT_S))
         except RefusedError as refused:
@@ -137,7 +147,7 @@ class KvServer:
         finally:
             session.close()
             connection.close()
-            self._connections.discard(connection)
+            self._connections.pop(connection, None)
 
     def _resolve_ranks(self, request: protocol.RanksRequest) -> protocol.Message:
         if request.boot_id != self.kv.boot_id:

@@ -9,6 +9,7 @@ import grpc
 from cleave.api.role import Role
 from cleave.rpc import role_epochs
 from cleave.rpc.channel import dial
+from cleave.rpc.credentials import build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 TIMEOUT_S = 2.0
@@ -28,7 +29,9 @@ async def set_configured_role(agent: str, role: Role) -> None:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
             for remaining in reversed(range(_ATTEMPTS)):
-                health = await stub.Health(agent_pb2.HealthRequest(), timeout=TIMEOUT_S)
+                health = await stub.Health(
+                    agent_pb2.HealthRequest(), timeout=TIMEOUT_S, metadata=build_metadata()
+                )
                 registration = health.registration
                 if registration.home == desired:
                     return
@@ -44,7 +47,9 @@ async def set_configured_role(agent: str, role: Role) -> None:
                     lasting=True,
                 )
                 try:
-                    await stub.SetRole(request, timeout=SET_ROLE_TIMEOUT_S)
+                    await stub.SetRole(
+                        request, timeout=SET_ROLE_TIMEOUT_S, metadata=build_metadata()
+                    )
                 except grpc.aio.AioRpcError as error:
                     if remaining == 0 or not _is_superseded(error):
                         raise

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from cleave.api.pool import InstancePool
 from cleave.api.resource import Resource
+from cleave.controller.cluster import objects
 from cleave.controller.cluster.actions import Apply, ObjectReference, SetFinalizers
 from cleave.controller.cluster.objects import APPLIED_ANNOTATION, TEMPLATE_ANNOTATION, ObservedChild
 from cleave.manifests.container import get_image
@@ -85,7 +86,11 @@ def build_changes(
         desired = with_hash(with_owner(manifest, owner))
         child = existing.get((desired["kind"], desired["metadata"]["name"]))
         applied = desired["metadata"]["annotations"][APPLIED_ANNOTATION]
-        if child is None or not (child.deleting or child.applied == applied):
+        is_same = child is not None and (child.applied, child.access) == (
+            applied,
+            objects.get_access_rules(desired),
+        )
+        if child is None or not (child.deleting or is_same):
             yield Apply(desired, is_new=child is None)
 
 

@@ -20,7 +20,15 @@ from cleave.api.pool import InstancePool
 from cleave.controller.cluster import objects
 from cleave.controller.cluster.apply import ChildrenByName
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
-from cleave.manifests.labels import COMPONENT, DEPLOYMENT, GATEWAY, NODE_WORKER, WORKER, Manifest
+from cleave.manifests.labels import (
+    COMPONENT,
+    DEPLOYMENT,
+    GATEWAY,
+    NODE_WORKER,
+    WORKER,
+    Manifest,
+    get_gateway_name,
+)
 
 DEPLOYMENTS = "LLMDeployment"
 POOLS = "InstancePool"
@@ -175,7 +183,9 @@ class ObjectCache:
         labels = manifest["metadata"].get("labels", {})
         deployment = ResourceKey(DEPLOYMENTS, key.namespace, labels.get(DEPLOYMENT, ""))
         if labels.get(COMPONENT) == GATEWAY:
-            self._gateways[deployment][key.name] = manifest.get("status", {}).get("podIP", "")
+            if _is_of_gateway(manifest["metadata"], deployment.name):
+                address = manifest.get("status", {}).get("podIP", "")
+                self._gateways[deployment][key.name] = address
             return set()
         is_worker = labels.get(COMPONENT) in (WORKER, NODE_WORKER)
         pod = objects.parse_pod(manifest) if is_worker else None
@@ -241,6 +251,18 @@ class ObjectCache:
         self._tombstones[uid] = None
         while len(self._tombstones) > _MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
+
+
+def _is_of_gateway(meta: Manifest, deployment: str) -> bool:
+    """Whether a pod belongs to the ReplicaSet of a deployment's gateway: labels alone prove nothing
+    about a pod, and the operator reads pages from gateways."""
+    hashed = meta.get("labels", {}).get("pod-template-hash", "")
+    name = f"{get_gateway_name(deployment)}-{hashed}"
+    owners = meta.get("ownerReferences", ())
+    return any(
+        each.get("controller") and (each["kind"], each["name"]) == ("ReplicaSet", name)
+        for each in owners
+    )
 
 
 def _list_owners(pod: ObservedPod) -> list[ResourceKey]:

@@ -22,7 +22,8 @@ from cleave.manifests.labels import Manifest
 FIELD_MANAGER = "cleave"
 """Field manager of everything that the operator writes."""
 
-_TIMEOUT_S = 15.0
+TIMEOUT_S = 15.0
+"""Of a request, unless its caller sets another one."""
 _ATTEMPTS = 5
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 10.0
@@ -111,7 +112,7 @@ class KubeClient:
         body: object = None,
         content_type: str = JSON,
         accept: str = JSON,
-        timeout_s: float = _TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> Manifest:
         """Send one request and return the decoded response. Raises KubeApiError."""
         headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": "cleave-operator"}
@@ -127,11 +128,15 @@ class KubeClient:
             raise KubeApiError(0, "Unreachable", str(error) or type(error).__name__) from error
         if response.status >= 400:
             raise _to_error(response.status, response.headers.get("Retry-After"), data)
-        decoded = json.loads(data) if data else {}
+        try:
+            decoded = json.loads(data) if data else {}
+        except ValueError as error:
+            # From a proxy on the way, for example.
+            raise KubeApiError(0, "NoJson", f"{method} {path}: the answer is not JSON") from error
         return decoded if isinstance(decoded, dict) else {}
 
     async def get(
-        self, kind: str, namespace: str, name: str, timeout_s: float = _TIMEOUT_S
+        self, kind: str, namespace: str, name: str, timeout_s: float = TIMEOUT_S
     ) -> Manifest:
         """Return one object. Raises KubeApiError."""
         path = KINDS[kind].build_path(namespace, name)

@@ -42,8 +42,11 @@ _CONFLICT = 409
 _TAKEN_MESSAGE = "exists already and belongs to something else; delete it, or choose another name"
 _KINDS_WITH_COMMON_NAMES = ("Service",)
 """Kinds whose object names another owner may use as well, such as another deployment."""
-_SHAREABLE_KINDS = ("Service", "ServiceAccount", "RoleBinding")
+_SHAREABLE_KINDS = ("Service", "ServiceAccount", "RoleBinding", "NetworkPolicy")
 """Kinds that manually created pools share when they name the same deployment."""
+_MIN_WRITE_S = 0.05
+"""A write is not sent when less time is left of the lease."""
+_MAX_COUNTED_EVENTS = 4_096
 _MAX_CONCURRENT = 32
 """Most concurrent requests."""
 
@@ -67,21 +70,24 @@ class Executor:
         self,
         kube: client.KubeClient,
         *,
-        may_write: Callable[[], bool],
+        get_lease_s: Callable[[], float],
         on_change: Callable[[Manifest], None],
         on_delete: Callable[[ObjectReference], None],
         clock: Callable[[], float],
         metrics: OperatorMetrics,
         set_role: Callable[[str, Role], Awaitable[None]] = set_configured_role,
     ) -> None:
-        """`set_role` sets the role of an agent's instance and raises AgentError."""
+        """`get_lease_s`: seconds for which this operator may still write. `set_role` sets the role
+        of an agent's instance and raises AgentError."""
         self._kube = kube
         self._set_role = set_role
-        self._may_write = may_write
+        self._get_lease_s = get_lease_s
         self._on_change, self._on_delete = on_change, on_delete
         self._clock = clock
         self._metrics = metrics
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._event_counts: dict[str, int] = {}
+        """How often each Event was recorded, by name, latest last."""
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         """Execute all writes in order, those of the same type concurrently. Raises KubeApiError,
@@ -136,15 +142,22 @@ class Executor:
         # Without force, a field that another manager owns is a conflict.
         query = {**_QUERY, "force": "false" if action.is_new else "true"}
         try:
-            response = await self._write(
-                "PATCH", _build_path(target), manifest, client.APPLY_PATCH, query
-            )
+            response = await self._patch_whole(target, manifest, query)
         except client.KubeApiError as error:
-            if error.status == _CONFLICT and action.is_new:
+            if error.status != _CONFLICT or not action.is_new:
+                raise
+            existing = await self._kube.get(kind, target.namespace, target.name)
+            if not _is_own(manifest, existing):
                 text = f"{kind} {target.name} {_TAKEN_MESSAGE} ({error.message})"
                 raise NameTakenError(text) from error
-            raise
+            # Somebody has edited an object of this owner that the cache does not have yet.
+            response = await self._patch_whole(target, manifest, {**_QUERY, "force": "true"})
         self._on_change(response)
+
+    async def _patch_whole(
+        self, target: ObjectReference, manifest: Manifest, query: Mapping[str, str]
+    ) -> Manifest:
+        return await self._write("PATCH", _build_path(target), manifest, client.APPLY_PATCH, query)
 
     async def _is_applied(self, manifest: Manifest) -> bool:
         """Whether the object exists with the manifest that is to be applied.
@@ -159,14 +172,7 @@ class Executor:
             if error.status == _NOT_FOUND:
                 return False
             raise
-        existing_meta = existing["metadata"]
-        owners = {owner["uid"] for owner in meta["ownerReferences"]}
-        existing_owners = {owner["uid"] for owner in existing_meta.get("ownerReferences", ())}
-        deployment, existing_deployment = (
-            each.get("labels", {}).get(DEPLOYMENT) for each in (meta, existing_meta)
-        )
-        is_shared = kind in _SHAREABLE_KINDS and deployment == existing_deployment
-        if not (owners & existing_owners or is_shared):
+        if not _is_own(manifest, existing):
             raise NameTakenError(f"{kind} {meta['name']} {_TAKEN_MESSAGE}")
         self._on_change(existing)
         return objects.parse_child(existing).applied == objects.parse_child(manifest).applied != ""
@@ -206,9 +212,9 @@ class Executor:
         """Set the agent's role, then the pod's labels; returns whether the instance has the role. A
         pod whose agent refuses keeps its labels and is replaced like any other."""
         target = action.target
-        if not self._may_write():
-            raise NotLeadingError(_LEASE_EXPIRED)
         try:
+            # The agent refuses an order that is older than another one.
+            self._get_write_timeout_s()
             await self._set_role(action.agent, action.role)
         except AgentError as error:
             log.warning("Pod %s/%s keeps its role: %s", target.namespace, target.name, error)
@@ -264,11 +270,11 @@ class Executor:
             return None
 
     async def _emit(self, action: Emit) -> None:
-        """Create an Event; errors are logged only."""
+        """Create an Event, or count it again if it exists; errors are logged only."""
         target = action.target
         version, now = client.KINDS[target.kind].version, format_timestamp(self._clock())
         involved = {"namespace": target.namespace, "name": target.name, "uid": target.uid}
-        text = f"{target.uid}/{action.reason}/{action.message}/{now}"
+        text = f"{target.uid}/{action.reason}/{action.message}"
         name = f"{target.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         event = {
             "apiVersion": "v1",
@@ -283,12 +289,28 @@ class Executor:
             "lastTimestamp": now,
             "count": 1,
         }
+        count = self._event_counts.pop(name, 0) + 1
+        self._event_counts[name] = count
+        if len(self._event_counts) > _MAX_COUNTED_EVENTS:
+            del self._event_counts[next(iter(self._event_counts))]
+        again = {"count": max(count, 2), "lastTimestamp": now}
         try:
-            path = client.KINDS["Event"].build_path(target.namespace)
-            await self._write("POST", path, event, query=None)
+            await self._create_or_patch_event(target.namespace, name, event, again)
+        except client.KubeApiError as error:
+            log.warning("Event of %s %s: %s", target.kind, target.name, error)
+
+    async def _create_or_patch_event(
+        self, namespace: str, name: str, event: Manifest, again: Manifest
+    ) -> None:
+        """Raises KubeApiError."""
+        kind = client.KINDS["Event"]
+        try:
+            await self._write("POST", kind.build_path(namespace), event, query=None)
         except client.KubeApiError as error:
             if error.status != _CONFLICT:
-                log.warning("Event of %s %s: %s", target.kind, target.name, error)
+                raise
+            path = kind.build_path(namespace, name)
+            await self._write("PATCH", path, again, client.MERGE_PATCH)
 
     async def _write(
         self,
@@ -301,13 +323,38 @@ class Executor:
         """Send one write, with retries while errors are transient and the lease is held."""
 
         async def once() -> Manifest:
-            if not self._may_write():
-                raise NotLeadingError(_LEASE_EXPIRED)
+            timeout_s = self._get_write_timeout_s()
+            # The API server drops the request then as well.
+            parameters = {**(query or {}), "timeout": f"{timeout_s:.3f}s"}
             return await self._kube.request(
-                method, path, query=query, body=body, content_type=content_type
+                method,
+                path,
+                query=parameters,
+                body=body,
+                content_type=content_type,
+                timeout_s=timeout_s,
             )
 
         return await client.retry_transient(once)
+
+    def _get_write_timeout_s(self) -> float:
+        """The time-out of a write: none may land after the lease. Raises NotLeadingError."""
+        lease_s = self._get_lease_s()
+        if lease_s < _MIN_WRITE_S:
+            raise NotLeadingError(_LEASE_EXPIRED)
+        return min(lease_s, client.TIMEOUT_S)
+
+
+def _is_own(manifest: Manifest, existing: Manifest) -> bool:
+    """Whether an object that exists has the same owner as a manifest, or one that may share it."""
+    meta, existing_meta = manifest["metadata"], existing["metadata"]
+    owners = {owner["uid"] for owner in meta["ownerReferences"]}
+    existing_owners = {owner["uid"] for owner in existing_meta.get("ownerReferences", ())}
+    deployment, existing_deployment = (
+        each.get("labels", {}).get(DEPLOYMENT) for each in (meta, existing_meta)
+    )
+    is_shared = manifest["kind"] in _SHAREABLE_KINDS and deployment == existing_deployment
+    return bool(owners & existing_owners) or is_shared
 
 
 def _get_target(action: Write) -> ObjectReference:

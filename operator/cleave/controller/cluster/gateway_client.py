@@ -18,7 +18,7 @@ import msgspec
 from cleave.api.role import Role
 from cleave.manifests.labels import INTERNAL_PORT
 from cleave.rpc import http_client
-from cleave.rpc.fleet_status import FleetInstance, FleetStatus
+from cleave.rpc.fleet_status import MAX_INSTANCES, FleetInstance, FleetStatus
 
 K = TypeVar("K", bound=Hashable)
 
@@ -26,7 +26,10 @@ TIMEOUT_S = 2.0
 PATH = "/fleet"
 _MAX_GATEWAYS = 8
 """Gateways queried at a time; more would add no information."""
-_PAGE_LIMIT = 16 << 20
+_PAGE_LIMIT = 4 << 20
+_MAX_OBJECTS = 4 * MAX_INSTANCES
+"""JSON objects in a page: an instance has two, and its texts hold few braces. Bounds the time that
+decoding takes, during which nothing else runs."""
 _CONNECTED = ("heard", "stale")
 _MAX_AGE_S = 45.0
 _FIRST_INCOMPLETE_AGE_S = 1.0
@@ -150,9 +153,20 @@ def _merge_members(pod: str, members: list[FleetInstance], count: int) -> FleetI
 async def _fetch_page(url: str, timeout_s: float) -> FleetStatus | None:
     try:
         body = await http_client.get(url + PATH, seconds=timeout_s, limit=_PAGE_LIMIT)
-        return msgspec.json.decode(body, type=FleetStatus)
-    except (http_client.HttpError, msgspec.DecodeError):
+    except http_client.HttpError:
         return None
+    return decode_page(body)
+
+
+def decode_page(body: bytes) -> FleetStatus | None:
+    """Decode a gateway's page; None: it is invalid or has too many objects."""
+    if body.count(b"{") > _MAX_OBJECTS:
+        return None
+    try:
+        page = msgspec.json.decode(body, type=FleetStatus)
+    except msgspec.DecodeError:
+        return None
+    return page if len(page.instances) <= MAX_INSTANCES else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,15 +23,27 @@ _NOT_FOUND = 404
 
 @dataclass(frozen=True, slots=True)
 class LeaseConfig:
-    """Times of the election, in seconds."""
+    """Times of the election, in seconds; by default those of Kubernetes' own controllers, which
+    outlast an API server that pauses for seconds. Raises ValueError when they contradict."""
 
-    lease_s: int = 4
+    lease_s: int = 15
     """A Lease that was not renewed for this long may be taken over."""
-    renew_deadline_s: float = 3.0
+    renew_deadline_s: float = 10.0
     """The leader writes for this long after a renewal; less than `lease_s`."""
-    renew_s: float = 1.0
-    retry_s: float = 0.5
-    """Period at which standby operators read the Lease."""
+    retry_s: float = 2.0
+    """Period at which the leader renews the Lease and standby operators read it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.retry_s < self.renew_deadline_s < self.lease_s:
+            raise ValueError(
+                f"--retry-period {self.retry_s:g} must be below --renew-deadline "
+                f"{self.renew_deadline_s:g}, and that below --lease-duration {self.lease_s}"
+            )
+
+    @property
+    def timeout_s(self) -> float:
+        """Of one request."""
+        return self.renew_deadline_s / 2
 
 
 class LeaderElector:
@@ -53,6 +65,8 @@ class LeaderElector:
         self._until_s = float("-inf")
         self._observed_record: tuple[str, str] = ("", "")
         self._observed_at_s = self._attempted_at_s = clock()
+        self._held: Manifest | None = None
+        """The Lease as this operator wrote it last; None: it has to be read first."""
         self._fault = ""
         self.elected = asyncio.Event()
         """Set while this operator leads."""
@@ -60,7 +74,12 @@ class LeaderElector:
     @property
     def is_leading(self) -> bool:
         """Whether this operator may write now."""
-        return self._clock() < self._until_s
+        return self.remaining_s > 0
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds for which this operator may still write; none are left at 0 and below."""
+        return self._until_s - self._clock()
 
     @property
     def idle_s(self) -> float:
@@ -75,7 +94,7 @@ class LeaderElector:
             if self.elected.is_set() and not self.is_leading:
                 log.warning("%s has lost the lease %s", self._identity, self._name)
                 self.elected.clear()
-            await asyncio.sleep(self._config.renew_s if self.is_leading else self._config.retry_s)
+            await asyncio.sleep(self._config.retry_s)
 
     async def resign(self) -> None:
         """Release the Lease, so that another operator can lead at once."""
@@ -97,7 +116,7 @@ class LeaderElector:
         try:
             is_holder = await self._acquire_or_renew()
         except KubeApiError as error:
-            # Log each error once: there are two attempts a second.
+            # Log each error once, not at each attempt.
             if error.status != _CONFLICT and str(error) != self._fault:
                 log.warning("leader election: %s", error)
             self._fault = str(error)
@@ -111,20 +130,27 @@ class LeaderElector:
 
     async def _acquire_or_renew(self) -> bool:
         """Whether the Lease was written for this operator. Raises KubeApiError."""
+        timeout_s = self._config.timeout_s
+        if self._held is not None and self.is_leading:
+            # Without a read, so that a leader outlasts an API server that is slow all the time.
+            lease, self._held = self._held, None
+            self._held = await self._replace_lease(self._build_lease(lease))
+            return True
         try:
-            timeout_s = self._config.renew_s
             lease = await self._kube.get("Lease", self._namespace, self._name, timeout_s=timeout_s)
         except KubeApiError as error:
             if error.status != _NOT_FOUND:
                 raise
             path = KINDS["Lease"].build_path(self._namespace)
             query = {"fieldManager": FIELD_MANAGER}
-            await self._kube.request("POST", path, body=self._build_lease({}), query=query)
+            self._held = await self._kube.request(
+                "POST", path, body=self._build_lease({}), query=query, timeout_s=timeout_s
+            )
             return True
         spec = lease.get("spec", {})
         if not self._is_free(spec):
             return False
-        await self._replace_lease(self._build_lease(lease))
+        self._held = await self._replace_lease(self._build_lease(lease))
         return True
 
     def _is_free(self, spec: Manifest) -> bool:
@@ -158,7 +184,8 @@ class LeaderElector:
             },
         }
 
-    async def _replace_lease(self, lease: Manifest) -> None:
-        """Replace the Lease, unless it has changed since it was read. Raises KubeApiError."""
+    async def _replace_lease(self, lease: Manifest) -> Manifest:
+        """Replace the Lease, unless it has changed since it was read; returns it as it is now.
+        Raises KubeApiError."""
         path = KINDS["Lease"].build_path(self._namespace, self._name)
-        await self._kube.request("PUT", path, body=lease, timeout_s=self._config.renew_s)
+        return await self._kube.request("PUT", path, body=lease, timeout_s=self._config.timeout_s)

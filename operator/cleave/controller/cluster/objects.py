@@ -4,6 +4,7 @@ Decisions never read manifests themselves, so that tests set a few fields instea
 and ten thousand pods take little memory.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -38,6 +39,8 @@ TEMPLATE_ANNOTATION = "cleave.dev/template"
 APPLIED_ANNOTATION = "cleave.dev/applied"
 """Annotation of all other created objects: hash of the manifest that was applied."""
 
+_ACCESS_FIELDS = {"NetworkPolicy": ("spec",), "RoleBinding": ("roleRef", "subjects")}
+"""Fields to which the API server adds no defaults, as the manifests have them all."""
 _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
 
@@ -135,7 +138,7 @@ class ObservedNode:
 
 @dataclass(frozen=True, slots=True)
 class ObservedChild:
-    """A Service, Deployment or disruption budget that belongs to a resource."""
+    """An object that was applied for a resource, such as a Service or Deployment."""
 
     kind: str
     namespace: str
@@ -143,6 +146,8 @@ class ObservedChild:
     uid: str
     applied: str
     """Hash of the applied manifest; empty: something else created it."""
+    access: str = ""
+    """As `get_access_rules` returns it."""
     deleting: bool = False
     ready: int = 0
     """Ready replicas of a Deployment."""
@@ -245,6 +250,13 @@ def parse_node(manifest: Manifest) -> ObservedNode:
     )
 
 
+def get_access_rules(manifest: Manifest) -> str:
+    """What a NetworkPolicy or RoleBinding permits, as text; empty for other kinds. Compared as a
+    whole: an edit by hand that opened something would otherwise stay."""
+    fields = _ACCESS_FIELDS.get(manifest["kind"], ())
+    return json.dumps([manifest.get(name) for name in fields], sort_keys=True) if fields else ""
+
+
 def parse_child(manifest: Manifest) -> ObservedChild:
     """Parse an object that was applied for a resource."""
     meta, status = manifest["metadata"], manifest.get("status", {})
@@ -255,6 +267,7 @@ def parse_child(manifest: Manifest) -> ObservedChild:
         name=meta["name"],
         uid=meta.get("uid", ""),
         applied=meta.get("annotations", {}).get(APPLIED_ANNOTATION, ""),
+        access=get_access_rules(manifest),
         deleting="deletionTimestamp" in meta,
         ready=status.get("readyReplicas", 0),
         # The rule of `kubectl rollout status`.

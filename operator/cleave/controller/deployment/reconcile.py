@@ -25,7 +25,7 @@ from cleave.controller.replan.inputs import read_placement
 from cleave.controller.rollout import planner as rollout_planner
 from cleave.controller.rollout.planner import InstanceCount, RoleState, RolloutStep
 from cleave.controller.views import DeploymentView, Pools
-from cleave.manifests import owned_objects
+from cleave.manifests import credentials, network_policies, owned_objects
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest, build_object
 from cleave.manifests.pool import build_pools
@@ -144,12 +144,24 @@ def _build_owned_objects(view: DeploymentView) -> list[Manifest]:
         owned_objects.build_role_binding(deployment, settings.discovery_role),
         owned_objects.build_workers_service(deployment),
         build_gateway_service(deployment),
-        build_gateway_deployment(deployment, image_prefix=settings.image_prefix),
+        _build_gateway(view),
         owned_objects.build_gateway_budget(deployment),
     ]
-    if settings.isolates_workers:
-        owned.append(owned_objects.build_workers_policy(deployment, settings.namespace))
+    if settings.isolation is not None:
+        owned.append(network_policies.build_workers_policy(deployment, settings.isolation))
+        owned.append(network_policies.build_gateway_policy(deployment, settings.isolation))
     return owned
+
+
+def _build_gateway(view: DeploymentView) -> Manifest:
+    deployment, settings = view.deployment, view.settings
+    gateway = build_gateway_deployment(deployment, image_prefix=settings.image_prefix)
+    if settings.account:
+        template = gateway["spec"]["template"]
+        template["spec"] = credentials.add_credentials(
+            template["spec"], deployment.name, deployment.namespace, settings.account
+        )
+    return gateway
 
 
 def _update_pools(view: DeploymentView, desired: Pools) -> Iterator[Action]:

@@ -9,7 +9,7 @@ from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import Create
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.views import PoolInstances, PoolView
-from cleave.manifests import multi_node
+from cleave.manifests import credentials, multi_node
 from cleave.manifests.cell_pod import build_cell_pod
 from cleave.manifests.labels import Manifest
 from cleave.manifests.resources import add_rdma_device
@@ -66,7 +66,8 @@ def complete_instances(view: PoolView, instances: Iterable[ObservedPod]) -> Iter
         )
         for further_pod in pods:
             if further_pod["metadata"]["name"] not in existing:
-                yield Create(apply.with_template(further_pod, view.template_hash))
+                pod = _add_credentials(view, further_pod)
+                yield Create(apply.with_template(pod, view.template_hash))
 
 
 def choose_victims(pods: Sequence[ObservedPod], count: int) -> tuple[ObservedPod, ...]:
@@ -97,7 +98,7 @@ def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
     )
     group = manifest["spec"]["leaderWorkerTemplate"]
     for part in ("leaderTemplate", "workerTemplate"):
-        group[part] = apply.with_template(group[part], view.template_hash)
+        group[part] = apply.with_template(_add_credentials(view, group[part]), view.template_hash)
     return manifest
 
 
@@ -108,7 +109,16 @@ def _build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
         manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
     else:
         manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)
-    return apply.with_template(manifest, view.template_hash)
+    return apply.with_template(_add_credentials(view, manifest), view.template_hash)
+
+
+def _add_credentials(view: PoolView, pod: Manifest) -> Manifest:
+    """The pod, or template of one, with the token for calls of agents, if they need one."""
+    if not (operator := view.settings.account):
+        return pod
+    deployment, namespace = view.pool.spec.deployment, view.pool.namespace
+    spec = credentials.add_credentials(pod["spec"], deployment, namespace, operator)
+    return {**pod, "spec": spec}
 
 
 def _add_devices(view: PoolView) -> InstancePool:

@@ -17,7 +17,7 @@ from cleave.controller.pool import status as pool_status
 from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
 from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, plan_next_step
 from cleave.controller.views import PoolInstances, PoolView
-from cleave.manifests import owned_objects
+from cleave.manifests import network_policies, owned_objects
 from cleave.manifests.labels import Manifest
 
 _OWN_ROLLOUT_LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
@@ -63,7 +63,10 @@ def _build_owned_objects(view: PoolView) -> list[Manifest]:
         return [budget]
     account = owned_objects.build_service_account(pool)
     binding = owned_objects.build_role_binding(pool, view.settings.discovery_role)
-    return [account, binding, owned_objects.build_workers_service(pool), budget]
+    owned = [account, binding, owned_objects.build_workers_service(pool), budget]
+    if (isolation := view.settings.isolation) is not None:
+        owned.append(network_policies.build_workers_policy(pool, isolation))
+    return owned
 
 
 def _classify_instances(view: PoolView) -> PoolInstances:

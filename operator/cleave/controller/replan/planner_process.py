@@ -1,18 +1,24 @@
-"""Client of the planner: runs one plan at a time in a separate process, with a time limit.
+"""Client of the planner: runs one plan at a time in a separate process, with limits.
 
 Used by the controller. Planning computes for seconds, during which the operator has to renew its
-lease and to reconcile other objects; hence the process. `run_planner` runs there.
+lease and to reconcile other objects; hence the process. `run_planner` runs there. Anybody who may
+create a deployment may ask for a plan, so the process has limits of time and memory, and the
+namespaces take turns.
 """
 
 import asyncio
+import importlib
 import logging
+import math
 import os
+import resource
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from cleave.api.cluster import Cluster
@@ -21,6 +27,7 @@ from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
 from cleave.api.replan_status import FittedPlanInputs
 from cleave.controller.cluster.actions import PlanJob
+from cleave.controller.replan.fair_lock import FairLock
 from cleave.controller.webhook.validation import list_unreadable_files
 
 log = logging.getLogger(__name__)
@@ -29,6 +36,12 @@ K = TypeVar("K")
 
 TIMEOUT_S = 600.0
 """Time limit of one planner run."""
+CONTENDED_TIMEOUT_S = 120.0
+"""Time limit while another namespace waits for a plan."""
+MEMORY_BYTES = 512 << 20
+"""What the process may allocate after its imports: five times a plan for 2,000 GPUs. The pod's own
+limit would end the operator as well."""
+_CHECK_S = 1.0
 _NICENESS = 10
 _STAND_IN_MODEL = "facebook/opt-13b"
 """Replaces a model in a folder when engines are emulated."""
@@ -84,6 +97,17 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
     return replace(job, plan=plan.model_dump(mode="json", exclude_none=True))
 
 
+def prepare_process(memory_bytes: int) -> None:
+    """Bound this process, which will run `run_planner`. Memory beyond the bound is a MemoryError
+    or the end of the process."""
+    os.nice(_NICENESS)
+    # The bound counts from here, as imports take more on machines with more cores.
+    importlib.import_module("cleave.planner.plan_search")
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    limit = int(fields["VmData"].split()[0]) * 1024 + memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
 def _with_traffic(deployment: LLMDeployment, fitted: FittedPlanInputs | None) -> LLMDeployment:
     """Return the deployment with the traffic of `fitted` instead of the spec's."""
     if fitted is None:
@@ -105,13 +129,22 @@ def _without_folder(deployment: LLMDeployment) -> LLMDeployment:
 class PlannerClient(Generic[K]):
     """Submits requests to the planner's process and keeps the last result for each key."""
 
-    def __init__(self, on_finished: Callable[[K], None], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        on_finished: Callable[[K], None],
+        get_group: Callable[[K], str],
+        timeout_s: float = TIMEOUT_S,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        """`get_group`: the namespace of a key; namespaces take turns."""
         self._on_finished = on_finished
+        self._get_group = get_group
         self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
         self._results: dict[K, PlanJob] = {}
         self._tasks: dict[K, asyncio.Task[None]] = {}
         self._submitted: dict[K, PlanJob] = {}
-        self._process_lock, self._review_lock = asyncio.Lock(), asyncio.Lock()
+        self._process_lock, self._review_lock = FairLock(), FairLock()
         self._process_pool: ProcessPoolExecutor | None = None
 
     def get_result(self, key: K) -> PlanJob | None:
@@ -150,41 +183,47 @@ class PlannerClient(Generic[K]):
     async def _run_job(
         self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
     ) -> None:
-        async with self._acquire_process(job):
-            outcome = await self._run_in_process(deployment, cluster, job)
+        group = self._get_group(key)
+        async with self._acquire_process(job, group):
+            outcome = await self._run_in_process(deployment, cluster, job, group)
         self._results[key] = outcome
         if self._tasks.get(key) is asyncio.current_task():
             del self._tasks[key]
         self._on_finished(key)
 
     @asynccontextmanager
-    async def _acquire_process(self, job: PlanJob) -> AsyncIterator[None]:
+    async def _acquire_process(self, job: PlanJob, group: str) -> AsyncIterator[None]:
         """Wait for the process; reviews take one place in the queue, so first plans come soon."""
         async with AsyncExitStack() as stack:
             if job.review is not None:
-                await stack.enter_async_context(self._review_lock)
-            await stack.enter_async_context(self._process_lock)
+                await stack.enter_async_context(self._review_lock.acquire(group))
+            await stack.enter_async_context(self._process_lock.acquire(group))
             yield
 
     async def _run_in_process(
-        self, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
+        self, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob, group: str
     ) -> PlanJob:
         if self._process_pool is None:
             self._process_pool = ProcessPoolExecutor(
-                1, mp_context=get_context("spawn"), initializer=os.nice, initargs=(_NICENESS,)
+                1,
+                mp_context=get_context("spawn"),
+                initializer=prepare_process,
+                initargs=(self._memory_bytes,),
             )
         text = deployment.model_dump_json(exclude_none=True)
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._process_pool, run_planner, text, cluster, job)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await future
-        except TimeoutError:
+            return await self._wait_for_result(future, group)
+        except TimeoutError as error:
             self._stop_process()
-            fault = f"the planner has not finished within {self._timeout_s:.0f} s"
-        except BrokenProcessPool:
+            fault = str(error)
+        except (MemoryError, BrokenProcessPool):
             self._stop_process()
-            fault = "the planner process has ended; is its memory limit too low?"
+            fault = (
+                f"the planner process has ended: it may allocate {self._memory_bytes >> 20} MiB; "
+                "a smaller spec.planning.maxGPUs needs less"
+            )
         except asyncio.CancelledError:
             # The next request should not wait for a result that is no longer needed.
             self._stop_process()
@@ -193,6 +232,16 @@ class PlannerClient(Generic[K]):
             log.exception("planning %s", deployment.name)
             fault = f"the planner failed: {type(error).__name__}: {error}"
         return replace(job, faults=(fault,))
+
+    async def _wait_for_result(self, future: asyncio.Future[PlanJob], group: str) -> PlanJob:
+        """Raises TimeoutError when a limit has passed; the limit is shorter while others wait."""
+        started_s = asyncio.get_running_loop().time()
+        while not (await asyncio.wait([future], timeout=min(_CHECK_S, self._timeout_s)))[0]:
+            is_contended = self._process_lock.has_other_waiters(group)
+            limit_s = min(self._timeout_s, CONTENDED_TIMEOUT_S if is_contended else math.inf)
+            if asyncio.get_running_loop().time() - started_s > limit_s:
+                raise TimeoutError(f"the planner has not finished within {limit_s:.0f} s")
+        return future.result()
 
     def _stop_process(self) -> None:
         if self._process_pool is None:

@@ -11,17 +11,18 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from cleave.api import deployment, pool
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.faults import format_faults
 from cleave.api.pool import InstancePool
+from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy, list_violations
 from cleave.controller.webhook import validation
 from cleave.controller.webhook.validation import ValidationFindings
 
-_M = TypeVar("_M", bound=BaseModel)
+_M = TypeVar("_M", LLMDeployment, InstancePool)
 
 API_VERSION = "admission.k8s.io/v1"
 
@@ -38,12 +39,14 @@ class ReviewError(ValueError):
     """The request is not an AdmissionReview."""
 
 
-def review_admission(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]:
+def review_admission(
+    review: Mapping[str, Any], cluster: Cluster | None, policy: AuthorPolicy = ALLOW_ALL
+) -> dict[str, Any]:
     """Return the AdmissionReview with its response. `cluster` may be None. Raises ReviewError."""
     request = review.get("request")
     if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
         raise ReviewError("the request is not an AdmissionReview")
-    findings = check_resource(request.get("object"), cluster)
+    findings = check_resource(request.get("object"), cluster, policy)
     response: dict[str, Any] = {"uid": request["uid"], "allowed": not findings.faults}
     if findings.faults:
         message = "; ".join(findings.faults)
@@ -53,15 +56,19 @@ def review_admission(review: Mapping[str, Any], cluster: Cluster | None) -> dict
     return {"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response}
 
 
-def check_resource(resource: object, cluster: Cluster | None) -> ValidationFindings:
+def check_resource(
+    resource: object, cluster: Cluster | None, policy: AuthorPolicy = ALLOW_ALL
+) -> ValidationFindings:
     """Check a decoded resource; kinds other than Cleave's pass without findings."""
     if not isinstance(resource, Mapping):
         return ValidationFindings()
     match resource.get("kind"):
         case deployment.KIND:
-            return _check_model(LLMDeployment, resource, validation.check_deployment, cluster)
+            return _check_model(
+                LLMDeployment, resource, validation.check_deployment, cluster, policy
+            )
         case pool.KIND:
-            return _check_model(InstancePool, resource, validation.check_pool, cluster)
+            return _check_model(InstancePool, resource, validation.check_pool, cluster, policy)
         case _:
             return ValidationFindings()
 
@@ -71,6 +78,7 @@ def _check_model(
     resource: Mapping[str, Any],
     examine: Callable[[_M, Cluster | None], ValidationFindings],
     cluster: Cluster | None,
+    policy: AuthorPolicy,
 ) -> ValidationFindings:
     metadata = resource.get("metadata") or {}
     document = {
@@ -81,11 +89,12 @@ def _check_model(
     }
     try:
         # Parse from JSON, as `cleave validate` does: strict types accept strings for dates there.
-        parsed = model.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
+        parsed: _M = model.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
         return ValidationFindings(faults=tuple(format_faults(error, model)))
-    findings = examine(parsed, cluster)
-    return ValidationFindings(findings.faults, () if findings.faults else findings.warnings)
+    findings: ValidationFindings = examine(parsed, cluster)
+    faults = (*findings.faults, *list_violations(parsed, policy))
+    return ValidationFindings(faults, () if faults else findings.warnings)
 
 
 def _shorten(text: str) -> str:

@@ -13,6 +13,7 @@ import logging
 import ssl
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from cleave.api.cluster import Cluster
+from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy
 from cleave.controller.cluster.client import FIELD_MANAGER, JSON, KINDS, KubeApiError, KubeClient
 from cleave.controller.webhook import certificates
 from cleave.controller.webhook.admission import ReviewError, review_admission
@@ -37,6 +39,9 @@ _TIMEOUT_S = 4.0
 """The API server waits 5 s with the chart's default."""
 _MAX_REQUEST_BYTES = 4 << 20
 """More than the largest object that the API server stores."""
+_MAX_FIELDS = 20_000
+"""Colons in a request: bounds the time of its validation. A usual one has a few hundred, and those
+of managedFields, which the API server sends along."""
 _MAX_CONCURRENT = 4
 _CONFLICT = 409
 _JSON_PATCH = "application/json-patch+json"
@@ -171,12 +176,15 @@ class WebhookServer:
         config: WebhookConfig,
         rotator: CertificateRotator,
         cluster: Callable[[], Cluster | None],
+        policy: AuthorPolicy = ALLOW_ALL,
     ) -> None:
+        self._policy = policy
         self._config, self._rotator, self._cluster = config, rotator, cluster
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._served: ServingCertificate | None = None
-        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
+        # A thread is free again only after its review has ended, even one that is too late.
+        self._threads = ThreadPoolExecutor(_MAX_CONCURRENT, "webhook")
         self.is_listening = False
         """Whether the server accepts connections."""
 
@@ -200,6 +208,7 @@ class WebhookServer:
         finally:
             self.is_listening = False
             await runner.cleanup()
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load(self) -> bool:
         """Load the certificate and return whether there is one; errors are logged and retried."""
@@ -213,22 +222,33 @@ class WebhookServer:
         return self._served is not None
 
     async def _validate(self, request: web.Request) -> web.Response:
+        body, cluster = await request.read(), self._cluster()
+        loop = asyncio.get_running_loop()
         try:
-            review = json.loads(await request.read())
-        except ValueError:
-            return web.Response(status=400, text="not JSON")
-        if not isinstance(review, dict):
-            return web.Response(status=400, text="not an object")
-        try:
-            # The wait for a slot counts too: the API server has given up by then.
-            async with asyncio.timeout(_TIMEOUT_S), self._slots:
-                response = await asyncio.to_thread(review_admission, review, self._cluster())
-            return web.json_response(response)
+            # The wait for a thread counts too: the API server has given up by then.
+            async with asyncio.timeout(_TIMEOUT_S):
+                response = await loop.run_in_executor(
+                    self._threads, _review, body, cluster, self._policy
+                )
+            return web.Response(text=response, content_type="application/json")
         except ReviewError as error:
             return web.Response(status=400, text=str(error))
         except TimeoutError:
             # The configuration's failurePolicy decides what the API server does then.
             return web.Response(status=503, text="the validation has timed out")
+
+
+def _review(body: bytes, cluster: Cluster | None, policy: AuthorPolicy) -> str:
+    """Review a request's body; returns the response's. Raises ReviewError."""
+    if body.count(b":") > _MAX_FIELDS:
+        raise ReviewError(f"the request has more than {_MAX_FIELDS} fields")
+    try:
+        review = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ReviewError("the request is not JSON") from None
+    if not isinstance(review, dict):
+        raise ReviewError("the request is not an object")
+    return json.dumps(review_admission(review, cluster, policy))
 
 
 def _load_into_context(certificate: ServingCertificate, context: ssl.SSLContext) -> None:

@@ -33,6 +33,8 @@ class Tenant(msgspec.Struct, frozen=True):
     max_queued: int = MAX_QUEUED
     late: LateRequestPolicy | None = None
     """None: as configured for the gateway."""
+    cache_salt: str = ""
+    """Engines share cached prompts among requests with the same one only; empty: among all."""
 
 
 DEFAULT_TENANT = Tenant("")
@@ -51,6 +53,8 @@ class _TenantSpec(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     weight: Annotated[float, msgspec.Meta(gt=0, le=1_000)] = 1.0
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     late: LateRequestPolicy | None = None
+    cache_group: Annotated[str, msgspec.Meta(min_length=1, max_length=63)] | None = None
+    """Tenants with the same one share cached prompts; None: this one shares with nobody."""
 
 
 class _TenantsFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,7 +106,15 @@ def _build_tenants(file: _TenantsFile, path: Path) -> dict[bytes, Tenant]:
         limits = TenantLimits(
             spec.requests_per_minute or 0, spec.tokens_per_minute or 0, spec.max_concurrent or 0
         )
-        tenant = Tenant(spec.name, limits, spec.weight, spec.priority, spec.max_queued, spec.late)
+        tenant = Tenant(
+            spec.name,
+            limits,
+            spec.weight,
+            spec.priority,
+            spec.max_queued,
+            spec.late,
+            _make_cache_salt(spec),
+        )
         for key in spec.keys:
             hashed = _hash_configured_key(key, path)
             if hashed in tenants:
@@ -111,6 +123,11 @@ def _build_tenants(file: _TenantsFile, path: Path) -> dict[bytes, Tenant]:
                 )
             tenants[hashed] = tenant
     return tenants
+
+
+def _make_cache_salt(spec: _TenantSpec) -> str:
+    kind, name = ("tenant", spec.name) if spec.cache_group is None else ("group", spec.cache_group)
+    return hashlib.sha256(f"{kind}/{name}".encode()).hexdigest()[:32]
 
 
 def _hash_configured_key(key: str, path: Path) -> bytes:

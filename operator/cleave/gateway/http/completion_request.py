@@ -7,6 +7,7 @@ because a duplicate or escaped key (`kv_transf\\u0065r_params`) would smuggle a 
 search for the name. And parsing blocks the event loop, so any body must cost only a few scans.
 """
 
+import hashlib
 import re
 
 import msgspec
@@ -184,6 +185,18 @@ def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionReq
         has_token_ids=has_token_ids,
         return_token_ids=return_token_ids,
     )
+
+
+def set_cache_salt(completion: CompletionRequest, tenant_salt: str) -> None:
+    """Let the request share cached prompts with its tenant only: the time to the first token
+    would otherwise tell a client whether another one has sent a prompt that begins like its own.
+    A salt of the client's own separates further, but cannot name another tenant's."""
+    fields = completion.fields
+    own = bytes(fields["cache_salt"]) if "cache_salt" in fields else b"null"
+    salt = tenant_salt
+    if own != b"null":
+        salt = hashlib.sha256(b"%b/%b" % (tenant_salt.encode(), own)).hexdigest()[:32]
+    fields["cache_salt"] = msgspec.Raw(b'"%b"' % salt.encode())
 
 
 def parse_engine_request(

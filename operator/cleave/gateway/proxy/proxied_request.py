@@ -29,7 +29,7 @@ from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableErro
 from cleave.gateway.failover.retry_policy import Failure, pick_instances
 from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.http import errors, headers
-from cleave.gateway.http.completion_request import CompletionRequest
+from cleave.gateway.http.completion_request import CompletionRequest, set_cache_salt
 from cleave.gateway.http.errors import GatewayError, convert_router_error
 from cleave.gateway.metrics.gateway_metrics import ITL_SAMPLE_MASK, record_completed
 from cleave.gateway.proxy.attempt import Attempt
@@ -65,6 +65,8 @@ class ProxiedRequest:
         self._client = client
         self._path = path
         self._request_id = request_id
+        if tenant.cache_salt:
+            set_cache_salt(body, tenant.cache_salt)
         self._completion = body
         self._tenant = tenant
         self._session = session

@@ -9,6 +9,7 @@ GPUs to pods and frees them again. These assignments must always match the set o
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from cleave.local.kubelet.pod_status import PodState, build_status
 from cleave.local.kubelet.pod_worker import ContainerCommand, PodWorker
 from cleave.manifests.labels import AGENT_PORT, COMPONENT, WORKER, Manifest
 from cleave.rpc import agent_discovery
+from cleave.rpc.credentials import TOKEN_ENV
 
 SHARED_CORES_ENV = "CLEAVE_ALLOW_SHARED_CORES"
 _HOUSEKEEPING_INTERVAL_S = 5.0
@@ -76,6 +78,7 @@ class Kubelet:
 
     async def __aenter__(self) -> Self:
         files.create_private_folder(self._state / "logs")
+        files.write_atomically(self._state / files.TOKEN_FILE, secrets.token_hex(32))
         self._network = network.LoopbackNetwork(self._state.name)
         self._write_agents_file()
         self._housekeeping_task = asyncio.create_task(self._run_housekeeping())
@@ -175,7 +178,10 @@ class Kubelet:
         return ContainerCommand(argv, {**os.environ, **env}, self.get_log_path(spec.name))
 
     def _build_env_overrides(self, own_gpus: frozenset[GpuDevice]) -> dict[str, str]:
-        overrides = {agent_discovery.ENV: f"file:{self.agents_file}"}
+        overrides = {
+            agent_discovery.ENV: f"file:{self.agents_file}",
+            TOKEN_ENV: str(self._state / files.TOKEN_FILE),
+        }
         if self._allow_shared_cores:
             # Set it for all pods: one that shares may have locked a core assigned to another.
             overrides[SHARED_CORES_ENV] = "1"

@@ -5,12 +5,14 @@ same process namespace) maps them and copies at memory speed. Process ids and fi
 reused, so an opened file is used only if device, inode and size match the announced ones.
 """
 
+import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 import torch
 
 from cleave_worker.transfer.memory import Memory, RangeCopy
@@ -66,9 +68,7 @@ class SharedMemoryLink:
         except OSError as error:
             self.close()
             raise LinkError(f"the peer's memory cannot be mapped: {error}") from error
-        self._remote = Memory(
-            [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in self._maps]
-        )
+        self._remote = Memory(list(map(_to_tensor, self._maps)))
 
     def read(self, copies: Iterable[RangeCopy], seconds: float) -> None:  # noqa: ARG002
         """Copy from remote to local memory; needs no time limit, as memory does not block."""
@@ -89,12 +89,21 @@ class SharedMemoryLink:
 
 
 def _map_region(region: SharedRegion) -> mmap.mmap:
-    file = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDWR | os.O_CLOEXEC)
+    file = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(file)
         expected = (region.device, region.inode, region.size)
         if (status.st_dev, status.st_ino, status.st_size) != expected:
             raise OSError("the file descriptor refers to another file")
-        return mmap.mmap(file, region.size)
+        return mmap.mmap(file, region.size, access=mmap.ACCESS_READ)
     finally:
         os.close(file)
+
+
+def _to_tensor(mapping: mmap.mmap) -> torch.Tensor:
+    """A tensor on a mapping, which nothing may write. It keeps the mapping open."""
+    view = np.frombuffer(mapping, np.uint8)
+    # torch has no read-only tensors and warns of every buffer that is.
+    array = (ctypes.c_uint8 * len(mapping)).from_address(view.ctypes.data)
+    array.view = view  # type: ignore[attr-defined]
+    return torch.frombuffer(array, dtype=torch.uint8)

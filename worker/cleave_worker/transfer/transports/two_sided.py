@@ -10,6 +10,7 @@ KV on a GPU is packed by one or two kernels for each chunk. gloo moves host memo
 chunk takes one copy between a pinned buffer and a staging buffer on the GPU.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,10 +40,20 @@ class Rendezvous:
 
     def __init__(self, host: str, seconds: float) -> None:
         """Listen on a free port of `host`."""
+        # A socket of its own: without one the store listens on all addresses of the machine.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        self.port: int = listener.getsockname()[1]
+        # The store closes the descriptor.
         self._store = TCPStore(
-            host, 0, 2, True, timeout=timedelta(seconds=seconds), wait_for_workers=False
+            host,
+            self.port,
+            2,
+            True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
-        self.port: int = self._store.port
 
     def create_link(
         self, memory: Memory, transport: Transport, host: str, seconds: float

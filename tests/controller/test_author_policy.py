@@ -1,0 +1,62 @@
+"""What authors of deployments and pools may ask for, in the webhook and in the reconcile."""
+
+from typing import Any
+
+import pytest
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.manifest import validate
+from cleave.controller.author_policy import AuthorPolicy, list_violations
+from cleave.controller.webhook.admission import check_resource
+
+from tests.support.fake_cluster import chat
+
+STRICT = AuthorPolicy(
+    allows_host_paths=False,
+    allows_host_network=False,
+    allows_secrets=False,
+    allowed_images=("registry.example/",),
+    denied_engine_args=("--trust-remote-code",),
+)
+SECRET = {"secretKeyRef": {"name": "s", "key": "k"}}
+
+
+def build_deployment(**spec: Any) -> LLMDeployment:
+    return validate(chat(engine={"type": "vLLM", **spec.pop("engine", {})}, **spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "path"),
+    [
+        ({"engine": {"image": "docker.io/x"}}, "spec.engine.image: .* begin with registry.example"),
+        ({"gateway": {"image": "docker.io/x"}}, "spec.gateway.image"),
+        ({"engine": {"args": ["--trust_remote_code"]}}, "denies --trust-remote-code"),
+        ({"engine": {"env": [{"name": "T", "valueFrom": SECRET}]}}, "spec.engine.env.T"),
+        ({"template": {"hostNetwork": True}}, "spec.template.hostNetwork"),
+        (
+            {"template": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}},
+            "spec.template.volumes.v: .* denies hostPath",
+        ),
+        (
+            {"template": {"volumes": [{"name": "v", "secret": {"secretName": "s"}}]}},
+            "spec.template.volumes.v: .* denies secret",
+        ),
+        ({"model": "/models/x"}, "spec.model: .* folders of nodes"),
+    ],
+)
+def test_what_the_policy_denies_is_named_and_allowed_without_one(
+    spec: dict[str, Any], path: str
+) -> None:
+    deployment = build_deployment(**spec)
+    (fault,) = list_violations(deployment, STRICT)
+    assert pytest.importorskip("re").search(path, fault), fault
+    assert not list(list_violations(deployment, AuthorPolicy()))
+    document = chat(engine={"type": "vLLM", **spec.get("engine", {})}, **{
+        key: value for key, value in spec.items() if key != "engine"
+    })  # fmt: skip
+    assert fault in check_resource(document, None, STRICT).faults
+
+
+def test_what_the_policy_allows_passes() -> None:
+    spec = {"engine": {"image": "registry.example/worker:1", "args": ["--seed", "1"]}}
+    assert not list(list_violations(build_deployment(**spec), STRICT))

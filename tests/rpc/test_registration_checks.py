@@ -1,0 +1,53 @@
+"""What an agent may report about itself, and what it may not."""
+
+import pytest
+
+from cleave.rpc.registration_checks import RegistrationError, check_registration
+from cleave.rpc.v1 import agent_pb2
+
+AGENT = "10.0.0.1:9000"
+
+
+def make_registration(**fields: object) -> agent_pb2.Registration:
+    registration = agent_pb2.Registration(
+        instance="p-0", deployment="chat", model="m", engine_url="http://10.0.0.1:9001"
+    )
+    registration.MergeFrom(agent_pb2.Registration(**fields))
+    return registration
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"engine_url": "http://10.0.0.2:9001"}, "its engine is at 10.0.0.2"),
+        ({"engine_url": "http://metadata.internal:80"}, "its engine is at metadata.internal"),
+        ({"instance": "p-1"}, "instance 'p-1' is not of pod 'p-0'"),
+        ({"instance": "p-01"}, "is not of pod"),
+        ({"deployment": "other"}, "deployment 'other', not 'chat'"),
+        ({"adapters": [f"a{n}" for n in range(1_025)]}, "1025 adapters"),
+        ({"adapters": ["a" * 513]}, "a name has 513 characters"),
+        ({"model": "m" * 513}, "a name has 513 characters"),
+        ({"reason": "r" * (512 << 10)}, "is too large"),
+    ],
+)
+def test_a_registration_of_something_else_is_refused(fields: dict, fault: str) -> None:
+    with pytest.raises(RegistrationError, match=fault):
+        check_registration(make_registration(**fields), AGENT, "chat", "p-0")
+
+
+@pytest.mark.parametrize(
+    ("agent", "engine_url", "instance"),
+    [
+        (AGENT, "http://10.0.0.1:9001", "p-0"),
+        (AGENT, "", "p-0"),
+        (AGENT, "http://10.0.0.1:9001", "p-0.decode-1"),
+        ("[fd00::1]:9000", "http://[fd00:0::1]:9001", "p-0"),
+        ("worker.example:9000", "http://10.0.0.9:9001", "p-0"),
+    ],
+    ids=["usual", "starting", "cell", "IPv6", "name"],
+)
+def test_an_agents_own_registration_passes(agent: str, engine_url: str, instance: str) -> None:
+    registration = make_registration(instance=instance)
+    registration.engine_url = engine_url
+    check_registration(registration, agent, "chat", "p-0")
+    check_registration(registration, agent)
