@@ -7,6 +7,9 @@ from typing import Protocol
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.admission.controller import AdmissionController
 from cleave.gateway.config import GatewayConfig
+from cleave.gateway.failover.retry_budget import RetryBudget
+from cleave.gateway.failover.suspect_requests import SuspectRequests
+from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
 from cleave.gateway.http.headers import TRACEPARENT
 from cleave.gateway.http.write_batcher import WriteBatcher
@@ -65,6 +68,8 @@ class GatewayContext:
         self.admission = AdmissionController(config, router.registry, self.metrics, shared_state)
         self.set_api_keys(api_keys)
         self.circuit_breaker = CircuitBreaker()
+        self.retry_budget = RetryBudget(config.retry_share)
+        self.suspect_requests = SuspectRequests()
         self.write_batcher = WriteBatcher()
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""
@@ -74,8 +79,8 @@ class GatewayContext:
         """Separate, so that clients cannot lock out probes and the operator."""
         self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock)
         """A connection counts as a client only after its handshake."""
-        self.partial_bytes = 0
-        """Memory of incomplete requests of all clients."""
+        self.buffer_budget = BufferBudget(config.max_buffered_bytes)
+        """Memory of requests and answers of all clients."""
         self.discarded_bytes = 0
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_body_at = 0.0
@@ -148,6 +153,7 @@ class GatewayContext:
     def expire_pools(self, now: float) -> None:
         """Close idle connections, and remove pools of engines that are gone."""
         self.circuit_breaker.expire(now)
+        self.suspect_requests.expire(now)
         for boot_id, pool in tuple(self._pools.items()):
             pool.close_idle(now)
             if pool.is_empty:

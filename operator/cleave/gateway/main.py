@@ -120,6 +120,11 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         parser.error(str(error))
     logs.configure(options.log_format)
     raise_open_file_limit(config.max_clients)
+    if config.api_keys is None and not all(map(is_loopback, config.hosts)):
+        log.warning(
+            "whoever reaches %s may send requests: give --api-keys, or listen on 127.0.0.1",
+            ", ".join(config.hosts),
+        )
     return run(config)
 
 

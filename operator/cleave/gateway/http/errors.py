@@ -60,6 +60,22 @@ def build_engine_error(status: HTTPStatus, message: str) -> GatewayError:
 HANDOFF_LEAK = build_engine_error(HTTPStatus.BAD_GATEWAY, "the engine's response cannot be relayed")
 """The response contains a handoff that cannot be removed."""
 
+RESPONSE_TOO_LONG = build_engine_error(
+    HTTPStatus.BAD_GATEWAY,
+    "the answer is larger than the gateway buffers: stream it, or request fewer choices or "
+    "log-probabilities",
+)
+"""A response that is not streamed exceeds its limit, or the room in the buffer budget."""
+
+SUSPECT_REQUEST = GatewayError(
+    HTTPStatus.BAD_GATEWAY,
+    "two engines ended while they ran this request, so it is refused for some minutes: "
+    "change it, or report it",
+    "server_error",
+    code="suspect_request",
+)
+"""The request probably ended the engines that ran it."""
+
 
 def redact_engine_rejection(status: int) -> GatewayError:
     """An engine's rejection without its message, because the message quotes a handoff."""
