@@ -240,8 +240,8 @@ class GatewayConfig:
     retry_share: float = _declare(
         "--retry-share",
         0.2,
-        "share of a model's active requests that may be retried on other engines at a time, 0 to 1; "
-        "at least ten may; the others wait, --resume-timeout at most",
+        "share of a model's active requests that may be retried at a time, 0 to 1; ten always may; "
+        "the others wait, --resume-timeout at most",
         parse=parse_ratio,
         metavar="SHARE",
     )

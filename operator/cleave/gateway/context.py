@@ -7,8 +7,6 @@ from typing import Protocol
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.admission.controller import AdmissionController
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.failover.retry_budget import RetryBudget
-from cleave.gateway.failover.suspect_requests import SuspectRequests
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
 from cleave.gateway.http.headers import TRACEPARENT
@@ -18,6 +16,8 @@ from cleave.gateway.metrics.multiprocess import restore_counters, save_counters
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
+from cleave.gateway.upstream.retry_budget import RetryBudget
+from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.router.instance import Target
 from cleave.router.router import Router
 

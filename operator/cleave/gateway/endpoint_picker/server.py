@@ -27,6 +27,7 @@ from cleave.gateway.http.completion_request import (
     CompletionRequest,
     build_colocated_body,
     parse_completion,
+    raise_priority,
 )
 from cleave.gateway.http.errors import GatewayError, build_payload_too_large, convert_router_error
 from cleave.router.errors import NoInstance, RouterError
@@ -161,6 +162,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         """Pick an instance, name it, and process the response. Raises GatewayError."""
         context = self._context
         tenant = context.api_keys.find_tenant(head.headers.get("authorization")) or DEFAULT_TENANT
+        if tenant.min_request_priority is not None:
+            raise_priority(completion, tenant.min_request_priority)
         direct = DirectRequest(context, completion, tenant)
         outcome = "cancelled"
         try:

@@ -2,9 +2,9 @@
 
 Client connections and attempts reserve what they buffer: requests that are being received, bodies
 above a few KiB until their answer is complete, answers that are being collected, and answers that
-clients do not read. What is hard: a client that does not read is not distinguishable from a slow one. So
-unread answers may take what is free, and when there is no room, the connections are closed that
-have been blocked longest.
+clients do not read. What is hard: a client that never reads looks like a slow one. So unread
+answers may take what is free, and when there is no room, the connections are closed that have been
+blocked longest.
 """
 
 from collections import OrderedDict

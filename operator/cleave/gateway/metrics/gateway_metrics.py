@@ -111,9 +111,9 @@ class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "dispatches", "flips", "handoffs", "in_flight", "keys_stale", "models", "processes", "recoveries",
-        "rejections", "requests", "restarts", "retries", "retries_delayed", "slo", "slo_results",
-        "spans", "streams", "suspects", "tenant_tokens", "tenants", "waiting",
+        "dispatches", "flips", "handoffs", "in_flight", "keys_stale", "models", "processes",
+        "recoveries", "rejections", "requests", "restarts", "retries", "retries_delayed", "slo",
+        "slo_results", "spans", "streams", "suspects", "tenant_tokens", "tenants", "waiting",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:

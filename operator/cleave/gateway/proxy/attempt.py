@@ -78,9 +78,10 @@ class Attempt:
     pulls KV while it is computed (overlapped_prefill.py). Start it once; end it once it is over."""
 
     __slots__ = (
-        "_body_bytes", "_body_parts", "_buffered_bytes", "_call", "_completion", "_content_offset", "_context",
-        "_fields", "_handler", "_observer", "_overlapped_prefill", "_path", "_request_id",
-        "_stream_start", "deadline", "instance_headers", "pick", "prefill", "prompt_tokens",
+        "_body_bytes", "_body_parts", "_buffered_bytes", "_call", "_completion", "_content_offset",
+        "_context", "_fields", "_handler", "_observer", "_overlapped_prefill", "_path",
+        "_request_id", "_stream_start", "deadline", "instance_headers", "pick", "prefill",
+        "prompt_tokens",
         "sent_at", "stall_detector", "streaming",
     )  # fmt: skip
 

@@ -30,7 +30,6 @@ from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableError
 from cleave.gateway.failover.retry_policy import Failure, pick_instances
 from cleave.gateway.failover.splice import SpliceError
-from cleave.gateway.failover.suspect_requests import MEMORY_S
 from cleave.gateway.http import errors, headers
 from cleave.gateway.http.completion_request import CompletionRequest
 from cleave.gateway.http.errors import GatewayError, convert_router_error
@@ -42,6 +41,7 @@ from cleave.gateway.proxy.retry_state import RetryDecision, RetryState
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
 from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, read_usage, strip_handoff
+from cleave.gateway.upstream.suspect_requests import MEMORY_S
 from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Pick, RequestPhase
 

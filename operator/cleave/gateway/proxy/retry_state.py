@@ -11,16 +11,16 @@ import enum
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.resumption import StreamEnding, plan_resumption
 from cleave.gateway.failover.retry_policy import Failure, FailureHistory
-from cleave.gateway.failover.suspect_requests import (
+from cleave.gateway.http.completion_request import CompletionRequest
+from cleave.gateway.http.errors import GatewayError
+from cleave.gateway.proxy.attempt import Attempt
+from cleave.gateway.proxy.sse_relay import SseRelay
+from cleave.gateway.upstream.suspect_requests import (
     RECENT_S,
     EngineFailure,
     Suspicion,
     assess_failures,
 )
-from cleave.gateway.http.completion_request import CompletionRequest
-from cleave.gateway.http.errors import GatewayError
-from cleave.gateway.proxy.attempt import Attempt
-from cleave.gateway.proxy.sse_relay import SseRelay
 
 RETRY_INTERVAL_S = 0.5
 """Between two tries to find an instance."""
@@ -42,9 +42,9 @@ class RetryState:
     """Retry state of one request."""
 
     __slots__ = (
-        "_context", "_engine_failures", "_events_at_loss", "_failed_at", "_is_waiting", "_needs_slot",
-        "_next_retry_at", "_path", "_slot_since", "_wait_until", "completion", "history",
-        "next_request", "pending_error", "recovery_mode",
+        "_context", "_engine_failures", "_events_at_loss", "_failed_at", "_is_waiting",
+        "_needs_slot", "_next_retry_at", "_path", "_slot_since", "_wait_until", "completion",
+        "history", "last_error", "next_request", "pending_error", "recovery_mode",
     )  # fmt: skip
 
     def __init__(self, context: GatewayContext, path: bytes, completion: CompletionRequest) -> None:
@@ -74,6 +74,7 @@ class RetryState:
 
     def record_failure(self, attempt: Attempt, failure: Failure, relay: SseRelay | None) -> bool:
         """Record a failed attempt; returns whether another one is within the budget."""
+        self.release_slot()
         if failure is Failure.TOO_LONG:
             return False
         history = self._get_history()
@@ -101,7 +102,7 @@ class RetryState:
         """Whether the next attempt may start now. Then it counts toward the model's retry budget
         until `release_slot`."""
         context, now, model = self._context, self._context.clock(), self.completion.model
-        waited_s = now - self._failed_at
+        waited_s, was_waiting = now - self._failed_at, self._is_waiting
         registry = context.router.registry
         suspicion = assess_failures(self._engine_failures, registry, waited_s)
         if suspicion is Suspicion.SUSPECT:
@@ -114,6 +115,8 @@ class RetryState:
                 return RetryDecision.GIVE_UP
             else:
                 self._is_waiting = True
+                if not was_waiting:
+                    context.metrics.retries_delayed[model] += 1
         return RetryDecision.WAIT if self._is_waiting else RetryDecision.START
 
     def release_slot(self) -> None:

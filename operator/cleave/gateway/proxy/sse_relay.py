@@ -58,7 +58,8 @@ class SseRelay:
 
     __slots__ = (
         "_chunked", "_head", "_opaque", "_partial_event", "_reported_tokens", "_return_token_ids",
-        "_sent_pieces", "_splice", "_transcript", "has_token_ids", "num_events", "prompt_ids", "started_at",
+        "_sent_pieces", "_splice", "_transcript", "has_token_ids", "num_events", "prompt_ids",
+        "started_at",
     )  # fmt: skip
 
     def __init__(

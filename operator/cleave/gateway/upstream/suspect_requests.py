@@ -38,7 +38,7 @@ class EngineFailure:
     instance: str
     boot_id: str
     is_broken: bool
-    """The connection broke; otherwise the engine returned an error, as vLLM does before it exits."""
+    """The connection broke; otherwise the engine sent an error, as vLLM does before it exits."""
 
 
 class Suspicion(enum.Enum):
