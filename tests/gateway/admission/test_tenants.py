@@ -85,13 +85,17 @@ def test_no_stored_value_contains_a_key(tmp_path) -> None:
         ),
         ("tenants:\n- {name: a, keys: [x-key-of-tenants], late: Never}\n", "late"),
         (
-            "tenants:\n- {name: a, keys: [x-key-of-tenants]}\n"
-            "- {name: a, keys: [y-key-of-tenants]}\n",
+            (
+                "tenants:\n- {name: a, keys: [x-key-of-tenants]}\n"
+                "- {name: a, keys: [y-key-of-tenants]}\n"
+            ),
             "two tenants",
         ),
         (
-            "tenants:\n- {name: a, keys: [x-key-of-tenants]}\n"
-            "- {name: b, keys: [x-key-of-tenants]}\n",
+            (
+                "tenants:\n- {name: a, keys: [x-key-of-tenants]}\n"
+                "- {name: b, keys: [x-key-of-tenants]}\n"
+            ),
             "in common",
         ),
         ("tenants:\n- {name: a, keys: ['sha256:12']}\n", "64 hexadecimal digits"),

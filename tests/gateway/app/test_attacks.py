@@ -198,7 +198,9 @@ async def test_clients_that_do_not_read_their_answers_share_the_limit(make_stage
     clients = []
     for number in range(8):
         client = await stage.connect()
-        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10
+        )
         client.writer.transport.pause_reading()
         client.send(ASK | {"prompt": "much"})
         clients.append(client)
