@@ -279,6 +279,21 @@ async def test_a_body_above_the_limit_is_refused_with_413(make_picker_stage) -> 
     assert (status, error["code"]) == (413, "body_too_large")
 
 
+async def test_bodies_share_the_buffers_of_the_gateway(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, max_buffered_bytes=100, max_body_bytes=100)
+    first, second = stage.proxy(), stage.proxy()
+    await first.head()
+    await first.send(request_body=pb.HttpBody(body=b"x" * 60))
+    await stage.until(lambda: stage.context.buffer_budget.used == 60, "it has come")
+    await second.head()
+    await second.send(request_body=pb.HttpBody(body=b"x" * 60))
+    status, error = Placed(await second.hear()).refused
+    assert (status, error["code"]) == (503, "receiving_too_much")
+    await first.send(request_body=pb.HttpBody(body=b"x" * 60))
+    assert Placed(await first.hear()).refused[0] == 413
+    await stage.until(lambda: stage.context.buffer_budget.used == 0, "nothing is left")
+
+
 @pytest.mark.parametrize("as_text", [False, True], ids=["list", "text"])
 async def test_only_endpoints_that_the_proxy_allows_are_named(make_picker_stage, as_text) -> None:
     stage = await make_picker_stage({"a": "mixed", "b": "mixed", "c": "mixed"})

@@ -154,7 +154,7 @@ async def test_a_stream_that_has_run_for_long_is_no_suspect(fleet, monkeypatch) 
 
 def test_suspects_are_forgotten_after_some_minutes() -> None:
     suspects = SuspectRequests()
-    suspects.remember(PATH, parse("a"), 0.0)
+    suspects.add(PATH, parse("a"), 0.0)
     assert suspects.contains(PATH, parse("a"))
     assert not suspects.contains(PATH, parse("b")), "of the same shape"
     assert not suspects.contains(b"/v1/chat/completions", parse("a"))
@@ -168,7 +168,7 @@ def test_suspects_are_forgotten_after_some_minutes() -> None:
 def test_a_limited_number_of_suspects_is_remembered() -> None:
     suspects = SuspectRequests()
     for number in range(MAX_REMEMBERED + 10):
-        suspects.remember(PATH, parse(f"prompt {number:06}"), float(number))
+        suspects.add(PATH, parse(f"prompt {number:06}"), float(number))
     assert not suspects.contains(PATH, parse(f"prompt {9:06}"))
     assert suspects.contains(PATH, parse(f"prompt {10:06}"))
     assert len(suspects._entries) == MAX_REMEMBERED

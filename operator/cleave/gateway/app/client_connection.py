@@ -15,7 +15,11 @@ from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import BodyScan
 from cleave.gateway.http.connection_limiter import ConnectionLimiter
-from cleave.gateway.http.errors import GatewayError, build_error_headers
+from cleave.gateway.http.errors import (
+    RECEIVE_LIMIT_REACHED,
+    GatewayError,
+    build_error_headers,
+)
 from cleave.gateway.http.large_json import MIN_BYTES
 from cleave.gateway.http.request_parser import HttpRequest, RequestParser
 from cleave.gateway.upstream.connection_pool import set_nodelay
@@ -39,13 +43,6 @@ MIN_BODY_RATE = 64 << 10
 
 _REQUEST_TIMEOUT = GatewayError(
     HTTPStatus.REQUEST_TIMEOUT, "the request was not received in time", code="request_timeout"
-)
-_RECEIVE_LIMIT_REACHED = GatewayError(
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    "too many large requests are being received and served at once: retry",
-    "server_error",
-    code="receiving_too_much",
-    retry_after_s=1,
 )
 
 
@@ -279,7 +276,7 @@ class ClientConnection(asyncio.Protocol):
         if growth <= 0:
             budget.release(-growth)
         elif not budget.reserve(growth):
-            self._reader.reject(_RECEIVE_LIMIT_REACHED)
+            self._reader.reject(RECEIVE_LIMIT_REACHED)
             self._backlog.clear()
             budget.release(self._buffered_bytes)
             self._buffered_bytes = 0
@@ -311,7 +308,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = size if size > SMALL_BODY_BYTES else 0
         if (size > SMALL_BODY_BYTES or self._buffered_bytes) and not self._update_buffered_bytes():
             self._busy, self._body_bytes = False, 0
-            self._reject(_RECEIVE_LIMIT_REACHED)
+            self._reject(RECEIVE_LIMIT_REACHED)
         elif size > LARGE_BODY_BYTES:
             self._handle_large(request)
         else:

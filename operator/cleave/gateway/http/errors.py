@@ -51,6 +51,16 @@ def build_payload_too_large(limit_bytes: int) -> GatewayError:
     return GatewayError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
 
+RECEIVE_LIMIT_REACHED = GatewayError(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "too many large requests are being received and served at once: retry",
+    "server_error",
+    code="receiving_too_much",
+    retry_after_s=1,
+)
+"""The buffer budget has no room for the request."""
+
+
 def build_engine_error(status: HTTPStatus, message: str) -> GatewayError:
     """502 or 504: an engine failed."""
     code = "engine_timeout" if status is HTTPStatus.GATEWAY_TIMEOUT else "engine_error"

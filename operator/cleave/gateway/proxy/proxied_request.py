@@ -315,7 +315,7 @@ class ProxiedRequest:
         if retry is not None:
             decision = retry.decide()
             if decision is not RetryDecision.START:
-                self._hold_retry(retry, decision)
+                self._handle_retry_decision(retry, decision)
                 return
             (path, completion), history = retry.next_request, retry.history
         breaker = context.circuit_breaker
@@ -332,11 +332,11 @@ class ProxiedRequest:
         self._attempt = Attempt(context, self, path, completion, pick, self._fields, observer)
         self._attempt.start()
 
-    def _hold_retry(self, retry: RetryState, decision: RetryDecision) -> None:
+    def _handle_retry_decision(self, retry: RetryState, decision: RetryDecision) -> None:
         """Another attempt must not start now, or not at all."""
         context, model = self._context, self._completion.model
         if decision is RetryDecision.REFUSE:
-            context.suspect_requests.remember(self._path, self._completion, context.clock())
+            context.suspect_requests.add(self._path, self._completion, context.clock())
             context.metrics.suspects[model] += 1
             log.warning(
                 "request %s to %s has ended two engines: it is refused for %.0f s",

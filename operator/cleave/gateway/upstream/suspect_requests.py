@@ -82,7 +82,7 @@ class SuspectRequests:
         self._entries: OrderedDict[bytes, tuple[float, tuple[bytes, str, int, int]]] = OrderedDict()
         """By digest: when it is forgotten, and its shape. Oldest first."""
 
-    def remember(self, path: bytes, completion: CompletionRequest, now: float) -> None:
+    def add(self, path: bytes, completion: CompletionRequest, now: float) -> None:
         """Refuse this request from now on."""
         digest = _compute_digest(path, completion)
         self._entries[digest] = now + MEMORY_S, _get_shape(path, completion)
