@@ -6,6 +6,7 @@ from typing import Protocol
 
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.admission.controller import AdmissionController
+from cleave.gateway.admission.tokens_per_event import TokensPerEvent
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
@@ -66,6 +67,7 @@ class GatewayContext:
         slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)
         self.admission = AdmissionController(config, router.registry, self.metrics, shared_state)
+        self.tokens_per_event = TokensPerEvent()
         self.set_api_keys(api_keys)
         self.circuit_breaker = CircuitBreaker()
         self.retry_budget = RetryBudget(config.retry_share)

@@ -106,6 +106,31 @@ async def test_tokens_are_charged_however_few_events_carry_them(make_stage, tmp_
     assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
 
 
+async def test_a_client_that_reads_slowly_is_charged_by_tokens(make_stage, tmp_path) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 1_000})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    assert (await stage.ask(STREAM, **bearer("a"))).status == 200
+    text, ids = "x" * (400 << 10), list(range(200))
+    event = json.dumps({"choices": [{"index": 0, "text": text, "token_ids": ids}]}).encode()
+
+    async def answer(engine, request, writer) -> None:
+        engine.send_stream_head(writer)
+        for _ in range(40):
+            engine.send_chunk(writer, b"data: " + event + b"\n\n")
+            await writer.drain()
+
+    stage.engines["x"].script = answer
+    client = await stage.connect()
+    client.writer.transport.pause_reading()
+    client.send(STREAM, **bearer("a"))
+    await stage.until(lambda: any(each.blocked for each in stage.context.clients), "it is full")
+    client.close()
+    await stage.until_idle()
+    stage.engines["x"].script = None
+    refused = await stage.ask(STREAM, **bearer("a"))
+    assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
+
+
 async def test_who_leaves_before_a_whole_answer_is_charged_what_was_predicted(
     make_stage, tmp_path
 ) -> None:

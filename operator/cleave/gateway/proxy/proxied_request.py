@@ -88,6 +88,8 @@ class ProxiedRequest:
         self._last_piece_at = 0.0
         """Seconds, when the last piece came; 0: the gaps of this stream are not sampled."""
         self._prompt_tokens = self._output_tokens = 0
+        self._was_paused = False
+        """Whether the client has read more slowly than the stream came."""
         self._started_at = context.clock()
 
     # --- what the client's connection and the sweeper call ---
@@ -126,6 +128,7 @@ class ProxiedRequest:
 
     def set_paused(self, blocked: bool) -> None:
         """Pause reading from the engine while the client takes no bytes."""
+        self._was_paused = self._was_paused or blocked
         if self._attempt is not None:
             self._attempt.set_paused(blocked)
 
@@ -472,8 +475,18 @@ class ProxiedRequest:
             self._observer.on_finished(outcome, prompt, output)
 
     def _count_charged_tokens(self, relay: SseRelay | None, cancelled: Pick | None) -> int:
-        """Output tokens to charge to a tenant with a limit: engines put several into one event for
-        clients that read slowly, and a client may leave before a response that is not streamed."""
+        """Output tokens to charge to a tenant with a limit: an event may have several, and a client
+        may leave before a response that is not streamed, which is charged as predicted.
+        `cancelled`: the pick of a cancelled request."""
         if relay is not None:
-            return relay.count_tokens()
+            path, model, events = self._path, self._completion.model, relay.num_events
+            ratios = self._context.tokens_per_event
+            estimated = ratios.estimate(path, model, events)
+            # A client that reads slowly makes the engine put more tokens into an event.
+            if estimated is not None and not self._was_paused:
+                return estimated
+            tokens = relay.count_tokens()
+            if not self._was_paused:
+                ratios.observe(path, model, events, tokens)
+            return tokens
         return self._output_tokens if cancelled is None else round(cancelled.output_tokens)
