@@ -166,8 +166,9 @@ class Attempt:
         if self._overlapped_prefill is not None:
             self._overlapped_prefill.abort()
         self._context.router.release(self.pick)
-        self._context.buffer_budget.release(self._buffered_bytes)
-        self._buffered_bytes = 0
+        if self._buffered_bytes:
+            self._context.buffer_budget.release(self._buffered_bytes)
+            self._buffered_bytes = 0
 
     # --- callbacks of engine calls ---
 

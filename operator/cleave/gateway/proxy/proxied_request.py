@@ -459,7 +459,10 @@ class ProxiedRequest:
             attempt.end()
         metrics, model = context.metrics, self._completion.model
         metrics.in_flight -= 1
-        context.retry_budget.end_request(model)
+        active = context.retry_budget.active
+        active[model] -= 1
+        if not active[model]:
+            del active[model]
         if self._retry_state is not None:
             self._retry_state.release_slot()
         label = model if model in context.router.registry.known_models else ""

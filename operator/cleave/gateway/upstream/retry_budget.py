@@ -23,7 +23,8 @@ class RetryBudget:
     def __init__(self, share: float) -> None:
         """`share`: of a model's active requests that may be retries, 0 to 1."""
         self.active: dict[str, int] = defaultdict(int)
-        """Active requests by model; a request adds itself, because a method would cost more."""
+        """Active requests by model, without zeros, because clients may send any name. Requests
+        count themselves: a method would cost each of them more."""
         self._share = share
         self._started: dict[str, list[float]] = {}
         """By model: when each running retry started, in seconds, oldest first."""
@@ -43,10 +44,3 @@ class RetryBudget:
         started = self._started.get(model, [])
         if started_at in started:
             started.remove(started_at)
-
-    def end_request(self, model: str) -> None:
-        """A request is no longer active. Clients may send any name, so none is kept."""
-        self.active[model] -= 1
-        if not self.active[model]:
-            del self.active[model]
-            self._started.pop(model, None)
