@@ -36,6 +36,14 @@ class Expirable(Protocol):
         """Act if the deadline has passed; `now` is the context's clock."""
 
 
+class ActiveRequest(Expirable, Protocol):
+    """A request that is being served."""
+
+    @property
+    def model(self) -> str:
+        """As the client named it."""
+
+
 class ClientSlot(Expirable, LimitedConnection, Protocol):
     """An open client connection, or one whose TLS handshake is in progress."""
 
@@ -70,7 +78,7 @@ class GatewayContext:
         self.tokens_per_event = TokensPerEvent()
         self.set_api_keys(api_keys)
         self.circuit_breaker = CircuitBreaker()
-        self.retry_budget = RetryBudget(config.retry_share)
+        self.retry_budget = RetryBudget(config.retry_share, self._list_active_models)
         self.suspect_requests = SuspectRequests()
         self.write_batcher = WriteBatcher()
         self.clients: set[ClientSlot] = set()
@@ -89,7 +97,7 @@ class GatewayContext:
         """When the next large body may be handled."""
         self.last_tick_at = clock()
         """When the sweeper ran last."""
-        self.active_requests: set[Expirable] = set()
+        self.active_requests: set[ActiveRequest] = set()
         self.num_awaiting_first_byte = 0
         """Requests that wait for the first byte of their response."""
         self.queue_limit = config.queue_limit
@@ -146,6 +154,9 @@ class GatewayContext:
             pool = EnginePool(target, limit, connect_s, self.clock, self.write_batcher)
             self._pools[target.boot_id] = pool
         return pool
+
+    def _list_active_models(self) -> list[str]:
+        return [request.model for request in self.active_requests]
 
     def discount_pause(self, pause_s: float, now: float) -> None:
         """Exclude a stall of this process from the engines' stall detection."""

@@ -5,7 +5,7 @@ from cleave.gateway.admission.tokens_per_event import SAMPLE_EVERY, TokensPerEve
 PATH = b"/v1/completions"
 
 
-def test_the_first_stream_and_one_in_sixteen_are_counted() -> None:
+def test_the_first_stream_and_some_others_are_counted() -> None:
     ratios = TokensPerEvent()
     assert ratios.estimate(PATH, "m", 10) is None
     ratios.observe(PATH, "m", 10, 25)

@@ -6,7 +6,7 @@ stream would cost as much as a tenth of its request. So some streams are counted
 charged by the ratio.
 """
 
-SAMPLE_EVERY = 16
+SAMPLE_EVERY = 128
 """One stream in so many is counted."""
 _GAIN = 0.2
 """Weight of a counted stream in the moving mean."""

@@ -305,14 +305,18 @@ class ClientConnection(asyncio.Protocol):
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
         size = len(request.body)
-        self._body_bytes = size if size > SMALL_BODY_BYTES else 0
-        if (size > SMALL_BODY_BYTES or self._buffered_bytes) and not self._update_buffered_bytes():
+        if (size > SMALL_BODY_BYTES or self._buffered_bytes) and not self._reserve_body(size):
             self._busy, self._body_bytes = False, 0
             self._reject(RECEIVE_LIMIT_REACHED)
         elif size > LARGE_BODY_BYTES:
             self._handle_large(request)
         else:
             self._handler.handle(self, request)
+
+    def _reserve_body(self, size: int) -> bool:
+        """Reserve room for the body of a complete request until its answer is complete."""
+        self._body_bytes = size if size > SMALL_BODY_BYTES else 0
+        return self._update_buffered_bytes()
 
     def _handle_large(self, request: HttpRequest) -> None:
         """Scan a large body in steps, between other clients' requests, then handle the request."""

@@ -92,6 +92,11 @@ class ProxiedRequest:
         """Whether the client has read more slowly than the stream came."""
         self._started_at = context.clock()
 
+    @property
+    def model(self) -> str:
+        """As the client named it."""
+        return self._completion.model
+
     # --- what the client's connection and the sweeper call ---
 
     def start(self) -> None:
@@ -100,10 +105,8 @@ class ProxiedRequest:
         context.active_requests.add(self)
         context.num_awaiting_first_byte += 1
         context.metrics.in_flight += 1
-        completion = self._completion
-        context.retry_budget.active[completion.model] += 1
         suspects = context.suspect_requests
-        if suspects.shapes and suspects.contains(self._path, completion):
+        if suspects.shapes and suspects.contains(self._path, self._completion):
             self._respond_error(errors.SUSPECT_REQUEST, "refused")
         elif context.num_awaiting_first_byte > context.queue_limit:
             context.metrics.rejections[self._tenant.name, "queue_full"] += 1
@@ -459,10 +462,6 @@ class ProxiedRequest:
             attempt.end()
         metrics, model = context.metrics, self._completion.model
         metrics.in_flight -= 1
-        active = context.retry_budget.active
-        active[model] -= 1
-        if not active[model]:
-            del active[model]
         if self._retry_state is not None:
             self._retry_state.release_slot()
         label = model if model in context.router.registry.known_models else ""

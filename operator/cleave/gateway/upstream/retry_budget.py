@@ -9,23 +9,31 @@ streamed has no byte before its end. An engine that did not receive a request co
 Source: Envoy, `RetryPolicy.RetryBudget` (`budget_percent`, `min_retry_concurrency`).
 """
 
-from collections import defaultdict
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 MIN_CONCURRENT_RETRIES = 10
 """Retries that may run at a time however few requests are active; Envoy: 3."""
 MAX_RETRY_S = 5.0
 """How long a retry counts at most. With a share of 20 % all requests are retried within 25 s."""
 
+COUNT_INTERVAL_S = 0.1
+"""Active requests are counted at most once in this time, and only when one is to be retried:
+counting each as it begins and ends would cost all of them."""
+
 
 class RetryBudget:
-    """The active requests and running retries of one gateway process, by model."""
+    """The running retries of one gateway process, by model."""
 
-    def __init__(self, share: float) -> None:
-        """`share`: of a model's active requests that may be retries, 0 to 1."""
-        self.active: dict[str, int] = defaultdict(int)
-        """Active requests by model, without zeros, because clients may send any name. Requests
-        count themselves: a method would cost each of them more."""
+    def __init__(self, share: float, list_models: Callable[[], Iterable[str]]) -> None:
+        """`share`: of a model's active requests that may be retries, 0 to 1. `list_models`: the
+        model of each active request."""
         self._share = share
+        self._list_models = list_models
+        self._active: Counter[str] = Counter()
+        """Active requests by model, as of `_counted_at`."""
+        self._counted_at = -math.inf
         self._started: dict[str, list[float]] = {}
         """By model: when each running retry started, in seconds, oldest first."""
 
@@ -34,7 +42,10 @@ class RetryBudget:
         started = self._started.setdefault(model, [])
         while started and started[0] <= now - MAX_RETRY_S:
             del started[0]
-        if len(started) >= max(MIN_CONCURRENT_RETRIES, self._share * self.active.get(model, 0)):
+        if now - self._counted_at >= COUNT_INTERVAL_S:
+            self._counted_at = now
+            self._active = Counter(self._list_models())
+        if len(started) >= max(MIN_CONCURRENT_RETRIES, self._share * self._active[model]):
             return False
         started.append(now)
         return True
