@@ -36,7 +36,7 @@ class Expirable(Protocol):
         """Act if the deadline has passed; `now` is the context's clock."""
 
 
-class ActiveRequest(Expirable, Protocol):
+class RunningRequest(Expirable, Protocol):
     """A request that is being served."""
 
     @property
@@ -97,7 +97,7 @@ class GatewayContext:
         """When the next large body may be handled."""
         self.last_tick_at = clock()
         """When the sweeper ran last."""
-        self.active_requests: set[ActiveRequest] = set()
+        self.active_requests: set[RunningRequest] = set()
         self.num_awaiting_first_byte = 0
         """Requests that wait for the first byte of their response."""
         self.queue_limit = config.queue_limit
