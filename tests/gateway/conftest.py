@@ -352,7 +352,7 @@ class Stage:
         for engine in self.engines.values():
             await engine.stop()
         await asyncio.sleep(0)
-        assert not self.context.partial_bytes
+        assert not self.context.buffer_budget.used
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
-"""The limit of open files, raised in processes of their own."""
+"""What a gateway checks as it starts; limits of open files in processes of their own."""
 
 import subprocess
 import sys
 
 import pytest
+
+from cleave.gateway import main as main_module
 
 SCRIPT = """
 import logging, os, resource, sys
@@ -37,3 +39,20 @@ def test_the_warning_about_too_few_files_names_the_remedy(soft: int) -> None:
     assert warning.startswith("900 files may be open, too few for --max-clients 16384")
     assert "ulimit -Hn" in warning
     assert limits == "900 900"
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("host", "options", "warns"),
+    [
+        ("0.0.0.0", [], True),
+        ("127.0.0.1,::", [], True),
+        ("gateway.example", [], True),
+        ("127.0.0.1,::1,localhost", [], False),
+        ("0.0.0.0", ["--api-keys", "keys"], False),
+    ],
+)
+def test_a_gateway_that_everybody_may_use_warns(monkeypatch, caplog, host, options, warns) -> None:
+    monkeypatch.setattr(main_module, "run", lambda config: 0)
+    assert main_module.main(["--agents", "", "--host", host, *options]) == 0
+    assert ("--api-keys" in caplog.text) == warns

@@ -121,7 +121,7 @@ def test_a_body_must_fit_into_what_may_be_received(capsys) -> None:
         main(["--port", "0", "--agents", "", "--max-body", "65MiB"])
     assert refused.value.code == 2
     output = capsys.readouterr().err
-    assert "--max-partial 67108864 is below --max-body 68157440" in output
+    assert "--max-buffered 67108864 is below --max-body 68157440" in output
 
 
 @pytest.mark.parametrize(

@@ -51,22 +51,22 @@ async def test_each_sends_its_requests_where_the_other_has_sent_none(make_two) -
 
 async def test_a_tenants_limit_holds_for_both_together(make_two, tmp_path) -> None:
     keys = tmp_path / "keys.yaml"
-    small = {"name": "small", "keys": ["s"], "maxConcurrent": 2}
+    small = {"name": "small", "keys": ["key-of-small-tenant"], "maxConcurrent": 2}
     keys.write_text(f"tenants: {json.dumps([small])}\n")
     two = await make_two({"x": "mixed"}, api_keys=keys)
     first, second = two
     opened = first.hold()
     connections = [await stage.connect() for stage in two]
     for client in connections:
-        client.send(ASK, Authorization="Bearer s")
+        client.send(ASK, Authorization="Bearer key-of-small-tenant")
     await first.until(lambda: len(first.engines["x"].requests) == 2, "both run")
     for stage in two:
-        refused = await stage.ask(ASK, Authorization="Bearer s")
+        refused = await stage.ask(ASK, Authorization="Bearer key-of-small-tenant")
         assert refused.error["code"] == "concurrency_limit"
     opened.set()
     for client in connections:
         assert (await client.read()).status == 200
-    assert (await second.ask(ASK, Authorization="Bearer s")).status == 200
+    assert (await second.ask(ASK, Authorization="Bearer key-of-small-tenant")).status == 200
 
 
 async def test_the_queue_limit_holds_for_both_together(make_two) -> None:

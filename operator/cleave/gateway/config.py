@@ -229,15 +229,24 @@ class GatewayConfig:
     max_body_bytes: int = _declare(
         "--max-body", 16 << 20, "largest request body", parse=parse_size, metavar="SIZE"
     )
-    max_partial_bytes: int = _declare(
-        "--max-partial",
+    max_buffered_bytes: int = _declare(
+        "--max-buffered",
         64 << 20,
-        "memory for requests that are being received; beyond that, requests get 503",
+        "memory for requests and answers: those being received, bodies above 16 KiB being served, "
+        "answers that clients do not read; beyond that, requests get 503",
         parse=parse_size,
         metavar="SIZE",
     )
     max_clients: int = _declare(
         "--max-clients", 16_384, "open connections; beyond that, idle ones are closed"
+    )
+    retry_share: float = _declare(
+        "--retry-share",
+        0.2,
+        "share of a model's active requests that may be retried at a time, 0 to 1; ten always may; "
+        "the others wait, --resume-timeout at most",
+        parse=parse_ratio,
+        metavar="SHARE",
     )
     engine_connections: int = _declare(
         "--engine-connections", 1_024, "open connections to each engine"
@@ -289,9 +298,9 @@ def _check(config: GatewayConfig) -> None:
         raise ValueError("--endpoint-picker-cert and -key go together: give both or neither")
     if config.endpoint_picker_plain and config.endpoint_picker_certificate is not None:
         raise ValueError("--endpoint-picker-plain: needs no certificate: leave out one of them")
-    if config.max_partial_bytes < config.max_body_bytes:
+    if config.max_buffered_bytes < config.max_body_bytes:
         raise ValueError(
-            f"--max-partial {config.max_partial_bytes} is below --max-body "
+            f"--max-buffered {config.max_buffered_bytes} is below --max-body "
             f"{config.max_body_bytes}: no body of that size could be received"
         )
     if not 1 <= config.processes <= MAX_PROCESSES:

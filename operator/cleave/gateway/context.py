@@ -6,7 +6,9 @@ from typing import Protocol
 
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.admission.controller import AdmissionController
+from cleave.gateway.admission.tokens_per_event import TokensPerEvent
 from cleave.gateway.config import GatewayConfig
+from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
 from cleave.gateway.http.headers import TRACEPARENT
 from cleave.gateway.http.write_batcher import WriteBatcher
@@ -15,6 +17,8 @@ from cleave.gateway.metrics.multiprocess import restore_counters, save_counters
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
+from cleave.gateway.upstream.retry_budget import RetryBudget
+from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.router.instance import Target
 from cleave.router.router import Router
 
@@ -30,6 +34,14 @@ class Expirable(Protocol):
 
     def check_deadline(self, now: float) -> None:
         """Act if the deadline has passed; `now` is the context's clock."""
+
+
+class RunningRequest(Expirable, Protocol):
+    """A request that is being served."""
+
+    @property
+    def model(self) -> str:
+        """As the client named it."""
 
 
 class ClientSlot(Expirable, LimitedConnection, Protocol):
@@ -63,8 +75,11 @@ class GatewayContext:
         slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)
         self.admission = AdmissionController(config, router.registry, self.metrics, shared_state)
+        self.tokens_per_event = TokensPerEvent()
         self.set_api_keys(api_keys)
         self.circuit_breaker = CircuitBreaker()
+        self.retry_budget = RetryBudget(config.retry_share, self._list_active_models)
+        self.suspect_requests = SuspectRequests()
         self.write_batcher = WriteBatcher()
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""
@@ -74,15 +89,15 @@ class GatewayContext:
         """Separate, so that clients cannot lock out probes and the operator."""
         self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock)
         """A connection counts as a client only after its handshake."""
-        self.partial_bytes = 0
-        """Memory of incomplete requests of all clients."""
+        self.buffer_budget = BufferBudget(config.max_buffered_bytes)
+        """Memory of requests and answers of all clients."""
         self.discarded_bytes = 0
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_body_at = 0.0
         """When the next large body may be handled."""
         self.last_tick_at = clock()
         """When the sweeper ran last."""
-        self.active_requests: set[Expirable] = set()
+        self.active_requests: set[RunningRequest] = set()
         self.num_awaiting_first_byte = 0
         """Requests that wait for the first byte of their response."""
         self.queue_limit = config.queue_limit
@@ -140,6 +155,9 @@ class GatewayContext:
             self._pools[target.boot_id] = pool
         return pool
 
+    def _list_active_models(self) -> list[str]:
+        return [request.model for request in self.active_requests]
+
     def discount_pause(self, pause_s: float, now: float) -> None:
         """Exclude a stall of this process from the engines' stall detection."""
         for pool in self._pools.values():
@@ -148,6 +166,7 @@ class GatewayContext:
     def expire_pools(self, now: float) -> None:
         """Close idle connections, and remove pools of engines that are gone."""
         self.circuit_breaker.expire(now)
+        self.suspect_requests.expire(now)
         for boot_id, pool in tuple(self._pools.items()):
             pool.close_idle(now)
             if pool.is_empty:

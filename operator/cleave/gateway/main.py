@@ -6,6 +6,7 @@ Exit codes: 0 stopped by a signal, 1 an address cannot be bound or a part has fa
 import argparse
 import asyncio
 import gc
+import ipaddress
 import logging
 import os
 import resource
@@ -120,7 +121,20 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         parser.error(str(error))
     logs.configure(options.log_format)
     raise_open_file_limit(config.max_clients)
+    if config.api_keys is None and not all(map(_is_loopback, config.hosts)):
+        log.warning(
+            "whoever reaches %s may send requests: give --api-keys, or listen on 127.0.0.1",
+            ", ".join(config.hosts),
+        )
     return run(config)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def raise_open_file_limit(clients: int) -> None:

@@ -197,6 +197,7 @@ class GatewayServer:
             if self._certificate is not None:
                 self._certificate.refresh()
             self._api_keys_file.refresh()
+            self.context.metrics.keys_stale = int(self._api_keys_file.is_stale)
             if self.context.api_keys is not self._api_keys_file.keys:
                 self.context.set_api_keys(self._api_keys_file.keys)
 

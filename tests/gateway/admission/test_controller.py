@@ -11,16 +11,18 @@ from cleave.gateway.admission import controller
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
+KEY_START = "a-key-of-16-or-more-"
 
 
 def write_tenants(tmp_path, *tenants: dict):
     path = tmp_path / "keys.yaml"
+    tenants = [each | {"keys": [KEY_START + key for key in each["keys"]]} for each in tenants]
     path.write_text(f"tenants: {json.dumps(tenants)}\n")
     return path
 
 
 def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+    return {"Authorization": f"Bearer {KEY_START}{key}"}
 
 
 class Gate:
@@ -84,6 +86,92 @@ async def test_a_request_that_is_cut_off_frees_its_place(make_stage, tmp_path) -
     await stage.until_idle()
     gate.opened.set()
     assert (await stage.ask(ASK, **bearer("a"))).status == 200
+
+
+async def test_tokens_are_charged_however_few_events_carry_them(make_stage, tmp_path) -> None:
+    """Engines put several tokens into one event for a client that reads slowly."""
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 100})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+
+    async def answer(engine, request, writer) -> None:
+        choice = {"index": 0, "text": "x" * 90, "token_ids": list(range(90))}
+        engine.send_stream_head(writer)
+        engine.send_chunk(writer, b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        engine.send_chunk(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+    stage.engines["x"].script = answer
+    assert (await stage.ask(STREAM, **bearer("a"))).status == 200
+    refused = await stage.ask(STREAM | {"prompt": "x" * 100}, **bearer("a"))
+    assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
+
+
+async def test_a_client_that_reads_slowly_is_charged_by_tokens(make_stage, tmp_path) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 1_000})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    assert (await stage.ask(STREAM, **bearer("a"))).status == 200
+    text, ids = "x" * (400 << 10), list(range(200))
+    event = json.dumps({"choices": [{"index": 0, "text": text, "token_ids": ids}]}).encode()
+
+    async def answer(engine, request, writer) -> None:
+        engine.send_stream_head(writer)
+        for _ in range(40):
+            engine.send_chunk(writer, b"data: " + event + b"\n\n")
+            await writer.drain()
+
+    stage.engines["x"].script = answer
+    client = await stage.connect()
+    client.writer.transport.pause_reading()
+    client.send(STREAM, **bearer("a"))
+    await stage.until(lambda: any(each.blocked for each in stage.context.clients), "it is full")
+    client.close()
+    await stage.until_idle()
+    stage.engines["x"].script = None
+    refused = await stage.ask(STREAM, **bearer("a"))
+    assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
+
+
+async def test_who_leaves_before_a_whole_answer_is_charged_what_was_predicted(
+    make_stage, tmp_path
+) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 100})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    gate = stage.engines["x"].script = Gate()
+    client = await stage.connect()
+    client.send(ASK | {"max_tokens": 90}, **bearer("a"))
+    await stage.until(lambda: len(gate.order) == 1, "it is in")
+    client.close()
+    await stage.until_idle()
+    gate.opened.set()
+    refused = await stage.ask(ASK | {"prompt": "x" * 100}, **bearer("a"))
+    assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed"), [(-7, 0), (0, 0), (3, 3), (None, None), ("-7", 400), (-7.0, 400)]
+)
+async def test_no_tenant_overtakes_others_in_the_engines(
+    make_stage, tmp_path, sent, passed
+) -> None:
+    keys = write_tenants(
+        tmp_path,
+        {"name": "a", "keys": ["a"]},
+        {"name": "urgent", "keys": ["u"], "minRequestPriority": -7},
+    )
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    response = await stage.ask(ASK | {"priority": sent}, **bearer("a"))
+    if passed == 400:
+        assert (response.status, response.error["param"]) == (400, "priority")
+        return
+    assert stage.engines["x"].requests[0].body["priority"] == passed
+    if type(sent) is int:
+        await stage.ask(ASK | {"priority": sent}, **bearer("u"))
+        assert stage.engines["x"].requests[1].body["priority"] == sent
+
+
+async def test_without_tenants_priorities_pass(single) -> None:
+    await single.ask(ASK | {"priority": -7})
+    assert single.engines["x"].requests[0].body["priority"] == -7
 
 
 @pytest.mark.interpreted

@@ -11,21 +11,22 @@ from cleave.gateway.admission.api_keys import ApiKeys, read_api_keys
 from cleave.gateway.admission.rate_limit import TenantLimits
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, ApiKeysError, Tenant
 
-HASHED = "sha256:" + hashlib.sha256(b"secret").hexdigest()
+HASHED = "sha256:" + hashlib.sha256(b"secret-of-search").hexdigest()
 FILE = f"""
 # Comments may come first.
 tenants:
 - name: search
-  keys: [{HASHED}, other]
+  keys: [{HASHED}, other-of-search-1]
   requestsPerMinute: 600
   tokensPerMinute: 100000
   maxConcurrent: 8
   maxQueued: 4
+  minRequestPriority: -5
   weight: 2.5
   priority: 3
   late: Refuse
 - name: batch
-  keys: [third]
+  keys: [third-of-batch-key]
 """
 
 
@@ -37,27 +38,35 @@ def read(tmp_path: Path, text: str) -> ApiKeys:
 
 def test_a_tenants_keys_lead_to_its_limits(tmp_path) -> None:
     keys = read(tmp_path, FILE)
-    search = Tenant("search", TenantLimits(600, 100_000, 8), 2.5, 3, 4, LateRequestPolicy.REFUSE)
-    found = keys.find_tenant(b"Bearer secret")
-    assert found == keys.find_tenant(b"bearer other")
+    search = Tenant(
+        "search", TenantLimits(600, 100_000, 8), 2.5, 3, -5, 4, LateRequestPolicy.REFUSE
+    )
+    found = keys.find_tenant(b"Bearer secret-of-search")
+    assert found == keys.find_tenant(b"bearer other-of-search-1")
     assert found
     assert msgspec.structs.replace(found, cache_salt="") == search
-    assert keys.find_tenant(b"Bearer third").name == "batch"
+    batch = keys.find_tenant(b"Bearer third-of-batch-key")
+    assert batch
+    assert msgspec.structs.replace(batch, cache_salt="") == Tenant("batch", min_request_priority=0)
     assert keys.find_tenant(b"Bearer sha256:" + HASHED.encode()) is None
     assert keys.find_tenant(None) is None
     assert {tenant.name for tenant in keys.tenants} == {"search", "batch"}
 
 
 def test_a_plain_list_is_one_tenant_without_limits(tmp_path) -> None:
-    keys = read(tmp_path, f"one # mine\n\n# nothing\n{HASHED}\n")
-    assert keys.find_tenant(b"Bearer one") is keys.find_tenant(b"Bearer secret") is DEFAULT_TENANT
+    keys = read(tmp_path, f"one-of-plain-keys # mine\n\n# nothing\n{HASHED}\n")
+    assert (
+        keys.find_tenant(b"Bearer one-of-plain-keys")
+        is keys.find_tenant(b"Bearer secret-of-search")
+        is DEFAULT_TENANT
+    )
     assert keys.find_tenant(b"Bearer two") is None
 
 
 @pytest.mark.interpreted
 def test_no_stored_value_contains_a_key(tmp_path) -> None:
-    keys = read(tmp_path, "plain-key\n")
-    assert "plain-key" not in repr(keys.__dict__)
+    keys = read(tmp_path, "plain-key-of-client\n")
+    assert "plain-key-of-client" not in repr(keys.__dict__)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +78,31 @@ def test_no_stored_value_contains_a_key(tmp_path) -> None:
         ("tenants: []\n", "length"),
         ("tenants:\n- {name: a, keys: []}\n", "length"),
         ("tenants:\n- {name: a}\n", "`keys`"),
-        ("tenants:\n- {name: A, keys: [x]}\n", "name"),
-        ("tenants:\n- {name: a, keys: [x], weight: 0}\n", "weight"),
-        ("tenants:\n- {name: a, keys: [x], tokensPerHour: 3}\n", "tokensPerHour"),
-        ("tenants:\n- {name: a, keys: [x], requestsPerMinute: 0}\n", "requestsPerMinute"),
-        ("tenants:\n- {name: a, keys: [x], late: Never}\n", "late"),
-        ("tenants:\n- {name: a, keys: [x]}\n- {name: a, keys: [y]}\n", "two tenants"),
-        ("tenants:\n- {name: a, keys: [x]}\n- {name: b, keys: [x]}\n", "in common"),
+        ("tenants:\n- {name: A, keys: [x-key-of-tenants]}\n", "name"),
+        ("tenants:\n- {name: a, keys: [x-key-of-tenants], weight: 0}\n", "weight"),
+        ("tenants:\n- {name: a, keys: [x-key-of-tenants], tokensPerHour: 3}\n", "tokensPerHour"),
+        (
+            "tenants:\n- {name: a, keys: [x-key-of-tenants], requestsPerMinute: 0}\n",
+            "requestsPerMinute",
+        ),
+        ("tenants:\n- {name: a, keys: [x-key-of-tenants], late: Never}\n", "late"),
+        (
+            (
+                "tenants:\n- {name: a, keys: [x-key-of-tenants]}\n"
+                "- {name: a, keys: [y-key-of-tenants]}\n"
+            ),
+            "two tenants",
+        ),
+        (
+            (
+                "tenants:\n- {name: a, keys: [x-key-of-tenants]}\n"
+                "- {name: b, keys: [x-key-of-tenants]}\n"
+            ),
+            "in common",
+        ),
         ("tenants:\n- {name: a, keys: ['sha256:12']}\n", "64 hexadecimal digits"),
+        ("short\n", "5 characters, fewer than 16"),
+        ("tenants:\n- {name: a, keys: [fifteen-letters]}\n", "openssl rand"),
         ("sha256:zz\n", "64 hexadecimal digits"),
     ],
 )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import socket
 import time
 
 import pytest
@@ -14,14 +15,14 @@ from cleave.gateway.http.request_parser import HttpRequest
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-KEYED = HEAD + b"Authorization: Bearer secret\r\n"
+KEYED = HEAD + b"Authorization: Bearer secret-of-attacks\r\n"
 PAGE = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.fixture
 def keys(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("secret\n")
+    file.write_text("secret-of-attacks\n")
     return file
 
 
@@ -46,7 +47,8 @@ async def test_requests_wait_until_earlier_answers_are_read(single) -> None:
         most = max(most, count_written(connection))
         await asyncio.sleep(0.01)
     assert connection.blocked
-    assert 0 < most < 2 * WRITE_BUFFER_BYTES
+    page = await single.ask(None, "/openapi.json")
+    assert 0 < most < WRITE_BUFFER_BYTES + 2 * len(page.body), "what the kernel does not hold"
     assert (await single.ask(ASK)).status == 200
     client.writer.transport.resume_reading()
     for _ in range(2_000):
@@ -62,7 +64,7 @@ async def test_few_of_many_pipelined_requests_are_made_at_a_time(single) -> None
     await single.until(lambda: bool(single.engines["x"].requests), "the first one runs")
     await asyncio.sleep(0.2)
     assert len(connection._reader.ready) <= FEED_BYTES / len(shortest)
-    assert single.context.partial_bytes < 1 << 20, "the rest is left unread"
+    assert single.context.buffer_budget.used < 1 << 20, "the rest is left unread"
     opened.set()
     assert (await client.read()).status == 200
     for _ in range(20_000):
@@ -102,7 +104,7 @@ async def test_a_request_is_refused_by_its_head_before_its_body_has_come(
     client.writer.write(head + b"Content-Length: 1000000\r\n\r\n")
     response = await client.read()
     assert (response.status, response.headers["connection"]) == (status, "close")
-    assert stage.context.partial_bytes == 0
+    assert stage.context.buffer_budget.used == 0
     assert await client.is_closed()
 
 
@@ -117,44 +119,118 @@ async def test_with_a_key_the_body_is_read(make_stage, keys) -> None:
 
 
 async def test_bodies_that_are_not_whole_share_a_limit(make_stage) -> None:
-    stage = await make_stage({"x": "mixed"}, max_partial_bytes=1 << 20, max_body_bytes=1 << 20)
+    stage = await make_stage({"x": "mixed"}, max_buffered_bytes=1 << 20, max_body_bytes=1 << 20)
     first, second = await stage.connect(), await stage.connect()
     half = HEAD + b"Content-Length: 1000000\r\n\r\n" + b"x" * 700_000
     first.writer.write(half)
-    await stage.until(lambda: stage.context.partial_bytes >= 700_000, "the first has its part")
+    await stage.until(lambda: stage.context.buffer_budget.used >= 700_000, "the first has its part")
     second.writer.write(half)
     refused = await second.read()
     assert (refused.status, refused.error["code"]) == (503, "receiving_too_much")
     assert int(refused.headers["retry-after"]) > 0
-    assert stage.context.partial_bytes < 1 << 20
+    assert stage.context.buffer_budget.used < 1 << 20
     assert (await stage.ask(ASK)).status == 200, "what comes in one read is served"
     first.close()
-    await stage.until(lambda: stage.context.partial_bytes == 0, "the first has gone")
+    await stage.until(lambda: stage.context.buffer_budget.used == 0, "the first has gone")
     third = await stage.connect()
     third.writer.write(half)
-    await stage.until(lambda: stage.context.partial_bytes >= 700_000, "there is room again")
+    await stage.until(lambda: stage.context.buffer_budget.used >= 700_000, "there is room again")
 
 
 async def test_what_waits_behind_an_answer_counts_as_well(make_stage) -> None:
-    stage = await make_stage({"x": "mixed"}, max_partial_bytes=20_000, max_body_bytes=20_000)
+    stage = await make_stage({"x": "mixed"}, max_buffered_bytes=20_000, max_body_bytes=20_000)
     opened = stage.hold()
     client = await stage.connect()
     client.send(ASK)
     await stage.until(lambda: bool(stage.engines["x"].requests), "it runs")
     client.writer.write(PAGE * 10_000)
     await asyncio.sleep(0.1)
-    assert stage.context.partial_bytes <= 20_000
+    assert stage.context.buffer_budget.used <= 20_000
     opened.set()
     assert (await client.read()).status == 200, "the answer that runs is not lost"
     assert (await client.read()).status == 503
     assert await client.is_closed()
 
 
-async def test_the_bodies_of_whole_requests_are_not_counted(single) -> None:
+async def test_the_bodies_of_answered_requests_are_not_counted(single) -> None:
     client = await single.connect()
     for size in (10, 100_000, 3_000_000, 0):
         assert (await client.ask(ASK | {"prompt": "x" * size})).status == 200
-        assert single.context.partial_bytes == 0
+        assert single.context.buffer_budget.used == 0
+
+
+async def test_bodies_that_are_served_share_the_limit(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_buffered_bytes=1_000_000, max_body_bytes=1_000_000)
+    opened = stage.hold()
+    first = await stage.connect()
+    first.send(ASK | {"prompt": "x" * 700_000})
+    await stage.until(lambda: bool(stage.engines["x"].requests), "it runs")
+    assert stage.context.buffer_budget.used >= 700_000
+    refused = await stage.ask(ASK | {"prompt": "y" * 700_000})
+    assert (refused.status, refused.error["code"]) == (503, "receiving_too_much")
+    small = await stage.connect()
+    small.send(ASK)
+    await stage.until(lambda: len(stage.engines["x"].requests) == 2, "small ones are served")
+    opened.set()
+    assert [(await client.read()).status for client in (first, small)] == [200, 200]
+    assert stage.context.buffer_budget.used == 0
+    assert (await stage.ask(ASK | {"prompt": "y" * 700_000})).status == 200
+
+
+async def test_a_client_that_leaves_gives_its_share_back(single) -> None:
+    opened = single.hold()
+    client = await single.connect()
+    client.send(ASK | {"prompt": "x" * 700_000})
+    await single.until(lambda: bool(single.engines["x"].requests), "it runs")
+    client.close()
+    await single.until(lambda: single.context.buffer_budget.used == 0, "nothing is left")
+    opened.set()
+
+
+async def test_clients_that_do_not_read_their_answers_share_the_limit(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_buffered_bytes=20 << 20, max_body_bytes=1 << 20)
+
+    async def answer_much(engine, request, writer) -> None:
+        text = "x" * (8 << 20) if request.body["prompt"] == "much" else ""
+        engine.send_json(writer, {"choices": [{"text": text}], "kv_transfer_params": None})
+
+    stage.engines["x"].script = answer_much
+    clients = []
+    for number in range(8):
+        client = await stage.connect()
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10
+        )
+        client.writer.transport.pause_reading()
+        client.send(ASK | {"prompt": "much"})
+        clients.append(client)
+        await stage.until(lambda n=number: len(stage.engines["x"].requests) > n, "it is served")
+        await stage.until(lambda: stage.context.metrics.in_flight == 0, "it is answered")
+        assert stage.context.buffer_budget.used <= 20 << 20
+    assert (await stage.ask(ASK)).status == 200
+    assert len(stage.context.clients) < 8, "who has not read for longest was cut off"
+    last = clients[-1]
+    last.writer.transport.resume_reading()
+    assert (await last.read()).status == 200
+
+
+async def test_answers_that_are_collected_share_the_limit_and_are_computed_once(make_stage) -> None:
+    stage = await make_stage(
+        {"x": "mixed", "y": "mixed"}, max_buffered_bytes=1 << 20, max_body_bytes=1 << 20
+    )
+
+    async def answer_much(engine, request, writer) -> None:
+        engine.send_json(writer, {"choices": [{"text": "x" * (2 << 20)}]})
+
+    for engine in stage.engines.values():
+        engine.script = answer_much
+    refused = await stage.ask(ASK)
+    assert (refused.status, refused.error["code"]) == (502, "engine_error")
+    assert "stream it" in refused.error["message"]
+    assert sum(len(engine.requests) for engine in stage.engines.values()) == 1
+    assert stage.context.metrics.retries == {("decode", "too_long"): 1}
+    await stage.until_idle()
+    assert stage.context.buffer_budget.used == 0
 
 
 @pytest.mark.interpreted
@@ -216,10 +292,10 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(single) ->
     waiting = asyncio.create_task(single.ask(large))
     assert (await single.ask(ASK)).status == 200
     assert not waiting.done()
-    assert context.partial_bytes > LARGE_BODY_BYTES, "it counts while it waits"
+    assert context.buffer_budget.used > LARGE_BODY_BYTES, "it counts while it waits"
     assert (await waiting).status == 200
     assert time.monotonic() - began >= waits_s
-    assert context.partial_bytes == 0
+    assert context.buffer_budget.used == 0
 
 
 async def test_a_large_body_is_forgotten_when_its_client_leaves(single) -> None:
@@ -227,19 +303,19 @@ async def test_a_large_body_is_forgotten_when_its_client_leaves(single) -> None:
     context.large_body_at = context.clock() + 60
     client = await single.connect()
     client.send(ASK | {"prompt": "x" * 600_000})
-    await single.until(lambda: context.partial_bytes > 600_000, "it waits")
+    await single.until(lambda: context.buffer_budget.used > 600_000, "it waits")
     client.close()
-    await single.until(lambda: context.partial_bytes == 0, "it is forgotten")
+    await single.until(lambda: context.buffer_budget.used == 0, "it is forgotten")
 
 
 async def test_large_bodies_that_wait_share_a_limit(make_stage) -> None:
-    stage = await make_stage({"x": "mixed"}, max_partial_bytes=1_000_000)
+    stage = await make_stage({"x": "mixed"}, max_buffered_bytes=1_000_000)
     stage.context.large_body_at = stage.context.clock() + 0.6
     large = ASK | {"prompt": "x" * 600_000}
     first, second = [asyncio.create_task(stage.ask(large)) for _ in range(2)]
     statuses = sorted([(await first).status, (await second).status])
     assert statuses == [200, 503]
-    assert stage.context.partial_bytes == 0
+    assert stage.context.buffer_budget.used == 0
 
 
 async def test_what_a_refused_client_still_sends_is_read_slowly(make_stage, keys) -> None:
@@ -320,7 +396,7 @@ async def test_half_a_head_does_not_keep_a_place(make_stage) -> None:
     for _ in range(2):
         (await stage.connect()).writer.write(b"GET /")
     begun = 2 * len(b"GET /")
-    await stage.until(lambda: stage.context.partial_bytes > begun, "they have begun")
+    await stage.until(lambda: stage.context.buffer_budget.used > begun, "they have begun")
     await asyncio.sleep(0.05)
     assert (await stage.ask(None, "/health")).status == 200
 

@@ -93,7 +93,7 @@ async def test_the_internal_port_serves_no_models(stage, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/fleet", "/health", "/metrics"])
 async def test_the_internal_port_asks_for_no_key(make_stage, internal_port, tmp_path, path) -> None:
-    (tmp_path / "keys").write_text("secret")
+    (tmp_path / "keys").write_text("secret-of-the-fleet")
     stage = await make_stage(
         {"x": "mixed"}, internal_port=internal_port, api_keys=tmp_path / "keys"
     )

@@ -86,17 +86,19 @@ async def test_targets_may_be_in_absolute_form(pair, target: str) -> None:
 @pytest.fixture
 async def locked(make_stage, tmp_path):
     keys = tmp_path / "keys"
-    keys.write_text("# our keys\nsecret-1\n  secret-2  # second\n\n")
+    keys.write_text("# our keys\nsecret-of-a-client-1\n  secret-of-a-client-2  # second\n\n")
     return await make_stage({"x": "mixed"}, api_keys=keys)
 
 
-@pytest.mark.parametrize("key", ["secret-1", "secret-2"])
+@pytest.mark.parametrize("key", ["secret-of-a-client-1", "secret-of-a-client-2"])
 async def test_each_key_opens(locked, key: str) -> None:
     assert (await locked.ask(ASK, Authorization=f"Bearer {key}")).status == 200
     assert (await locked.ask(None, "/v1/models", Authorization=f"bearer {key}")).status == 200
 
 
-@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer wrong", "Basic secret-1"])
+@pytest.mark.parametrize(
+    "value", ["", "Bearer", "Bearer ", "Bearer wrong", "Basic secret-of-a-client-1"]
+)
 async def test_anything_else_does_not(locked, value: str) -> None:
     for path, body in (("/v1/completions", ASK), ("/v1/models", None)):
         response = await locked.ask(body, path, Authorization=value)
@@ -105,7 +107,7 @@ async def test_anything_else_does_not(locked, value: str) -> None:
     assert not locked.engines["x"].requests
 
 
-KEY = {"Authorization": "Bearer secret-1"}
+KEY = {"Authorization": "Bearer secret-of-a-client-1"}
 
 
 async def test_a_probe_needs_no_key_and_gets_no_details(locked) -> None:
@@ -132,10 +134,10 @@ async def test_no_tenant_reads_the_metrics_of_another(
     make_stage, internal_port, tmp_path, tenants: list[str], status: int
 ) -> None:
     keys = tmp_path / "keys"
-    lines = [f"- {{name: {name}, keys: [{name}-key]}}" for name in tenants]
+    lines = [f"- {{name: {name}, keys: [{name}-key-of-a-tenant]}}" for name in tenants]
     keys.write_text("\n".join(["tenants:", *lines]))
     stage = await make_stage({"x": "mixed"}, api_keys=keys, internal_port=internal_port)
-    response = await stage.ask(None, "/metrics", Authorization="Bearer one-key")
+    response = await stage.ask(None, "/metrics", Authorization="Bearer one-key-of-a-tenant")
     assert response.status == status
     if status == 403:
         assert response.error["code"] == "internal_only"
@@ -168,7 +170,7 @@ async def test_metrics_add_up(pair) -> None:
 async def test_no_prompt_and_no_key_is_logged(locked, caplog) -> None:
     caplog.set_level(0)
     for body in (ASK | {"prompt": "my-prompt"}, b'{"my-prompt":'):
-        await locked.ask(body, Authorization="Bearer secret-1")
-    await locked.ask(ASK, Authorization="Bearer secret-3")
+        await locked.ask(body, Authorization="Bearer secret-of-a-client-1")
+    await locked.ask(ASK, Authorization="Bearer secret-of-a-client-3")
     assert "my-prompt" not in caplog.text
     assert "secret" not in caplog.text

@@ -37,7 +37,7 @@ def test_references_lead_somewhere_and_names_are_unique() -> None:
 
 async def test_anybody_can_ask_for_it(make_stage, tmp_path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("secret\n")
+    keys.write_text("secret-of-openapi\n")
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     document = (await stage.ask(None, "/openapi.json")).json()
     assert document == json.loads(json.dumps(DESCRIBED))

@@ -250,9 +250,9 @@ async def test_a_full_queue_refuses_with_429(make_picker_stage) -> None:
 
 async def test_a_tenant_above_its_limit_is_refused_with_429(make_picker_stage, tmp_path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("tenants:\n- {name: t, keys: [secret], maxConcurrent: 1}\n")
+    keys.write_text("tenants:\n- {name: t, keys: [secret-of-proxies], maxConcurrent: 1}\n")
     stage = await make_picker_stage({"x": "mixed"}, api_keys=keys)
-    known = {"authorization": "Bearer secret"}
+    known = {"authorization": "Bearer secret-of-proxies"}
     first = stage.proxy()
     assert (await first.ask(**known)).endpoints[0] == stage.endpoint_of("x")
     status, error = (await stage.proxy().ask(**known)).refused
@@ -265,7 +265,7 @@ async def test_without_a_key_the_gateway_is_named_which_refuses(
     make_picker_stage, tmp_path
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("secret\n")
+    keys.write_text("secret-of-proxies\n")
     stage = await make_picker_stage({"x": "mixed"}, api_keys=keys)
     assert (await stage.proxy().ask()).endpoints == [stage.address]
 
@@ -277,6 +277,21 @@ async def test_a_body_above_the_limit_is_refused_with_413(make_picker_stage) -> 
     await proxy.send(request_body=pb.HttpBody(body=b"x" * 101))
     status, error = Placed(await proxy.hear()).refused
     assert (status, error["code"]) == (413, "body_too_large")
+
+
+async def test_bodies_share_the_buffers_of_the_gateway(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, max_buffered_bytes=100, max_body_bytes=100)
+    first, second = stage.proxy(), stage.proxy()
+    await first.head()
+    await first.send(request_body=pb.HttpBody(body=b"x" * 60))
+    await stage.until(lambda: stage.context.buffer_budget.used == 60, "it has come")
+    await second.head()
+    await second.send(request_body=pb.HttpBody(body=b"x" * 60))
+    status, error = Placed(await second.hear()).refused
+    assert (status, error["code"]) == (503, "receiving_too_much")
+    await first.send(request_body=pb.HttpBody(body=b"x" * 60))
+    assert Placed(await first.hear()).refused[0] == 413
+    await stage.until(lambda: stage.context.buffer_budget.used == 0, "nothing is left")
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["list", "text"])
@@ -334,9 +349,9 @@ async def test_a_request_that_waits_past_its_deadline_is_answered(
 ) -> None:
     monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 0.0)
     keys = tmp_path / "keys"
-    keys.write_text("tenants:\n- {name: t, keys: [secret], maxConcurrent: 9}\n")
+    keys.write_text("tenants:\n- {name: t, keys: [secret-of-proxies], maxConcurrent: 9}\n")
     stage = await make_picker_stage({"x": "mixed"}, api_keys=keys, response_s=0.3)
-    status, error = (await stage.proxy().ask(authorization="Bearer secret")).refused
+    status, error = (await stage.proxy().ask(authorization="Bearer secret-of-proxies")).refused
     assert (status, error["code"]) == (504, "engine_timeout")
     await stage.until_idle()
 

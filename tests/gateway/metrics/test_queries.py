@@ -40,8 +40,8 @@ NAMES = re.compile(r"\b(?:cleave_gateway_|vllm:)\w+")
 SELECTORS = re.compile(r"\b((?:cleave_gateway_|vllm:)\w+)\{(.*?)\}")
 TENANTS = """
 tenants:
-- {name: search, keys: [search-key]}
-- {name: batch, keys: [batch-key], requestsPerMinute: 1}
+- {name: search, keys: [search-key-of-tenant]}
+- {name: batch, keys: [batch-key-of-tenant], requestsPerMinute: 1}
 """
 STREAM = {"model": "m", "stream": True, "max_tokens": 12, "ignore_eos": True}
 MINUTE_S = 60.0
@@ -57,7 +57,7 @@ class Watched:
         self.pages: list[dict] = []
         self.now = 0.0
 
-    async def ask(self, key: str = "search-key") -> int:
+    async def ask(self, key: str = "search-key-of-tenant") -> int:
         body = STREAM | {"prompt": "tell me a story " * 20}
         return (await self.stage.ask(body, authorization=f"Bearer {key}")).status
 
@@ -101,8 +101,8 @@ async def watched(make_fleet, internal_port, tmp_path):
         assert await watched.ask() == 200
         assert await watched.ask() == 200
         watched.engines["d1"].engine.faults.clear()
-        assert await watched.ask("batch-key") == (429 if round_ else 200)
-        assert await watched.ask("batch-key") == 429
+        assert await watched.ask("batch-key-of-tenant") == (429 if round_ else 200)
+        assert await watched.ask("batch-key-of-tenant") == 429
         await watched.scrape()
     return watched
 

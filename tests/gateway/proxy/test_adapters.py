@@ -44,16 +44,19 @@ async def test_adapters_and_their_model_take_turns_in_one_queue(
 ) -> None:
     monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 1.0)
     keys = tmp_path / "keys.yaml"
-    first = {"name": "first", "keys": ["f"], "priority": 1}
-    keys.write_text(f"tenants: {json.dumps([{'name': 'other', 'keys': ['o']}, first])}\n")
+    first = {"name": "first", "keys": ["key-of-the-first"], "priority": 1}
+    other = {"name": "other", "keys": ["key-of-the-other"]}
+    keys.write_text(f"tenants: {json.dumps([other, first])}\n")
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     engine = stage.engines["x"]
     stage.state(engine, adapters=["sql", "law"])
     opened = stage.hold()
     clients = []
-    for number, (model, key) in enumerate((("m", "o"), ("m", "o"), ("sql", "o"), ("law", "f"))):
+    for number, (model, key) in enumerate(
+        (("m", "other"), ("m", "other"), ("sql", "other"), ("law", "first"))
+    ):
         clients.append(await stage.connect())
-        clients[-1].send(ASK | {"model": model}, Authorization=f"Bearer {key}")
+        clients[-1].send(ASK | {"model": model}, Authorization=f"Bearer key-of-the-{key}")
         await stage.until(lambda n=number: stage.context.metrics.in_flight == n + 1, "it has come")
     assert stage.context.admission.count_waiting() == {"m": 3}
     opened.set()

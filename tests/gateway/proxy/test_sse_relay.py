@@ -134,3 +134,24 @@ def test_long_streams_are_stored_as_text() -> None:
     assert seen.texts["text",] == "ab" * 3 * COMPACTION_MASK
     assert len(seen.token_ids) == 3 * COMPACTION_MASK
     assert stream.forward(DONE, True) == DONE
+
+
+def count(stream: SseRelay, *events: bytes) -> int:
+    pass_all(stream, [*events, DONE])
+    return stream.count_tokens()
+
+
+def test_tokens_are_counted_by_their_ids_by_text_or_by_event() -> None:
+    ids = event("ab", token_ids=[1, 2, 3, 4])
+    assert count(relay(has_token_ids=True), ids, ids) == 8
+    assert count(relay(has_token_ids=True, return_token_ids=True), *[ids] * 3_000) == 12_000
+    assert count(relay(), event("x" * 400)) == 100
+    assert count(relay(), *[event("x")] * 7) == 7
+    assert count(relay(), event("ab", logprobs={"tokens": ["a", "b", "c"]})) == 3
+
+
+def test_tokens_of_other_apis_are_counted_by_their_usage() -> None:
+    delta = b'event: d\ndata: {"type":"d","delta":"many tokens"}\n\n'
+    end = b'event: e\ndata: {"type":"e","usage":{"output_tokens": 50}}\n\n'
+    assert count(relay(opaque=True), delta, end) == 50
+    assert count(relay(opaque=True), delta, delta) == 2

@@ -15,7 +15,7 @@ from cleave.gateway.tracing.access_log import ACCESS_LOGGER
 from cleave.logs import JsonFormatter, TextFormatter
 
 PROMPT = "MARKER-PROMPT"
-KEY = "MARKER-KEY"
+KEY = "MARKER-KEY-OF-A-CLIENT"
 ASK = {"model": "m", "prompt": PROMPT, "max_tokens": 3}
 STREAM = ASK | {"stream": True}
 PAIR = {"p": "prefill", "d": "decode"}

@@ -165,3 +165,14 @@ def test_the_host_header_brackets_an_ipv6_address(host: str, expected: bytes) ->
     target = Target("x", host, 9001, "", "boot", 1)
     pool = EnginePool(target, 1, 2.0, time.monotonic, WriteBatcher())
     assert pool.host == expected
+
+
+async def test_an_error_names_no_address_of_an_engine(single) -> None:
+    engine = single.engines["x"]
+    await engine.stop()
+    response = await single.ask(ASK)
+    assert response.status in (502, 503)
+    message = response.error["message"]
+    assert "127.0.0.1" not in message
+    assert str(engine.port) not in message
+    await engine.start()

@@ -52,6 +52,8 @@ class ApiKeysFile:
         self._path = path
         self._file_version = get_file_version(path)
         self.keys = read_api_keys(path)
+        self.is_stale = False
+        """Whether the file could not be read when it changed last, so a removed key still works."""
 
     def refresh(self) -> None:
         """Read the file again if it has changed; called every few seconds."""
@@ -62,8 +64,10 @@ class ApiKeysFile:
         try:
             self.keys = read_api_keys(self._path)
         except ApiKeysError as error:
+            self.is_stale = True
             log.error("API keys stay as they were: %s", error)
         else:
+            self.is_stale = False
             log.info("API keys read again")
 
 

@@ -1,6 +1,7 @@
 """Tenants and their API keys, read from a file. Pure, except for reading the file.
 
-Keys are kept as hashes, so neither a core dump nor the timing of a comparison reveals one.
+Keys are kept as hashes, so neither a core dump nor the timing of a comparison reveals one. A hash
+without a salt protects random keys only, so short ones are refused.
 """
 
 import hashlib
@@ -14,6 +15,8 @@ from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.rate_limit import TenantLimits
 
 MAX_QUEUED = 256
+MIN_KEY_CHARACTERS = 16
+"""Of a key that is given as text; `openssl rand -hex 32` makes one of 64."""
 _DIGEST_PREFIX = "sha256:"
 
 
@@ -30,6 +33,8 @@ class Tenant(msgspec.Struct, frozen=True):
     """Share of prompt tokens relative to other waiting tenants."""
     priority: int = 0
     """Higher priorities are served before all lower ones."""
+    min_request_priority: int | None = None
+    """Lowest `priority` that its requests pass to engines, which serve lower ones first."""
     max_queued: int = MAX_QUEUED
     late: LateRequestPolicy | None = None
     """None: as configured for the gateway."""
@@ -52,6 +57,7 @@ class _TenantSpec(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     max_queued: _Count = MAX_QUEUED
     weight: Annotated[float, msgspec.Meta(gt=0, le=1_000)] = 1.0
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    min_request_priority: Annotated[int, msgspec.Meta(ge=-1_000_000, le=1_000_000)] = 0
     late: LateRequestPolicy | None = None
     cache_group: Annotated[str, msgspec.Meta(min_length=1, max_length=63)] | None = None
     """Tenants with the same one share cached prompts; None: this one shares with nobody."""
@@ -111,6 +117,7 @@ def _build_tenants(file: _TenantsFile, path: Path) -> dict[bytes, Tenant]:
             limits,
             spec.weight,
             spec.priority,
+            spec.min_request_priority,
             spec.max_queued,
             spec.late,
             _make_cache_salt(spec),
@@ -132,6 +139,9 @@ def _make_cache_salt(spec: _TenantSpec) -> str:
 
 def _hash_configured_key(key: str, path: Path) -> bytes:
     if not key.startswith(_DIGEST_PREFIX):
+        if len(key) < MIN_KEY_CHARACTERS:
+            problem = f"a key has {len(key)} characters, fewer than {MIN_KEY_CHARACTERS}"
+            raise ApiKeysError(f"{path}: {problem}: make one with `openssl rand -hex 32`")
         return hash_key(key.encode())
     try:
         hashed = bytes.fromhex(key.removeprefix(_DIGEST_PREFIX))

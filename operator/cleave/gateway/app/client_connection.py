@@ -15,7 +15,11 @@ from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import BodyScan
 from cleave.gateway.http.connection_limiter import ConnectionLimiter
-from cleave.gateway.http.errors import GatewayError, build_error_headers
+from cleave.gateway.http.errors import (
+    RECEIVE_LIMIT_REACHED,
+    GatewayError,
+    build_error_headers,
+)
 from cleave.gateway.http.large_json import MIN_BYTES
 from cleave.gateway.http.request_parser import HttpRequest, RequestParser
 from cleave.gateway.upstream.connection_pool import set_nodelay
@@ -25,11 +29,12 @@ LINGERING_CLOSE_S = 5.0
 DISCARD_BYTES = 1 << 20
 """Limit of discarded data of all rejected clients between two ticks of the sweeper."""
 DISCARD_PAUSE_S = 0.1
-WRITE_BUFFER_BYTES = 256 << 10
-MAX_JOINED_BYTES = 16 << 10
-"""Longer bodies are not copied behind their head: a cached body is shared by many responses."""
+WRITE_BUFFER_BYTES = 4 << 10
+"""Unread bytes in memory at which a client counts as blocked. Sockets of the kernel hold more."""
 FEED_BYTES = 16 << 10
 """Bytes parsed at a time, which limits the pipelined requests that one read creates."""
+SMALL_BODY_BYTES = 16 << 10
+"""Larger bodies count as buffered until their answer is complete."""
 LARGE_BODY_BYTES = 256 << 10
 LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for larger bodies: parsing their JSON blocks it."""
@@ -38,13 +43,6 @@ MIN_BODY_RATE = 64 << 10
 
 _REQUEST_TIMEOUT = GatewayError(
     HTTPStatus.REQUEST_TIMEOUT, "the request was not received in time", code="request_timeout"
-)
-_RECEIVE_LIMIT_REACHED = GatewayError(
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    "too many large requests are being received at once: retry",
-    "server_error",
-    code="receiving_too_much",
-    retry_after_s=1,
 )
 
 
@@ -96,9 +94,9 @@ class ClientConnection(asyncio.Protocol):
         self._request_started_at = 0.0
         """When the incomplete request began."""
         self._buffered_bytes = 0
-        """Its share of the context's `partial_bytes`."""
-        self._delayed_body_bytes = 0
-        """Bytes of a complete large body whose parsing is delayed."""
+        """What it has reserved of the buffer budget for requests."""
+        self._body_bytes = 0
+        """Bytes of the current request's body, unless it is small."""
         self.keep_alive = True
         """Whether the client may send another request over this connection."""
         self.chunked = True
@@ -138,8 +136,9 @@ class ClientConnection(asyncio.Protocol):
         self._limiter.remove(self)
         self._reader.close()
         self._backlog.clear()
-        self._delayed_body_bytes = 0
+        self._body_bytes = 0
         self._update_buffered_bytes()
+        self._context.buffer_budget.remove_blocked(self)
         running, self._active_request = self._active_request, None
         if running is not None:
             running.cancel()
@@ -147,12 +146,15 @@ class ClientConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The write buffer is full."""
         self.blocked = True
+        unread = self.transport.get_write_buffer_size()
+        self._context.buffer_budget.add_blocked(self, unread)
         if self._active_request is not None:
             self._active_request.set_paused(True)
 
     def resume_writing(self) -> None:
         """The write buffer has room again."""
         self.blocked = False
+        self._context.buffer_budget.remove_blocked(self)
         if self._active_request is not None:
             self._active_request.set_paused(False)
         elif not (self._busy or self._discarding):
@@ -176,7 +178,7 @@ class ClientConnection(asyncio.Protocol):
         raw = headers.build_response_head(status, fields, request_id, len(body))
         if not with_body:
             self.write(raw)
-        elif len(body) <= MAX_JOINED_BYTES:
+        elif len(body) <= headers.MAX_JOINED_BYTES:
             self.write(raw + body)
         else:
             self.write(raw)
@@ -186,6 +188,9 @@ class ClientConnection(asyncio.Protocol):
     def end(self, reusable: bool) -> None:
         """The response is complete; `reusable` False: close the connection after it."""
         self._active_request = None
+        if self._body_bytes:
+            self._body_bytes = 0
+            self._update_buffered_bytes()
         if not reusable or not self.keep_alive or self._context.draining:
             self._set_deadline(self._context.config.timeouts.idle_s)
             self._close()
@@ -263,19 +268,21 @@ class ClientConnection(asyncio.Protocol):
         self._update_buffered_bytes()
 
     def _update_buffered_bytes(self) -> bool:
-        """Update the memory counted for requests that are not handled yet.
-        False: the limit is exceeded, and the buffers have been discarded."""
-        context = self._context
-        size = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._delayed_body_bytes
-        has_room = True
+        """Update the memory reserved for requests.
+        False: there is no room, and the buffers have been discarded."""
+        budget = self._context.buffer_budget
+        size = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._body_bytes
         growth = size - self._buffered_bytes
-        if growth > 0 and context.partial_bytes + growth > context.config.max_partial_bytes:
-            self._reader.reject(_RECEIVE_LIMIT_REACHED)
+        if growth <= 0:
+            budget.release(-growth)
+        elif not budget.reserve(growth):
+            self._reader.reject(RECEIVE_LIMIT_REACHED)
             self._backlog.clear()
-            size, growth, has_room = 0, -self._buffered_bytes, False
+            budget.release(self._buffered_bytes)
+            self._buffered_bytes = 0
+            return False
         self._buffered_bytes = size
-        context.partial_bytes += growth
-        return has_room
+        return True
 
     def _resume_parsing(self) -> None:
         """Parse the data that arrived while the previous request was being answered."""
@@ -297,26 +304,27 @@ class ClientConnection(asyncio.Protocol):
         self._busy, self._receiving = True, False
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
-        if len(request.body) > LARGE_BODY_BYTES:
+        size = len(request.body)
+        if (size > SMALL_BODY_BYTES or self._buffered_bytes) and not self._reserve_body(size):
+            self._busy, self._body_bytes = False, 0
+            self._reject(RECEIVE_LIMIT_REACHED)
+        elif size > LARGE_BODY_BYTES:
             self._handle_large(request)
         else:
-            if self._buffered_bytes:
-                self._update_buffered_bytes()
             self._handler.handle(self, request)
 
+    def _reserve_body(self, size: int) -> bool:
+        """Reserve room for the body of a complete request until its answer is complete."""
+        self._body_bytes = size if size > SMALL_BODY_BYTES else 0
+        return self._update_buffered_bytes()
+
     def _handle_large(self, request: HttpRequest) -> None:
-        """Scan a large body in steps, between other clients' requests, then handle the request.
-        Until then the body counts as buffered."""
+        """Scan a large body in steps, between other clients' requests, then handle the request."""
         context = self._context
         started_at = context.clock()
         if self.transport.is_closing():
             return
         wait_s = context.large_body_at - started_at
-        self._delayed_body_bytes = len(request.body) if wait_s > 0 else 0
-        if not self._update_buffered_bytes():
-            self._busy, self._delayed_body_bytes = False, 0
-            self._reject(_RECEIVE_LIMIT_REACHED)
-            return
         if wait_s > 0:
             asyncio.get_running_loop().call_later(wait_s, self._handle_large, request)
             return

@@ -22,7 +22,11 @@ from cleave.gateway.app.fleet_status import describe_fleet
 from cleave.gateway.app.openapi import build_openapi
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
-from cleave.gateway.http.completion_request import parse_completion, parse_engine_request
+from cleave.gateway.http.completion_request import (
+    parse_completion,
+    parse_engine_request,
+    raise_priority,
+)
 from cleave.gateway.http.errors import GatewayError, build_error_headers, convert_router_error
 from cleave.gateway.http.request_parser import HttpRequest
 from cleave.gateway.metrics.gateway_metrics import GatewayCollector
@@ -172,6 +176,8 @@ class GatewayRequestHandler:
             completion = parse_engine_request(request.body, fallback, request.scan)
         else:
             completion = parse_completion(request.body, request.scan)
+        if tenant.min_request_priority is not None:
+            raise_priority(completion, tenant.min_request_priority)
         session, path = request.headers.get(context.session_header), request.path
         if self._recorder is None:
             proxied = ProxiedRequest(context, client, path, request_id, completion, tenant, session)

@@ -48,6 +48,11 @@ class DirectRequest:
         context.num_awaiting_first_byte += 1
         context.metrics.in_flight += 1
 
+    @property
+    def model(self) -> str:
+        """As the client named it."""
+        return self._completion.model
+
     async def wait_for_admission(self) -> None:
         """Wait for admission. Raises GatewayError (429)."""
         context = self._context

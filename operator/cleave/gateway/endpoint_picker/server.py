@@ -9,6 +9,7 @@ early.
 """
 
 import asyncio
+import dataclasses
 import ipaddress
 from collections.abc import AsyncIterator, Sequence
 
@@ -27,8 +28,14 @@ from cleave.gateway.http.completion_request import (
     CompletionRequest,
     build_colocated_body,
     parse_completion,
+    raise_priority,
 )
-from cleave.gateway.http.errors import GatewayError, build_payload_too_large, convert_router_error
+from cleave.gateway.http.errors import (
+    RECEIVE_LIMIT_REACHED,
+    GatewayError,
+    build_payload_too_large,
+    convert_router_error,
+)
 from cleave.router.errors import NoInstance, RouterError
 from cleave.rpc.v1 import external_processor_pb2 as pb
 from cleave.rpc.v1 import external_processor_pb2_grpc
@@ -128,6 +135,16 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         if read is None:
             return
         try:
+            await self._route_body(stream, head, read)
+        finally:
+            size = sum(len(message.request_body.body) for message in read)
+            self._context.buffer_budget.release(size)
+
+    async def _route_body(
+        self, stream: _Stream, head: ExtProcRequest, read: list[pb.ProcessingRequest]
+    ) -> None:
+        """Name the endpoint of a completion and process its response. Raises GatewayError."""
+        try:
             completion = parse_completion(b"".join([each.request_body.body for each in read]))
         except GatewayError:
             self._context.metrics.requests["", "refused"] += 1
@@ -161,6 +178,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         """Pick an instance, name it, and process the response. Raises GatewayError."""
         context = self._context
         tenant = context.api_keys.find_tenant(head.headers.get("authorization")) or DEFAULT_TENANT
+        if tenant.min_request_priority is not None:
+            raise_priority(completion, tenant.min_request_priority)
         direct = DirectRequest(context, completion, tenant)
         outcome = "cancelled"
         try:
@@ -242,17 +261,28 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     async def _read_body(self, stream: _Stream) -> list[pb.ProcessingRequest] | None:
         """All messages of a request's body, perhaps with trailers; None: the proxy cancelled it.
-        Raises GatewayError (413) and TimeoutError."""
-        remaining = limit = self._context.config.max_body_bytes
+        Their bodies are reserved in the buffer budget. Raises GatewayError (413, 503) and
+        TimeoutError."""
+        limit, budget = self._context.config.max_body_bytes, self._context.buffer_budget
         read: list[pb.ProcessingRequest] = []
-        while (message := await self._read_message(stream)) is not None:
-            read.append(message)
-            remaining -= len(message.request_body.body)
-            if remaining < 0:
-                raise build_payload_too_large(limit)
-            if message.request_body.end_of_stream or message.HasField("request_trailers"):
-                return read
-        return None
+        size, is_complete = 0, False
+        try:
+            while not is_complete and (message := await self._read_message(stream)) is not None:
+                count = len(message.request_body.body)
+                if size + count > limit:
+                    raise build_payload_too_large(limit)
+                if not budget.reserve(count):
+                    # A copy: its traceback refers to the messages.
+                    raise dataclasses.replace(RECEIVE_LIMIT_REACHED)
+                read.append(message)
+                size += count
+                is_complete = message.request_body.end_of_stream or message.HasField(
+                    "request_trailers"
+                )
+        finally:
+            if not is_complete:
+                budget.release(size)
+        return read if is_complete else None
 
     async def _read_message(self, stream: _Stream) -> pb.ProcessingRequest | None:
         """The next message; None at the end of the stream. Raises TimeoutError."""

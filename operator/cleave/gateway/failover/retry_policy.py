@@ -35,6 +35,8 @@ class Failure(enum.Enum):
     """A handoff that must not be used."""
     STALL = "stall"
     """No more bytes came, nor did they on any other stream of that instance."""
+    TOO_LONG = "too_long"
+    """A response that is larger than the gateway buffers; every engine would send the same."""
 
 
 _ENGINE_LOST = (Failure.LOST, Failure.UNREACHED, Failure.STALL)

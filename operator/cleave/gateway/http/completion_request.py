@@ -221,6 +221,20 @@ def parse_engine_request(
     )
 
 
+def raise_priority(completion: CompletionRequest, minimum: int) -> None:
+    """Raise the request's `priority` to at least `minimum`: engines serve lower values first.
+    Raises GatewayError (400)."""
+    raw = completion.fields.get("priority")
+    value = decode_value(raw) if raw is not None else None
+    if value is None:
+        return
+    # vLLM would also read a number from a text.
+    if type(value) is not int:
+        raise build_bad_request("priority must be an integer", param="priority")
+    if value < minimum:
+        completion.fields["priority"] = msgspec.Raw(_encode(minimum))
+
+
 def build_colocated_body(completion: CompletionRequest) -> bytes:
     """The body for an engine that runs both phases."""
     return _encode(completion.fields)

@@ -51,6 +51,16 @@ def build_payload_too_large(limit_bytes: int) -> GatewayError:
     return GatewayError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
 
+RECEIVE_LIMIT_REACHED = GatewayError(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "too many large requests are being received and served at once: retry",
+    "server_error",
+    code="receiving_too_much",
+    retry_after_s=1,
+)
+"""The buffer budget has no room for the request."""
+
+
 def build_engine_error(status: HTTPStatus, message: str) -> GatewayError:
     """502 or 504: an engine failed."""
     code = "engine_timeout" if status is HTTPStatus.GATEWAY_TIMEOUT else "engine_error"
@@ -59,6 +69,22 @@ def build_engine_error(status: HTTPStatus, message: str) -> GatewayError:
 
 HANDOFF_LEAK = build_engine_error(HTTPStatus.BAD_GATEWAY, "the engine's response cannot be relayed")
 """The response contains a handoff that cannot be removed."""
+
+RESPONSE_TOO_LONG = build_engine_error(
+    HTTPStatus.BAD_GATEWAY,
+    "the answer is larger than the gateway buffers: stream it, or request fewer choices or "
+    "log-probabilities",
+)
+"""A response that is not streamed exceeds its limit, or the room in the buffer budget."""
+
+SUSPECT_REQUEST = GatewayError(
+    HTTPStatus.BAD_GATEWAY,
+    "two engines ended while they ran this request, so it is refused for some minutes: "
+    "change it, or report it",
+    "server_error",
+    code="suspect_request",
+)
+"""The request probably ended the engines that ran it."""
 
 
 def redact_engine_rejection(status: int) -> GatewayError:

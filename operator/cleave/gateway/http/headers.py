@@ -13,6 +13,9 @@ CONNECTION_CLOSE = b"connection: close\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+MAX_JOINED_BYTES = 16 << 10
+"""Longer bodies are not copied behind their head: that takes memory and time."""
+
 _UNFORWARDED = frozenset((
     b"connection", b"content-length", b"date", b"keep-alive", b"proxy-authenticate",
     b"proxy-connection", b"server", b"te", b"trailer", b"transfer-encoding", b"upgrade",

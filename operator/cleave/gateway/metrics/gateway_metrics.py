@@ -111,9 +111,9 @@ class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "dispatches", "flips", "handoffs", "in_flight", "models", "processes", "recoveries",
-        "rejections", "requests", "restarts", "retries", "slo", "slo_results", "spans", "streams",
-        "tenant_tokens", "tenants", "waiting",
+        "dispatches", "flips", "handoffs", "in_flight", "keys_stale", "models", "processes",
+        "recoveries", "rejections", "requests", "restarts", "retries", "retries_delayed", "slo",
+        "slo_results", "spans", "streams", "suspects", "tenant_tokens", "tenants", "waiting",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
@@ -140,6 +140,10 @@ class GatewayMetrics:
         """By model and the reason of the router's pick."""
         self.retries: dict[tuple[str, str], int] = defaultdict(int)
         """By phase that failed, and cause."""
+        self.retries_delayed: dict[str, int] = defaultdict(int)
+        """Retries that waited for their model's retry budget, by model."""
+        self.suspects: dict[str, int] = defaultdict(int)
+        """Requests that two engines ended with, by model."""
         self.recoveries: dict[tuple[str, str], int] = defaultdict(int)
         """Streams that another engine continued, by model and mode: continued, replayed."""
         self.handoffs: dict[str, int] = defaultdict(int)
@@ -156,6 +160,8 @@ class GatewayMetrics:
         self.in_flight = 0
         self.waiting = 0
         """Of these, requests queued for admission; updated by the sweeper."""
+        self.keys_stale = 0
+        """1: the changed file of API keys cannot be read, and the previous keys are in use."""
         self.streams = 0
         """Streams begun so far."""
 
@@ -221,6 +227,9 @@ class GatewayCollector:
         yield _build_counter("tenant_tokens", "Of prompts and answers", tokens, "tenant")
         yield _build_counter("dispatches", "Picks by reason", total.dispatches, "model", "reason")
         yield _build_counter("retries", "Failed attempts by cause", total.retries, "phase", "cause")
+        delayed, suspects = total.retries_delayed, total.suspects
+        yield _build_counter("retries_delayed", "Retries that waited", delayed, "model")
+        yield _build_counter("suspects", "Requests that ended two engines", suspects, "model")
         recovered = "Streams that another engine went on with"
         yield _build_counter("recoveries", recovered, total.recoveries, "model", "how")
         yield from self._collect_attainment()
@@ -230,6 +239,7 @@ class GatewayCollector:
         for name, text, value in (
             ("requests_in_flight", "Requests being served", total.in_flight),
             ("requests_waiting", "Of these, waiting for a turn", total.waiting),
+            ("keys_stale", "1: the previous API keys are in use", total.keys_stale),
             ("processes", "Processes that serve", total.processes),
         ):
             yield GaugeMetricFamily(f"cleave_gateway_{name}", text, value)

@@ -34,6 +34,8 @@ from cleave.router.router import Pick, RequestPhase
 
 MAX_RESPONSE_BYTES = 64 << 20
 """Of a response that is not streamed, which is buffered until it is complete."""
+SMALL_RESPONSE_BYTES = 256 << 10
+"""Larger responses count toward the buffer budget while they are collected."""
 KV_LEASE_S = 30.0
 """How long a prefill engine keeps KV for a decode engine that sends no heartbeats."""
 
@@ -76,9 +78,10 @@ class Attempt:
     pulls KV while it is computed (overlapped_prefill.py). Start it once; end it once it is over."""
 
     __slots__ = (
-        "_body_bytes", "_body_parts", "_call", "_completion", "_content_offset", "_context",
-        "_fields", "_handler", "_observer", "_overlapped_prefill", "_path", "_request_id",
-        "_stream_start", "deadline", "instance_headers", "pick", "prefill", "prompt_tokens",
+        "_body_bytes", "_body_parts", "_buffered_bytes", "_call", "_completion", "_content_offset",
+        "_context", "_fields", "_handler", "_observer", "_overlapped_prefill", "_path",
+        "_request_id", "_stream_start", "deadline", "instance_headers", "pick", "prefill",
+        "prompt_tokens",
         "sent_at", "stall_detector", "streaming",
     )  # fmt: skip
 
@@ -106,6 +109,8 @@ class Attempt:
         """The prefill call that runs beside the decode engine's call."""
         self._body_parts: list[bytes] = []
         self._body_bytes = 0
+        self._buffered_bytes = 0
+        """What it has reserved of the buffer budget for `_body_parts`."""
         self._stream_start = b""
         """First bytes of a stream that may still turn out to be an error."""
         self._content_offset = 0
@@ -161,6 +166,9 @@ class Attempt:
         if self._overlapped_prefill is not None:
             self._overlapped_prefill.abort()
         self._context.router.release(self.pick)
+        if self._buffered_bytes:
+            self._context.buffer_budget.release(self._buffered_bytes)
+            self._buffered_bytes = 0
 
     # --- callbacks of engine calls ---
 
@@ -274,14 +282,22 @@ class Attempt:
 
     def _buffer_body(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         self._body_parts.append(piece)
-        self._body_bytes += len(piece)
-        if self._body_bytes > MAX_RESPONSE_BYTES:
-            self._handler.on_attempt_failed(Failure.STATUS, "sent an answer that is too long")
+        size = self._body_bytes = self._body_bytes + len(piece)
+        if size > SMALL_RESPONSE_BYTES and not self._reserve(size):
+            self._handler.on_attempt_failed(Failure.TOO_LONG, "sent an answer that is too long")
         elif complete:
             body = b"".join(self._body_parts)
             self._body_parts.clear()
             self._body_bytes = 0
             self._handle_response(call, body)
+
+    def _reserve(self, size: int) -> bool:
+        """Reserve room for a large response; False: it exceeds its limit, or there is none."""
+        growth = size - self._buffered_bytes
+        if size > MAX_RESPONSE_BYTES or not self._context.buffer_budget.reserve(growth):
+            return False
+        self._buffered_bytes = size
+        return True
 
     def _handle_response(self, call: UpstreamCall, body: bytes) -> None:
         if call.status >= 500:

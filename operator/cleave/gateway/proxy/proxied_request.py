@@ -6,8 +6,9 @@ second):
 
     new        start: too many waiting -> ended (429); no limits -> picking; else -> queued
     queued     admit -> picking; reject -> ended (429)
-    picking    instances picked -> calling; none can take it -> waiting, or ended (503)
-    waiting    check_deadline, every RETRY_INTERVAL_S -> picking
+    picking    instances picked -> calling; none can take it -> waiting, or ended (503);
+               too many retries run -> waiting; it ends engines -> ended (502)
+    waiting    check_deadline, every RETRY_INTERVAL_S; for the retry budget, every time -> picking
     calling    on_stream_started -> streaming; on_response, on_rejection -> ended;
                on_attempt_failed -> picking, or ended (502, 504)
     streaming  on_data -> streaming, after the last piece ended;
@@ -20,6 +21,7 @@ after it, another engine has to continue the stream. Load accounting, the admiss
 connections are released exactly once, in `_release`.
 """
 
+import logging
 from http import HTTPStatus
 
 from cleave.gateway.admission.controller import AdmissionTicket
@@ -35,12 +37,15 @@ from cleave.gateway.metrics.gateway_metrics import ITL_SAMPLE_MASK, record_compl
 from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.request_observer import RequestObserver
-from cleave.gateway.proxy.retry_state import RetryState
+from cleave.gateway.proxy.retry_state import RetryDecision, RetryState
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
 from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, read_usage, strip_handoff
+from cleave.gateway.upstream.suspect_requests import MEMORY_S
 from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Pick, RequestPhase
+
+log = logging.getLogger(__name__)
 
 _PREFILL = RequestPhase.PREFILL
 
@@ -85,7 +90,14 @@ class ProxiedRequest:
         self._last_piece_at = 0.0
         """Seconds, when the last piece came; 0: the gaps of this stream are not sampled."""
         self._prompt_tokens = self._output_tokens = 0
+        self._was_paused = False
+        """Whether the client has read more slowly than the stream came."""
         self._started_at = context.clock()
+
+    @property
+    def model(self) -> str:
+        """As the client named it."""
+        return self._completion.model
 
     # --- what the client's connection and the sweeper call ---
 
@@ -95,7 +107,10 @@ class ProxiedRequest:
         context.active_requests.add(self)
         context.num_awaiting_first_byte += 1
         context.metrics.in_flight += 1
-        if context.num_awaiting_first_byte > context.queue_limit:
+        suspects = context.suspect_requests
+        if suspects.shapes and suspects.contains(self._path, self._completion):
+            self._respond_error(errors.SUSPECT_REQUEST, "refused")
+        elif context.num_awaiting_first_byte > context.queue_limit:
             context.metrics.rejections[self._tenant.name, "queue_full"] += 1
             error = convert_router_error(QueueFull("too many requests wait already"))
             self._respond_error(error, "shed")
@@ -118,6 +133,7 @@ class ProxiedRequest:
 
     def set_paused(self, blocked: bool) -> None:
         """Pause reading from the engine while the client takes no bytes."""
+        self._was_paused = self._was_paused or blocked
         if self._attempt is not None:
             self._attempt.set_paused(blocked)
 
@@ -160,6 +176,7 @@ class ProxiedRequest:
         retry = self._retry_state
         if retry is not None:
             retry.pending_error = None
+            retry.release_slot()
         if self._relay is not None:
             assert retry is not None
             context.metrics.recoveries[self._completion.model, retry.recovery_mode] += 1
@@ -265,12 +282,16 @@ class ProxiedRequest:
         timed_out = failure in (Failure.TIMEOUT, Failure.STALL)
         status = HTTPStatus.GATEWAY_TIMEOUT if timed_out else HTTPStatus.BAD_GATEWAY
         error = errors.build_engine_error(status, f"instance {name} {reason}")
+        if failure is Failure.TOO_LONG:
+            error = errors.RESPONSE_TOO_LONG
         phase = "decode" if attempt.prefill is None else "prefill"
         context = self._context
         context.metrics.retries[phase, failure.value] += 1
-        is_stall = failure is Failure.STALL
-        context.circuit_breaker.record_failure(name, context.clock(), immediately=is_stall)
+        if failure is not Failure.TOO_LONG:
+            is_stall = failure is Failure.STALL
+            context.circuit_breaker.record_failure(name, context.clock(), immediately=is_stall)
         retry = self._get_retry_state()
+        retry.last_error = error
         if not retry.record_failure(attempt, failure, self._relay):
             self._give_up(error, "failed")
             return
@@ -300,6 +321,10 @@ class ProxiedRequest:
         context, retry = self._context, self._retry_state
         path, completion, history = self._path, self._completion, None
         if retry is not None:
+            decision = retry.decide()
+            if decision is not RetryDecision.START:
+                self._handle_retry_decision(retry, decision)
+                return
             (path, completion), history = retry.next_request, retry.history
         breaker = context.circuit_breaker
         suspects = breaker.list_suspects(context.clock()) if breaker.failure_states else ()
@@ -314,6 +339,21 @@ class ProxiedRequest:
             observer.on_attempt(pick, self._recovery_mode)
         self._attempt = Attempt(context, self, path, completion, pick, self._fields, observer)
         self._attempt.start()
+
+    def _handle_retry_decision(self, retry: RetryState, decision: RetryDecision) -> None:
+        """Another attempt must not start now, or not at all."""
+        context, model = self._context, self._completion.model
+        if decision is RetryDecision.REFUSE:
+            context.suspect_requests.add(self._path, self._completion, context.clock())
+            context.metrics.suspects[model] += 1
+            log.warning(
+                "request %s to %s has ended two engines: it is refused for %.0f s",
+                self._request_id.decode(), self._path.decode(), MEMORY_S,
+            )  # fmt: skip
+            self._give_up(errors.SUSPECT_REQUEST, "failed")
+        elif decision is RetryDecision.GIVE_UP:
+            assert retry.last_error is not None
+            self._give_up(retry.last_error, "failed")
 
     @property
     def _recovery_mode(self) -> str:
@@ -392,7 +432,11 @@ class ProxiedRequest:
         if not reusable:
             fields += headers.CONNECTION_CLOSE
         head = headers.build_response_head(status, fields, self._request_id, len(body))
-        self._client.write(head + body)
+        if len(body) <= headers.MAX_JOINED_BYTES:
+            self._client.write(head + body)
+        else:
+            self._client.write(head)
+            self._client.write(body)
         self._release(outcome)
         self._client.end(reusable)
 
@@ -410,18 +454,43 @@ class ProxiedRequest:
             if outcome != "cancelled":
                 began = relay.started_at
                 stream_s = began - self._started_at, context.clock() - began
+        cancelled_pick = None
         if attempt is not None:
             self._attempt = None
+            if outcome == "cancelled":
+                cancelled_pick = attempt.pick
             if outcome == "ok" and self._path in RESUMABLE_PATHS:
                 context.router.observe_completion(attempt.pick, self._output_tokens)
             attempt.end()
         metrics, model = context.metrics, self._completion.model
         metrics.in_flight -= 1
+        if self._retry_state is not None:
+            self._retry_state.release_slot()
         label = model if model in context.router.registry.known_models else ""
         prompt, output, tenant = self._prompt_tokens, self._output_tokens, self._tenant.name
         record_completed(metrics, label, tenant, outcome, prompt, output, stream_s, self._pick)
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            context.admission.release(ticket, self._output_tokens, context.clock())
+            tokens = self._output_tokens
+            if self._tenant.limits.tokens_per_minute:
+                tokens = self._count_charged_tokens(relay, cancelled_pick)
+            context.admission.release(ticket, tokens, context.clock())
         if self._observer is not None:
             self._observer.on_finished(outcome, prompt, output)
+
+    def _count_charged_tokens(self, relay: SseRelay | None, cancelled: Pick | None) -> int:
+        """Output tokens to charge to a tenant with a limit: an event may have several, and a client
+        may leave before a response that is not streamed, which is charged as predicted.
+        `cancelled`: the pick of a cancelled request."""
+        if relay is not None:
+            path, model, events = self._path, self._completion.model, relay.num_events
+            ratios = self._context.tokens_per_event
+            estimated = ratios.estimate(path, model, events)
+            # A client that reads slowly makes the engine put more tokens into an event.
+            if estimated is not None and not self._was_paused:
+                return estimated
+            tokens = relay.count_tokens()
+            if not self._was_paused:
+                ratios.observe(path, model, events, tokens)
+            return tokens
+        return self._output_tokens if cancelled is None else round(cancelled.output_tokens)

@@ -1,9 +1,12 @@
 """Retry state of one request since its first failure: what failed, and what to send next.
 
 Used by the proxied request; no I/O. It chooses between another attempt, the rest of a stream from
-another engine, waiting for an instance, and the end. `retry_policy` holds the retry budgets,
-`resumption` plans the continuation of a stream.
+another engine, waiting for an instance, and the end. `retry_policy` limits the retries of one
+request, `retry_budget` those of a model; `suspect_requests` assesses whether the request is the
+cause; `resumption` plans the continuation of a stream.
 """
+
+import enum
 
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.resumption import StreamEnding, plan_resumption
@@ -12,17 +15,36 @@ from cleave.gateway.http.completion_request import CompletionRequest
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.sse_relay import SseRelay
+from cleave.gateway.upstream.suspect_requests import (
+    RECENT_S,
+    EngineFailure,
+    Suspicion,
+    assess_failures,
+)
 
 RETRY_INTERVAL_S = 0.5
 """Between two tries to find an instance."""
+
+
+class RetryDecision(enum.Enum):
+    """What to do about the next attempt."""
+
+    START = "start"
+    WAIT = "wait"
+    """Ask again at the next sweep."""
+    GIVE_UP = "give up"
+    """It has waited too long for the model's retry budget."""
+    REFUSE = "refuse"
+    """The request ends the engines that run it."""
 
 
 class RetryState:
     """Retry state of one request."""
 
     __slots__ = (
-        "_context", "_events_at_loss", "_next_retry_at", "_path", "_wait_until", "completion",
-        "history", "next_request", "pending_error", "recovery_mode",
+        "_context", "_engine_failures", "_events_at_loss", "_failed_at", "_is_waiting",
+        "_needs_slot", "_next_retry_at", "_path", "_slot_since", "_wait_until", "completion",
+        "history", "last_error", "next_request", "pending_error", "recovery_mode",
     )  # fmt: skip
 
     def __init__(self, context: GatewayContext, path: bytes, completion: CompletionRequest) -> None:
@@ -36,14 +58,34 @@ class RetryState:
         """How another engine continues the stream: continued or replayed; empty before."""
         self.pending_error: GatewayError | None = None
         """The error to report if no instance takes the request in time; None when one has."""
+        self.last_error: GatewayError | None = None
+        """Of the latest failed attempt."""
         self._events_at_loss = 0
         """Events sent to the client when an engine was last lost in mid-stream."""
-        self._wait_until = self._next_retry_at = 0.0
+        self._wait_until = self._next_retry_at = self._failed_at = 0.0
+        self._engine_failures: list[EngineFailure] = []
+        """Failures of which the request may be the cause."""
+        self._needs_slot = False
+        """Whether its retries count toward the model's budget: an engine received it."""
+        self._slot_since: float | None = None
+        """Since when one counts; None: none does."""
+        self._is_waiting = False
+        """The latest decision was to wait."""
 
     def record_failure(self, attempt: Attempt, failure: Failure, relay: SseRelay | None) -> bool:
         """Record a failed attempt; returns whether another one is within the budget."""
+        self.release_slot()
+        if failure is Failure.TOO_LONG:
+            return False
         history = self._get_history()
-        if relay is not None and relay.num_events > self._events_at_loss:
+        self._failed_at = now = self._context.clock()
+        self._needs_slot = self._needs_slot or failure is not Failure.UNREACHED
+        has_progressed = relay is not None and relay.num_events > self._events_at_loss
+        is_cause_possible = not has_progressed or now - attempt.sent_at < RECENT_S
+        if failure in (Failure.LOST, Failure.STATUS) and is_cause_possible:
+            target, is_broken = attempt.target, failure is Failure.LOST
+            self._engine_failures.append(EngineFailure(target.instance, target.boot_id, is_broken))
+        if relay is not None and has_progressed:
             self._events_at_loss = relay.num_events
             if not history.reset_budget():
                 return False
@@ -55,6 +97,33 @@ class RetryState:
             return history.record_decode_failure(instance, failure, prefill is not None)
         router = self._context.router
         return history.record_prefill_failure(instance) or router.allows_colocated(True)
+
+    def decide(self) -> RetryDecision:
+        """Whether the next attempt may start now. Then it counts toward the model's retry budget
+        until `release_slot`."""
+        context, now, model = self._context, self._context.clock(), self.completion.model
+        waited_s, was_waiting = now - self._failed_at, self._is_waiting
+        registry = context.router.registry
+        suspicion = assess_failures(self._engine_failures, registry, waited_s)
+        if suspicion is Suspicion.SUSPECT:
+            return RetryDecision.REFUSE
+        self._is_waiting = suspicion is Suspicion.OPEN
+        if not self._is_waiting and self._needs_slot and self._slot_since is None:
+            if context.retry_budget.acquire(model, now):
+                self._slot_since = now
+            elif waited_s > context.config.timeouts.resume_s:
+                return RetryDecision.GIVE_UP
+            else:
+                self._is_waiting = True
+                if not was_waiting:
+                    context.metrics.retries_delayed[model] += 1
+        return RetryDecision.WAIT if self._is_waiting else RetryDecision.START
+
+    def release_slot(self) -> None:
+        """The attempt has its first byte, or the request has ended; may be called again."""
+        if self._slot_since is not None:
+            self._context.retry_budget.release(self.completion.model, self._slot_since)
+            self._slot_since = None
 
     def prepare_resume(self, relay: SseRelay, error: GatewayError) -> StreamEnding | None:
         """Prepare the continuation of a stream; a StreamEnding if only its last events are missing.
@@ -84,7 +153,10 @@ class RetryState:
         return self.pending_error is not None and now < self._wait_until
 
     def check_retry_due(self, now: float) -> bool:
-        """Whether another try to find an instance is due; it may use excluded instances again."""
+        """Whether another try to start an attempt is due. One that waited for an instance may use
+        excluded ones again."""
+        if self._is_waiting:
+            return True
         if self.pending_error is None or now < self._next_retry_at:
             return False
         self._get_history().clear_exclusions()

@@ -7,11 +7,13 @@ only if an engine is lost. A stream that ends in failure must end so that every 
 an error event, a proper last chunk, and no `[DONE]`.
 """
 
+import re
 from typing import Protocol
 
 from cleave.gateway.failover.transcript import DONE_EVENT, EVENT_SEPARATOR, Transcript
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.headers import LAST_CHUNK, encode_chunk
+from cleave.gateway.http.token_estimate import BYTES_PER_TOKEN
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_handoff
 from cleave.gateway.upstream.stream_start import is_engine_fault
 
@@ -30,6 +32,8 @@ _NUM_SIZE_LINES = 1_024
 _SIZE_LINES = [b"%x\r\n" % size for size in range(_NUM_SIZE_LINES)]
 """First lines of chunks, formatted once for nearly all sizes that occur."""
 _PROMPT_IDS = b'"prompt_token_ids":['
+_OUTPUT_TOKENS = re.compile(rb'"output_tokens":\s*(\d+)')
+"""Usage in events of /v1/responses and /v1/messages."""
 
 
 class StreamLostError(Exception):
@@ -53,8 +57,9 @@ class SseRelay:
     """One stream to one client."""
 
     __slots__ = (
-        "_chunked", "_head", "_opaque", "_partial_event", "_return_token_ids", "_sent_pieces",
-        "_splice", "_transcript", "has_token_ids", "num_events", "prompt_ids", "started_at",
+        "_chunked", "_head", "_opaque", "_partial_event", "_reported_tokens", "_return_token_ids",
+        "_sent_pieces", "_splice", "_transcript", "has_token_ids", "num_events", "prompt_ids",
+        "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +80,8 @@ class SseRelay:
         self.has_token_ids = has_token_ids
         self.prompt_ids = b""
         """The prompt's token ids as the engine wrote them; empty if it did not."""
+        self._reported_tokens = 0
+        """Output tokens as the engine reports them; only if `_opaque`."""
         self._head = head
         self._chunked = chunked
         self._opaque = opaque
@@ -131,6 +138,15 @@ class SseRelay:
             raise StreamLostError(piece, lost)
         return piece
 
+    def count_tokens(self) -> int:
+        """Tokens sent so far: one per event, or more by ids, text or usage, whichever there are.
+        It parses all events, so it is called for tenants with limits only."""
+        tokens = 0
+        for choice in self.read_transcript().choices.values():
+            text_bytes = sum(map(len, choice.texts.values()))
+            tokens += max(choice.counts.values(), default=text_bytes // BYTES_PER_TOKEN)
+        return max(self.num_events, self._reported_tokens, tokens)
+
     def read_transcript(self) -> Transcript:
         """What the client has received so far, parsed."""
         self._compact_transcript()
@@ -185,9 +201,13 @@ class SseRelay:
     def _compact_transcript(self) -> None:
         if self._transcript is None:
             self._transcript = Transcript()
-        if not self._opaque:
-            self._transcript.read(b"".join(self._sent_pieces))
+        pieces = b"".join(self._sent_pieces)
         self._sent_pieces.clear()
+        if self._opaque:
+            reported = map(int, _OUTPUT_TOKENS.findall(pieces))
+            self._reported_tokens = max(self._reported_tokens, *reported, 0)
+        else:
+            self._transcript.read(pieces)
 
     def _ends_with_done(self) -> bool:
         if self._sent_pieces:

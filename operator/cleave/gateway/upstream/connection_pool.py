@@ -8,6 +8,7 @@ repeated once on a new connection; for any other failure the proxied request dec
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -162,6 +163,8 @@ class EngineConnection(asyncio.Protocol):
             self._head_done = True
             self._reusable = self._delimited and self._parser.should_keep_alive()
             self._call.status = status
+            # It will not be sent again, and may be large.
+            self._call.payload = b""
             self._call.headers = headers
 
     def on_message_complete(self) -> None:
@@ -289,7 +292,9 @@ class EnginePool:
                     return
                 is_last = True
             except OSError as error:
-                call.report_failure(f"cannot be reached: {error}")
+                # Its text contains the address, which is not for clients.
+                reason = os.strerror(error.errno) if error.errno else "no connection"
+                call.report_failure(f"cannot be reached: {reason}")
                 return
         call.connecting = None
         self._open.add(connection)
