@@ -117,16 +117,16 @@ def test_what_is_wrong_is_one_line_that_names_it(tmp_path, text: str, said: str)
 def test_tenants_share_cached_prompts_only_where_the_file_says_so(tmp_path) -> None:
     lines = (
         "tenants:",
-        "- {name: a, keys: [one]}",
-        "- {name: b, keys: [two]}",
-        "- {name: c, keys: [three], cacheGroup: g}",
-        "- {name: d, keys: [four], cacheGroup: g}",
-        "- {name: g, keys: [five]}",
+        "- {name: a, keys: [one-of-many-tenants]}",
+        "- {name: b, keys: [two-of-many-tenants]}",
+        "- {name: c, keys: [three-of-many-tenants], cacheGroup: g}",
+        "- {name: d, keys: [four-of-many-tenants], cacheGroup: g}",
+        "- {name: g, keys: [five-of-many-tenants]}",
     )
     keys = read(tmp_path, "\n".join(lines))
     a, b, c, d, g = (
         keys.find_tenant(b"Bearer " + key).cache_salt
-        for key in (b"one", b"two", b"three", b"four", b"five")
+        for key in (b"one-of-many-tenants", b"two-of-many-tenants", b"three-of-many-tenants", b"four-of-many-tenants", b"five-of-many-tenants")
     )
     assert c == d
     assert len({a, b, c, g}) == 4

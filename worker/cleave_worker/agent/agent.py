@@ -10,11 +10,7 @@ import signal
 from functools import partial
 
 from cleave_worker.agent import drain as draining
-from cleave_worker.agent.authentication import (
-    Authenticator,
-    ServiceAccountTokens,
-    SharedToken,
-)
+from cleave_worker.agent.authentication import Authenticator, SharedToken
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import WorkerInstance
@@ -107,6 +103,9 @@ class WorkerAgent:
 def _make_authenticator(config: AgentConfig) -> Authenticator | None:
     """Raises OSError when the token cannot be read."""
     if config.trusted_accounts:
+        # Only in clusters: an installation without the extra `worker` has no library for it.
+        from cleave_worker.agent.service_account_tokens import ServiceAccountTokens
+
         return ServiceAccountTokens(config.trusted_accounts)
     if config.token_file is not None:
         return SharedToken(config.token_file)
