@@ -82,14 +82,13 @@ class Connector(StrEnum):
         if many % few:
             return (
                 f"{decode.tensor} cannot take KV from prefill instances with {prefill.tensor}: one "
-                "must be a multiple of the other, or spec.engine.connector Cleave"
+                "must be a multiple of the other"
             )
         if kv_heads is not None and decode.tensor < prefill.tensor and prefill.tensor > kv_heads:
             return (
                 f"{decode.tensor} cannot take KV from prefill instances with {prefill.tensor}, "
                 f"which keep copies of the model's {kv_heads} KV heads: state at least "
-                f"{prefill.tensor}, or at most {kv_heads} for prefill, or spec.engine.connector "
-                "Cleave"
+                f"{prefill.tensor}, or at most {kv_heads} for prefill"
             )
         return None
 
@@ -166,9 +165,11 @@ class EngineSpec(ApiModel):
     env: list[EnvVar] = declare_list_map_key("name", default_factory=list, max_length=128)
     """Environment variables of the workers."""
     connector: Annotated[Connector, Field(strict=False)] | None = None
-    """The KV connector with type vLLM; absent: Cleave. It verifies every transfer, has the prompt
-    computed again where anything differs, and survives the loss of any peer. Nixl is vLLM's own;
-    models with several kinds of KV need it."""
+    """The KV connector with type vLLM. Cleave verifies every transfer, has the prompt computed again
+    where anything differs, and survives the loss of any peer. Nixl is vLLM's own; models with
+    several kinds of KV need it, and cells that are one pod. Absent: Nixl where Cleave knows that the
+    model has sliding windows, or where placement.manual consists of such cells, otherwise Cleave;
+    always Cleave with a transfer other than Pull."""
     transfer: Annotated[TransferMode, Field(strict=False)] = TransferMode.PULL
     """When connector Cleave transfers KV. Pull: after the prefill, when the decode engine has room.
     With the other modes the decode engine receives the request together with the prefill engine, if
@@ -249,7 +250,8 @@ class EngineSpec(ApiModel):
 
     @property
     def kv_connector(self) -> Connector:
-        """The connector in use: Nixl with emulated engines, which speak its protocol."""
+        """The connector in use: Nixl with emulated engines, which speak its protocol. A deployment's
+        is resolved before, by `cleave.planner.deployment_checks`."""
         default = Connector.CLEAVE if self.type is EngineType.VLLM else Connector.NIXL
         return self.connector or default
 

@@ -24,7 +24,7 @@ from cleave.local.launch_plan import LaunchPlan
 from cleave.manifests.gateway import build_gateway_pod
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.resources import Device
-from cleave.planner.deployment_checks import explain_unknown_model
+from cleave.planner.deployment_checks import explain_unknown_model, resolve_connector
 from cleave.planner.placement import Placement, choose_placement
 from cleave.planner.result.text import strip_verdict
 
@@ -105,6 +105,8 @@ def build_launch_plan(
     # Needs NumPy, which previews of rollouts do without.
     from cleave.manifests.worker import build_worker_pod
 
+    # Unlike the operator, this machine reads the model's folder.
+    deployment = resolve_connector(deployment)
     device: Device = "gpu" if node.gpus else "cpu"
     workers = [
         build_worker_pod(pool, ordinal, device=device)

@@ -22,6 +22,7 @@ from cleave.manifests.topology import (
     count_nodes,
     fits_one_pod,
 )
+from cleave.planner.deployment_checks import describe_connector, resolve_connector
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
 from cleave.planner.result.status import build_plan_option, build_predicted, to_manual_pools
@@ -35,6 +36,7 @@ def build_pools(
     machines: NodeTopology = NodeTopology(),  # noqa: B008 - a frozen value
 ) -> list[InstancePool]:
     """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
+    deployment = resolve_connector(deployment, reads_files=False)
     revision_hash = hash_revision(deployment)
     kinds = _list_kinds(deployment, placement)
     if deployment.spec.can_share_gpu_memory and fits_one_pod(kinds, machines):
@@ -52,7 +54,7 @@ def hash_revision(deployment: LLMDeployment) -> str:
     the model's files are kept. Cleave's version is included through the default image, as it
     decides the version of vLLM.
     """
-    spec = deployment.spec
+    spec = resolve_connector(deployment, reads_files=False).spec
     # Without defaults, so that a field which a later version adds changes no revision.
     parts = (
         spec.model.model_dump_json(exclude_defaults=True, exclude={"cache"}),
@@ -71,9 +73,10 @@ def build_selected_plan(
     """Return the current placement, for `status.plan`."""
     result = placement.result
     selected = result.selected if result else None
+    chosen = describe_connector(deployment, reads_files=False)
     return SelectedPlan(
         revision=hash_revision(deployment),
-        reason=placement.reason,
+        reason="; ".join(filter(None, (placement.reason, chosen))),
         gpus=placement.gpus,
         pools=to_manual_pools(placement.pools),
         algorithm=selected.algorithm if selected else "",

@@ -11,6 +11,8 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Connector, EngineType
 from cleave.api.role import Role
 from cleave.perf.model import model_shape
+from cleave.planner import connector_choice
+from cleave.planner.connector_choice import ConnectorChoice
 
 
 def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
@@ -43,32 +45,44 @@ def list_parallelism_faults(
         if shape and (reason := shape.explain_unsupported(tensor, pipeline)):
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
     heads = shape.shardable_kv_heads if shape else None
-    explain = spec.engine.kv_connector.explain_incompatibility
+    explain = resolve_connector(
+        deployment, reads_files=reads_files
+    ).spec.engine.kv_connector.explain_incompatibility
+    # Cleave's connector takes any sizes, but one kind of KV.
+    has_other = shape is None or shape.sliding_window is None
+    remedy = ", or spec.engine.connector Cleave" if has_other else ""
     for prefill in (pool for pool in pools if pool.role is Role.PREFILL):
         for index, other in enumerate(pools):
             reason = explain(prefill.parallelism, other.parallelism, heads)
             if other.role is not Role.PREFILL and reason:
-                yield f"spec.placement.manual[{index}].parallelism.tensor: {reason}"
+                yield f"spec.placement.manual[{index}].parallelism.tensor: {reason}{remedy}"
 
 
-def explain_connector_fault(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
-    """Why engines of this model would end at start with the deployment's KV connector; None: they
-    would not, or the model is not known. Cleave's connector moves one kind of KV."""
-    engine = deployment.spec.engine
-    is_replaced = any(arg.startswith("--kv-transfer-config") for arg in engine.args)
-    if engine.type is EngineType.EMULATED or is_replaced:
-        return None
-    if engine.kv_connector is not Connector.CLEAVE:
-        return None
-    if explain_unknown_model(deployment, reads_files=reads_files):
-        return None
-    shape = model_shape.load_shape(deployment.spec.model.locator)
-    if shape.sliding_window is None:
-        return None
-    return (
-        f"spec.engine.connector: {shape.name} has layers with a sliding window, whose KV Cleave's "
-        "connector does not move; set it to Nixl"
-    )
+def choose_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> ConnectorChoice:
+    """The KV connector that this deployment's engines use, and why."""
+    unknown = explain_unknown_model(deployment, reads_files=reads_files)
+    is_emulated = deployment.spec.engine.type is EngineType.EMULATED
+    is_known = unknown is None and not is_emulated
+    shape = model_shape.load_shape(deployment.spec.model.locator) if is_known else None
+    return connector_choice.choose_connector(deployment.spec, shape)
+
+
+def resolve_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> LLMDeployment:
+    """The deployment with the connector in use as `engine.connector`, where that is not the
+    default."""
+    choice = choose_connector(deployment, reads_files=reads_files)
+    if choice.reason is None:
+        return deployment
+    engine = deployment.spec.engine.model_copy(update={"connector": choice.connector})
+    spec = deployment.spec.model_copy(update={"engine": engine})
+    return deployment.model_copy(update={"spec": spec})
+
+
+def describe_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
+    """A sentence about a connector that was chosen for the user; None: the default or the spec's
+    is in use."""
+    choice = choose_connector(deployment, reads_files=reads_files)
+    return choice.reason and f"connector {choice.connector} is used: {choice.reason}"
 
 
 def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
@@ -79,6 +93,8 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             f"spec.slo.{field}: {value:g} is {value:g} milliseconds; are these seconds? "
             f"{value:g} s is {1000 * value:g}"
         )
+    if chosen := describe_connector(deployment, reads_files=reads_files):
+        yield f"spec.engine.connector: {chosen}; name it to leave out this warning"
     why = explain_unknown_model(deployment, reads_files=reads_files)
     if why is None:
         return
@@ -91,7 +107,8 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             "spec.placement.manual: set other instances or GPUs there; to have them planned, run "
             "`cleave plan` with a folder that holds the model's config.json as spec.model"
         )
-    if spec.placement is None or spec.engine.kv_connector is not Connector.NIXL:
+    connector = choose_connector(deployment, reads_files=reads_files).connector
+    if spec.placement is None or connector is not Connector.NIXL:
         return
     pools = spec.placement.manual
     for prefill in (pool.parallelism.tensor for pool in pools if pool.role is Role.PREFILL):

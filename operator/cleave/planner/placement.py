@@ -57,8 +57,9 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
     engine = deployment.spec.engine
     if reads_files or not named_profiles.is_profile_file(engine.emulation.latency):
         _check_latency_profile(engine)
-    if fault := deployment_checks.explain_connector_fault(deployment, reads_files=reads_files):
-        raise PlanError([fault])
+    choice = deployment_checks.choose_connector(deployment, reads_files=reads_files)
+    if choice.fault:
+        raise PlanError([choice.fault])
     manual = deployment.spec.placement
     if manual is None:
         smallest = PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)

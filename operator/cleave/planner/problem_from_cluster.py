@@ -29,10 +29,11 @@ def build_problem(
 ) -> Problem:
     """The problem of planning `deployment` on `cluster`; relative paths start at `folder`. Raises
     PlanError or ManifestError."""
-    spec = deployment.spec
+    spec = deployment_checks.resolve_connector(deployment).spec
     shape = _load_shape(deployment)
-    if fault := deployment_checks.explain_connector_fault(deployment):
-        raise PlanError([fault])
+    choice = deployment_checks.choose_connector(deployment)
+    if choice.fault:
+        raise PlanError([choice.fault])
     kinds = inventory.list_gpus(cluster, spec.planning.gpus)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
     traffic = build_demand(deployment, folder)
@@ -52,6 +53,7 @@ def build_problem(
         policies=build_policies(spec.engine),
         seed=seed,
         notes=(
+            *filter(None, (deployment_checks.describe_connector(deployment),)),
             *characterization.list_remarks(traffic, longest),
             *(f"{gpu.name}: {gpu.limitation}" for gpu in kinds.values() if gpu.limitation),
         ),

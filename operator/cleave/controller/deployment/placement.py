@@ -92,10 +92,10 @@ def _decide_without_planner(deployment: LLMDeployment, status: Manifest) -> Plac
     selected = build_selected_plan(deployment, placement)
     written = selected.model_dump(mode="json", exclude_none=True)
     if deployment.spec.placement is not None:
-        return PlacementDecision(placement, written, _build_ready("Manual", placement.reason))
+        return PlacementDecision(placement, written, _build_ready("Manual", selected.reason))
     # The fleet serves, but PlanReady is False: it was not planned.
     reason = "NotPlanned" if deployment.spec.workload is None else MODEL_UNKNOWN
-    return PlacementDecision(placement, written, _build_not_ready(reason, placement.reason))
+    return PlacementDecision(placement, written, _build_not_ready(reason, selected.reason))
 
 
 def _decide_planned(

@@ -45,8 +45,8 @@ def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Vali
     if spec.engine.type is EngineType.EMULATED:
         # Emulated instances have no weights to split and run on any node.
         return ValidationFindings(tuple(faults), warnings)
-    if fault := deployment_checks.explain_connector_fault(deployment, reads_files=False):
-        faults.append(fault)
+    choice = deployment_checks.choose_connector(deployment, reads_files=False)
+    faults += [choice.fault] if choice.fault else []
     faults += deployment_checks.list_parallelism_faults(deployment, reads_files=False)
     if spec.placement is not None:
         warnings += tuple(_list_missing_pool_gpus(spec.placement.manual, cluster))

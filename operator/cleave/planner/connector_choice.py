@@ -1,0 +1,78 @@
+"""Chooses the KV connector of a deployment whose `engine.connector` is absent. Pure.
+
+Called by `deployment_checks`, which knows the model's dimensions. Cleave's connector is the default;
+vLLM's NixlConnector is chosen only where Cleave's cannot do the work (decisions 048 and 052).
+"""
+
+from dataclasses import dataclass
+
+from cleave.api.deployment import LLMDeploymentSpec
+from cleave.api.engine import Connector, EngineType, TransferMode
+from cleave.api.plan import ManualPool
+from cleave.api.pool import MAX_CELL_ENGINES
+from cleave.api.role import Role
+from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
+from cleave.perf.model.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorChoice:
+    """The connector in use."""
+
+    connector: Connector
+    reason: str | None = None
+    """Why it is another than the default although the spec names none."""
+    fault: str | None = None
+    """`path: why` engines would end at start with it."""
+
+
+def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> ConnectorChoice:
+    """The connector of a deployment. `shape`: its model's; None: not known, or not relevant."""
+    engine = spec.engine
+    is_free = engine.connector is None and engine.transfer is TransferMode.PULL
+    is_replaced = any(arg.startswith("--kv-transfer-config") for arg in engine.args)
+    if engine.type is EngineType.EMULATED or is_replaced or engine.connector is Connector.NIXL:
+        return ConnectorChoice(engine.kv_connector)
+    if shape is not None and shape.sliding_window is not None:
+        why = (
+            f"{shape.name} has layers with a sliding window, whose KV Cleave's connector does not "
+            "move"
+        )
+        if is_free:
+            return ConnectorChoice(Connector.NIXL, reason=why)
+        if engine.connector is None:
+            fault = f"spec.engine.transfer: {why}, and Nixl transfers by Pull only; remove it"
+        else:
+            fault = f"spec.engine.connector: {why}; set it to Nixl, or remove it"
+        return ConnectorChoice(Connector.CLEAVE, fault=fault)
+    if is_free and spec.template.has_whole_gpus and _are_one_pod_cells(spec, shape):
+        why = "the engines of a cell in one pod read each other's GPU memory through NIXL only"
+        return ConnectorChoice(Connector.NIXL, reason=why)
+    return ConnectorChoice(engine.kv_connector)
+
+
+def _are_one_pod_cells(spec: LLMDeploymentSpec, shape: ModelShape | None) -> bool:
+    """Whether spec.placement.manual consists of cells that are one pod each wherever they fit.
+
+    With one pipeline stage all GPUs of a cell are in one node. The nodes themselves do not count,
+    so that the revision stays when nodes come and go.
+    """
+    pools = spec.placement.manual if spec.placement else []
+    if not pools or not all(pool.per_cell and pool.parallelism.pipeline == 1 for pool in pools):
+        return False
+    if len({pool.gpu for pool in pools}) > 1 or not _may_have_nvlink(pools[0]):
+        return False
+    if sum(pool.per_cell or 0 for pool in pools) > MAX_CELL_ENGINES:
+        return False
+    heads = shape.shardable_kv_heads if shape else None
+    sizes = {pool.role: pool.parallelism for pool in pools}
+    prefill, decode = sizes[Role.PREFILL], sizes[Role.DECODE]
+    return Connector.NIXL.explain_incompatibility(prefill, decode, heads) is None
+
+
+def _may_have_nvlink(pool: ManualPool) -> bool:
+    """Without NVLink, UCX reads no other process's GPU memory directly."""
+    try:
+        return pool.gpu is None or bool(find_gpu(pool.gpu).nvlink_gbps)
+    except UnknownGpuError:
+        return False
