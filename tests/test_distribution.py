@@ -39,7 +39,7 @@ def test_an_extra_is_missing_while_one_requirement_is(monkeypatch: pytest.Monkey
         ("numba", "planner"),
         ("uvloop", "gateway"),
         ("sklearn.tree", "lengths"),
-        ("kubernetes.aio", "operator"),
+        ("kopf.testing", "operator"),
         ("opentelemetry.sdk.trace", "otel"),
         ("aiohttp", "worker"),
         ("vllm", "worker-cuda"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import kopf
 
-from cleave.controller.cluster.client import KINDS
+from cleave.controller.cluster.client import KINDS, log_in
 from cleave.controller.controller import Controller
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.resync import WATCHED_KINDS
@@ -29,7 +29,7 @@ def build_registry(controller: Controller, metrics: OperatorMetrics) -> kopf.Ope
             controller.on_change(manifest)
 
     handlers = kopf.OperatorRegistry()
-    kopf.on.login(registry=handlers)(kopf.login_via_client)
+    kopf.on.login(registry=handlers)(log_in)
     for kind in WATCHED_KINDS:
         kopf.on.event(*_get_resource(kind), id=kind, registry=handlers)(on_event)
     return handlers

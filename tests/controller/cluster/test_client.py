@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import kopf
 import pytest
 import yaml
 from aiohttp import web
@@ -36,10 +37,6 @@ async def served(
     host, port = runner.addresses[0][:2]
     write_kubeconfig(folder / "config", f"http://{host}:{port}")
     monkeypatch.setenv("KUBECONFIG", str(folder / "config"))
-    # The place of the default is read when the package is imported.
-    monkeypatch.setattr(
-        "kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(folder / "config")
-    )
     connection = await connect()
     try:
         yield connection
@@ -146,15 +143,43 @@ async def test_a_kind_is_served_where_its_group_names_it(
         assert not await server.serves("Deployment")
 
 
-async def test_without_a_cluster_the_remedy_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none")
-    )
+async def test_without_a_cluster_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(KubeApiError, match="set KUBECONFIG"):
         await connect()
+    with pytest.raises(kopf.LoginError, match="set KUBECONFIG"):
+        client.log_in()
+
+
+async def test_a_replaced_token_is_used_a_minute_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        tokens.append(request.headers["Authorization"])
+        return web.json_response({})
+
+    async with served(answer, tmp_path, monkeypatch) as server:
+        config = tmp_path / "config"
+        config.write_text(config.read_text().replace("secret", "fresh"))
+        await server.request("GET", "/a")
+        monkeypatch.setattr(client, "_TOKEN_LIFE_S", 0.0)
+        await server.request("GET", "/a")
+        config.unlink()
+        await server.request("GET", "/a")
+    assert tokens == ["Bearer secret", "Bearer fresh", "Bearer fresh"]
+
+
+def test_watches_connect_with_the_same_token_and_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_kubeconfig(tmp_path / "config", "https://10.0.0.1:6443")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    login = client.log_in()
+    assert (login.server, login.token) == ("https://10.0.0.1:6443", "secret")
+    assert login.as_ssl_context() is login.tls
 
 
 class TestPersistence:

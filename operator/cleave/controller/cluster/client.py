@@ -1,28 +1,34 @@
 """Client of the Kubernetes API server: JSON in, JSON out, with a time-out on every call.
 
-Used by the executor, the leader election and the resync. Addresses, certificates and tokens come
-from the `kubernetes` package; its generated classes are not used, because the rest of this package
-works on plain manifests.
+Used by the executor, the leader election and the resync. Address, certificates and token come from
+`cleave.rpc.kube_api`, also for kopf's watches. The `kubernetes` package, with a class for each
+kind, would be a third of the operator's image and a second of its start.
 """
 
 import asyncio
+import contextlib
 import json
 import random
+import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote, urlencode
 
 import aiohttp
-from kubernetes.aio import config
-from kubernetes.aio.client.api_client import ApiClient
-from kubernetes.aio.client.configuration import Configuration
+import kopf
+from yarl import URL
 
 from cleave.manifests.labels import Manifest
+from cleave.rpc.kube_api import AccessError, ApiServerAccess, find_access
 
 FIELD_MANAGER = "cleave"
 """Field manager of everything that the operator writes."""
 
 _TIMEOUT_S = 15.0
+_MAX_CONNECTIONS = 64
+_TOKEN_LIFE_S = 60.0
+"""Seconds after which the token is read again; the kubelet replaces it before it expires."""
 _ATTEMPTS = 5
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 10.0
@@ -95,12 +101,22 @@ KINDS: Mapping[str, ApiResource] = {
 class KubeClient:
     """A connection to one API server."""
 
-    def __init__(self, client: ApiClient) -> None:
-        self._client = client
+    def __init__(self, access: ApiServerAccess) -> None:
+        self._access, self._read_at = access, time.monotonic()
+        connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS, ssl=access.tls or True)
+        self._session = aiohttp.ClientSession(connector=connector)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.close()  # type: ignore[no-untyped-call]
+        await self._session.close()
+
+    def _get_token(self) -> str:
+        """The token as it was at most _TOKEN_LIFE_S ago, or the last one that could be read."""
+        if time.monotonic() - self._read_at > _TOKEN_LIFE_S:
+            self._read_at = time.monotonic()
+            with contextlib.suppress(AccessError):
+                self._access = find_access()
+        return self._access.token
 
     async def request(
         self,
@@ -115,14 +131,24 @@ class KubeClient:
     ) -> Manifest:
         """Send one request and return the decoded response. Raises KubeApiError."""
         headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": "cleave-operator"}
-        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
-        url = f"{self._client.configuration.host}{path}"
+        if token := self._get_token():
+            headers["Authorization"] = f"Bearer {token}"
+        url = f"{self._access.url}{path}"
         if query:
             url += f"?{urlencode(query)}"
         try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._client.call_api(method, url, headers, body)
-                data: bytes = await response.read()  # type: ignore[no-untyped-call]
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(
+                    method,
+                    URL(url, encoded=True),
+                    headers=headers,
+                    data=None if body is None else json.dumps(body),
+                    server_hostname=self._access.server_name,
+                    allow_redirects=False,
+                ) as response,
+            ):
+                data = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise KubeApiError(0, "Unreachable", str(error) or type(error).__name__) from error
         if response.status >= 400:
@@ -150,18 +176,31 @@ class KubeClient:
 
 
 async def connect() -> KubeClient:
-    """Connect with the service account, or else the kubeconfig file. Raises KubeApiError."""
-    settings = Configuration()
+    """Connect with the file in KUBECONFIG, or else the service account. Raises KubeApiError."""
     try:
-        config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
-    except config.ConfigException:
-        try:
-            await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-        except (config.ConfigException, OSError) as error:
-            text = f"no service account and no kubeconfig ({error}); set KUBECONFIG"
-            raise KubeApiError(0, "NoCluster", text) from error
-    settings.connection_pool_maxsize = 64
-    return KubeClient(ApiClient(settings))
+        return KubeClient(find_access())
+    except AccessError as error:
+        raise KubeApiError(0, "NoCluster", str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchLogin(kopf.ConnectionInfo):
+    """What kopf's watches connect with; TLS is that of `ApiServerAccess`."""
+
+    tls: ssl.SSLContext | None = None
+
+    def as_ssl_context(self) -> ssl.SSLContext:
+        """Return the TLS settings; kopf calls it for each login."""
+        return self.tls or ssl.create_default_context()
+
+
+def log_in(**_: object) -> WatchLogin:
+    """Log kopf in, at the start and whenever the API server refuses the token."""
+    try:
+        access = find_access()
+    except AccessError as error:
+        raise kopf.LoginError(str(error)) from error
+    return WatchLogin(server=access.url, token=access.token or None, tls=access.tls)
 
 
 async def retry_transient(
