@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import yaml
+from kubernetes.utils.quantity import parse_quantity
 
 from e2e.cluster import tools
 from e2e.cluster.closed_loop_load import Load, ask
@@ -208,10 +209,12 @@ def test_a_lost_nodes_instances_are_replaced(chat: Chat, nodes: Nodes) -> None:
 
 
 def test_an_unschedulable_scale_up_is_reverted_and_reported(chat: Chat) -> None:
+    # Two find room on a node beside what runs there, and never six on two.
+    share = {"cpu": f"{int(free_cores(chat.cluster) / 2.2 * 1000)}m"}
     chat.edit(
         {
             "rollout": {"pendingTimeoutS": 10},
-            "template": {"resources": {"requests": {"cpu": "40"}, "limits": {"cpu": "40"}}},
+            "template": {"resources": {"requests": share, "limits": share}},
         }
     )
     chat.until_ready(180)
@@ -280,6 +283,20 @@ def test_a_deleted_deployment_drains_and_leaves_nothing(chat: Chat) -> None:
         return chat.cluster.kubectl("get", kinds, "-n", chat.namespace, "-o", "name").split()
 
     wait_until(lambda: not left(), 60, "nothing is left")
+
+
+def free_cores(cluster: Cluster) -> float:
+    """Cores that no pod has requested, of the node with the fewest."""
+    free = {
+        node["metadata"]["name"]: float(parse_quantity(node["status"]["allocatable"]["cpu"]))
+        for node in cluster.list("nodes")
+    }
+    for pod in cluster.list("pods", namespace=""):
+        for container in pod["spec"]["containers"]:
+            requests = container.get("resources", {}).get("requests", {})
+            if (name := pod["spec"].get("nodeName")) in free:
+                free[name] -= float(parse_quantity(requests.get("cpu", "0")))
+    return min(free.values())
 
 
 def placement(**replicas: int) -> list[dict[str, object]]:
