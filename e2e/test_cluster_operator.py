@@ -49,24 +49,20 @@ def installed(cluster: Cluster) -> Iterator[Cluster]:
 @contextmanager
 def installation(cluster: Cluster, *args: str) -> Iterator[None]:
     """The chart, with two nodes if they are ours; nothing of it is left afterwards."""
-    if cluster.nodes is not None:
-        cluster.nodes.add(gpu_node("node-a", clique="a"), gpu_node("node-b", clique="b"))
-    try:
-        cluster.helm(
-            *("install", "cleave", str(CHART), "-n", SYSTEM, "--create-namespace"),
-            *("--wait", "--timeout", "120s", "--take-ownership", *args),
-            *shlex.split(os.environ.get("HELM_ARGS", "")),
-            timeout_s=150,
-        )
-        yield
-    except CommandError as error:
-        raise AssertionError(f"{error.text}\n{read_log(cluster)}") from error
-    finally:
-        cluster.helm("uninstall", "cleave", "-n", SYSTEM, "--wait", "--ignore-not-found")
-        if cluster.nodes is not None:
-            for name in ("node-a", "node-b"):
-                cluster.nodes.lose(name)
-                cluster.kubectl("delete", "node", name)
+    nodes = (gpu_node("node-a", clique="a"), gpu_node("node-b", clique="b"))
+    with cluster.lend_nodes(*nodes):
+        try:
+            cluster.helm(
+                *("install", "cleave", str(CHART), "-n", SYSTEM, "--create-namespace"),
+                *("--wait", "--timeout", "120s", "--take-ownership", *args),
+                *shlex.split(os.environ.get("HELM_ARGS", "")),
+                timeout_s=150,
+            )
+            yield
+        except CommandError as error:
+            raise AssertionError(f"{error.text}\n{read_log(cluster)}") from error
+        finally:
+            cluster.helm("uninstall", "cleave", "-n", SYSTEM, "--wait", "--ignore-not-found")
 
 
 @pytest.fixture
@@ -104,7 +100,7 @@ class Chat:
         """Of the gateway's Service, as clients inside the cluster reach it."""
         service = self.cluster.get("service", "chat", self.namespace)
         assert service is not None
-        if self.cluster.nodes is not None:
+        if self.cluster.has_service_addresses:
             return f"{service['spec']['clusterIP']}:80"
         endpoint = self.cluster.endpoint("chat", self.namespace, "http")
         assert endpoint is not None
