@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from e2e.real_nodes.sandbox import CGROUP, find_hierarchies
+from e2e.real_nodes.sandbox import CGROUP, MOUNT_POINTS, find_hierarchies
 
 DNS_ADDRESS = "10.78.0.10"
 POD_NETWORK = "10.79.0.0/16"
@@ -28,10 +28,6 @@ REGISTRY = "registry.local/ai/"
 _LIBRARY = "docker.io/library/"
 _SOCKET = "/run/containerd/containerd.sock"
 _START_TIMEOUT_S = 60
-_MOUNTED = (
-    "etc/cni/net.d", "etc/containerd", "run/containerd", "run/kubelet", "var/lib/cni",
-    "var/lib/containerd", "var/lib/kubelet", "var/log/containers", "var/log/pods",
-)  # fmt: skip
 _SETTINGS = (
     "kernel/keys/root_maxbytes", "kernel/keys/root_maxkeys", "kernel/panic", "kernel/panic_on_oops",
     "vm/overcommit_memory", "vm/panic_on_oom",
@@ -108,9 +104,8 @@ def main(plan: HostPlan) -> None:
 
 
 def _mount_folders(own: Path) -> None:
-    for name in _MOUNTED:
+    for name in MOUNT_POINTS:
         (own / name).mkdir(parents=True, exist_ok=True)
-        Path("/", name).mkdir(parents=True, exist_ok=True)
         _run("mount", "--bind", str(own / name), f"/{name}")
     # Volumes of pods are mounted by the kubelet and must appear in containers.
     _run("mount", "--make-rshared", "/")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER_VARIABLE = "CLEAVE_REAL_NODES"
@@ -23,6 +24,12 @@ CGROUP = "cleave-e2e"
 """Parent of the nodes' control groups, in each hierarchy."""
 PROGRAMS = ("ip", "nft", "nsenter", "runc", "unshare")
 """What sandbox and nodes run of the machine's; `scripts/bootstrap --nodes` installs them."""
+
+MOUNT_POINTS = (
+    "etc/cni/net.d", "etc/containerd", "run/containerd", "run/kubelet", "run/netns", "var/lib/cni",
+    "var/lib/containerd", "var/lib/kubelet", "var/log/containers", "var/log/pods",
+)  # fmt: skip
+"""Folders of the machine, below /, over which sandbox or nodes mount their own."""
 
 _INSIDE = "--inside"
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -42,11 +49,26 @@ def main(arguments: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="cleave-nodes-", dir="/var/tmp"))
     unshare = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command = [*unshare, sys.executable, "-m", __spec__.name, _INSIDE, *arguments]
+    with _mount_points():
+        try:
+            return _run_to_end(command, os.environ | {FOLDER_VARIABLE: str(folder)})
+        finally:
+            _remove_cgroups()
+            shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _mount_points() -> Iterator[None]:
+    """MOUNT_POINTS exist; those that were not there before are removed afterwards."""
+    paths = [Path("/", name) for name in MOUNT_POINTS]
+    made = [each for path in paths for each in (path, *path.parents) if not each.exists()]
+    for path in paths:
+        path.mkdir(parents=True, exist_ok=True)
     try:
-        return _run_to_end(command, os.environ | {FOLDER_VARIABLE: str(folder)})
+        yield
     finally:
-        _remove_cgroups()
-        shutil.rmtree(folder)
+        for path in sorted({*made}, reverse=True):
+            path.rmdir()
 
 
 def _refuse(reason: str) -> int:
@@ -102,5 +124,4 @@ def find_hierarchies() -> list[Path]:
 
 
 if __name__ == "__main__":
-    os.makedirs("/run/netns", exist_ok=True)
     sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """Client of the Kubernetes API server: JSON in, JSON out, with a time-out on every call.
 
 Used by the executor, the leader election and the resync. Address, certificates and token come from
-`cleave.rpc.kube_api`, also for kopf's watches. The `kubernetes` package, with a class for each
-kind, would be a third of the operator's image and a second of its start.
+`cleave.rpc.kube_api`, also for kopf's watches; the `kubernetes` package, with a class for each kind,
+would be a quarter of the operator's image.
 """
 
 import asyncio
