@@ -1,8 +1,8 @@
 """Client of the Kubernetes API server: JSON in, JSON out, with a time-out on every call.
 
 Used by the executor, the leader election and the resync. Address, certificates and token come from
-`cleave.rpc.kube_api`, also for kopf's watches; the `kubernetes` package, with a class for each kind,
-would be a quarter of the operator's image.
+`cleave.rpc.kube_api`, also for kopf's watches; the `kubernetes` package, with a class for each
+kind, would be a quarter of the operator's image.
 """
 
 import asyncio
