@@ -2,7 +2,7 @@
 
 Called by the pool's reconcile. `kubectl drain` cordons a node and evicts its pods in the same
 moment, so the pool's disruption budget keeps the last instance beforehand. The operator deletes it
-once a replacement is ready elsewhere, and the drain, which tries again, finds it gone. Where no node
+once a replacement is ready elsewhere; the drain, which tries again, finds it gone. Where no node
 has room for a replacement, the budget lets the instance go: the drain must not wait for ever.
 
 Instances that span nodes, and those that must share a node with others, are evicted as they come.
