@@ -208,7 +208,9 @@ def _wait_for_containerd(process: subprocess.Popen[bytes]) -> None:
 
 def _run_ctr(*arguments: str) -> str:
     command = ["ctr", "-n", "k8s.io", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: {done.stderr}")
     return done.stdout
 
 

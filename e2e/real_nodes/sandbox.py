@@ -101,9 +101,10 @@ def _run_as_init(command: list[str]) -> int:
 def _remove_cgroups() -> None:
     """Remove the nodes' control groups, which are free once the kernel has ended the processes."""
     deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
-    while folders := [each for each in find_hierarchies() if (each / CGROUP).exists()]:
-        for folder in folders:
-            for path, _, _ in os.walk(folder / CGROUP, topdown=False):
+    # Where version 1 is in use, runc makes groups in version 2 beside it, too.
+    while groups := [*_CGROUPS.glob(CGROUP), *_CGROUPS.glob(f"*/{CGROUP}")]:
+        for group in groups:
+            for path, _, _ in os.walk(group, topdown=False):
                 with contextlib.suppress(OSError):
                     os.rmdir(path)
         if time.monotonic() > deadline:
