@@ -54,7 +54,7 @@ def main(environment: Path, root: Path, modules: list[str]) -> None:
     for library in sorted({*_find_libraries(binaries)}):
         if not library.startswith((f"{root}/", f"{environment}/")):
             _copy(Path(library), root)
-    _strip(file for file in binaries if file.suffix != "")
+    _strip(file for file in binaries if not _is_patched(file))
     stdlib = sysconfig.get_path("stdlib")
     _run_inside(root, interpreter, "-m", "compileall", "-q", stdlib)
     for module in modules:
@@ -131,6 +131,15 @@ def _find_libraries(binaries: Iterable[Path]) -> Iterator[str]:
         for folder in ("/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu"):
             if Path(folder, name).exists():
                 yield f"{folder}/{name}"
+
+
+def _is_patched(file: Path) -> bool:
+    """Whether a wheel's builder has changed the file's layout, which `strip` would break."""
+    packages = next((each for each in file.parents if each.name == "site-packages"), None)
+    if packages is None:
+        return False
+    package = file.relative_to(packages).parts[0]
+    return package.endswith(".libs") or (packages / f"{package}.libs").exists()
 
 
 def _strip(files: Iterable[Path]) -> None:
