@@ -12,10 +12,11 @@ PARALLEL = -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder
 LANES = fast-tests engine-tests cluster-tests
 ENGINE_TESTS = e2e/vllm_pair $(wildcard e2e/test_vllm*.py)
 CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
+NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_cluster_install.py e2e/test_cluster_operator.py e2e/test_cluster_resources.py
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check check-compiled check-cuda tools e2e lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check check-compiled check-cuda tools e2e e2e-node lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -58,6 +59,12 @@ tools: # Kubernetes, helm, Prometheus and its query engine, built once
 e2e: setup ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
+
+e2e-node: setup tools ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
+	@scripts/bootstrap --nodes
+	@scripts/node-tools >/dev/null
+	CLEAVE_ARCHIVES=$$(scripts/node-images) && export CLEAVE_ARCHIVES && \
+	  .venv/bin/python -m e2e.real_nodes.sandbox .venv/bin/pytest $(NODE_TESTS) $(ARGS)
 
 lint: setup
 	.venv/bin/ruff format --check .

@@ -8,7 +8,16 @@ from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.control_plane import ControlPlane
 from e2e.cluster.nodes import Nodes
-from e2e.test_cluster_operator import READY_S, Chat, chat, condition, installed, message, nodes
+from e2e.test_cluster_operator import (
+    READY_S,
+    Chat,
+    chat,
+    condition,
+    installed,
+    message,
+    nodes,
+    placement,
+)
 
 __all__ = ["chat", "installed", "nodes"]
 
@@ -105,6 +114,27 @@ def test_a_killed_gateway_takes_its_own_requests_along_and_no_others(
         wait_until(lambda: load.answered > after + 50, 30, "both answer")
     assert len(load.failures) == failed
     assert failed <= 20, "its own, and what was sent to it until its node said that it is gone"
+
+
+def test_a_drained_node_of_the_only_instances_loses_no_request(chat: Chat) -> None:
+    chat.edit({"placement": {"manual": placement(prefill=1, decode=1)}})
+    chat.until_ready()
+    node = chat.workers("decode")[0]["spec"]["nodeName"]
+    leaving = {pod["metadata"]["uid"] for pod in chat.workers() if pod["spec"]["nodeName"] == node}
+    with Load(chat.address, "chat") as load:
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        try:
+            begun = time.monotonic()
+            drain = ("drain", node, "--delete-emptydir-data", "--ignore-daemonsets")
+            chat.cluster.kubectl(*drain, "--timeout=120s", timeout_s=130)
+            print(f"drained in {time.monotonic() - begun:.1f} s, {load.answered} answers")
+            assert not leaving & {pod["metadata"]["uid"] for pod in chat.workers()}
+            after = load.answered
+            wait_until(lambda: load.answered > after + 20, 30, "the replacements answer")
+        finally:
+            chat.cluster.kubectl("uncordon", node)
+    assert load.failures == []
+    wait_until(chat.is_ready, READY_S, "everything has settled")
 
 
 def test_the_kv_path_is_reported_as_measured(chat: Chat) -> None:

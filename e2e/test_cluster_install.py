@@ -24,13 +24,11 @@ def release(cluster: Cluster):
     """The chart with its defaults, except that a webhook that is away refuses everything."""
     if cluster.control_plane is None:
         pytest.skip("installs and uninstalls cluster-wide objects")
-    cluster.nodes.add(gpu_node("home"))
-    helm(cluster, "install", "--create-namespace", "--take-ownership")
-    yield cluster
-    cluster.helm("uninstall", "cleave", "-n", HOME, "--ignore-not-found", "--wait")
-    cluster.kubectl("delete", "namespace", HOME, "--wait=false")
-    cluster.nodes.lose("home")
-    cluster.kubectl("delete", "node", "home")
+    with cluster.lend_nodes(gpu_node("home")):
+        helm(cluster, "install", "--create-namespace", "--take-ownership")
+        yield cluster
+        cluster.helm("uninstall", "cleave", "-n", HOME, "--ignore-not-found", "--wait")
+        cluster.kubectl("delete", "namespace", HOME, "--wait=false")
 
 
 def helm(cluster: Cluster, verb: str, *args: str, chart: Path = CHART) -> str:

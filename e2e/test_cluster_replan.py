@@ -23,6 +23,19 @@ CONVERSATION = Kind(rate=16, prompt_tokens=400, output_tokens=40)
 PATIENCE_S = 180
 
 
+OPEN = {
+    "apiVersion": "networking.k8s.io/v1",
+    "kind": "NetworkPolicy",
+    "metadata": {"name": "tests-reach-workers"},
+    "spec": {
+        "podSelector": {"matchLabels": {"cleave.dev/component": "worker"}},
+        "policyTypes": ["Ingress"],
+        "ingress": [{}],
+    },
+}
+"""Lets `slow_down` call agents and engines where policies are enforced; policies add up."""
+
+
 def manifest(
     kind: Kind,
     engine: dict[str, Any],
@@ -72,6 +85,7 @@ def started(cluster: Cluster, text: str) -> Iterator[Chat]:
     """The deployment `chat` in a namespace of its own, ready; deleted afterwards."""
     namespace = f"test-replan-{secrets.token_hex(4)}"
     cluster.kubectl("create", "namespace", namespace)
+    cluster.apply(OPEN, namespace=namespace)
     try:
         cluster.kubectl("apply", "-n", namespace, "-f", "-", input=text)
         chat = Chat(cluster, namespace)

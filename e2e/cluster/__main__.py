@@ -1,7 +1,7 @@
 """`scripts/isolated .venv/bin/python -m e2e.cluster [COMMAND...]`: a cluster to play with.
 
 Runs COMMAND (a shell without one) with KUBECONFIG set and kubectl and helm on PATH, on a cluster
-with two nodes of eight GPUs that ends with it.
+with two nodes of eight GPUs that ends with it. In `e2e.real_nodes.sandbox`: with two real nodes.
 """
 
 import os
@@ -15,8 +15,8 @@ from e2e.cluster.nodes import gpu_node
 
 os.environ.pop("KUBECONFIG", None)
 with tempfile.TemporaryDirectory() as folder, opened(Path(folder)) as cluster:
-    assert cluster.nodes is not None
-    cluster.nodes.add(gpu_node("node-a", clique="a"), gpu_node("node-b", clique="b"))
+    if cluster.nodes is not None:
+        cluster.nodes.add(gpu_node("node-a", clique="a"), gpu_node("node-b", clique="b"))
     env = os.environ | {
         "KUBECONFIG": str(cluster.kubeconfig),
         "PATH": f"{cluster.programs}:{os.environ['PATH']}",

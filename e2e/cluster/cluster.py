@@ -28,8 +28,10 @@ from cleave.controller.cluster.client import KINDS, ApiResource
 from e2e.cluster import tools
 from e2e.cluster.client import Manifest
 from e2e.cluster.control_plane import ControlPlane
-from e2e.cluster.nodes import Nodes
+from e2e.cluster.nodes import Nodes, Shape
 from e2e.cluster.services import endpoints
+from e2e.real_nodes.real_cluster import open_real_cluster
+from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 
 CRDS = tools.REPOSITORY / "crds"
 _COMMAND_TIMEOUT_S = 120
@@ -73,7 +75,26 @@ class Cluster:
     control_plane: ControlPlane | None = None
     """Absent when the cluster is not ours."""
     nodes: Nodes | None = None
-    """Absent when the cluster is not ours."""
+    """Nodes that run pods as processes; absent when nodes are real or the cluster is not ours."""
+
+    @property
+    def has_service_addresses(self) -> bool:
+        """Whether addresses of Services can be reached from here."""
+        return self.control_plane is not None
+
+    @contextmanager
+    def lend_nodes(self, *shapes: Shape) -> Iterator[None]:
+        """Process nodes while the block lasts; where nodes are real, those that there are."""
+        if self.nodes is None:
+            yield
+            return
+        self.nodes.add(*shapes)
+        try:
+            yield
+        finally:
+            for shape in shapes:
+                self.nodes.lose(shape.name)
+                self.kubectl("delete", "node", shape.name)
 
     def kubectl(
         self,
@@ -167,12 +188,19 @@ def has_addresses() -> bool:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Cluster]:
-    """The cluster of KUBECONFIG, or one of our own without nodes, data and logs in `folder`."""
+    """The cluster of KUBECONFIG, or one of our own, data and logs in `folder`.
+
+    Inside `e2e.real_nodes.sandbox` it has real nodes, elsewhere none yet.
+    """
     if theirs := os.environ.get("KUBECONFIG"):
         here = shutil.which("kubectl") and shutil.which("helm")
         yield Cluster(None if here else tools.folder(), Path(theirs))
         return
     programs = tools.folder()
+    if FOLDER_VARIABLE in os.environ:
+        with open_real_cluster(programs, folder) as control_plane:
+            yield Cluster(programs, control_plane.kubeconfig(), control_plane)
+        return
     with (
         ControlPlane(programs, folder) as control_plane,
         Nodes(control_plane.kubeconfig(), folder / "nodes") as nodes,

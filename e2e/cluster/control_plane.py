@@ -26,11 +26,14 @@ from e2e.cluster.certificates import Authority, Pair, new_key, private_pem
 from e2e.support.deployments import free_port
 
 SERVICE_NETWORK = "10.78.0.0/16"
+KUBERNETES_ADDRESS = "10.78.0.1"
+"""Of the Service `kubernetes`, always the first of the network."""
 NODE_LOST_S = 20
 """After so long without a sign of life a node counts as lost: longer than tests keep the API server
 away."""
 EVICTION_S = 3
 """Pods are deleted from a lost node after this."""
+LOOPBACK = "127.0.0.1"
 
 _ISSUER = "https://kubernetes.default.svc"
 _START_TIMEOUT_S = 90
@@ -45,16 +48,23 @@ _ADMIN = ("admin", ("system:masters",))
 
 
 class ControlPlane:
-    """One control plane, with its data and logs below `folder`; a context manager."""
+    """One control plane, with its data and logs below `folder`; a context manager.
 
-    def __init__(self, tools: Path, folder: Path) -> None:
+    With an `address` that is not LOOPBACK it serves real nodes: it calls their kubelets, and pods
+    reach it by the Service `kubernetes`.
+    """
+
+    def __init__(self, tools: Path, folder: Path, address: str = LOOPBACK) -> None:
         self._tools = tools
         self._folder = folder
         self._authority = Authority()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._etcd_url = f"http://127.0.0.1:{free_port()}"
         self._port = free_port()
-        self.url = f"https://127.0.0.1:{self._port}"
+        self._address = address
+        self.url = f"https://{address}:{self._port}"
+        self.pki = folder / "pki"
+        self.logs = folder / "logs"
         for part in ("logs", "pki", "kubeconfig"):
             (folder / part).mkdir(parents=True, exist_ok=True)
 
@@ -89,6 +99,13 @@ class ControlPlane:
             path.write_text(yaml.safe_dump(config))
         return path
 
+    def register_node(self, name: str, address: str) -> Path:
+        """A kubeconfig file for a kubelet; its certificate and key are in `pki` by its name."""
+        pair = self._authority.server([address, name])
+        (self.pki / f"{name}.crt").write_bytes(pair.certificate)
+        (self.pki / f"{name}.key").write_bytes(pair.key)
+        return self.kubeconfig(f"system:node:{name}", ["system:nodes"])
+
     def service_account(self, namespace: str, name: str) -> Path:
         """A kubeconfig file with the rights of a service account."""
         groups = ["system:serviceaccounts", f"system:serviceaccounts:{namespace}"]
@@ -103,8 +120,8 @@ class ControlPlane:
         self._start(
             "kube-apiserver",
             f"--etcd-servers={self._etcd_url}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=127.0.0.1",
+            f"--bind-address={self._address}",
+            f"--advertise-address={self._address}",
             f"--secure-port={self._port}",
             f"--tls-cert-file={pki / 'server.crt'}",
             f"--tls-private-key-file={pki / 'server.key'}",
@@ -117,13 +134,24 @@ class ControlPlane:
             "--allow-privileged=true",
             # There is no network but this one: webhooks are called at their pods' addresses.
             "--enable-aggregator-routing=true",
-            "--endpoint-reconciler-type=none",
+            *self._node_flags(),
             f"--default-not-ready-toleration-seconds={EVICTION_S}",
             f"--default-unreachable-toleration-seconds={EVICTION_S}",
         )
         self._until_ready("kube-apiserver", self._api_server_ready)
         self._start_controller_manager()
         self._start_scheduler()
+
+    def _node_flags(self) -> list[str]:
+        if self._address == LOOPBACK:
+            return ["--endpoint-reconciler-type=none"]
+        return [
+            "--enable-admission-plugins=NodeRestriction",
+            f"--kubelet-certificate-authority={self.pki / 'ca.crt'}",
+            f"--kubelet-client-certificate={self.pki / 'admin.crt'}",
+            f"--kubelet-client-key={self.pki / 'admin.key'}",
+            "--kubelet-preferred-address-types=InternalIP",
+        ]
 
     def kill_api_server(self) -> None:
         """SIGKILL it, and the controllers with it; `start_api_server` brings them back."""
@@ -205,7 +233,8 @@ class ControlPlane:
         public = accounts.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
-        server = self._authority.server(["127.0.0.1", "localhost", "kubernetes.default.svc"])
+        names = ["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"]
+        server = self._authority.server([self._address, KUBERNETES_ADDRESS, *names])
         admin = self._authority.user(*_ADMIN)
         for name, content in {
             "ca.crt": self._authority.certificate,

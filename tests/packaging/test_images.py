@@ -28,9 +28,10 @@ def stages() -> dict[str, tuple[str, list[str]]]:
 
 
 def lineage(name: str) -> list[str]:
-    """Instructions of a stage and of all that it starts from, earliest first."""
+    """Instructions of a stage, of all that it starts from and copies from, earliest first."""
     start, own = stages()[name]
-    return [*(lineage(start) if start in stages() else []), *own]
+    sources = re.findall(r"COPY --from=(\S+)", " ".join(own))
+    return [line for each in (start, *sources) if each in stages() for line in lineage(each)] + own
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -89,12 +90,34 @@ def test_the_operators_machine_code_is_for_the_cpu_that_it_asks_for() -> None:
     assert "XDG_CACHE_HOME=/opt/cleave/share" in warming, "below the prefix of its Python"
 
 
-def test_base_images_are_pinned_and_come_from_nowhere_in_particular() -> None:
+def test_base_images_are_pinned_and_another_can_be_named() -> None:
     text = (ROOT / "images" / "Dockerfile").read_text()
-    version = re.search(r"ARG PYTHON=(\S+)", text)[1]
+    version = re.search(r"ARG BASE=docker.io/library/python:(\S+)", text)[1]
     assert re.fullmatch(r"3\.\d+\.\d+-slim-\w+", version)
     bases = {start for start, _ in stages().values() if start not in stages()}
-    assert bases == {"python:${PYTHON}"}
+    assert bases == {"${BASE}", "scratch"}
+
+
+@pytest.mark.parametrize("target", ["operator", "gateway", "worker-emulated"])
+def test_small_images_start_empty_and_import_their_programs_at_the_build(target) -> None:
+    start, own = stages()[target]
+    assert stages()[start][0] == "scratch"
+    (command,) = [line for line in own if line.startswith("CMD")]
+    (collected,) = [line for line in stages()[f"root-{target}"][1] if "collect_root" in line]
+    assert re.search(r'"-m", "([\w.]+)"', command)[1] in collected.split()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_images_name_their_version_revision_and_licence(target) -> None:
+    labels = " ".join(line for line in lineage(target) if line.startswith("LABEL"))
+    for label in ("title", "description", "licenses", "version", "revision"):
+        assert f"org.opencontainers.image.{label}=" in labels
+
+
+def test_vllm_on_cpu_finds_the_allocator_that_it_preloads() -> None:
+    lines = " ".join(lineage("worker-cpu"))
+    assert "libtcmalloc-minimal4" in lines
+    assert re.search(r"ln -s \S+/libtcmalloc_minimal.so.4 \S+/site-packages/vllm/libs/", lines)
 
 
 def test_the_builder_sees_nothing_but_what_it_copies() -> None:

@@ -203,6 +203,17 @@ def test_the_operator_reaches_agents_and_what_gateways_know(plain) -> None:
     assert open_to == {"gateway": INTERNAL_PORT, "worker": AGENT_PORT}
 
 
+def test_the_operator_reaches_dns_pods_on_both_of_their_usual_ports(plain) -> None:
+    egress = one(plain, "NetworkPolicy", "cleave-operator")["spec"]["egress"]
+    anywhere = {
+        (each["port"], each["protocol"])
+        for rule in egress
+        if "to" not in rule
+        for each in rule["ports"]
+    }
+    assert {(port, kind) for port in (53, 5353) for kind in ("UDP", "TCP")} <= anywhere
+
+
 def test_isolated_workers_get_a_policy_and_others_none() -> None:
     deployment = validate(
         {

@@ -34,7 +34,9 @@ _OPERATOR_LABELS = {
     "app.kubernetes.io/component": "operator",
 }
 """Labels that the chart gives to the operator's pods."""
-_DNS_PORT, _HTTPS_PORT, _OTLP_PORT = 53, 443, 4317
+_DNS_PORTS = (53, 5353)
+"""Policies see the port of the DNS pods, not of their Service: often 5353, which needs no root."""
+_HTTPS_PORT, _OTLP_PORT = 443, 4317
 _EVERYWHERE_BUT_METADATA: tuple[Manifest, ...] = (
     {"ipBlock": {"cidr": "0.0.0.0/0", "except": [
         "100.100.100.200/32", "168.63.129.16/32", "169.254.0.0/16",
@@ -98,7 +100,9 @@ def _build_egress(
     deployment: str, isolation: NetworkIsolation, ports: Iterable[int]
 ) -> list[Manifest]:
     """To the deployment's own pods, name servers, the API server and model hubs, and to `ports`."""
-    dns = [{"protocol": protocol, "port": _DNS_PORT} for protocol in ("UDP", "TCP")]
+    dns = [
+        {"protocol": protocol, "port": port} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
+    ]
     # Not by address: name servers of a node, and API servers in some plug-ins, match no block.
     anywhere = [*dns, *_list_ports([_HTTPS_PORT, isolation.api_server_port])]
     rules: list[Manifest] = [

@@ -62,16 +62,18 @@ def build_role_binding(owner: DeploymentOrPool, cluster_role: str) -> Manifest:
     )
 
 
-def build_pool_budget(pool: InstancePool) -> Manifest:
+def build_pool_budget(pool: InstancePool, *, keeps_last: bool = False) -> Manifest:
     """The disruption budget of a pool: a node drain may evict one instance at a time.
 
-    Kubernetes counts pods, and an instance that spans nodes has several. The last instance may
-    always be evicted, as its node could not be drained otherwise. minAvailable, not maxUnavailable:
+    Kubernetes counts pods, and an instance that spans nodes has several. The last instance may be
+    evicted, as its node could not be drained otherwise, unless the operator replaces it first
+    (`keeps_last`, see `cleave.controller.pool.relocation`). minAvailable, not maxUnavailable:
     for that Kubernetes would read the pool's scale subresource, which it cannot find in the first
     seconds after the CRDs were created, and it does not retry.
     """
     spec = pool.spec
-    allowed: Manifest = {"minAvailable": max(0, spec.replicas - 1) * spec.nodes}
+    least = spec.replicas if keeps_last else max(0, spec.replicas - 1)
+    allowed: Manifest = {"minAvailable": least * spec.nodes}
     labels = {DEPLOYMENT: spec.deployment, POOL: pool.name}
     return _build_budget(pool.name, pool.namespace, labels, allowed)
 

@@ -126,7 +126,13 @@ def test_tenants_share_cached_prompts_only_where_the_file_says_so(tmp_path) -> N
     keys = read(tmp_path, "\n".join(lines))
     a, b, c, d, g = (
         keys.find_tenant(b"Bearer " + key).cache_salt
-        for key in (b"one-of-many-tenants", b"two-of-many-tenants", b"three-of-many-tenants", b"four-of-many-tenants", b"five-of-many-tenants")
+        for key in (
+            b"one-of-many-tenants",
+            b"two-of-many-tenants",
+            b"three-of-many-tenants",
+            b"four-of-many-tenants",
+            b"five-of-many-tenants",
+        )
     )
     assert c == d
     assert len({a, b, c, g}) == 4

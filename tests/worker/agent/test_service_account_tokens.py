@@ -72,7 +72,10 @@ async def test_a_token_of_a_trusted_account_is_accepted(key: Any) -> None:
     ("token", "fault"),
     [
         (sign({**CLAIMS, "sub": "system:serviceaccount:team:other"}), "other has no access"),
-        (sign({**CLAIMS, "aud": ["https://kubernetes.default.svc"]}), "is not for cleave.dev/agents"),
+        (
+            sign({**CLAIMS, "aud": ["https://kubernetes.default.svc"]}),
+            "is not for cleave.dev/agents",
+        ),
         (sign({**CLAIMS, "exp": NOW_S - 120}), "expired"),
         (sign({**CLAIMS, "nbf": NOW_S + 3600}), "expired"),
         (sign(CLAIMS, rsa.generate_private_key(65_537, 2_048)), "not signed by the API server"),

@@ -14,6 +14,12 @@ from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool import status as pool_status
+from cleave.controller.pool.relocation import (
+    Relocation,
+    explain_limit,
+    find_relocation,
+    keeps_last_instance,
+)
 from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
 from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, plan_next_step
 from cleave.controller.views import PoolInstances, PoolView
@@ -37,6 +43,9 @@ def reconcile(view: PoolView) -> list[Action]:
     actions: list[Action] = [*apply.add_finalizer(pool)]
     pool_instances = _classify_instances(view)
     target = _compute_target(view, pool_instances)
+    relocation = find_relocation(view, pool_instances, target)
+    if relocation is not None and not relocation.is_replaced:
+        target = RolloutStep(new=2, old=0)
     limit_now = compute_limit(
         target.new,
         pool_instances.new,
@@ -46,19 +55,23 @@ def reconcile(view: PoolView) -> list[Action]:
         nodes=f"{view.node_counts_hash}/{pool.metadata.generation or 0}",
         last=pool_status.read_probe(view.status),
     )
+    limit_now = explain_limit(limit_now, relocation)
     # Status first: if a later write fails, users still see what exists.
     actions += pool_status.report(view, pool_instances, target, limit_now)
-    actions += apply.build_changes(_build_owned_objects(view), pool, view.children)
+    # The last instance may be evicted where no node has room for a replacement.
+    keeps_last = keeps_last_instance(view) and not (relocation and limit_now.reason)
+    actions += apply.build_changes(_build_owned_objects(view, keeps_last), pool, view.children)
     actions += _replace_ended(view)
-    actions += _resize(view, pool_instances, target, limit_now)
+    actions += _resize(view, pool_instances, target, limit_now, relocation)
     if limit_now.requeue_after_s is not None:
         actions.append(Requeue(limit_now.requeue_after_s))
     return actions
 
 
-def _build_owned_objects(view: PoolView) -> list[Manifest]:
-    """Objects that do not depend on the replicas; a manual pool has those of a deployment, too."""
-    pool, budget = view.pool, owned_objects.build_pool_budget(view.pool)
+def _build_owned_objects(view: PoolView, keeps_last: bool) -> list[Manifest]:
+    """Objects that do not depend on the pods; a manual pool has those of a deployment, too."""
+    pool = view.pool
+    budget = owned_objects.build_pool_budget(pool, keeps_last=keeps_last)
     if pool.metadata.owner_references:
         return [budget]
     account = owned_objects.build_service_account(pool)
@@ -106,19 +119,27 @@ def _compute_target(view: PoolView, fleet: PoolInstances) -> RolloutStep:
 
 
 def _resize(
-    view: PoolView, fleet: PoolInstances, target: RolloutStep, limited: SchedulingLimit
+    view: PoolView,
+    fleet: PoolInstances,
+    target: RolloutStep,
+    limited: SchedulingLimit,
+    relocation: Relocation | None,
 ) -> Iterator[Action]:
     """Yield creations and deletions that bring the pool to its target."""
     given_up = {pod.name for pod in limited.evict}
     staying = tuple(pod for pod in fleet.new if pod.name not in given_up)
     # A pool that the plan has dropped may keep instances for a while, but creates none.
-    most = min(target.new, view.pool.spec.replicas)
+    most = target.new if relocation else min(target.new, view.pool.spec.replicas)
     if limited.max_instances is not None:
         most = min(most, limited.max_instances)
     yield from pool_pods.complete_instances(view, staying)
     count = min(_MAX_CREATES, max(0, most - len(staying)))
     yield from pool_pods.create_instances(view, fleet, count)
-    victims = [*limited.evict, *pool_pods.choose_victims(staying, len(staying) - target.new)]
+    victims = [*limited.evict]
+    if relocation is not None and relocation.is_replaced:
+        victims.append(relocation.leaving)
+    else:
+        victims += pool_pods.choose_victims(staying, len(staying) - target.new)
     for candidates, num_kept in _group_old(fleet.old, target):
         victims += pool_pods.choose_victims(candidates, len(candidates) - num_kept)
     for victim in victims:

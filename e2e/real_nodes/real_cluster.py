@@ -1,0 +1,114 @@
+"""A control plane with two real nodes, for tests inside `e2e.real_nodes.sandbox`.
+
+Opened by `e2e.cluster.cluster.opened`. Ready when both nodes are and DNS answers; images of Cleave
+are imported from the archives that scripts/images has written.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from e2e.cluster import tools
+from e2e.cluster.control_plane import ControlPlane
+from e2e.real_nodes import network
+from e2e.real_nodes.image_archive import write_archive
+from e2e.real_nodes.node_host import HostPlan
+from e2e.real_nodes.sandbox import FOLDER_VARIABLE
+
+ARCHIVES_VARIABLE = "CLEAVE_ARCHIVES"
+"""Environment variable with the folder of archives to import."""
+NODES = ("node-a", "node-b")
+_READY_TIMEOUT = "180s"
+_END_TIMEOUT_S = 20
+_BUILD_TIMEOUT_S = 3600
+
+
+@contextmanager
+def open_real_cluster(programs: Path, folder: Path) -> Iterator[ControlPlane]:
+    """A control plane whose nodes are ready; logs go below `folder`. Raises RuntimeError."""
+    state = Path(os.environ[FOLDER_VARIABLE])
+    node_programs = _build_programs()
+    archives = [*_write_small_images(node_programs, state), *_find_archives()]
+    network.make_network(NODES)
+    with ExitStack() as stack:
+        control_plane = stack.enter_context(ControlPlane(programs, folder, network.GATEWAY))
+        proxy = control_plane.kubeconfig("system:kube-proxy", [])
+        for index, name in enumerate(NODES):
+            address = network.build_address(index)
+            plan = HostPlan(
+                name=name,
+                address=address,
+                pod_network=network.build_pod_network(index),
+                programs=str(node_programs),
+                folder=str(state / name),
+                logs=str(control_plane.logs),
+                pki=str(control_plane.pki),
+                kubeconfig=str(control_plane.register_node(name, address)),
+                proxy_kubeconfig=str(proxy),
+                images=tuple(map(str, archives)),
+            )
+            stack.enter_context(_started(plan))
+        _install_dns(programs, control_plane.kubeconfig())
+        yield control_plane
+
+
+def _build_programs() -> Path:
+    done = subprocess.run(
+        [tools.REPOSITORY / "scripts" / "node-tools"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=_BUILD_TIMEOUT_S,
+        check=True,
+    )
+    return Path(done.stdout.strip())
+
+
+def _write_small_images(programs: Path, folder: Path) -> Iterator[Path]:
+    for program in ("pause", "dns"):
+        archive = folder / f"{program}.tar"
+        write_archive(programs / program, f"localhost/{program}:1", archive)
+        yield archive
+
+
+def _find_archives() -> list[Path]:
+    folder = os.environ.get(ARCHIVES_VARIABLE)
+    return sorted(Path(folder).glob("*.tar")) if folder else []
+
+
+@contextmanager
+def _started(plan: HostPlan) -> Iterator[None]:
+    """A node's processes in namespaces of their own; what outlives them ends with the sandbox."""
+    Path(plan.folder).mkdir()
+    file = Path(plan.folder) / "plan.json"
+    file.write_text(json.dumps(dataclasses.asdict(plan)))
+    enter = ["nsenter", f"--net=/run/netns/{plan.name}", "unshare", "--mount", "--uts"]
+    command = [*enter, sys.executable, "-m", "e2e.real_nodes.node_host", str(file)]
+    process = subprocess.Popen(command, cwd=tools.REPOSITORY)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(_END_TIMEOUT_S)
+
+
+def _install_dns(programs: Path, kubeconfig: Path) -> None:
+    """Wait for the nodes, then run CoreDNS on one of them."""
+
+    def kubectl(*args: str) -> None:
+        env = os.environ | {"KUBECONFIG": str(kubeconfig)}
+        done = subprocess.run(
+            [programs / "kubectl", *args], env=env, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"kubectl {' '.join(args)}: {done.stderr}")
+
+    for name in NODES:
+        kubectl("wait", "--for=create", f"node/{name}", f"--timeout={_READY_TIMEOUT}")
+    kubectl("wait", "--for=condition=Ready", "node", "--all", f"--timeout={_READY_TIMEOUT}")
+    kubectl("apply", "-f", str(Path(__file__).with_name("dns.yaml")))
+    kubectl("rollout", "status", "-n", "kube-system", "deployment/coredns", "--timeout=120s")

@@ -1,0 +1,156 @@
+"""Puts together the root folder of a small image, for images/Dockerfile.
+
+`collect_root.py ENVIRONMENT ROOT MODULE...` copies into ROOT: a Python environment, the interpreter
+and standard library under it, each shared library that these load, certificates, users and a shell.
+Nothing else: no package manager, compiler, test or documentation. Then it compiles the standard
+library, which the official images carry without bytecode, and imports each MODULE inside ROOT.
+
+Runs as root in a builder with binutils. Raises CalledProcessError where an import fails.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_UNUSED_FOLDERS = {
+    "__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
+    "site-packages", "test", "tests", "tkinter", "turtledemo",
+}  # fmt: skip
+"""Folders of the standard library that no server imports; bytecode is compiled again."""
+_TESTED_PACKAGES = ("numba", "numpy")
+"""Packages that carry their tests."""
+_OPENED_BY_NAME = ("libgcc_s.so.1",)
+"""Libraries that no file names: glibc opens this one when a thread is cancelled."""
+_FILES = ("/etc/group", "/etc/nsswitch.conf", "/etc/passwd", "/bin/sh")
+_CERTIFICATES = Path("/usr/share/ca-certificates/mozilla")
+"""Debian's; /etc/ssl may hold certificates of the building machine's own network."""
+_MERGED = ("bin", "lib", "lib64", "sbin")
+"""Links to folders of /usr."""
+_WRITABLE = {"home/cleave": 0o755, "tmp": 0o1777}
+_UID = 1000
+_LIBRARY = re.compile(r"(?:=> )?(/\S+) \(0x")
+
+
+def main(environment: Path, root: Path, modules: list[str]) -> None:
+    """Fill `root`, then check it."""
+    _make_folders(root)
+    shutil.copytree(environment, _move(environment, root), symlinks=True, ignore=_ignore_tests)
+    _copy_standard_library(Path(sysconfig.get_path("stdlib")), root)
+    interpreter = environment / "bin" / "python"
+    for link in _follow_links(interpreter.parent / os.readlink(interpreter)):
+        _copy(link, root)
+    for file in _FILES:
+        if Path(file).exists():
+            _copy(Path(file), root)
+    bundle = root / "etc/ssl/certs/ca-certificates.crt"
+    bundle.parent.mkdir(parents=True)
+    bundle.write_text("".join(each.read_text() for each in sorted(_CERTIFICATES.glob("*.crt"))))
+    binaries = list(_find_binaries(root))
+    for library in sorted({*_find_libraries(binaries)}):
+        if not library.startswith((f"{root}/", f"{environment}/")):
+            _copy(Path(library), root)
+    _strip(file for file in binaries if not _is_patched(file))
+    stdlib = sysconfig.get_path("stdlib")
+    _run_inside(root, interpreter, "-m", "compileall", "-q", stdlib)
+    for module in modules:
+        _run_inside(root, interpreter, "-I", "-c", f"import {module}, ssl, sqlite3")
+
+
+def _make_folders(root: Path) -> None:
+    for name in _MERGED:
+        (root / "usr" / name).mkdir(parents=True)
+        (root / name).symlink_to(f"usr/{name}")
+    for name, mode in _WRITABLE.items():
+        (root / name).mkdir(parents=True)
+        (root / name).chmod(mode)
+    os.chown(root / "home/cleave", _UID, _UID)
+
+
+def _copy_standard_library(source: Path, root: Path) -> None:
+    def ignore(_folder: str, names: list[str]) -> set[str]:
+        unused = {name for name in names if name in _UNUSED_FOLDERS or name.startswith("config-")}
+        return unused | {name for name in names if name.endswith((".a", ".exe"))}
+
+    shutil.copytree(source, _move(source, root), symlinks=True, ignore=ignore)
+
+
+def _ignore_tests(folder: str, names: list[str]) -> set[str]:
+    is_tested = any(f"/site-packages/{name}" in folder for name in _TESTED_PACKAGES)
+    unused = {name for name in names if name.endswith((".pyi", ".pyx", ".pxd"))}
+    return unused | ({"tests"} & {*names} if is_tested else set())
+
+
+def _follow_links(path: Path) -> Iterator[Path]:
+    """A path, what it links to, and so on."""
+    yield path
+    while path.is_symlink():
+        path = path.parent / os.readlink(path)
+        yield path
+
+
+def _copy(path: Path, root: Path) -> None:
+    """Copy a file to where its path leads, through links of `root`; a link with its target."""
+    for each in _follow_links(path):
+        target = _move(each, root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.is_symlink() and not target.exists():
+            shutil.copy2(each, target, follow_symlinks=False)
+
+
+def _move(path: Path, root: Path) -> Path:
+    """`path` below `root`; folders of / that are links lead below /usr."""
+    resolved = path.parent.resolve() / path.name
+    return root / resolved.relative_to("/")
+
+
+def _find_binaries(root: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name)
+            if not path.is_symlink() and path.is_file() and _is_elf(path):
+                yield path
+
+
+def _is_elf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def _find_libraries(binaries: Iterable[Path]) -> Iterator[str]:
+    """What the loader opens for `binaries`."""
+    for binary in binaries:
+        # Files that are no programs or libraries of this machine have an error status.
+        done = subprocess.run(["ldd", binary], capture_output=True, text=True, check=False)
+        yield from _LIBRARY.findall(done.stdout)
+    for name in _OPENED_BY_NAME:
+        for folder in ("/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu"):
+            if Path(folder, name).exists():
+                yield f"{folder}/{name}"
+
+
+def _is_patched(file: Path) -> bool:
+    """Whether a wheel's builder has changed the file's layout, which `strip` would break."""
+    packages = next((each for each in file.parents if each.name == "site-packages"), None)
+    if packages is None:
+        return False
+    package = file.relative_to(packages).parts[0]
+    return package.endswith(".libs") or (packages / f"{package}.libs").exists()
+
+
+def _strip(files: Iterable[Path]) -> None:
+    """Remove symbols that only debuggers read."""
+    for file in files:
+        subprocess.run(["strip", "--strip-unneeded", file], check=True)
+
+
+def _run_inside(root: Path, *command: str | Path) -> None:
+    subprocess.run(["chroot", root, *command], check=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

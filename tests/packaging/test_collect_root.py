@@ -1,0 +1,60 @@
+"""The root folder of a small image, put together from this machine's Python."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "collect_root.py"
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not shutil.which("strip"), reason="needs root and binutils"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with one package."""
+    folder = tmp_path_factory.mktemp("sources") / "environment"
+    venv.create(folder, symlinks=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "served").mkdir()
+    (packages / "served" / "__init__.py").write_text("import json, ssl\n")
+    return folder
+
+
+def collect(environment: Path, root: Path, module: str) -> subprocess.CompletedProcess[str]:
+    python = Path(sys.executable).resolve()
+    command = [python, SCRIPT, environment, root, module]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_programs_run_in_the_root_that_holds_what_they_load(
+    environment: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    done = collect(environment, root, "served")
+    assert done.returncode == 0, done.stderr
+    inside = f"{environment}/bin/python -c 'import served, json; print(json.__cached__)'"
+    said = subprocess.run(
+        ["chroot", root, "/bin/sh", "-c", inside], capture_output=True, text=True, check=True
+    )
+    assert (root / said.stdout.strip().lstrip("/")).exists(), "the standard library is compiled"
+    for unused in ("idlelib", "ensurepip"):
+        assert not list(root.rglob(unused))
+    assert not (root / "usr/bin/apt-get").exists()
+
+
+def test_a_module_that_cannot_be_imported_there_fails_the_build(
+    environment: Path, tmp_path: Path
+) -> None:
+    done = collect(environment, tmp_path / "root", "absent")
+    assert done.returncode != 0
+    assert "No module named 'absent'" in done.stderr
