@@ -96,7 +96,7 @@ def test_workers_reach_their_deployment_names_the_api_server_and_hubs_only() -> 
     own, anywhere = build_workers_policy(chat(), ISOLATION)["spec"]["egress"]
     assert own == {"to": [{"podSelector": {"matchLabels": {"cleave.dev/deployment": "chat"}}}]}
     assert "to" not in anywhere
-    assert list_ports(anywhere) == [53, 53, 443, 6443]
+    assert list_ports(anywhere) == [53, 53, 5353, 5353, 443, 6443]
 
 
 @pytest.mark.parametrize("policy", ["workers", "gateway"])

@@ -130,7 +130,8 @@ def test_both_phases_of_a_cell_must_share_a_node(deployment, pools_of) -> None:
 
 def test_a_cell_is_begun_where_no_other_is(deployment, pools_of) -> None:
     # Otherwise two cells that each fill a node could both begin on one.
-    prefill, decode = pools_of(deployment(placement=cells()))
+    engine = {"connector": "Nixl"}
+    prefill, decode = pools_of(deployment(placement=cells(), engine=engine))
     first, second = build_worker_pod(prefill, "x", cell=0), build_worker_pod(decode, "y", cell=1)
     (preference,) = first["spec"]["affinity"]["podAntiAffinity"][PREFERRED]
     term = preference["podAffinityTerm"]
@@ -145,7 +146,8 @@ def test_a_cell_is_begun_where_no_other_is(deployment, pools_of) -> None:
     assert selector["matchLabels"]["cleave.dev/revision"] == prefill.spec.revision
     # With mixed instances beside them, cells are not single pods.
     beside = {"manual": [*cells()["manual"], {"role": "mixed"}]}
-    full, *_ = pools_of(deployment(placement=beside), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8}))
+    topology = NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
+    full, *_ = pools_of(deployment(placement=beside, engine=engine), topology)
     affinity = build_worker_pod(full, "x", cell=0)["spec"]["affinity"]
     assert affinity["podAntiAffinity"] == {REQUIRED: [term]}
 

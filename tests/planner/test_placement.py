@@ -10,7 +10,7 @@ from cleave.api.deployment import (
     ManualPlacement,
     Slo,
 )
-from cleave.api.engine import Connector, Emulation, EngineSpec, EngineType
+from cleave.api.engine import Connector, Emulation, EngineSpec, EngineType, TransferMode
 from cleave.api.model import ModelSpec
 from cleave.api.plan import ManualPool
 from cleave.api.resource import Metadata
@@ -48,10 +48,15 @@ def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_rea
     )
 
 
-def test_a_model_with_windows_needs_the_connector_that_moves_several_kinds_of_kv() -> None:
+def test_a_model_with_windows_is_refused_with_the_connector_that_moves_one_kind_of_kv() -> None:
+    own_connector = EngineSpec(connector=Connector.CLEAVE)
     for model in ("openai/gpt-oss-120b", "openai/gpt-oss-20b"):
         with pytest.raises(PlanError, match=r"spec\.engine\.connector: .* set it to Nixl"):
-            choose_placement(deployment(model=model))
+            choose_placement(deployment(model=model, engine=own_connector))
+        layers = EngineSpec(transfer=TransferMode.PER_LAYER)
+        with pytest.raises(PlanError, match=r"spec\.engine\.transfer: .* remove it"):
+            choose_placement(deployment(model=model, engine=layers))
+        choose_placement(deployment(model=model))
         choose_placement(deployment(model=model, engine=EngineSpec(connector=Connector.NIXL)))
         own = EngineSpec(args=['--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}'])
         choose_placement(deployment(model=model, engine=own))

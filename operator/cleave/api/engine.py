@@ -165,11 +165,11 @@ class EngineSpec(ApiModel):
     env: list[EnvVar] = declare_list_map_key("name", default_factory=list, max_length=128)
     """Environment variables of the workers."""
     connector: Annotated[Connector, Field(strict=False)] | None = None
-    """The KV connector with type vLLM. Cleave verifies every transfer, has the prompt computed again
-    where anything differs, and survives the loss of any peer. Nixl is vLLM's own; models with
-    several kinds of KV need it, and cells that are one pod. Absent: Nixl where Cleave knows that the
-    model has sliding windows, or where placement.manual consists of such cells, otherwise Cleave;
-    always Cleave with a transfer other than Pull."""
+    """The KV connector with type vLLM. Cleave verifies every transfer, has the prompt computed
+    again where anything differs, and survives the loss of any peer. Nixl is vLLM's own; models with
+    several kinds of KV need it, and cells that are one pod. Absent: Cleave, but Nixl where transfer
+    is Pull and the model is known to have sliding windows, or placement.manual consists of such
+    cells."""
     transfer: Annotated[TransferMode, Field(strict=False)] = TransferMode.PULL
     """When connector Cleave transfers KV. Pull: after the prefill, when the decode engine has room.
     With the other modes the decode engine receives the request together with the prefill engine, if
@@ -250,8 +250,8 @@ class EngineSpec(ApiModel):
 
     @property
     def kv_connector(self) -> Connector:
-        """The connector in use: Nixl with emulated engines, which speak its protocol. A deployment's
-        is resolved before, by `cleave.planner.deployment_checks`."""
+        """The connector in use: Nixl with emulated engines, which speak its protocol. For one that
+        depends on model and placement see `cleave.planner.connector_choice`."""
         default = Connector.CLEAVE if self.type is EngineType.VLLM else Connector.NIXL
         return self.connector or default
 

@@ -45,15 +45,15 @@ def list_parallelism_faults(
         if shape and (reason := shape.explain_unsupported(tensor, pipeline)):
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
     heads = shape.shardable_kv_heads if shape else None
-    explain = resolve_connector(
-        deployment, reads_files=reads_files
-    ).spec.engine.kv_connector.explain_incompatibility
+    connector = choose_connector(deployment, reads_files=reads_files).connector
     # Cleave's connector takes any sizes, but one kind of KV.
     has_other = shape is None or shape.sliding_window is None
     remedy = ", or spec.engine.connector Cleave" if has_other else ""
     for prefill in (pool for pool in pools if pool.role is Role.PREFILL):
         for index, other in enumerate(pools):
-            reason = explain(prefill.parallelism, other.parallelism, heads)
+            reason = connector.explain_incompatibility(
+                prefill.parallelism, other.parallelism, heads
+            )
             if other.role is not Role.PREFILL and reason:
                 yield f"spec.placement.manual[{index}].parallelism.tensor: {reason}{remedy}"
 

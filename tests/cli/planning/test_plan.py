@@ -1,6 +1,7 @@
 """`cleave plan`: what is printed, what is written, and with which exit code."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,17 @@ def test_yaml_is_a_manifest_that_can_be_applied_with_the_plan_as_its_placement(
     assert planned.spec.workload == load(file).spec.workload
     assert planned.status.plan.predicted.goodput == answer.selected.prediction.goodput
     assert len(planned.status.plan.alternatives) == 3
+
+
+def test_yaml_names_the_connector_that_cells_were_planned_with(cli, file, said, answer) -> None:
+    cells = [replace(pool, per_cell=pool.replicas) for pool in answer.selected.pools]
+    said(replace(answer, selected=replace(answer.selected, pools=tuple(cells))))
+    file.write_text(MANIFEST.replace("Emulated", "vLLM"))
+    machines = file.with_name("cluster.yaml")
+    machines.write_text("nodes: [{gpu: A100-SXM-80GB, gpusPerNode: 4}]")
+    written = yaml.safe_load(run(cli, file, "--cluster", str(machines), "-o", "yaml").stdout)
+    assert written["spec"]["engine"]["connector"] == "Cleave"
+    assert {pool["perCell"] for pool in written["spec"]["placement"]["manual"]} == {1, 2}
 
 
 def test_infeasible_is_exit_code_1_and_names_the_nearest_slo(cli, file, said, infeasible) -> None:

@@ -118,6 +118,7 @@ def _print(
 def _build_manifest(deployment: "LLMDeployment", result: "PlanningResult") -> dict[str, Any]:
     """The manifest with the selected plan as spec.placement and status.plan."""
     from cleave.manifests.pool import build_selected_plan
+    from cleave.planner.deployment_checks import resolve_connector
     from cleave.planner.placement import Placement
     from cleave.planner.result.status import build_manual_placement
 
@@ -125,6 +126,10 @@ def _build_manifest(deployment: "LLMDeployment", result: "PlanningResult") -> di
     spec = deployment.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     if chosen:
         spec["placement"] = build_manual_placement(chosen)
+        if any(pool.per_cell for pool in chosen.pools):
+            # The one that was planned with: without a name manual cells would choose it again.
+            connector = resolve_connector(deployment).spec.engine.kv_connector
+            spec.setdefault("engine", {})["connector"] = connector.value
     pools = chosen.pools if chosen else ()
     status = build_selected_plan(deployment, Placement(pools, result.reason, result))
     return {

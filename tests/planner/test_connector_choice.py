@@ -1,0 +1,118 @@
+"""The KV connector where the spec names none: by the model and by cells."""
+
+from typing import Any
+
+import pytest
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Connector
+from cleave.api.manifest import validate
+from cleave.manifests.pool import build_pools, build_selected_plan, hash_revision
+from cleave.planner import deployment_checks
+from cleave.planner.placement import choose_placement
+
+WINDOWS, PLAIN = "openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B"
+
+
+def deployment(model: str, *pools: dict[str, Any], **spec: Any) -> LLMDeployment:
+    placement = {"placement": {"manual": list(pools)}} if pools else {}
+    return validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": "chat"},
+            "spec": {
+                "model": {"source": model},
+                "slo": {"ttftMs": 400, "tpotMs": 40},
+                **placement,
+                **spec,
+            },
+        }
+    )
+
+
+def cell(
+    tensor: int = 1, pipeline: int = 1, per_cell: int = 1, **pool: Any
+) -> list[dict[str, Any]]:
+    prefill = {"tensor": tensor, "pipeline": pipeline}
+    return [
+        {"role": "prefill", "replicas": per_cell, "perCell": per_cell, "parallelism": prefill}
+        | pool,
+        {"role": "decode", "perCell": 1, "parallelism": {"tensor": 2, "pipeline": pipeline}} | pool,
+    ]
+
+
+def choose(model: str, *pools: dict[str, Any], **spec: Any) -> Connector:
+    return deployment_checks.choose_connector(deployment(model, *pools, **spec)).connector
+
+
+def test_models_with_windows_get_nixl_and_others_cleaves_connector() -> None:
+    assert choose(WINDOWS) is Connector.NIXL
+    assert choose(PLAIN) is Connector.CLEAVE
+    assert choose("org/unknown") is Connector.CLEAVE
+
+
+def test_emulated_engines_keep_theirs_and_arguments_replace_the_choice() -> None:
+    emulated = deployment(WINDOWS, engine={"type": "Emulated"})
+    assert deployment_checks.choose_connector(emulated).reason is None
+    args = ['--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}']
+    replaced = deployment(WINDOWS, engine={"args": args})
+    assert deployment_checks.resolve_connector(replaced) == replaced
+
+
+@pytest.mark.parametrize("model", [WINDOWS, PLAIN])
+@pytest.mark.parametrize("connector", ["Nixl", "Cleave"])
+def test_a_named_connector_stays(model: str, connector: str) -> None:
+    assert choose(model, *cell(), engine={"connector": connector}) == connector
+
+
+def test_cells_that_are_one_pod_wherever_they_fit_get_nixl() -> None:
+    assert choose(PLAIN, *cell()) is Connector.NIXL
+    assert choose(PLAIN, *cell(gpu="H100-SXM")) is Connector.NIXL
+
+
+@pytest.mark.parametrize(
+    ("pools", "spec"),
+    [
+        (cell(pipeline=2), {}),  # may span nodes
+        (cell(gpu="L40S"), {}),  # no NVLink
+        (cell(gpu="Unheard-Of"), {}),
+        (cell(per_cell=16), {}),  # more engines than a pod may have
+        (cell(tensor=3), {}),  # NixlConnector cannot pair 3 and 2
+        ([*cell(), {"role": "mixed"}], {}),
+        (cell(), {"engine": {"transfer": "PerLayer"}}),
+        (cell(), {"template": {"gpuResource": "nvidia.com/mig-3g.40gb"}}),
+    ],
+)
+def test_other_cells_keep_cleaves_connector(
+    pools: list[dict[str, Any]], spec: dict[str, Any]
+) -> None:
+    assert choose(PLAIN, *pools, **spec) is Connector.CLEAVE
+
+
+def test_the_choice_is_that_of_a_spec_that_names_it_and_it_is_explained() -> None:
+    chosen, named = deployment(WINDOWS), deployment(WINDOWS, engine={"connector": "Nixl"})
+    assert hash_revision(chosen) == hash_revision(named)
+    placement = choose_placement(chosen)
+    pools = build_pools(chosen, placement)
+    assert {pool.spec.engine.connector for pool in pools} == {Connector.NIXL}
+    assert (
+        "connector Nixl is used: gpt-oss-20b has" in build_selected_plan(chosen, placement).reason
+    )
+    (warning,) = deployment_checks.list_warnings(chosen)
+    assert warning.startswith("spec.engine.connector: connector Nixl is used: gpt-oss-20b has")
+    assert not list(deployment_checks.list_warnings(named))
+    assert "connector" not in build_selected_plan(named, placement).reason
+
+
+def test_sizes_that_nixl_cannot_pair_are_not_blamed_on_the_choice_where_there_is_no_other() -> None:
+    pools = [
+        {"role": "prefill", "parallelism": {"tensor": 8}},
+        {"role": "decode", "parallelism": {"tensor": 4}},
+    ]
+    assert not list(deployment_checks.list_parallelism_faults(deployment(WINDOWS, *pools)))
+    pools[0]["parallelism"] = {"tensor": 2}
+    pools[1]["parallelism"] = {"tensor": 3}
+    faults = list(deployment_checks.list_parallelism_faults(deployment(WINDOWS, *pools)))
+    assert any("must be a multiple" in fault for fault in faults)
+    assert not any("spec.engine.connector" in fault for fault in faults)
