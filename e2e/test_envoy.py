@@ -53,7 +53,8 @@ def staged(manifest: dict[str, object], folder: Path, mode: str, *flags: str) ->
         line = [CLEAVE, "gateway", "--agents", f"file:{agents}", "--port", str(port)]
         line += ["--endpoint-picker-port", str(picker_port), *flags]
         log = stack.enter_context((folder / "gateway.log").open("wb"))
-        gateway = stack.enter_context(subprocess.Popen(line, stdout=log, stderr=log))
+        env = os.environ | deployment.agent_env
+        gateway = stack.enter_context(subprocess.Popen(line, env=env, stdout=log, stderr=log))
         stack.callback(gateway.terminate)
         url = f"http://127.0.0.1:{port}"
         until(lambda: is_ready(url), 20, "the gateway is ready")

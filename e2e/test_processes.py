@@ -11,7 +11,6 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 import psutil
@@ -57,8 +56,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 @pytest.fixture
 def gateway(fleet: Deployment) -> Iterator[Gateway]:
-    (agents,) = fleet.state_dir.rglob("agents")
-    with started(agents) as process:
+    with started(fleet) as process:
         gateway = Gateway(process, *ports(process))
         reader = threading.Thread(target=read_lines, args=(gateway,))
         reader.start()
@@ -69,11 +67,13 @@ def gateway(fleet: Deployment) -> Iterator[Gateway]:
         reader.join()
 
 
-def started(agents: Path) -> subprocess.Popen[str]:
+def started(fleet: Deployment) -> subprocess.Popen[str]:
+    (agents,) = fleet.state_dir.rglob("agents")
     options = ["--processes", str(PROCESSES), "--agents", f"file:{agents}"]
     options += ["--port", str(free_port()), "--internal-port", str(free_port())]
     return subprocess.Popen(
         [sys.executable, "-m", "cleave.gateway.main", *options],
+        env=os.environ | fleet.agent_env,
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -68,7 +68,7 @@ class Gateway:
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 command,
-                env=os.environ | {MARK: str(self.deployment.state_dir)},
+                env=os.environ | self.deployment.agent_env | {MARK: str(self.deployment.state_dir)},
                 stdout=log,
                 stderr=log,
             )

@@ -15,7 +15,8 @@ import grpc
 import psutil
 import yaml
 
-from cleave.rpc.credentials import Metadata, build_metadata
+from cleave.local.files import TOKEN_FILE
+from cleave.rpc.credentials import TOKEN_ENV, Metadata, build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 CLEAVE = Path(sys.executable).with_name("cleave")
@@ -54,8 +55,13 @@ class Deployment:
     @property
     def agent_metadata(self) -> Metadata:
         """The token for calls of agents."""
-        (file,) = self.state_dir.rglob("token")
-        return build_metadata(file)
+        return build_metadata(Path(self.agent_env[TOKEN_ENV]))
+
+    @property
+    def agent_env(self) -> dict[str, str]:
+        """Environment of a process that calls agents."""
+        (file,) = self.state_dir.rglob(TOKEN_FILE)
+        return {TOKEN_ENV: str(file)}
 
     def instances(self) -> dict[str, agent_pb2.Registration]:
         """Registrations by instance name."""
