@@ -12,7 +12,7 @@ PARALLEL = -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder
 LANES = fast-tests engine-tests cluster-tests
 ENGINE_TESTS = e2e/vllm_pair $(wildcard e2e/test_vllm*.py)
 CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
-NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_cluster_install.py e2e/test_cluster_operator.py e2e/test_cluster_resources.py
+NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_cluster_install.py e2e/test_cluster_operator.py e2e/test_cluster_resources.py e2e/test_cluster_faults.py e2e/test_cluster_scaling.py
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
