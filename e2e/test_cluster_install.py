@@ -115,38 +115,59 @@ def test_the_operators_account_may_do_what_its_roles_say_and_no_more(release: Cl
     assert not may("patch", "validatingwebhookconfiguration/other")
 
 
+PRIVILEGED = {"privileged": True}
+
+
+@pytest.mark.parametrize("kind", ["Pod", "Deployment"])
 @pytest.mark.parametrize(
     ("metadata", "spec", "refusal"),
     [
         ({"namespace": "kube-system"}, {}, "nothing in namespaces of Kubernetes"),
         ({"labels": {}}, {}, "only objects with the label cleave.dev/deployment"),
         ({}, {"hostPID": True}, "share no process or IPC namespace"),
-        ({}, {"securityContext": {"privileged": True}}, "are not privileged"),
+        ({}, {"securityContext": PRIVILEGED}, "are not privileged"),
+        (
+            *({}, {"initContainers": [{"name": "i", "image": "x", "securityContext": PRIVILEGED}]}),
+            "are not privileged",
+        ),
+        ({}, {"serviceAccountName": "admin"}, "run as the service account of their deployment"),
     ],
 )
 def test_the_api_server_refuses_what_the_operator_should_never_write(
-    release: Cluster, namespace: str, metadata: dict, spec: dict, refusal: str
+    release: Cluster, namespace: str, kind: str, metadata: dict, spec: dict, refusal: str
 ) -> None:
     account = release.control_plane.service_account(HOME, "cleave-operator")
     labels = {"cleave.dev/deployment": "chat"}
-    container = {"name": "c", "image": "x", "securityContext": spec.pop("securityContext", {})}
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
+    context = spec.get("securityContext", {})
+    container = {"name": "c", "image": "x", "securityContext": context}
+    spec = {name: value for name, value in spec.items() if name != "securityContext"}
+    spec = {"containers": [container], "serviceAccountName": "chat-discovery", **spec}
+    written = {
+        "apiVersion": "v1" if kind == "Pod" else "apps/v1",
+        "kind": kind,
         "metadata": {"name": "p", "namespace": namespace, "labels": labels, **metadata},
-        "spec": {"containers": [container], **spec},
+        "spec": spec,
     }
+    if kind == "Deployment":
+        template = {"metadata": {"labels": labels}, "spec": spec}
+        written["spec"] = {"selector": {"matchLabels": labels}, "template": template}
     command = ("create", "--dry-run=server", "-f", "-")
 
     def read_refusal() -> str:
         try:
-            release.kubectl(*command, input=yaml.safe_dump(pod), kubeconfig=account)
+            release.kubectl(*command, input=yaml.safe_dump(written), kubeconfig=account)
         except CommandError as error:
             return error.text if refusal in error.text else ""
         return ""
 
-    # The API server takes a moment until it applies new policies.
-    wait_until(read_refusal, 20, f"refused: {refusal}")
+    # The API server refuses a pod earlier if its account does not exist.
+    home, name = written["metadata"]["namespace"], spec["serviceAccountName"]
+    release.kubectl("create", "serviceaccount", name, "-n", home)
+    try:
+        # The API server takes a moment until it applies new policies.
+        wait_until(read_refusal, 20, f"refused: {refusal}")
+    finally:
+        release.kubectl("delete", "serviceaccount", name, "-n", home)
 
 
 def test_people_who_may_edit_a_namespace_may_serve_models_in_it(

@@ -16,7 +16,7 @@ STRICT = AuthorPolicy(
     allows_host_network=False,
     allows_secrets=False,
     allowed_images=("registry.example/",),
-    denied_engine_args=("--trust-remote-code",),
+    denied_engine_args=("--trust-remote-code", "--hf_overrides"),
 )
 SECRET = {"secretKeyRef": {"name": "s", "key": "k"}}
 
@@ -31,6 +31,8 @@ def build_deployment(**spec: Any) -> LLMDeployment:
         ({"engine": {"image": "docker.io/x"}}, "spec.engine.image: .* begin with registry.example"),
         ({"gateway": {"image": "docker.io/x"}}, "spec.gateway.image"),
         ({"engine": {"args": ["--trust_remote_code"]}}, "denies --trust-remote-code"),
+        ({"engine": {"args": ["--hf-overrides={}"]}}, "denies --hf_overrides"),
+        ({"engine": {"args": ["--config=/x.yaml"]}}, "denies --config"),
         ({"engine": {"env": [{"name": "T", "valueFrom": SECRET}]}}, "spec.engine.env.T"),
         ({"template": {"hostNetwork": True}}, "spec.template.hostNetwork"),
         (

@@ -262,7 +262,7 @@ class EngineSpec(ApiModel):
 
     def has_flag(self, flag: str) -> bool:
         """Whether `args` contain this flag, in any spelling that the engine accepts."""
-        return any(_normalize_flag(arg) == flag for arg in self.args)
+        return any(_normalize_flag(arg) == _normalize_flag(flag) for arg in self.args)
 
     def get_flag_value(self, flag: str) -> str | None:
         """Return the value of the flag's last occurrence in `args`; None: it has none."""

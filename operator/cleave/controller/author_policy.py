@@ -23,7 +23,7 @@ class AuthorPolicy:
     allowed_images: tuple[str, ...] = ()
     """Prefixes of image names; empty: all."""
     denied_engine_args: tuple[str, ...] = ()
-    """Flags of the engine."""
+    """Flags of the engine; if there are any, configuration files of the engine are denied, too."""
 
 
 ALLOW_ALL = AuthorPolicy()
@@ -42,7 +42,9 @@ def list_violations(resource: LLMDeployment | InstancePool, policy: AuthorPolicy
         if image and policy.allowed_images and not image.startswith(policy.allowed_images):
             allowed = ", ".join(policy.allowed_images)
             yield f"{path}: the operator's policy allows images that begin with {allowed}"
-    for flag in policy.denied_engine_args:
+    # A configuration file may hold any flag.
+    files = ("--config",) if policy.denied_engine_args else ()
+    for flag in policy.denied_engine_args + files:
         if engine.has_flag(flag):
             yield f"spec.engine.args: the operator's policy denies {flag}"
     volumes = {volume.name: volume.model_dump() for volume in template.volumes}

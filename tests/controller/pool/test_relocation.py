@@ -83,6 +83,18 @@ def test_without_room_the_drain_goes_on_and_the_condition_says_what_that_means(o
     assert "room for 1 of 2 instances: 0/2 nodes are available: 1 Insufficient cpu" in message
 
 
+@pytest.mark.parametrize("rollout", [{"new": 1, "old": 1}, None])
+def test_a_drain_does_not_wait_for_a_rollout_without_room(only, rollout) -> None:
+    old = replace(only, template="old", revision="old")
+    new = replace(
+        *(only,), name="new", uid="u2", instance="new", node="", ready=False, scheduled=False,
+        phase="Pending", unschedulable_reason=NO_ROOM, created_s=NOW_S - 60,
+    )  # fmt: skip
+    assert get_budget(decide(old, new, rollout=rollout)) == 1
+    overdue = replace(new, created_s=NOW_S - 300)
+    assert get_budget(decide(old, overdue, rollout=rollout)) == 0
+
+
 def test_an_instance_that_does_not_serve_is_not_moved(only) -> None:
     assert pods_only(decide(replace(only, ready=False))) == []
 

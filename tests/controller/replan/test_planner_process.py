@@ -10,7 +10,11 @@ import pytest
 from cleave.api.manifest import ManifestError, validate
 from cleave.controller.cluster.actions import PlanJob, PlanReview
 from cleave.controller.replan import planner_process
-from cleave.controller.replan.planner_process import PlannerClient, run_planner
+from cleave.controller.replan.planner_process import (
+    PlannerClient,
+    PlanPutOffError,
+    run_planner,
+)
 from cleave.planner.replan.revision import ReplanSettings
 
 from tests.support.fake_cluster import chat
@@ -159,7 +163,7 @@ def allocates(_text: str, _cluster: object, question: PlanJob) -> PlanJob:
     return replace(question, infeasible=str(len(b"x" * (1 << 30))))
 
 
-async def test_a_plan_ends_sooner_while_another_namespace_waits(
+async def test_a_plan_makes_way_for_another_namespace_once_and_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planner_process, "CONTENDED_TIMEOUT_S", 0.05)
@@ -170,9 +174,30 @@ async def test_a_plan_ends_sooner_while_another_namespace_waits(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client._wait_for_result(never, "a"), 0.3)
         waiting = asyncio.create_task(client._process_lock.acquire("b").__aenter__())
-        with pytest.raises(TimeoutError, match="has not finished within 0 s"):
+        with pytest.raises(PlanPutOffError):
             await client._wait_for_result(never, "a")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client._wait_for_result(never, None), 0.3)
     await waiting
+
+
+async def test_a_plan_that_made_way_is_made_afterwards() -> None:
+    client: PlannerClient[str] = PlannerClient(lambda _: None, str)
+    groups: list[str | None] = []
+
+    async def make_way(
+        _desired: object, _cluster: object, job: PlanJob, group: str | None
+    ) -> PlanJob:
+        groups.append(group)
+        if group is not None:
+            raise PlanPutOffError
+        return job
+
+    client._run_in_process = make_way  # type: ignore[method-assign]
+    client.submit("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
+    await settle()
+    assert groups == ["chat", None]
+    assert client.get_result("chat") == QUESTION
     await client.close()
 
 

@@ -157,6 +157,7 @@ async def test_no_tenant_overtakes_others_in_the_engines(
         tmp_path,
         {"name": "a", "keys": ["a"]},
         {"name": "urgent", "keys": ["u"], "minRequestPriority": -7},
+        {"name": "later", "keys": ["l"], "minRequestPriority": 5},
     )
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     response = await stage.ask(ASK | {"priority": sent}, **bearer("a"))
@@ -164,9 +165,12 @@ async def test_no_tenant_overtakes_others_in_the_engines(
         assert (response.status, response.error["param"]) == (400, "priority")
         return
     assert stage.engines["x"].requests[0].body["priority"] == passed
+    later = await stage.ask(ASK | {"priority": sent}, **bearer("l"))
+    assert later.status == 200
+    assert stage.engines["x"].requests[1].body["priority"] == 5
     if type(sent) is int:
         await stage.ask(ASK | {"priority": sent}, **bearer("u"))
-        assert stage.engines["x"].requests[1].body["priority"] == sent
+        assert stage.engines["x"].requests[2].body["priority"] == sent
 
 
 async def test_without_tenants_priorities_pass(single) -> None:

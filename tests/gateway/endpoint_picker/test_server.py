@@ -20,6 +20,7 @@ from cleave.gateway.context import GatewayContext
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
 from cleave.gateway.endpoint_picker.ext_proc import CHUNK_BYTES, ENDPOINT_KEY, NAMESPACE
 from cleave.gateway.endpoint_picker.server import EndpointPickerServer, format_gateway_address
+from cleave.gateway.http.completion_request import parse_completion, set_cache_salt
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
 from cleave.rpc.v1 import external_processor_pb2 as pb
@@ -259,6 +260,25 @@ async def test_a_tenant_above_its_limit_is_refused_with_429(make_picker_stage, t
     assert (status, error["code"]) == (429, "concurrency_limit")
     await first.answer(200, b"{}")
     assert (await stage.proxy().ask(**known)).endpoints
+
+
+async def test_tenants_share_no_prompts_and_suspects_are_refused_here_as_well(
+    make_picker_stage, tmp_path
+) -> None:
+    keys = tmp_path / "keys"
+    lines = (f"- {{name: {name}, keys: [secret-of-tenant-{name}]}}\n" for name in "ab")
+    keys.write_text("tenants:\n" + "".join(lines))
+    stage = await make_picker_stage({"x": "mixed"}, api_keys=keys)
+    known = {"authorization": "Bearer secret-of-tenant-a"}
+    own = json.loads((await stage.proxy().ask(**known)).body)
+    other = {"authorization": "Bearer secret-of-tenant-b"}
+    assert own["cache_salt"] != json.loads((await stage.proxy().ask(**other)).body)["cache_salt"]
+    suspect = parse_completion(json.dumps(ASK).encode())
+    set_cache_salt(suspect, own["cache_salt"])
+    stage.context.suspect_requests.add(b"/v1/completions", suspect, stage.context.clock())
+    status, error = (await stage.proxy().ask(**known)).refused
+    assert (status, error["code"]) == (502, "suspect_request")
+    assert (await stage.proxy().ask(**other)).endpoints
 
 
 async def test_without_a_key_the_gateway_is_named_which_refuses(

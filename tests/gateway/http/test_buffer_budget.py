@@ -25,7 +25,9 @@ def test_who_has_not_read_for_longest_makes_room() -> None:
     assert budget.reserve(50)
     assert (first.dropped, second.dropped, budget.used) == (True, False, 90)
     assert not budget.reserve(70), "not even without the second"
-    assert second.dropped
+    assert not second.dropped, "it would not make room"
+    assert (budget.used, budget.reserve(50)) == (90, True)
+    assert (second.dropped, budget.used) == (True, 100)
 
 
 def test_unread_answers_evict_each_other() -> None:

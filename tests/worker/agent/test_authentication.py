@@ -61,3 +61,6 @@ async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
             break
         probe = health_pb2_grpc.HealthStub(channel)
         await probe.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await anext(aiter(probe.Watch(health_pb2.HealthCheckRequest(), timeout=5)))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -108,7 +108,7 @@ async def test_unknown_keys_do_not_flood_the_api_server() -> None:
 
 
 async def test_keys_are_read_again_once_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_account_tokens, "_REFETCH_S", 0.0)
+    monkeypatch.setattr(service_account_tokens, "_FIRST_FETCH_S", 0.0)
     server = ApiServer()
     server.is_away = True
     tokens = make_tokens(server)

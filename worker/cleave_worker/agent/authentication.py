@@ -15,6 +15,8 @@ from cleave.rpc.credentials import METADATA_KEY, SCHEME
 
 _AGENT_METHODS = "/cleave.rpc.v1.Agent/"
 """The standard health protocol stays open: kubelet's probes send no token."""
+_HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+"""Probes do not use it, and its streams would take the places of calls with a token."""
 _MAX_TOKEN_BYTES = 16 << 10
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -58,7 +60,8 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
     ) -> "_Handler | None":
         """The handler of a call, or one that refuses it; None: there is no such method."""
         handler, details = await continuation(handler_call_details), handler_call_details
-        if handler is None or not str(details.method).startswith(_AGENT_METHODS):
+        method = str(details.method)
+        if handler is None or not method.startswith((_AGENT_METHODS, _HEALTH_WATCH)):
             return handler
         try:
             await self._authenticator.verify(_read_token(details))

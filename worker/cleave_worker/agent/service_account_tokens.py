@@ -26,6 +26,8 @@ _ALGORITHMS = ["RS256", "ES256"]
 _FETCH_TIMEOUT_S = 5.0
 _REFETCH_S = 10.0
 """Shortest time between two requests for the API server's keys."""
+_FIRST_FETCH_S = 1.0
+"""The same while no key is known."""
 _CLOCK_SKEW_S = 60.0
 
 
@@ -72,9 +74,13 @@ class ServiceAccountTokens:
             raise AuthenticationError(f"{claims['sub']} has no access")
 
     async def _get_key(self, key_id: str) -> jwt.PyJWK:
+        # Known keys do not wait for a request that an unknown one has caused.
+        if key_id in self._keys:
+            return self._keys[key_id]
         async with self._lock:
             since_s = time.monotonic() - self._fetched_at
-            if key_id not in self._keys and since_s >= _REFETCH_S:
+            least_s = _REFETCH_S if self._keys else _FIRST_FETCH_S
+            if key_id not in self._keys and since_s >= least_s:
                 self._fetched_at = time.monotonic()
                 try:
                     self._keys = await self._fetch_keys()

@@ -58,8 +58,10 @@ def reconcile(view: PoolView) -> list[Action]:
     limit_now = explain_limit(limit_now, relocation)
     # Status first: if a later write fails, users still see what exists.
     actions += pool_status.report(view, pool_instances, target, limit_now)
-    # The last instance may be evicted where no node has room for a replacement.
-    keeps_last = keeps_last_instance(view) and not (relocation and limit_now.reason)
+    # The last instance may be evicted where no node has room for a replacement, or for the new
+    # instance of a rollout.
+    has_successor = relocation is not None or bool(pool_instances.old)
+    keeps_last = keeps_last_instance(view) and not (has_successor and limit_now.reason)
     actions += apply.build_changes(_build_owned_objects(view, keeps_last), pool, view.children)
     actions += _replace_ended(view)
     actions += _resize(view, pool_instances, target, limit_now, relocation)

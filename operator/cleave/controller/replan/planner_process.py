@@ -9,13 +9,12 @@ namespaces take turns.
 import asyncio
 import importlib
 import logging
-import math
 import os
 import resource
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,7 +36,7 @@ K = TypeVar("K")
 TIMEOUT_S = 600.0
 """Time limit of one planner run."""
 CONTENDED_TIMEOUT_S = 120.0
-"""Time limit while another namespace waits for a plan."""
+"""How long another namespace waits for a plan until the running one is put off, once."""
 MEMORY_BYTES = 512 << 20
 """What the process may allocate after its imports: five times a plan for 2,000 GPUs. The pod's own
 limit would end the operator as well."""
@@ -126,6 +125,10 @@ def _without_folder(deployment: LLMDeployment) -> LLMDeployment:
     return deployment.model_copy(update={"spec": spec})
 
 
+class PlanPutOffError(Exception):
+    """Another namespace has waited long enough; the request runs again, with the whole limit."""
+
+
 class PlannerClient(Generic[K]):
     """Submits requests to the planner's process and keeps the last result for each key."""
 
@@ -183,9 +186,13 @@ class PlannerClient(Generic[K]):
     async def _run_job(
         self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
     ) -> None:
-        group = self._get_group(key)
+        group, outcome = self._get_group(key), None
         async with self._acquire_process(job, group):
-            outcome = await self._run_in_process(deployment, cluster, job, group)
+            with suppress(PlanPutOffError):
+                outcome = await self._run_in_process(deployment, cluster, job, group)
+        if outcome is None:
+            async with self._acquire_process(job, group):
+                outcome = await self._run_in_process(deployment, cluster, job, None)
         self._results[key] = outcome
         if self._tasks.get(key) is asyncio.current_task():
             del self._tasks[key]
@@ -201,8 +208,9 @@ class PlannerClient(Generic[K]):
             yield
 
     async def _run_in_process(
-        self, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob, group: str
+        self, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob, group: str | None
     ) -> PlanJob:
+        """Raises PlanPutOffError; not if `group` is None."""
         if self._process_pool is None:
             self._process_pool = ProcessPoolExecutor(
                 1,
@@ -224,7 +232,7 @@ class PlannerClient(Generic[K]):
                 f"the planner process has ended: it may allocate {self._memory_bytes >> 20} MiB; "
                 "a smaller spec.planning.maxGPUs needs less"
             )
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, PlanPutOffError):
             # The next request should not wait for a result that is no longer needed.
             self._stop_process()
             raise
@@ -233,14 +241,19 @@ class PlannerClient(Generic[K]):
             fault = f"the planner failed: {type(error).__name__}: {error}"
         return replace(job, faults=(fault,))
 
-    async def _wait_for_result(self, future: asyncio.Future[PlanJob], group: str) -> PlanJob:
-        """Raises TimeoutError when a limit has passed; the limit is shorter while others wait."""
-        started_s = asyncio.get_running_loop().time()
+    async def _wait_for_result(self, future: asyncio.Future[PlanJob], group: str | None) -> PlanJob:
+        """Raises TimeoutError when the limit has passed, and PlanPutOffError when another group
+        than `group` has waited too long; never if that is None."""
+        get_time = asyncio.get_running_loop().time
+        started_s = uncontended_s = get_time()
         while not (await asyncio.wait([future], timeout=min(_CHECK_S, self._timeout_s)))[0]:
-            is_contended = self._process_lock.has_other_waiters(group)
-            limit_s = min(self._timeout_s, CONTENDED_TIMEOUT_S if is_contended else math.inf)
-            if asyncio.get_running_loop().time() - started_s > limit_s:
-                raise TimeoutError(f"the planner has not finished within {limit_s:.0f} s")
+            now_s = get_time()
+            if now_s - started_s > self._timeout_s:
+                raise TimeoutError(f"the planner has not finished within {self._timeout_s:.0f} s")
+            if group is None or not self._process_lock.has_other_waiters(group):
+                uncontended_s = now_s
+            elif now_s - uncontended_s > CONTENDED_TIMEOUT_S:
+                raise PlanPutOffError
         return future.result()
 
     def _stop_process(self) -> None:

@@ -29,9 +29,11 @@ from cleave.gateway.http.completion_request import (
     build_colocated_body,
     parse_completion,
     raise_priority,
+    set_cache_salt,
 )
 from cleave.gateway.http.errors import (
     RECEIVE_LIMIT_REACHED,
+    SUSPECT_REQUEST,
     GatewayError,
     build_payload_too_large,
     convert_router_error,
@@ -155,9 +157,6 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             else:
                 await stream.write(ext_proc.build_endpoint_response_to_body(self._address))
             return
-        if completion.has_token_ids and not completion.return_token_ids:
-            # The ids could not be removed from a response that bypasses the gateway.
-            del completion.fields[RETURN_IDS_KEY]
         await self._send_direct(stream, head, completion, read[-1].HasField("request_trailers"))
 
     def _needs_gateway(self, head: ExtProcRequest, completion: CompletionRequest) -> bool:
@@ -180,6 +179,15 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         tenant = context.api_keys.find_tenant(head.headers.get("authorization")) or DEFAULT_TENANT
         if tenant.min_request_priority is not None:
             raise_priority(completion, tenant.min_request_priority)
+        if tenant.cache_salt:
+            set_cache_salt(completion, tenant.cache_salt)
+        path = head.headers[":path"].partition(b"?")[0]
+        if context.suspect_requests.contains(path, completion):
+            context.metrics.requests[completion.model, "refused"] += 1
+            raise SUSPECT_REQUEST
+        if completion.has_token_ids and not completion.return_token_ids:
+            # The ids could not be removed from a response that bypasses the gateway.
+            del completion.fields[RETURN_IDS_KEY]
         direct = DirectRequest(context, completion, tenant)
         outcome = "cancelled"
         try:

@@ -26,6 +26,8 @@ class BufferBudget:
         self._limit = limit
         self._blocked: OrderedDict[BlockedConnection, int] = OrderedDict()
         """Unread bytes by connection, blocked longest first; they are part of `used`."""
+        self._blocked_bytes = 0
+        """Their sum."""
 
     def reserve(self, count: int) -> bool:
         """Reserve so many bytes; False: there is no room, not even without unread answers."""
@@ -42,20 +44,24 @@ class BufferBudget:
         """A client has stopped reading; `unread`: bytes of its answers in memory."""
         self.remove_blocked(connection)
         self._blocked[connection] = unread
+        self._blocked_bytes += unread
         self.used += unread
         if self.used > self._limit:
             self._evict_blocked(0)
 
     def remove_blocked(self, connection: BlockedConnection) -> None:
         """A client reads again, or has gone; calls after the first do nothing."""
-        self.used -= self._blocked.pop(connection, 0)
+        unread = self._blocked.pop(connection, 0)
+        self._blocked_bytes -= unread
+        self.used -= unread
 
     def _evict_blocked(self, count: int) -> bool:
-        """Close blocked connections until there is room for so many bytes; False: none is left."""
+        """Close blocked connections until there is room for so many bytes; False: all of them
+        together would not make room, and none is closed."""
+        if self.used - self._blocked_bytes + count > self._limit:
+            return False
         while self.used + count > self._limit:
-            if not self._blocked:
-                return False
-            connection, unread = self._blocked.popitem(last=False)
-            self.used -= unread
+            connection = next(iter(self._blocked))
+            self.remove_blocked(connection)
             connection.drop()
         return True

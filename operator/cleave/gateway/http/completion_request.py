@@ -222,12 +222,12 @@ def parse_engine_request(
 
 
 def raise_priority(completion: CompletionRequest, minimum: int) -> None:
-    """Raise the request's `priority` to at least `minimum`: engines serve lower values first.
-    Raises GatewayError (400)."""
+    """Raise the request's `priority`, 0 if absent, to at least `minimum`: engines serve lower
+    values first. Raises GatewayError (400)."""
     raw = completion.fields.get("priority")
     value = decode_value(raw) if raw is not None else None
     if value is None:
-        return
+        value = 0
     # vLLM would also read a number from a text.
     if type(value) is not int:
         raise build_bad_request("priority must be an integer", param="priority")

@@ -368,6 +368,8 @@ class ProxiedRequest:
         client_error = convert_router_error(error)
         if is_unavailable:
             retry = self._get_retry_state()
+            # While it waits it burdens no engine; when one is back, retries start by the budget.
+            retry.release_slot()
             if retry.pending_error is None:
                 retry.start_waiting(client_error, context.config.timeouts.wake_s)
             if retry.wait_for_instance():
