@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_archive(program: Path, name: str, archive: Path) -> None:
-    """Write an image `name` that runs `program` as nobody, in the format of `docker save`."""
+    """Write an image `name` that runs `program` as user 65534, in the format of `docker save`."""
     layer = _pack({program.name: program.read_bytes()}, mode=0o755)
     config = {
         "architecture": "amd64",

@@ -24,7 +24,7 @@ class OperatorSettings:
     """Of the NetworkPolicies for workers and gateways; None: there are none."""
     account: str = ""
     """The operator's service account, as `system:serviceaccount:NAMESPACE:NAME`, whose orders
-    agents accept; empty: agents accept everybody's."""
+    agents accept; empty: agents accept all."""
     has_leader_worker_sets: bool = False
     """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
     traffic_poll_s: float = 15.0

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     raise_open_file_limit(config.max_clients)
     if config.api_keys is None and not all(map(_is_loopback, config.hosts)):
         log.warning(
-            "whoever reaches %s may send requests: give --api-keys, or listen on 127.0.0.1",
+            "any client that reaches %s may send requests: give --api-keys, or listen on 127.0.0.1",
             ", ".join(config.hosts),
         )
     return run(config)

@@ -1,8 +1,9 @@
 """NetworkPolicies of a deployment's workers and gateways. Pure.
 
 Called by the controller, for a deployment or a manually created pool. A network plug-in has to
-enforce them: docs/install.md names some that do. Engines check no API key, so whoever reaches them
-bypasses the gateway; and an engine fetches what a request names, so its own reach is limited too.
+enforce them: docs/install.md names some that do. Engines check no API key, so any client that
+reaches them bypasses the gateway; and an engine fetches what a request names, so its own reach is
+limited too.
 """
 
 from collections.abc import Iterable
@@ -78,7 +79,7 @@ def build_workers_policy(owner: DeploymentOrPool, isolation: NetworkIsolation) -
 
 
 def build_gateway_policy(deployment: LLMDeployment, isolation: NetworkIsolation) -> Manifest:
-    """The NetworkPolicy for gateways: everybody reaches the ports for clients. The internal port,
+    """The NetworkPolicy for gateways: all clients reach the public ports. The internal port,
     which names tenants and checks no key, is for the operator and scrapers."""
     gateway, tracing = deployment.spec.gateway, deployment.spec.gateway.tracing
     public = [GATEWAY_PORT, *([PICKER_PORT] if gateway.endpoint_picker else [])]

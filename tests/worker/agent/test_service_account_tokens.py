@@ -42,7 +42,7 @@ def build_key_set() -> dict[str, Any]:
 
 
 class ApiServer:
-    """The API server's keys, and how often they were asked for."""
+    """The API server's keys, and how often they were fetched."""
 
     def __init__(self) -> None:
         self.requests = 0

@@ -101,7 +101,7 @@ class AgentConfig:
     token_file: Path | None = None
     """The token that callers must have, unless `trusted_accounts` says otherwise."""
     trusted_accounts: tuple[str, ...] = ()
-    """Service accounts whose tokens are accepted; with neither, everybody is."""
+    """Service accounts whose tokens are accepted; with neither, all callers are."""
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
     timing: AgentTiming = field(default_factory=AgentTiming)

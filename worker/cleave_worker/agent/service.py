@@ -144,7 +144,7 @@ class AgentServer:
         address: str,
         authenticator: Authenticator | None = None,
     ) -> None:
-        """`authenticator`: of callers; None: everybody is accepted."""
+        """`authenticator`: of callers; None: all are accepted."""
         self._instance = instance
         self._address = address
         interceptors = [AuthenticationInterceptor(authenticator)] if authenticator else []

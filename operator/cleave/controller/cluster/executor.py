@@ -150,7 +150,7 @@ class Executor:
             if not _is_own(manifest, existing):
                 text = f"{kind} {target.name} {_TAKEN_MESSAGE} ({error.message})"
                 raise NameTakenError(text) from error
-            # Somebody has edited an object of this owner that the cache does not have yet.
+            # A user has edited an object of this owner that the cache does not have yet.
             response = await self._patch_whole(target, manifest, {**_QUERY, "force": "true"})
         self._on_change(response)
 

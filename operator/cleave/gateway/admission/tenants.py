@@ -60,7 +60,7 @@ class _TenantSpec(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     min_request_priority: Annotated[int, msgspec.Meta(ge=-1_000_000, le=1_000_000)] = 0
     late: LateRequestPolicy | None = None
     cache_group: Annotated[str, msgspec.Meta(min_length=1, max_length=63)] | None = None
-    """Tenants with the same one share cached prompts; None: this one shares with nobody."""
+    """Tenants with the same one share cached prompts; None: this one shares with no other."""
 
 
 class _TenantsFile(msgspec.Struct, forbid_unknown_fields=True):

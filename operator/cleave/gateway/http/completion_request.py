@@ -189,7 +189,7 @@ def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionReq
 
 def set_cache_salt(completion: CompletionRequest, tenant_salt: str) -> None:
     """Let the request share cached prompts with its tenant only: the time to the first token
-    would otherwise tell a client whether another one has sent a prompt that begins like its own.
+    would otherwise show a client whether another one has sent a prompt that begins like its own.
     A salt of the client's own separates further, but cannot name another tenant's."""
     fields = completion.fields
     own = bytes(fields["cache_salt"]) if "cache_salt" in fields else b"null"

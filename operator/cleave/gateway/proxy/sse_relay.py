@@ -139,7 +139,7 @@ class SseRelay:
         return piece
 
     def count_tokens(self) -> int:
-        """Tokens sent so far: one per event, or more by ids, text or usage, whichever there are.
+        """Tokens sent so far: one per event, or more by ids, text or usage if there are any.
         It parses all events, so it is called for tenants with limits only."""
         tokens = 0
         for choice in self.read_transcript().choices.values():
