@@ -9,9 +9,11 @@ RERUN = --reruns 1 --rerun-show-tracebacks
 # Tests wait more than they compute. Those of one file share fixtures, so they stay together.
 PARALLEL = -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder
 
-LANES = fast-tests engine-tests cluster-tests
+LANES = fast-tests engine-tests cluster-tests operator-tests
 ENGINE_TESTS = e2e/vllm_pair $(wildcard e2e/test_vllm*.py)
 CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
+# The others of them run beside these, on a control plane of their own.
+OPERATOR_TESTS = $(foreach name,operator placement prometheus replan resources scaling,e2e/test_cluster_$(name).py)
 NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_cluster_install.py e2e/test_cluster_operator.py e2e/test_cluster_resources.py e2e/test_cluster_faults.py e2e/test_cluster_scaling.py
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
@@ -35,7 +37,7 @@ quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
-	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j3 $(LANES))
+	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j4 $(LANES))
 
 # These run side by side. The first shows its progress, the others print their output at the end.
 fast-tests: # all but those below; end-to-end tests first, as they wait
@@ -44,8 +46,10 @@ fast-tests: # all but those below; end-to-end tests first, as they wait
 engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines. Kernels are compiled once
 	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)
 
-cluster-tests:
-	@$(MAKE) --no-print-directory e2e ARGS='$(RERUN)' $(IN_LOG)
+cluster-tests: SUITE = $(filter-out $(OPERATOR_TESTS),$(CLUSTER_TESTS))
+operator-tests: SUITE = $(OPERATOR_TESTS)
+cluster-tests operator-tests:
+	@$(MAKE) --no-print-directory e2e CLUSTER_TESTS='$(SUITE)' ARGS='$(RERUN)' $(IN_LOG)
 
 check-compiled: setup ## tests of gateway and router, compiled as in images
 	rm -rf build/compiled && mkdir -p build/compiled && cp -r operator/cleave build/compiled
