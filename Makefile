@@ -7,7 +7,7 @@ ARGS ?=
 # On a busy machine a process may starve for seconds: failed tests run once more and are reported.
 RERUN = --reruns 1 --rerun-show-tracebacks
 # Tests wait more than they compute. Those of one file share fixtures, so they stay together.
-PARALLEL = -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder
+PARALLEL = -n $(or $(TEST_WORKERS),3) --dist loadfile --no-loadscope-reorder
 
 LANES = fast-tests engine-tests cluster-tests operator-tests
 ENGINE_TESTS = e2e/vllm_pair $(wildcard e2e/test_vllm*.py)
@@ -39,9 +39,10 @@ check: lint ## what CI runs: lint, types, layers, generated files, every test
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
 	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j4 $(LANES))
 
-# These run side by side. The first shows its progress, the others print their output at the end.
+# These run side by side. The first shows its progress, the others print their output at the end. It is
+# as nice as agents make their engines, which would otherwise starve: those tests take longest.
 fast-tests: # all but those below; end-to-end tests first, as they wait
-	.venv/bin/pytest $(RERUN) $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(CLUSTER_TESTS)) e2e tests
+	nice -n 10 .venv/bin/pytest $(RERUN) $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(CLUSTER_TESTS)) e2e tests
 
 engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines. Kernels are compiled once
 	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)
