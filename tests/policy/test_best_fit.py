@@ -14,6 +14,7 @@ from cleave.policy.best_fit import (
     compute_saved_ms,
     compute_spare_context,
     compute_spare_prompt,
+    count_context,
     find_best_fit,
     keeps_running,
     measure_fullness,
@@ -108,10 +109,22 @@ def test_the_fullest_that_keeps_what_runs_is_the_best_fit() -> None:
     assert [find(0, 1, 2, 3, 4), find(0, 3), find(0), find(2), find()] == [1, 3, 0, -1, -1]
 
 
+def test_requests_that_outrun_their_prediction_count_with_what_they_hold() -> None:
+    weight = compute_context_weight(100, 40, 0.5)
+    assert [count_context(weight, held) for held in (110, 140, 300)] == [120, 140, 300]
+
+    def keeps(context: float) -> bool:
+        amounts = [10.0, 50.0], [40.0, 20.0], 9, context, 500.0
+        return keeps_running(*amounts, 1e9, 0.0, 100, False, 1e6, FIT, PACKING)
+
+    room = compute_spare_context(9, 0, FIT.k2, FIT.c2, FIT.c3, PACKING.tpot_ms, PACKING.theta)
+    assert (keeps(room - 501), keeps(room - 499)) == (True, False)
+
+
 def test_a_request_stays_away_where_kv_runs_out_or_what_decodes_would_wait_too_long() -> None:
     def keeps(capacity: float, saved_ms: float = 1e9, prefills: bool = True) -> bool:
         rest = 0.0, 100, prefills, capacity, FIT, PACKING
-        return keeps_running([10.0, 50.0], [40.0, 20.0], saved_ms, *rest)
+        return keeps_running([10.0, 50.0], [40.0, 20.0], 1, 50.0, 30.0, saved_ms, *rest)
 
     # Both hold 100 together when the first ends, of which 0.9 are used.
     assert (keeps(111.2), keeps(111.0)) == (True, False)

@@ -173,16 +173,25 @@ def test_a_heavy_decode_goes_where_the_ratio_of_heavy_to_light_is_least() -> Non
     )
     seed, pairs = 3, set()
     for _ in range(200):
-        slot, seed = sample_least_heavy(scores(1, 3, 2), scores(9, 9, 9), heaviness, 5, seed)
+        slot, seed = sample_least_heavy(scores(1, 3, 2), scores(9, 9, 9), heaviness, 5, 500, seed)
         pairs.add(slot)
     assert pairs == {1, 2}, "of two drawn ones the first is never the lighter"
+
+
+def test_a_light_decode_goes_where_fewest_tokens_are_whatever_the_ratio() -> None:
+    room, heaviness, seed = scores(9_000, 9_000), scores(0, 5), 3
+    for _ in range(50):
+        slot, seed = sample_least_heavy(scores(30, 10), room, heaviness, 5, 100, seed)
+        assert slot == 1
+        slot, seed = sample_least_heavy(scores(30, 10), room, heaviness, 5, 200, seed)
+        assert slot == 0
 
 
 def test_only_instances_with_room_are_drawn_while_there_are_any() -> None:
     room, heaviness = scores(100, 900, 50), scores(0, 5, 0)
     for seed in range(1, 60):
-        assert sample_least_heavy(scores(1, 2, 3), room, heaviness, 500, seed)[0] == 1
-        assert sample_least_heavy(scores(1, 2, 3), room, heaviness, 5_000, seed)[0] == 0
+        assert sample_least_heavy(scores(1, 2, 3), room, heaviness, 500, 200, seed)[0] == 1
+        assert sample_least_heavy(scores(1, 2, 3), room, heaviness, 5_000, 200, seed)[0] == 0
 
 
 PAIRS = np.array([0, 0, 1, 1])

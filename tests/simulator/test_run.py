@@ -401,6 +401,22 @@ def test_best_fit_uses_as_few_instances_as_keep_the_target() -> None:
     assert len(set(simulate(strict, trace).decode_instance)) > used[DispatchPolicy.BEST_FIT]
 
 
+@pytest.mark.parametrize("count", [8, 24])
+def test_best_fit_keeps_the_target_when_outputs_outrun_their_predictions(count: int) -> None:
+    rng = np.random.default_rng(3)
+    outputs = np.maximum(rng.lognormal(4.5, 1.0, 1_500).astype(np.int64), 2)
+    predicted = np.full_like(outputs, round(outputs.mean()))
+    arrival = np.cumsum(rng.exponential(1000 / 40, outputs.size))
+    trace = Trace(arrival, np.full_like(outputs, 200), outputs, predicted)
+    timing = EngineTiming(1.0, (18.0, 18.1), 0.0, (15.0, 15.1), (0.0005,))
+    fleet = SimulatedFleet(
+        decode=(SimulatedPool(SimulatedEngine(timing, 66_144), count),),
+        dispatch=DispatchPolicy.BEST_FIT,
+        best_fit=dataclasses.replace(PACKING, tpot_ms=21.0),
+    )
+    assert float(np.mean(simulate(fleet, trace).tpot_ms <= 21.0)) >= 0.99
+
+
 def test_short_prompts_are_computed_where_they_decode_while_prefill_is_busy() -> None:
     trace = draw_trace(400, 12)
     split = disaggregated(1, 3)

@@ -5,7 +5,8 @@ Functions of an `Amount` take numbers of one instance (compiled loops) or arrays
 (the router). `fit` holds the coefficients and `model` the limits; the simulator passes its state
 for both, which has fields of the same names. What is hard: constraint (e) bounds the KV at every
 moment until the last request has ended, which depends on the progress of each; so it is checked
-last, for few instances.
+last, for few instances. (b) is checked again there: requests that outrun their prediction are a
+large part of those in flight, and an instance that counts them by their prediction is overfilled.
 
 Source: Aladdin, section 4.2 (constraints (a) to (e), Algorithm 1) and Eq. 2 to 4. (a), each request
 runs on one instance, holds by construction.
@@ -49,6 +50,12 @@ class BestFitModel:
 def compute_context_weight(prompt_tokens: float, output_tokens: float, gamma: float) -> float:
     """Tokens that a request with these (predicted) lengths adds to an instance's context."""
     return prompt_tokens + gamma * output_tokens
+
+
+def count_context(weight: float, held: float) -> float:
+    """Context that a running request counts with: its weight (`compute_context_weight`), or the
+    tokens that it `held` so far, if it has outrun its prediction."""
+    return max(weight, held)
 
 
 def compute_spare_context(
@@ -105,7 +112,7 @@ def measure_fullness(
 def find_best_fit(
     fullness: Scores, checker: Checker[Request], request: Request, prefills: bool
 ) -> int:
-    """Slot of the fullest instance that also satisfies (d) and (e); NONE: no instance does.
+    """Slot of the fullest instance that `keeps_running`; NONE: no instance does.
     `fullness`: from `measure_fullness`; modified."""
     for _ in range(len(fullness)):
         slot = int(fullness.argmax())
@@ -125,6 +132,9 @@ def check(checker: Checker[Request], slot: int, request: Request, prefills: bool
 def keeps_running(
     held: Scores | Sequence[float],
     left: Scores | Sequence[float],
+    batch: float,
+    context: float,
+    need: float,
     saved_ms: float,
     pending: float,
     prompt_tokens: float,
@@ -133,12 +143,17 @@ def keeps_running(
     fit: Coefficients,
     model: BestFitModel,
 ) -> bool:
-    """(d) and (e): running requests keep their TPOT, and the KV fits until all have ended.
+    """(b), (d) and (e): running requests keep their TPOT, and the KV fits until all have ended.
 
     `held`, `left`: tokens of each running request and the new one from
-    `output_length.guess_progress`, sorted by descending `left`; `saved_ms`: the minimum of
-    `compute_saved_ms` over running requests; `capacity`: tokens of KV that fit.
+    `output_length.guess_progress`, sorted by descending `left`; `batch`, `context`: running
+    requests and the sum of their `count_context`; `need`: context that the new one adds;
+    `saved_ms`: the minimum of `compute_saved_ms` over running requests; `capacity`: tokens of KV
+    that fit.
     """
+    room = compute_spare_context(batch, context, fit.k2, fit.c2, fit.c3, model.tpot_ms, model.theta)
+    if room < need:
+        return False
     if prefills and compute_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < prompt_tokens:
         return False
     return find_sorted_peak(held, left) <= model.theta * capacity

@@ -9,7 +9,8 @@ methods.
 
 Sources: DistServe section 4.3 (prefill to the shortest queue, decode to the least loaded
 instance), Splitwise section IV-A (join the shortest queue, counted in pending tokens), TetriInfer
-section 3.3.4 (of two random instances with enough resources, the one with the least heavy:light).
+section 3.3.4 (of two random instances with enough resources, the one where the request meets the
+least interference: heavy decodes go by heavy:light).
 What is hard: both instances are chosen at once, before the prompt runs, because a prefill instance
 would hold KV blocks in vain if the decode side had no room.
 """
@@ -208,13 +209,23 @@ def sample_least(scores: Scores, size: int, seed: int) -> tuple[int, int]:
 
 
 def sample_least_heavy(
-    scores: Scores, room: Scores, heaviness: Scores, need: float, seed: int
+    scores: Scores,
+    room: Scores,
+    heaviness: Scores,
+    need: float,
+    output_tokens: float,
+    seed: int,
 ) -> tuple[int, int]:
-    """(slot, next seed): of two random slots with room, the one with the least heavy:light ratio.
+    """(slot, next seed): of two random slots with room, the better one for this request.
+
+    A heavy decode goes to the lower heavy:light ratio, which spreads heavy decodes; a light one to
+    the lower score. If light ones followed the ratio, each would lower the ratio of the slot that
+    it joins and so attract the next request there.
 
     Arrays of equal length: `room`: unclaimed tokens; `heaviness`: from `compute_heavy_ratio`.
-    `need`: tokens that the request will hold at its end. `scores` break ties. If no slot with room
-    is drawn, it is the least of all `scores` and the seed does not change.
+    `need`: tokens that the request will hold at its end, `output_tokens` of them generated.
+    `scores` break ties. If no slot with room is drawn, it is the least of all `scores` and the seed
+    does not change.
     """
     best = NONE
     found = 0
@@ -224,8 +235,10 @@ def sample_least_heavy(
             following, slot = draw(following, scores.size)
             if scores[slot] < STALE_PENALTY and slot != best and room[slot] >= need:
                 found += 1
-                wins_tie = heaviness[slot] == heaviness[best] and scores[slot] < scores[best]
-                if best == NONE or heaviness[slot] < heaviness[best] or wins_tie:
+                is_better = scores[slot] < scores[best]
+                if output_tokens > HEAVY_OUTPUT_TOKENS and heaviness[slot] != heaviness[best]:
+                    is_better = heaviness[slot] < heaviness[best]
+                if best == NONE or is_better:
                     best = slot
                 if found == 2:
                     break
@@ -238,11 +251,17 @@ def compute_heavy_ratio(heavy: float, light: float) -> float:
 
 
 def find_slot(
-    pick: int, scores: Scores, room: Scores, heaviness: Scores, need: float, seed: int
+    pick: int,
+    scores: Scores,
+    room: Scores,
+    heaviness: Scores,
+    need: float,
+    output_tokens: float,
+    seed: int,
 ) -> tuple[int, int]:
     """(slot, next seed) by `pick`: LEAST, RANDOM, OF_TWO or LIGHTEST; any other counts as LEAST."""
     if pick == LIGHTEST:
-        return sample_least_heavy(scores, room, heaviness, need, seed)
+        return sample_least_heavy(scores, room, heaviness, need, output_tokens, seed)
     if pick in (RANDOM, OF_TWO):
         return sample_least(scores, pick, seed)
     return find_least(scores), seed

@@ -112,6 +112,19 @@ class InFlightLoad:
         """Number of requests of all processes that share this accounting."""
         return self.num_requests
 
+    def count_decoding(self) -> float:
+        """Number of requests, of all gateways and processes, that decode or will do so."""
+        others = self.count_requests() - self.num_requests + self.num_remote_requests
+        return len(self.decoding_requests) + others
+
+    def count_others_tokens(self) -> float:
+        """Tokens that hold KV blocks for requests of other gateways and processes."""
+        return self.resident.pending - self.resident.own
+
+    def measure_context(self) -> float:
+        """Context of all these requests: own ones weighted as in Aladdin, others by tokens."""
+        return self.weighted_context + self.count_others_tokens()
+
     def count_prompts(self, pending: float) -> float:
         """Number of prompts with `pending` tokens; other gateways' prompts have the mean length."""
         remote = pending - self.prompt.own

@@ -33,11 +33,11 @@ class IterationTimeEstimator:
             self._model.add_prefill(int(tokens), ms)
             self._refit()
 
-    def add_completion(self, tokens: int, ms: float, batch: int, context: float) -> None:
+    def add_completion(self, tokens: int, ms: float, batch: float, context: float) -> None:
         """Include an output of `tokens` tokens that took `ms` from its first to its last token.
         `batch`, `context`: the requests that decoded with it, and the sum of their contexts."""
         if tokens >= MIN_OUTPUT_TOKENS and ms > 0:
-            self._model.add_decode(batch, int(context), ms / (tokens - 1))
+            self._model.add_decode(round(batch), int(context), ms / (tokens - 1))
             self._refit()
 
     def _refit(self) -> None:

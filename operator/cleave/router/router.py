@@ -218,7 +218,7 @@ class Router:
             _, in_flight, _ = entry
             ms = (self._clock() - pick.decoding_since) * 1000
             self._iteration_times.add_completion(
-                output_tokens, ms, len(in_flight.decoding_requests), in_flight.weighted_context
+                output_tokens, ms, in_flight.count_decoding(), in_flight.measure_context()
             )
 
     def allows_colocated(self, prefill_lost: bool) -> bool:

@@ -241,8 +241,8 @@ class ScoreTable(BaseScoreTable):
         self.room[slot] = registration.kv_blocks_total * registration.kv_block_size - resident
         heavy, batch = in_flight.num_heavy, len(in_flight.decoding_requests)
         self.heaviness[slot] = dispatch.compute_heavy_ratio(heavy, batch - heavy)
-        self.batch[slot] = batch
-        self.context[slot] = in_flight.weighted_context + resident - in_flight.resident.own
+        self.batch[slot] = in_flight.count_decoding()
+        self.context[slot] = in_flight.measure_context()
 
 
 def list_uses(instance: RoutedInstance) -> Collection[str]:

@@ -190,7 +190,9 @@ class EndpointSelector:
             return self._find_own(table, scores, purpose, request)
         room, heaviness = table.room, table.heaviness
         total = request.prompt_tokens + request.output_tokens
-        slot, self._seed = dispatch.find_slot(pick, scores, room, heaviness, total, self._seed)
+        slot, self._seed = dispatch.find_slot(
+            pick, scores, room, heaviness, total, request.output_tokens, self._seed
+        )
         return slot
 
     def _find_own(
@@ -239,44 +241,52 @@ class EndpointSelector:
         )
 
         def keeps(slot: int, request: RoutingRequest, prefills: bool) -> bool:
-            return self._keeps_tpot(table.instances[slot], model, request, prefills)
+            return self._keeps_running(table.instances[slot], model, request, weight, prefills)
 
         return best_fit.find_best_fit(fullness, keeps, request, prefills)
 
-    def _keeps_tpot(
+    def _keeps_running(
         self,
         instance: RoutedInstance,
         model: BestFitModel,
         request: RoutingRequest,
+        need: float,
         prefills: bool,
     ) -> bool:
-        """Constraints (d) and (e) of `policy.best_fit`, from the requests of this router."""
+        """Constraints (b), (d) and (e) of `policy.best_fit`: this router's requests by their
+        progress, those of others by the tokens that they hold."""
         in_flight, registration, now = instance.in_flight, instance.registration, self._clock()
-        batch, context = len(in_flight.decoding_requests), in_flight.weighted_context
+        batch, context = in_flight.count_decoding(), in_flight.measure_context()
         step_ms = model.coefficients.predict_decode_ms(batch, context)
+        others = context = in_flight.count_others_tokens()
         running = [(request.output_tokens, float(request.prompt_tokens))]
         saved_ms = _INF
         for each in in_flight.decoding_requests:
             since, remaining = each.decoding_since, each.output_tokens
-            context = float(each.prompt_tokens)
+            held = float(each.prompt_tokens)
+            weight = best_fit.compute_context_weight(held, remaining, model.gamma)
             if since is not None:
                 decoding_ms = (now - since) * 1000
                 generated, remaining = guess_progress(remaining, decoding_ms, step_ms)
-                context += generated
+                held += generated
                 tpot_ms, theta = model.tpot_ms, model.theta
                 spare_ms = best_fit.compute_saved_ms(generated + 1.0, decoding_ms, tpot_ms, theta)
                 saved_ms = min(saved_ms, spare_ms)
-            running.append((remaining, context))
+            context += best_fit.count_context(weight, held)
+            running.append((remaining, held))
         running.sort(reverse=True)
         remaining_tokens, contexts = zip(*running, strict=True)
         return best_fit.keeps_running(
             contexts,
             remaining_tokens,
+            batch,
+            context,
+            need,
             saved_ms,
             in_flight.prompt.pending,
             request.prompt_tokens,
             prefills,
-            registration.kv_blocks_total * registration.kv_block_size,
+            registration.kv_blocks_total * registration.kv_block_size - others,
             model.coefficients,
             model,
         )

@@ -13,6 +13,7 @@ from cleave.policy.admission import sort_by_left
 from cleave.policy.best_fit import (
     compute_context_weight,
     compute_saved_ms,
+    count_context,
     find_best_fit,
     keeps_running,
     measure_fullness,
@@ -117,7 +118,9 @@ def _find_in(state: State, values: Scores, purpose: int, r: int) -> int:
     need = request.prompt + request.predicted
     room = get_scores(state, ROOM * count, count)
     heaviness = get_scores(state, HEAVINESS * count, count)
-    slot, state.random = find_slot(pick, values, room, heaviness, need, state.random)
+    slot, state.random = find_slot(
+        pick, values, room, heaviness, need, request.predicted, state.random
+    )
     return slot
 
 
@@ -142,11 +145,13 @@ def _find_best_fit(state: State, values: Scores, r: int, prefills: bool) -> int:
 
 
 def check(state: State, i: int, r: int, prefills: bool) -> bool:
-    """Whether instance `i` satisfies (d) and (e); replaces `policy.best_fit.check`."""
+    """Whether instance `i` keeps running with `r`; replaces `policy.best_fit.check`."""
     inst, new = get_instance(state, i), get_request(state, r)
     size = inst.num_assigned + 1
     held, left = read_amounts(state, 0, size), read_amounts(state, size, size)
     held[0], left[0] = new.prompt, new.predicted
+    need = compute_context_weight(new.prompt, new.predicted, state.gamma)
+    context = 0.0
     step_ms = state.k2 * inst.weighted_context + state.c2 * inst.num_assigned + state.c3
     saved_ms = math.inf
     at = 1
@@ -160,12 +165,17 @@ def check(state: State, i: int, r: int, prefills: bool) -> bool:
             held[at] += generated
             spare_ms = compute_saved_ms(generated + 1.0, decoding_ms, state.tpot_ms, state.theta)
             saved_ms = min(saved_ms, spare_ms)
+        weight = compute_context_weight(request.prompt, request.predicted, state.gamma)
+        context += count_context(weight, held[at])
         at += 1
         other = request.next_assigned
     sort_by_left(held, left)
     return keeps_running(
         held,
         left,
+        inst.num_assigned,
+        context,
+        need,
         saved_ms,
         inst.pending_prompt_tokens,
         new.prompt,
