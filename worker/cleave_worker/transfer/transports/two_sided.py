@@ -10,20 +10,21 @@ KV on a GPU is packed by one or two kernels for each chunk. gloo moves host memo
 chunk takes one copy between a pinned buffer and a staging buffer on the GPU.
 """
 
-import socket
+import hmac
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore
 
+from cleave_worker.transfer.authentication import compute_link_proofs
 from cleave_worker.transfer.copy_stream import wait_for_copies
 from cleave_worker.transfer.memory import ByteRange, Memory, chunk_ranges, pack_ranges
+from cleave_worker.transfer.protocol import FramedConnection
 from cleave_worker.transfer.transport import LinkError, MessageChannel, PendingMessage, Transport
 from cleave_worker.transfer.transports import gloo, nccl
+from cleave_worker.transfer.transports.connection_store import ConnectionStore
 
 _CHUNK_BYTES = 8 << 20
 """Bytes per chunk: enough for the full rate; the next chunk is packed meanwhile."""
@@ -36,55 +37,63 @@ _MIN_TIMEOUT_S = 0.001
 
 
 class Rendezvous:
-    """Where the two ends of a link find each other; the producer opens it."""
+    """Where the two ends make a link: on their authenticated connection, without a port of its own.
 
-    def __init__(self, host: str, seconds: float) -> None:
-        """Listen on a free port of `host`."""
-        # A socket of its own: without one the store listens on all addresses of the machine.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
-        self.port: int = listener.getsockname()[1]
-        # The store closes the descriptor.
-        self._store = TCPStore(
-            host,
-            self.port,
-            2,
-            True,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+    gloo and NCCL then connect to each other at ports that ask for nothing. So before the link is
+    used each end proves over it that it has the producer's key."""
 
-    def create_link(
-        self, memory: Memory, transport: Transport, host: str, seconds: float
+    def __init__(
+        self, connection: FramedConnection, nonce: bytes, key: str, seconds: float
+    ) -> None:
+        """`nonce`: of `RendezvousResponse`. `seconds`: for all steps together."""
+        self._deadline = time.monotonic() + seconds
+        self._store = ConnectionStore(connection, nonce, seconds)
+        self._nonce = nonce
+        self._key = key
+
+    def create_producer_link(
+        self, memory: Memory, transport: Transport, host: str
     ) -> "TwoSidedLink":
-        """Return the producer's end of the link. Raises LinkError when the peer is late."""
-        return _create_link(self._store, memory, transport, host, rank=0, seconds=seconds)
+        """Return the producer's end. Raises LinkError when the consumer is late or another one."""
+        channel = self._create_channel(memory, transport, host, rank=0)
+        return self._prove(TwoSidedLink(memory, channel), channel, rank=0)
 
+    def create_consumer_link(
+        self, memory: Memory, transport: Transport, host: str
+    ) -> "TwoSidedLink":
+        """Return the consumer's end. Raises LinkError when the producer is late or another one."""
+        channel = self._create_channel(memory, transport, host, rank=1)
+        return self._prove(TwoSidedLink(memory, channel), channel, rank=1)
 
-def join_rendezvous(
-    memory: Memory, transport: Transport, peer: tuple[str, int], own_host: str, seconds: float
-) -> "TwoSidedLink":
-    """Return the consumer's end, given the producer's (host, port). Raises LinkError."""
-    try:
-        store = TCPStore(*peer, 2, False, timeout=timedelta(seconds=seconds))
-    except RuntimeError as error:
-        raise LinkError(f"no rendezvous at {peer[0]}:{peer[1]}") from error
-    return _create_link(store, memory, transport, own_host, rank=1, seconds=seconds)
+    def _create_channel(
+        self, memory: Memory, transport: Transport, host: str, rank: int
+    ) -> MessageChannel:
+        seconds = max(_MIN_TIMEOUT_S, self._deadline - time.monotonic())
+        try:
+            if transport is Transport.NCCL:
+                return nccl.NcclChannel(self._store, rank, memory.device, seconds)
+            return gloo.GlooChannel(self._store, rank, host, seconds)
+        except RuntimeError as error:
+            fault = f"no {transport} group with the peer: {_get_first_line(error)}"
+            raise LinkError(fault) from error
 
-
-def _create_link(
-    store: TCPStore, memory: Memory, transport: Transport, host: str, rank: int, seconds: float
-) -> "TwoSidedLink":
-    try:
-        channel: MessageChannel
-        if transport is Transport.NCCL:
-            channel = nccl.NcclChannel(store, rank, memory.device, seconds)
-        else:
-            channel = gloo.GlooChannel(store, rank, host, seconds)
-    except RuntimeError as error:
-        raise LinkError(f"no {transport} group with the peer: {_get_first_line(error)}") from error
-    return TwoSidedLink(memory, channel)
+    def _prove(self, link: "TwoSidedLink", channel: MessageChannel, rank: int) -> "TwoSidedLink":
+        if not self._key:
+            return link
+        proofs = compute_link_proofs(self._key, self._nonce)
+        own = torch.frombuffer(bytearray(proofs[rank]), dtype=torch.uint8).to(channel.device)
+        theirs = torch.zeros_like(own)
+        # NCCL has one queue, so the consumer is the first to send.
+        steps = [(channel.receive, theirs), (channel.send, own)]
+        try:
+            for transfer, message in steps if rank == 0 else reversed(steps):
+                _wait(transfer(message), self._deadline)
+            if not hmac.compare_digest(bytes(theirs.tolist()), proofs[1 - rank]):
+                raise LinkError("the peer does not have the key")
+        except (RuntimeError, LinkError) as error:
+            link.close()
+            raise LinkError(f"the link is refused: {_get_first_line(error)}") from error
+        return link
 
 
 class TwoSidedLink:

@@ -1,0 +1,32 @@
+"""The key of one start of an engine, which its HTTP API and its KV port ask for.
+
+The agent makes it, gives it to the engine in its environment, and to callers that it has
+authenticated in its registration. Gateways, other agents and further nodes of an instance use it.
+Handoffs contain a key that is derived from it, so that decode engines cannot call prefill engines'
+APIs (docs/decisions/065-keys-of-engines-come-with-registrations.md).
+"""
+
+import hashlib
+import hmac
+import secrets
+
+ENV = "CLEAVE_ENGINE_KEY"
+"""Environment variable of the engine's processes; unset or empty: the engine asks for no key."""
+_KEY_BYTES = 32
+
+
+def create_key() -> str:
+    """A new key, of hexadecimal digits."""
+    return secrets.token_hex(_KEY_BYTES)
+
+
+def derive_kv_key(engine_key: str) -> str:
+    """The key of the engine's KV port; empty without a key."""
+    if not engine_key:
+        return ""
+    return hmac.new(engine_key.encode(), b"kv", hashlib.sha256).hexdigest()
+
+
+def build_authorization(engine_key: str) -> str:
+    """Value of the `Authorization` header of requests to the engine; empty without a key."""
+    return f"Bearer {engine_key}" if engine_key else ""
