@@ -3,7 +3,7 @@
 The agent makes it, gives it to the engine in its environment, and to callers that it has
 authenticated in its registration. Gateways, other agents and further nodes of an instance use it.
 Handoffs contain a key that is derived from it, so that decode engines cannot call prefill engines'
-APIs (docs/decisions/065-keys-of-engines-come-with-registrations.md).
+APIs (docs/decisions/065-engines-ask-for-a-key-of-their-start.md).
 """
 
 import hashlib
@@ -11,7 +11,10 @@ import hmac
 import secrets
 
 ENV = "CLEAVE_ENGINE_KEY"
-"""Environment variable of the engine's processes; unset or empty: the engine asks for no key."""
+"""Environment variable of the engine's processes; empty: the engine asks for no key."""
+HEADER = "x-cleave-engine-key"
+"""Header of requests to the engine. Not `authorization`: where a proxy sends requests to engines
+directly, that one holds the client's own key."""
 _KEY_BYTES = 32
 
 
@@ -27,6 +30,6 @@ def derive_kv_key(engine_key: str) -> str:
     return hmac.new(engine_key.encode(), b"kv", hashlib.sha256).hexdigest()
 
 
-def build_authorization(engine_key: str) -> str:
-    """Value of the `Authorization` header of requests to the engine; empty without a key."""
-    return f"Bearer {engine_key}" if engine_key else ""
+def build_headers(engine_key: str) -> dict[str, str]:
+    """What requests to the engine need."""
+    return {HEADER: engine_key} if engine_key else {}

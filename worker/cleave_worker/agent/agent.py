@@ -43,10 +43,9 @@ class WorkerAgent:
     async def run(self) -> int:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
         await self._server.start()
-        if not (self._config.trusted_accounts or self._config.token_file):
-            _log.warning(
-                "callers are not authenticated: %s accepts all calls", self._config.address
-            )
+        if not self._config.authenticates_callers:
+            address = self._config.address
+            _log.warning("callers are not authenticated: %s and its engine serve all", address)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         supervising = asyncio.create_task(self._supervisor.run())

@@ -112,6 +112,12 @@ class AgentConfig:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def authenticates_callers(self) -> bool:
+        """Whether the agent asks its callers for a token. Only then the engine asks for a key, as
+        all callers get it."""
+        return bool(self.trusted_accounts or self.token_file)
+
+    @property
     def is_overlapped(self) -> bool:
         """Whether KV may be pulled while it is computed."""
         return self.connector == "cleave" and self.transfer in OVERLAPPED_TRANSFERS

@@ -39,8 +39,9 @@ _MIN_TIMEOUT_S = 0.001
 class Rendezvous:
     """Where the two ends make a link: on their authenticated connection, without a port of its own.
 
-    gloo and NCCL then connect to each other at ports that ask for nothing. So before the link is
-    used each end proves over it that it has the producer's key."""
+    gloo and NCCL then connect to each other at further ports. NCCL's ask for a random number of the
+    id that rank 0 sends to rank 1 here; gloo's ask for nothing. So before gloo carries KV each end
+    proves over it that it has the producer's key."""
 
     def __init__(
         self, connection: FramedConnection, nonce: bytes, key: str, seconds: float
@@ -55,45 +56,46 @@ class Rendezvous:
         self, memory: Memory, transport: Transport, host: str
     ) -> "TwoSidedLink":
         """Return the producer's end. Raises LinkError when the consumer is late or another one."""
-        channel = self._create_channel(memory, transport, host, rank=0)
-        return self._prove(TwoSidedLink(memory, channel), channel, rank=0)
+        return self._create_link(memory, transport, host, rank=0)
 
     def create_consumer_link(
         self, memory: Memory, transport: Transport, host: str
     ) -> "TwoSidedLink":
         """Return the consumer's end. Raises LinkError when the producer is late or another one."""
-        channel = self._create_channel(memory, transport, host, rank=1)
-        return self._prove(TwoSidedLink(memory, channel), channel, rank=1)
+        return self._create_link(memory, transport, host, rank=1)
 
-    def _create_channel(
+    def _create_link(
         self, memory: Memory, transport: Transport, host: str, rank: int
-    ) -> MessageChannel:
+    ) -> "TwoSidedLink":
         seconds = max(_MIN_TIMEOUT_S, self._deadline - time.monotonic())
+        channel: MessageChannel
         try:
             if transport is Transport.NCCL:
-                return nccl.NcclChannel(self._store, rank, memory.device, seconds)
-            return gloo.GlooChannel(self._store, rank, host, seconds)
+                channel = nccl.NcclChannel(self._store, rank, memory.device, seconds)
+            else:
+                channel = gloo.GlooChannel(self._store, rank, host, seconds)
+                self._prove(channel, rank)
         except RuntimeError as error:
             fault = f"no {transport} group with the peer: {_get_first_line(error)}"
             raise LinkError(fault) from error
+        return TwoSidedLink(memory, channel)
 
-    def _prove(self, link: "TwoSidedLink", channel: MessageChannel, rank: int) -> "TwoSidedLink":
+    def _prove(self, channel: MessageChannel, rank: int) -> None:
+        """Raises LinkError, RuntimeError."""
         if not self._key:
-            return link
+            return
         proofs = compute_link_proofs(self._key, self._nonce)
-        own = torch.frombuffer(bytearray(proofs[rank]), dtype=torch.uint8).to(channel.device)
+        own = torch.frombuffer(bytearray(proofs[rank]), dtype=torch.uint8)
         theirs = torch.zeros_like(own)
-        # NCCL has one queue, so the consumer is the first to send.
-        steps = [(channel.receive, theirs), (channel.send, own)]
+        sent, received = channel.send(own), channel.receive(theirs)
         try:
-            for transfer, message in steps if rank == 0 else reversed(steps):
-                _wait(transfer(message), self._deadline)
+            _wait(sent, self._deadline)
+            _wait(received, self._deadline)
             if not hmac.compare_digest(bytes(theirs.tolist()), proofs[1 - rank]):
-                raise LinkError("the peer does not have the key")
-        except (RuntimeError, LinkError) as error:
-            link.close()
-            raise LinkError(f"the link is refused: {_get_first_line(error)}") from error
-        return link
+                raise LinkError("the peer of the link does not have the key")
+        except BaseException:
+            channel.abort()
+            raise
 
 
 class TwoSidedLink:
