@@ -192,7 +192,7 @@ def test_pods_meet_the_restricted_security_standard(pool) -> None:
 
 def test_pods_have_an_account_that_may_look_for_agents_only(pool) -> None:
     spec = build_worker_pod(pool(), 0)["spec"]
-    assert spec["serviceAccountName"] == "chat-discovery"
+    assert spec["serviceAccountName"] == "chat-workers"
     assert spec["automountServiceAccountToken"] is True
 
 

@@ -99,7 +99,7 @@ def _get_scheme(deployment: LLMDeployment) -> str:
 
 def _build_pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
     return {
-        **build_pod_defaults(deployment.name),
+        **build_pod_defaults(deployment.name, GATEWAY),
         "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
         "containers": [container],
         "volumes": [build_scratch_volume("tmp", "/tmp")[0], *_build_volumes(deployment)],  # noqa: S108 - inside it

@@ -18,6 +18,7 @@ from cleave.manifests.labels import (
     ENGINE_PORT,
     ROLE,
     SEGMENT,
+    WORKER,
     Manifest,
     build_object,
     build_worker_labels,
@@ -87,7 +88,7 @@ def build_worker_spec(pool: InstancePool, labels: dict[str, str], device: Device
     """Fields that the pod specs of an instance share, except for the container."""
     spec = pool.spec
     return {
-        **container.build_pod_defaults(spec.deployment),
+        **container.build_pod_defaults(spec.deployment, WORKER),
         "terminationGracePeriodSeconds": spec.template.drain_timeout_s + GRACE_SLACK_S,
         **build_scheduling(pool, labels, device),
         **_build_template_fields(spec.template),

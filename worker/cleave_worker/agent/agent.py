@@ -107,7 +107,7 @@ def _make_authenticator(config: AgentConfig) -> Authenticator | None:
         # Only in clusters: an installation without the extra `worker` has no library for it.
         from cleave_worker.agent.service_account_tokens import ServiceAccountTokens
 
-        return ServiceAccountTokens(config.trusted_accounts)
+        return ServiceAccountTokens(config.trusted_accounts, config.peer_accounts, config.name)
     if config.token_file is not None:
         return SharedToken(config.token_file)
     return None
