@@ -56,7 +56,7 @@ def test_followers_have_no_agent_and_are_not_found(deployment, pool) -> None:
     assert not selector.items() <= follower["metadata"]["labels"].items()
 
 
-def test_the_pods_account_may_do_what_the_cluster_role_says_and_nothing_else(
+def test_the_pods_accounts_may_do_what_the_cluster_role_says_and_nothing_else(
     deployment, pool
 ) -> None:
     pods = build_gateway_pod(deployment()), build_worker_pod(pool(), 0)
