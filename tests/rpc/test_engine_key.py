@@ -1,6 +1,6 @@
 """Keys of engines."""
 
-from cleave.rpc.engine_key import HEADER, build_headers, create_key, derive_kv_key
+from cleave.rpc.engine_key import HEADER, build_headers, compute_kv_key, create_key
 
 
 def test_each_key_is_new_and_fits_a_header() -> None:
@@ -11,10 +11,10 @@ def test_each_key_is_new_and_fits_a_header() -> None:
 
 def test_the_key_of_the_kv_port_does_not_show_that_of_the_api() -> None:
     key = create_key()
-    assert derive_kv_key(key) == derive_kv_key(key)
-    assert derive_kv_key(key) not in ("", key, derive_kv_key(create_key()))
+    assert compute_kv_key(key) == compute_kv_key(key)
+    assert compute_kv_key(key) not in ("", key, compute_kv_key(create_key()))
 
 
 def test_an_engine_without_a_key_asks_for_nothing() -> None:
-    assert (derive_kv_key(""), build_headers("")) == ("", {})
+    assert (compute_kv_key(""), build_headers("")) == ("", {})
     assert build_headers("k") == {HEADER: "k"}

@@ -14,7 +14,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
-from cleave.rpc.engine_key import derive_kv_key
+from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
@@ -245,5 +245,5 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         kv_port=registration.kv_port,
         overlap_min_tokens=registration.ahead_from_tokens,
         engine_key=registration.engine_key,
-        kv_key=derive_kv_key(registration.engine_key),
+        kv_key=compute_kv_key(registration.engine_key),
     )

@@ -23,7 +23,7 @@ def create_key() -> str:
     return secrets.token_hex(_KEY_BYTES)
 
 
-def derive_kv_key(engine_key: str) -> str:
+def compute_kv_key(engine_key: str) -> str:
     """The key of the engine's KV port; empty without a key."""
     if not engine_key:
         return ""

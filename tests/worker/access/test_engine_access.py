@@ -20,27 +20,27 @@ COMPUTING = [
 @pytest.mark.parametrize("path", COMPUTING)
 @pytest.mark.parametrize("presented", [b"", b"wrong", b"right ", b"Right", b"\xff"])
 def test_nothing_is_served_without_the_key(path: str, presented: bytes) -> None:
-    assert not EngineAccess("right").admits(path, presented)
-    assert EngineAccess("right").admits(path, KEY)
+    assert not EngineAccess("right").is_allowed(path, presented)
+    assert EngineAccess("right").is_allowed(path, KEY)
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics"])
 def test_probes_and_prometheus_need_no_key(path: str) -> None:
-    assert EngineAccess("right").admits(path, b"")
+    assert EngineAccess("right").is_allowed(path, b"")
 
 
 def test_an_engine_without_a_key_serves_all() -> None:
-    assert EngineAccess("").admits("/v1/completions", b"")
+    assert EngineAccess("").is_allowed("/v1/completions", b"")
 
 
 def test_a_gateway_of_an_earlier_version_is_served_while_it_follows(tmp_path: Path) -> None:
     with AccessPage(tmp_path / "a") as agent, AccessPage(tmp_path / "a") as engine:
         access = EngineAccess("right", engine)
-        assert not access.admits("/v1/completions", b"")
+        assert not access.is_allowed("/v1/completions", b"")
         agent.write(is_open=True)
-        assert access.admits("/v1/completions", b"")
+        assert access.is_allowed("/v1/completions", b"")
         agent.write(is_open=False)
-        assert not access.admits("/v1/completions", b"")
+        assert not access.is_allowed("/v1/completions", b"")
 
 
 class FakeServer:

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer import authentication, client, protocol  # noqa: E402
-from cleave_worker.transfer.authentication import connect_with_proof  # noqa: E402
+from cleave_worker.transfer.authentication import connect_authenticated  # noqa: E402
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError  # noqa: E402
 from cleave_worker.transfer.server import KvServer  # noqa: E402
@@ -86,7 +86,7 @@ def test_a_large_frame_of_a_stranger_is_not_read(producer) -> None:
 
 
 def test_a_silent_stranger_is_shut_out_in_time(producer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authentication, "PROOF_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(authentication, "AUTHENTICATION_TIMEOUT_S", 0.3)
     server, _ = producer
     started = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port), BOUND_S) as connected:
@@ -107,7 +107,7 @@ def test_a_proof_is_of_no_use_on_another_connection(producer) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocol.FramedConnection, "send", record)
-        connect_with_proof(address, KEY, BOUND_S).close()
+        connect_authenticated(address, KEY, BOUND_S).close()
     proof = next(each for each in sent if isinstance(each, protocol.ChallengeResponse))
     with socket.create_connection(address, BOUND_S) as connected:
         protocol.FramedConnection(connected).send(proof, BOUND_S)
@@ -135,13 +135,13 @@ def test_a_producer_that_does_not_know_the_key_is_not_believed() -> None:
             connection = protocol.FramedConnection(listener.accept()[0])
             connection.send(protocol.Challenge(bytes(32)), BOUND_S)
             connection.receive(BOUND_S)
-            connection.send(protocol.ProducerProof(bytes(32)), BOUND_S)
+            connection.send(protocol.ProducerMac(bytes(32)), BOUND_S)
             connection.close()
 
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(RefusedError, match="does not have the handoff's key"):
-            connect_with_proof(listener.getsockname(), KEY, BOUND_S)
+            connect_authenticated(listener.getsockname(), KEY, BOUND_S)
         thread.join(BOUND_S)
 
 

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer import client, protocol  # noqa: E402
-from cleave_worker.transfer.authentication import connect_with_proof  # noqa: E402
+from cleave_worker.transfer.authentication import connect_authenticated  # noqa: E402
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, KvLayout, RefusalReason, RefusedError  # noqa: E402
 from cleave_worker.transfer.server import KvServer  # noqa: E402
@@ -348,7 +348,7 @@ def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
     owner = start_owner()
     handoff = owner.hold("r", PROMPT, [3])
     address = "127.0.0.1", owner.port
-    with closing(connect_with_proof(address, owner.key, BOUND_S)) as connection:
+    with closing(connect_authenticated(address, owner.key, BOUND_S)) as connection:
         source = ShardSource(0, ShardPart(0, LAYERS, 0, 2), 1)
         hello = protocol.HandshakeRequest("boot-p", LAYOUT, ParallelShape(), source, "boot-d", 0)
         connection.send(hello, BOUND_S)

@@ -33,7 +33,7 @@ class EngineAccess:
         self._key = key.encode()
         self._page = page
 
-    def admits(self, path: str, presented: bytes) -> bool:
+    def is_allowed(self, path: str, presented: bytes) -> bool:
         """Whether to serve a request; `presented`: the key that it has."""
         if not self._key or hmac.compare_digest(presented, self._key) or path in _OPEN_PATHS:
             return True
@@ -56,7 +56,7 @@ class EngineAccessMiddleware:
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI
         """Pass a request on, or refuse it."""
         kind = scope["type"]
-        if kind not in ("http", "websocket") or self._access.admits(
+        if kind not in ("http", "websocket") or self._access.is_allowed(
             scope["path"], find_key(scope["headers"])
         ):
             await self._app(scope, receive, send)

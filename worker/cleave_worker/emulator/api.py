@@ -181,7 +181,7 @@ class EmulatorApi:
     @web.middleware
     async def _check_key(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         presented = request.headers.get(engine_key.HEADER, "")
-        if self._access.admits(request.path, presented.encode(errors="replace")):
+        if self._access.is_allowed(request.path, presented.encode(errors="replace")):
             return await handler(request)
         return web.Response(status=401, body=REFUSAL, content_type="application/json")
 

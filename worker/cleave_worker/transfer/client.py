@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.authentication import connect_with_proof
+from cleave_worker.transfer.authentication import connect_authenticated
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.memory import list_ranges, plan_copies
 from cleave_worker.transfer.progress import KvChunk
@@ -180,7 +180,7 @@ class KvClient:
         handshake = protocol.HandshakeRequest(
             rank.boot_id, kv.layout, rank.shape, rank.source, kv.boot_id, kv.shard.rank
         )
-        connection = connect_with_proof(rank.address, rank.key, seconds)
+        connection = connect_authenticated(rank.address, rank.key, seconds)
         try:
             return connection, protocol.send_request(
                 connection, handshake, protocol.HandshakeResponse, seconds

@@ -42,16 +42,16 @@ class Challenge(Message, frozen=True):
 
 
 class ChallengeResponse(Message, frozen=True):
-    """Proof of a consumer, see `authentication`. Answered by `ProducerProof`."""
+    """The consumer has the key, see `authentication`. Answered by `ProducerMac`."""
 
     nonce: bytes
-    proof: bytes
+    mac: bytes
 
 
-class ProducerProof(Message, frozen=True):
-    """Proof of the producer. The consumer's first request follows."""
+class ProducerMac(Message, frozen=True):
+    """The producer has the key. The consumer's first request follows."""
 
-    proof: bytes
+    mac: bytes
 
 
 class HandshakeRequest(Message, frozen=True):

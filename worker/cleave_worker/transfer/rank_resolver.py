@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.authentication import connect_with_proof
+from cleave_worker.transfer.authentication import connect_authenticated
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.server import RegisteredKv
 from cleave_worker.transfer.sharding import ParallelShape, ShardSource, find_sources
@@ -77,5 +77,5 @@ def _request_ranks(handoff: Handoff, seconds: float) -> protocol.RanksResponse:
     if not handoff.addresses:
         raise RefusedError(RefusalReason.LAYOUT, "the handoff has no address")
     request = protocol.RanksRequest(handoff.boot_id)
-    with closing(connect_with_proof(handoff.addresses[0], handoff.key, seconds)) as connection:
+    with closing(connect_authenticated(handoff.addresses[0], handoff.key, seconds)) as connection:
         return protocol.send_request(connection, request, protocol.RanksResponse, seconds)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
-from cleave_worker.transfer.authentication import compute_link_proofs
+from cleave_worker.transfer.authentication import compute_link_macs
 from cleave_worker.transfer.copy_stream import wait_for_copies
 from cleave_worker.transfer.memory import ByteRange, Memory, chunk_ranges, pack_ranges
 from cleave_worker.transfer.protocol import FramedConnection
@@ -74,24 +74,24 @@ class Rendezvous:
                 channel = nccl.NcclChannel(self._store, rank, memory.device, seconds)
             else:
                 channel = gloo.GlooChannel(self._store, rank, host, seconds)
-                self._prove(channel, rank)
+                self._authenticate(channel, rank)
         except RuntimeError as error:
             fault = f"no {transport} group with the peer: {_get_first_line(error)}"
             raise LinkError(fault) from error
         return TwoSidedLink(memory, channel)
 
-    def _prove(self, channel: MessageChannel, rank: int) -> None:
+    def _authenticate(self, channel: MessageChannel, rank: int) -> None:
         """Raises LinkError, RuntimeError."""
         if not self._key:
             return
-        proofs = compute_link_proofs(self._key, self._nonce)
-        own = torch.frombuffer(bytearray(proofs[rank]), dtype=torch.uint8)
+        macs = compute_link_macs(self._key, self._nonce)
+        own = torch.frombuffer(bytearray(macs[rank]), dtype=torch.uint8)
         theirs = torch.zeros_like(own)
         sent, received = channel.send(own), channel.receive(theirs)
         try:
             _wait(sent, self._deadline)
             _wait(received, self._deadline)
-            if not hmac.compare_digest(bytes(theirs.tolist()), proofs[1 - rank]):
+            if not hmac.compare_digest(bytes(theirs.tolist()), macs[1 - rank]):
                 raise LinkError("the peer of the link does not have the key")
         except BaseException:
             channel.abort()

@@ -23,7 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
-from cleave.rpc.engine_key import derive_kv_key
+from cleave.rpc.engine_key import compute_kv_key
 from cleave_worker.transfer.memory import register_tensors
 from cleave_worker.transfer.server import RegisteredKv
 from cleave_worker.transfer.sharding import ShardSpec
@@ -227,7 +227,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
 
 def _read_kv_key() -> str:
-    return derive_kv_key(os.environ.get(ENGINE_KEY_ENV, ""))
+    return compute_kv_key(os.environ.get(ENGINE_KEY_ENV, ""))
 
 
 def compute_rank() -> int:
