@@ -11,8 +11,7 @@ from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.api.role import Role
 from cleave.manifests.owned_objects import (
-    build_role_binding,
-    build_service_account,
+    build_accounts,
     build_workers_service,
 )
 from cleave.manifests.worker import build_worker_pod
@@ -47,8 +46,7 @@ def test_workers_are_scheduled_on_nodes_with_gpus_and_answer(
 ) -> None:
     owner = pool("chat", namespace)
     cluster.apply(
-        build_service_account(owner),
-        build_role_binding(owner, "view"),
+        *build_accounts(owner, "view"),
         build_workers_service(owner),
         namespace=namespace,
     )

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import grpc
+import httpx
 import pytest
 import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from cleave.manifests.labels import AGENT_PORT
 from cleave.rpc.credentials import AUDIENCE, METADATA_KEY, SCHEME, Metadata
+from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster import tools
@@ -111,9 +113,9 @@ class Chat:
         assert endpoint is not None
         return endpoint
 
-    def agent_metadata(self) -> Metadata:
-        """A token for calls of this deployment's agents, as its pods have one."""
-        account = ("chat-discovery", "-n", self.namespace)
+    def agent_metadata(self, account_name: str = "chat-discovery") -> Metadata:
+        """A token for calls of this deployment's agents, as its gateways have one."""
+        account = (account_name, "-n", self.namespace)
         token = self.cluster.kubectl("create", "token", *account, f"--audience={AUDIENCE}")
         return ((METADATA_KEY, f"{SCHEME}{token.strip()}"),)
 
@@ -262,7 +264,22 @@ def test_agents_answer_callers_with_a_token_of_their_deployment_only(
                 with pytest.raises(grpc.RpcError) as refused:
                     call(request, timeout=10, metadata=metadata)
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, what
+        worker = chat.agent_metadata("chat-workers")
+        order = agent_pb2.SetRoleRequest(role=agent_pb2.ROLE_MIXED, epoch=9)
+        for call, request in ((agent.SetRole, order), (agent.Drain, drain)):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(request, timeout=10, metadata=worker)
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        watch = agent.Watch(agent_pb2.WatchRequest(), timeout=10, metadata=worker)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(watch)
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert agent.Health(health, timeout=10, metadata=worker).registration.engine_key
         accepted = agent.Health(health, timeout=10, metadata=chat.agent_metadata())
+    url = accepted.registration.engine_url
+    assert httpx.get(f"{url}/v1/models", timeout=10).status_code == 401
+    headers = build_headers(accepted.registration.engine_key)
+    assert httpx.get(f"{url}/v1/models", headers=headers, timeout=10).status_code == 200
     assert accepted.registration.instance == pod["metadata"]["name"]
     assert chat.ask() == ""
 
@@ -274,6 +291,7 @@ def test_agents_answer_callers_with_a_token_of_their_deployment_only(
         ("networkpolicy", "chat-gateway"),
         ("rolebinding", "chat-discovery"),
         ("serviceaccount", "chat-discovery"),
+        ("serviceaccount", "chat-workers"),
     ],
 )
 def test_what_protects_a_deployment_comes_back_when_it_is_deleted(

@@ -11,7 +11,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.manifests.cell_pod import build_cell_pod
 from cleave.manifests.multi_node import build_node_pods
-from cleave.manifests.owned_objects import build_service_account
+from cleave.manifests.owned_objects import build_accounts
 from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import CLIQUE, HOSTNAME, INFINIBAND, NodeTopology, assign_cells
 from cleave.manifests.worker import build_worker_pod
@@ -94,8 +94,8 @@ def placed(cluster: Cluster, namespace: str, pods: list[dict[str, Any]]) -> dict
     """Node of each pod, once all have one."""
     document = manifest()
     document["metadata"]["namespace"] = namespace
-    account = build_service_account(LLMDeployment.model_validate(document))
-    cluster.apply(account, *pods, namespace=namespace)
+    accounts = build_accounts(LLMDeployment.model_validate(document), "view")
+    cluster.apply(*accounts, *pods, namespace=namespace)
 
     def found() -> dict[str, str] | None:
         seen = {

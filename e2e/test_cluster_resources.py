@@ -14,10 +14,9 @@ from cleave.api.pool import InstancePool
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.multi_node import build_node_pods
 from cleave.manifests.owned_objects import (
+    build_accounts,
     build_gateway_budget,
     build_pool_budget,
-    build_role_binding,
-    build_service_account,
     build_workers_service,
 )
 from cleave.manifests.pool import build_pools
@@ -113,9 +112,9 @@ def test_the_api_server_accepts_all_created_objects_without_a_warning(
     document = everything(CACHES[cache]) if cache else manifest()
     document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate_json(json.dumps(document))
+    accounts = build_accounts(chat, "view")
     created = [
         build_workers_service(chat),
-        build_role_binding(chat, "view"),
         build_gateway_service(chat),
         build_gateway_deployment(chat),
         build_gateway_budget(chat),
@@ -129,7 +128,7 @@ def test_the_api_server_accepts_all_created_objects_without_a_warning(
         meta = {"name": pool.name, "namespace": namespace, "labels": pool.metadata.labels}
         created.append({**stored, "metadata": meta})
     # Pods are not even tried without it.
-    server.apply(build_service_account(chat), namespace=namespace)
+    server.apply(*accounts, namespace=namespace)
     assert len(tried(server, *created, namespace=namespace)) == len(created)
 
 

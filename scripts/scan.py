@@ -19,10 +19,9 @@ from cleave.api.manifest import load
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest
 from cleave.manifests.owned_objects import (
+    build_accounts,
     build_gateway_budget,
     build_pool_budget,
-    build_role_binding,
-    build_service_account,
     build_workers_policy,
     build_workers_service,
 )
@@ -53,8 +52,7 @@ def _build_objects() -> Iterator[Manifest]:
     manifest = load(_ROOT / "examples" / "smallest.yaml")
     metadata = manifest.metadata.model_copy(update={"namespace": "models"})
     deployment = manifest.model_copy(update={"metadata": metadata})
-    yield build_service_account(deployment)
-    yield build_role_binding(deployment, "cleave-discovery")
+    yield from build_accounts(deployment, "cleave-discovery")
     yield build_workers_service(deployment)
     yield build_workers_policy(deployment, "cleave-system")
     yield build_gateway_service(deployment)

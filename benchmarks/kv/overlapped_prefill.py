@@ -15,6 +15,7 @@ from cleave.gateway.upstream.kv_transfer_params import (
     build_pending_handoff,
 )
 from cleave.router.instance import Target
+from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.v1.agent_pb2 import Registration
 
 from e2e.support import handoffs
@@ -84,6 +85,7 @@ def promised(registration: Registration, name: str) -> dict[str, Any]:
     target = Target(
         *(registration.instance, host, 0, registration.engine_url, registration.boot_id, 0),
         kv_port=registration.kv_port,
+        kv_key=compute_kv_key(registration.engine_key),
     )
     found: dict[str, Any] = json.loads(bytes(build_pending_handoff(target, name.encode())))
     return found

@@ -34,6 +34,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from result_table import show
 
 from e2e.support.deployments import Deployment, deployed, tiny_vllm
+from e2e.support.engine_keys import headers_for
 
 SHAPE = tiny_model.TinyModelShape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
 LENGTHS = (512, 1024, 2048, 3072)
@@ -131,7 +132,8 @@ def stream(deployment: Deployment, prompt: Sequence[int], generated: int) -> Ite
     url = deployment.instances()[WRITER].engine_url
     body = ask_for(prompt, MOST_TOKENS - len(prompt))
     so_far: list[int] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S) as response:
+    headers, path = headers_for(url), f"{url}/v1/completions"
+    with httpx.stream("POST", path, json=body, headers=headers, timeout=BOUND_S) as response:
         events = read(response)
         while len(so_far) < generated:
             so_far += next(events)
@@ -174,7 +176,8 @@ def ask(url: str, prompt: Sequence[int], most: int, fields: dict[str, str]) -> A
     """One streamed completion."""
     body = ask_for(prompt, most) | fields
     begun, first_ms, tokens = time.perf_counter(), 0.0, []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S) as response:
+    headers, path = headers_for(url), f"{url}/v1/completions"
+    with httpx.stream("POST", path, json=body, headers=headers, timeout=BOUND_S) as response:
         for part in read(response):
             first_ms = first_ms or 1e3 * (time.perf_counter() - begun)
             tokens += part
@@ -209,7 +212,8 @@ def kill(deployment: Deployment, generated: int, streams: int) -> Row:
 def write(url: str, prompt: Sequence[int], most: int, fields: dict[str, str]) -> str:
     """The text of a completion."""
     body = ask_for(prompt, most) | fields
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S) as response:
+    headers, path = headers_for(url), f"{url}/v1/completions"
+    with httpx.stream("POST", path, json=body, headers=headers, timeout=BOUND_S) as response:
         return "".join(choice["text"] for choice in read_choices(response))
 
 

@@ -15,6 +15,7 @@ import psutil
 from e2e.chaos import network
 from e2e.chaos.gateways import Gateway
 from e2e.support.deployments import Deployment
+from e2e.support.engine_keys import headers_for
 
 ASK_S = 3.0
 WORKER_KINDS = {
@@ -131,12 +132,14 @@ class Worker:
         return {*listening, AGENT_PORT}
 
     def inject(self, **faults: object) -> None:
-        httpx.post(f"{self.url}/emulator/faults", json=faults, timeout=ASK_S).raise_for_status()
+        url, headers = f"{self.url}/emulator/faults", headers_for(self.url)
+        httpx.post(url, json=faults, headers=headers, timeout=ASK_S).raise_for_status()
 
     def clear(self) -> None:
         """It may have died of something else meanwhile."""
         with suppress(httpx.TransportError):
-            httpx.delete(f"{self.url}/emulator/faults", timeout=ASK_S)
+            url, headers = f"{self.url}/emulator/faults", headers_for(self.url)
+            httpx.delete(url, headers=headers, timeout=ASK_S)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Shape:
         gpus = {"nvidia.com/gpu": str(self.gpus)} if self.gpus else {}
         cards = {"rdma/hca": str(self.rdma_units)} if self.rdma_units else {}
         shared = {"cpu": str(self.cpus), "memory": f"{self.memory_gib}Gi", "pods": "250"}
+        shared["ephemeral-storage"] = "4Ti"
         return shared | gpus | cards
 
 

@@ -19,6 +19,8 @@ from cleave.local.files import TOKEN_FILE
 from cleave.rpc.credentials import TOKEN_ENV, Metadata, build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
+from e2e.support.engine_keys import remember
+
 CLEAVE = Path(sys.executable).with_name("cleave")
 MARK = "CLEAVE_STATE_DIR"
 
@@ -50,6 +52,7 @@ class Deployment:
                 agent = agent_pb2_grpc.AgentStub(channel)
                 request, token = agent_pb2.HealthRequest(), self.agent_metadata
                 found.append(agent.Health(request, timeout=2, metadata=token))
+                remember(found[-1].registration)
         return found
 
     @property

@@ -18,6 +18,7 @@ import httpx
 from cleave_worker.transfer.transport import Transport
 
 from e2e.support.deployments import Deployment, tiny_vllm
+from e2e.support.engine_keys import headers_for
 from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
 from tests.support.kv_server_process import OwnerProcess
 
@@ -79,9 +80,8 @@ def post(url: str, case: Case, request_id: str, **fields: object) -> dict[str, A
     """An engine's answer to a case with these fields, in one piece."""
     body = {**case.body, "stream": False, **fields}
     body.pop("stream_options", None)
-    response = httpx.post(
-        url + case.path, json=body, timeout=TIMEOUT_S, headers={"X-Request-Id": request_id}
-    )
+    headers = {"X-Request-Id": request_id, **headers_for(url)}
+    response = httpx.post(url + case.path, json=body, timeout=TIMEOUT_S, headers=headers)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer

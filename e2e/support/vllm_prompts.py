@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import httpx
 
 from e2e.support.deployments import Deployment
+from e2e.support.engine_keys import headers_for
 
 CHUNK_TOKENS = 2048
 """What vLLM computes of prompts in one step on CPU."""
@@ -72,7 +73,8 @@ class Answer:
 
 
 def ask(url: str, case: Case) -> Answer:
-    response = httpx.post(url + case.path, json=case.body, timeout=TIMEOUT_S)
+    headers = headers_for(url)
+    response = httpx.post(url + case.path, json=case.body, headers=headers, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     if not case.stream:
         body = response.json()

@@ -13,6 +13,7 @@ import pytest
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.support.deployments import Deployment, idle, until
+from e2e.support.engine_keys import headers_for
 from e2e.support.vllm_prompts import metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -75,7 +76,8 @@ def flipper(vllm_pair: Deployment) -> Iterator[Flipper]:
 def ask(url: str, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> httpx.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    headers, path = headers_for(url), "/v1/completions"
+    response = httpx.post(f"{url}{path}", json=body, headers=headers, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     return response
 
@@ -193,7 +195,8 @@ def running(url: str, start: int) -> Iterator[None]:
     """A request that runs until the block ends, or for 3,000 tokens."""
     body = {"model": "tiny", "prompt": [start] * 40, "max_tokens": 3_000}
     body |= {"ignore_eos": True, "stream": True, "temperature": 0}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as answer:
+    headers, path = headers_for(url), f"{url}/v1/completions"
+    with httpx.stream("POST", path, json=body, headers=headers, timeout=TIMEOUT_S) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")
         yield

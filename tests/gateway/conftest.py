@@ -19,6 +19,7 @@ from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.server import GatewayServer
 from cleave.perf import named_profiles
 from cleave.perf.model import model_shape
+from cleave.rpc.engine_key import HEADER
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.emulator.api import EmulatorApi
 from cleave_worker.emulator.config import EmulatedEngineConfig, KvTransferConfig
@@ -74,6 +75,7 @@ class FakeEngine:
         self.name = name
         self.role = role
         self.boot_id = f"boot-{name}"
+        self.key = f"key-of-{name}"
         self.requests: list[EngineRequest] = []
         self.connections = 0
         self.tokens = ["one", "two", "three"]
@@ -104,6 +106,7 @@ class FakeEngine:
             state=agent_pb2.STATE_READY,
             engine_url=f"http://127.0.0.1:{self.port}",
             kv_path=agent_pb2.KvPath(verified=True),
+            engine_key=self.key,
         )
         registration.MergeFrom(agent_pb2.Registration(**fields))
         return agent_pb2.WatchEvent(registration=registration)
@@ -114,6 +117,9 @@ class FakeEngine:
         try:
             while True:
                 request = await self._read(reader)
+                if request.headers.get(HEADER, "") != self.key:
+                    self.send_json(writer, {"error": "The engine asks for its key."}, status=401)
+                    continue
                 self.requests.append(request)
                 await self._answer_watched(request, reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):

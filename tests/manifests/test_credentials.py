@@ -22,4 +22,5 @@ def test_each_container_gets_a_token_for_agents_only_and_the_accounts_to_trust()
         assert env["CLEAVE_TOKEN_FILE"] == f"{mount['mountPath']}/token"
         own = "system:serviceaccount:team:chat-discovery"
         assert env["CLEAVE_TRUSTED_ACCOUNTS"] == f"{own},{OPERATOR}"
+        assert env["CLEAVE_PEER_ACCOUNTS"] == "system:serviceaccount:team:chat-workers"
     assert built["containers"][0]["env"][0] == {"name": "X", "value": "1"}

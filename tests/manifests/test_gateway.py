@@ -94,8 +94,12 @@ def test_each_process_of_a_pod_has_room_of_its_own(deployment) -> None:
     one, four = (container(build_gateway_pod(deployment(gateway={"processes": n}))) for n in (1, 4))
     assert "--processes" not in one["command"]
     assert option(four["command"], "--processes") == "4"
-    assert one["resources"]["requests"] == {"cpu": "500m", "memory": "128Mi"}
-    assert four["resources"]["requests"] == {"cpu": "2000m", "memory": "512Mi"}
+    assert one["resources"]["requests"] == {
+        "cpu": "500m", "memory": "128Mi", "ephemeral-storage": "128Mi"
+    }  # fmt: skip
+    assert four["resources"]["requests"] == {
+        "cpu": "2000m", "memory": "512Mi", "ephemeral-storage": "512Mi"
+    }  # fmt: skip
 
 
 def test_a_gateway_is_not_killed_before_its_streams_have_ended(deployment) -> None:

@@ -3,13 +3,12 @@
 import pytest
 
 from cleave.api.manifest import validate
-from cleave.manifests.gateway import build_gateway_deployment
+from cleave.manifests.gateway import build_gateway_deployment, build_gateway_pod
 from cleave.manifests.multi_node import build_node_pods
 from cleave.manifests.owned_objects import (
+    build_accounts,
     build_gateway_budget,
     build_pool_budget,
-    build_role_binding,
-    build_service_account,
     build_workers_service,
 )
 from cleave.manifests.worker import build_worker_pod
@@ -57,28 +56,30 @@ def test_followers_have_no_agent_and_are_not_found(deployment, pool) -> None:
     assert not selector.items() <= follower["metadata"]["labels"].items()
 
 
-def test_the_pods_account_may_do_what_the_cluster_role_says_and_nothing_else(
+def test_the_pods_accounts_may_do_what_the_cluster_role_says_and_nothing_else(
     deployment, pool
 ) -> None:
-    account, binding = (
-        build_service_account(deployment()),
-        build_role_binding(deployment(), "discovery"),
-    )
-    assert build_worker_pod(pool(), 0)["spec"]["serviceAccountName"] == account["metadata"]["name"]
-    assert binding["roleRef"] == {
-        "apiGroup": "rbac.authorization.k8s.io",
-        "kind": "ClusterRole",
-        "name": "discovery",
-    }
-    (subject,) = binding["subjects"]
-    assert (subject["name"], subject["namespace"]) == ("chat-discovery", "llm")
-    assert binding["metadata"]["namespace"] == "llm"
+    pods = build_gateway_pod(deployment()), build_worker_pod(pool(), 0)
+    names = [pod["spec"]["serviceAccountName"] for pod in pods]
+    assert names == ["chat-discovery", "chat-workers"], "one for each: they may do different things"
+    objects = build_accounts(deployment(), "discovery")
+    accounts, bindings = objects[::2], objects[1::2]
+    assert [each["metadata"]["name"] for each in accounts] == names
+    assert not any(each["automountServiceAccountToken"] for each in accounts)
+    for name, binding in zip(names, bindings, strict=True):
+        assert binding["roleRef"] == {
+            "apiGroup": "rbac.authorization.k8s.io",
+            "kind": "ClusterRole",
+            "name": "discovery",
+        }
+        (subject,) = binding["subjects"]
+        assert (subject["name"], subject["namespace"]) == (name, "llm")
+        assert binding["metadata"]["namespace"] == "llm"
 
 
 def test_a_standalone_pool_gets_the_objects_of_a_deployment(deployment, pool) -> None:
-    for build in (build_workers_service, build_service_account):
-        assert build(pool()) == build(deployment())
-    assert build_role_binding(pool(), "r") == build_role_binding(deployment(), "r")
+    assert build_workers_service(pool()) == build_workers_service(deployment())
+    assert build_accounts(pool(), "r") == build_accounts(deployment(), "r")
 
 
 def spread(pool, replicas: int, nodes: int):

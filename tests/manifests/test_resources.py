@@ -19,7 +19,7 @@ def resources(pool, device: str = "cpu"):
 
 def test_vllm_on_cpu_has_a_core_to_itself(pool) -> None:
     assert resources(pool()) == {
-        "requests": {"cpu": "1", "memory": "6Gi"},
+        "requests": {"cpu": "1", "memory": "6Gi", "ephemeral-storage": "10Gi"},
         "limits": {"cpu": "1", "memory": "6Gi"},
     }
 
@@ -71,7 +71,7 @@ def test_a_known_models_weights_fit_its_memory_and_the_disk_that_they_are_downlo
 
 def test_a_model_in_a_cache_takes_no_disk_of_the_pod(pool) -> None:
     model = {"source": "org/model", "cache": {"hostPath": {"path": "/models"}}}
-    assert "ephemeral-storage" not in resources(pool(model=model), "gpu")["requests"]
+    assert resources(pool(model=model), "gpu")["requests"]["ephemeral-storage"] == "10Gi"
 
 
 @pytest.mark.parametrize("name", ["nvidia.com/mig-3g.40gb", "amd.com/gpu"])
@@ -98,7 +98,7 @@ def test_the_emulated_engine_takes_no_core_and_no_gpu(pool, device) -> None:
 def test_an_override_replaces_the_default_of_that_resource_only(pool) -> None:
     override = {"resources": {"limits": {"cpu": 2}}}
     assert resources(pool(template=override)) == {
-        "requests": {"cpu": "2", "memory": "6Gi"},
+        "requests": {"cpu": "2", "memory": "6Gi", "ephemeral-storage": "10Gi"},
         "limits": {"cpu": "2", "memory": "6Gi"},
     }
 

@@ -40,11 +40,11 @@ def test_every_mount_has_its_volume(pool, model) -> None:
     assert mounts == [volume["name"] for volume in pod["spec"]["volumes"]]
 
 
-def test_shared_memory_is_as_large_as_memory(pool) -> None:
+def test_shared_memory_is_in_memory_and_as_large_as_an_engine_on_gpus_needs(pool) -> None:
     pod, worker = build_pod(pool, "org/model")
     volume = next(each for each in pod["spec"]["volumes"] if each["name"] == "shm")
     mount = next(each for each in worker["volumeMounts"] if each["name"] == "shm")
-    assert volume["emptyDir"] == {"medium": "Memory"}
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
     assert mount["mountPath"] == "/dev/shm"
 
 
@@ -122,3 +122,33 @@ def test_a_users_own_hub_folder_comes_before_the_caches(pool) -> None:
     )
     (worker,) = build_worker_pod(declared, 0)["spec"]["containers"]
     assert [each["value"] for each in worker["env"] if each["name"] == "HF_HOME"] == ["/mine"]
+
+
+def scratch(pod) -> dict[str, str | None]:
+    volumes = pod["spec"]["volumes"]
+    return {v["name"]: v["emptyDir"].get("sizeLimit") for v in volumes if "emptyDir" in v}
+
+
+def test_one_pod_cannot_fill_the_disk_or_the_memory_of_its_node(pool) -> None:
+    known = "meta-llama/Llama-3.1-70B-Instruct"  # 131.4 GiB
+    four = {"manual": [{"role": "decode", "parallelism": {"tensor": 4}}]}
+    cached = {"source": known, "cache": {"hostPath": {"path": "/models"}}}
+    on_gpus = {"tmp": "10Gi", "shm": "32Gi"}
+    for model, home in ((known, "175Gi"), (cached, "10Gi"), ("some/model", None)):
+        pod = build_worker_pod(pool(model=model, placement=four), 0)
+        assert scratch(pod) == {**on_gpus, "home": home}
+    emulated = build_worker_pod(pool(engine={"type": "Emulated"}), 0)
+    assert scratch(emulated) == dict.fromkeys(("tmp", "home", "shm"), "128Mi")
+
+
+@pytest.mark.parametrize(("space", "shm"), [(None, "2Gi"), ("4", "5Gi"), ("4.5", "2Gi")])
+def test_shared_memory_on_cpu_holds_the_kv_cache(pool, space, shm) -> None:
+    env = [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": space}] if space else []
+    pod = build_worker_pod(pool(engine={"env": env}), 0, device="cpu")
+    assert scratch(pod)["shm"] == shm
+
+
+def test_volumes_of_the_template_stay_as_they_are(pool) -> None:
+    own = {"volumes": [{"name": "data", "emptyDir": {}}]}
+    mounts = {"volumeMounts": [{"name": "data", "mountPath": "/data"}]}
+    assert scratch(build_worker_pod(pool(template=own | mounts), 0))["data"] is None

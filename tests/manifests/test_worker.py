@@ -192,7 +192,7 @@ def test_pods_meet_the_restricted_security_standard(pool) -> None:
 
 def test_pods_have_an_account_that_may_look_for_agents_only(pool) -> None:
     spec = build_worker_pod(pool(), 0)["spec"]
-    assert spec["serviceAccountName"] == "chat-discovery"
+    assert spec["serviceAccountName"] == "chat-workers"
     assert spec["automountServiceAccountToken"] is True
 
 
@@ -317,8 +317,26 @@ def test_the_image_is_the_operators_default_unless_given(pool) -> None:
 
 
 def test_a_key_comes_from_a_secret(pool) -> None:
-    env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]
+    env = [{"name": "S3_KEY", "valueFrom": {"secretKeyRef": {"name": "s3", "key": "key"}}}]
     assert container(build_worker_pod(pool(engine={"env": env}), 0))["env"][-1] == env[0]
+
+
+def test_the_token_of_hugging_face_is_a_file(pool) -> None:
+    env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "t.txt"}}}]
+    pod = build_worker_pod(pool(engine={"env": env}), 0)
+    found = {each["name"]: each.get("value") for each in container(pod)["env"]}
+    assert "HF_TOKEN" not in found
+    volume = next(each for each in pod["spec"]["volumes"] if each["name"] == "hub-token")
+    assert volume["secret"] == {
+        "secretName": "hub",
+        "items": [{"key": "t.txt", "path": "token"}],
+        "defaultMode": 0o440,
+    }
+    mount = next(m for m in container(pod)["volumeMounts"] if m["name"] == "hub-token")
+    assert found["HF_TOKEN_PATH"] == f"{mount['mountPath']}/token"
+    assert mount["readOnly"]
+    plain = build_worker_pod(pool(engine={"env": [{"name": "HF_TOKEN", "value": "x"}]}), 0)
+    assert container(plain)["env"][-1] == {"name": "HF_TOKEN", "value": "x"}
 
 
 def test_each_role_gets_the_settings_of_its_phases() -> None:

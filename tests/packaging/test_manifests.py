@@ -203,6 +203,11 @@ def test_the_operator_reaches_agents_and_what_gateways_know(plain) -> None:
     assert open_to == {"gateway": INTERNAL_PORT, "worker": AGENT_PORT}
 
 
+def test_the_operators_metrics_are_for_named_namespaces_only(plain) -> None:
+    ingress = one(plain, "NetworkPolicy", "cleave-operator")["spec"]["ingress"]
+    assert [port["port"] for rule in ingress for port in rule["ports"]] == ["webhook"]
+
+
 def test_the_operator_reaches_dns_pods_on_both_of_their_usual_ports(plain) -> None:
     egress = one(plain, "NetworkPolicy", "cleave-operator")["spec"]["egress"]
     anywhere = {

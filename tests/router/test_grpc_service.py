@@ -40,6 +40,15 @@ async def test_a_whole_request_has_no_prefill_target(stub, fleet_of) -> None:
     assert not picked.HasField("prefill")
 
 
+async def test_the_keys_of_engines_are_not_for_callers(stub, registry, make_event) -> None:
+    registry.on_event("d", make_event("d", "mixed", engine_key="secret"), 0.0)
+    picked = await stub.Pick(router_pb2.PickRequest(model="m"))
+    snapshot = await stub.Fleet(router_pb2.FleetRequest())
+    assert "secret" not in f"{picked}{snapshot}"
+    assert registry.instances["d"].target.engine_key == "secret"
+    assert "secret" not in repr(registry.instances["d"].target)
+
+
 async def test_errors_are_classified_by_their_codes(stub, fleet_of) -> None:
     fleet_of(d="decode")
     with pytest.raises(grpc.aio.AioRpcError) as unknown:

@@ -21,6 +21,7 @@ from cleave_worker.transfer.transports.shared_memory import share_memory
 BLOCKS, LAYERS = 16, 3
 LAYOUT = KvLayout("tiny@main", "float32", 16, LAYERS, 2, 32, "LBHNC")
 ALONE = ParallelShape()
+KEY = "key of the producer's KV port"
 _FORK_SERVER = multiprocessing.get_context("forkserver")
 _FORK_SERVER.set_forkserver_preload([__name__])
 
@@ -38,11 +39,15 @@ def caches(fill: int, shape: ParallelShape = ALONE, rank: int = 0) -> list[torch
 
 
 def register_kv(
-    boot_id: str, tensors: list[torch.Tensor], shape: ParallelShape = ALONE, rank: int = 0
+    boot_id: str,
+    tensors: list[torch.Tensor],
+    shape: ParallelShape = ALONE,
+    rank: int = 0,
+    key: str = "",
 ) -> RegisteredKv:
     memory, planes = register_tensors(tensors, BLOCKS)
     share_of = ShardSpec(shape, rank)
-    return RegisteredKv(boot_id, LAYOUT, memory, tuple(planes), "127.0.0.1", share_of)
+    return RegisteredKv(boot_id, LAYOUT, memory, tuple(planes), "127.0.0.1", share_of, key)
 
 
 class OwnerProcess:
@@ -50,6 +55,7 @@ class OwnerProcess:
 
     def __init__(self, **settings: object) -> None:
         self.boot_id = str(settings.setdefault("boot_id", "boot-p"))
+        self.key = str(settings.setdefault("key", KEY))
         self._connection, others_end = multiprocessing.Pipe()
         # The environment is that of the test, not that of the first one.
         arguments = (others_end, settings, dict(os.environ))
@@ -68,9 +74,8 @@ class OwnerProcess:
         """Register the finished prefill of a prompt; return its handoff."""
         digest = compute_prompt_digest(tokens)
         self.command("hold", id=request_id, epoch=epoch, digest=digest, blocks=blocks)
-        return Handoff(
-            self.boot_id, request_id, epoch, digest, len(tokens), (("127.0.0.1", self.port),)
-        )
+        address = (("127.0.0.1", self.port),)
+        return Handoff(self.boot_id, request_id, epoch, digest, len(tokens), address, key=self.key)
 
     def end(self) -> None:
         self.process.kill()
@@ -90,7 +95,7 @@ def serve(
     owner_module._PREFILL_WAIT_S = 0.5
     shape, rank = settings.get("shape", ALONE), settings.get("rank", 0)
     tensors = caches(1000, shape, rank)
-    registered = register_kv(settings["boot_id"], tensors, shape, rank)
+    registered = register_kv(settings["boot_id"], tensors, shape, rank, settings["key"])
     shared = share_memory(registered.memory) if settings.get("shared", True) else ()
     leases = BlockLeases(settings.get("lease_s", 60.0), settings.get("reading_s", 60.0))
     owner = KvServer(registered, leases, shared, 0, settings.get("transfer_s", 30.0))

@@ -152,8 +152,8 @@ class Controller:
     ) -> Inventory:
         """Return the inventory of the nodes that `engine` can run on, with the network that pods of
         `template` get; None: of all nodes, with their best network. Built again only when nodes
-        have changed."""
-        nodes = tuple(sorted(self.cache.nodes.values(), key=lambda node: node.name))
+        have changed, or have been unusable for long."""
+        nodes = tuple(inventory.select_countable(self.cache.nodes.values(), self._now()))
         if self._inventories[0] != nodes:
             self._inventories = nodes, {}
         known, is_limited = self._inventories[1], engine is not None and needs_own_image(engine)

@@ -17,7 +17,8 @@ from cleave.manifests.labels import (
     Manifest,
     get_agent_port_name,
 )
-from cleave.manifests.resources import Device, build_resources, sum_resources
+from cleave.manifests.resources import Device, build_resources, build_scratch_sizes, sum_resources
+from cleave.manifests.storage import limit_scratch
 from cleave.manifests.worker import build_agent_command, build_worker_pod
 
 _AGENT_PREFIX = ["python", "-m", "cleave_worker.agent.main"]
@@ -41,6 +42,8 @@ def build_cell_pod(
     container["command"] = [*command, *map(json.dumps, agents)]
     container["ports"] = [port for number in range(len(agents)) for port in _build_ports(number)]
     container["resources"] = sum_resources([build_resources(e.spec, device) for e in engines])
+    sizes = build_scratch_sizes([engine.spec for engine in engines], device)
+    pod["spec"]["volumes"] = limit_scratch(pod["spec"]["volumes"], sizes)
     for probe in ("readinessProbe", "livenessProbe"):
         container[probe]["grpc"]["port"] = CELL_HEALTH_PORT
     return pod

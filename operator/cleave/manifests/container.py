@@ -15,11 +15,11 @@ LISTEN_ON = "$(POD_IP),127.0.0.1"
 inside the pod, also where pods have IPv6 addresses."""
 
 
-def build_pod_defaults(deployment: str) -> Manifest:
+def build_pod_defaults(deployment: str, component: str) -> Manifest:
     """Fields of every pod spec: not root, and a service account that may discover agents."""
     return {
         "restartPolicy": "Always",
-        "serviceAccountName": get_account_name(deployment),
+        "serviceAccountName": get_account_name(deployment, component),
         "automountServiceAccountToken": True,
         # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM reads.
         "enableServiceLinks": False,

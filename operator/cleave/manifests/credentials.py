@@ -5,8 +5,8 @@ account, for agents only: kubelet requests and replaces it, so the operator need
 Secret (docs/decisions/059-agents-verify-service-account-tokens.md).
 """
 
-from cleave.manifests.labels import Manifest, get_account_name
-from cleave.rpc.credentials import ACCOUNTS_ENV, AUDIENCE, TOKEN_ENV
+from cleave.manifests.labels import WORKER, Manifest, get_account_name
+from cleave.rpc.credentials import ACCOUNTS_ENV, AUDIENCE, PEERS_ENV, TOKEN_ENV
 
 _VOLUME = "agent-token"
 _FOLDER = "/etc/cleave/agent-token"
@@ -16,14 +16,15 @@ _LIFE_S = 3600
 
 def add_credentials(spec: Manifest, deployment: str, namespace: str, operator: str) -> Manifest:
     """Return a pod spec whose containers have a token, and accept those of the deployment's own
-    account and of `operator`, the operator's account as `system:serviceaccount:NAMESPACE:NAME`."""
-    own = f"system:serviceaccount:{namespace}:{get_account_name(deployment)}"
+    accounts and of `operator`, the operator's account as `system:serviceaccount:NAMESPACE:NAME`."""
+    prefix = f"system:serviceaccount:{namespace}:"
     token = {"audience": AUDIENCE, "path": "token", "expirationSeconds": _LIFE_S}
     source = {"sources": [{"serviceAccountToken": token}]}
     mount = {"name": _VOLUME, "mountPath": _FOLDER, "readOnly": True}
     variables = [
         {"name": TOKEN_ENV, "value": f"{_FOLDER}/token"},
-        {"name": ACCOUNTS_ENV, "value": f"{own},{operator}"},
+        {"name": ACCOUNTS_ENV, "value": f"{prefix}{get_account_name(deployment)},{operator}"},
+        {"name": PEERS_ENV, "value": f"{prefix}{get_account_name(deployment, WORKER)}"},
     ]
     containers = [
         {

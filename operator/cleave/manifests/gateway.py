@@ -33,6 +33,8 @@ SHUTDOWN_DELAY_S = 5
 GRACE_SLACK_S = SHUTDOWN_DELAY_S + 10
 """Seconds between the end of the drain and SIGKILL."""
 
+_SCRATCH_MIB = 128
+"""Disk space of each process."""
 _INTERNAL = "internal"
 _PICKER = "picker"
 _FILES = "/etc/cleave"
@@ -99,11 +101,17 @@ def _get_scheme(deployment: LLMDeployment) -> str:
 
 def _build_pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
     return {
-        **build_pod_defaults(deployment.name),
+        **build_pod_defaults(deployment.name, GATEWAY),
         "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
         "containers": [container],
-        "volumes": [build_scratch_volume("tmp", "/tmp")[0], *_build_volumes(deployment)],  # noqa: S108 - inside it
+        "volumes": [_build_scratch(deployment)[0], *_build_volumes(deployment)],
     }
+
+
+def _build_scratch(deployment: LLMDeployment) -> tuple[Manifest, Manifest]:
+    """For the state that processes share: tables, counters and samples of some MiB."""
+    limit = f"{_SCRATCH_MIB * deployment.spec.gateway.processes}Mi"
+    return build_scratch_volume("tmp", "/tmp", sizeLimit=limit)  # noqa: S108 - inside it
 
 
 def _build_volumes(deployment: LLMDeployment) -> list[Manifest]:
@@ -207,7 +215,11 @@ def _build_container(
     ]
     scheme = {"scheme": "HTTPS"} if gateway.tls_secret else {}
     # A process is one event loop and never uses more than one core.
-    requests = {"cpu": f"{500 * gateway.processes}m", "memory": f"{128 * gateway.processes}Mi"}
+    requests = {
+        "cpu": f"{500 * gateway.processes}m",
+        "memory": f"{128 * gateway.processes}Mi",
+        "ephemeral-storage": f"{_SCRATCH_MIB * gateway.processes}Mi",
+    }
     return {
         "name": "gateway",
         "image": gateway.image or get_image("gateway", image_prefix),
@@ -224,5 +236,5 @@ def _build_container(
             "timeoutSeconds": 2,
         },
         "securityContext": build_container_security(),
-        "volumeMounts": [build_scratch_volume("tmp", "/tmp")[1], *mounts],  # noqa: S108
+        "volumeMounts": [_build_scratch(deployment)[1], *mounts],
     }

@@ -45,21 +45,26 @@ def build_workers_service(owner: DeploymentOrPool) -> Manifest:
     return build_object("v1", "Service", name, owner.namespace, labels, spec=spec)
 
 
-def build_service_account(owner: DeploymentOrPool) -> Manifest:
-    """The service account of a deployment's pods, which may watch those EndpointSlices only."""
-    return _build_account_object(owner, "v1", "ServiceAccount", automountServiceAccountToken=False)
-
-
-def build_role_binding(owner: DeploymentOrPool, cluster_role: str) -> Manifest:
-    """Bind that account to `cluster_role`, which allows to read EndpointSlices."""
-    api_group, account = "rbac.authorization.k8s.io", get_account_name(get_deployment_name(owner))
-    return _build_account_object(
-        owner,
-        f"{api_group}/v1",
-        "RoleBinding",
-        roleRef={"apiGroup": api_group, "kind": "ClusterRole", "name": cluster_role},
-        subjects=[{"kind": "ServiceAccount", "name": account, "namespace": owner.namespace}],
-    )
+def build_accounts(owner: DeploymentOrPool, cluster_role: str) -> list[Manifest]:
+    """The service accounts of gateways and of workers, each bound to `cluster_role`, which allows
+    to read EndpointSlices. Two, as agents let gateways change roles, and workers not."""
+    api_group = "rbac.authorization.k8s.io"
+    role = {"apiGroup": api_group, "kind": "ClusterRole", "name": cluster_role}
+    namespace, deployment = owner.namespace, get_deployment_name(owner)
+    objects: list[Manifest] = []
+    for component in (GATEWAY, WORKER):
+        name, labels = get_account_name(deployment, component), {DEPLOYMENT: deployment}
+        subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+        objects += [
+            build_object(
+                "v1", "ServiceAccount", name, namespace, labels, automountServiceAccountToken=False
+            ),
+            build_object(
+                f"{api_group}/v1", "RoleBinding", name, namespace, labels,
+                roleRef=role, subjects=[subject],
+            ),
+        ]  # fmt: skip
+    return objects
 
 
 def build_pool_budget(pool: InstancePool, *, keeps_last: bool = False) -> Manifest:
@@ -93,14 +98,6 @@ def _build_budget(name: str, namespace: str, labels: dict[str, str], allowed: Ma
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
     return build_object("policy/v1", "PodDisruptionBudget", name, namespace, labels, spec=spec)
-
-
-def _build_account_object(
-    owner: DeploymentOrPool, api_version: str, kind: str, **fields: object
-) -> Manifest:
-    deployment = get_deployment_name(owner)
-    name, labels = get_account_name(deployment), {DEPLOYMENT: deployment}
-    return build_object(api_version, kind, name, owner.namespace, labels, **fields)
 
 
 def get_deployment_name(owner: DeploymentOrPool) -> str:

@@ -6,6 +6,7 @@ there is no CPU limit: vLLM's processes and NIXL's progress thread poll, and wit
 number of polling threads the kernel stops all of them for the rest of each 100 ms.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -40,6 +41,14 @@ _GIB_PER_GPU = 8
 _SCRATCH_GIB = 10
 """Disk space for compiled kernels, logs and temporary files."""
 _GIB = 2**30
+_DOWNLOAD_SLACK = 1.25
+"""Disk space of a download in relation to the weights that are loaded."""
+_CPU_KV_GIB = 1
+"""VLLM_CPU_KVCACHE_SPACE as the agent sets it, in GiB for each rank."""
+_MESSAGES_GIB = 1
+"""Shared memory for messages between an engine's processes, for each rank."""
+_EMULATED_SCRATCH_MIB = 128
+_DISK = "ephemeral-storage"
 
 
 def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
@@ -47,6 +56,32 @@ def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
     merged = _merge(_build_defaults(spec, device), spec.template.resources)
     claims = [{"name": claim.name} for claim in spec.template.resource_claims]
     return {**merged, **({"claims": claims} if claims else {})}
+
+
+def build_scratch_sizes(specs: Sequence[InstancePoolSpec], device: Device) -> dict[str, str]:
+    """Limits of the empty directories of a pod with these engines, by volume; without them one pod
+    could fill its node's disk. `home` has none where the size of a downloaded model is unknown."""
+    if all(spec.engine.type is EngineType.EMULATED for spec in specs):
+        return dict.fromkeys(("tmp", "home", "shm"), f"{_EMULATED_SCRATCH_MIB}Mi")
+    shm_gib = sum(_compute_shm_gib(spec, device) for spec in specs)
+    sizes = {"tmp": f"{_SCRATCH_GIB * len(specs)}Gi", "shm": f"{shm_gib}Gi"}
+    # The engines of one pod serve the same model.
+    model = specs[0].model
+    weights = find_weight_bytes(model) if is_downloaded(model) else 0
+    if weights is not None:
+        home_gib = _SCRATCH_GIB + math.ceil(_DOWNLOAD_SLACK * weights / _GIB)
+        sizes["home"] = f"{home_gib}Gi"
+    return sizes
+
+
+def _compute_shm_gib(spec: InstancePoolSpec, device: Device) -> int:
+    """Shared memory of an engine's processes on one node; on CPU it holds the KV cache."""
+    ranks = spec.parallelism.gpus // spec.nodes
+    if device == "gpu":
+        return _GIB_PER_GPU * ranks
+    spaces = [each.value for each in spec.engine.env if each.name == "VLLM_CPU_KVCACHE_SPACE"]
+    kv_gib = int(spaces[-1]) if spaces and spaces[-1].isdigit() else _CPU_KV_GIB
+    return (kv_gib + _MESSAGES_GIB) * ranks
 
 
 def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
@@ -128,7 +163,7 @@ def _sum_amounts(parts: Sequence[Manifest]) -> Manifest:
 
 def _is_shared(name: str) -> bool:
     """Whether the engines of one container use the same: the model's files, RDMA devices."""
-    return name == "ephemeral-storage" or is_rdma_device(name)
+    return name == _DISK or is_rdma_device(name)
 
 
 def find_weight_bytes(model: ModelSpec) -> int | None:
@@ -144,18 +179,20 @@ def find_weight_bytes(model: ModelSpec) -> int | None:
 def _build_defaults(spec: InstancePoolSpec, device: Device) -> Resources:
     size = spec.parallelism.gpus
     if spec.engine.type is EngineType.EMULATED:
-        return Resources(requests={"cpu": "20m", "memory": "128Mi"}, limits={"memory": "512Mi"})
-    if device == "cpu":
-        return Resources(limits={"cpu": str(size), "memory": f"{6 * size}Gi"})
-    gpus_per_node = size // spec.nodes
+        least = {"cpu": "20m", "memory": "128Mi", _DISK: f"{_EMULATED_SCRATCH_MIB}Mi"}
+        return Resources(requests=least, limits={"memory": "512Mi"})
     weights_gib = -(-(find_weight_bytes(spec.model) or 0) // _GIB)
+    disk_gib = _SCRATCH_GIB + (weights_gib if is_downloaded(spec.model) else 0)
+    if device == "cpu":
+        limits = {"cpu": str(size), "memory": f"{6 * size}Gi"}
+        return Resources(requests={_DISK: f"{disk_gib}Gi"}, limits=limits)
+    gpus_per_node = size // spec.nodes
     memory_gib = _BASE_GIB + _GIB_PER_GPU * gpus_per_node
     requests = {
         "cpu": str(_CORES + _CORES_PER_GPU * gpus_per_node),
         "memory": f"{memory_gib}Gi",
+        _DISK: f"{disk_gib}Gi",
     }
-    if is_downloaded(spec.model):
-        requests["ephemeral-storage"] = f"{_SCRATCH_GIB + weights_gib}Gi"
     # While it loads, an engine may hold its node's share of the weights in memory as well.
     limits = {"memory": f"{memory_gib + -(-weights_gib // spec.nodes)}Gi"}
     if spec.template.gpu_resource:

@@ -5,8 +5,9 @@ each combination determines the path that the engine loads.
 """
 
 import re
+from collections.abc import Iterable, Mapping
 
-from cleave.api.engine import WorkerTemplate
+from cleave.api.engine import EngineSpec, EnvVar, WorkerTemplate
 from cleave.api.model import ModelSpec
 from cleave.distribution import get_version
 from cleave.manifests.container import HOME_FOLDER, build_scratch_volume
@@ -19,6 +20,8 @@ _COMPILE_CACHES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
 """Environment variables with folders of compiled kernels."""
+_HUB_TOKEN = "HF_TOKEN"  # noqa: S105 - the name of a variable
+_HUB_TOKEN_FOLDER = "/etc/cleave/hub-token"  # noqa: S105 - a folder
 HUB_CACHE_FOLDER = "/var/cache/cleave"
 """Mount path of a volume with a Hugging Face cache."""
 IMAGE_MODEL_FOLDER = "/model"
@@ -29,20 +32,53 @@ VolumeAndMount = tuple[Manifest, Manifest]
 
 
 def build_storage(
-    model: ModelSpec, template: WorkerTemplate
+    model: ModelSpec, template: WorkerTemplate, engine: EngineSpec
 ) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts of a worker."""
+    token = build_token_volume(engine)
     pairs = [
         build_scratch_volume("tmp", "/tmp"),  # noqa: S108 - a mount inside the container
         build_scratch_volume("home", HOME_FOLDER),
         # An engine's processes share memory; the default of 64 MiB is too small.
         build_scratch_volume("shm", "/dev/shm", medium="Memory"),  # noqa: S108
         *_list_model_mounts(model),
+        *([token] if token else []),
     ]
     volumes, mounts = zip(*pairs, strict=True)
     own_volumes = [volume.model_dump() for volume in template.volumes]
     own_mounts = [mount.model_dump() for mount in template.volume_mounts]
     return [*volumes, *own_volumes], [*mounts, *own_mounts]
+
+
+def limit_scratch(volumes: Iterable[Manifest], sizes: Mapping[str, str]) -> list[Manifest]:
+    """The volumes with these limits of empty directories, by name."""
+    return [
+        {**each, "emptyDir": {**each["emptyDir"], "sizeLimit": sizes[each["name"]]}}
+        if "emptyDir" in each and each["name"] in sizes
+        else each
+        for each in volumes
+    ]
+
+
+def build_token_volume(engine: EngineSpec) -> VolumeAndMount | None:
+    """The Secret that HF_TOKEN refers to as a file, which child processes do not inherit and no
+    listing of the environment shows; None: there is none."""
+    for variable in engine.env:
+        if variable.name == _HUB_TOKEN and variable.value_from is not None:
+            key = variable.value_from.secret_key_ref
+            items = [{"key": key.key, "path": "token"}]
+            # The group of the pod may read it.
+            secret = {"secretName": key.name, "items": items, "defaultMode": 0o440}
+            mount = {"name": "hub-token", "mountPath": _HUB_TOKEN_FOLDER, "readOnly": True}
+            return {"name": "hub-token", "secret": secret}, mount
+    return None
+
+
+def convert_token_variable(variable: EnvVar) -> Manifest | None:
+    """The variable that names the file of `build_token_volume`; None: it is another variable."""
+    if variable.name != _HUB_TOKEN or variable.value_from is None:
+        return None
+    return {"name": "HF_TOKEN_PATH", "value": f"{_HUB_TOKEN_FOLDER}/token"}
 
 
 def get_loaded_path(model: ModelSpec) -> str:

@@ -18,18 +18,26 @@ from cleave.manifests.labels import (
     ENGINE_PORT,
     ROLE,
     SEGMENT,
+    WORKER,
     Manifest,
     build_object,
     build_worker_labels,
     get_agents_source,
     get_workers_name,
 )
-from cleave.manifests.resources import Device, build_resources, find_weight_bytes
+from cleave.manifests.resources import (
+    Device,
+    build_resources,
+    build_scratch_sizes,
+    find_weight_bytes,
+)
 from cleave.manifests.scheduling import build_scheduling, build_segment
 from cleave.manifests.storage import (
     build_storage,
+    convert_token_variable,
     get_hub_cache,
     get_loaded_path,
+    limit_scratch,
     list_compile_caches,
 )
 from cleave.planner.problem import ADMISSIONS, ORDERS
@@ -87,11 +95,14 @@ def build_worker_spec(pool: InstancePool, labels: dict[str, str], device: Device
     """Fields that the pod specs of an instance share, except for the container."""
     spec = pool.spec
     return {
-        **container.build_pod_defaults(spec.deployment),
+        **container.build_pod_defaults(spec.deployment, WORKER),
         "terminationGracePeriodSeconds": spec.template.drain_timeout_s + GRACE_SLACK_S,
         **build_scheduling(pool, labels, device),
         **_build_template_fields(spec.template),
-        "volumes": build_storage(spec.model, spec.template)[0],
+        "volumes": limit_scratch(
+            build_storage(spec.model, spec.template, spec.engine)[0],
+            build_scratch_sizes([spec], device),
+        ),
     }
 
 
@@ -133,7 +144,7 @@ def build_container_base(spec: InstancePoolSpec, device: Device, image_prefix: s
         "image": spec.engine.image or _get_default_image(spec, device, image_prefix),
         "resources": build_resources(spec, device),
         "securityContext": container.build_container_security(),
-        "volumeMounts": build_storage(spec.model, spec.template)[1],
+        "volumeMounts": build_storage(spec.model, spec.template, spec.engine)[1],
     }
 
 
@@ -255,6 +266,8 @@ def build_environment(pool: InstancePool, device: Device) -> list[Manifest]:
 def _build_variable(variable: EnvVar) -> Manifest:
     if variable.value_from is None:
         return {"name": variable.name, "value": variable.value}
+    if file := convert_token_variable(variable):
+        return file
     return {"name": variable.name, "valueFrom": variable.value_from.model_dump(mode="json")}
 
 

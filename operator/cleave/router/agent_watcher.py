@@ -144,7 +144,9 @@ class AgentWatcher:
     async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
         """Read one stream to its end; returns whether any event arrived."""
         has_event = False
-        request = agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
+        request = agent_pb2.WatchRequest(
+            router=self._name, interval_ms=self._interval_ms, sends_engine_key=True
+        )
         try:
             async for event in agent_pb2_grpc.AgentStub(channel).Watch(
                 request, metadata=build_metadata()

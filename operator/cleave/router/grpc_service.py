@@ -167,8 +167,12 @@ def _serves_model(instance: RoutedInstance, model: str) -> bool:
 
 def _describe_instance(instance: RoutedInstance, now: float) -> router_pb2.Instance:
     in_flight = instance.in_flight
+    registration = agent_pb2.Registration()
+    registration.CopyFrom(instance.registration)
+    # Callers of this service are not authenticated.
+    registration.ClearField("engine_key")
     return router_pb2.Instance(
-        registration=instance.registration,
+        registration=registration,
         load=instance.load,
         pending_tokens=int(in_flight.prompt.pending + in_flight.resident.pending),
         requests_in_flight=in_flight.count_requests(),

@@ -9,11 +9,12 @@ the old one.
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
+from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
@@ -41,6 +42,11 @@ class Target:
     """Port of rank 0 for layer-wise KV transfer during prefill; 0: not supported."""
     overlap_min_tokens: int = 0
     """Prompt tokens from which layer-wise transfer is worthwhile; 0: the plan determines it."""
+
+    engine_key: str = field(default="", repr=False)
+    """What the engine's HTTP API asks for; empty: nothing."""
+    kv_key: str = field(default="", repr=False)
+    """What its KV port asks for."""
 
     @property
     def endpoint(self) -> str:
@@ -251,4 +257,6 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         role=get_enum_name(agent_pb2.Role, registration.role),
         kv_port=registration.kv_port,
         overlap_min_tokens=registration.ahead_from_tokens,
+        engine_key=registration.engine_key,
+        kv_key=compute_kv_key(registration.engine_key),
     )

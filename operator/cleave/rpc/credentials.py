@@ -11,7 +11,10 @@ from pathlib import Path
 TOKEN_ENV = "CLEAVE_TOKEN_FILE"  # noqa: S105 - the name of a variable
 """Environment variable with the path of the token."""
 ACCOUNTS_ENV = "CLEAVE_TRUSTED_ACCOUNTS"
-"""Environment variable with the service accounts that agents accept, separated by commas."""
+"""Environment variable with the service accounts that may call all methods of agents, separated by
+commas: the gateways' and the operator's."""
+PEERS_ENV = "CLEAVE_PEER_ACCOUNTS"
+"""Environment variable with those that may only ask agents for their health: the workers'."""
 AUDIENCE = "cleave.dev/agents"
 """Audience of the tokens: the API server does not accept them."""
 METADATA_KEY = "authorization"

@@ -1,8 +1,10 @@
 """The machines as the planner takes them."""
 
+import pytest
+
 from cleave.api.cluster import Cluster, NetworkKind
-from cleave.controller.cluster.inventory import build_inventory
-from cleave.controller.cluster.objects import ObservedNode, parse_node
+from cleave.controller.cluster.inventory import UNUSABLE_S, build_inventory, select_countable
+from cleave.controller.cluster.objects import ObservedNode, parse_node, parse_timestamp
 
 
 def node(name: str, gpu: str = "H100", count: int = 8, **more) -> ObservedNode:
@@ -140,3 +142,47 @@ def test_plans_with_the_image_leave_out_nodes_that_cannot_run_it() -> None:
     assert limited.unusable == everywhere.unusable == "not used: node b (and 1 more) is arm64"
     assert limited.node_kinds_hash == build_inventory([node("a")]).node_kinds_hash
     assert build_inventory(nodes[1:], needs_own_image=True).cluster is None
+
+
+def test_a_node_counts_until_it_has_been_unusable_for_long_and_at_once_when_it_is_back() -> None:
+    lost, others = node("a", unusable_since_s=1_000.0), [node("b"), node("c", "A100")]
+    kept = select_countable([lost, *others], 1_000.0 + UNUSABLE_S)
+    assert [each.name for each in kept] == ["a", "b", "c"]
+    assert select_countable([*others, lost], 1_001.0 + UNUSABLE_S) == others
+    back = select_countable([node("a"), *others], 1_002.0 + UNUSABLE_S)
+    assert build_inventory(back).node_counts_hash == build_inventory(kept).node_counts_hash
+
+
+def test_the_last_nodes_of_a_kind_count_although_they_seem_lost() -> None:
+    lost = [node(name, unusable_since_s=0.0) for name in "ab"]
+    others = [node("c", "A100"), node("d", "H100", 4)]
+    assert select_countable([*lost, *others], 1e6) == [*lost, *others]
+
+
+READY = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:10:00Z"}
+LOST = {**READY, "status": "Unknown"}
+CORDON = {"key": "node.kubernetes.io/unschedulable", "timeAdded": "2026-01-01T00:05:00Z"}
+OTHER = {"key": "nvidia.com/gpu", "timeAdded": "2025-01-01T00:00:00Z"}
+
+
+@pytest.mark.parametrize(
+    ("condition", "taints", "minutes"),
+    [
+        (READY, [], None),
+        (READY, [OTHER], None),
+        (LOST, [], 10),
+        (READY, [CORDON], 5),
+        (LOST, [OTHER, CORDON], 5),
+        (LOST, None, 10),
+        ({**LOST, "lastTransitionTime": None}, [], None),
+        (READY, [{"key": CORDON["key"]}], None),
+    ],
+)
+def test_since_when_a_node_is_unusable_is_what_the_cluster_has_noted(
+    condition, taints, minutes
+) -> None:
+    status, spec = {"conditions": [condition]}, {"taints": taints}
+    parsed = parse_node({"metadata": {"name": "a"}, "status": status, "spec": spec})
+    start = parse_timestamp("2026-01-01T00:00:00Z")
+    expected = None if minutes is None else start + 60 * minutes
+    assert parsed.unusable_since_s == expected

@@ -30,7 +30,10 @@ from cleave.rpc.fleet_status import FleetInstance, KvPath
 from tests.support.fake_cluster import chat, manual_placement
 
 NOW_S = 1_000_000.0
-FIXED = ["chat-discovery", "chat-discovery", "chat-workers", "chat", "chat-gateway", "chat-gateway"]
+FIXED = [
+    *(2 * ["chat-discovery"] + 2 * ["chat-workers"]),
+    *("chat-workers", "chat", "chat-gateway", "chat-gateway"),
+]
 
 
 def deployment(deleted: str = "", finalizers: tuple[str, ...] = ("cleave.dev/drain",), **spec: Any):

@@ -189,6 +189,12 @@ async def test_engines_see_neither_the_hand_off_nor_the_request_id_of_clients(
     assert placed.headers["x-request-id"] not in ("", "mine")
 
 
+async def test_the_proxy_sends_an_engine_its_key(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
+    placed = await stage.proxy().ask(ASK)
+    assert placed.headers["x-cleave-engine-key"] == "key-of-x"
+
+
 async def test_long_bodies_come_back_in_pieces_that_proxies_take(make_picker_stage) -> None:
     stage = await make_picker_stage({"x": "mixed"})
     body = {**ASK, "prompt": "x" * (2 * CHUNK_BYTES)}

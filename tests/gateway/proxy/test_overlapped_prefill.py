@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.v1 import agent_pb2
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -55,6 +56,7 @@ async def test_both_engines_are_called_at_once_with_one_request_id(ahead) -> Non
         "prompt_digest": "",
         "num_tokens": 0,
         "addresses": [["127.0.0.1", 5601]],
+        "key": compute_kv_key(prefill.key),
     }
     opened.set()
     assert (await asking).events[-1] == b"data: [DONE]"

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from cleave.rpc.engine_key import HEADER
+
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
 
@@ -99,6 +101,32 @@ async def test_a_strange_request_id_is_replaced(single, strange: str) -> None:
 async def test_the_clients_credentials_stay_here(single) -> None:
     await single.ask(ASK, Authorization="Bearer secret", Cookie="secret")
     assert "secret" not in str(single.engines["x"].requests[0].headers)
+
+
+async def test_an_engine_that_has_another_key_by_now_is_not_the_clients_fault(make_stage) -> None:
+    stage = await make_stage({"x": "mixed", "y": "mixed"})
+    stage.engines["x"].key = "of the next start"
+    assert [(await stage.ask(ASK)).status for _ in range(4)] == [200] * 4
+    assert len(stage.engines["y"].requests) == 4
+    await stage.until_idle()
+
+
+async def test_an_engine_without_a_key_gets_none(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"})
+    engine = stage.engines["x"]
+    engine.key, engine.boot_id = "", "boot-of-an-earlier-version"
+    stage.state(engine)
+    assert (await stage.ask(ASK)).status == 200
+    assert HEADER not in engine.requests[0].headers
+
+
+async def test_keys_of_engines_reach_no_page_and_no_client(make_stage, internal_port: int) -> None:
+    stage = await make_stage({"p": "prefill", "d": "decode"}, internal_port=internal_port)
+    answer = await stage.ask(ASK)
+    assert "key-of-" not in f"{answer.headers}{answer.body}"
+    stage.gateway.port = internal_port
+    for path in ("/fleet", "/health", "/metrics"):
+        assert b"key-of-" not in (await stage.ask(None, path)).body
 
 
 async def test_an_engines_own_refusal_passes_unchanged(pair) -> None:

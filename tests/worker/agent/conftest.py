@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cleave.rpc.credentials import build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent.config import AgentConfig, AgentTiming
 
@@ -102,7 +103,9 @@ class AgentProcess:
         return agent_pb2_grpc.AgentStub(self.channel)
 
     def health(self) -> agent_pb2.HealthResponse:
-        return self.stub.Health(agent_pb2.HealthRequest(), timeout=20, wait_for_ready=True)
+        return self.stub.Health(
+            agent_pb2.HealthRequest(), timeout=20, wait_for_ready=True, metadata=build_metadata()
+        )
 
     def until(
         self,

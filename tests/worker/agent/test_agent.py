@@ -10,10 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from cleave.rpc.credentials import TOKEN_ENV
+from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import agent_pb2
 
 IMPATIENT = {"health_interval": 0.2, "restart_delay": 0.05, "start_poll": 0.05}
@@ -30,10 +33,11 @@ def proven(registration: agent_pb2.Registration) -> bool:
     return ready(registration) and registration.kv_path.verified
 
 
-def post(url: str, path: str, body: dict) -> tuple[int, dict]:
+def post(url: str, path: str, body: dict, key: str = "") -> tuple[int, dict]:
     at = urlsplit(url)
     with contextlib.closing(http.client.HTTPConnection(at.hostname, at.port, timeout=60)) as to:
-        to.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **build_headers(key)}
+        to.request("POST", path, json.dumps(body), headers)
         answer = to.getresponse()
         return answer.status, json.loads(answer.read() or b"{}")
 
@@ -287,3 +291,35 @@ def test_roles_that_change_have_proven_the_other_way_already(pair) -> None:
         assert (registration.role, registration.epoch) == (role, 2)
         assert registration.kv_path.verified
         assert registration.kv_path.detail.startswith("d-0 -> p-0: ")
+
+
+def test_engines_of_agents_with_a_token_ask_for_a_key_that_no_log_shows(
+    agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("right")
+    monkeypatch.setenv(TOKEN_ENV, str(token_file))
+    both = [
+        agents.start("p-0", "prefill", *EMULATED, engine_args=FAST),
+        agents.start("d-0", "decode", *EMULATED, engine_args=FAST),
+    ]
+    request = {"model": "m", "prompt": "hello", "max_tokens": 2}
+    keys = set()
+    for agent in both:
+        registration = agent.until(proven)
+        url, key = registration.engine_url, registration.engine_key
+        keys.add(key)
+        for path, body in (("/v1/completions", request), ("/tokenize", {"prompt": "hello"})):
+            assert [post(url, path, body, each)[0] for each in ("", "x", key)] == [401, 401, 200]
+        assert key not in agent.log.read_text()
+    assert len(keys) == 2
+    # The agent's subreaper, then the engine.
+    *_, engine = both[1].descendants()
+    environment = read_proc(engine, "environ")
+    assert key.encode() in environment
+    assert TOKEN_ENV.encode() not in environment, "the token is the agent's own"
+    assert key.encode() not in read_proc(engine, "cmdline")
+
+
+def read_proc(pid: int, name: str) -> bytes:
+    return Path(f"/proc/{pid}/{name}").read_bytes()

@@ -1,5 +1,6 @@
 """Every method of an agent asks its caller for a token, over a real server."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,14 +12,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.rpc.credentials import METADATA_KEY, TOKEN_ENV, build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave.shm.access_page import AccessPage
+from cleave.shm.load_page import LoadPage
 from cleave_worker.agent.authentication import SharedToken
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import WorkerInstance
+from cleave_worker.agent.instance import EnginePages, WorkerInstance
 from cleave_worker.agent.service import AgentServer
 
 
 @asynccontextmanager
-async def serving(config: AgentConfig, token_file: Path) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(
+    config: AgentConfig, token_file: Path
+) -> AsyncIterator[tuple[grpc.aio.Channel, WorkerInstance]]:
     async def refuse(*_: object) -> Any:
         raise AssertionError
 
@@ -26,7 +31,7 @@ async def serving(config: AgentConfig, token_file: Path) -> AsyncIterator[grpc.a
     server = AgentServer(instance, refuse, refuse, config.address, SharedToken(token_file))
     await server.start()
     async with grpc.aio.insecure_channel(config.address) as channel:
-        yield channel
+        yield channel, instance
     instance.end()
     await server.stop(0)
 
@@ -36,7 +41,7 @@ async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
 ) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("right\n")
-    async with serving(config, token_file) as channel:
+    async with serving(config, token_file) as (channel, _):
         agent = agent_pb2_grpc.AgentStub(channel)
         for metadata in ((), ((METADATA_KEY, "Bearer wrong"),), ((METADATA_KEY, "right"),)):
             for call, request in (
@@ -64,3 +69,37 @@ async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await anext(aiter(probe.Watch(health_pb2.HealthCheckRequest(), timeout=5)))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_routers_that_send_no_key_open_the_engine_until_they_leave(
+    config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("right\n")
+    monkeypatch.setenv(TOKEN_ENV, str(token_file))
+    with LoadPage(tmp_path / "load") as load, AccessPage(tmp_path / "access") as access:
+        async with serving(config, token_file) as (channel, instance):
+            agent = agent_pb2_grpc.AgentStub(channel)
+            instance.start_boot("b1", "http://h:1", EnginePages(load, None, access), 0, "secret")
+
+            async def follow(**fields: object) -> tuple[Any, agent_pb2.Registration]:
+                request = agent_pb2.WatchRequest(**fields)
+                events = agent.Watch(request, metadata=build_metadata())
+                async for event in events:
+                    return events, event.registration
+                raise AssertionError
+
+            keyed, registration = await follow(router="new", sends_engine_key=True)
+            assert registration.engine_key == "secret"
+            reader, _ = await follow()
+            assert not access.is_open()
+            old, _ = await follow(router="old")
+            assert access.is_open()
+            instance.start_boot("b2", "http://h:1", EnginePages(load, None, access), 0, "other")
+            assert access.is_open(), "also of an engine that starts meanwhile"
+            old.cancel()
+            async with asyncio.timeout(10):
+                while access.is_open():  # noqa: ASYNC110 - of another process
+                    await asyncio.sleep(0.01)
+            for events in (keyed, reader):
+                events.cancel()

@@ -9,7 +9,13 @@ import pytest
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import BootMismatch, ServedEngineInfo, StaleEpoch, WorkerInstance
+from cleave_worker.agent.instance import (
+    BootMismatch,
+    EnginePages,
+    ServedEngineInfo,
+    StaleEpoch,
+    WorkerInstance,
+)
 
 FACTS = ServedEngineInfo("emulated", 2048, 16)
 PROVEN = agent_pb2.KvPath(verified=True, transport="emulated", transfer_ms=1.5)
@@ -20,7 +26,7 @@ def instance(config: AgentConfig, tmp_path: Path):
     with LoadPage(tmp_path / "load") as page:
         page.write(LoadSnapshot(num_running=3, kv_blocks_free=7, kv_blocks_total=9))
         worker = WorkerInstance(config)
-        worker.start_boot("b1", "http://h:1", page)
+        worker.start_boot("b1", "http://h:1", EnginePages(page))
         yield worker
 
 
@@ -50,7 +56,7 @@ def test_the_registration_contains_the_layerwise_address_and_prompt_limit(
 ) -> None:
     worker = WorkerInstance(replace(config, connector="cleave", transfer=transfer))
     with LoadPage(tmp_path / "load") as page:
-        worker.start_boot("b1", "http://h:1", page, kv_port=5601)
+        worker.start_boot("b1", "http://h:1", EnginePages(page), kv_port=5601)
         registration = worker.copy_registration()
     assert (registration.kv_port, registration.ahead_from_tokens) == (5601, tokens)
 
@@ -72,7 +78,7 @@ async def test_a_lost_engine_must_prove_its_kv_path_again(
     instance.mark_verified(PROVEN)
     instance.mark_engine_lost("killed")
     with LoadPage(tmp_path / "second") as page:
-        instance.start_boot("b2", "http://h:2", page)
+        instance.start_boot("b2", "http://h:2", EnginePages(page))
     registration = instance.copy_registration()
     assert (registration.boot_id, registration.restarts, registration.kv_path.verified) == (
         "b2",
@@ -87,7 +93,7 @@ async def test_the_last_failure_of_an_engine_is_reported_as_long_as_its_agent_li
     assert instance.copy_registration().last_failure == ""
     instance.mark_engine_lost("engine ended with status 1: OSError: no such model")
     with LoadPage(tmp_path / "second") as page:
-        instance.start_boot("b2", "http://h:2", page)
+        instance.start_boot("b2", "http://h:2", EnginePages(page))
         registration = instance.copy_registration()
         assert registration.reason == f"engine starts again: {registration.last_failure}"
         instance.set_engine_info(FACTS)

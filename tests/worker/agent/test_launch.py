@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cleave.rpc.credentials import ACCOUNTS_ENV, TOKEN_ENV
+from cleave_worker.access.engine_access import MIDDLEWARE
 from cleave_worker.agent.config import AgentConfig, AgentTiming
 from cleave_worker.agent.launch import (
     Boot,
@@ -263,3 +265,25 @@ def test_a_connector_named_in_the_engines_arguments_replaces_cleaves(config_of: 
     assert output["kv_connector"] == "NixlConnector"
     assert "kv_connector_module_path" not in output
     assert "kv_connector_extra_config" not in output
+
+
+def test_engines_ask_for_the_key_of_their_start_and_do_not_see_the_agents_token(
+    config_of: ConfigOf,
+) -> None:
+    boot = replace(BOOT, engine_key="secret", access_page=Path("/run/x/access"))
+    inherited = {TOKEN_ENV: "/token", ACCOUNTS_ENV: "x", "CLEAVE_ENGINE_KEY": "old", "A": "b"}
+    own = ("--middleware", "mine.Middleware")
+    launch = build_engine_launch(config_of(engine="vllm", engine_args=own), boot, inherited)
+    assert launch.env.items() >= {
+        "CLEAVE_ENGINE_KEY": "secret", "CLEAVE_ACCESS_PAGE": "/run/x/access", "A": "b"
+    }.items()  # fmt: skip
+    assert not launch.env.keys() & {TOKEN_ENV, ACCOUNTS_ENV}
+    middlewares = [launch.argv[n + 1] for n, e in enumerate(launch.argv) if e == "--middleware"]
+    assert middlewares == [MIDDLEWARE, "mine.Middleware"]
+    assert "secret" not in f"{launch.argv}{boot}"
+
+
+def test_engines_of_agents_without_a_token_ask_for_no_key(config_of: ConfigOf) -> None:
+    launch = build_engine_launch(config_of(engine="vllm"), BOOT, {"CLEAVE_ENGINE_KEY": "old"})
+    assert launch.env["CLEAVE_ENGINE_KEY"] == ""
+    assert "--middleware" not in launch.argv

@@ -13,6 +13,7 @@ from cleave_worker.agent import readiness
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.engine_api import PullCounters
 from cleave_worker.agent.instance import (
+    EnginePages,
     KvDirection,
     ServedEngineInfo,
     WorkerInstance,
@@ -180,7 +181,7 @@ async def test_no_answer_of_an_engine_ends_the_agent(
     instance = WorkerInstance(known)
     async with Answering() as serve:
         with LoadPage(tmp_path / "load") as load:
-            instance.start_boot("b0", await serve(OK, page), load)
+            instance.start_boot("b0", await serve(OK, page), EnginePages(load))
             instance.set_engine_info(ServedEngineInfo("emulated", 2048, 16))
             url = peer if isinstance(peer, str) else await serve(OK, peer)
             seen = PeerScan(

@@ -9,7 +9,7 @@ from pathlib import Path
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.load_page import LoadPage
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import WorkerInstance
+from cleave_worker.agent.instance import EnginePages, WorkerInstance
 from cleave_worker.scheduling.config import RoleSchedulingConfig
 from cleave_worker.scheduling.config_page import SchedulingPage
 
@@ -24,11 +24,11 @@ async def test_the_engine_gets_the_terms_of_each_role(config: AgentConfig, tmp_p
         SchedulingPage(tmp_path / "terms") as page,
         SchedulingPage(tmp_path / "terms") as engine,
     ):
-        instance.start_boot("b1", "http://h:1", load, page)
+        instance.start_boot("b1", "http://h:1", EnginePages(load, page))
         assert engine.read_if_changed() == RoleSchedulingConfig()
         instance.set_role(DECODE, 2)
         assert engine.read_if_changed() == SMALL
-        instance.start_boot("b2", "http://h:1", load, page)
+        instance.start_boot("b2", "http://h:1", EnginePages(load, page))
         assert engine.read_if_changed() == SMALL
         instance.set_role(PREFILL, 3)
         assert engine.read_if_changed() == RoleSchedulingConfig()

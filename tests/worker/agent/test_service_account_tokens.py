@@ -10,10 +10,15 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from cleave.rpc.credentials import AUDIENCE
 from cleave_worker.agent import service_account_tokens
-from cleave_worker.agent.authentication import AuthenticationError
+from cleave_worker.agent.authentication import (
+    AccessDeniedError,
+    AgentMethod,
+    AuthenticationError,
+)
 from cleave_worker.agent.service_account_tokens import ServiceAccountTokens, parse_keys
 
 ACCOUNT = "system:serviceaccount:team:chat-discovery"
+PEER = "system:serviceaccount:team:chat-workers"
 NOW_S = time.time()
 """When the tests are collected; they may run much later."""
 DAY_S = 86_400.0
@@ -56,7 +61,7 @@ class ApiServer:
 
 
 def make_tokens(server: ApiServer) -> ServiceAccountTokens:
-    return ServiceAccountTokens([ACCOUNT], server.fetch_keys)
+    return ServiceAccountTokens([ACCOUNT], [PEER], "chat-prefill-x7", server.fetch_keys)
 
 
 @pytest.mark.parametrize("key", [RSA_KEY, EC_KEY], ids=["RSA", "EC"])
@@ -64,9 +69,9 @@ async def test_a_token_of_a_trusted_account_is_accepted(key: Any) -> None:
     server = ApiServer()
     tokens = make_tokens(server)
     for _ in range(3):
-        await tokens.verify(sign(CLAIMS, key))
+        await tokens.verify(sign(CLAIMS, key), AgentMethod.SET_ROLE)
     server.is_away = True
-    await tokens.verify(sign({**CLAIMS, "aud": AUDIENCE}, key))
+    await tokens.verify(sign({**CLAIMS, "aud": AUDIENCE}, key), AgentMethod.SET_ROLE)
     assert server.requests == 1
 
 
@@ -94,7 +99,7 @@ async def test_a_token_of_a_trusted_account_is_accepted(key: Any) -> None:
 )
 async def test_other_tokens_are_refused_in_words(token: str, fault: str) -> None:
     with pytest.raises(AuthenticationError, match=fault) as caught:
-        await make_tokens(ApiServer()).verify(token)
+        await make_tokens(ApiServer()).verify(token, AgentMethod.SET_ROLE)
     assert not token or token not in str(caught.value)
 
 
@@ -103,7 +108,7 @@ async def test_unknown_keys_do_not_flood_the_api_server() -> None:
     tokens = make_tokens(server)
     for number in range(100):
         with pytest.raises(AuthenticationError):
-            await tokens.verify(sign(CLAIMS, kid=f"k{number}"))
+            await tokens.verify(sign(CLAIMS, kid=f"k{number}"), AgentMethod.SET_ROLE)
     assert server.requests == 1
 
 
@@ -113,15 +118,56 @@ async def test_keys_are_read_again_once_they_have_changed(monkeypatch: pytest.Mo
     server.is_away = True
     tokens = make_tokens(server)
     with pytest.raises(AuthenticationError, match="unknown key"):
-        await tokens.verify(sign(CLAIMS))
+        await tokens.verify(sign(CLAIMS), AgentMethod.SET_ROLE)
     server.is_away = False
-    await tokens.verify(sign(CLAIMS))
+    await tokens.verify(sign(CLAIMS), AgentMethod.SET_ROLE)
 
 
 async def test_a_token_costs_less_than_a_millisecond() -> None:
     tokens, token = make_tokens(ApiServer()), sign(CLAIMS)
-    await tokens.verify(token)
+    await tokens.verify(token, AgentMethod.SET_ROLE)
     started = time.thread_time()
     for _ in range(100):
-        await tokens.verify(token)
+        await tokens.verify(token, AgentMethod.SET_ROLE)
     assert (time.thread_time() - started) / 100 < 0.001
+
+
+def sign_as_worker(pod: object) -> str:
+    return sign({**CLAIMS, "sub": PEER, "kubernetes.io": {"namespace": "team", "pod": pod}})
+
+
+async def test_a_worker_may_ask_for_the_health_of_another_and_nothing_else() -> None:
+    tokens = make_tokens(ApiServer())
+    token = sign_as_worker({"name": "chat-decode-k2"})
+    await tokens.verify(token, AgentMethod.HEALTH)
+    for method in set(AgentMethod) - {AgentMethod.HEALTH}:
+        with pytest.raises(AccessDeniedError, match="may not call"):
+            await tokens.verify(token, method)
+
+
+@pytest.mark.parametrize(
+    ("pod", "may_drain"),
+    [
+        ({"name": "chat-prefill-x7-1"}, True),
+        ({"name": "chat-prefill-x7-12"}, True),
+        ({"name": "chat-prefill-x7"}, False),
+        ({"name": "chat-prefill-x7-1-1"}, False),
+        ({"name": "chat-prefill-x7-1\n"}, False),
+        ({"name": "chat-prefill-x8-1"}, False),
+        ({"name": 1}, False),
+        ({}, False),
+        (None, False),
+        ("chat-prefill-x7-1", False),
+    ],
+)
+async def test_only_a_further_pod_of_the_instance_may_drain_it(
+    pod: object, may_drain: bool
+) -> None:
+    tokens = make_tokens(ApiServer())
+    if may_drain:
+        await tokens.verify(sign_as_worker(pod), AgentMethod.DRAIN)
+        with pytest.raises(AccessDeniedError):
+            await tokens.verify(sign_as_worker(pod), AgentMethod.SET_ROLE)
+    else:
+        with pytest.raises(AccessDeniedError):
+            await tokens.verify(sign_as_worker(pod), AgentMethod.DRAIN)

@@ -3,15 +3,17 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from cleave.rpc.v1 import agent_pb2
+from cleave.shm.load_page import LoadPage
 from cleave_worker.agent import worker_node
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
-from cleave_worker.agent.instance import WorkerInstance
+from cleave_worker.agent.instance import EnginePages, WorkerInstance
 from cleave_worker.agent.launch import Launch, find_free_port
 from cleave_worker.agent.service import AgentServer
 from cleave_worker.agent.worker_node import (
@@ -32,14 +34,16 @@ LINE = [
 class Leader:
     """An agent whose engine the test starts."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, load_page: LoadPage) -> None:
         self._config = config
         self.instance = WorkerInstance(config)
         self.server = AgentServer(self.instance, self._drain, self._prove, config.address)
         self.num_drains = 0
+        self._pages = EnginePages(load_page)
 
     def boots(self, boot_id: str) -> None:
-        self.instance.start_boot(boot_id, f"http://{self._config.host}:1", None)
+        url = f"http://{self._config.host}:1"
+        self.instance.start_boot(boot_id, url, self._pages, engine_key=f"key of {boot_id}")
 
     async def _prove(self, role: int) -> None:
         """No request comes."""
@@ -57,14 +61,21 @@ class Shares:
         self._program = program
         monkeypatch.setattr(worker_node, "build_launch", self._launched)
 
-    def _launched(self, config, boot_id, folder, gpu, env) -> Launch:
-        self.boots.append(boot_id)
+    def _launched(self, config, leader, folder, gpu, env) -> Launch:
+        self.boots.append(leader.boot_id)
         return Launch((sys.executable, "-c", self._program), dict(env))
 
 
 @pytest.fixture
-async def leader(config: AgentConfig) -> AsyncIterator[Leader]:
-    leader_node = Leader(AgentConfig(**{**_fields(config), "port": find_free_port(config.host)}))
+def load_page(tmp_path: Path) -> Iterator[LoadPage]:
+    with LoadPage(tmp_path / "load") as page:
+        yield page
+
+
+@pytest.fixture
+async def leader(config: AgentConfig, load_page: LoadPage) -> AsyncIterator[Leader]:
+    own = AgentConfig(**{**_fields(config), "port": find_free_port(config.host)})
+    leader_node = Leader(own, load_page)
     await leader_node.server.start()
     yield leader_node
     leader_node.instance.end()
@@ -88,7 +99,9 @@ async def until(condition) -> None:
 
 
 def test_a_share_is_a_part_of_vllm_with_the_leaders_engine_id(tmp_path: Path) -> None:
-    launch = build_launch(parse(LINE), "boot1", tmp_path, True, {})
+    leader = agent_pb2.Registration(boot_id="boot1", engine_key="secret")
+    launch = build_launch(parse(LINE), leader, tmp_path, True, {})
+    assert launch.env["CLEAVE_ENGINE_KEY"] == "secret"
     line = list(launch.argv)
     assert line[line.index("-m") + 1] == "cleave_worker.vllm.headless"
     assert line[line.index("--model") + 1] == "org/model"
@@ -144,7 +157,7 @@ async def test_a_share_that_ends_by_itself_ends_the_follower(
 
 
 async def test_a_share_ends_with_its_leader_and_waits_for_the_next(
-    leader: Leader, monkeypatch: pytest.MonkeyPatch
+    leader: Leader, load_page: LoadPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = Shares(monkeypatch, "import time; time.sleep(60)")
     one = following(leader, lost=0.2)
@@ -153,7 +166,7 @@ async def test_a_share_ends_with_its_leader_and_waits_for_the_next(
     await until(lambda: shares.boots == ["a"])
     leader.instance.end()
     await leader.server.stop(0)
-    again = Leader(leader._config)
+    again = Leader(leader._config, load_page)
     await again.server.start()
     again.boots("b")
     await until(lambda: shares.boots == ["a", "b"])

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer.transport import Transport  # noqa: E402
 
+from tests.support.kv_connections import ConnectedPairs  # noqa: E402
 from tests.support.kv_server_process import OwnerProcess  # noqa: E402
 
 
@@ -35,3 +36,11 @@ def start_owner() -> Iterator[Callable[..., OwnerProcess]]:
     yield start
     for one in started:
         one.end()
+
+
+@pytest.fixture
+def pairs() -> Iterator[ConnectedPairs]:
+    """Connections between two ends in this process."""
+    connected = ConnectedPairs()
+    yield connected
+    connected.close()

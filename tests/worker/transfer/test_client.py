@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer import client, protocol  # noqa: E402
+from cleave_worker.transfer.authentication import connect_authenticated  # noqa: E402
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, KvLayout, RefusalReason, RefusedError  # noqa: E402
 from cleave_worker.transfer.server import KvServer  # noqa: E402
@@ -345,8 +347,8 @@ def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
 ) -> None:
     owner = start_owner()
     handoff = owner.hold("r", PROMPT, [3])
-    with socket.create_connection(("127.0.0.1", owner.port)) as connected:
-        connection = protocol.FramedConnection(connected)
+    address = "127.0.0.1", owner.port
+    with closing(connect_authenticated(address, owner.key, BOUND_S)) as connection:
         source = ShardSource(0, ShardPart(0, LAYERS, 0, 2), 1)
         hello = protocol.HandshakeRequest("boot-p", LAYOUT, ParallelShape(), source, "boot-d", 0)
         connection.send(hello, BOUND_S)

@@ -208,7 +208,9 @@ def test_an_owner_that_dies_is_noticed(decode: Decode) -> None:
 
 
 def handoff_of(process: OwnerProcess) -> Handoff:
-    return Handoff(process.boot_id, "name", 0, "", 0, (("127.0.0.1", process.port),))
+    return Handoff(
+        process.boot_id, "name", 0, "", 0, (("127.0.0.1", process.port),), key=process.key
+    )
 
 
 class Recorded:

@@ -43,10 +43,9 @@ class WorkerAgent:
     async def run(self) -> int:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
         await self._server.start()
-        if not (self._config.trusted_accounts or self._config.token_file):
-            _log.warning(
-                "callers are not authenticated: %s accepts all calls", self._config.address
-            )
+        if not self._config.authenticates_callers:
+            address = self._config.address
+            _log.warning("callers are not authenticated: %s and its engine serve all", address)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         supervising = asyncio.create_task(self._supervisor.run())
@@ -108,7 +107,7 @@ def _make_authenticator(config: AgentConfig) -> Authenticator | None:
         # Only in clusters: an installation without the extra `worker` has no library for it.
         from cleave_worker.agent.service_account_tokens import ServiceAccountTokens
 
-        return ServiceAccountTokens(config.trusted_accounts)
+        return ServiceAccountTokens(config.trusted_accounts, config.peer_accounts, config.name)
     if config.token_file is not None:
         return SharedToken(config.token_file)
     return None

@@ -6,6 +6,7 @@ Used by the agent's server. In a cluster callers send tokens of service accounts
 
 import hmac
 from collections.abc import Awaitable, Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -15,8 +16,6 @@ from cleave.rpc.credentials import METADATA_KEY, SCHEME
 
 _AGENT_METHODS = "/cleave.rpc.v1.Agent/"
 """The standard health protocol stays open: kubelet's probes send no token."""
-_HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
-"""Probes do not use it, and its streams would take the places of calls with a token."""
 _MAX_TOKEN_BYTES = 16 << 10
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -27,11 +26,29 @@ class AuthenticationError(ValueError):
     """A caller is not accepted; the message is one line without the token."""
 
 
+class AccessDeniedError(AuthenticationError):
+    """The caller is known, and may not call this method."""
+
+
+class AgentMethod(StrEnum):
+    """Methods whose callers are checked."""
+
+    WATCH = f"{_AGENT_METHODS}Watch"
+    SET_ROLE = f"{_AGENT_METHODS}SetRole"
+    DRAIN = f"{_AGENT_METHODS}Drain"
+    HEALTH = f"{_AGENT_METHODS}Health"
+    PROBE_WATCH = "/grpc.health.v1.Health/Watch"
+    """Probes do not use it, and its streams would take the places of calls with a token."""
+
+
+_CHECKED_METHODS = frozenset(AgentMethod)
+
+
 class Authenticator(Protocol):
     """Verifies a caller's token."""
 
-    async def verify(self, token: str) -> None:
-        """Raises AuthenticationError."""
+    async def verify(self, token: str, method: AgentMethod) -> None:
+        """Raises AuthenticationError, AccessDeniedError."""
 
 
 class SharedToken:
@@ -41,7 +58,7 @@ class SharedToken:
         """Raises OSError when the file cannot be read."""
         self._token = path.read_text().strip().encode()
 
-    async def verify(self, token: str) -> None:
+    async def verify(self, token: str, method: AgentMethod) -> None:  # noqa: ARG002
         """Raises AuthenticationError."""
         if not hmac.compare_digest(token.encode(), self._token):
             raise AuthenticationError("the token is another one")
@@ -60,13 +77,15 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
     ) -> "_Handler | None":
         """The handler of a call, or one that refuses it; None: there is no such method."""
         handler, details = await continuation(handler_call_details), handler_call_details
-        method = str(details.method)
-        if handler is None or not method.startswith((_AGENT_METHODS, _HEALTH_WATCH)):
+        name = str(details.method)
+        if handler is None or name not in _CHECKED_METHODS:
             return handler
         try:
-            await self._authenticator.verify(_read_token(details))
+            await self._authenticator.verify(_read_token(details), AgentMethod(name))
+        except AccessDeniedError as error:
+            return _build_refusal(handler, grpc.StatusCode.PERMISSION_DENIED, str(error))
         except AuthenticationError as error:
-            return _build_refusal(handler, str(error))
+            return _build_refusal(handler, grpc.StatusCode.UNAUTHENTICATED, str(error))
         return handler
 
 
@@ -78,9 +97,9 @@ def _read_token(details: grpc.HandlerCallDetails) -> str:
     return text.removeprefix(SCHEME)
 
 
-def _build_refusal(handler: _Handler, fault: str) -> _Handler:
+def _build_refusal(handler: _Handler, code: grpc.StatusCode, fault: str) -> _Handler:
     async def refuse(_request: object, context: _Context) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, fault)
+        await context.abort(code, fault)
 
     async def refuse_stream(request: object, context: _Context) -> Any:  # noqa: ANN401 - never yields
         await refuse(request, context)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cleave import logs
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
-from cleave.rpc.credentials import ACCOUNTS_ENV, TOKEN_ENV
+from cleave.rpc.credentials import ACCOUNTS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import ROLES, Role, RoleSchedulingConfig, SchedulingConfigError
 from cleave_worker.scheduling.config import parse as parse_terms
@@ -102,6 +102,8 @@ class AgentConfig:
     """The token that callers must have, unless `trusted_accounts` says otherwise."""
     trusted_accounts: tuple[str, ...] = ()
     """Service accounts whose tokens are accepted; with neither, all callers are."""
+    peer_accounts: tuple[str, ...] = ()
+    """Further ones, which may only ask for the health."""
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
     timing: AgentTiming = field(default_factory=AgentTiming)
@@ -110,6 +112,12 @@ class AgentConfig:
     def address(self) -> str:
         """host:port of this agent in discovery."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def authenticates_callers(self) -> bool:
+        """Whether the agent asks its callers for a token. Only then the engine asks for a key, as
+        all callers get it."""
+        return bool(self.trusted_accounts or self.token_file)
 
     @property
     def is_overlapped(self) -> bool:
@@ -212,6 +220,14 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         default=_parse_names(env.get(ACCOUNTS_ENV, "")),
         help="service accounts whose tokens are accepted instead, as "
         f"system:serviceaccount:NAMESPACE:NAME (default: ${ACCOUNTS_ENV})",
+    )
+    add(
+        "--peer-accounts",
+        type=_parse_names,
+        metavar="NAME,...",
+        default=_parse_names(env.get(PEERS_ENV, "")),
+        help="further accounts, of other agents, which may neither watch nor change this one "
+        f"(default: ${PEERS_ENV})",
     )
     logs.add_option(parser, env=env)
     return parser

@@ -91,10 +91,12 @@ async def check_health(url: str, seconds: float) -> str:
     return "" if response.status == 200 else f"/health answers {response.status}"
 
 
-async def fetch_info(url: str, engine: str, block_size: int, seconds: float) -> ServedEngineInfo:
+async def fetch_info(
+    url: str, engine: str, block_size: int, seconds: float, headers: dict[str, str] | None = None
+) -> ServedEngineInfo:
     """Return what the engine serves; `block_size` is the default. Raises HttpError."""
-    models = await _fetch_json(f"{url}/v1/models", seconds)
-    version = (await _fetch_json(f"{url}/version", seconds)).get("version", "")
+    models = await _fetch_json(f"{url}/v1/models", seconds, headers)
+    version = (await _fetch_json(f"{url}/version", seconds, headers)).get("version", "")
     cards = models.get("data")
     served = cards if isinstance(cards, list) else []
     first = served[0] if served else {}
@@ -139,8 +141,10 @@ def _sum(pattern: re.Pattern[bytes], metrics: bytes) -> float:
     return sum(float(value) for value in pattern.findall(metrics))
 
 
-async def _fetch_json(url: str, seconds: float) -> dict[str, object]:
-    response = await request("GET", url, seconds=seconds)
+async def _fetch_json(
+    url: str, seconds: float, headers: dict[str, str] | None
+) -> dict[str, object]:
+    response = await request("GET", url, seconds=seconds, headers=headers)
     try:
         content = json.loads(response.body)
     except ValueError:

@@ -11,6 +11,7 @@ from enum import Enum
 
 from cleave.rpc import role_epochs
 from cleave.rpc.v1 import agent_pb2
+from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import read_max_adapters
@@ -65,6 +66,16 @@ class ServedEngineInfo:
     """LoRA adapters, by the names that clients use."""
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePages:
+    """Files in memory that the agent shares with one boot of its engine."""
+
+    load: LoadPage
+    """The engine writes it; the agent writes the others."""
+    scheduling: SchedulingPage | None = None
+    access: AccessPage | None = None
+
+
 class WorkerInstance:
     """State of one worker and its engine."""
 
@@ -89,8 +100,8 @@ class WorkerInstance:
             reason="engine starts",
         )
         self._scheduling = config.scheduling
-        self._load_page: LoadPage | None = None
-        self._scheduling_page: SchedulingPage | None = None
+        self._pages: EnginePages | None = None
+        self._is_open = False
         self._verified_paths: dict[KvDirection, agent_pb2.KvPath] = {}
         """Directions that passed a KV test in this boot of the engine."""
         self._changed = asyncio.Event()
@@ -112,7 +123,7 @@ class WorkerInstance:
     @property
     def load(self) -> LoadSnapshot:
         """The engine's newest load; zeros without an engine."""
-        return self._load_page.read() if self._load_page else LoadSnapshot()
+        return self._pages.load.read() if self._pages else LoadSnapshot()
 
     def copy_registration(self) -> agent_pb2.Registration:
         """Return a copy of the present registration."""
@@ -147,17 +158,19 @@ class WorkerInstance:
         self,
         boot_id: str,
         engine_url: str,
-        load_page: LoadPage,
-        scheduling_page: SchedulingPage | None = None,
+        pages: EnginePages,
         kv_port: int = 0,
+        engine_key: str = "",
     ) -> None:
-        """Record a new engine, which writes the load page and reads the scheduling page."""
-        self._load_page, self._scheduling_page = load_page, scheduling_page
+        """Record a new engine, with its pages and the key that it asks for."""
+        self._pages = pages
         self._write_scheduling()
+        self._write_access()
         state = self._registration
         state.boot_id = boot_id
         state.engine_url = engine_url
         state.kv_port = kv_port
+        state.engine_key = engine_key
         state.ClearField("kv_path")
         self._verified_paths.clear()
         failure = state.last_failure
@@ -243,9 +256,16 @@ class WorkerInstance:
         self._write_scheduling()
         self._notify()
 
+    def set_open(self, is_open: bool) -> bool:
+        """Let the engine serve requests without its key, or not; returns whether that changes."""
+        changes = is_open != self._is_open
+        self._is_open = is_open
+        self._write_access()
+        return changes
+
     def detach_pages(self) -> None:
         """Stop reading the load of an engine that has ended."""
-        self._load_page = self._scheduling_page = None
+        self._pages = None
 
     def end(self) -> None:
         """End the agent: let watchers disconnect."""
@@ -257,9 +277,13 @@ class WorkerInstance:
         self._enter_state(agent_pb2.STATE_READY, "")
 
     def _write_scheduling(self) -> None:
-        if self._scheduling_page:
+        if self._pages and self._pages.scheduling:
             role = self._registration.role
-            self._scheduling_page.write(self._scheduling.get(role, scheduling_config.DEFAULT))
+            self._pages.scheduling.write(self._scheduling.get(role, scheduling_config.DEFAULT))
+
+    def _write_access(self) -> None:
+        if self._pages and self._pages.access:
+            self._pages.access.write(is_open=self._is_open)
 
     def _enter_state(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
         if not self.draining:

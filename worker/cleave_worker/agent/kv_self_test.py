@@ -16,8 +16,9 @@ import random
 import string
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from cleave.rpc.engine_key import build_headers
 from cleave.rpc.http_client import HttpError
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.engine_api import PullCounters
@@ -69,6 +70,7 @@ class Endpoint:
     boot_id: str
     max_model_len: int = 0
     """In tokens; 0: unknown."""
+    engine_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +326,9 @@ def _build_body(model: str, prompt: str) -> dict[str, object]:
 async def _post(
     engine: Endpoint, body: dict[str, object], seconds: float, request_id: str = ""
 ) -> engine_api.EngineResponse:
-    headers = {"X-Request-Id": request_id} if request_id else None
+    headers = build_headers(engine.engine_key)
+    if request_id:
+        headers["X-Request-Id"] = request_id
     url = f"{engine.url}/v1/completions"
     try:
         response = await engine_api.request("POST", url, body, seconds=seconds, headers=headers)

@@ -13,10 +13,14 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from cleave.rpc.credentials import ACCOUNTS_ENV, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
+from cleave.shm.access_page import ENV as ACCESS_PAGE_ENV
 from cleave.shm.load_page import ENV as LOAD_PAGE_ENV
+from cleave_worker.access.engine_access import MIDDLEWARE
 from cleave_worker.agent.config import OVERLAPPED_TRANSFERS, AgentConfig
 from cleave_worker.agent.cpu_cores import build_omp_binding
 from cleave_worker.scheduling.config_page import ENV as TERMS_PAGE_ENV
@@ -68,6 +72,10 @@ class Boot:
     cores: tuple[int, ...] = ()
     """Empty: not pinned."""
     gpu: bool = False
+    engine_key: str = field(default="", repr=False)
+    """What the engine asks for; empty: nothing."""
+    access_page: Path | None = None
+    """Says whether it serves without its key for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +101,14 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
     if config.engine == "vllm":
         arguments += _build_vllm_arguments(config, boot, base_env)
         arguments += _build_scheduler_arguments(config, boot)
+        if boot.engine_key:
+            arguments += ["--middleware", MIDDLEWARE]
     module = {
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",
     }[config.engine]
     argv = (sys.executable, "-P", "-m", module, *arguments, *user_arguments)
-    return Launch(argv, {**base_env, **_build_environment(config, boot, base_env)})
+    return Launch(argv, _build_environment(config, boot, base_env))
 
 
 def build_headless_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
@@ -113,7 +123,7 @@ def build_headless_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str
         arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _build_vllm_arguments(config, boot, base_env)
     argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.headless", *arguments, *user_arguments)
-    return Launch(argv, {**base_env, **_build_environment(config, boot, base_env)})
+    return Launch(argv, _build_environment(config, boot, base_env))
 
 
 def read_block_size(config: AgentConfig, gpu: bool) -> int:
@@ -222,8 +232,9 @@ def _build_kv_transfer_config(
 
 
 def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> dict[str, str]:
-    env = {
+    own = {
         LOAD_PAGE_ENV: str(boot.load_page),
+        ENGINE_KEY_ENV: boot.engine_key,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port),
         "PYTHONUNBUFFERED": "1",
@@ -236,6 +247,11 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         # vLLM's value against a leak in UCX. Plug-ins import NIXL before vLLM can set it.
         "UCX_RCACHE_MAX_UNRELEASED": base.get("UCX_RCACHE_MAX_UNRELEASED", "1024"),
     }
+    # The token and the accounts are the agent's own.
+    inherited = {name: base[name] for name in base.keys() - {TOKEN_ENV, ACCOUNTS_ENV, PEERS_ENV}}
+    env = inherited | own
+    if boot.access_page is not None:
+        env[ACCESS_PAGE_ENV] = str(boot.access_page)
     if boot.scheduling_page is not None:
         env[TERMS_PAGE_ENV] = str(boot.scheduling_page)
     if Path(config.model).is_dir():

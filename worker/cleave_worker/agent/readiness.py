@@ -181,4 +181,6 @@ def _name_transport(config: AgentConfig) -> str:
 
 
 def _build_endpoint(of: agent_pb2.Registration) -> kv_self_test.Endpoint:
-    return kv_self_test.Endpoint(of.instance, of.engine_url, of.boot_id, of.max_model_len)
+    return kv_self_test.Endpoint(
+        of.instance, of.engine_url, of.boot_id, of.max_model_len, of.engine_key
+    )

@@ -6,6 +6,7 @@ sent at once instead of with the next report.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -19,6 +20,8 @@ from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import BootMismatch, EpochLeap, StaleEpoch, WorkerInstance
 from cleave_worker.agent.kv_self_test import KvTestError
 from cleave_worker.scheduling.config import ROLES
+
+_log = logging.getLogger(__name__)
 
 READY_SERVICE = "ready"
 """Service name under which the health protocol reports whether the instance takes requests."""
@@ -48,6 +51,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._drain = drain
         self._verify_role = verify_role
         self._routers: Counter[str] = Counter()
+        self._num_keyless = 0
+        """Routers that do not send the engine's key: they are of an earlier version."""
 
     async def Watch(  # noqa: N802
         self, request: agent_pb2.WatchRequest, context: _Context
@@ -64,6 +69,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         requested_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
         version = None
         self._routers[request.router] += 1
+        is_keyless = bool(request.router) and not request.sends_engine_key
+        self._count_keyless(is_keyless)
         try:
             while not self._instance.ended:
                 if version != self._instance.version:
@@ -75,9 +82,18 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                     interval_ms = choose_report_interval_ms(requested_ms, load.num_routers)
                     await self._instance.wait_for_change(interval_ms / 1000)
         finally:
+            self._count_keyless(-is_keyless)
             self._routers[request.router] -= 1
             # Removes names with a count of zero.
             self._routers += Counter()
+
+    def _count_keyless(self, change: int) -> None:
+        """While such a router follows, its requests are served."""
+        self._num_keyless += change
+        if change and self._instance.set_open(bool(self._num_keyless)):
+            requests = "also without its key" if self._num_keyless else "with its key only"
+            _log.warning("%d gateways send no key: the engine serves requests %s",
+                         self._num_keyless, requests)  # fmt: skip
 
     def _build_report(self, router: str) -> agent_pb2.LoadReport:
         """Build a load report with the router's rank among the routers that send requests."""

@@ -7,6 +7,7 @@ make the agent ask for them again and again.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
@@ -17,7 +18,11 @@ from cleave.rpc import kube_api
 from cleave.rpc.credentials import AUDIENCE
 from cleave.rpc.http_client import HttpError
 from cleave.rpc.kube_api import AccessError, ApiServerError
-from cleave_worker.agent.authentication import AuthenticationError
+from cleave_worker.agent.authentication import (
+    AccessDeniedError,
+    AgentMethod,
+    AuthenticationError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -37,17 +42,22 @@ class ServiceAccountTokens:
     def __init__(
         self,
         accounts: Collection[str],
+        peers: Collection[str] = (),
+        instance: str = "",
         fetch_keys: Callable[[], Awaitable[Mapping[str, jwt.PyJWK]]] | None = None,
     ) -> None:
-        """`accounts`: as `system:serviceaccount:NAMESPACE:NAME`."""
+        """`accounts`: may call all methods, as `system:serviceaccount:NAMESPACE:NAME`. `peers`: may
+        ask for the health, and drain the agent from a further pod of its own `instance`."""
         self._accounts = frozenset(accounts)
+        self._peers = frozenset(peers)
+        self._further_pod = re.compile(re.escape(instance) + "-[0-9]+")
         self._fetch_keys = fetch_keys or _fetch_keys
         self._keys: Mapping[str, jwt.PyJWK] = {}
         self._fetched_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def verify(self, token: str) -> None:
-        """Raises AuthenticationError."""
+    async def verify(self, token: str, method: AgentMethod) -> None:
+        """Raises AuthenticationError, AccessDeniedError."""
         try:
             key = await self._get_key(str(jwt.get_unverified_header(token).get("kid")))
             claims = jwt.decode(
@@ -70,8 +80,24 @@ class ServiceAccountTokens:
             raise AuthenticationError(f"the token is not signed by {_ALGORITHMS}") from None
         except (jwt.PyJWTError, ValueError, RecursionError):
             raise AuthenticationError("the token is not one of a service account") from None
-        if claims["sub"] not in self._accounts:
-            raise AuthenticationError(f"{claims['sub']} has no access")
+        account = claims["sub"]
+        if account in self._accounts:
+            return
+        if account not in self._peers:
+            raise AuthenticationError(f"{account} has no access")
+        if not (
+            method is AgentMethod.HEALTH
+            or (method is AgentMethod.DRAIN and self._is_further_pod(claims))
+        ):
+            raise AccessDeniedError(f"{account} may not call {method}")
+
+    def _is_further_pod(self, claims: Mapping[str, Any]) -> bool:
+        """Whether the token is one of a pod that has another part of this agent's engine."""
+        try:
+            name = claims["kubernetes.io"]["pod"]["name"]
+        except (LookupError, TypeError):
+            return False
+        return isinstance(name, str) and self._further_pod.fullmatch(name) is not None
 
     async def _get_key(self, key_id: str) -> jwt.PyJWK:
         # Known keys do not wait for a request that an unknown one has caused.

@@ -14,11 +14,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cleave.rpc.engine_key import build_headers, create_key
 from cleave.rpc.http_client import HttpError
+from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.config import AgentConfig, AgentTiming
-from cleave_worker.agent.instance import WorkerInstance, get_kv_direction
+from cleave_worker.agent.instance import EnginePages, WorkerInstance, get_kv_direction
 from cleave_worker.agent.launch import Boot, build_engine_launch, find_free_port, read_block_size
 from cleave_worker.agent.process import EngineProcess, choose_sink
 from cleave_worker.agent.readiness import verify_kv_path
@@ -84,6 +86,7 @@ class EngineSupervisor:
             TemporaryDirectory(prefix="cleave-agent-", ignore_cleanup_errors=True) as folder,
             LoadPage(Path(folder) / "load") as load_page,
             SchedulingPage(Path(folder) / "terms") as scheduling_page,
+            AccessPage(Path(folder) / "access") as access_page,
         ):
             boot = self._create_boot(Path(folder))
             url = _build_url(self._config.host, boot.engine_port)
@@ -96,9 +99,11 @@ class EngineSupervisor:
             )
             try:
                 kv_port = boot.kv_port if self._config.is_overlapped else 0
-                self._instance.start_boot(boot.boot_id, url, load_page, scheduling_page, kv_port)
+                pages = EnginePages(load_page, scheduling_page, access_page)
+                self._instance.start_boot(boot.boot_id, url, pages, kv_port, boot.engine_key)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
-                await _run_until_first_ends(self._supervise(url), _raise_at_exit(process))
+                supervision = self._supervise(url, boot.engine_key)
+                await _run_until_first_ends(supervision, _raise_at_exit(process))
             except EngineFault:
                 # An engine that does not respond will not stop gracefully either, and delays the
                 # next start.
@@ -120,11 +125,13 @@ class EngineSupervisor:
             scheduling_page=folder / "terms" if self._config.scheduling else None,
             cores=self._cores,
             gpu=self._gpu,
+            engine_key=create_key() if self._config.authenticates_callers else "",
+            access_page=folder / "access",
         )
 
-    async def _supervise(self, url: str) -> None:
+    async def _supervise(self, url: str, engine_key: str) -> None:
         await self._wait_until_healthy(url)
-        await self._wait_for_engine_info(url)
+        await self._wait_for_engine_info(url, engine_key)
         verification = keep_verified(self._config, self._instance)
         await _run_until_first_ends(verification, self._watch_health(url))
 
@@ -139,11 +146,12 @@ class EngineSupervisor:
         except TimeoutError:
             raise EngineFault(f"did not answer within {timing.start_timeout:g} s") from None
 
-    async def _wait_for_engine_info(self, url: str) -> None:
-        config = self._config
+    async def _wait_for_engine_info(self, url: str, engine_key: str) -> None:
+        config, seconds = self._config, self._config.timing.health_timeout
+        block_size = read_block_size(config, self._gpu)
         try:
             info = await engine_api.fetch_info(
-                url, config.engine, read_block_size(config, self._gpu), config.timing.health_timeout
+                url, config.engine, block_size, seconds, build_headers(engine_key)
             )
         except HttpError as error:
             raise EngineFault(f"does not say what it serves: {error}") from error

@@ -88,17 +88,17 @@ class WorkerNode:
 
     async def _run_engines(self) -> int:
         while True:
-            boot_id = await self._fetch_boot_id()
-            if boot_id and not await self._run_engine(boot_id):
+            leader = await fetch_registration(self._config.leader)
+            if leader and leader.boot_id and not await self._run_engine(leader):
                 return 1
             await asyncio.sleep(self._config.timing.poll_interval)
 
-    async def _run_engine(self, boot_id: str) -> bool:
+    async def _run_engine(self, leader: agent_pb2.Registration) -> bool:
         """Run the ranks of one boot; return whether they ended because the boot did."""
-        config = self._config
+        config, boot_id = self._config, leader.boot_id
         with TemporaryDirectory(prefix="cleave-share-", ignore_cleanup_errors=True) as folder:
             process = await EngineProcess.start(
-                build_launch(config, boot_id, Path(folder), self._gpu, os.environ),
+                build_launch(config, leader, Path(folder), self._gpu, os.environ),
                 cores=(),
                 scratch=Path(folder),
                 stop_grace=config.engine.timing.stop_grace,
@@ -150,11 +150,21 @@ class WorkerNode:
 
 
 def build_launch(
-    config: WorkerNodeConfig, boot_id: str, folder: Path, gpu: bool, env: Mapping[str, str]
+    config: WorkerNodeConfig,
+    leader: agent_pb2.Registration,
+    folder: Path,
+    gpu: bool,
+    env: Mapping[str, str],
 ) -> Launch:
     """Build the process of the ranks of this node. Raises LaunchError."""
-    kv_port = launch.find_free_port(config.engine.host)
-    boot = Boot(boot_id, engine_port=0, kv_port=kv_port, load_page=folder / "load", gpu=gpu)
+    boot = Boot(
+        leader.boot_id,
+        engine_port=0,
+        kv_port=launch.find_free_port(config.engine.host),
+        load_page=folder / "load",
+        gpu=gpu,
+        engine_key=leader.engine_key,
+    )
     return launch.build_headless_launch(config.engine, boot, env)
 
 

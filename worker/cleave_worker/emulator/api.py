@@ -15,6 +15,8 @@ from functools import partial
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from cleave.rpc import engine_key
+from cleave_worker.access.engine_access import REFUSAL, EngineAccess
 from cleave_worker.emulator import api_requests, responses, tokenizer
 from cleave_worker.emulator.api_requests import ApiCall, EmulatorApiError, build_bad_request
 from cleave_worker.emulator.engine import EmulatedEngine, TokenListener
@@ -143,8 +145,14 @@ class StreamedChoice:
 class EmulatorApi:
     """HTTP handlers of one engine."""
 
-    def __init__(self, engine: EmulatedEngine, fault_injection: bool = False) -> None:
+    def __init__(
+        self,
+        engine: EmulatedEngine,
+        fault_injection: bool = False,
+        access: EngineAccess = EngineAccess(""),  # noqa: B008 - immutable
+    ) -> None:
         self._engine = engine
+        self._access = access
         self._models = (engine.config.served_model_name, *engine.config.adapters)
         self._created = int(time.time())
         self._registry = EngineMetricsCollector(
@@ -154,7 +162,9 @@ class EmulatorApi:
 
     def build_application(self) -> web.Application:
         """Return an aiohttp application; run it with handler_cancellation, to notice aborts."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_handle_api_errors])
+        app = web.Application(
+            client_max_size=_MAX_BODY, middlewares=[self._check_key, _handle_api_errors]
+        )
         app.router.add_post("/v1/completions", partial(self._generate, chat=False))
         app.router.add_post("/v1/chat/completions", partial(self._generate, chat=True))
         app.router.add_post("/tokenize", self._handle_tokenize)
@@ -167,6 +177,13 @@ class EmulatorApi:
             app.router.add_post("/emulator/faults", self._handle_set_faults)
             app.router.add_delete("/emulator/faults", self._handle_clear_faults)
         return app
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        presented = request.headers.get(engine_key.HEADER, "")
+        if self._access.is_allowed(request.path, presented.encode(errors="replace")):
+            return await handler(request)
+        return web.Response(status=401, body=REFUSAL, content_type="application/json")
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
         if self._engine.faults.refuse or not self._engine.is_alive:

@@ -19,6 +19,7 @@ from aiohttp import web
 from cleave.perf import named_profiles
 from cleave.perf.model import model_shape
 from cleave.shm import load_page
+from cleave_worker.access.engine_access import read_access
 from cleave_worker.emulator import config
 from cleave_worker.emulator.api import EmulatorApi
 from cleave_worker.emulator.config import EmulatedEngineConfig, EmulatorConfigError
@@ -102,7 +103,7 @@ async def _serve(options: EmulatorOptions, load: Path | None, scheduling: Path |
         loop.add_signal_handler(number, ended.set)
     engine = EmulatedEngine(options.engine, load, scheduling)
     runner = web.AppRunner(
-        EmulatorApi(engine, options.fault_injection).build_application(),
+        EmulatorApi(engine, options.fault_injection, read_access(os.environ)).build_application(),
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=_KEEPALIVE_S,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 
 from cleave_worker.transfer import protocol
+from cleave_worker.transfer.authentication import connect_authenticated
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.memory import list_ranges, plan_copies
 from cleave_worker.transfer.progress import KvChunk
@@ -179,7 +180,7 @@ class KvClient:
         handshake = protocol.HandshakeRequest(
             rank.boot_id, kv.layout, rank.shape, rank.source, kv.boot_id, kv.shard.rank
         )
-        connection = protocol.connect(rank.address, seconds)
+        connection = connect_authenticated(rank.address, rank.key, seconds)
         try:
             return connection, protocol.send_request(
                 connection, handshake, protocol.HandshakeResponse, seconds
@@ -324,10 +325,10 @@ class _RankConnection:
                 protocol.RendezvousRequest(transport), protocol.RendezvousResponse
             )
             if transport is not Transport.NIXL:
-                peer = (rank.address[0], rendezvous.port)
-                self._two_sided = two_sided.join_rendezvous(
-                    memory, transport, peer, self._kv.host, _CONNECT_TIMEOUT_S
-                )
+                assert self._connection
+                self._two_sided = two_sided.Rendezvous(
+                    self._connection, rendezvous.nonce, rank.key, _CONNECT_TIMEOUT_S
+                ).create_consumer_link(memory, transport, self._kv.host)
             elif rendezvous.nixl_metadata is None:
                 return False
             else:

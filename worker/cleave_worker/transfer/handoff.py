@@ -95,6 +95,12 @@ class Handoff(msgspec.Struct, frozen=True):
     addresses: tuple[tuple[str, int], ...]
     """(host, port) of each rank of the producer, in the order of ranks."""
     shape: ParallelShape = ParallelShape()
+    key: str = ""
+    """Of the producer's KV port, for a proof; empty: the producer asks for none."""
+
+    def __repr__(self) -> str:
+        """Without the key, for logs."""
+        return f"Handoff({self.boot_id}, {self.request_id}, epoch {self.epoch})"
 
     @property
     def is_overlapped(self) -> bool:

@@ -35,8 +35,27 @@ class Message(msgspec.Struct, tag=True, frozen=True):
     """Base of all messages; each is tagged with its class name."""
 
 
+class Challenge(Message, frozen=True):
+    """First message on a connection to an engine with a key. Answered by `ChallengeResponse`."""
+
+    nonce: bytes
+
+
+class ChallengeResponse(Message, frozen=True):
+    """The consumer has the key, see `authentication`. Answered by `ProducerMac`."""
+
+    nonce: bytes
+    mac: bytes
+
+
+class ProducerMac(Message, frozen=True):
+    """The producer has the key. The consumer's first request follows."""
+
+    mac: bytes
+
+
 class HandshakeRequest(Message, frozen=True):
-    """First message of a consumer. Answered by `HandshakeResponse` or `ErrorResponse`."""
+    """First request of a consumer. Answered by `HandshakeResponse` or `ErrorResponse`."""
 
     boot_id: str
     """Boot id of the producer engine for which it is meant."""
@@ -49,7 +68,7 @@ class HandshakeRequest(Message, frozen=True):
 
 
 class RanksRequest(Message, frozen=True):
-    """First message instead of a handshake: requests all ranks. Answered by `RanksResponse`."""
+    """First request instead of a handshake: requests all ranks. Answered by `RanksResponse`."""
 
     boot_id: str
 
@@ -80,11 +99,20 @@ class RendezvousRequest(Message, frozen=True):
 
 
 class RendezvousResponse(Message, frozen=True):
-    """Port of the rendezvous of a two-sided link, or metadata for reads over NIXL."""
+    """A two-sided link can be made, with `StoreEntry`s, or metadata for reads over NIXL."""
 
-    port: int = 0
+    nonce: bytes = b""
+    """Of the two-sided link: identifies its entries, and both ends prove over it who they are."""
     nixl_metadata: NixlMetadata | None = None
     """None also when NIXL fails on the producer."""
+
+
+class StoreEntry(Message, frozen=True):
+    """What gloo or NCCL tell the other end while a link is made. No response."""
+
+    nonce: bytes
+    key: str
+    value: bytes
 
 
 class PullRequest(Message, frozen=True):
@@ -168,6 +196,7 @@ class FramedConnection:
     def __init__(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
+        self._returned: Message | None = None
 
     def send(self, message: Message, seconds: float) -> None:
         """Write one frame. Raises ProtocolError."""
@@ -178,16 +207,23 @@ class FramedConnection:
         except OSError as error:
             raise ProtocolError(f"cannot write: {error}") from error
 
-    def receive(self, seconds: float) -> Message:
+    def receive(self, seconds: float, max_bytes: int = _MAX_FRAME) -> Message:
         """Read one frame. Raises ProtocolError, or TimeoutError after `seconds`."""
+        if self._returned is not None:
+            message, self._returned = self._returned, None
+            return message
         deadline = time.monotonic() + seconds
         length = int.from_bytes(self._read_exactly(_LENGTH_BYTES, deadline), "big")
-        if length > _MAX_FRAME:
+        if length > max_bytes:
             raise ProtocolError(f"frame of {length} bytes")
         try:
             return _decoder.decode(self._read_exactly(length, deadline))
         except msgspec.DecodeError as error:
             raise ProtocolError("unreadable frame") from error
+
+    def return_message(self, message: Message) -> None:
+        """Give back the message that was received last; the next `receive` returns it again."""
+        self._returned = message
 
     def close(self) -> None:
         """Close the connection; a thread that reads from it gets an error."""
@@ -215,7 +251,7 @@ class FramedConnection:
 
 
 def connect(address: tuple[str, int], seconds: float) -> FramedConnection:
-    """Connect without a handshake. Raises RefusedError."""
+    """Connect without proofs and without a handshake. Raises RefusedError."""
     try:
         return FramedConnection(socket.create_connection(address, seconds))
     except (OSError, UnicodeError, OverflowError) as error:
@@ -233,6 +269,9 @@ def send_request(
     ):
         connection.send(request, seconds)
         response = connection.receive(seconds)
+        while isinstance(response, StoreEntry):
+            # Of a link that this end has given up.
+            response = connection.receive(seconds)
     if isinstance(response, ErrorResponse):
         raise RefusedError(response.reason, response.text)
     if not isinstance(response, response_type):

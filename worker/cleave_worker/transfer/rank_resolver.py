@@ -7,11 +7,12 @@ the other ranks and the parallelism. It is queried once per boot.
 import threading
 from collections import OrderedDict
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from cleave_worker.transfer import protocol
+from cleave_worker.transfer.authentication import connect_authenticated
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.server import RegisteredKv
 from cleave_worker.transfer.sharding import ParallelShape, ShardSource, find_sources
@@ -29,6 +30,8 @@ class RemoteRank:
     address: tuple[str, int]
     source: ShardSource
     """The part of its KV that this consumer rank needs."""
+    key: str = field(default="", repr=False)
+    """Of the producer, see `Handoff.key`."""
 
 
 def find_remote_ranks(kv: RegisteredKv, handoff: Handoff) -> tuple[RemoteRank, ...]:
@@ -41,7 +44,7 @@ def find_remote_ranks(kv: RegisteredKv, handoff: Handoff) -> tuple[RemoteRank, .
     if fault:
         raise RefusedError(RefusalReason.LAYOUT, fault)
     return tuple(
-        RemoteRank(handoff.boot_id, shape, handoff.addresses[source.rank], source)
+        RemoteRank(handoff.boot_id, shape, handoff.addresses[source.rank], source, handoff.key)
         for source in find_sources(kv.shard.shape, kv.shard.rank, shape, heads)
     )
 
@@ -74,5 +77,5 @@ def _request_ranks(handoff: Handoff, seconds: float) -> protocol.RanksResponse:
     if not handoff.addresses:
         raise RefusedError(RefusalReason.LAYOUT, "the handoff has no address")
     request = protocol.RanksRequest(handoff.boot_id)
-    with closing(protocol.connect(handoff.addresses[0], seconds)) as connection:
+    with closing(connect_authenticated(handoff.addresses[0], handoff.key, seconds)) as connection:
         return protocol.send_request(connection, request, protocol.RanksResponse, seconds)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from cleave_worker.transfer import protocol
+from cleave_worker.transfer import authentication, protocol
 from cleave_worker.transfer.block_leases import BlockLeases, BlockRequest, ConsumerRank
 from cleave_worker.transfer.copy_stream import select_copy_stream, select_device
 from cleave_worker.transfer.handoff import KvLayout, RefusalReason, RefusedError, refuse_on
@@ -47,6 +47,8 @@ class RegisteredKv:
     host: str
     """Address of this rank that peers can reach."""
     shard: ShardSpec = field(default_factory=ShardSpec)
+    key: str = field(default="", repr=False)
+    """What consumers must prove to have, from `Handoff.key`; empty: all are accepted."""
 
     def select_layers(self, part: ShardPart | None) -> tuple[LayerRegion, ...]:
         """Return where a part of the model's KV lies. Raises RefusedError when it is not here."""
@@ -82,7 +84,7 @@ class KvServer:
         if kv.shard.shape.num_ranks == 1:
             self.set_rank_addresses(((kv.host, self.port),))
         self._connections: dict[protocol.FramedConnection, bool] = {}
-        """Whether each one has named this boot and its layout, oldest first."""
+        """Whether each one has proven its key and named this boot and its layout, oldest first."""
         self._closed = False
         threading.Thread(target=self._accept, name="kv-server", daemon=True).start()
 
@@ -130,6 +132,8 @@ class KvServer:
     def _serve(self, connection: protocol.FramedConnection) -> None:
         session = _ServerSession(self, connection)
         try:
+            if self.kv.key:
+                authentication.authenticate_consumer(connection, self.kv.key)
             select_device(self.kv.memory.device)
             first = connection.receive(_MESSAGE_TIMEOUT_S)
             if isinstance(first, protocol.RanksRequest):
@@ -220,6 +224,8 @@ class _ServerSession:
                 self.send(protocol.RendezvousResponse(nixl_metadata=metadata))
             case protocol.RendezvousRequest():
                 self._open_two_sided_link(message.transport)
+            case protocol.StoreEntry():
+                pass  # Of a link that this end has given up.
             case _:
                 raise protocol.ProtocolError(f"unexpected {type(message).__name__}")
 
@@ -284,14 +290,11 @@ class _ServerSession:
         """Replace the link. Without one the connection stays, for the consumer's next transport."""
         self._close_link()
         select_copy_stream(self._kv.memory.device)
-        memory, host = self._kv.memory, self._kv.host
+        nonce = authentication.make_nonce()
+        self.send(protocol.RendezvousResponse(nonce))
+        rendezvous = two_sided.Rendezvous(self._connection, nonce, self._kv.key, _MESSAGE_TIMEOUT_S)
         try:
-            rendezvous = two_sided.Rendezvous(host, _MESSAGE_TIMEOUT_S)
-        except RuntimeError as error:
-            raise protocol.ProtocolError(str(error)) from error
-        self.send(protocol.RendezvousResponse(rendezvous.port))
-        try:
-            self._link = rendezvous.create_link(memory, transport, host, _MESSAGE_TIMEOUT_S)
+            self._link = rendezvous.create_producer_link(self._kv.memory, transport, self._kv.host)
         except LinkError as error:
             _log.info("no link over %s: %s", transport, error)
 

@@ -34,9 +34,32 @@ class Inventory:
     """Which GPU nodes cannot run Cleave's own image, and why; empty: all can."""
 
 
+UNUSABLE_S = 300.0
+"""A node that has been unusable for longer does not count. It counts again at once."""
 MAX_GPUS_PER_NODE = 128
 """Most GPUs of one node that the planner considers; a device plug-in that shares GPUs may offer any
 number."""
+
+
+def select_countable(nodes: Iterable[ObservedNode], now_s: float) -> list[ObservedNode]:
+    """The nodes to plan for, without those that have been cordoned or not ready for UNUSABLE_S:
+    where nobody deletes the Node objects of lost machines, plans would ask for them for ever.
+
+    A kind of which no node would be left counts whole. Plans depend on the kinds, and when all
+    nodes of one seem lost, rather the control plane has lost them, as in Kubernetes' own eviction.
+    """
+    by_kind: dict[tuple[str, int], list[ObservedNode]] = {}
+    for node in nodes:
+        by_kind.setdefault((node.gpu, node.num_gpus), []).append(node)
+    countable: list[ObservedNode] = []
+    for group in by_kind.values():
+        usable = [node for node in group if not _is_unusable(node, now_s)]
+        countable += usable or group
+    return sorted(countable, key=lambda node: node.name)
+
+
+def _is_unusable(node: ObservedNode, now_s: float) -> bool:
+    return node.unusable_since_s is not None and now_s - node.unusable_since_s > UNUSABLE_S
 
 
 def build_inventory(

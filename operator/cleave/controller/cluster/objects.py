@@ -39,6 +39,8 @@ TEMPLATE_ANNOTATION = "cleave.dev/template"
 APPLIED_ANNOTATION = "cleave.dev/applied"
 """Annotation of all other created objects: hash of the manifest that was applied."""
 
+_CORDONED = "node.kubernetes.io/unschedulable"
+"""Taint of a cordoned node; its time is when the node was cordoned."""
 _ACCESS_FIELDS = {"NetworkPolicy": ("spec",), "RoleBinding": ("roleRef", "subjects")}
 """Fields to which the API server adds no defaults, as the manifests have them all."""
 _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
@@ -128,6 +130,8 @@ class ObservedNode:
     """Equal for nodes of the same NVLink domain."""
     fault: str = ""
     """Why Cleave's own image for GPUs cannot run there; empty: it can."""
+    unusable_since_s: float | None = None
+    """Since when it has not been ready or takes no pods; None: it does, or that is not noted."""
 
     def has_rdma(self, *, needs_whole_cards: bool) -> bool:
         """Whether pods reach GPU memory on other nodes by RDMA: the node has devices for it that
@@ -247,7 +251,16 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
         fault=explain_unusable(labels),
+        unusable_since_s=_find_unusable_since_s(manifest),
     )
+
+
+def _find_unusable_since_s(manifest: Manifest) -> float | None:
+    ready = _index_by_type(manifest.get("status", {})).get("Ready", {})
+    times = [] if ready.get("status") == "True" else [ready.get("lastTransitionTime")]
+    taints = manifest.get("spec", {}).get("taints") or ()
+    times += [each.get("timeAdded") for each in taints if each.get("key") == _CORDONED]
+    return min(filter(None, map(parse_timestamp, times)), default=None)
 
 
 def get_access_rules(manifest: Manifest) -> str:

@@ -140,8 +140,7 @@ def _build_owned_objects(view: DeploymentView) -> list[Manifest]:
     """Objects of a deployment that do not depend on its plan."""
     deployment, settings = view.deployment, view.settings
     owned = [
-        owned_objects.build_service_account(deployment),
-        owned_objects.build_role_binding(deployment, settings.discovery_role),
+        *owned_objects.build_accounts(deployment, settings.discovery_role),
         owned_objects.build_workers_service(deployment),
         build_gateway_service(deployment),
         _build_gateway(view),

@@ -76,9 +76,8 @@ def _build_owned_objects(view: PoolView, keeps_last: bool) -> list[Manifest]:
     budget = owned_objects.build_pool_budget(pool, keeps_last=keeps_last)
     if pool.metadata.owner_references:
         return [budget]
-    account = owned_objects.build_service_account(pool)
-    binding = owned_objects.build_role_binding(pool, view.settings.discovery_role)
-    owned = [account, binding, owned_objects.build_workers_service(pool), budget]
+    accounts = owned_objects.build_accounts(pool, view.settings.discovery_role)
+    owned = [*accounts, owned_objects.build_workers_service(pool), budget]
     if (isolation := view.settings.isolation) is not None:
         owned.append(network_policies.build_workers_policy(pool, isolation))
     return owned

@@ -39,6 +39,7 @@ from cleave.gateway.http.errors import (
     convert_router_error,
 )
 from cleave.router.errors import NoInstance, RouterError
+from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import external_processor_pb2 as pb
 from cleave.rpc.v1 import external_processor_pb2_grpc
 
@@ -193,11 +194,12 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         try:
             await direct.wait_for_admission()
             session = head.headers.get(context.session_header.decode())
-            endpoint = direct.pick_instance(self._list_disallowed(head), session).endpoint
+            target = direct.pick_instance(self._list_disallowed(head), session)
+            endpoint = target.endpoint
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"
-            body = build_colocated_body(completion)
-            for response in self._build_responses(head, endpoint, body, trailers):
+            body, key = build_colocated_body(completion), build_headers(target.engine_key)
+            for response in self._build_responses(head, endpoint, key, body, trailers):
                 await stream.write(response)
             await self._process_response(stream, head, direct)
         except RouterError as error:
@@ -210,11 +212,16 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             direct.end(outcome)
 
     def _build_responses(
-        self, head: ExtProcRequest, endpoint: str, body: bytes, trailers: bool
+        self,
+        head: ExtProcRequest,
+        endpoint: str,
+        key: dict[str, str],
+        body: bytes,
+        trailers: bool,
     ) -> list[pb.ProcessingResponse]:
         """The messages that make the proxy send the request."""
         # A new id for each attempt, because engines mix up requests with equal ids.
-        headers = {"x-request-id": self._context.make_request_id().decode()}
+        headers = {"x-request-id": self._context.make_request_id().decode(), **key}
         if head.request_mode != _DUPLEX:
             return [ext_proc.build_endpoint_response_with_body(endpoint, headers, body)]
         responses = [ext_proc.build_endpoint_response(endpoint, headers)]

@@ -73,6 +73,11 @@ def is_valid_request_id(value: bytes) -> bool:
     return 0 < len(value) <= _MAX_REQUEST_ID_BYTES and value.translate(_REQUEST_ID_TABLE) == value
 
 
+def build_header_line(name: str, value: str) -> bytes:
+    """One header line with its line end; unsafe bytes of the value are replaced by `?`."""
+    return b"%b: %b\r\n" % (name.encode(), sanitize_header_value(value))
+
+
 def sanitize_header_value(text: str) -> bytes:
     """A name as a header value, unsafe bytes replaced by `?`."""
     return _UNSAFE.sub(b"?", text.encode())

@@ -20,6 +20,7 @@ from cleave.gateway.http.completion_request import (
     build_prefill_body,
 )
 from cleave.gateway.proxy.overlapped_prefill import (
+    UNAUTHORIZED,
     OverlappedPrefill,
     build_overlapped_bodies,
     can_overlap,
@@ -240,7 +241,7 @@ class Attempt:
         self._send(decode, second)
 
     def _build_payload(self, pool: EnginePool, body: bytes) -> bytes:
-        path, request_id, fields = self._path, self._request_id, self._fields
+        path, request_id, fields = self._path, self._request_id, pool.key_header + self._fields
         return headers.build_request_head(path, pool.host, request_id, len(body), fields) + body
 
     def _start_decode(self, prefill: Target, body: bytes) -> None:
@@ -300,7 +301,7 @@ class Attempt:
         return True
 
     def _handle_response(self, call: UpstreamCall, body: bytes) -> None:
-        if call.status >= 500:
+        if call.status >= 500 or call.status == UNAUTHORIZED:
             self._record_failed_handoff()
             self._handler.on_attempt_failed(Failure.STATUS, f"answered with status {call.status}")
         elif call.status != _OK:

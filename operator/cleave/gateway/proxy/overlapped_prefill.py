@@ -25,6 +25,8 @@ from cleave.router.router import Pick
 _MAX_RESPONSE_BYTES = 16 << 20
 """Of a prefill's response: one token, the handoff, requested log-probabilities."""
 _OK = HTTPStatus.OK.value
+UNAUTHORIZED = HTTPStatus.UNAUTHORIZED.value
+"""The engine was started again and has another key: not the client's fault."""
 
 
 class PrefillListener(Protocol):
@@ -100,7 +102,7 @@ class OverlappedPrefill:
             body = b"".join(self._parts)
             if call.status == _OK:
                 self._listener.on_prefill_done(self._target, body)
-            elif call.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            elif call.status >= HTTPStatus.INTERNAL_SERVER_ERROR or call.status == UNAUTHORIZED:
                 reason = f"answered with status {call.status}"
                 self._listener.on_prefill_failed(Failure.STATUS, reason)
             else:

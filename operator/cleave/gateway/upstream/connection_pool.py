@@ -15,11 +15,12 @@ from typing import Protocol, cast
 
 import httptools
 
-from cleave.gateway.http.headers import Headers, sanitize_header_value
+from cleave.gateway.http.headers import Headers, build_header_line, sanitize_header_value
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.upstream.circuit_breaker import StallDetector
 from cleave.router.instance import Target
 from cleave.router.watchdog import is_overdue
+from cleave.rpc.engine_key import HEADER
 
 IDLE_S = 4.0
 """uvicorn, vLLM's HTTP server, closes idle connections after 5 s; the gateway closes them first."""
@@ -217,6 +218,9 @@ class EnginePool:
     ) -> None:
         self.write_batcher = write_batcher
         self.host = target.endpoint.encode()
+        key = target.engine_key
+        self.key_header = build_header_line(HEADER, key) if key else b""
+        """Header line with the engine's key, for every request."""
         name = sanitize_header_value(target.instance)
         self.prefill_header = b"x-cleave-prefill: %b\r\n" % name
         self.decode_header = b"x-cleave-decode: %b\r\n" % name

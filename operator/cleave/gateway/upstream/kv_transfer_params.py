@@ -53,7 +53,7 @@ def build_overlapped_prefill_params(name: bytes) -> msgspec.Raw:
 
 def build_pending_handoff(prefill: Target, name: bytes) -> msgspec.Raw:
     """The handoff of a prefill that is still running: where to pull its KV, under which name."""
-    extension = {
+    extension: dict[str, object] = {
         "boot_id": prefill.boot_id,
         "request_id": name.decode(),
         "epoch": 0,
@@ -61,6 +61,8 @@ def build_pending_handoff(prefill: Target, name: bytes) -> msgspec.Raw:
         "num_tokens": 0,
         "addresses": ((prefill.host, prefill.kv_port),),
     }
+    if prefill.kv_key:
+        extension["key"] = prefill.kv_key
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

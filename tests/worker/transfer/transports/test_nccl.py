@@ -21,10 +21,11 @@ from cleave_worker.transfer.rank_resolver import find_remote_ranks  # noqa: E402
 from cleave_worker.transfer.server import KvServer  # noqa: E402
 from cleave_worker.transfer.transport import LinkError, Transport  # noqa: E402
 from cleave_worker.transfer.transports import nccl, nixl  # noqa: E402
-from cleave_worker.transfer.transports.two_sided import Rendezvous, join_rendezvous  # noqa: E402
+from cleave_worker.transfer.transports.two_sided import Rendezvous  # noqa: E402
 
 from tests.support.fake_nccl import FakeNccl, Fault  # noqa: E402
-from tests.support.kv_server_process import caches, register_kv  # noqa: E402
+from tests.support.kv_connections import ConnectedPairs  # noqa: E402
+from tests.support.kv_server_process import KEY, caches, register_kv  # noqa: E402
 
 BOUND_S = 60.0
 TRANSFER_S = 0.5
@@ -39,7 +40,7 @@ class Pair:
         self.theirs, self.ours = caches(1000), caches(0)
         self.before = [layer.clone() for layer in self.ours]
         self.leases = BlockLeases(BOUND_S, BOUND_S)
-        kv = register_kv("boot-p", self.theirs)
+        kv = register_kv("boot-p", self.theirs, key=KEY)
         self.owner = KvServer(kv, self.leases, (), 0, TRANSFER_S)
         self.reader = KvClient(register_kv("boot-d", self.ours), ways, TRANSFER_S)
         self._epoch = 0
@@ -50,7 +51,7 @@ class Pair:
         name = f"r{self._epoch}"
         self.leases.grant(name, FinishedPrefill(self._epoch, "d", BLOCKS))
         address = (("127.0.0.1", self.owner.port),)
-        handoff = Handoff("boot-p", name, self._epoch, "d", 48, address)
+        handoff = Handoff("boot-p", name, self._epoch, "d", 48, address, key=KEY)
         return self.reader.pull(handoff, "d", 0, OWN)
 
     def refused(self) -> RefusalReason:
@@ -184,15 +185,17 @@ def test_a_producer_closes_the_link_that_a_new_one_replaces(
     library: FakeNccl, connect: Connect
 ) -> None:
     pair = connect()
-    handoff = Handoff("boot-p", "r", 1, "d", 48, (("127.0.0.1", pair.owner.port),))
+    address = (("127.0.0.1", pair.owner.port),)
+    handoff = Handoff("boot-p", "r", 1, "d", 48, address, key=KEY)
     (rank,) = find_remote_ranks(pair.reader.kv, handoff)
     connection, _ = pair.reader.connect(rank, BOUND_S)
     request = protocol.RendezvousRequest(Transport.NCCL)
     links = []
     for _ in range(3):
         response = protocol.send_request(connection, request, protocol.RendezvousResponse, BOUND_S)
-        peer, memory = ("127.0.0.1", response.port), pair.reader.kv.memory
-        links.append(join_rendezvous(memory, Transport.NCCL, peer, "127.0.0.1", BOUND_S))
+        rendezvous = Rendezvous(connection, response.nonce, KEY, BOUND_S)
+        memory = pair.reader.kv.memory
+        links.append(rendezvous.create_consumer_link(memory, Transport.NCCL, "127.0.0.1"))
     await_that(lambda: library.num_communicators == len(links) + 1)
     connection.close()
     for link in links:
@@ -205,24 +208,30 @@ def test_no_communicator_is_made_where_memory_is_short(library: FakeNccl, connec
     assert library.most_communicators == 0
 
 
-def test_a_producer_does_not_wait_for_a_consumer_that_cannot_use_nccl(library: FakeNccl) -> None:
+def test_a_producer_does_not_wait_for_a_consumer_that_cannot_use_nccl(
+    library: FakeNccl, pairs: ConnectedPairs
+) -> None:
     memory, host = Memory([torch.zeros(8, dtype=torch.uint8)]), "127.0.0.1"
-    rendezvous = Rendezvous(host, BOUND_S)
+    accepted, connected = pairs.connect()
+    rendezvous, consumer = (Rendezvous(end, b"n", "", BOUND_S) for end in (accepted, connected))
     library.free_bytes = 0
     with pytest.raises(LinkError, match="of free GPU memory"):
-        join_rendezvous(memory, Transport.NCCL, (host, rendezvous.port), host, BOUND_S)
+        consumer.create_consumer_link(memory, Transport.NCCL, host)
     library.free_bytes = 80 << 30
     begun = time.monotonic()
     with pytest.raises(LinkError, match="the consumer cannot use NCCL"):
-        rendezvous.create_link(memory, Transport.NCCL, host, BOUND_S)
+        rendezvous.create_producer_link(memory, Transport.NCCL, host)
     assert time.monotonic() - begun < BOUND_S / 2
     assert library.most_communicators == 0
 
 
-def test_a_producer_waits_for_a_silent_consumer_within_its_limit(library: FakeNccl) -> None:
+def test_a_producer_waits_for_a_silent_consumer_within_its_limit(
+    library: FakeNccl, pairs: ConnectedPairs
+) -> None:
     memory, host = Memory([torch.zeros(8, dtype=torch.uint8)]), "127.0.0.1"
-    with pytest.raises(LinkError, match="no nccl group with the peer"):
-        Rendezvous(host, 0.5).create_link(memory, Transport.NCCL, host, 0.5)
+    accepted, _silent = pairs.connect()
+    with pytest.raises(LinkError, match="peer"):
+        Rendezvous(accepted, b"n", "", 0.5).create_producer_link(memory, Transport.NCCL, host)
     assert library.most_communicators == 0
 
 

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo, Store
 
 from cleave_worker.transfer.transport import LinkError, PendingMessage
 
@@ -15,14 +15,13 @@ class GlooChannel:
 
     device = torch.device("cpu")
 
-    def __init__(self, store: TCPStore, rank: int, host: str, seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, host: str, seconds: float) -> None:
         """Raises RuntimeError when the peer does not come within `seconds`."""
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=seconds)
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        self._group: ProcessGroupGloo | None = ProcessGroupGloo(
-            PrefixStore("kv", store), rank, 2, options
-        )
+        self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, 2, options)
+        # The group keeps only the C++ part of the store alive.
         self._store = store
         self._peer = 1 - rank
 

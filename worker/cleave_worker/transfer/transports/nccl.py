@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import Store
 
 from cleave_worker.transfer.transport import LinkError, PendingMessage
 from cleave_worker.transfer.transports.cuda_stream import create_stream, release_stream
@@ -85,7 +85,7 @@ class NcclApi(Protocol):
 class NcclChannel:
     """A `MessageChannel` over a communicator of two ranks."""
 
-    def __init__(self, store: TCPStore, rank: int, device: torch.device, seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, device: torch.device, seconds: float) -> None:
         """Raises LinkError when the peer does not come within `seconds` or refuses, or no memory is
         left."""
         self.device = device
@@ -209,7 +209,7 @@ def _reserve_communicator(api: NcclApi) -> None:
         raise LinkError(f"{MAX_COMMUNICATORS} peers use NCCL already, and no more may")
 
 
-def _exchange_id(store: TCPStore, rank: int, api: NcclApi) -> bytes:
+def _exchange_id(store: Store, rank: int, api: NcclApi) -> bytes:
     """Return the id that rank 0 creates once rank 1 has reserved a communicator.
 
     The store's own time limit holds. Raises LinkError at rank 0 when rank 1 cannot use NCCL, which

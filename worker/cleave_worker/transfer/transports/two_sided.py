@@ -10,20 +10,21 @@ KV on a GPU is packed by one or two kernels for each chunk. gloo moves host memo
 chunk takes one copy between a pinned buffer and a staging buffer on the GPU.
 """
 
-import socket
+import hmac
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore
 
+from cleave_worker.transfer.authentication import compute_link_macs
 from cleave_worker.transfer.copy_stream import wait_for_copies
 from cleave_worker.transfer.memory import ByteRange, Memory, chunk_ranges, pack_ranges
+from cleave_worker.transfer.protocol import FramedConnection
 from cleave_worker.transfer.transport import LinkError, MessageChannel, PendingMessage, Transport
 from cleave_worker.transfer.transports import gloo, nccl
+from cleave_worker.transfer.transports.connection_store import ConnectionStore
 
 _CHUNK_BYTES = 8 << 20
 """Bytes per chunk: enough for the full rate; the next chunk is packed meanwhile."""
@@ -36,55 +37,65 @@ _MIN_TIMEOUT_S = 0.001
 
 
 class Rendezvous:
-    """Where the two ends of a link find each other; the producer opens it."""
+    """Where the two ends make a link: on their authenticated connection, without a port of its own.
 
-    def __init__(self, host: str, seconds: float) -> None:
-        """Listen on a free port of `host`."""
-        # A socket of its own: without one the store listens on all addresses of the machine.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family)
-        self.port: int = listener.getsockname()[1]
-        # The store closes the descriptor.
-        self._store = TCPStore(
-            host,
-            self.port,
-            2,
-            True,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+    gloo and NCCL then connect to each other at further ports. NCCL's ask for a random number of the
+    id that rank 0 sends to rank 1 here; gloo's ask for nothing. So before gloo carries KV each end
+    proves over it that it has the producer's key."""
 
-    def create_link(
-        self, memory: Memory, transport: Transport, host: str, seconds: float
+    def __init__(
+        self, connection: FramedConnection, nonce: bytes, key: str, seconds: float
+    ) -> None:
+        """`nonce`: of `RendezvousResponse`. `seconds`: for all steps together."""
+        self._deadline = time.monotonic() + seconds
+        self._store = ConnectionStore(connection, nonce, seconds)
+        self._nonce = nonce
+        self._key = key
+
+    def create_producer_link(
+        self, memory: Memory, transport: Transport, host: str
     ) -> "TwoSidedLink":
-        """Return the producer's end of the link. Raises LinkError when the peer is late."""
-        return _create_link(self._store, memory, transport, host, rank=0, seconds=seconds)
+        """Return the producer's end. Raises LinkError when the consumer is late or another one."""
+        return self._create_link(memory, transport, host, rank=0)
 
+    def create_consumer_link(
+        self, memory: Memory, transport: Transport, host: str
+    ) -> "TwoSidedLink":
+        """Return the consumer's end. Raises LinkError when the producer is late or another one."""
+        return self._create_link(memory, transport, host, rank=1)
 
-def join_rendezvous(
-    memory: Memory, transport: Transport, peer: tuple[str, int], own_host: str, seconds: float
-) -> "TwoSidedLink":
-    """Return the consumer's end, given the producer's (host, port). Raises LinkError."""
-    try:
-        store = TCPStore(*peer, 2, False, timeout=timedelta(seconds=seconds))
-    except RuntimeError as error:
-        raise LinkError(f"no rendezvous at {peer[0]}:{peer[1]}") from error
-    return _create_link(store, memory, transport, own_host, rank=1, seconds=seconds)
-
-
-def _create_link(
-    store: TCPStore, memory: Memory, transport: Transport, host: str, rank: int, seconds: float
-) -> "TwoSidedLink":
-    try:
+    def _create_link(
+        self, memory: Memory, transport: Transport, host: str, rank: int
+    ) -> "TwoSidedLink":
+        seconds = max(_MIN_TIMEOUT_S, self._deadline - time.monotonic())
         channel: MessageChannel
-        if transport is Transport.NCCL:
-            channel = nccl.NcclChannel(store, rank, memory.device, seconds)
-        else:
-            channel = gloo.GlooChannel(store, rank, host, seconds)
-    except RuntimeError as error:
-        raise LinkError(f"no {transport} group with the peer: {_get_first_line(error)}") from error
-    return TwoSidedLink(memory, channel)
+        try:
+            if transport is Transport.NCCL:
+                channel = nccl.NcclChannel(self._store, rank, memory.device, seconds)
+            else:
+                channel = gloo.GlooChannel(self._store, rank, host, seconds)
+                self._authenticate(channel, rank)
+        except RuntimeError as error:
+            fault = f"no {transport} group with the peer: {_get_first_line(error)}"
+            raise LinkError(fault) from error
+        return TwoSidedLink(memory, channel)
+
+    def _authenticate(self, channel: MessageChannel, rank: int) -> None:
+        """Raises LinkError, RuntimeError."""
+        if not self._key:
+            return
+        macs = compute_link_macs(self._key, self._nonce)
+        own = torch.frombuffer(bytearray(macs[rank]), dtype=torch.uint8)
+        theirs = torch.zeros_like(own)
+        sent, received = channel.send(own), channel.receive(theirs)
+        try:
+            _wait(sent, self._deadline)
+            _wait(received, self._deadline)
+            if not hmac.compare_digest(bytes(theirs.tolist()), macs[1 - rank]):
+                raise LinkError("the peer of the link does not have the key")
+        except BaseException:
+            channel.abort()
+            raise
 
 
 class TwoSidedLink:

@@ -6,6 +6,7 @@ memory: such handoffs are refused and counted, and the prompt is recomputed or f
 """
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
+from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
+from cleave.rpc.engine_key import compute_kv_key
 from cleave_worker.transfer.memory import register_tensors
 from cleave_worker.transfer.server import RegisteredKv
 from cleave_worker.transfer.sharding import ShardSpec
@@ -55,7 +58,9 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         if role is base.KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
-            self._scheduler = SchedulerSide(self._boot_id, block_size, build_shape(vllm_config))
+            self._scheduler = SchedulerSide(
+                self._boot_id, block_size, build_shape(vllm_config), _read_kv_key()
+            )
 
     # Class methods that vLLM calls
 
@@ -128,7 +133,9 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         layout = build_layout(self._vllm_config, caches[0])
         shard = ShardSpec(shape, compute_rank(), tuple(number for number, _ in layers))
         check_layout(shard, layout, caches, self._kv_cache_config.num_blocks)
-        kv = RegisteredKv(self._boot_id, layout, memory, tuple(layer_regions), self._host, shard)
+        kv = RegisteredKv(
+            self._boot_id, layout, memory, tuple(layer_regions), self._host, shard, _read_kv_key()
+        )
         self._worker = WorkerSide(kv, self._read_settings(memory.device))
 
     def get_handshake_metadata(self) -> RankAddress | None:
@@ -217,6 +224,10 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def _require_worker(self) -> WorkerSide:
         assert self._worker, "the KV cache is not registered yet"
         return self._worker
+
+
+def _read_kv_key() -> str:
+    return compute_kv_key(os.environ.get(ENGINE_KEY_ENV, ""))
 
 
 def compute_rank() -> int:

@@ -36,8 +36,11 @@ _SUCCESS_STATUSES = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHE
 class SchedulerSide:
     """The handoffs of one engine."""
 
-    def __init__(self, boot_id: str, block_size: int, shape: ParallelShape) -> None:
-        """`shape`: parallelism of this engine."""
+    def __init__(
+        self, boot_id: str, block_size: int, shape: ParallelShape, kv_key: str = ""
+    ) -> None:
+        """`shape`: parallelism of this engine. `kv_key`: what its KV port asks for."""
+        self._kv_key = kv_key
         self._boot_id = boot_id
         self._block_size = block_size
         self._shape = shape
@@ -159,6 +162,7 @@ class SchedulerSide:
             request.num_prompt_tokens,
             self._addresses,
             self._shape,
+            self._kv_key,
         )
         # As vLLM's NixlConnector writes it, for readers of any connector's handoffs.
         return {
