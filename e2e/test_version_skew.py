@@ -131,7 +131,9 @@ def test_vllm_engines_with_plugins_of_both_versions_hand_over_kv(
     with deployed(manifest, tmp_path, 420) as deployment:
         assert set((choice / "chosen").read_text().split()) == {f"tiny-{role}-0"}
         decode = engine_url(deployment, "decode")
-        pulled = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv'
+        pulled = (
+            'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv'
+        )
         before = metric(decode, pulled)
         split = [ask(deployment.url, case) for case in CASES]
         moved = metric(decode, pulled) - before
