@@ -3,9 +3,9 @@
 `collect_root.py ENVIRONMENT ROOT MODULE...` copies into ROOT: a Python environment, the interpreter
 and standard library under it, each shared library that these load, certificates, users and a shell.
 Nothing else: no package manager, compiler, test or documentation. It names the Debian packages that
-files are from in var/lib/dpkg/status.d, where vulnerability scanners look for them. Then it compiles
-the standard library, which the official images carry without bytecode, and imports each MODULE
-inside ROOT.
+files are from in var/lib/dpkg/status.d, where vulnerability scanners look for them. Then it
+compiles the standard library, which the official images carry without bytecode, and imports each
+MODULE inside ROOT.
 
 Runs as root in a builder with binutils. Raises CalledProcessError where an import fails.
 """

@@ -128,7 +128,7 @@ class Runner:
         }
         own = environment.resolve_env(await volumes.env(self._api, self._pod), known, {})
         sources = self._find_sources()
-        env = self._base_env(spec) | {"PYTHONPATH": source for source in sources} | own
+        env = self._base_env(spec) | {"PYTHONPATH": ":".join(sources)} | own
         folders = await volumes.folders(self._api, self._pod, place.folder)
         security = self._pod["spec"]["containers"][0].get("securityContext") or {}
         plan = {
