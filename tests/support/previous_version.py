@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-COMMIT = "2fbfcadeee5959a1382b722a297bc00624d69fa3"
-"""The first one whose agents ask for tokens and whose gateways send them."""
+COMMIT = "436a7136663470cd130a14ef6a1ae773e7a7c41a"
+"""The first one whose gateways send the tokens that its agents ask for, also in a cluster."""
 VERSION = "0.1.0.dev0"
 """What it calls itself in tests, as it shares its number with the present version."""
 
