@@ -102,7 +102,7 @@ def test_an_upgrade_and_the_way_back_lose_no_request(
                 up = move(chat, load, present, CHART)
                 newer_crds = read_crds(cluster)
                 back = move(chat, load, VERSION, previous.chart, "--set", "crds.enabled=false")
-                again = move(chat, load, present, CHART)
+                again = move(chat, load, present, CHART, "--set", "crds.enabled=true")
             assert load.failures == []
             # Each pair of versions was at work.
             both = frozenset({VERSION, present})

@@ -113,7 +113,7 @@ def _list_distributions(files: Mapping[str, str]) -> Iterator[Component]:
     for path in filter(_METADATA.search, sorted(files)):
         fields = HeaderParser().parsestr(files[path])
         name = re.sub(r"[-_.]+", "-", fields["Name"]).lower()
-        stated = fields["License-Expression"]
+        license_text = fields["License-Expression"]
         purl = PackageURL("pypi", None, name, fields["Version"])
         yield Component(
             name=name,
@@ -121,7 +121,7 @@ def _list_distributions(files: Mapping[str, str]) -> Iterator[Component]:
             type=ComponentType.LIBRARY,
             purl=purl,
             bom_ref=f"{purl}#{path}",
-            licenses=[licenses.make_from_string(stated)] if stated else [],
+            licenses=[licenses.make_from_string(license_text)] if license_text else [],
         )
 
 

