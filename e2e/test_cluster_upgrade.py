@@ -9,7 +9,7 @@ import pytest
 from cleave.distribution import get_version
 
 from e2e.cluster.closed_loop_load import Load
-from e2e.cluster.cluster import Cluster, wait_until
+from e2e.cluster.cluster import Cluster, CommandError, wait_until
 from e2e.test_cluster_operator import (
     CHART,
     CHAT,
@@ -101,6 +101,9 @@ def test_an_upgrade_and_the_way_back_lose_no_request(
                 assert set(read_versions(chat).values()) == {frozenset({VERSION})}
                 up = move(chat, load, present, CHART)
                 newer_crds = read_crds(cluster)
+                with pytest.raises(CommandError, match="CRDs of Cleave never go back"):
+                    cluster.helm("rollback", "cleave", "1", "-n", SYSTEM)
+                assert read_crds(cluster) == newer_crds
                 back = move(chat, load, VERSION, previous.chart, "--set", "crds.enabled=false")
                 again = move(chat, load, present, CHART, "--set", "crds.enabled=true")
             assert load.failures == []
