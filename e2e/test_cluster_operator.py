@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import grpc
 import httpx
@@ -54,13 +55,13 @@ def installed(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @contextmanager
-def installation(cluster: Cluster, *args: str) -> Iterator[None]:
-    """The chart, with two nodes if they are ours; nothing of it is left afterwards."""
+def installation(cluster: Cluster, *args: str, chart: Path = CHART) -> Iterator[None]:
+    """A chart, with two nodes if they are ours; nothing of it is left afterwards."""
     nodes = (gpu_node("node-a", clique="a"), gpu_node("node-b", clique="b"))
     with cluster.lend_nodes(*nodes):
         try:
             cluster.helm(
-                *("install", "cleave", str(CHART), "-n", SYSTEM, "--create-namespace"),
+                *("install", "cleave", str(chart), "-n", SYSTEM, "--create-namespace"),
                 *("--wait", "--timeout", "120s", "--take-ownership", *args),
                 *shlex.split(os.environ.get("HELM_ARGS", "")),
                 timeout_s=150,

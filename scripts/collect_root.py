@@ -2,8 +2,10 @@
 
 `collect_root.py ENVIRONMENT ROOT MODULE...` copies into ROOT: a Python environment, the interpreter
 and standard library under it, each shared library that these load, certificates, users and a shell.
-Nothing else: no package manager, compiler, test or documentation. Then it compiles the standard
-library, which the official images carry without bytecode, and imports each MODULE inside ROOT.
+Nothing else: no package manager, compiler, test or documentation. It names the Debian packages that
+files are from in var/lib/dpkg/status.d, where vulnerability scanners look for them. Then it
+compiles the standard library, which the official images carry without bytecode, and imports each
+MODULE inside ROOT.
 
 Runs as root in a builder with binutils. Raises CalledProcessError where an import fails.
 """
@@ -29,6 +31,7 @@ _OPENED_BY_NAME = ("libgcc_s.so.1",)
 _FILES = ("/etc/group", "/etc/nsswitch.conf", "/etc/passwd", "/bin/sh")
 _CERTIFICATES = Path("/usr/share/ca-certificates/mozilla")
 """Debian's; /etc/ssl may hold certificates of the building machine's own network."""
+_DPKG = Path("/var/lib/dpkg")
 _MERGED = ("bin", "lib", "lib64", "sbin")
 """Links to folders of /usr."""
 _WRITABLE = {"home/cleave": 0o755, "tmp": 0o1777}
@@ -55,6 +58,7 @@ def main(environment: Path, root: Path, modules: list[str]) -> None:
         if not library.startswith((f"{root}/", f"{environment}/")):
             _copy(Path(library), root)
     _strip(file for file in binaries if not _is_patched(file))
+    _name_packages(root, _DPKG)
     stdlib = sysconfig.get_path("stdlib")
     _run_inside(root, interpreter, "-m", "compileall", "-q", stdlib)
     for module in modules:
@@ -131,6 +135,28 @@ def _find_libraries(binaries: Iterable[Path]) -> Iterator[str]:
         for folder in ("/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu"):
             if Path(folder, name).exists():
                 yield f"{folder}/{name}"
+
+
+def _name_packages(root: Path, dpkg: Path) -> None:
+    """Write the stanza of each Debian package that a file of `root` is from, as distroless images
+    have them; `dpkg`: the builder's /var/lib/dpkg."""
+    files = {f"/{file.relative_to(root)}" for file in root.rglob("*") if not file.is_dir()}
+    stanzas = {
+        match[1]: stanza
+        for stanza in (dpkg / "status").read_text().split("\n\n")
+        if (match := re.match(r"Package: (\S+)", stanza.lstrip()))
+    }
+    target = root / "var/lib/dpkg/status.d"
+    target.mkdir(parents=True)
+    for listing in (dpkg / "info").glob("*.list"):
+        # The database has names from before /lib became a link to /usr/lib.
+        owned = {
+            re.sub(r"^/(bin|lib|lib64|sbin)/", r"/usr/\1/", path)
+            for path in listing.read_text().split("\n")
+        }
+        package = listing.stem.partition(":")[0]
+        if package in stanzas and (owned & files or package == "ca-certificates"):
+            (target / package).write_text(stanzas[package].strip() + "\n")
 
 
 def _is_patched(file: Path) -> bool:

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,12 @@ _CHART = _ROOT / "charts" / "cleave"
 _CRDS = "files/crds"
 _NAMESPACE = "cleave-system"
 _KUBERNETES = "1.30.0"
-_KEEP = "\n  annotations:\n    helm.sh/resource-policy: keep"
+_ANNOTATIONS = """
+  annotations:
+    helm.sh/resource-policy: keep
+    cleave.dev/release: "{}"
+"""
+"""What keeps a CRD when the release is uninstalled, and what templates/crdpolicy.yaml compares."""
 _TITLE = "# Rendered from charts/cleave by scripts/generate; changes here are lost.\n"
 
 
@@ -32,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     (out / "crds").mkdir(exist_ok=True)
     (out / "manifests").mkdir(exist_ok=True)
     definitions = {
-        path.name: _with_keep_annotation(path.read_text()) for path in sorted(source.glob("*.yaml"))
+        path.name: _with_annotations(path.read_text()) for path in sorted(source.glob("*.yaml"))
     }
     for name, text in definitions.items():
         (out / "crds" / name).write_text(text)
@@ -84,11 +90,24 @@ def _write_rest(target: Path) -> int:
     return 1
 
 
-def _with_keep_annotation(definition: str) -> str:
-    """The CRD with the annotation that keeps it when the release is uninstalled."""
+def _with_annotations(definition: str) -> str:
+    """The CRD with the annotations that the chart needs."""
+    annotations = _ANNOTATIONS.format(number_version(read_version())).rstrip("\n")
     return re.sub(
-        r"(?m)^metadata:\n  name: \S+$", lambda found: found[0] + _KEEP, definition, count=1
+        r"(?m)^metadata:\n  name: \S+$", lambda found: found[0] + annotations, definition, count=1
     )
+
+
+def read_version() -> str:
+    """The version of this checkout."""
+    project: dict[str, str] = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    return project["version"]
+
+
+def number_version(version: str) -> int:
+    """`1.2.3` -> 1002003: numbers in the order of releases."""
+    major, minor, patch = (int(part) for part in re.findall(r"\d+", version)[:3])
+    return (major * 1_000 + minor) * 1_000 + patch
 
 
 def _stamp() -> str:

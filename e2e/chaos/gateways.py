@@ -38,6 +38,8 @@ class Gateway:
     keys: tuple[str, ...] = ()
     """Its clients', where it asks for keys."""
     processes: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of its processes, besides those of the deployment."""
     port: int = field(default_factory=free_port)
     internal_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
@@ -65,10 +67,11 @@ class Gateway:
         command += ["--processes", str(self.processes)]
         if self.keys:
             command += ["--api-keys", str(self._write_keys())]
+        env = self.deployment.agent_env | {MARK: str(self.deployment.state_dir)} | self.env
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 command,
-                env=os.environ | self.deployment.agent_env | {MARK: str(self.deployment.state_dir)},
+                env=os.environ | env,
                 stdout=log,
                 stderr=log,
             )

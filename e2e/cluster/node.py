@@ -123,6 +123,7 @@ class Node:
             gpus=self._gpus[uid],
             folder=folder,
             log=folder.with_suffix(".log"),
+            versions=self._folder / "versions",
         )
 
     def _free_address(self) -> str:

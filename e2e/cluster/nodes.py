@@ -149,6 +149,11 @@ class Nodes:
         for shape in shapes:
             self._order("add", dataclasses.asdict(shape))
 
+    def install(self, tag: str, sources: Path) -> None:
+        """Let pods whose image has this tag run another version of Cleave."""
+        (self.folder / "versions").mkdir(exist_ok=True)
+        (self.folder / "versions" / tag).symlink_to(sources)
+
     def lose(self, name: str) -> None:
         """Kill a node's processes and let it be silent from now on."""
         self._order("lose", name)

@@ -44,6 +44,8 @@ class Place:
     gpus: tuple[int, ...]
     folder: Path
     """For what is made for the pod."""
+    versions: Path
+    """Folder of `Nodes.install`: sources by tag of an image."""
     log: Path
 
 
@@ -125,12 +127,13 @@ class Runner:
             "spec.serviceAccountName": self._pod["spec"].get("serviceAccountName", "default"),
         }
         own = environment.resolve_env(await volumes.env(self._api, self._pod), known, {})
-        env = self._base_env(spec) | own
-        sources = await volumes.folders(self._api, self._pod, place.folder)
+        sources = self._find_sources()
+        env = self._base_env(spec) | {"PYTHONPATH": ":".join(sources)} | own
+        folders = await volumes.folders(self._api, self._pod, place.folder)
         security = self._pod["spec"]["containers"][0].get("securityContext") or {}
         plan = {
-            "volumes": volumes.mounts(self._pod, sources),
-            "keep": _REACHABLE,
+            "volumes": volumes.mounts(self._pod, folders),
+            "keep": [*_REACHABLE, *sources],
             "readOnlyRoot": bool(security.get("readOnlyRootFilesystem")),
         }
         mounter = [sys.executable, "-I", "-S", mounts.__file__, json.dumps(plan)]
@@ -139,6 +142,12 @@ class Runner:
         return ContainerCommand(
             [*mounter, *environment.build_command_line(command, own)], env, place.log
         )
+
+    def _find_sources(self) -> list[str]:
+        """The sources of its image's tag, if that is another version of Cleave."""
+        _, _, tag = self._pod["spec"]["containers"][0].get("image", "").rpartition(":")
+        sources = self.place.versions / tag
+        return [str(sources.resolve())] if tag and sources.is_dir() else []
 
     def _base_env(self, spec: PodSpec) -> dict[str, str]:
         """What a container finds besides its own variables: programs, home, the API server."""

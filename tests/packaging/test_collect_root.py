@@ -50,6 +50,10 @@ def test_programs_run_in_the_root_that_holds_what_they_load(
     for unused in ("idlelib", "ensurepip"):
         assert not list(root.rglob(unused))
     assert not (root / "usr/bin/apt-get").exists()
+    if Path("/var/lib/dpkg/status").exists():
+        named = {file.name for file in (root / "var/lib/dpkg/status.d").iterdir()}
+        assert {"libc6", "dash", "ca-certificates"} <= named
+        assert not {"apt", "dpkg", "gcc"} & named
 
 
 def test_a_module_that_cannot_be_imported_there_fails_the_build(

@@ -34,6 +34,23 @@ def lineage(name: str) -> list[str]:
     return [line for each in (start, *sources) if each in stages() for line in lineage(each)] + own
 
 
+def test_everything_from_outside_is_pinned_by_a_hash() -> None:
+    """Debian packages are not: the bill of materials of each build names their versions."""
+    text = (ROOT / "images" / "Dockerfile").read_text()
+    assert "# syntax" not in text
+    bases = {base for base, _ in stages().values()} - stages().keys() - {"scratch"}
+    assert bases == {"${BASE}"}
+    installs = [line for line in text.splitlines() if re.search(r"pip install|uv sync", line)]
+    assert installs
+    assert all("--require-hashes" in line or "--frozen" in line for line in installs)
+    bootstrap = (ROOT / "scripts" / "bootstrap").read_text().replace("\\\n", "")
+    pip = [
+        line for line in bootstrap.splitlines() if "pip install" in line or 'pip" install' in line
+    ]
+    assert len(pip) == 2
+    assert all("--require-hashes" in line for line in pip)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_images_run_as_the_user_that_pods_name(target) -> None:
     users = [line.split()[1] for line in lineage(target) if line.startswith("USER ")]
@@ -93,7 +110,7 @@ def test_the_operators_machine_code_is_for_the_cpu_that_it_asks_for() -> None:
 def test_base_images_are_pinned_and_another_can_be_named() -> None:
     text = (ROOT / "images" / "Dockerfile").read_text()
     version = re.search(r"ARG BASE=docker.io/library/python:(\S+)", text)[1]
-    assert re.fullmatch(r"3\.\d+\.\d+-slim-\w+", version)
+    assert re.fullmatch(r"3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", version)
     bases = {start for start, _ in stages().values() if start not in stages()}
     assert bases == {"${BASE}", "scratch"}
 

@@ -173,7 +173,7 @@ def test_the_manifests_bring_their_namespace_which_allows_restricted_pods_only(p
 
 
 @pytest.mark.parametrize("folder", ["charts/cleave/files/crds", "manifests"])
-def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder) -> None:
+def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder, scripts) -> None:
     expected = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").iterdir())]
     carried = [
         document
@@ -183,8 +183,17 @@ def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder) -> None:
     ]
     assert len(carried) == len(expected) == 2
     for carried_one, want in zip(carried, expected, strict=True):
-        assert carried_one["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+        assert carried_one["metadata"].pop("annotations") == {
+            "helm.sh/resource-policy": "keep",
+            "cleave.dev/release": str(scripts.number_version(scripts.read_version())),
+        }
         assert carried_one == want
+
+
+def test_releases_are_numbered_in_their_order(scripts) -> None:
+    versions = ["0.1.0", "0.1.9", "0.1.10", "0.2.0", "1.0.0", "1.0.1"]
+    numbers = [scripts.number_version(version) for version in versions]
+    assert numbers == sorted(set(numbers))
 
 
 def test_removing_the_operators_manifest_keeps_the_crds(plain) -> None:

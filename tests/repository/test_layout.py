@@ -37,6 +37,16 @@ def test_no_link_is_tracked() -> None:
     assert not [line for line in tracked.splitlines() if line.startswith("120000")]
 
 
+def test_no_program_is_tracked() -> None:
+    # Nobody can read one: executables and libraries of Linux, Windows and macOS, and Java's.
+    magic = (b"\x7fELF", b"MZ", b"!<arch>", b"\xca\xfe\xba\xbe", b"\xcf\xfa\xed\xfe")
+    tracked = [ROOT / path for path in git("ls-files").splitlines()]
+    assert tracked
+    assert not [path for path in tracked if path.is_file() and path.read_bytes().startswith(magic)]
+    suffixes = {".pyc", ".whl", ".jar", ".deb", ".rpm", ".exe"}
+    assert not [path for path in tracked if path.suffix in suffixes]
+
+
 def test_the_standard_operator_module_is_not_shadowed() -> None:
     import operator
 

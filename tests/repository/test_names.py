@@ -103,10 +103,10 @@ CALLED_BY_NAME = frozenset(_CALLED_BY_NAME.split())
 
 _SCENARIOS = """
 test_adapters test_against_emulator test_against_reference test_attacks test_convergence
-test_different_shapes test_dispatch test_event_loop_pauses test_fuzz_http
-test_in_browser test_length_predictors test_lifecycle test_logs test_main test_others
+test_different_shapes test_dispatch test_event_loop_pauses test_fuzz_http test_in_browser
+test_later_messages test_length_predictors test_lifecycle test_logs test_main test_others
 test_published_results test_queries test_recovery_emulated test_recovery_rules test_role_change
-test_rollout_histories test_same_picks test_scale_from_zero test_scaling_convergence
+test_rollback test_rollout_histories test_same_picks test_scale_from_zero test_scaling_convergence
 test_scheduling_limits test_siblings_end_to_end test_skew test_smuggling test_vllm_interfaces
 """
 SCENARIOS = frozenset(_SCENARIOS.split())

@@ -72,6 +72,12 @@ class ApiModel(BaseModel):
 
     rules: ClassVar[tuple[ValidationRule, ...]] = ()
 
+    @classmethod
+    def read_status(cls, written: object) -> Self:
+        """Read a part of a status. Unknown fields are skipped: before a roll-back a later version
+        of Cleave wrote it. Raises ValidationError, which is a ValueError."""
+        return cls.model_validate(written, by_alias=True, extra="ignore")
+
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         broken = [rule for rule in self.rules if not rule.is_valid(self)]

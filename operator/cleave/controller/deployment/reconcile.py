@@ -215,11 +215,14 @@ def _report_reset_replicas(
     view: DeploymentView, desired: InstancePool, current: InstancePool | None
 ) -> Iterator[Emit]:
     """Report that the replica count of a pool that the plan owns was changed and is set back."""
-    pools = view.status.get("plan", {}).get("pools", ())
-    planned = {Role(pool["role"]): pool["replicas"] for pool in pools}
     count = desired.spec.replicas
     if scaling.is_enabled(view.deployment) or current is None or current.spec.replicas == count:
         return
+    try:
+        pools = read_placement(view.status.get("plan", {})).pools
+    except ValueError:
+        return
+    planned = {pool.role: pool.replicas for pool in pools}
     roles = {each.role for each in desired.spec.members} or {desired.spec.role}
     if not roles <= planned.keys() or scaling.count_instances(desired, planned) != count:
         return

@@ -66,9 +66,13 @@ def is_scaled_to_zero(deployment: LLMDeployment, pools: Iterable[InstancePool]) 
 
 
 def compute_counts(view: DeploymentView, written: Manifest) -> ReplicaCounts:
-    """Compute the instances of each role from `status.plan`. Raises ValueError."""
-    plan = SelectedPlan.model_validate(written, by_alias=True)
+    """Compute the instances of each role from `status.plan`; the present ones if it cannot be
+    read, because a later version of Cleave wrote it."""
     spec, now = view.deployment.spec, count_engines(view.pools)
+    try:
+        plan = SelectedPlan.read_status(written)
+    except ValueError:
+        return now
     scaling = spec.scaling
     if any(pool.spec.owner is not ReplicasOwner.PLAN for pool in view.pools):
         # Scaling to 0 would stop the plan's pools only, and those of other owners would idle.

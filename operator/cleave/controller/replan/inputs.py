@@ -85,7 +85,7 @@ class PlanInputs:
     def read_correction(self, status: Manifest) -> LatencyCorrection | None:
         """Return the correction of the latency model; None: there is none for this model."""
         try:
-            correction = LatencyCorrection.model_validate(status.get("correction"), by_alias=True)
+            correction = LatencyCorrection.read_status(status.get("correction"))
         except ValidationError:
             return None
         return correction if correction.of == self.model_hash else None
@@ -99,7 +99,7 @@ def get_planned_workload(deployment: LLMDeployment, status: Manifest) -> Workloa
 
 def _read_valid(workload_hash: str, status: Manifest) -> FittedPlanInputs | None:
     try:
-        fitted = FittedPlanInputs.model_validate(status.get("basis"), by_alias=True)
+        fitted = FittedPlanInputs.read_status(status.get("basis"))
     except ValidationError:
         return None
     return fitted if fitted.of == workload_hash else None
@@ -114,7 +114,7 @@ def hash_workload(deployment: LLMDeployment) -> str:
 
 def read_placement(written: Manifest) -> Placement:
     """Read the placement from `status.plan`. Raises ValueError when it is not readable."""
-    selected = SelectedPlan.model_validate(written, by_alias=True)
+    selected = SelectedPlan.read_status(written)
     return Placement(tuple(map(to_planned_pool, selected.pools)), selected.reason)
 
 

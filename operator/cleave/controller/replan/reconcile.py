@@ -258,6 +258,10 @@ def _estimate_start_s(view: DeploymentView) -> float:
 
 def _read_past_plans(plans: Iterable[Manifest]) -> Iterator[ReplacedPlan]:
     for each in plans:
-        past = PastPlan.model_validate(each, by_alias=True)
+        try:
+            past = PastPlan.read_status(each)
+        except ValueError:
+            # Of a later version of Cleave, before a roll-back.
+            continue
         if past.verdict == APPLIED:
             yield ReplacedPlan(tuple(map(to_planned_pool, past.left)), past.at.timestamp())

@@ -1,0 +1,142 @@
+"""Agents, engines and gateways of this version and the one before it, together on one machine.
+
+`e2e/test_cluster_upgrade.py` adds the operator. Instances have one revision, as while an operator
+replaces them after an upgrade, so engines of both versions hand KV to each other.
+"""
+
+import concurrent.futures
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from e2e.chaos.expected_output import COMPLETIONS, expect
+from e2e.chaos.gateways import Gateway
+from e2e.support.deployments import Deployment, deployed, emulated, tiny_vllm, until
+from e2e.support.vllm_prompts import CASES, ask, engine_url, metric
+from tests.support.previous_version import PreviousVersion, extract
+
+READY_S = 60
+REQUESTS = 40
+PREVIOUS = {
+    "all workers": "-(prefill|decode)-",
+    "prefill": "-prefill-",
+    "decode": "-decode-",
+    "no worker": "^$",
+}
+"""Which pods run the previous version, as a pattern for their names."""
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> PreviousVersion:
+    return extract(tmp_path_factory.mktemp("previous"))
+
+
+@pytest.fixture(scope="module", params=PREVIOUS)
+def gateways(
+    previous: PreviousVersion, tmp_path_factory: pytest.TempPathFactory, request
+) -> Iterator[dict[str, Gateway]]:
+    """A gateway of each version in front of the same emulated instances."""
+    folder = tmp_path_factory.mktemp("skew")
+    choice = previous.choose_for(PREVIOUS[request.param], folder / "choice")
+    manifest: dict[str, Any] = emulated("skew", 2, 2)
+    manifest["spec"]["engine"]["env"] = [{"name": "PYTHONPATH", "value": str(choice)}]
+    with deployed(manifest, folder, READY_S) as deployment:
+        assert_chosen(choice, request.param)
+        env = {"PYTHONPATH": str(previous.sources)}
+        found = {
+            "present": Gateway("present", deployment, folder),
+            "previous": Gateway("previous", deployment, folder, env=env),
+        }
+        try:
+            for gateway in found.values():
+                gateway.start()
+                until(lambda g=gateway: sees_all(g), READY_S, f"{gateway.name}: all selectable")
+            yield found
+        finally:
+            for gateway in found.values():
+                if gateway.process is not None:
+                    gateway.kill()
+
+
+def assert_chosen(choice: Path, previous: str) -> None:
+    """Whether exactly the pods that should have run the previous version."""
+    file = choice / "chosen"
+    ran = set(file.read_text().split()) if file.exists() else set()
+    names = {f"skew-{role}-{number}" for role in ("prefill", "decode") for number in (0, 1)}
+    expected = {"no worker": set(), "all workers": names}
+    assert ran == expected.get(previous, {name for name in names if previous in name})
+
+
+def sees_all(gateway: Gateway) -> bool:
+    instances = gateway.fleet().instances
+    return len(instances) == 4 and all(each.selectable for each in instances)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("version", ["present", "previous"])
+def test_every_answer_is_right_and_every_handoff_is_used(
+    gateways: dict[str, Gateway], version: str
+) -> None:
+    gateway = gateways[version]
+    before = gateway.count()
+    rng = random.Random(version)
+    bodies = [
+        {
+            "model": "skew",
+            "prompt": [rng.randrange(1000) for _ in range(rng.randrange(1, 600))],
+            "max_tokens": rng.randrange(1, 40),
+        }
+        for _ in range(REQUESTS)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda body: complete(gateway, body), bodies))
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer == expect(COMPLETIONS, body, "skew").texts[0]
+    counted = {name: n - before.get(name, 0) for name, n in gateway.count().items()}
+    counted = {name: number for name, number in counted.items() if number}
+    assert counted.pop('handoffs{result="used"}') == REQUESTS
+    assert not [name for name in counted if name.startswith(("retries", "recoveries", "handoffs"))]
+
+
+def complete(gateway: Gateway, body: dict[str, Any]) -> str:
+    response = httpx.post(f"{gateway.url}{COMPLETIONS}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+def test_agents_of_both_versions_are_read_and_none_was_restarted(
+    gateways: dict[str, Gateway],
+) -> None:
+    deployment: Deployment = gateways["present"].deployment
+    registrations = deployment.instances()
+    assert len(registrations) == 4
+    for each in registrations.values():
+        assert each.kv_path.verified, each.kv_path.detail
+        assert each.restarts == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_vllm_engines_with_plugins_of_both_versions_hand_over_kv(
+    previous: PreviousVersion, tiny_model: Path, tmp_path: Path, role: str
+) -> None:
+    choice = previous.choose_for(f"-{role}-", tmp_path / "choice")
+    env = [{"name": "PYTHONPATH", "value": str(choice)}]
+    manifest = tiny_vllm(tiny_model, pools={"flipping": "Off"}, engine={"env": env})
+    with deployed(manifest, tmp_path, 420) as deployment:
+        assert set((choice / "chosen").read_text().split()) == {f"tiny-{role}-0"}
+        decode = engine_url(deployment, "decode")
+        pulled = (
+            'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv'
+        )
+        before = metric(decode, pulled)
+        split = [ask(deployment.url, case) for case in CASES]
+        moved = metric(decode, pulled) - before
+        assert moved == sum(answer.prompt_tokens for answer in split)
+        colocated = [ask(engine_url(deployment, "prefill"), case) for case in CASES]
+        assert [each.tokens for each in split] == [each.tokens for each in colocated]
