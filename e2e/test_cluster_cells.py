@@ -6,7 +6,7 @@ import pytest
 
 from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
-from e2e.cluster.nodes import Nodes
+from e2e.cluster.nodes import Nodes, gpu_node
 from e2e.test_cluster_operator import (
     READY_S,
     Chat,
@@ -44,6 +44,18 @@ spec:
   planning: {affinity: Low, maxGPUs: 8}
 """
 
+UNNAMED = """
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: {source: meta-llama/Llama-3.1-8B, servedName: chat}
+  slo: {ttftMs: 400, tpotMs: 12}
+  workload: {rate: 6, promptTokens: {mean: 4000}, outputTokens: {mean: 300}}
+  template: {nodeSelector: {example.com/none: "1"}}
+"""
+"""Its network is Ethernet; no node starts its engines, which need GPUs."""
+
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -73,6 +85,27 @@ def test_a_plan_by_algorithm_2_runs_as_one_pod_for_each_cell(start: Chat) -> Non
     assert sizes["prefill"] == sizes["decode"] == len(start.workers("mixed"))
     assert len(start.workers()) == len(start.workers("mixed"))
     assert start.ask() == ""
+
+
+def test_a_plan_chooses_cells_of_one_pod_where_no_connector_is_named(
+    start: Chat, nodes: Nodes
+) -> None:
+    nodes.add(*(gpu_node(f"cells-{number}", infiniband=False) for number in range(2)))
+    try:
+        start.cluster.kubectl("apply", "-n", start.namespace, "-f", "-", input=UNNAMED)
+        wait_until(lambda: start.workers("mixed"), 120, "cells are created")
+        plan = start.deployment["status"]["plan"]
+        assert plan["connector"] == "Nixl"
+        assert "each cell is one pod" in plan["reason"]
+        (pool,) = start.cluster.list("ipool", start.namespace)
+        assert [each["role"] for each in pool["spec"]["members"]] == ["prefill", "decode"]
+        assert pool["spec"]["engine"]["connector"] == "Nixl"
+        assert pool["spec"]["revision"] == plan["revision"]
+        assert len(start.workers()) == len(start.workers("mixed")) == pool["spec"]["replicas"]
+    finally:
+        for number in range(2):
+            nodes.lose(f"cells-{number}")
+            start.cluster.kubectl("delete", "node", f"cells-{number}")
 
 
 def test_a_cell_serves_is_replaced_and_drained_as_a_unit(start: Chat) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import before
 
+from cleave.perf import host_launch
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.kernels import composition, tables
@@ -29,7 +30,7 @@ from cleave.perf.roofline.roofline import VLLM, Roofline
 from cleave.perf.timing import EngineTiming, PromptChunk
 
 GPUS = {"h100_sxm": "H100-SXM-80GB", "h200_sxm": "H200-SXM-141GB", "b200_sxm": "B200-SXM-180GB"}
-FP8 = Quantization("fp8", 8, is_8_bit_compute=True)
+FP8 = Quantization("modelopt", 8, is_8_bit_compute=True)
 FP8_BLOCK = Quantization("fp8", 8, is_8_bit_compute=True, is_blockwise=True)
 NVFP4 = Quantization("modelopt", 4.5, is_8_bit_compute=False, is_4_bit_compute=True)
 MODELS: dict[tuple[str, str], tuple[str, Quantization | None]] = {
@@ -75,6 +76,17 @@ FUSED = {("B200-SXM-180GB", "llama-3.1-70b"), ("B200-SXM-180GB", "gpt-oss-120b")
 """(GPU, model) whose scripts fuse all-reduces with norms."""
 FUSED_BY_DEFAULT = (0, 17)
 """Version of vLLM from which it does so without a flag (pull request 34299 of February 2026)."""
+GRAPH_TOKENS = {
+    ("B200-SXM-180GB", "llama-3.1-70b"): 0,
+    ("B200-SXM-180GB", "minimax-m2.5"): 2048,
+    ("B200-SXM-180GB", "gpt-oss-120b"): 2048,
+    ("H100-SXM-80GB", "gpt-oss-120b"): 2048,
+    ("H200-SXM-141GB", "gpt-oss-120b"): 2048,
+}
+"""(GPU, model) -> largest iteration with prompts that ran as a CUDA graph, by the same scripts:
+`cudagraph_mode: FULL_DECODE_ONLY` or `max-cudagraph-capture-size`."""
+DEFAULT_GRAPH_TOKENS = 512
+"""Of vLLM's versions that these runs had."""
 RATED_SHARE = 0.9
 """Runs that need more of the GPUs' rated speeds contradict their published number of requests; they
 are left out, and counted."""
@@ -106,6 +118,8 @@ class Measurement:
     """Of the measurement; empty: not known."""
     is_inferencex: bool
     fuses_reduces: bool
+    graph_tokens: int
+    """Largest iteration with prompts that ran as a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +168,7 @@ def read_measurements(root: Path) -> list[Measurement]:
                 date,
                 bool(date),
                 (gpu, model[0]) in FUSED or is_fused_by_default(row["backend_version"] or ""),
+                GRAPH_TOKENS.get((gpu, model[0]), DEFAULT_GRAPH_TOKENS),
             )
             key = (gpu, measured.model, measured.tensor, measured.batch)
             equal = (*key, measured.prompt_tokens, measured.output_tokens)
@@ -301,19 +316,21 @@ def _take_chunks(
 
 def build_timings(run: Measurement) -> dict[str, EngineTiming]:
     """Iteration times by source: kernel tables if there are any, the roofline, the old roofline.
-    The tables with all-reduces as the run's engine had them."""
+    All-reduces and CUDA graphs are as the run's engine had them."""
     shape, tensor, found = run.shape, run.tensor, find_gpu(run.gpu)
     known = tables.find_tables(found)
     if known is not None and not run.fuses_reduces:
         known = replace(known, fused_limits={})
     operators = composition.build_operators(shape, known, tensor) if known else None
+    launch = host_launch.select_host_launch(shape, found)
+    launch = replace(launch, graph_tokens=run.graph_tokens)
     timings = {}
     if operators is not None:
         fitted = operator_fit.to_timing(operators, tensor)
-        timings["tables"] = replace(fitted, schedules_ahead=VLLM.schedules_ahead)
-    timings["roofline"] = Roofline(
-        shape, found, tensor, build_node_link(found), select_efficiency(found)
-    ).to_timing()
+        fitted = replace(fitted, schedules_ahead=VLLM.schedules_ahead)
+        timings["tables"] = host_launch.bound_prompts(fitted, shape, tensor, launch)
+    roofline = Roofline(shape, found, tensor, build_node_link(found), select_efficiency(found))
+    timings["roofline"] = host_launch.bound_prompts(roofline.to_timing(), shape, tensor, launch)
     timings["before"] = before.build_roofline(shape, found, tensor).to_timing()
     return timings
 

@@ -289,3 +289,19 @@ def test_a_cell_is_one_pod_only_where_its_engines_move_kv_from_gpu_to_gpu(deploy
         assert len(build_pools(chat, choose_placement(chat), NODES)) == 2
     chat = deployment(placement={"manual": CELL}, **nixl)
     assert len(build_pools(chat, choose_placement(chat), NODES)) == 1
+
+
+def test_cells_that_a_plan_chose_nixl_for_are_pods_with_it(deployment) -> None:
+    planned = deployment()
+    cells = choose_placement(deployment(placement={"manual": CELL})).pools
+    placement = Placement(cells, "planned", connector=Connector.NIXL)
+    (pool,) = build_pools(planned, placement, NODES)
+    assert pool.spec.engine.connector is Connector.NIXL
+    plan = build_selected_plan(planned, placement)
+    assert (plan.connector, plan.reason) == (Connector.NIXL, "planned")
+    assert plan.revision == pool.spec.revision != hash_revision(planned)
+    # Of a plan without it, the deployment's own connector stays.
+    own = Placement(cells, "planned")
+    pools = build_pools(planned, own, NODES)
+    assert [each.spec.engine.kv_connector for each in pools] == [Connector.CLEAVE] * 2
+    assert build_selected_plan(planned, own).connector is None

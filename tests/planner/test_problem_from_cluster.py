@@ -8,6 +8,7 @@ import yaml
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Connector
 from cleave.api.manifest import ManifestError, validate
 from cleave.perf.hardware.link import LinkKind
 from cleave.planner import plan_search, problem_from_cluster
@@ -177,6 +178,32 @@ def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
     # 512 tokens of OPT-13B are 419 MB.
     moved = drafts.build_transfer(problem, pair)
     assert moved.latency_ms + 512 * moved.token_ms == pytest.approx(373, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "spec", "has_choice"),
+    [
+        ("A100-SXM-80GB", {}, True),
+        ("L40S", {}, False),
+        ("A100-SXM-80GB", {"engine": {"connector": "Cleave"}}, False),
+        ("A100-SXM-80GB", {"engine": {"connector": "Nixl"}}, False),
+        ("A100-SXM-80GB", {"engine": {"transfer": "PerLayer"}}, False),
+        ("A100-SXM-80GB", {"template": {"gpuResource": "nvidia.com/mig-3g.40gb"}}, False),
+    ],
+)
+def test_a_plan_may_choose_cells_over_nixl_where_no_connector_is_named(
+    gpu: str, spec: dict[str, object], has_choice: bool
+) -> None:
+    machines = cluster(f"{{nodes: [{{gpu: {gpu}}}]}}")
+    problem = problem_from_cluster.build_problem(deployment(**spec), machines)
+    assert bool(problem.cell_supplies) is has_choice
+    if has_choice:
+        assert problem.supplies[0].cell_link is None
+        named = deployment(engine={"connector": "Nixl"})
+        expected = problem_from_cluster.build_problem(named, machines)
+        chosen = problem.with_connector(Connector.NIXL)
+        assert (chosen.supplies, chosen.policies) == (expected.supplies, expected.policies)
+        assert chosen.cell_supplies == ()
 
 
 def test_declared_scheduling_is_simulated() -> None:

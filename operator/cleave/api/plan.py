@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cleave.api.base import ApiModel, ValidationRule
+from cleave.api.engine import Connector
 from cleave.api.role import Parallelism, Role
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -141,6 +142,9 @@ class SelectedPlan(ApiModel):
     """Instances of each role."""
     algorithm: str = ""
     """Algorithm that found the plan; empty: the placement is manual, or was not planned."""
+    connector: Annotated[Connector, Field(strict=False)] | None = None
+    """KV connector that the plan chose because its cells are one pod each and spec.engine names
+    none; absent: the deployment's own. It stays as long as the plan and its revisions do."""
     inputs: str | None = None
     """Hash of the inputs of the plan: the plan stays as long as the hash does."""
     verdict: str | None = None

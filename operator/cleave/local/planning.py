@@ -62,7 +62,8 @@ def decide_placement(
 
     result = plan_search.plan(problem, tick)
     if result.selected is not None:
-        return Placement(result.selected.pools, result.reason, result)
+        selected = result.selected
+        return Placement(selected.pools, result.reason, result, selected.connector)
     reason = f"infeasible: {strip_verdict(result)}"
     raise DeploymentStartError([f"{reason}; set spec.placement.manual to start it anyway"])
 

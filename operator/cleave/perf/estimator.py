@@ -14,7 +14,7 @@ from pathlib import Path
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf import named_profiles
+from cleave.perf import host_launch, named_profiles
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
@@ -172,7 +172,8 @@ class ModelEstimator:
         roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor), kernels)
         text = f"FLOPs and bytes, calibrated on {kernels.source}, {_FRONT_END}"
         trust = Confidence(LatencySource.ROOFLINE, text, _ROOFLINE_ERRORS.get(machine.gpu.name))
-        yield _TimingSource(roofline.to_timing(), trust, VLLM.front_end_ms)
+        timing = _start_by_host(roofline.to_timing(), self.shape, machine.gpu, tensor)
+        yield _TimingSource(timing, trust, VLLM.front_end_ms)
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
         for each in self._list_profiles(gpu):
@@ -264,7 +265,12 @@ def _find_kernels(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | N
     timing = replace(
         operator_fit.to_timing(operators, tensor), schedules_ahead=VLLM.schedules_ahead
     )
-    return _TimingSource(timing, trust, VLLM.front_end_ms)
+    return _TimingSource(_start_by_host(timing, shape, gpu, tensor), trust, VLLM.front_end_ms)
+
+
+def _start_by_host(timing: EngineTiming, shape: ModelShape, gpu: Gpu, tensor: int) -> EngineTiming:
+    launch = host_launch.select_host_launch(shape, gpu)
+    return host_launch.bound_prompts(timing, shape, tensor, launch)
 
 
 def _matches_shape(shape: ModelShape, published: str) -> bool:

@@ -1,7 +1,8 @@
 """Chooses the KV connector of a deployment whose `engine.connector` is absent. Pure.
 
 Called by `deployment_checks`, which knows the model's dimensions. Cleave's connector is the
-default; vLLM's NixlConnector is chosen only where Cleave's cannot do the work (decisions 048, 052).
+default; vLLM's NixlConnector is chosen only where Cleave's cannot do the work (decisions 048, 052),
+here or by a plan (061).
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class ConnectorChoice:
     """Why it is another than the default although the spec names none."""
     fault: str | None = None
     """`path: why` engines would end at start with it."""
+    may_be_nixl: bool = False
+    """Whether a plan may choose Nixl instead, for cells that are one pod each (decision 061)."""
 
 
 def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> ConnectorChoice:
@@ -45,10 +48,11 @@ def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> Conne
         else:
             fault = f"spec.engine.connector: {why}; set it to Nixl, or remove it"
         return ConnectorChoice(Connector.CLEAVE, fault=fault)
-    if is_free and spec.template.has_whole_gpus and _are_one_pod_cells(spec, shape):
+    has_gpus = is_free and spec.template.has_whole_gpus
+    if has_gpus and _are_one_pod_cells(spec, shape):
         why = "the engines of a cell in one pod read each other's GPU memory through NIXL only"
         return ConnectorChoice(Connector.NIXL, reason=why)
-    return ConnectorChoice(engine.kv_connector)
+    return ConnectorChoice(engine.kv_connector, may_be_nixl=has_gpus)
 
 
 def _are_one_pod_cells(spec: LLMDeploymentSpec, shape: ModelShape | None) -> bool:

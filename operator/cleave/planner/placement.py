@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import EngineSpec, EngineType
+from cleave.api.engine import Connector, EngineSpec, EngineType
 from cleave.api.plan import ManualPool
 from cleave.api.role import Role
 from cleave.perf import named_profiles
@@ -37,6 +37,8 @@ class Placement:
     """One sentence for status and the command line."""
     result: PlanningResult | None = None
     """The planner's result; None: set in spec.placement.manual, or not planned."""
+    connector: Connector | None = None
+    """KV connector that the plan needs instead of the deployment's; None: its own."""
 
     @property
     def gpus(self) -> int:
@@ -69,6 +71,15 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
         raise PlanError(found)
     pools = sorted(manual.manual, key=lambda pool: list(Role).index(pool.role))
     return Placement(tuple(map(to_planned_pool, pools)), reason="set in spec.placement.manual")
+
+
+def use_planned_connector(deployment: LLMDeployment, placement: Placement) -> LLMDeployment:
+    """The deployment with the connector that its plan needs as `engine.connector`."""
+    if placement.connector is None:
+        return deployment
+    engine = deployment.spec.engine.model_copy(update={"connector": placement.connector})
+    spec = deployment.spec.model_copy(update={"engine": engine})
+    return deployment.model_copy(update={"spec": spec})
 
 
 def to_planned_pool(pool: ManualPool) -> PlannedPool:

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cleave.api.planning import Objective
+from cleave.api.engine import Connector
+from cleave.api.planning import Affinity, Disaggregation, Objective
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlanningResult, PlanVerdict
 from cleave.planner.problem import Problem
@@ -20,7 +21,12 @@ from cleave.planner.result.prediction import PredictedPlan, predict
 from cleave.planner.result.text import format_plan
 from cleave.planner.result.verdict import Ranking
 from cleave.planner.search import affinity, enumeration
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    build_cell,
+    find_needed_connector,
+    is_one_pod,
+)
 from cleave.planner.search.candidates import Candidate, list_candidates, list_sizes
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.enumeration import PlacementOption
@@ -60,6 +66,8 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     search = replace(SearchContext.from_problem(problem), tick=meter.tick)
     choice = affinity.choose_affinity(search, feasible)
     options = enumeration.enumerate_placements(search, feasible, choice.affinity)
+    if problem.cell_supplies and problem.planning.disaggregation is not Disaggregation.NEVER:
+        options += _list_cells_over_nixl(search)
     finalists = _predict_best(search, options)
     ranking = verdict.rank_plans(problem, finalists)
     plans, nearest = [each.plan for each in ranking.ordered], None
@@ -102,6 +110,17 @@ def _list_candidates(problem: Problem) -> tuple[Candidate, ...]:
     return feasible
 
 
+def _list_cells_over_nixl(search: SearchContext) -> Iterator[PlacementOption]:
+    """Cells that are one pod each, where the network is too slow for KV. The others in the search
+    have the deployment's connector, whose KV takes the network."""
+    variant = replace(search, problem=search.problem.with_connector(Connector.NIXL))
+    feasible = list_candidates(variant.problem)
+    if affinity.choose_affinity(variant, feasible).affinity is Affinity.LOW:
+        for option in enumeration.list_low_affinity(variant, feasible):
+            if is_one_pod(option.placement):
+                yield option
+
+
 def _explain_no_candidate(problem: Problem) -> str:
     """Why the largest possible instance does not run the model: it comes closest to fitting."""
     reasons = [
@@ -121,10 +140,14 @@ def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> 
     disaggregated = [each for each in ordered if each.placement.is_disaggregated]
     if disaggregated:
         max_resources = enumeration.MAX_RESOURCE_RATIO * get_resources(disaggregated[0].placement)
+        # Cells over NIXL are compared with the best plan without them, whatever that needs.
+        needed = [find_needed_connector(search.problem, each.placement) for each in disaggregated]
+        first_of_kind = {needed.index(each) for each in set(needed)}
         disaggregated = [
             each
-            for each in disaggregated[:_MAX_DISAGGREGATED]
-            if get_resources(each.placement) <= max_resources
+            for i, each in enumerate(disaggregated)
+            if i in first_of_kind
+            or (i < _MAX_DISAGGREGATED and get_resources(each.placement) <= max_resources)
         ]
     colocated = [each for each in ordered if not each.placement.is_disaggregated][:1]
     finalists = []

@@ -33,7 +33,8 @@ class PlacementSimulator:
 
     def simulate_plan(self, plan: Plan, rate: float) -> SimulationResult:
         """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of it."""
-        placement = to_candidate_placement(self.problem, plan.pools, plan.algorithm)
+        problem = self.problem.with_connector(plan.connector)
+        placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
         return self.simulate(build_cell(self.problem, placement), rate / placement.copies)
 
     def simulate(self, served: SimulatedFleet, rate: float) -> SimulationResult:

@@ -4,7 +4,7 @@ Built directly (tests, benchmarks, notebooks) or by `cleave.planner.problem_from
 deployment and a cluster. Value classes only; every part of the search takes a `Problem`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cleave.api.deployment import Slo
 from cleave.api.engine import Connector, EngineSpec
@@ -98,6 +98,9 @@ class Problem:
     seed: int = 0
     notes: tuple[str, ...] = ()
     """Warnings of the caller about the workload or the model; copied to the result."""
+    cell_supplies: tuple[Supply, ...] = ()
+    """`supplies` with links for cells that are pods, where a plan may choose NIXL for them because
+    the deployment names no connector; empty: it may not, or they have none."""
 
     @property
     def max_gpus(self) -> int:
@@ -105,6 +108,14 @@ class Problem:
         available = sum(supply.max_gpus for supply in self.supplies)
         limit = self.planning.max_gpus
         return available if limit is None else min(available, limit)
+
+    def with_connector(self, connector: Connector | None) -> "Problem":
+        """The problem of plans that need this connector instead of the deployment's own (None)."""
+        if connector is None:
+            return replace(self, cell_supplies=())
+        policies = replace(self.policies, connector=connector)
+        supplies = self.cell_supplies or self.supplies
+        return replace(self, supplies=supplies, cell_supplies=(), policies=policies)
 
     def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
         """Whether decode instances of this size can pull KV from prefill instances of that size."""

@@ -41,12 +41,15 @@ def build_problem(
         estimates = estimator.build_estimator(shape, cluster, spec.planning.gpus, folder, longest)
     except ManifestError as error:
         raise PlanError(error.faults) from error
+    supplies, cell_supplies = (
+        build_supplies(cluster, kinds, spec.planning.gpus, has_cells=has_cells)
+        for has_cells in (spec.can_share_gpu_memory, True)
+    )
+    has_choice = choice.may_be_nixl and cell_supplies != supplies
     return Problem(
         demand=traffic.with_max_model_len(longest),
         slo=spec.slo,
-        supplies=build_supplies(
-            cluster, kinds, spec.planning.gpus, has_cells=spec.can_share_gpu_memory
-        ),
+        supplies=supplies,
         shape=shape,
         estimator=estimates,
         planning=spec.planning,
@@ -57,6 +60,7 @@ def build_problem(
             *characterization.list_remarks(traffic, longest),
             *(f"{gpu.name}: {gpu.limitation}" for gpu in kinds.values() if gpu.limitation),
         ),
+        cell_supplies=cell_supplies if has_choice else (),
     )
 
 

@@ -128,6 +128,20 @@ def test_all_reduces_are_fused_as_the_run_s_engine_did(
     assert ms[1].predict_decode_ms(1, 1024) < 0.95 * ms[0].predict_decode_ms(1, 1024)
 
 
+def test_prompts_without_graphs_take_the_time_of_the_host(module: Import, tmp_path: Path) -> None:
+    serving = module("serving")
+    (run,) = read(module, tmp_path, DENSE.format(source="", tpot=8).replace("h200", "b200"))
+    assert run.graph_tokens == 0, "its script has FULL_DECODE_ONLY"
+    ms = [
+        serving.build_timings(serving.replace(run, graph_tokens=tokens))
+        for tokens in (run.graph_tokens, 2048)
+    ]
+    for name in ("tables", "roofline"):
+        host, graph = (each[name].predict_prefill_ms([1024]) for each in ms)
+        assert host > 1.5 * graph
+        assert ms[0][name].predict_decode_ms(4, 4096) == ms[1][name].predict_decode_ms(4, 4096)
+
+
 def test_the_front_end_is_fitted_to_the_runs_of_one_gpu(module: Import, tmp_path: Path) -> None:
     rows = [DENSE, DENSE.replace("h200", "h100")]
     first, other = read(module, tmp_path, *(row.format(source="", tpot=8) for row in rows))

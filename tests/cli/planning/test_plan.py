@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cleave import distribution
+from cleave.api.engine import Connector
 from cleave.api.manifest import load, validate
 from cleave.cli.main import app
 from cleave.cli.planning.inputs import Overrides, apply_overrides
@@ -131,6 +132,28 @@ def test_yaml_names_the_connector_that_cells_were_planned_with(cli, file, said, 
     written = yaml.safe_load(run(cli, file, "--cluster", str(machines), "-o", "yaml").stdout)
     assert written["spec"]["engine"]["connector"] == "Cleave"
     assert {pool["perCell"] for pool in written["spec"]["placement"]["manual"]} == {1, 2}
+    chosen = replace(answer.selected, pools=tuple(cells), connector=Connector.NIXL)
+    said(replace(answer, selected=chosen))
+    written = yaml.safe_load(run(cli, file, "--cluster", str(machines), "-o", "yaml").stdout)
+    assert written["spec"]["engine"]["connector"] == "Nixl"
+    assert written["status"]["plan"]["connector"] == "Nixl"
+
+
+def test_cells_that_are_one_pod_are_planned_without_a_named_connector(cli, file) -> None:
+    document = yaml.safe_load(MANIFEST)
+    document["spec"] |= {
+        "model": "meta-llama/Llama-3.1-8B",
+        "slo": {"ttftMs": 400, "tpotMs": 12},
+        "workload": {"rate": 12, "promptTokens": {"mean": 4000}, "outputTokens": {"mean": 300}},
+        "engine": {"type": "vLLM"},
+    }
+    file.write_text(yaml.safe_dump(document))
+    machines = file.with_name("cluster.yaml")
+    slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
+    machines.write_text(f"{{nodes: [{{gpu: H100-SXM-80GB, count: 2}}], {slow}}}")
+    written = yaml.safe_load(run(cli, file, "--cluster", str(machines), "-o", "yaml").stdout)
+    assert written["spec"]["engine"]["connector"] == "Nixl"
+    assert "connector Nixl is used: each cell is one pod" in written["status"]["plan"]["reason"]
 
 
 def test_infeasible_is_exit_code_1_and_names_the_nearest_slo(cli, file, said, infeasible) -> None:

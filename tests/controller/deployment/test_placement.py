@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Connector
 from cleave.api.manifest import validate
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob
@@ -141,6 +142,17 @@ def test_an_answer_is_in_force_and_stays_so_from_status_alone() -> None:
     unchanged = ask(desired, {"plan": answered.plan})
     assert unchanged.placement == answered.placement
     assert unchanged.plan_request is None
+
+
+def test_the_connector_that_a_plan_chose_stays_with_the_plan() -> None:
+    desired = deployment(workload=WORKLOAD)
+    question = ask(desired).plan_request
+    assert question is not None
+    chosen = {**plan(question.inputs_hash), "connector": "Nixl"}
+    answered = ask(desired, outcome=replace(question, plan=chosen))
+    assert answered.placement is not None
+    assert answered.placement.connector is Connector.NIXL
+    assert ask(desired, {"plan": answered.plan}).placement == answered.placement
 
 
 def test_an_answer_to_another_question_does_not_count() -> None:

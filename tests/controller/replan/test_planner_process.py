@@ -7,17 +7,24 @@ from typing import Any
 
 import pytest
 
+from cleave.api.cluster import Cluster
+from cleave.api.engine import Connector
 from cleave.api.manifest import ManifestError, validate
+from cleave.api.replan_status import FittedPlanInputs
+from cleave.api.workload import Workload
 from cleave.controller.cluster.actions import PlanJob, PlanReview
 from cleave.controller.replan import planner_process
+from cleave.controller.replan.inputs import read_placement
 from cleave.controller.replan.planner_process import (
     PlannerClient,
     PlanPutOffError,
     run_planner,
 )
 from cleave.planner.replan.revision import ReplanSettings
+from cleave.traffic.workload import build_from_spec
 
 from tests.support.fake_cluster import chat
+from tests.support.traffic_windows import draw
 
 WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
 QUESTION = PlanJob("digest", "numbers")
@@ -43,6 +50,46 @@ def test_a_plan_says_how_it_grows_where_instances_are_to_follow_the_rate() -> No
     said = run_planner(text(**spec, scaling={"roles": roles}), None, QUESTION)
     assert said.plan is not None
     assert said.plan["growth"]["workers"] >= 1
+
+
+SLOW = Cluster.model_validate(
+    {
+        "nodes": [{"gpu": "H100-SXM-80GB", "count": 2}],
+        "network": {"kind": "Ethernet", "bandwidthGbps": 25},
+    }
+)
+LONG_PROMPTS = {
+    "model": {"source": "meta-llama/Llama-3.1-8B"},
+    "slo": {"ttftMs": 400, "tpotMs": 12},
+    "workload": {"rate": 12, "promptTokens": {"mean": 4000}, "outputTokens": {"mean": 300}},
+}
+
+
+def test_a_plan_chooses_cells_over_nixl_and_a_review_keeps_the_connector() -> None:
+    engine = {"type": "vLLM"}
+    chosen = run_planner(text(engine=engine, **LONG_PROMPTS), SLOW, QUESTION).plan
+    assert chosen is not None
+    assert chosen["connector"] == "Nixl"
+    assert all("perCell" in pool for pool in chosen["pools"])
+    assert "each cell is one pod" in chosen["reason"]
+    named = run_planner(
+        text(engine={**engine, "connector": "Cleave"}, **LONG_PROMPTS), SLOW, QUESTION
+    ).plan
+    assert named is not None
+    assert "connector" not in named
+    # Traffic has doubled.
+    pools = read_placement(chosen).pools
+    rate = LONG_PROMPTS["workload"]["rate"] * 2
+    observed = Workload.model_validate({**LONG_PROMPTS["workload"], "rate": rate})
+    windows = tuple(draw(build_from_spec(observed, Path()), 40, 0.0))
+    settings = ReplanSettings(settle_s=0.0)
+    look = PlanReview(600.0, pools, chosen["algorithm"], windows, settings, (), Connector.NIXL)
+    question = PlanJob("digest", "numbers", FittedPlanInputs(workload=observed, of="x"), look)
+    enlarged = run_planner(text(engine=engine, **LONG_PROMPTS), SLOW, question)
+    assert enlarged.faults == ()
+    assert enlarged.plan is not None
+    assert enlarged.plan["connector"] == "Nixl"
+    assert enlarged.plan["revision"] == chosen["revision"]
 
 
 @pytest.mark.parametrize("engine", [{"type": "vLLM"}, {"type": "Emulated"}])

@@ -60,13 +60,12 @@ def rollout(
         fail([f"--dry-run: is required; {why}"], BAD_INPUT)
     from cleave.cli.manifests import rollout_table
     from cleave.controller.rollout.preview import build_stages, build_states
-    from cleave.manifests.pool import hash_revision
 
     after = _load_manifest(file)
     limits = _build_limits(after, max_surge, max_unavailable)
     running = _get_current(after, file, before, cluster)
-    target = hash_revision(after)
     planned = _build_pools(after, file, cluster)
+    target = planned[0].spec.revision
     steps = build_stages(build_states(running, planned, target), limits)
     show = rollout_table.show_json if output is TableFormat.JSON else rollout_table.show
     show(after.name, running.revision, target, limits, steps)
@@ -77,7 +76,6 @@ def _get_current(
 ) -> "RunningInstances":
     """The running instances, from the manifest `before`, else from the status in the new one."""
     from cleave.controller.rollout import preview
-    from cleave.manifests.pool import hash_revision
 
     current = after if before is None else _load_manifest(before)
     if current.name != after.name:
@@ -87,7 +85,8 @@ def _get_current(
     if before is None:
         how = f"give the current manifest, or run kubectl get llmd {after.name} -o yaml > now.yaml"
         fail([f"--from: is required, because {file} has no status; {how}"], BAD_INPUT)
-    return preview.from_pools(_build_pools(current, before, cluster), hash_revision(current))
+    pools = _build_pools(current, before, cluster)
+    return preview.from_pools(pools, pools[0].spec.revision)
 
 
 def _load_manifest(file: Path) -> "LLMDeployment":

@@ -129,9 +129,11 @@ def _build_manifest(deployment: "LLMDeployment", result: "PlanningResult") -> di
         if any(pool.per_cell for pool in chosen.pools):
             # The one that was planned with: without a name manual cells would choose it again.
             connector = resolve_connector(deployment).spec.engine.kv_connector
-            spec.setdefault("engine", {})["connector"] = connector.value
+            spec.setdefault("engine", {})["connector"] = (chosen.connector or connector).value
     pools = chosen.pools if chosen else ()
-    status = build_selected_plan(deployment, Placement(pools, result.reason, result))
+    needed = chosen.connector if chosen else None
+    placement = Placement(pools, result.reason, result, needed)
+    status = build_selected_plan(deployment, placement)
     return {
         "apiVersion": deployment.api_version,
         "kind": deployment.kind,

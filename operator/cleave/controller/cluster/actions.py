@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from cleave.api.engine import Connector
 from cleave.api.replan_status import CurrentPrediction, FittedPlanInputs, LatencyCorrection
 from cleave.api.role import Role
 from cleave.manifests.labels import Manifest
@@ -102,6 +103,8 @@ class PlanReview:
     settings: ReplanSettings
     past_plans: tuple[ReplacedPlan, ...] = ()
     """Plans that ran before the present one."""
+    connector: Connector | None = None
+    """KV connector that the running plan chose, which a new one keeps; None: the deployment's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,8 @@ def hash_workload(deployment: LLMDeployment) -> str:
 def read_placement(written: Manifest) -> Placement:
     """Read the placement from `status.plan`. Raises ValueError when it is not readable."""
     selected = SelectedPlan.read_status(written)
-    return Placement(tuple(map(to_planned_pool, selected.pools)), selected.reason)
+    pools = tuple(map(to_planned_pool, selected.pools))
+    return Placement(pools, selected.reason, connector=selected.connector)
 
 
 def to_correction(written: LatencyCorrection | None) -> Correction:

@@ -79,6 +79,8 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
         else:
             problem = problem_from_cluster.build_problem(deployment, cluster)
         if job.review is not None:
+            # With another connector a new plan would replace every instance.
+            problem = problem.with_connector(job.review.connector)
             return review.run_review(deployment, problem, job, job.review)
         if job.fitted_inputs is not None:
             correction = to_correction(job.fitted_inputs.correction)
@@ -90,7 +92,7 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
         return replace(job, infeasible=strip_verdict(result))
     roles, selected = deployment.spec.scaling.roles, result.selected
     scaling_law = growth.to_plan_growth(problem, selected) if roles else None
-    placement = Placement(selected.pools, result.reason, result)
+    placement = Placement(selected.pools, result.reason, result, selected.connector)
     plan = build_selected_plan(deployment, placement, scaling_law)
     plan = plan.model_copy(update={"inputs": job.inputs_hash})
     return replace(job, plan=plan.model_dump(mode="json", exclude_none=True))

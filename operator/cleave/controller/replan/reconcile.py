@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Connector
 from cleave.api.planning import PlanningMode, ReplanMode
 from cleave.api.pool import ReplicasOwner
 from cleave.api.replan_status import FittedPlanInputs, PastPlan
@@ -195,9 +196,16 @@ def _build_due_request(
         return None
     of = view.plan_inputs.workload_hash
     fitted = FittedPlanInputs(workload=workload, correction=recorded.correction, of=of)
-    algorithm = str(view.status.get("plan", {}).get("algorithm", ""))
-    past_plans = tuple(_read_past_plans(recorded.plans))
-    review = PlanReview(view.now_s, current_pools, algorithm, recent, settings, past_plans)
+    plan = view.status.get("plan", {})
+    review = PlanReview(
+        view.now_s,
+        current_pools,
+        str(plan.get("algorithm", "")),
+        recent,
+        settings,
+        tuple(_read_past_plans(recorded.plans)),
+        Connector(plan["connector"]) if plan.get("connector") else None,
+    )
     inputs_hash, model_hash = view.plan_inputs.hash_with(fitted), view.plan_inputs.model_hash
     return PlanJob(inputs_hash, view.inventory.node_counts_hash, fitted, review, model_hash)
 

@@ -73,9 +73,14 @@ def select_efficiency_of_2023(gpu: Gpu) -> KernelEfficiency:
     )
 
 
+def is_blackwell_for_servers(gpu: Gpu) -> bool:
+    """Whether this is B200, B300, GB200 or GB300, found by its memory bandwidth."""
+    return gpu.memory_gbps >= _BLACKWELL_GB_PER_S
+
+
 def select_efficiency(gpu: Gpu) -> KernelEfficiency:
     """The constants of the GPU's generation, found by its memory bandwidth."""
-    if gpu.memory_gbps >= _BLACKWELL_GB_PER_S:
+    if is_blackwell_for_servers(gpu):
         return _BLACKWELL
     return _HOPPER if gpu.memory_gbps >= _HBM3_GB_PER_S else _AMPERE
 

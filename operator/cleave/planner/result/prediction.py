@@ -22,6 +22,7 @@ from cleave.planner.search.candidate_placement import (
     build_kv_link,
     build_transfer,
     compute_ahead_from_tokens,
+    find_needed_connector,
     to_planned_pools,
 )
 from cleave.planner.search.context import SearchContext
@@ -78,6 +79,7 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
         whole_below_tokens=compute_whole_below_tokens(problem, placement, outcome, trace),
         ahead_from_tokens=compute_ahead_from_tokens(problem, placement),
+        connector=find_needed_connector(problem, placement),
     )
     return PredictedPlan(placement, plan, goodput_found.is_monotone, outcome, trace, span)
 

@@ -2,7 +2,8 @@
 
 Pure; it only reads the simulations of the predicted plans. What is hard: not to claim a gain that
 another sample of requests would undo. Where two plans need the same resources and their confidence
-intervals overlap, the simpler one is selected and the sentence says so.
+intervals overlap, the simpler one is selected and the sentence says so: colocated before
+disaggregated, and the deployment's connector before another.
 """
 
 import math
@@ -71,10 +72,26 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
     requested = problem.planning.disaggregation
     if requested is not Disaggregation.AUTO:
         return f"{summary}; disaggregation: {requested.value} was requested"
-    compared = _compare(problem, selected, other)
+    kind = "colocated plan" if selected.placement.is_disaggregated else "disaggregated plan"
+    compared = _compare(problem, selected, other, kind)
     if ranking.verdict is PlanVerdict.COLOCATE:
         return f"do not disaggregate: {summary}; {compared}"
-    return f"{summary}; {compared}; {why_affinity}"
+    cells = _explain_connector(problem, ranking)
+    return "; ".join(filter(None, (summary, compared, cells, why_affinity)))
+
+
+def _explain_connector(problem: Problem, ranking: Ranking) -> str | None:
+    """Why the plan needs another connector than the deployment's; None: it does not."""
+    selected, *others = ranking.ordered
+    if selected.plan.connector is None:
+        return None
+    rivals = (e for e in others if e.placement.is_disaggregated and e.plan.connector is None)
+    own = f"disaggregated plan with connector {problem.policies.connector}"
+    compared = _compare(problem, selected, next(rivals, None), own)
+    return (
+        f"connector {selected.plan.connector} is used: each cell is one pod, whose engines read "
+        f"each other's GPU memory through it; {compared}"
+    )
 
 
 def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
@@ -162,20 +179,23 @@ def _is_allowed(problem: Problem, finalist: PredictedPlan) -> bool:
 
 
 def _select_simplest(problem: Problem, allowed: Sequence[PredictedPlan]) -> PredictedPlan:
-    """The first, or a colocated plan that needs no more and is not significantly worse."""
+    """The first, or a simpler plan that needs no more and is not significantly worse."""
     first, objective = allowed[0], problem.planning.objective
-    if not first.placement.is_disaggregated:
-        return first
     taken = first.placement.get_resources(objective)
-    for other in allowed[1:]:
-        if (
-            not other.placement.is_disaggregated
-            and other.holds(problem.slo.attainment)
-            and other.placement.get_resources(objective) <= taken
-            and not _is_surely_better(first, other)
-        ):
-            return other
-    return first
+    equal = [
+        other
+        for other in allowed[1:]
+        if other.holds(problem.slo.attainment)
+        and other.placement.get_resources(objective) <= taken
+        and not _is_surely_better(first, other)
+    ]
+    return min([first, *equal], key=_rank_complexity, default=first)
+
+
+def _rank_complexity(finalist: PredictedPlan) -> tuple[bool, bool]:
+    """Simple ones first: colocated, then with the deployment's own connector. Nixl is a price: the
+    death of a decode engine can end the prefill engines that it reads from."""
+    return finalist.placement.is_disaggregated, finalist.plan.connector is not None
 
 
 def _is_surely_better(finalist: PredictedPlan, other: PredictedPlan) -> bool:
@@ -183,28 +203,30 @@ def _is_surely_better(finalist: PredictedPlan, other: PredictedPlan) -> bool:
     return finalist.plan.prediction.goodput_interval[0] > other.plan.prediction.goodput_interval[1]
 
 
-def _compare(problem: Problem, selected: PredictedPlan, other: PredictedPlan | None) -> str:
-    kind = "colocated" if selected.placement.is_disaggregated else "disaggregated"
+def _compare(
+    problem: Problem, selected: PredictedPlan, other: PredictedPlan | None, kind: str
+) -> str:
+    """`other`: the best plan of another kind; None: there is none."""
     if other is None:
-        return f"no {kind} plan meets this SLO"
+        return f"no {kind} meets this SLO"
     objective = problem.planning.objective
     ours, theirs = (each.placement.get_resources(objective) for each in (selected, other))
     if not other.holds(problem.slo.attainment):
         served = format_number(other.plan.prediction.goodput)
-        return f"the best {kind} plan serves {served} req/s with all the GPUs it can have"
+        return f"the best {kind} serves {served} req/s with all the GPUs it can have"
     if abs(ours - theirs) > _RELATIVE_TOLERANCE * ours:
         return (
-            f"the best {kind} plan takes {_format_resources(theirs, objective)} instead of "
+            f"the best {kind} takes {_format_resources(theirs, objective)} instead of "
             f"{_format_resources(ours, objective)}"
         )
     if _is_surely_better(selected, other):
         gain = selected.plan.prediction.goodput / other.plan.prediction.goodput - 1
         return (
-            f"the best {kind} plan needs as much and serves less: this one's goodput is "
+            f"the best {kind} needs as much and serves less: this one's goodput is "
             f"{format_percent(gain)} higher"
         )
     return (
-        f"the best {kind} plan needs as much and is not significantly better: goodput "
+        f"the best {kind} needs as much and is not significantly better: goodput "
         f"{_format_interval(other)} against {_format_interval(selected)} (95 % confidence)"
     )
 

@@ -8,6 +8,7 @@ at its share of the rate. Real requests may choose among all cells and are never
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from cleave.api.engine import Connector
 from cleave.api.planning import Objective
 from cleave.api.role import Role
 from cleave.perf.hardware.kv_transfer import KvTransferModel, build_kv_transfer
@@ -133,7 +134,7 @@ def select_link(placement: CandidatePlacement) -> Link:
     """The link for KV: that inside a node when a whole cell is in one, else the slowest network."""
     supplies = list({group.instance.candidate.supply for group in placement.groups})
     first = supplies[0]
-    if len(supplies) == 1 and first.cell_link and _is_one_pod(placement, first.gpus_per_node):
+    if first.cell_link and is_one_pod(placement):
         return first.cell_link
     is_small = first.num_nodes == 1 or placement.gpus <= first.gpus_per_node
     if len(supplies) == 1 and (placement.is_in_node or is_small):
@@ -141,10 +142,19 @@ def select_link(placement: CandidatePlacement) -> Link:
     return reduce(select_slower, [supply.network_link for supply in supplies])
 
 
-def _is_one_pod(placement: CandidatePlacement, gpus_per_node: int) -> bool:
-    """Whether each cell becomes one pod (`cleave.manifests.topology.fits_one_pod`)."""
-    has_room = placement.gpus // placement.copies <= gpus_per_node
-    return placement.is_in_node and has_room and not placement.count_replicas(Role.MIXED)
+def is_one_pod(placement: CandidatePlacement) -> bool:
+    """Whether each cell becomes one pod, whose engines have the GPUs' own link
+    (`cleave.manifests.topology.fits_one_pod`)."""
+    (first, *others) = {group.instance.candidate.supply for group in placement.groups}
+    has_room = placement.gpus // placement.copies <= first.gpus_per_node
+    is_whole = placement.is_in_node and not placement.count_replicas(Role.MIXED)
+    return not others and first.cell_link is not None and has_room and is_whole
+
+
+def find_needed_connector(problem: Problem, placement: CandidatePlacement) -> Connector | None:
+    """The connector that the placement needs instead of the deployment's; None: its own."""
+    needs_nixl = problem.policies.connector is not Connector.NIXL and is_one_pod(placement)
+    return Connector.NIXL if needs_nixl else None
 
 
 def build_kv_link(placement: CandidatePlacement) -> PlannedKvLink | None:

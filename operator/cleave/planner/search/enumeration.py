@@ -46,7 +46,7 @@ def enumerate_placements(
             mixed_group = plans[0].placement.groups[0] if plans else None
             plans += _list_high_affinity(search, found, mixed_group)
         else:
-            plans += _list_low_affinity(search, found)
+            plans += list_low_affinity(search, found)
     return plans
 
 
@@ -138,7 +138,7 @@ def _find_phases(search: SearchContext, found: Sequence[Candidate]) -> tuple[Bes
     return efficient + high_affinity.optimize(step, found, ranking.find_smallest)
 
 
-def _list_low_affinity(
+def list_low_affinity(
     search: SearchContext, found: Sequence[Candidate]
 ) -> Iterator[PlacementOption]:
     """The most efficient cell; while cells are few, also the one that needs least resources."""
