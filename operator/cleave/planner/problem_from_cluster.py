@@ -23,6 +23,13 @@ from cleave.planner.problem import Problem, Supply, build_policies
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
 
+_SHAPE_FLAGS = {
+    "--quantization": ModelShape.with_quantization,
+    "-q": ModelShape.with_quantization,
+    "--kv-cache-dtype": ModelShape.with_kv_dtype,
+}
+"""Engine arguments that change what a model's weights and KV take."""
+
 
 def build_problem(
     deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
@@ -95,11 +102,14 @@ def _load_shape(deployment: LLMDeployment) -> ModelShape:
         shape = model_shape.load_shape(model_spec.folder or model_spec.locator)
     except model_shape.UnknownModelError as error:
         raise PlanError([f"spec.model.source: {error}"]) from error
-    flag = "--kv-cache-dtype"
-    try:
-        return shape.with_kv_dtype(deployment.spec.engine.get_flag_value(flag) or "auto")
-    except ValueError as error:
-        raise PlanError([f"spec.engine.args: {flag} {error}"]) from error
+    engine = deployment.spec.engine
+    for flag, change in _SHAPE_FLAGS.items():
+        value = engine.get_flag_value(flag)
+        try:
+            shape = change(shape, value) if value is not None else shape
+        except ValueError as error:
+            raise PlanError([f"spec.engine.args: {flag} {error}"]) from error
+    return shape
 
 
 def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:
