@@ -63,6 +63,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     finalists = _predict_best(search, options)
     ranking = verdict.rank_plans(problem, finalists)
     plans, nearest = [each.plan for each in ranking.ordered], None
+    warnings = _list_warnings(problem, finalists)
     if is_infeasible := ranking.verdict is PlanVerdict.INFEASIBLE:
         search.tick("the nearest SLO")
         nearest = find_nearest_slo(search, feasible)
@@ -72,6 +73,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         switch_ms = _compute_switch_tpot_ms(search, ranking)
         reason = verdict.explain_selection(problem, ranking, choice.reason)
         change = verdict.describe_runner_up(problem, ranking, switch_ms)
+        warnings = *verdict.list_margin_warnings(problem, ranking), *warnings
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],
@@ -79,7 +81,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         reason=reason,
         what_would_change=change,
         nearest_slo=nearest,
-        warnings=_list_warnings(problem, finalists),
+        warnings=warnings,
         num_candidates=len(feasible),
         num_simulated_requests=search.trials.tally.requests,
         elapsed_s=time.perf_counter() - started,

@@ -77,12 +77,16 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
     return "".join(tiles)
 
 
-def render_nearest_slo(slo: NearestSlo) -> str:
+def render_nearest_slo(nearest: NearestSlo, slo: Slo) -> str:
     """The nearest feasible SLO, in large type."""
-    times = f"{format_number(slo.scale)} times the requested one"
-    ttft = _render_tile("TTFT that holds", format_ms(slo.ttft_ms), times)
-    tpot = _render_tile("TPOT that holds", format_ms(slo.tpot_ms), times)
-    return f'{ttft}{tpot}<div class="tile wide"><dt>with</dt><dd>{escape(slo.plan)}</dd></div>'
+    tiles = "".join(
+        _render_tile(f"{name} that holds", format_ms(value), f"requested {format_ms(requested)}")
+        for name, value, requested in (
+            ("TTFT", nearest.ttft_ms, slo.ttft_ms),
+            ("TPOT", nearest.tpot_ms, slo.tpot_ms),
+        )
+    )
+    return f'{tiles}<div class="tile wide"><dt>with</dt><dd>{escape(nearest.plan)}</dd></div>'
 
 
 def _render_tile(name: str, value: str, detail: str, *, holds: bool | None = None) -> str:
