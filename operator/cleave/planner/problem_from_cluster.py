@@ -37,7 +37,7 @@ def build_problem(
     """The problem of planning `deployment` on `cluster`; relative paths start at `folder`. Raises
     PlanError or ManifestError."""
     spec = deployment_checks.resolve_connector(deployment).spec
-    shape = _load_shape(deployment)
+    shape = load_shape(deployment)
     choice = deployment_checks.choose_connector(deployment)
     if choice.fault:
         raise PlanError([choice.fault])
@@ -96,7 +96,8 @@ def build_supplies(
     return tuple(supplies)
 
 
-def _load_shape(deployment: LLMDeployment) -> ModelShape:
+def load_shape(deployment: LLMDeployment) -> ModelShape:
+    """The model's dimensions as its engines load it. Raises PlanError."""
     model_spec = deployment.spec.model
     try:
         shape = model_shape.load_shape(model_spec.folder or model_spec.locator)

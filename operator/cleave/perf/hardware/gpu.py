@@ -103,9 +103,11 @@ def find_gpu(name: str, own: Iterable[Gpu] = ()) -> Gpu:
     match = by_word.get(_normalize_name(name))
     if match is not None:
         return match
-    close = [word for word in by_word if name and word.startswith(_normalize_name(name))]
-    close = close or get_close_matches(_normalize_name(name), by_word, n=2, cutoff=0.7)
-    similar = list(dict.fromkeys(by_word[word].name for word in close))
+    by_model = {word.removeprefix("nvidia"): gpu for word, gpu in reversed(by_word.items())}
+    model = _normalize_name(name).removeprefix("nvidia")
+    close = [word for word in by_model if model and word.startswith(model)][::-1]
+    close = close or get_close_matches(model, by_model, n=2, cutoff=0.7)
+    similar = list(dict.fromkeys(by_model[word].name for word in close))
     names = list(dict.fromkeys(gpu.name for gpu in by_word.values()))
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"known: {', '.join(names)}"
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
