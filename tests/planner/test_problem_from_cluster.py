@@ -234,6 +234,14 @@ def test_weights_of_8_bits_leave_room_for_kv_and_compute_faster(args: list[str])
         build("--quantization", "awq")
 
 
+def test_a_plan_for_parts_of_gpus_says_that_it_counts_whole_ones() -> None:
+    template = {"gpuResource": "nvidia.com/mig-3g.40gb"}
+    (note,) = problem_from_cluster.build_problem(deployment(template=template), cluster()).notes
+    assert note.startswith(
+        "spec.template.gpuResource nvidia.com/mig-3g.40gb: the plan is for whole"
+    )
+
+
 def test_times_from_kernels_have_a_front_end_and_an_asynchronous_scheduler() -> None:
     given = deployment(model="meta-llama/Llama-3.1-8B")
     problem = problem_from_cluster.build_problem(given, cluster("nodes: [{gpu: H200}]"))

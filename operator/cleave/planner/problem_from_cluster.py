@@ -60,7 +60,13 @@ def build_problem(
         policies=build_policies(spec.engine),
         seed=seed,
         notes=(
-            *filter(None, [deployment_checks.describe_connector(deployment)]),
+            *filter(
+                None,
+                [
+                    deployment_checks.describe_connector(deployment),
+                    deployment_checks.describe_gpu_parts(spec.template),
+                ],
+            ),
             *characterization.list_remarks(traffic, longest),
             *(f"{gpu.name}: {gpu.limitation}" for gpu in kinds.values() if gpu.limitation),
         ),
