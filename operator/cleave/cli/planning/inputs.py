@@ -124,7 +124,7 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
     manifest = {
         "apiVersion": deployment.api_version,
         "kind": deployment.kind,
-        "metadata": {"name": deployment.name, "namespace": deployment.namespace},
+        "metadata": dump_metadata(deployment),
         "spec": spec,
     }
     try:
@@ -132,6 +132,12 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
     except ManifestError as error:
         faults = [_attribute_to_option(fault, overrides) for fault in error.faults]
         raise ManifestError(faults) from error
+
+
+def dump_metadata(deployment: "LLMDeployment") -> dict[str, Any]:
+    """Name and namespace as the manifest has them; without the latter kubectl takes the context's."""
+    fields = {"name", "namespace"} & deployment.metadata.model_fields_set
+    return deployment.metadata.model_dump(mode="json", include=fields)
 
 
 def _attribute_to_option(fault: str, overrides: Overrides) -> str:
