@@ -236,8 +236,8 @@ def test_weights_of_8_bits_leave_room_for_kv_and_compute_faster(args: list[str])
 
 def test_a_plan_for_parts_of_gpus_says_that_it_counts_whole_ones() -> None:
     template = {"gpuResource": "nvidia.com/mig-3g.40gb"}
-    (note,) = problem_from_cluster.build_problem(deployment(template=template), cluster()).notes
-    assert note.startswith(
+    notes = problem_from_cluster.build_problem(deployment(template=template), cluster()).notes
+    assert notes[0].startswith(
         "spec.template.gpuResource nvidia.com/mig-3g.40gb: the plan is for whole"
     )
 

@@ -56,12 +56,16 @@ class NetworkKind(StrEnum):
     ETHERNET = "Ethernet"
     """TCP through the memory of both hosts."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> "NetworkKind | None":
+        return cls.INFINIBAND if str(value).lower() in {"roce", "rocev2"} else None
+
 
 class NetworkSpec(ApiModel):
     """The network between nodes."""
 
     kind: Annotated[NetworkKind, Field(strict=False)] = NetworkKind.INFINIBAND
-    """InfiniBand, also RoCE (cards access GPU memory), or Ethernet (TCP through host memory)."""
+    """InfiniBand or RoCE (cards access GPU memory), or Ethernet (TCP through host memory)."""
 
     bandwidth_gbps: Positive = 200.0
     """Bandwidth per GPU in Gbit/s, in one direction (InfiniBand NDR: 400, HDR: 200)."""
@@ -69,13 +73,18 @@ class NetworkSpec(ApiModel):
     """Latency of one message in microseconds."""
 
 
+ASSUMED_NETWORK = NetworkSpec(kind=NetworkKind.ETHERNET, bandwidth_gbps=25.0)
+"""The network where nothing says that there is RDMA: that of DistServe's test bed, over TCP."""
+
+
 class Cluster(ApiModel):
     """The inventory of a cluster."""
 
     nodes: Annotated[list[NodeGroup], Field(min_length=1, max_length=64)]
     """Groups of nodes."""
-    network: NetworkSpec = NetworkSpec()
-    """The network between nodes."""
+    network: NetworkSpec | None = None
+    """The network between nodes; absent: Ethernet with 25 Gbit/s for each GPU. In the operator's
+    settings absent means what the nodes' labels and devices say."""
     gpus: list[GpuDescription] = declare_list_map_key("name", default_factory=list, max_length=64)
     """Descriptions of GPUs that the catalogue does not have."""
     profiles: list[Annotated[str, Field(max_length=1024)]] = Field(

@@ -65,6 +65,7 @@ def build_problem(
                 [
                     deployment_checks.describe_connector(deployment),
                     deployment_checks.describe_gpu_parts(spec.template),
+                    inventory.describe_assumed_network(cluster),
                 ],
             ),
             *characterization.list_remarks(traffic, longest),

@@ -135,7 +135,7 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
 
 
 def dump_metadata(deployment: "LLMDeployment") -> dict[str, Any]:
-    """Name and namespace as the manifest has them; without the latter kubectl takes the context's."""
+    """Name and namespace, the latter only where the manifest has one."""
     fields = {"name", "namespace"} & deployment.metadata.model_fields_set
     return deployment.metadata.model_dump(mode="json", include=fields)
 

@@ -16,6 +16,13 @@ _MIN_CAP_SHARE = 0.5
 """Share of the rated power down to which the token phase keeps its speed (Splitwise, III-F)."""
 
 
+PRICE_SOURCE = (
+    "US dollars an hour for one GPU's share of its machine on demand, AWS us-east-1 (MI300X: "
+    "Azure), middle of 2025"
+)
+"""Of the catalogue's prices."""
+
+
 class UnknownGpuError(LookupError):
     """Neither the catalogue nor the cluster file describes a GPU of that name."""
 
@@ -123,9 +130,8 @@ _ROCM = "the images contain CUDA, and pods request nvidia.com/gpu"
 
 CATALOGUE: tuple[Gpu, ...] = (
     # Compute, bandwidth, links and power: the vendors' data sheets named on each line. Memory: what
-    # torch.cuda reports on such a machine. Prices: indicative, of the middle of 2025, from public
-    # on-demand price lists (AWS us-east-1; MI300X: Azure), one GPU's share of its machine; set
-    # your own in the cluster file. GPUs marked * have the price of the GPU named there.
+    # torch.cuda reports on such a machine. Prices: indicative, from public price lists
+    # (PRICE_SOURCE). GPUs marked * have the price of the GPU named there.
     #
     # NVIDIA A100 data sheet (2021)
     Gpu(

@@ -6,7 +6,7 @@ Called by the planner and the command line.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cleave.api.cluster import Cluster, GpuDescription
+from cleave.api.cluster import ASSUMED_NETWORK, Cluster, GpuDescription
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf.hardware.gpu import Gpu, PowerCapError, UnknownGpuError, find_gpu
@@ -41,9 +41,20 @@ def to_gpu(description: GpuDescription) -> Gpu:
 
 def find_network_link(cluster: Cluster, gpu: Gpu) -> Link:
     """The link from one GPU to another node."""
-    network = cluster.network
+    network = cluster.network or ASSUMED_NETWORK
     kind = LinkKind(network.kind.value)
     return build_network_link(gpu, network.bandwidth_gbps, network.latency_us, kind)
+
+
+def describe_assumed_network(cluster: Cluster) -> str | None:
+    """A sentence about what is assumed of the network; None: the file says it."""
+    network = cluster.network or ASSUMED_NETWORK
+    assumed = f"{network.kind} with {network.bandwidth_gbps:g} Gbit/s for each GPU is assumed"
+    if cluster.network is None:
+        return f"network: not in the cluster file; {assumed} for KV and for instances over nodes"
+    if "kind" not in cluster.network.model_fields_set:
+        return f"network.kind: not in the cluster file; {assumed}"
+    return None
 
 
 def _select(
