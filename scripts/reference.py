@@ -80,7 +80,8 @@ def cluster() -> Lines:
     yield from _object("Cluster", schema, {})
     yield from ("", "## Known GPUs", "")
     yield "Names for `gpu`, without regard to case and punctuation. Rates are dense, bandwidths"
-    yield f"one way. Prices: {PRICE_SOURCE}; `spec.planning.gpus[].pricePerHour` of a deployment replaces them."
+    yield f"one way. Prices: {PRICE_SOURCE};"
+    yield "`spec.planning.gpus[].pricePerHour` of a deployment replaces them."
     yield ""
     columns = ("name", "also", "memory GiB", "GB/s", "16-bit TFLOP/s", "W", "USD/H")
     rows = [

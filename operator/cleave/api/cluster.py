@@ -15,7 +15,8 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class GpuDescription(ApiModel):
-    """A GPU that the catalogue does not have, or whose figures replace the catalogue's."""
+    """A GPU that the catalogue does not have, or whose figures replace the catalogue's; of such a
+    one, what is absent here is the catalogue's."""
 
     name: Name
     """Name by which nodes and plans refer to it."""
@@ -34,7 +35,7 @@ class GpuDescription(ApiModel):
     power_watts: Positive = 400.0
     """Power at full load in watts."""
     price_per_hour: Annotated[float, Field(ge=0)] = 0.0
-    """Price of one GPU for one hour."""
+    """Price of one GPU for one hour in US dollars."""
 
 
 class NodeGroup(ApiModel):

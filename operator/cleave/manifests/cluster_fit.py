@@ -121,7 +121,7 @@ def _list_memory_faults(
         if found.explain_unsupported(kind, *sizes) is not None:
             gpu = found.machines[kind].gpu
             if (why := memory.explain_unsupported(shape, gpu, *sizes)) is not None:
-                yield f"{_FIELD}[{index}].parallelism: {why}"
+                yield f"{_FIELD}[{index}].parallelism: {why}; use more GPUs for an instance"
 
 
 def _list_pieces(pools: Sequence[PlannedPool], kind: str, room: int) -> Counter[int]:

@@ -112,8 +112,11 @@ def _explain_no_candidate(problem: Problem) -> str:
         for size in sorted(list_sizes(problem, supply), key=math.prod, reverse=True)
         if (reason := problem.estimator.explain_unsupported(supply.gpu, *size)) is not None
     ]
-    fits_not = (reason for reason in reasons if "does not fit" in reason)
-    return next(fits_not, next(iter(reasons), "there are no GPUs"))
+    for reason in reasons:
+        if "does not fit" in reason:
+            remedy = "the largest possible instance needs more or larger GPUs, or weights of 8 bits"
+            return f"{reason}; {remedy}"
+    return next(iter(reasons), "there are no GPUs")
 
 
 def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> list[PredictedPlan]:

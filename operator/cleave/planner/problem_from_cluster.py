@@ -68,6 +68,7 @@ def build_problem(
                     inventory.describe_assumed_network(cluster),
                 ],
             ),
+            *inventory.list_unused_gpus(cluster),
             *characterization.list_remarks(traffic, longest),
             *(f"{gpu.name}: {gpu.limitation}" for gpu in kinds.values() if gpu.limitation),
         ),

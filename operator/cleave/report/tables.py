@@ -37,7 +37,7 @@ def render_plans(result: PlanningResult, rate: float, neighbours: tuple[Plan, ..
     heading = (
         *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
         *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
-        *("price/h", "power", "algorithm"),
+        *("USD/h", "power", "algorithm"),
     )
     rows = (_build_plan_row(plan, result.selected) for plan in (*result.plans, *neighbours))
     caption = f"Predictions at {format_number(rate)} req/s; goodput in req/s"
@@ -71,7 +71,7 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
         _render_tile("attainment", format_percent(prediction.attainment), text, holds=attains),
         _render_latency_tile("P90 TTFT", prediction.ttft_ms, slo.ttft_ms),
         _render_latency_tile("P90 TPOT", prediction.tpot_ms, slo.tpot_ms),
-        _render_tile("price", format_number(prediction.cost_per_hour), "per hour"),
+        _render_tile("price", format_number(prediction.cost_per_hour), "US dollars per hour"),
         _render_tile("power", format_power(prediction.power_watts), "provisioned"),
     )
     return "".join(tiles)

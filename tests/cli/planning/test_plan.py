@@ -133,6 +133,16 @@ def test_yaml_names_the_connector_that_cells_were_planned_with(cli, file, said, 
     assert {pool["perCell"] for pool in written["spec"]["placement"]["manual"]} == {1, 2}
 
 
+def test_prices_have_a_currency_a_source_and_a_date(cli, file, said) -> None:
+    said()
+    output = run(cli, file).stdout
+    assert "USD/H" in output.splitlines()[3]
+    (line,) = (line for line in output.splitlines() if line.startswith("USD/H: "))
+    assert "AWS us-east-1" in line
+    assert "2025, unless pricePerHour under spec.planning.gpus" in line
+    assert json.loads(run(cli, file, "-o", "json").stdout)["currency"] == "USD"
+
+
 def test_infeasible_is_exit_code_1_and_names_the_nearest_slo(cli, file, said, infeasible) -> None:
     said(infeasible)
     done = run(cli, file)

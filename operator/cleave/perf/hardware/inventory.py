@@ -3,7 +3,7 @@
 Called by the planner and the command line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cleave.api.cluster import ASSUMED_NETWORK, Cluster, GpuDescription
@@ -35,8 +35,24 @@ def list_gpus(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, 
 
 
 def to_gpu(description: GpuDescription) -> Gpu:
-    """A GPU as a cluster file describes it."""
-    return Gpu(**description.model_dump(by_alias=False))
+    """A GPU as a cluster file describes it. What a description of one of the catalogue's leaves
+    out, its names among them, is the catalogue's."""
+    fields = description.model_dump(by_alias=False)
+    try:
+        known = find_gpu(description.name)
+    except UnknownGpuError:
+        return Gpu(**fields)
+    given = {name: fields[name] for name in description.model_fields_set}
+    return replace(known, **{**given, "name": known.name})
+
+
+def list_unused_gpus(cluster: Cluster) -> Iterator[str]:
+    """A sentence for each described GPU that no node has."""
+    own = [to_gpu(description) for description in cluster.gpus]
+    used = {find_gpu(group.gpu, own).name for group in cluster.nodes}
+    for index, gpu in enumerate(own):
+        if gpu.name not in used:
+            yield f"gpus[{index}]: no node has {gpu.name}; the description has no effect"
 
 
 def find_network_link(cluster: Cluster, gpu: Gpu) -> Link:

@@ -20,7 +20,7 @@ from cleave.planner.result.text import format_ms, format_number, format_percent,
 from cleave.planner.search.trials import TrialSpan
 from cleave.simulator.outcome import SimulationResult, compute_quantile
 
-_UNITS = {Objective.COST: "per hour", Objective.POWER: "W"}
+_UNITS = {Objective.COST: "US dollars per hour", Objective.POWER: "W"}
 _RELATIVE_TOLERANCE = 1e-6
 
 
