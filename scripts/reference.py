@@ -15,6 +15,7 @@ from typing import Any
 import typer
 from prometheus_client.metrics_core import Metric
 
+from cleave.api.cluster import Cluster
 from cleave.api.crd import Schema, build_structural_schema
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
@@ -26,6 +27,7 @@ from cleave.gateway import main as gateway
 from cleave.gateway.app import openapi
 from cleave.gateway.metrics import gateway_metrics
 from cleave.gateway.metrics.instance_metrics import InstanceCollector
+from cleave.perf.hardware.gpu import CATALOGUE, PRICE_SOURCE
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc import agent_discovery
 from cleave_worker.agent import config as agent
@@ -66,6 +68,33 @@ def resources() -> Lines:
         yield from _rules(schema)
         for part in ("spec", "status"):
             yield from _object(f"{model.__name__}.{part}", schema["properties"][part], seen)
+
+
+def cluster() -> Lines:
+    """The page of the cluster file, and of the GPUs that need no description in it."""
+    yield from ("# Cluster file", "")
+    yield "The machines for `cleave plan`, `simulate`, `validate`, `provision` and `rollout`"
+    yield "(`--cluster`): one YAML object, no Kubernetes resource. Unknown fields are refused. In a"
+    yield "cluster the operator reads the nodes."
+    schema = build_structural_schema(Cluster)
+    yield from _object("Cluster", schema, {})
+    yield from ("", "## Known GPUs", "")
+    yield "Names for `gpu`, without regard to case and punctuation. Rates are dense, bandwidths"
+    yield f"one way. Prices: {PRICE_SOURCE};"
+    yield "`spec.planning.gpus[].pricePerHour` of a deployment replaces them."
+    yield ""
+    columns = ("name", "also", "memory GiB", "GB/s", "16-bit TFLOP/s", "W", "USD/H")
+    rows = [
+        (
+            f"`{gpu.name}`",
+            ", ".join(f"`{label}`" for label in gpu.labels),
+            *(f"{n:g}" for n in (gpu.memory_gib, gpu.memory_gbps, gpu.dense_tflops)),
+            f"{gpu.power_watts:g}",
+            f"{gpu.price_per_hour:.2f}",
+        )
+        for gpu in CATALOGUE
+    ]
+    yield from _table(columns, rows)
 
 
 def cli() -> Lines:
@@ -146,6 +175,7 @@ def metrics() -> Lines:
 
 PAGES: dict[str, Callable[[], Lines]] = {
     "resources": resources,
+    "cluster": cluster,
     "cli": cli,
     "worker": worker,
     "metrics": metrics,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from facts import DESIGNS, Design
 from testbeds import A100, H100
 
-from cleave.api.cluster import Cluster, NodeGroup
+from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.perf.estimator import build_estimator
 from cleave.perf.model import model_shape
 from cleave.planner.provision.search import (
@@ -110,7 +110,8 @@ def _search(service: str, pair: MachinePair) -> PairSearch:
 def _machine(kind: str) -> MachineType:
     """Capped machines only decode, which half the power does not slow down (figure 9)."""
     gpu = A100 if kind == "A" else H100
-    estimator = build_estimator(model_shape.load_shape(MODEL), Cluster(nodes=[NodeGroup(gpu=gpu)]))
+    cluster = Cluster(nodes=[NodeGroup(gpu=gpu)], network=NetworkSpec())
+    estimator = build_estimator(model_shape.load_shape(MODEL), cluster)
     estimate = estimator.estimate(gpu, GPUS, 1)
     assert estimate is not None
     own = replace(estimate, cost_per_hour=COST[kind], power_watts=POWER[kind])

@@ -20,6 +20,8 @@ COMMANDS = (
     "logs",
     "down",
     "validate",
+    "render",
+    "rollout",
     "profile",
     "workload",
     "provision",
@@ -157,6 +159,21 @@ def test_a_model_that_cannot_be_planned_is_valid_and_comes_up_as_the_smallest_pa
     cluster.write_text("nodes: [{gpu: H99}]")
     result = cli.invoke(app, ["validate", *files])
     assert (result.exit_code, "unknown GPU 'H99'" in result.stderr) == (2, True)
+
+
+def test_render_prints_the_objects_of_a_cluster(cli: CliRunner, manifest: Path) -> None:
+    text = manifest.read_text()
+    manifest.write_text(text.replace("engine:", "gateway: {keysSecret: keys}\n  engine:"))
+    assert cli.invoke(app, ["up", "--dry-run", "-f", str(manifest)]).exit_code == 1
+    done = cli.invoke(app, ["render", "-f", str(manifest), "--image-prefix", "registry.example/"])
+    assert (done.exit_code, done.stderr) == (0, "")
+    objects = list(yaml.safe_load_all(done.stdout))
+    pods = [each for each in objects if each["kind"] == "Pod"]
+    assert [pod["metadata"]["name"] for pod in pods] == ["chat-prefill-0", "chat-decode-0"]
+    assert pods[0]["spec"]["containers"][0]["image"].startswith("registry.example/")
+    (gateway,) = (each for each in objects if each["kind"] == "Deployment")
+    volumes = gateway["spec"]["template"]["spec"]["volumes"]
+    assert "keys" in [volume.get("secret", {}).get("secretName") for volume in volumes]
 
 
 def test_a_pair_that_vllm_cannot_pair_is_refused_before_anything_starts(

@@ -241,6 +241,34 @@ def test_kv_of_8_bits_halves_the_transfer_and_doubles_the_room() -> None:
         build("--kv-cache-dtype=nvfp4")
 
 
+@pytest.mark.parametrize("args", [["--quantization", "fp8"], ["--quantization=fp8"], ["-q", "fp8"]])
+def test_weights_of_8_bits_leave_room_for_kv_and_compute_faster(args: list[str]) -> None:
+    def build(*args: str) -> Problem:
+        engine = {"args": list(args)}
+        given = deployment(model="meta-llama/Llama-3.1-8B", engine=engine)
+        return problem_from_cluster.build_problem(given, cluster("nodes: [{gpu: H100}]"))
+
+    wide, narrow = (
+        each.estimator.estimate("H100-SXM-80GB", 1, 1) for each in (build(), build(*args))
+    )
+    assert wide is not None
+    assert narrow is not None
+    assert narrow.kv_capacity_tokens > 1.1 * wide.kv_capacity_tokens
+    assert narrow.timing.predict_decode_ms(8, 8 * 1024) < 0.8 * wide.timing.predict_decode_ms(
+        8, 8 * 1024
+    )
+    with pytest.raises(PlanError, match=r"spec\.engine\.args: --quantization awq: cannot"):
+        build("--quantization", "awq")
+
+
+def test_a_plan_for_parts_of_gpus_says_that_it_counts_whole_ones() -> None:
+    template = {"gpuResource": "nvidia.com/mig-3g.40gb"}
+    notes = problem_from_cluster.build_problem(deployment(template=template), cluster()).notes
+    assert notes[0].startswith(
+        "spec.template.gpuResource nvidia.com/mig-3g.40gb: the plan is for whole"
+    )
+
+
 def test_times_from_kernels_have_a_front_end_and_an_asynchronous_scheduler() -> None:
     given = deployment(model="meta-llama/Llama-3.1-8B")
     problem = problem_from_cluster.build_problem(given, cluster("nodes: [{gpu: H200}]"))

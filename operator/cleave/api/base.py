@@ -5,7 +5,7 @@ Used by the resource types only. What is hard: a rule must hold in two places, i
 side by side, so that nobody changes one without seeing the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,7 +14,8 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import CoreSchema, PydanticCustomError
 
 RULES_BROKEN = "rules_broken"
-"""Type of the pydantic error about broken rules; its context has them as `rules`."""
+"""Type of the pydantic error about broken rules; its context has them as `rules`, and what
+breaks each as `offenders`."""
 
 
 def declare_list_map_key(field: str, **options: Any) -> Any:  # noqa: ANN401 - pydantic's own types
@@ -35,6 +36,8 @@ class ValidationRule:
     """One sentence that says what to do."""
     field: str
     """The field, as written in YAML, that a fault is reported at; empty: the object."""
+    list_offenders: Callable[[Any], Sequence[str]] = lambda _: ()
+    """What breaks the rule, for Python's message; no part of it may be a secret."""
 
     def to_schema(self) -> dict[str, str]:
         """Return the rule as an entry of x-kubernetes-validations."""
@@ -85,7 +88,9 @@ class ApiModel(BaseModel):
             text = "; ".join(rule.message for rule in broken)
             # Escape braces, which pydantic would read as placeholders.
             template = text.replace("{", "{{").replace("}", "}}")
-            raise PydanticCustomError(RULES_BROKEN, template, {"rules": broken})
+            offenders = [rule.list_offenders(self) for rule in broken]
+            context = {"rules": broken, "offenders": offenders}
+            raise PydanticCustomError(RULES_BROKEN, template, context)
         return self
 
     @classmethod

@@ -15,7 +15,8 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class GpuDescription(ApiModel):
-    """A GPU that the catalogue does not have, or whose figures replace the catalogue's."""
+    """A GPU that the catalogue does not have, or whose figures replace the catalogue's; of such a
+    one, what is absent here is the catalogue's."""
 
     name: Name
     """Name by which nodes and plans refer to it."""
@@ -34,7 +35,7 @@ class GpuDescription(ApiModel):
     power_watts: Positive = 400.0
     """Power at full load in watts."""
     price_per_hour: Annotated[float, Field(ge=0)] = 0.0
-    """Price of one GPU for one hour."""
+    """Price of one GPU for one hour in US dollars."""
 
 
 class NodeGroup(ApiModel):
@@ -56,12 +57,16 @@ class NetworkKind(StrEnum):
     ETHERNET = "Ethernet"
     """TCP through the memory of both hosts."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> "NetworkKind | None":
+        return cls.INFINIBAND if str(value).lower() in {"roce", "rocev2"} else None
+
 
 class NetworkSpec(ApiModel):
     """The network between nodes."""
 
     kind: Annotated[NetworkKind, Field(strict=False)] = NetworkKind.INFINIBAND
-    """InfiniBand, also RoCE (cards access GPU memory), or Ethernet (TCP through host memory)."""
+    """InfiniBand or RoCE (cards access GPU memory), or Ethernet (TCP through host memory)."""
 
     bandwidth_gbps: Positive = 200.0
     """Bandwidth per GPU in Gbit/s, in one direction (InfiniBand NDR: 400, HDR: 200)."""
@@ -69,13 +74,18 @@ class NetworkSpec(ApiModel):
     """Latency of one message in microseconds."""
 
 
+ASSUMED_NETWORK = NetworkSpec(kind=NetworkKind.ETHERNET, bandwidth_gbps=25.0)
+"""The network where nothing says that there is RDMA: that of DistServe's test bed, over TCP."""
+
+
 class Cluster(ApiModel):
     """The inventory of a cluster."""
 
     nodes: Annotated[list[NodeGroup], Field(min_length=1, max_length=64)]
     """Groups of nodes."""
-    network: NetworkSpec = NetworkSpec()
-    """The network between nodes."""
+    network: NetworkSpec | None = None
+    """The network between nodes; absent: Ethernet with 25 Gbit/s for each GPU. In the operator's
+    settings absent means what the nodes' labels and devices say."""
     gpus: list[GpuDescription] = declare_list_map_key("name", default_factory=list, max_length=64)
     """Descriptions of GPUs that the catalogue does not have."""
     profiles: list[Annotated[str, Field(max_length=1024)]] = Field(

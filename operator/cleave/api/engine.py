@@ -33,6 +33,7 @@ _DATA_PARALLEL_FLAGS = (
 )  # fmt: skip
 """vLLM's short forms of the flags that begin with `--data-parallel`."""
 
+_FLAG_WITH_BLANK = re.compile("^--[^=]* ")
 _SCHEDULER_FLAGS = ("--scheduler-cls", "--scheduling-policy")
 
 
@@ -228,6 +229,18 @@ class EngineSpec(ApiModel):
             is_valid=lambda e: not any(_normalize_flag(a) in RESERVED_FLAGS for a in e.args),
             message="must not hold a flag that Cleave sets itself: " + ", ".join(RESERVED_FLAGS),
             field="args",
+            list_offenders=lambda e: [
+                arg.split("=")[0] for arg in e.args if _normalize_flag(arg) in RESERVED_FLAGS
+            ],
+        ),
+        ValidationRule(
+            cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]* '))",
+            is_valid=lambda e: not any(map(_FLAG_WITH_BLANK.match, e.args)),
+            message="must hold a flag and its value as two entries, or as one with =",
+            field="args",
+            list_offenders=lambda e: [
+                arg.split()[0] for arg in e.args if _FLAG_WITH_BLANK.match(arg)
+            ],
         ),
         ValidationRule(
             cel="!has(self.args) || !self.args.exists(a, a.startsWith('--data-parallel') || "
@@ -244,6 +257,7 @@ class EngineSpec(ApiModel):
             is_valid=lambda e: not any(v.name in RESERVED_ENV for v in e.env),
             message="must not hold a variable that Cleave sets itself: " + ", ".join(RESERVED_ENV),
             field="env",
+            list_offenders=lambda e: [v.name for v in e.env if v.name in RESERVED_ENV],
         ),
         build_unique_rule("env", "name", "variable"),
     )
@@ -432,8 +446,22 @@ class WorkerTemplate(ApiModel):
             message="needs a claim in resourceClaims when it is empty: no GPU would be allocated",
             field="gpuResource",
         ),
+        ValidationRule(
+            cel="!has(self.resources) || !has(self.gpuResource) || "
+            "(!has(self.resources.limits) || !(self.gpuResource in self.resources.limits)) && "
+            "(!has(self.resources.requests) || !(self.gpuResource in self.resources.requests))",
+            is_valid=lambda t: t.gpu_resource not in {*t.resources.limits, *t.resources.requests},
+            message="must not name the GPUs' resource: each worker gets as many as the parallelism "
+            "of its instance",
+            field="resources",
+        ),
         build_unique_rule("volumes", "name", "volume"),
     )
+
+    @property
+    def has_gpu_parts(self) -> bool:
+        """Whether workers request parts of NVIDIA's GPUs: MIG devices or time slices."""
+        return "/mig-" in self.gpu_resource or self.gpu_resource.endswith(".shared")
 
     @property
     def has_whole_gpus(self) -> bool:

@@ -54,9 +54,10 @@ def _format_fault(detail: ErrorDetails, root: type[BaseModel], *, suggests: bool
     path, context = detail["loc"], detail.get("ctx", {})
     if detail["type"] == RULES_BROKEN:
         rules: list[ValidationRule] = context["rules"]
-        for rule in rules:
+        for rule, offenders in zip(rules, context["offenders"], strict=True):
             path_text = _format_path((*path, *rule.field.split(".")) if rule.field else path)
-            yield f"{path_text}: {rule.message}" if path_text else rule.message
+            got = f" (got {', '.join(map(str, offenders))})" if offenders else ""
+            yield f"{path_text}: {rule.message}{got}" if path_text else f"{rule.message}{got}"
         return
     yield f"{_format_path(path)}: {_explain(detail, context, root, suggests=suggests)}"
 
@@ -67,7 +68,7 @@ def _explain(
     got = "" if _is_secret(detail["loc"]) else f" (got {format_value(detail['input'])})"
     kind = detail["type"]
     if kind in _MESSAGES:
-        return _MESSAGES[kind] + got
+        return _MESSAGES[kind] + got + _explain_reference(kind, detail["input"])
     match kind:
         case "missing":
             return "required"
@@ -106,6 +107,12 @@ def _explain_exponent(value: object) -> str:
     if not (isinstance(value, str) and _WITH_EXPONENT.fullmatch(value)):
         return ""
     return f"; YAML reads this as text: write {float(value):.15g}"
+
+
+def _explain_reference(kind: str, value: object) -> str:
+    """Explain that a name is written as text where a pod spec has an object with it."""
+    is_reference = kind == "string_type" and isinstance(value, Mapping) and [*value] == ["name"]
+    return f"; write {value['name']} alone" if is_reference else ""
 
 
 def _is_secret(path: Sequence[str | int]) -> bool:

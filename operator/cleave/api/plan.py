@@ -93,7 +93,7 @@ class PredictedPerformance(ApiModel):
     tpot_ms: LatencyPercentiles
     """Time per output token after the first, in milliseconds."""
     cost_per_hour: NonNegative
-    """Price of all GPUs for one hour."""
+    """Price of all GPUs for one hour in US dollars."""
     power_watts: NonNegative
     """Provisioned power of all GPUs in watts."""
     trust: str

@@ -78,7 +78,7 @@ class GpuChoice(ApiModel):
     max: Annotated[int, Field(ge=1, le=MAX_GPUS)] | None = None
     """Maximum number of GPUs of this kind; absent: all in the cluster."""
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
-    """Price of one GPU for one hour, in any currency; absent: the catalogue's price."""
+    """Price of one GPU for one hour in US dollars; absent: the catalogue's price."""
     power_cap_watts: Annotated[float, Field(gt=0)] | None = None
     """Power limit of one GPU in watts, with which prefill is slower."""
 

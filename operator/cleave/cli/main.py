@@ -20,6 +20,7 @@ from cleave.cli.local.down import down
 from cleave.cli.local.logs import logs
 from cleave.cli.local.status import status
 from cleave.cli.local.up import up
+from cleave.cli.manifests.render import render
 from cleave.cli.manifests.rollout import rollout
 from cleave.cli.manifests.validate import validate
 from cleave.cli.output.errors import FAILED, fail
@@ -74,7 +75,7 @@ app = typer.Typer(
 _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run on this machine": (demo, up, status, top, logs, down),
     "Plan capacity": (plan, simulate, provision, workload, profile),
-    "Check manifests": (validate, rollout),
+    "Check manifests": (validate, render, rollout),
 }
 """Commands by the heading under which `cleave --help` lists them."""
 for heading, commands in _GROUPS.items():

@@ -68,7 +68,7 @@ def count_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: NodeT
     if room is None:
         return 1
     if pool.per_cell and machines.domain == HOSTNAME:
-        per_node = max(1, room // _count_stage_gpus(pools))
+        per_node = max(1, room // count_stage_gpus(pools))
         return _find_fewest_nodes(pool.parallelism.pipeline, per_node)
     return _count_even_nodes(pool.parallelism, max(1, room))
 
@@ -101,7 +101,12 @@ def count_cells_per_node(pools: Sequence[PlannedPool], machines: NodeTopology) -
         return None
     pipeline = cell[0].parallelism.pipeline
     stages = pipeline // count_nodes(cell[0], pools, machines)
-    return max(1, room // (stages * _count_stage_gpus(pools)))
+    return max(1, room // (stages * count_stage_gpus(pools)))
+
+
+def count_stage_gpus(pools: Sequence[PlannedPool]) -> int:
+    """GPUs of one pipeline stage, over all instances of a cell."""
+    return sum(each.per_cell * each.parallelism.tensor for each in pools if each.per_cell)
 
 
 def assign_cells(used_cells: Sequence[int], per_cell: int, num_instances: int) -> list[int]:
@@ -148,11 +153,6 @@ def build_topology_spread(labels: Mapping[str, str]) -> list[Manifest]:
 
 def _count_cells(pool: PlannedPool) -> int:
     return pool.replicas // (pool.per_cell or 1)
-
-
-def _count_stage_gpus(pools: Sequence[PlannedPool]) -> int:
-    """GPUs of one pipeline stage, over all instances of a cell."""
-    return sum(each.per_cell * each.parallelism.tensor for each in pools if each.per_cell)
 
 
 def _build_preferred_term(weight: int, key: str, labels: Mapping[str, str]) -> Manifest:

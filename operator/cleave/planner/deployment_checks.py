@@ -6,13 +6,20 @@ have no weights to shard and stand in for any model.
 """
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector, EngineType
+from cleave.api.engine import Connector, EngineSpec, EngineType, WorkerTemplate
 from cleave.api.role import Role
 from cleave.perf.model import model_shape
 from cleave.planner import connector_choice
 from cleave.planner.connector_choice import ConnectorChoice
+
+_READ_FLAGS = (
+    "--kv-cache-dtype", "--quantization", "--max-num-seqs", "--max-num-batched-tokens",
+    "--gpu-memory-utilization", "--enable-expert-parallel", "--kv-transfer-config",
+)  # fmt: skip
+"""Engine flags on which plans, pods or the choice of the connector depend."""
 
 
 def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
@@ -40,7 +47,14 @@ def list_parallelism_faults(
     unknown = explain_unknown_model(deployment, reads_files=reads_files)
     shape = None if unknown else model_shape.load_shape(spec.model.locator)
     pools = spec.placement.manual
+    is_mig = "/mig-" in spec.template.gpu_resource
     for index, pool in enumerate(pools):
+        if is_mig and pool.parallelism.gpus > 1:
+            yield (
+                f"spec.placement.manual[{index}].parallelism: an instance cannot be distributed "
+                f"over {spec.template.gpu_resource}, as CUDA programs see one MIG device; set "
+                "tensor and pipeline to 1"
+            )
         tensor, pipeline = pool.parallelism.tensor, pool.parallelism.pipeline
         if shape and (reason := shape.explain_unsupported(tensor, pipeline)):
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
@@ -56,6 +70,26 @@ def list_parallelism_faults(
             )
             if other.role is not Role.PREFILL and reason:
                 yield f"spec.placement.manual[{index}].parallelism.tensor: {reason}{remedy}"
+
+
+def describe_gpu_parts(template: WorkerTemplate) -> str | None:
+    """A sentence about parts of GPUs, which the planner does not know; None: whole GPUs."""
+    if not template.has_gpu_parts:
+        return None
+    return (
+        f"spec.template.gpuResource {template.gpu_resource}: the plan is for whole GPUs; describe "
+        "the part under gpus in the cluster file and name it in nodes, or set instances in "
+        "spec.placement.manual"
+    )
+
+
+def _list_misspelt_flags(engine: EngineSpec) -> Iterator[str]:
+    """Flags that look like one that Cleave reads, which no engine has."""
+    for arg in engine.args:
+        flag = arg.split("=")[0].replace("_", "-")
+        close = get_close_matches(flag, _READ_FLAGS, n=1, cutoff=0.9)
+        if flag.startswith("--") and close and close != [flag]:
+            yield f"spec.engine.args: {flag}: did you mean {close[0]}?"
 
 
 def choose_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> ConnectorChoice:
@@ -93,6 +127,7 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             f"spec.slo.{field}: {value:g} is {value:g} milliseconds; are these seconds? "
             f"{value:g} s is {1000 * value:g}"
         )
+    yield from _list_misspelt_flags(spec.engine)
     if chosen := describe_connector(deployment, reads_files=reads_files):
         yield f"spec.engine.connector: {chosen}; name it to leave out this warning"
     why = explain_unknown_model(deployment, reads_files=reads_files)

@@ -132,7 +132,7 @@ class NearestSlo:
     """The tightest SLO, scaled from the requested one, that some plan meets."""
 
     scale: float
-    """Factor on both targets."""
+    """Factor on the targets that are longer than the requested ones."""
     ttft_ms: float
     tpot_ms: float
     plan: str

@@ -71,6 +71,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     finalists = _predict_best(search, options)
     ranking = verdict.rank_plans(problem, finalists)
     plans, nearest = [each.plan for each in ranking.ordered], None
+    warnings = _list_warnings(problem, finalists)
     if is_infeasible := ranking.verdict is PlanVerdict.INFEASIBLE:
         search.tick("the nearest SLO")
         nearest = find_nearest_slo(search, feasible)
@@ -80,6 +81,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         switch_ms = _compute_switch_tpot_ms(search, ranking)
         reason = verdict.explain_selection(problem, ranking, choice.reason)
         change = verdict.describe_runner_up(problem, ranking, switch_ms)
+        warnings = *verdict.list_margin_warnings(problem, ranking), *warnings
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],
@@ -87,7 +89,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         reason=reason,
         what_would_change=change,
         nearest_slo=nearest,
-        warnings=_list_warnings(problem, finalists),
+        warnings=warnings,
         num_candidates=len(feasible),
         num_simulated_requests=search.trials.tally.requests,
         elapsed_s=time.perf_counter() - started,
@@ -129,8 +131,11 @@ def _explain_no_candidate(problem: Problem) -> str:
         for size in sorted(list_sizes(problem, supply), key=math.prod, reverse=True)
         if (reason := problem.estimator.explain_unsupported(supply.gpu, *size)) is not None
     ]
-    fits_not = (reason for reason in reasons if "does not fit" in reason)
-    return next(fits_not, next(iter(reasons), "there are no GPUs"))
+    for reason in reasons:
+        if "does not fit" in reason:
+            remedy = "the largest possible instance needs more or larger GPUs, or weights of 8 bits"
+            return f"{reason}; {remedy}"
+    return next(iter(reasons), "there are no GPUs")
 
 
 def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> list[PredictedPlan]:

@@ -23,6 +23,13 @@ from cleave.planner.problem import Problem, Supply, build_policies
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
 
+_SHAPE_FLAGS = {
+    "--quantization": ModelShape.with_quantization,
+    "-q": ModelShape.with_quantization,
+    "--kv-cache-dtype": ModelShape.with_kv_dtype,
+}
+"""Engine arguments that change what a model's weights and KV take."""
+
 
 def build_problem(
     deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
@@ -30,7 +37,7 @@ def build_problem(
     """The problem of planning `deployment` on `cluster`; relative paths start at `folder`. Raises
     PlanError or ManifestError."""
     spec = deployment_checks.resolve_connector(deployment).spec
-    shape = _load_shape(deployment)
+    shape = load_shape(deployment)
     choice = deployment_checks.choose_connector(deployment)
     if choice.fault:
         raise PlanError([choice.fault])
@@ -56,7 +63,15 @@ def build_problem(
         policies=build_policies(spec.engine),
         seed=seed,
         notes=(
-            *filter(None, [deployment_checks.describe_connector(deployment)]),
+            *filter(
+                None,
+                [
+                    deployment_checks.describe_connector(deployment),
+                    deployment_checks.describe_gpu_parts(spec.template),
+                    inventory.describe_assumed_network(cluster),
+                ],
+            ),
+            *inventory.list_unused_gpus(cluster),
             *characterization.list_remarks(traffic, longest),
             *(f"{gpu.name}: {gpu.limitation}" for gpu in kinds.values() if gpu.limitation),
         ),
@@ -93,17 +108,21 @@ def build_supplies(
     return tuple(supplies)
 
 
-def _load_shape(deployment: LLMDeployment) -> ModelShape:
+def load_shape(deployment: LLMDeployment) -> ModelShape:
+    """The model's dimensions as its engines load it. Raises PlanError."""
     model_spec = deployment.spec.model
     try:
         shape = model_shape.load_shape(model_spec.folder or model_spec.locator)
     except model_shape.UnknownModelError as error:
         raise PlanError([f"spec.model.source: {error}"]) from error
-    flag = "--kv-cache-dtype"
-    try:
-        return shape.with_kv_dtype(deployment.spec.engine.get_flag_value(flag) or "auto")
-    except ValueError as error:
-        raise PlanError([f"spec.engine.args: {flag} {error}"]) from error
+    engine = deployment.spec.engine
+    for flag, change in _SHAPE_FLAGS.items():
+        value = engine.get_flag_value(flag)
+        try:
+            shape = change(shape, value) if value is not None else shape
+        except ValueError as error:
+            raise PlanError([f"spec.engine.args: {flag} {error}"]) from error
+    return shape
 
 
 def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:

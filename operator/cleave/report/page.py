@@ -95,7 +95,8 @@ def _render_header(study: LoadStudy) -> str:
     if chosen:
         tiles = tables.render_tiles(chosen, slo)
     else:
-        tiles = tables.render_nearest_slo(result.nearest_slo) if result.nearest_slo else ""
+        nearest = result.nearest_slo
+        tiles = tables.render_nearest_slo(nearest, slo) if nearest else ""
     return f"""<header class="card hero">
 <p class="overline">Cleave plan for <b>{escape(subject.deployment)}</b></p>
 <h1><span class="verdict {result.verdict.lower()}">{VERDICT_TEXTS[result.verdict]}</span>

@@ -37,7 +37,7 @@ def render_plans(result: PlanningResult, rate: float, neighbours: tuple[Plan, ..
     heading = (
         *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
         *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
-        *("price/h", "power", "algorithm"),
+        *("USD/h", "power", "algorithm"),
     )
     rows = (_build_plan_row(plan, result.selected) for plan in (*result.plans, *neighbours))
     caption = f"Predictions at {format_number(rate)} req/s; goodput in req/s"
@@ -71,18 +71,22 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
         _render_tile("attainment", format_percent(prediction.attainment), text, holds=attains),
         _render_latency_tile("P90 TTFT", prediction.ttft_ms, slo.ttft_ms),
         _render_latency_tile("P90 TPOT", prediction.tpot_ms, slo.tpot_ms),
-        _render_tile("price", format_number(prediction.cost_per_hour), "per hour"),
+        _render_tile("price", format_number(prediction.cost_per_hour), "US dollars per hour"),
         _render_tile("power", format_power(prediction.power_watts), "provisioned"),
     )
     return "".join(tiles)
 
 
-def render_nearest_slo(slo: NearestSlo) -> str:
+def render_nearest_slo(nearest: NearestSlo, slo: Slo) -> str:
     """The nearest feasible SLO, in large type."""
-    times = f"{format_number(slo.scale)} times the requested one"
-    ttft = _render_tile("TTFT that holds", format_ms(slo.ttft_ms), times)
-    tpot = _render_tile("TPOT that holds", format_ms(slo.tpot_ms), times)
-    return f'{ttft}{tpot}<div class="tile wide"><dt>with</dt><dd>{escape(slo.plan)}</dd></div>'
+    tiles = "".join(
+        _render_tile(f"{name} that holds", format_ms(value), f"requested {format_ms(requested)}")
+        for name, value, requested in (
+            ("TTFT", nearest.ttft_ms, slo.ttft_ms),
+            ("TPOT", nearest.tpot_ms, slo.tpot_ms),
+        )
+    )
+    return f'{tiles}<div class="tile wide"><dt>with</dt><dd>{escape(nearest.plan)}</dd></div>'
 
 
 def _render_tile(name: str, value: str, detail: str, *, holds: bool | None = None) -> str:

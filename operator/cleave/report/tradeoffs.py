@@ -20,7 +20,7 @@ def build_frontier_chart(study: LoadStudy) -> Chart:
     """Goodput against cost (GPUs where prices are missing)."""
     plans = (*study.result.plans, *study.neighbours)
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
-    axis = "price per hour" if priced else "GPUs"
+    axis = "US dollars per hour" if priced else "GPUs"
     figure = create_figure(axis, "goodput (req/s)")
     costs = [plan.prediction.cost_per_hour if priced else float(plan.gpus) for plan in plans]
     goodputs = [plan.prediction.goodput for plan in plans]

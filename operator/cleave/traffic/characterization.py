@@ -113,8 +113,9 @@ def list_remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
     messages = []
     cut = demand.compute_share_longer_than(max_model_len)
     if cut > 0:
+        share = "less than 0.1%" if cut < 0.001 else f"{cut:.1%}"
         messages.append(
-            f"{cut:.1%} of the requests are longer than the model's {max_model_len:,} tokens and "
+            f"{share} of the requests are longer than the model's {max_model_len:,} tokens and "
             "were cut"
         )
     if isinstance(demand.source, TraceReplay):

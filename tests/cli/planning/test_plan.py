@@ -156,6 +156,16 @@ def test_cells_that_are_one_pod_are_planned_without_a_named_connector(cli, file)
     assert "connector Nixl is used: each cell is one pod" in written["status"]["plan"]["reason"]
 
 
+def test_prices_have_a_currency_a_source_and_a_date(cli, file, said) -> None:
+    said()
+    output = run(cli, file).stdout
+    assert "USD/H" in output.splitlines()[3]
+    (line,) = (line for line in output.splitlines() if line.startswith("USD/H: "))
+    assert "AWS us-east-1" in line
+    assert "2025, unless pricePerHour under spec.planning.gpus" in line
+    assert json.loads(run(cli, file, "-o", "json").stdout)["currency"] == "USD"
+
+
 def test_infeasible_is_exit_code_1_and_names_the_nearest_slo(cli, file, said, infeasible) -> None:
     said(infeasible)
     done = run(cli, file)
@@ -164,7 +174,24 @@ def test_infeasible_is_exit_code_1_and_names_the_nearest_slo(cli, file, said, in
     assert first == "infeasible: no plan meets TTFT 20 ms; nearest SLO that holds is TTFT 180 ms"
     output = json.loads(run(cli, file, "-o", "json").stdout)
     assert (output["verdict"], output["selected"]) == ("Infeasible", None)
-    assert "placement" not in yaml.safe_load(run(cli, file, "-o", "yaml").stdout)["spec"]
+
+
+def test_without_a_plan_no_manifest_is_printed(cli, file, said, infeasible) -> None:
+    said(infeasible)
+    done = run(cli, file, "-o", "yaml")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: infeasible: no plan meets TTFT 20 ms")
+
+
+@pytest.mark.parametrize("options", [(), ("--rate", "9")])
+def test_yaml_has_the_namespace_of_the_file_or_none(cli, file, said, options) -> None:
+    said()
+    done = run(cli, file, "-o", "yaml", *options)
+    assert yaml.safe_load(done.stdout)["metadata"] == {"name": "chat"}
+    assert "plans no more" in done.stderr
+    file.write_text(MANIFEST.replace("name: chat", "name: chat, namespace: team"))
+    done = run(cli, file, "-o", "yaml", *options)
+    assert yaml.safe_load(done.stdout)["metadata"] == {"name": "chat", "namespace": "team"}
 
 
 def test_only_a_terminal_sees_the_progress_bar(cli, file, said) -> None:

@@ -143,6 +143,23 @@ def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
     )
 
 
+def test_a_flag_that_is_nearly_one_that_plans_depend_on_is_a_warning() -> None:
+    (said,) = find(engine={"args": ["--kv-cache-dtyp", "fp8"]}).warnings
+    assert said == "spec.engine.args: --kv-cache-dtyp: did you mean --kv-cache-dtype?"
+    fine = ["--kv_cache_dtype", "fp8", "--kv-cache-dtype-skip-layers=0", "--enforce-eager"]
+    assert find(engine={"args": fine}) == ValidationFindings()
+
+
+def test_an_instance_of_several_mig_devices_is_a_fault() -> None:
+    template = {"gpuResource": "nvidia.com/mig-3g.40gb"}
+    (said,) = find(template=template, placement=manual(parallel("mixed", tensor=2))).faults
+    assert said.startswith(
+        "spec.placement.manual[0].parallelism: an instance cannot be distributed over "
+        "nvidia.com/mig-3g.40gb"
+    )
+    assert find(template=template, placement=manual(parallel("mixed"))) == ValidationFindings()
+
+
 def test_targets_that_look_like_seconds_are_a_warning() -> None:
     found = find(slo={"ttftMs": 0.4, "tpotMs": 40})
     assert found.faults == ()

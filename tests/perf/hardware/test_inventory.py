@@ -1,13 +1,22 @@
 """From a cluster file and a deployment's choices to described GPUs."""
 
+from dataclasses import replace
+
 import pytest
 
 from cleave.api.cluster import Cluster, NetworkKind, NetworkSpec, NodeGroup
 from cleave.api.manifest import ManifestError, load_cluster
 from cleave.api.planning import GpuChoice
-from cleave.perf.hardware.gpu import Gpu
-from cleave.perf.hardware.inventory import find_network_link, list_gpus, to_gpu
+from cleave.perf.hardware.gpu import Gpu, find_gpu
+from cleave.perf.hardware.inventory import (
+    describe_assumed_network,
+    find_network_link,
+    list_gpus,
+    list_unused_gpus,
+    to_gpu,
+)
 from cleave.perf.hardware.link import LinkKind
+from cleave.perf.kernels.tables import find_tables
 
 MIXED = load_cluster(
     "nodes: [{gpu: H100}, {gpu: A100-80GB, count: 2}, {gpu: nvidia-h100-80gb-hbm3}]"
@@ -76,3 +85,46 @@ def test_the_network_of_the_file_is_one_gpus_link() -> None:
     cluster = Cluster(nodes=[NodeGroup(gpu="H100")], network=network)
     link = find_network_link(cluster, list_gpus(cluster)["H100-SXM-80GB"])
     assert (link.kind, link.gb_per_s, link.latency_us) == (LinkKind.ETHERNET, 12.5, 20)
+
+
+def test_without_a_network_ethernet_is_assumed_and_said() -> None:
+    bare = Cluster.model_validate({"nodes": [{"gpu": "H100"}]})
+    link = find_network_link(bare, list_gpus(bare)["H100-SXM-80GB"])
+    assert (link.kind, link.gb_per_s) == (LinkKind.ETHERNET, 25 / 8)
+    assert describe_assumed_network(bare) == (
+        "network: not in the cluster file; Ethernet with 25 Gbit/s for each GPU is assumed for KV "
+        "and for instances over nodes"
+    )
+
+
+@pytest.mark.parametrize("kind", ["InfiniBand", "RoCE", "RoCEv2"])
+def test_roce_is_as_fast_as_infiniband(kind: str) -> None:
+    network = {"kind": kind, "bandwidthGbps": 400}
+    cluster = Cluster.model_validate({"nodes": [{"gpu": "H100"}], "network": network})
+    link = find_network_link(cluster, list_gpus(cluster)["H100-SXM-80GB"])
+    assert (link.kind, link.gb_per_s) == (LinkKind.INFINIBAND, 50)
+    assert describe_assumed_network(cluster) is None
+    unnamed = Cluster.model_validate({"nodes": [{"gpu": "H100"}], "network": {"latencyUs": 1}})
+    assert "InfiniBand with 200 Gbit/s" in (describe_assumed_network(unnamed) or "")
+
+
+def test_a_described_gpu_of_the_catalogue_keeps_its_names_and_what_is_not_written() -> None:
+    cluster = load_cluster(
+        """
+nodes: [{gpu: NVIDIA-H100-80GB-HBM3}]
+gpus:
+- {name: H100, memoryGib: 79.1, memoryGbps: 3350, denseTflops: 989, pricePerHour: 2.5}
+"""
+    )
+    (gpu,) = list_gpus(cluster).values()
+    catalogue = find_gpu("H100")
+    assert gpu == replace(catalogue, price_per_hour=2.5)
+    assert find_tables(gpu) is not None
+    assert list(list_unused_gpus(cluster)) == []
+
+
+def test_a_described_gpu_that_no_node_has_is_reported() -> None:
+    text = "nodes: [{gpu: H100}]\n" + OWN.split("nodes: [{gpu: Trainer-X}]")[1]
+    assert list(list_unused_gpus(load_cluster(text))) == [
+        "gpus[0]: no node has Trainer-X; the description has no effect"
+    ]

@@ -126,10 +126,39 @@ def test_every_way_to_write_a_name_is_one_model(name: str, same: str) -> None:
     assert model_shape.load_shape(name) == model_shape.load_shape(same)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-7B-Instruct-AWQ", "llama-3.1-8b-fp8", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Qwen2.5-7B-Instruct-AWQ", "llama-3.1-8b-fp8", "llama", "someone/Qwen3-32B-FP8"),
+        *("nvidia/Llama-3.1-8B-Instruct-FP8", "RedHatAI/gpt-oss-120b-FP8"),
+    ],
+)
 def test_a_quantised_copy_and_half_a_name_do_not_match_the_model(name: str) -> None:
-    with pytest.raises(UnknownModelError, match="known: opt-13b, "):
+    with pytest.raises(UnknownModelError, match=r"only its config.json .* known: opt-13b, "):
         model_shape.load_shape(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "is_blockwise"),
+    [
+        ("Qwen/Qwen3-32B-FP8", "qwen3-32b", True),
+        ("Qwen/Qwen3-235B-A22B-FP8", "qwen3-235b-a22b", True),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8", "llama-3.1-8b", False),
+        ("hf://RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", "llama-3.1-70b", False),
+        ("neuralmagic/Meta-Llama-3.1-405B-Instruct-FP8-dynamic", "llama-3.1-405b", False),
+    ],
+)
+def test_a_quantised_copy_of_an_owner_with_one_format_has_weights_of_8_bits(
+    name: str, plain: str, is_blockwise: bool
+) -> None:
+    shape, wide = model_shape.load_shape(name), model_shape.load_shape(plain)
+    assert shape.quantization is not None
+    assert (shape.bytes_per_weight, shape.quantization.is_blockwise) == (1, is_blockwise)
+    assert shape.quantization.is_8_bit_compute
+    assert shape.parameters == wide.parameters
+    assert shape.kv_bytes_per_token == wide.kv_bytes_per_token
+    assert shape.name.startswith(plain)
+    assert shape.name != plain
 
 
 def test_a_file_is_as_good_as_its_folder(tmp_path: Path) -> None:
@@ -484,3 +513,24 @@ def test_weights_of_4_bits_alone_do_not_compute_in_4_bits() -> None:
     shape = model_shape.from_config("m", {**LLAMA, "quantization_config": part})
     assert shape.quantization is not None
     assert not shape.quantization.is_4_bit_compute
+
+
+def test_the_engine_s_flag_quantises_weights_at_load() -> None:
+    shape = model_shape.load_shape("llama-3.1-70b")
+    narrow = shape.with_quantization("fp8")
+    assert narrow.weight_bytes == pytest.approx(shape.weight_bytes / 2, rel=0.04)
+    assert narrow.quantization is not None
+    assert narrow.quantization.is_8_bit_compute
+    assert narrow.kv_bytes_per_token == shape.kv_bytes_per_token
+    blocks = shape.with_quantization("fp8_per_block").quantization
+    assert blocks is not None
+    assert blocks.is_blockwise
+    with pytest.raises(ValueError, match=r"awq: cannot be planned for; write fp8, .* folder"):
+        shape.with_quantization("awq")
+
+
+def test_a_checkpoint_s_own_quantisation_stays() -> None:
+    shape = model_shape.load_shape("gpt-oss-120b")
+    assert shape.with_quantization("mxfp4") == shape
+    with pytest.raises(ValueError, match="fp8: gpt-oss-120b has weights of mxfp4 already"):
+        shape.with_quantization("fp8")

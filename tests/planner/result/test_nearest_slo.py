@@ -14,7 +14,10 @@ def scale(problem: Problem, ttft_ms: float, tpot_ms: float) -> float:
     search = known_problems.search(problem, Targets(ttft_ms, tpot_ms, 0.9))
     found = nearest_slo.find_nearest_slo(search, list_candidates(problem))
     assert found is not None
-    assert (found.ttft_ms, found.tpot_ms) == (ttft_ms * found.scale, tpot_ms * found.scale)
+    scaled = ttft_ms * found.scale, tpot_ms * found.scale
+    assert found.ttft_ms in (ttft_ms, scaled[0])
+    assert found.tpot_ms in (tpot_ms, scaled[1])
+    assert (found.ttft_ms, found.tpot_ms) != (ttft_ms, tpot_ms)
     return found.scale
 
 
@@ -40,3 +43,18 @@ def test_a_multiple_beyond_a_hundred_is_found_as_well() -> None:
     # 400 ms and 30 ms, given in seconds: a thousand times that holds with room.
     found = scale(known_problems.blog(rate=1.0), 0.4, 0.03)
     assert 100 < found < 1000
+
+
+def test_a_target_that_is_met_stays_as_it_is() -> None:
+    problem = known_problems.blog(rate=1.0)
+    search = known_problems.search(problem, Targets(20, 60, 0.9))
+    found = nearest_slo.find_nearest_slo(search, list_candidates(problem))
+    assert found is not None
+    assert found.tpot_ms == 60
+    assert found.ttft_ms == pytest.approx(20 * found.scale)
+
+
+def test_the_nearest_slo_is_never_tighter_than_the_one_that_is_missed() -> None:
+    # A short trial finds this SLO feasible; the search asks only where long ones did not.
+    problem = known_problems.blog(rate=1.0)
+    assert 1 < scale(problem, 400, 40) < 1.02

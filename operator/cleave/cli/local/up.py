@@ -33,7 +33,11 @@ def up(
     ] = False,
     timeout: Timeout = 900,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the pods as YAML without starting them.")
+        bool,
+        Option(
+            "--dry-run",
+            help="Print this machine's pods as YAML without starting them; a cluster's: cleave render.",
+        ),
     ] = False,
     allow_shared_cores: SharedCores = False,
     cluster: Annotated[

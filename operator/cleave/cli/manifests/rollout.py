@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cleave.api.pool import InstancePool
     from cleave.controller.rollout.planner import RolloutLimits
     from cleave.controller.rollout.preview import RunningInstances
+    from cleave.manifests.topology import NodeTopology
     from cleave.planner.placement import Placement
 
 _STDIN = Path("-")
@@ -101,20 +102,28 @@ def _build_pools(
 ) -> "list[InstancePool]":
     """The pools as the operator applies them: cells that fit a node of `cluster` are pods of the
     mixed pool."""
-    from cleave.api.manifest import load_cluster
     from cleave.manifests.pool import build_pools
+
+    placement = decide_cluster_placement(deployment, file, cluster)
+    return build_pools(deployment, placement, build_topology(cluster))
+
+
+def build_topology(cluster: Path | None) -> "NodeTopology":
+    """What pools depend on of the machines in a cluster file; None: not known."""
+    from cleave.api.manifest import load_cluster
     from cleave.manifests.topology import NodeTopology, get_product_label
 
-    placement = _decide_placement(deployment, file, cluster)
     largest: dict[str, int] = {}
     for group in load_cluster(cluster).nodes if cluster else ():
         label = get_product_label(group.gpu)
         largest[label] = max(largest.get(label, 0), group.gpus_per_node)
-    return build_pools(deployment, placement, NodeTopology(gpus_per_node=largest))
+    return NodeTopology(gpus_per_node=largest)
 
 
-def _decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
-    """Instances of each role: from spec.placement, else planned."""
+def decide_cluster_placement(
+    deployment: "LLMDeployment", file: Path, cluster: Path | None
+) -> "Placement":
+    """Instances of each role: from spec.placement, else planned; exits where they cannot be."""
     from cleave.api.engine import EngineType
     from cleave.planner.placement import resolve_paths
 

@@ -5,15 +5,21 @@ import typer
 from cleave import distribution
 from cleave.cli.options import File
 from cleave.cli.output.errors import load_deployment, report_input_errors
-from cleave.cli.planning.inputs import ClusterFile, Overrides, read_planning_input
+from cleave.cli.planning.inputs import (
+    ClusterFile,
+    Overrides,
+    check_manual_placement,
+    read_planning_input,
+)
 
 
 def validate(file: File, cluster: ClusterFile = None) -> None:
     """Check the fields and values of a manifest, and that it can be planned.
 
-    With --cluster, its GPUs and its trace file are checked as well; emulated engines need no
-    cluster file for that. Valid values that are probably mistakes, such as targets in seconds or a
-    model that cannot be planned, are warnings.
+    With --cluster, its GPUs and its trace file are checked as well, and that the nodes have room
+    for spec.placement.manual; emulated engines need no cluster file to be planned. Valid values
+    that are probably mistakes, such as targets in seconds or a model that cannot be planned, are
+    warnings.
 
     Exit codes: 0 valid, 2 invalid, with one line per error.
 
@@ -31,9 +37,11 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
     deployment = load_deployment(file)
     spec = deployment.spec
     with report_input_errors():
-        if cluster and explain_unknown_model(deployment) is not None:
-            # The model cannot be planned, but the deployment can be started.
-            inventory.list_gpus(load_cluster(cluster), spec.planning.gpus)
+        if cluster and (spec.placement or explain_unknown_model(deployment) is not None):
+            # Nothing is planned, but the deployment can be started.
+            machines = load_cluster(cluster)
+            inventory.list_gpus(machines, spec.planning.gpus)
+            check_manual_placement(deployment, machines)
             if spec.workload and spec.workload.trace:
                 distribution.require("planner")
                 from cleave.planner import problem_from_cluster

@@ -81,6 +81,25 @@ def _build_problem(
     return problem_from_profile.build_problem(deployment, folder, seed)
 
 
+def check_manual_placement(deployment: "LLMDeployment", cluster: "Cluster") -> None:
+    """Raise PlanError where the nodes have no room for spec.placement.manual, and ManifestError
+    where the cluster file is wrong. Emulated engines run anywhere."""
+    from cleave.api.engine import EngineType
+    from cleave.planner.deployment_checks import explain_unknown_model
+    from cleave.planner.placement import PlanError
+
+    if deployment.spec.placement is None or deployment.spec.engine.type is EngineType.EMULATED:
+        return
+    distribution.require("planner")
+    from cleave.manifests import cluster_fit
+    from cleave.planner import problem_from_cluster
+
+    is_known = explain_unknown_model(deployment) is None
+    shape = problem_from_cluster.load_shape(deployment) if is_known else None
+    if faults := list(cluster_fit.list_misfits(deployment, cluster, shape)):
+        raise PlanError(faults)
+
+
 def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeployment":
     """Return the deployment with `overrides` applied. Raises ManifestError."""
     from cleave.api.manifest import ManifestError, validate
@@ -105,7 +124,7 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
     manifest = {
         "apiVersion": deployment.api_version,
         "kind": deployment.kind,
-        "metadata": {"name": deployment.name, "namespace": deployment.namespace},
+        "metadata": dump_metadata(deployment),
         "spec": spec,
     }
     try:
@@ -113,6 +132,12 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
     except ManifestError as error:
         faults = [_attribute_to_option(fault, overrides) for fault in error.faults]
         raise ManifestError(faults) from error
+
+
+def dump_metadata(deployment: "LLMDeployment") -> dict[str, Any]:
+    """Name and namespace, the latter only where the manifest has one."""
+    fields = {"name", "namespace"} & deployment.metadata.model_fields_set
+    return deployment.metadata.model_dump(mode="json", include=fields)
 
 
 def _attribute_to_option(fault: str, overrides: Overrides) -> str:

@@ -16,8 +16,14 @@ from cleave.cli.planning.inputs import PlanningInput
 
 if TYPE_CHECKING:
     from cleave.api.deployment import LLMDeployment
-    from cleave.planner.plan import PlanningResult
+    from cleave.planner.plan import Plan, PlanningResult
     from cleave.planner.problem import Problem
+
+
+_FROZEN = (
+    "note: with spec.placement the operator keeps these instances and plans no more; to have plans "
+    "follow the traffic, apply the manifest without it"
+)
 
 
 class PlanFormat(StrEnum):
@@ -68,7 +74,7 @@ def plan(
       cleave plan -f examples/planned.yaml --cluster examples/cluster.yaml --explain
       # Plan for another rate and write a report
       cleave plan -f chat.yaml --cluster cluster.yaml --rate 20 --report plan.html
-      # Fill the plan into the manifest and apply it
+      # Fill the plan into the manifest and apply it; the operator then plans no more
       cleave plan -f chat.yaml --cluster cluster.yaml -o yaml | kubectl apply -f -
     """
     if report is not None and not report.parent.is_dir():
@@ -79,8 +85,11 @@ def plan(
 
     with report_input_errors(), show_simulation_progress("planning") as tick:
         result = plan_search.plan(planning_input.problem, tick)
-    if output is PlanFormat.YAML:
-        print_yaml(_build_manifest(planning_input.deployment, result))
+    if output is PlanFormat.YAML and result.selected is not None:
+        print_yaml(_build_manifest(planning_input.deployment, result, result.selected))
+        typer.echo(_FROZEN, err=True)
+    elif output is PlanFormat.YAML:
+        typer.echo(f"error: {result.reason}; no manifest is printed", err=True)
     else:
         _print(planning_input.problem, result, output, top, explain)
     if report is not None:
@@ -115,29 +124,27 @@ def _print(
             print_explanation(console, problem, result)
 
 
-def _build_manifest(deployment: "LLMDeployment", result: "PlanningResult") -> dict[str, Any]:
+def _build_manifest(
+    deployment: "LLMDeployment", result: "PlanningResult", chosen: "Plan"
+) -> dict[str, Any]:
     """The manifest with the selected plan as spec.placement and status.plan."""
     from cleave.manifests.pool import build_selected_plan
     from cleave.planner.deployment_checks import resolve_connector
     from cleave.planner.placement import Placement
     from cleave.planner.result.status import build_manual_placement
 
-    chosen = result.selected
     spec = deployment.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    if chosen:
-        spec["placement"] = build_manual_placement(chosen)
-        if any(pool.per_cell for pool in chosen.pools):
-            # The one that was planned with: without a name manual cells would choose it again.
-            connector = resolve_connector(deployment).spec.engine.kv_connector
-            spec.setdefault("engine", {})["connector"] = (chosen.connector or connector).value
-    pools = chosen.pools if chosen else ()
-    needed = chosen.connector if chosen else None
-    placement = Placement(pools, result.reason, result, needed)
+    spec["placement"] = build_manual_placement(chosen)
+    if any(pool.per_cell for pool in chosen.pools):
+        # The one that was planned with: without a name manual cells would choose it again.
+        connector = resolve_connector(deployment).spec.engine.kv_connector
+        spec.setdefault("engine", {})["connector"] = (chosen.connector or connector).value
+    placement = Placement(chosen.pools, result.reason, result, chosen.connector)
     status = build_selected_plan(deployment, placement)
     return {
         "apiVersion": deployment.api_version,
         "kind": deployment.kind,
-        "metadata": {"name": deployment.name, "namespace": deployment.namespace},
+        "metadata": inputs.dump_metadata(deployment),
         "spec": spec,
         "status": {"plan": status.model_dump(mode="json", exclude_none=True)},
     }

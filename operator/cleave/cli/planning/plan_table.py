@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cleave.cli.output.tables import build_plain_table, print_full_width, print_line
+from cleave.perf.hardware.gpu import PRICE_SOURCE
 from cleave.planner.plan import Percentiles, Plan, PlanningResult, PlanVerdict
 from cleave.planner.result.text import (
     VERDICT_TEXTS,
@@ -41,6 +42,8 @@ def show(console: "Console", result: PlanningResult, *, top: int, wide: bool) ->
         console.print(verdict, soft_wrap=True)
     if plans := result.plans[:top]:
         print_full_width(console, build_table(plans, result.selected, wide=wide))
+        for line in _list_footnotes(plans, wide=wide):
+            print_line(console, line)
     print_line(console, result.what_would_change)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
@@ -48,7 +51,7 @@ def show(console: "Console", result: PlanningResult, *, top: int, wide: bool) ->
 
 def build_table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> "Table":
     """One row per plan; goodput in req/s, TTFT and TPOT as P50/P90/P99 in ms."""
-    figures = ("GPUS", "GOODPUT", "PER GPU", "ATTAINED", "TTFT MS", "TPOT MS", "PRICE/H")
+    figures = ("GPUS", "GOODPUT", "PER GPU", "ATTAINED", "TTFT MS", "TPOT MS", "USD/H")
     table = build_plain_table(("PLAN",), (*figures, *(("POWER", "95 %", "LIMITS") if wide else ())))
     for heading in ("FOUND BY", "TRUST") if wide else ("TRUST",):
         table.add_column(heading, no_wrap=True)
@@ -74,9 +77,15 @@ def _format_cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[
         limits = (f"{p.max_num_seqs or '-'}/{p.max_num_batched_tokens or '-'}" for p in plan.pools)
         yield " ".join(limits)
         yield plan.algorithm
-        yield describe_trust(prediction.trust)
-    else:
-        yield f"{prediction.trust.kind}"
+    yield f"{prediction.trust.kind}"
+
+
+def _list_footnotes(plans: Sequence[Plan], *, wide: bool) -> Iterator[str]:
+    """What holds for several rows: the sources of times and prices."""
+    for trust in dict.fromkeys(plan.prediction.trust for plan in plans if wide):
+        yield f"TRUST: {describe_trust(trust)}"
+    if any(plan.prediction.cost_per_hour > 0 for plan in plans):
+        yield f"USD/H: {PRICE_SOURCE}, unless pricePerHour under spec.planning.gpus sets others"
 
 
 def _format_percentiles(latency: Percentiles) -> str:

@@ -46,9 +46,7 @@ def provision(
         ProvisionObjective,
         Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
     ] = ProvisionObjective.COST,
-    max_cost: Annotated[
-        float | None, Option(help="Budget per hour, in the currency of the prices.")
-    ] = None,
+    max_cost: Annotated[float | None, Option(help="Budget per hour in US dollars.")] = None,
     max_power: Annotated[float | None, Option(help="Budget of provisioned power in watts.")] = None,
     token_cap: Annotated[
         float | None,

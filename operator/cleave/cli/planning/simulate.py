@@ -63,11 +63,16 @@ def simulate(
       # Write the simulated requests as CSV
       cleave simulate -f chat.yaml --cluster cluster.yaml --requests 100000 -o csv
     """
+    from cleave.api.manifest import load_cluster
+
     requested = _parse_rates(rates)
     if output is SimulateFormat.CSV and len(requested) > 1:
         fail(["--rates with -o csv: give a single rate, or use -o json"], BAD_INPUT)
     overrides = inputs.Overrides(rate, trace, slo_ttft, slo_tpot)
     planning_input = inputs.read_planning_input(file, cluster, overrides, seed)
+    if cluster is not None:
+        with report_input_errors():
+            inputs.check_manual_placement(planning_input.deployment, load_cluster(cluster))
     simulator, pools = _prepare(planning_input, requests)
     requested = requested or [planning_input.problem.rate]
     if output is SimulateFormat.CSV:

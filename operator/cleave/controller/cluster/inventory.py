@@ -9,13 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cleave.api.cluster import Cluster, NetworkKind, NetworkSpec, NodeGroup
+from cleave.api.cluster import ASSUMED_NETWORK, Cluster, NetworkKind, NetworkSpec, NodeGroup
 from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.objects import ObservedNode
 from cleave.manifests.topology import CLIQUE, HOSTNAME, NodeTopology
-
-_DEFAULT_ETHERNET_GBPS = 25.0
-"""Assumed for nodes without RDMA: the network of DistServe's test bed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +74,11 @@ def build_inventory(
     all_gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
     gpu_nodes = [node for node in all_gpu_nodes if not (needs_own_image and node.fault)]
     groups = Counter((node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE)) for node in gpu_nodes)
-    network = NetworkSpec()
     has_rdma = bool(gpu_nodes) and all(
         node.has_rdma(needs_whole_cards=needs_whole_cards) for node in gpu_nodes
     )
-    if not has_rdma:
-        network = NetworkSpec(kind=NetworkKind.ETHERNET, bandwidth_gbps=_DEFAULT_ETHERNET_GBPS)
-    if settings is not None:
+    network = NetworkSpec(kind=NetworkKind.INFINIBAND) if has_rdma else ASSUMED_NETWORK
+    if settings is not None and settings.network is not None:
         network = settings.network
     rows = sorted((gpu, size, count) for (gpu, size), count in groups.items())
     cluster = None

@@ -24,6 +24,7 @@ from cleave.controller.replan import reconcile as replan
 from cleave.controller.replan.inputs import read_placement
 from cleave.controller.rollout import planner as rollout_planner
 from cleave.controller.rollout.planner import InstanceCount, RoleState, RolloutStep
+from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests import credentials, network_policies, owned_objects
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
@@ -64,7 +65,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
             pool.spec.role: _keep_owner_replicas(pool, current.get(pool.spec.role))
             for pool in desired_pools
         }
-    owned = _build_owned_objects(view)
+    owned = build_owned_objects(deployment, view.settings)
     writes: list[Action] = [*apply.build_changes(owned, deployment, view.children)]
     if changes:
         writes += _update_pools(view, desired)
@@ -136,14 +137,13 @@ def _report_scaling(view: DeploymentView, desired: Pools) -> Iterator[Emit]:
         yield Emit(target, "Scaled", f"instances: {', '.join(changes)}{rate}")
 
 
-def _build_owned_objects(view: DeploymentView) -> list[Manifest]:
+def build_owned_objects(deployment: LLMDeployment, settings: OperatorSettings) -> list[Manifest]:
     """Objects of a deployment that do not depend on its plan."""
-    deployment, settings = view.deployment, view.settings
     owned = [
         *owned_objects.build_accounts(deployment, settings.discovery_role),
         owned_objects.build_workers_service(deployment),
         build_gateway_service(deployment),
-        _build_gateway(view),
+        _build_gateway(deployment, settings),
         owned_objects.build_gateway_budget(deployment),
     ]
     if settings.isolation is not None:
@@ -152,8 +152,7 @@ def _build_owned_objects(view: DeploymentView) -> list[Manifest]:
     return owned
 
 
-def _build_gateway(view: DeploymentView) -> Manifest:
-    deployment, settings = view.deployment, view.settings
+def _build_gateway(deployment: LLMDeployment, settings: OperatorSettings) -> Manifest:
     gateway = build_gateway_deployment(deployment, image_prefix=settings.image_prefix)
     if settings.account:
         template = gateway["spec"]["template"]

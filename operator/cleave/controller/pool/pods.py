@@ -44,30 +44,44 @@ def create_instances(view: PoolView, fleet: PoolInstances, count: int) -> Iterat
         cells = list(assign_cells(used_cells, pool.spec.colocation.per_cell, count))
     has_sets = pool.spec.nodes > 1 and view.settings.has_leader_worker_sets
     as_sets = has_sets and multi_node.supports_leader_worker_set(pool)
-    make = _build_set if as_sets else _build_leader
+    make = _build_set if as_sets else build_leader
     for name, cell in zip(generate_names(pool, taken, count), cells, strict=True):
         yield Create(apply.with_owner(make(view, name, cell), pool))
 
 
 def complete_instances(view: PoolView, instances: Iterable[ObservedPod]) -> Iterator[Create]:
     """Yield the further pods of instances whose leader pods have a uid now."""
-    pool = view.pool
-    if pool.spec.nodes == 1:
+    if view.pool.spec.nodes == 1:
         return
     existing = {pod.name for pod in view.pods}
-    device, prefix = view.settings.device, view.settings.image_prefix
     for instance in instances:
         if instance.set_name or instance.template != view.template_hash:
             continue
-        leader = _build_leader(view, instance.name, instance.cell)
+        leader = build_leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
-        pods = multi_node.build_node_pods(
-            _add_devices(view), leader, device=device, image_prefix=prefix
-        )
-        for further_pod in pods:
+        for further_pod in build_node_pods(view, leader):
             if further_pod["metadata"]["name"] not in existing:
-                pod = _add_credentials(view, further_pod)
-                yield Create(apply.with_template(pod, view.template_hash))
+                yield Create(further_pod)
+
+
+def build_node_pods(view: PoolView, leader: Manifest) -> Iterator[Manifest]:
+    """Yield the further pods of the instance of this leader's pod."""
+    settings = view.settings
+    for pod in multi_node.build_node_pods(
+        _add_devices(view), leader, device=settings.device, image_prefix=settings.image_prefix
+    ):
+        yield apply.with_template(_add_credentials(view, pod), view.template_hash)
+
+
+def build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
+    """The pod of an instance, or of all engines of a cell, or the first one of several nodes."""
+    settings, pool = view.settings, _add_devices(view)
+    device, prefix = settings.device, settings.image_prefix
+    if pool.spec.members:
+        manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
+    else:
+        manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)
+    return apply.with_template(_add_credentials(view, manifest), view.template_hash)
 
 
 def choose_victims(pods: Sequence[ObservedPod], count: int) -> tuple[ObservedPod, ...]:
@@ -100,16 +114,6 @@ def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
     for part in ("leaderTemplate", "workerTemplate"):
         group[part] = apply.with_template(_add_credentials(view, group[part]), view.template_hash)
     return manifest
-
-
-def _build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
-    settings, pool = view.settings, _add_devices(view)
-    device, prefix = settings.device, settings.image_prefix
-    if pool.spec.members:
-        manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
-    else:
-        manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)
-    return apply.with_template(_add_credentials(view, manifest), view.template_hash)
 
 
 def _add_credentials(view: PoolView, pod: Manifest) -> Manifest:

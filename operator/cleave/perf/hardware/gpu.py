@@ -16,6 +16,13 @@ _MIN_CAP_SHARE = 0.5
 """Share of the rated power down to which the token phase keeps its speed (Splitwise, III-F)."""
 
 
+PRICE_SOURCE = (
+    "US dollars an hour for one GPU's share of its machine on demand, AWS us-east-1 (MI300X: "
+    "Azure), middle of 2025"
+)
+"""Of the catalogue's prices."""
+
+
 class UnknownGpuError(LookupError):
     """Neither the catalogue nor the cluster file describes a GPU of that name."""
 
@@ -103,9 +110,11 @@ def find_gpu(name: str, own: Iterable[Gpu] = ()) -> Gpu:
     match = by_word.get(_normalize_name(name))
     if match is not None:
         return match
-    close = [word for word in by_word if name and word.startswith(_normalize_name(name))]
-    close = close or get_close_matches(_normalize_name(name), by_word, n=2, cutoff=0.7)
-    similar = list(dict.fromkeys(by_word[word].name for word in close))
+    by_model = {word.removeprefix("nvidia"): gpu for word, gpu in reversed(by_word.items())}
+    model = _normalize_name(name).removeprefix("nvidia")
+    close = [word for word in by_model if model and word.startswith(model)][::-1]
+    close = close or get_close_matches(model, by_model, n=2, cutoff=0.7)
+    similar = list(dict.fromkeys(by_model[word].name for word in close))
     names = list(dict.fromkeys(gpu.name for gpu in by_word.values()))
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"known: {', '.join(names)}"
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
@@ -121,9 +130,8 @@ _ROCM = "the images contain CUDA, and pods request nvidia.com/gpu"
 
 CATALOGUE: tuple[Gpu, ...] = (
     # Compute, bandwidth, links and power: the vendors' data sheets named on each line. Memory: what
-    # torch.cuda reports on such a machine. Prices: indicative, of the middle of 2025, from public
-    # on-demand price lists (AWS us-east-1; MI300X: Azure), one GPU's share of its machine; set
-    # your own in the cluster file. GPUs marked * have the price of the GPU named there.
+    # torch.cuda reports on such a machine. Prices: indicative, from public price lists
+    # (PRICE_SOURCE). GPUs marked * have the price of the GPU named there.
     #
     # NVIDIA A100 data sheet (2021)
     Gpu(

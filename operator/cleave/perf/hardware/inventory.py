@@ -3,10 +3,10 @@
 Called by the planner and the command line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from cleave.api.cluster import Cluster, GpuDescription
+from cleave.api.cluster import ASSUMED_NETWORK, Cluster, GpuDescription
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf.hardware.gpu import Gpu, PowerCapError, UnknownGpuError, find_gpu
@@ -35,15 +35,42 @@ def list_gpus(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, 
 
 
 def to_gpu(description: GpuDescription) -> Gpu:
-    """A GPU as a cluster file describes it."""
-    return Gpu(**description.model_dump(by_alias=False))
+    """A GPU as a cluster file describes it. What a description of one of the catalogue's leaves
+    out, its names among them, is the catalogue's."""
+    fields = description.model_dump(by_alias=False)
+    try:
+        known = find_gpu(description.name)
+    except UnknownGpuError:
+        return Gpu(**fields)
+    given = {name: fields[name] for name in description.model_fields_set}
+    return replace(known, **{**given, "name": known.name})
+
+
+def list_unused_gpus(cluster: Cluster) -> Iterator[str]:
+    """A sentence for each described GPU that no node has."""
+    own = [to_gpu(description) for description in cluster.gpus]
+    used = {find_gpu(group.gpu, own).name for group in cluster.nodes}
+    for index, gpu in enumerate(own):
+        if gpu.name not in used:
+            yield f"gpus[{index}]: no node has {gpu.name}; the description has no effect"
 
 
 def find_network_link(cluster: Cluster, gpu: Gpu) -> Link:
     """The link from one GPU to another node."""
-    network = cluster.network
+    network = cluster.network or ASSUMED_NETWORK
     kind = LinkKind(network.kind.value)
     return build_network_link(gpu, network.bandwidth_gbps, network.latency_us, kind)
+
+
+def describe_assumed_network(cluster: Cluster) -> str | None:
+    """A sentence about what is assumed of the network; None: the file says it."""
+    network = cluster.network or ASSUMED_NETWORK
+    assumed = f"{network.kind} with {network.bandwidth_gbps:g} Gbit/s for each GPU is assumed"
+    if cluster.network is None:
+        return f"network: not in the cluster file; {assumed} for KV and for instances over nodes"
+    if "kind" not in cluster.network.model_fields_set:
+        return f"network.kind: not in the cluster file; {assumed}"
+    return None
 
 
 def _select(

@@ -87,7 +87,7 @@ def explain_unsupported(
     spare = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve) / _GIB + weights
     return (
         f"{shape.name} does not fit: {weights:.1f} GiB of weights on each {gpu.name}, "
-        f"which has {spare:.1f} GiB for weights and KV; use more GPUs for an instance"
+        f"which has {spare:.1f} GiB for weights and KV"
     )
 
 

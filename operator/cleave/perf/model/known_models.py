@@ -144,12 +144,37 @@ _ALIASES = {
 }
 
 
-def resolve_name(model: str) -> str | None:
-    """The key in CONFIGS of a Hugging Face id or a plain name, ignoring case; None: unknown.
+_QUANTIZED_COPIES: Mapping[tuple[str, str], Mapping[str, object]] = {
+    # Linear layers in FP8, KV in 16 bits: Qwen's by blocks, Red Hat's by tensor or channel.
+    ("qwen", "-fp8"): {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ("redhatai", "-fp8"): {"quant_method": "fp8"},
+    ("redhatai", "-fp8-dynamic"): {"quant_method": "fp8"},
+    ("neuralmagic", "-fp8"): {"quant_method": "fp8"},
+    ("neuralmagic", "-fp8-dynamic"): {"quant_method": "fp8"},
+}
+"""Quantisation of the copies of known models, by owner on Hugging Face and end of their name. Only
+owners whose copies of such a name are all alike."""
 
-    `meta-llama/Llama-3.1-8B-Instruct`, `Meta-Llama-3.1-8B` and `llama-3.1-8b` have the same key.
-    Names of quantised copies (`-AWQ`, `-FP8`) are unknown: their config.json describes them.
+
+def find_config(model: str) -> tuple[str, Mapping[str, object]] | None:
+    """Name and config of a Hugging Face id or a plain name, ignoring case; None: unknown.
+
+    `meta-llama/Llama-3.1-8B-Instruct`, `Meta-Llama-3.1-8B` and `llama-3.1-8b` are one model, and
+    `RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8` is its quantised copy. Names of other quantised copies
+    (`-AWQ`, `-NVFP4`, other owners') are unknown: their config.json describes them.
     """
-    name = _IGNORED_PARTS.sub("", "-" + model.rpartition("/")[2].lower()).removeprefix("-")
+    *path, own_name = model.lower().split("/")
+    if name := _resolve_name(own_name):
+        return name, CONFIGS[name]
+    for (owner, suffix), quantization in _QUANTIZED_COPIES.items():
+        name = _resolve_name(own_name.removesuffix(suffix))
+        if name and path and path[-1] == owner and "quantization_config" not in CONFIGS[name]:
+            return name + suffix, {**CONFIGS[name], "quantization_config": quantization}
+    return None
+
+
+def _resolve_name(own_name: str) -> str | None:
+    """The key in CONFIGS of the last part of a Hugging Face id, in lower case; None: unknown."""
+    name = _IGNORED_PARTS.sub("", "-" + own_name).removeprefix("-")
     name = _ALIASES.get(name, name)
     return name if name in CONFIGS else None

@@ -28,6 +28,12 @@ _OPT_POSITION_OFFSET = 2
 
 _BYTES_OF_KV_DTYPE = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """By values of vLLM's `--kv-cache-dtype` that planning knows, besides auto."""
+_FP8 = Quantization("fp8", 8, is_8_bit_compute=True)
+_QUANTIZED_AT_LOAD = {
+    **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_channel"), _FP8),
+    "fp8_per_block": replace(_FP8, is_blockwise=True),
+}
+"""By values of vLLM's `--quantization` for checkpoints that are not quantised."""
 
 
 class UnknownModelError(LookupError):
@@ -72,6 +78,22 @@ class ModelShape:
             known = ", ".join(_BYTES_OF_KV_DTYPE)
             raise ValueError(f"{name}: cannot be planned for; write auto, {known}")
         return replace(self, kv_dtype_bytes=_BYTES_OF_KV_DTYPE[name])
+
+    def with_quantization(self, name: str) -> "ModelShape":
+        """A copy with the weights that vLLM's `--quantization` names, converted when an engine
+        loads the checkpoint. Raises ValueError, which says what can be planned."""
+        own = self.quantization
+        if own is None and name in _QUANTIZED_AT_LOAD:
+            return replace(self, quantization=_QUANTIZED_AT_LOAD[name])
+        if own is not None and (name.startswith(own.method) or own.method.startswith(name)):
+            return self
+        if own is not None:
+            raise ValueError(f"{name}: {self.name} has weights of {own.method} already; remove it")
+        known = ", ".join(_QUANTIZED_AT_LOAD)
+        raise ValueError(
+            f"{name}: cannot be planned for; write {known}, or give the folder of a quantised "
+            "checkpoint as spec.model"
+        )
 
     @property
     def parameters(self) -> int:
@@ -247,13 +269,14 @@ def load_shape(model: str) -> ModelShape:
             return _build_shape(file.absolute().parent.name, hf_config.read_config(file))
         except ModelConfigError as error:
             raise UnknownModelError(f"{file}: {error}") from error
-    name = known_models.resolve_name(model)
-    if name is None:
+    found = known_models.find_config(model)
+    if found is None:
         raise UnknownModelError(
-            f"{model!r} is neither a folder with a config.json nor a known model; "
-            f"known: {', '.join(known_models.CONFIGS)}"
+            f"{model!r} is neither a folder with a config.json nor a known model; give a folder "
+            "that holds only its config.json to plan it (hf download MODEL config.json --local-dir "
+            f"FOLDER); known: {', '.join(known_models.CONFIGS)}"
         )
-    return from_config(name, known_models.CONFIGS[name])
+    return from_config(*found)
 
 
 def from_config(name: str, config: Mapping[str, object]) -> ModelShape:

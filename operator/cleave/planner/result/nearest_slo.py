@@ -1,4 +1,5 @@
-"""The tightest feasible SLO where the requested one is infeasible: both targets times one factor.
+"""The tightest feasible SLO where the requested one is infeasible: one factor on the targets that
+are missed.
 
 Called by the search when no plan serves the rate. What is hard: a search per factor would take
 long. One simulation of a plan yields the factor by which each request missed its targets; the
@@ -25,12 +26,15 @@ from cleave.planner.search.candidate_placement import (
 )
 from cleave.planner.search.candidates import Candidate, build_decode, build_mixed, build_prefill
 from cleave.planner.search.context import SearchContext
+from cleave.planner.search.trials import Targets
 from cleave.simulator.outcome import compute_quantile
 
 _SHORTLIST_SIZE = 5
 """Candidates per phase that are paired."""
 _STEP = 1.05
 _MAX_STEPS = 12
+_MIN_SCALE = 1.01
+"""No plan meets the requested SLO, although a short trial may say so by chance."""
 _INSTANCE_SURPLUS = 4.0
 """Plans are tried with this many times the instances that the rate needs at least."""
 
@@ -42,8 +46,9 @@ class _ScaledPlacement:
 
 
 def find_nearest_slo(search: SearchContext, candidates: Sequence[Candidate]) -> NearestSlo | None:
-    """The smallest multiple of both targets that some plan meets at the requested rate. None: none
-    was found, mostly because the GPUs cannot serve the rate at any latency."""
+    """The smallest multiple of the targets that some plan meets at the requested rate; a target
+    that it meets as requested stays. None: no multiple was found, mostly because the GPUs cannot
+    serve the rate at any latency."""
     options = [
         _ScaledPlacement(placement, _compute_scale(search, placement))
         for placement in _list_plans(search, candidates)
@@ -54,8 +59,8 @@ def find_nearest_slo(search: SearchContext, candidates: Sequence[Candidate]) -> 
     scale = _confirm_scale(search, best)
     if scale is None:
         return None
-    scaled = search.targets.scale(scale)
-    return NearestSlo(scale, scaled.ttft_ms, scaled.tpot_ms, describe(best.placement))
+    found = _retain_met_target(search, best.placement, scale)
+    return NearestSlo(scale, found.ttft_ms, found.tpot_ms, describe(best.placement))
 
 
 def _list_plans(search: SearchContext, found: Sequence[Candidate]) -> Iterator[CandidatePlacement]:
@@ -128,10 +133,29 @@ def _compute_scale(search: SearchContext, placement: CandidatePlacement) -> floa
 
 def _confirm_scale(search: SearchContext, option: _ScaledPlacement) -> float | None:
     """The factor again, by trials as long as the looser targets need; None: no convergence."""
-    rate, scale = search.problem.rate / option.placement.copies, option.scale
+    scale = max(option.scale, _MIN_SCALE)
     for _ in range(_MAX_STEPS):
-        scaled = replace(search, targets=search.targets.scale(scale))
-        if scaled.measure_shares(option.placement, rate).both >= search.targets.attainment:
+        if _meets(search, option.placement, search.targets.scale(scale)):
             return scale
         scale *= _STEP
     return None
+
+
+def _retain_met_target(
+    search: SearchContext, placement: CandidatePlacement, scale: float
+) -> Targets:
+    """Targets that the plan meets: one of them as requested, if it may stay, the other scaled."""
+    requested, scaled = search.targets, search.targets.scale(scale)
+    options = (
+        replace(scaled, tpot_ms=requested.tpot_ms),
+        replace(scaled, ttft_ms=requested.ttft_ms),
+    )
+    return next((each for each in options if _meets(search, placement, each)), scaled)
+
+
+def _meets(search: SearchContext, placement: CandidatePlacement, targets: Targets) -> bool:
+    """Whether one cell meets these targets at its share of the rate."""
+    shares = replace(search, targets=targets).measure_shares(
+        placement, search.problem.rate / placement.copies
+    )
+    return shares.both >= targets.attainment

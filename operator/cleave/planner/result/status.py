@@ -69,6 +69,7 @@ def build_document(result: PlanningResult, max_alternatives: int) -> Document:
         "verdict": str(result.verdict),
         "reason": result.reason,
         "whatWouldChange": result.what_would_change,
+        "currency": "USD",
         "nearestSlo": slo
         and {"scale": slo.scale, "ttftMs": slo.ttft_ms, "tpotMs": slo.tpot_ms, "plan": slo.plan},
         "selected": result.selected and _dump_option(result.selected),

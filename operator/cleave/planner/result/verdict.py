@@ -7,7 +7,7 @@ disaggregated, and the deployment's connector before another.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from cleave.planner.result.text import format_ms, format_number, format_percent,
 from cleave.planner.search.trials import TrialSpan
 from cleave.simulator.outcome import SimulationResult, compute_quantile
 
-_UNITS = {Objective.COST: "per hour", Objective.POWER: "W"}
+_UNITS = {Objective.COST: "US dollars per hour", Objective.POWER: "W"}
 _RELATIVE_TOLERANCE = 1e-6
 
 
@@ -64,8 +64,9 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
     """One sentence: why the selected plan."""
     selected, other = ranking.ordered[0], find_rival(ranking)
     plan = selected.plan
+    holds = "holds" if _has_margin(problem, selected) else "just holds"
     summary = (
-        f"{format_plan(plan)} holds {format_number(problem.rate)} req/s with "
+        f"{format_plan(plan)} {holds} {format_number(problem.rate)} req/s with "
         f"{_format_gpus(plan.gpus)} ({format_percent(plan.prediction.attainment)} of requests in "
         "time)"
     )
@@ -94,6 +95,20 @@ def _explain_connector(problem: Problem, ranking: Ranking) -> str | None:
     )
 
 
+def list_margin_warnings(problem: Problem, ranking: Ranking) -> Iterator[str]:
+    """A warning if the selected plan serves the rate in one simulation, and less with other
+    requests."""
+    selected = ranking.ordered[0]
+    if not _has_margin(problem, selected):
+        goodput = format_number(selected.plan.prediction.goodput)
+        yield (
+            f"no margin: over several samples of requests {format_plan(selected.plan)} serves "
+            f"{goodput} req/s ({_format_interval(selected)}, 95 % confidence), below the "
+            f"{format_number(problem.rate)} req/s that are asked for; plan for a higher rate to "
+            "have some"
+        )
+
+
 def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
     """One sentence: why there is no plan, and what SLO is feasible."""
     slo = problem.slo
@@ -104,7 +119,7 @@ def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo |
     would = (
         f"nearest SLO that holds is TTFT {format_ms(nearest.ttft_ms)} and TPOT "
         f"{format_ms(nearest.tpot_ms)} ({format_number(nearest.scale)} times the "
-        f"requested one), with {nearest.plan}"
+        f"requested {_name_longer(slo, nearest)}), with {nearest.plan}"
         if nearest
         else f"no multiple of this SLO was found that {_format_gpus(problem.max_gpus)} "
         "hold at this rate"
@@ -124,7 +139,11 @@ def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo |
 
 def describe_remedies(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
     """One sentence: what would make an infeasible deployment feasible."""
-    remedies = [f"an SLO {format_number(nearest.scale)} times as long"] if nearest else []
+    remedies = []
+    if nearest:
+        longer = _name_longer(problem.slo, nearest)
+        article = "an" if longer == "SLO" else "a"
+        remedies.append(f"{article} {longer} {format_number(nearest.scale)} times as long")
     best = _find_max_goodput(ranking)
     if best is not None and best.plan.prediction.goodput > 0:
         needed = math.ceil(best.plan.gpus * problem.rate / best.plan.prediction.goodput)
@@ -152,7 +171,7 @@ def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float
         return f"the runner-up is {_format_plan(problem, ranking.ordered[1])}, of the same kind"
     runner_up = f"the runner-up is {_format_plan(problem, other)}"
     if ranking.verdict is PlanVerdict.COLOCATE:
-        return f"{runner_up}; {_describe_limit(problem.slo, ranking.ordered[0])}"
+        return f"{runner_up}; {_describe_limit(problem, ranking.ordered[0])}"
     if switch_tpot_ms is None or math.isinf(switch_tpot_ms):
         return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
     return (
@@ -255,14 +274,26 @@ def _format_gpus(count: int) -> str:
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
-def _describe_limit(slo: Slo, selected: PredictedPlan) -> str:
+def _describe_limit(problem: Problem, selected: PredictedPlan) -> str:
     """The TPOT target and the rate at which a colocated plan stops being enough."""
-    tpot_ms = compute_min_tpot_ms(selected.outcome, selected.span, slo)
+    tpot_ms = compute_min_tpot_ms(selected.outcome, selected.span, problem.slo)
+    rate = max(problem.rate, selected.plan.prediction.goodput)
     return (
-        f"below a TPOT target of {format_ms(tpot_ms)} or above "
-        f"{format_number(selected.plan.prediction.goodput)} req/s the colocated plan needs more "
-        "GPUs and the choice is open again"
+        f"below a TPOT target of {format_ms(tpot_ms)} or above {format_number(rate)} req/s the "
+        "colocated plan needs more GPUs and the choice is open again"
     )
+
+
+def _has_margin(problem: Problem, selected: PredictedPlan) -> bool:
+    """Whether the goodput, which is a mean over several samples, is at least the rate."""
+    return selected.plan.prediction.goodput >= problem.rate
+
+
+def _name_longer(slo: Slo, nearest: NearestSlo) -> str:
+    """The targets of the nearest SLO that are longer than the requested ones."""
+    is_longer = {"TTFT": nearest.ttft_ms > slo.ttft_ms, "TPOT": nearest.tpot_ms > slo.tpot_ms}
+    names = [name for name, longer in is_longer.items() if longer]
+    return f"{names[0]} target" if len(names) == 1 else "SLO"
 
 
 def _find_max_goodput(ranking: Ranking) -> PredictedPlan | None:

@@ -5,6 +5,7 @@ equal nodes.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
 from cleave.planner.problem import Problem, Supply
 from cleave.planner.search.candidate_placement import CandidatePlacement
@@ -16,7 +17,7 @@ def has_room(problem: Problem, placement: CandidatePlacement) -> bool:
         return False
     return all(
         sum(size * count for size, count in pieces.items()) <= supply.max_gpus
-        and _is_packable(pieces, supply)
+        and is_packable(pieces, {supply.gpus_per_node: supply.num_nodes})
         for supply, pieces in _list_pieces(placement).items()
     )
 
@@ -31,6 +32,13 @@ def count_copies(problem: Problem, placement: CandidatePlacement, limit: int = 1
     return low
 
 
+def is_packable(pieces: Counter[int], nodes: Mapping[int, int]) -> bool:
+    """Whether all groups fit. `pieces`: GPUs that must share a node -> number of such groups;
+    `nodes`: GPUs of a node -> number of such nodes."""
+    free = Counter(nodes)
+    return all(_take_room(size, pieces[size], free) for size in sorted(pieces, reverse=True))
+
+
 def _list_pieces(placement: CandidatePlacement) -> dict[Supply, Counter[int]]:
     """Per supply: GPUs that must share a node -> number of such groups."""
     pieces: dict[Supply, Counter[int]] = {}
@@ -43,11 +51,6 @@ def _list_pieces(placement: CandidatePlacement) -> dict[Supply, Counter[int]]:
         stages = group.replicas * placement.copies * candidate.parallelism.pipeline
         pieces.setdefault(candidate.supply, Counter())[candidate.parallelism.tensor] += stages
     return pieces
-
-
-def _is_packable(pieces: Counter[int], supply: Supply) -> bool:
-    free = Counter({supply.gpus_per_node: supply.num_nodes})
-    return all(_take_room(size, pieces[size], free) for size in sorted(pieces, reverse=True))
 
 
 def _take_room(size: int, count: int, free: Counter[int]) -> bool:

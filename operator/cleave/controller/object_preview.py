@@ -1,0 +1,44 @@
+"""The objects that the operator creates for a deployment, without a cluster. Pure.
+
+Called by `cleave render`. The objects come from the operator's own builders; what only an API
+server knows is absent: owners, uids, and devices that nodes offer.
+"""
+
+from collections.abc import Iterator
+
+from cleave.api.deployment import LLMDeployment, LLMDeploymentStatus
+from cleave.api.pool import InstancePool
+from cleave.controller.deployment.reconcile import build_owned_objects
+from cleave.controller.pool.pods import build_leader, build_node_pods
+from cleave.controller.settings import OperatorSettings
+from cleave.controller.views import PoolView
+from cleave.manifests.labels import Manifest, build_object
+from cleave.manifests.pool import build_pools, build_selected_plan
+from cleave.manifests.topology import NodeTopology
+from cleave.planner.placement import Placement
+
+
+def list_objects(
+    deployment: LLMDeployment,
+    placement: Placement,
+    machines: NodeTopology,
+    settings: OperatorSettings,
+) -> Iterator[Manifest]:
+    """Yield the objects of a deployment, then each pool and the pods of its first instance."""
+    plan = build_selected_plan(deployment, placement)
+    planned = deployment.model_copy(update={"status": LLMDeploymentStatus(plan=plan)})
+    yield from build_owned_objects(planned, settings)
+    for pool in build_pools(deployment, placement, machines):
+        spec = pool.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        yield build_object(
+            pool.api_version, pool.kind, pool.name, pool.namespace, pool.metadata.labels, spec=spec
+        )
+        yield from _list_pods(pool, settings)
+
+
+def _list_pods(pool: InstancePool, settings: OperatorSettings) -> Iterator[Manifest]:
+    view = PoolView(pool, now_s=0.0, settings=settings)
+    leader = build_leader(view, f"{pool.name}-0", 0 if pool.spec.colocation else None)
+    yield leader
+    if pool.spec.nodes > 1:
+        yield from build_node_pods(view, leader)

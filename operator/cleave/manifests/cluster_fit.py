@@ -1,0 +1,140 @@
+"""Whether the machines of a cluster file have room for a manual placement. Pure.
+
+Called by `cleave validate` and `cleave simulate`, and by previews of rollouts. GPUs are counted as
+the operator's pods take them: those of one pod are on one node, an instance above a node is a pod
+per node, and equal pipeline stages of a cell share a node.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment
+from cleave.api.plan import ManualPool
+from cleave.manifests.topology import (
+    NodeTopology,
+    count_nodes,
+    count_stage_gpus,
+    get_product_label,
+)
+from cleave.perf import estimator
+from cleave.perf.hardware import inventory, memory
+from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
+from cleave.perf.model.model_shape import ModelShape
+from cleave.planner.placement import to_planned_pool
+from cleave.planner.plan import PlannedPool
+from cleave.planner.search import packing
+
+_FIELD = "spec.placement.manual"
+
+NodesBySize = Counter[int]
+"""GPUs of a node -> number of such nodes."""
+
+
+def list_misfits(
+    deployment: LLMDeployment, cluster: Cluster, shape: ModelShape | None
+) -> Iterator[str]:
+    """Why the nodes cannot run spec.placement.manual, a line `path: why` each. `shape`: the
+    model's; None: not known. Raises ManifestError when the cluster names an unknown GPU."""
+    spec = deployment.spec
+    if spec.placement is None:
+        return
+    nodes = count_nodes_by_gpu(cluster)
+    pools = spec.placement.manual
+    kinds = [_find_kind(pool, cluster, list(nodes)) for pool in pools]
+    faults = [
+        f"{_FIELD}[{index}].gpu: {kind}"
+        for index, kind in enumerate(kinds)
+        if isinstance(kind, UnknownGpuError)
+    ]
+    if faults:
+        yield from faults
+        return
+    names = [str(kind) for kind in kinds]
+    if shape is not None:
+        yield from _list_memory_faults(pools, names, cluster, shape)
+    if spec.template.has_whole_gpus:
+        planned = [to_planned_pool(pool) for pool in pools]
+        for kind in dict.fromkeys(names):
+            of_kind = [pool for pool, name in zip(planned, names, strict=True) if name == kind]
+            if why := explain_no_room(of_kind, kind, nodes[kind]):
+                yield f"{_FIELD}: {why}"
+
+
+def count_nodes_by_gpu(cluster: Cluster) -> Mapping[str, NodesBySize]:
+    """Nodes of each kind of GPU, by its name. Raises ManifestError for an unknown one."""
+    inventory.list_gpus(cluster)
+    own = [inventory.to_gpu(description) for description in cluster.gpus]
+    nodes: dict[str, NodesBySize] = {}
+    for group in cluster.nodes:
+        sizes = nodes.setdefault(find_gpu(group.gpu, own).name, Counter())
+        sizes[group.gpus_per_node] += group.count
+    return nodes
+
+
+def explain_no_room(pools: Sequence[PlannedPool], kind: str, nodes: NodesBySize) -> str | None:
+    """Why the nodes have no room for these pools of one kind of GPU, in one sentence; None: they
+    have."""
+    room, total = max(nodes), sum(size * count for size, count in nodes.items())
+    pieces = _list_pieces(pools, kind, room)
+    needed = sum(size * count for size, count in pieces.items())
+    if needed > total:
+        return (
+            f"needs {needed} x {kind}, and the nodes have {total}; use fewer or smaller instances"
+        )
+    if max(pieces) > room:
+        return (
+            f"the instances of a cell that share a node take {max(pieces)} GPUs, and a node has "
+            f"{room} x {kind}; use smaller instances or fewer per cell"
+        )
+    if packing.is_packable(pieces, nodes):
+        return None
+    parts = " and ".join(f"{count} x {size}" for size, count in sorted(pieces.items()))
+    machines = " and ".join(f"{count} x {size}" for size, count in sorted(nodes.items()))
+    return (
+        f"the {needed} x {kind} do not fit the nodes ({machines}): the GPUs of one pod are on one "
+        f"node, and these are {parts}; use other sizes"
+    )
+
+
+def _find_kind(pool: ManualPool, cluster: Cluster, kinds: Sequence[str]) -> str | UnknownGpuError:
+    """The name of the pool's kind of GPU, or why there is none."""
+    there = ", ".join(kinds)
+    if pool.gpu is None:
+        if len(kinds) == 1:
+            return kinds[0]
+        return UnknownGpuError(f"required where nodes have several kinds: one of {there}")
+    try:
+        name = find_gpu(pool.gpu, map(inventory.to_gpu, cluster.gpus)).name
+    except UnknownGpuError as error:
+        return error
+    return name if name in kinds else UnknownGpuError(f"no node has {name}; there is {there}")
+
+
+def _list_memory_faults(
+    pools: Sequence[ManualPool], kinds: Sequence[str], cluster: Cluster, shape: ModelShape
+) -> Iterator[str]:
+    found = estimator.build_estimator(shape, cluster)
+    for index, (pool, kind) in enumerate(zip(pools, kinds, strict=True)):
+        sizes = pool.parallelism.tensor, pool.parallelism.pipeline
+        # A profile may have measured that it fits; instances above a node are not estimated.
+        if found.explain_unsupported(kind, *sizes) is not None:
+            gpu = found.machines[kind].gpu
+            if (why := memory.explain_unsupported(shape, gpu, *sizes)) is not None:
+                yield f"{_FIELD}[{index}].parallelism: {why}; use more GPUs for an instance"
+
+
+def _list_pieces(pools: Sequence[PlannedPool], kind: str, room: int) -> Counter[int]:
+    """GPUs that must share a node -> number of such groups."""
+    machines = NodeTopology(gpus_per_node={get_product_label(kind): room})
+    pieces: Counter[int] = Counter()
+    cell = [pool for pool in pools if pool.per_cell]
+    if cell:
+        first = cell[0]
+        cells = first.replicas // (first.per_cell or 1)
+        pieces[count_stage_gpus(cell)] += first.parallelism.pipeline * cells
+    for pool in pools:
+        if not pool.per_cell:
+            spanned = count_nodes(pool, pools, machines)
+            pieces[pool.parallelism.gpus // spanned] += spanned * pool.replicas
+    return pieces

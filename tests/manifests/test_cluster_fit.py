@@ -1,0 +1,96 @@
+"""A manual placement beside the machines of a cluster file."""
+
+import pytest
+
+from cleave.api.cluster import Cluster
+from cleave.api.manifest import validate
+from cleave.manifests import cluster_fit
+from cleave.perf.model.model_shape import load_shape
+
+TWO = Cluster.model_validate({"nodes": [{"count": 2, "gpu": "H100", "gpusPerNode": 8}]})
+MIXED = Cluster.model_validate({"nodes": [{"gpu": "H100", "count": 2}, {"gpu": "B200"}]})
+
+
+def find(*pools, cluster=TWO, model="meta-llama/Llama-3.1-70B", **spec) -> list[str]:
+    document = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat"},
+        "spec": {
+            "model": model,
+            "slo": {"ttftMs": 600, "tpotMs": 40},
+            "placement": {"manual": list(pools)},
+            **spec,
+        },
+    }
+    shape = load_shape(model) if "unknown" not in model else None
+    return list(cluster_fit.list_misfits(validate(document), cluster, shape))
+
+
+def pool(role="mixed", tensor=1, pipeline=1, **more):
+    return {"role": role, "parallelism": {"tensor": tensor, "pipeline": pipeline}, **more}
+
+
+def test_what_the_nodes_have_room_for_is_no_misfit() -> None:
+    assert find(pool("prefill", 2, replicas=4), pool("decode", 4, replicas=2)) == []
+    assert find(pool(tensor=16)) == []  # over both nodes
+    cell = pool("prefill", 2, perCell=1, replicas=2), pool("decode", 4, perCell=1, replicas=2)
+    assert find(*cell) == []
+    assert find(pool(tensor=8, gpu="NVIDIA-H100-80GB-HBM3"), cluster=MIXED) == []
+
+
+def test_weights_that_exceed_a_gpu_are_a_misfit() -> None:
+    (line,) = find(pool("prefill", 2), pool("decode"))
+    assert line.startswith("spec.placement.manual[1].parallelism: llama-3.1-70b does not fit: 131")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "why"),
+    [
+        ("NVIDIA-B200", "no node has B200-SXM-180GB; there is H100-SXM-80GB"),
+        ("NVIDIA-H1000", "unknown GPU 'NVIDIA-H1000'; did you mean H100"),
+    ],
+)
+def test_a_gpu_that_no_node_has_is_a_misfit(gpu: str, why: str) -> None:
+    (line,) = find(pool(tensor=4, gpu=gpu))
+    assert line.startswith(f"spec.placement.manual[0].gpu: {why}")
+
+
+def test_nodes_of_several_kinds_need_a_name() -> None:
+    (line,) = find(pool(tensor=4), cluster=MIXED)
+    assert line == (
+        "spec.placement.manual[0].gpu: required where nodes have several kinds: one of "
+        "H100-SXM-80GB, B200-SXM-180GB"
+    )
+
+
+def test_more_gpus_than_all_nodes_have_are_a_misfit() -> None:
+    (line,) = find(pool("prefill", 2, replicas=20), pool("decode", 4, replicas=2))
+    assert line == (
+        "spec.placement.manual: needs 48 x H100-SXM-80GB, and the nodes have 16; use fewer or "
+        "smaller instances"
+    )
+
+
+def test_a_cell_above_a_node_is_a_misfit() -> None:
+    (line,) = find(pool("prefill", 2, perCell=1), pool("decode", 8, perCell=1))
+    assert "the instances of a cell that share a node take 10 GPUs, and a node has 8" in line
+
+
+def test_pods_that_do_not_fit_the_nodes_together_are_a_misfit() -> None:
+    (line,) = find(pool("prefill", 2, pipeline=3, replicas=2), pool("decode", 4))
+    assert line == (
+        "spec.placement.manual: the 16 x H100-SXM-80GB do not fit the nodes (2 x 8): the GPUs of "
+        "one pod are on one node, and these are 1 x 4 and 2 x 6; use other sizes"
+    )
+
+
+def test_a_model_of_unknown_size_is_only_counted() -> None:
+    assert find(pool(), model="x/unknown") == []
+    (line,) = find(pool(replicas=17), model="x/unknown")
+    assert "needs 17 x H100-SXM-80GB" in line
+
+
+def test_parts_of_gpus_are_not_counted() -> None:
+    template = {"gpuResource": "nvidia.com/mig-3g.40gb"}
+    assert find(pool(replicas=20), model="meta-llama/Llama-3.1-8B", template=template) == []

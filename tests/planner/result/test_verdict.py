@@ -1,0 +1,52 @@
+"""The sentences about a selected plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from cleave.planner.plan import PlanVerdict
+from cleave.planner.problem import Problem
+from cleave.planner.result import verdict
+from cleave.planner.result.prediction import PredictedPlan, predict
+from cleave.planner.result.verdict import Ranking
+
+from tests.support import known_problems
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return known_problems.blog(rate=1.0)
+
+
+@pytest.fixture(scope="module")
+def finalists(problem: Problem) -> tuple[PredictedPlan, PredictedPlan]:
+    search, one = known_problems.search(problem), known_problems.of_size(problem)
+    whole = known_problems.whole(problem, one)
+    split = known_problems.split(problem, one, 1, one, 1)
+    return predict(search, whole, "colocated"), predict(search, split, "Algorithm 1")
+
+
+def with_goodput(finalist: PredictedPlan, goodput: float) -> PredictedPlan:
+    interval = 0.97 * goodput, 1.03 * goodput
+    seen = replace(finalist.plan.prediction, goodput=goodput, goodput_interval=interval)
+    return replace(finalist, plan=replace(finalist.plan, prediction=seen))
+
+
+@pytest.mark.parametrize(("goodput", "limit"), [(2.0, "2.00"), (0.965, "1.00")])
+def test_a_plan_without_margin_is_said_to_have_none_and_no_lower_rate_needs_more(
+    problem: Problem,
+    finalists: tuple[PredictedPlan, PredictedPlan],
+    goodput: float,
+    limit: str,
+) -> None:
+    ranking = Ranking(PlanVerdict.COLOCATE, (with_goodput(finalists[0], goodput), finalists[1]))
+    reason = verdict.explain_selection(problem, ranking, "")
+    warnings = list(verdict.list_margin_warnings(problem, ranking))
+    assert f"or above {limit} req/s the" in verdict.describe_runner_up(problem, ranking, None)
+    if goodput > 1:
+        assert "1M tp1 holds 1.00 req/s" in reason
+        assert warnings == []
+    else:
+        assert "1M tp1 just holds 1.00 req/s" in reason
+        (warning,) = warnings
+        assert "serves 0.965 req/s (0.936-0.994 req/s, 95 % confidence), below" in warning
