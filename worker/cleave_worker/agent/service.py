@@ -28,6 +28,10 @@ _MAX_WATCHERS = 512
 """Concurrent streams: at the shortest interval about a core's worth of reports."""
 _MAX_ROUTER_NAME_CHARACTERS = 64
 """Characters; gateways use names of 32."""
+_MAX_PROOFS = 256
+"""Results of pairs in one call."""
+_MAX_PROOF_CHARACTERS = 256
+"""Characters of each text in a result."""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -62,16 +66,19 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, fault)
         shortest_ms, longest_ms = _INTERVALS_MS
         requested_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
-        version = None
+        version, pairs_version = None, 0
         self._routers[request.router] += 1
         try:
             while not self._instance.ended:
                 if version != self._instance.version:
                     version = self._instance.version
                     yield agent_pb2.WatchEvent(registration=self._instance.copy_registration())
+                if pairs_version != self._instance.pairs_version:
+                    pairs_version = self._instance.pairs_version
+                    yield agent_pb2.WatchEvent(pairs=self._instance.build_pair_proofs())
                 load = self._build_report(request.router)
                 yield agent_pb2.WatchEvent(load=load)
-                if version == self._instance.version:
+                if (version, pairs_version) == self._instance.versions:
                     interval_ms = choose_report_interval_ms(requested_ms, load.num_routers)
                     await self._instance.wait_for_change(interval_ms / 1000)
         finally:
@@ -112,6 +119,25 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         return agent_pb2.SetRoleResponse(
             role=request.role, epoch=request.epoch, num_running=self._instance.load.num_running
         )
+
+    async def RecordPairs(  # noqa: N802
+        self, request: agent_pb2.PairProofs, context: _Context
+    ) -> agent_pb2.RecordPairsResponse:
+        """Keep results of pairs with this decode engine; every watcher receives them at once."""
+        texts = [text for each in request.proofs for text in (each.prefill, each.reason)]
+        texts += [each.prefill_boot_id for each in request.proofs]
+        longest = max(map(len, texts), default=0)
+        if len(request.proofs) > _MAX_PROOFS or longest > _MAX_PROOF_CHARACTERS:
+            fault = (
+                f"{len(request.proofs)} proofs, the longest text has {longest} characters: "
+                f"at most {_MAX_PROOFS} and {_MAX_PROOF_CHARACTERS}"
+            )
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
+        try:
+            self._instance.record_pairs(request.boot_id, request.proofs)
+        except BootMismatch as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        return agent_pb2.RecordPairsResponse()
 
     async def Drain(  # noqa: N802
         self,
