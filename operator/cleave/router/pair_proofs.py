@@ -6,11 +6,12 @@ Used by the registry. What is hard: no pair may stay closed when it is not teste
 results expire; and they belong to boots, so that a restarted engine begins without any.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cleave.rpc.v1 import agent_pb2
 
-_EXPIRY_S = {agent_pb2.TRUST_SUSPECT: 60.0, agent_pb2.TRUST_FAILED: 600.0}
+_EXPIRY_S: Mapping[int, float] = {agent_pb2.TRUST_SUSPECT: 60.0, agent_pb2.TRUST_FAILED: 600.0}
 """How long a result closes its pair. Failed pairs are tested at least once a minute."""
 
 

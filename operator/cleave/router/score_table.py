@@ -135,9 +135,9 @@ class ScoreTable(BaseScoreTable):
 
     __slots__ = (
         "_counts", "_has_extra_columns", "_instance_columns", "_role_ranks", "batch", "cells",
-        "closed_pairs", "colocated", "context", "decode", "heaviness", "instances", "is_remote", "is_shared",
-        "keys", "mixed", "pending_prompt", "prefill", "prompt_slots", "room", "slot_by_boot",
-        "spare",
+        "closed_pairs", "colocated", "context", "decode", "heaviness", "instances", "is_remote",
+        "is_shared", "keys", "mixed", "pending_prompt", "prefill", "prompt_slots", "room",
+        "slot_by_boot", "spare",
     )  # fmt: skip
 
     def __init__(
