@@ -58,13 +58,13 @@ class InstanceRegistry:
         """Names of models since the start, including those that no instance serves now: the first
         MAX_KNOWN_MODELS of them, as each is a label of metrics that stay."""
         self._names: dict[str, str] = {}
-        self._latest_s = 0.0
-        """Time of the latest event or sweep."""
+        self.latest_s = 0.0
+        """Time of the latest event or sweep, in seconds of the callers' clock."""
 
     def on_event(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
         """Apply an event from the agent at this address; `now` in seconds.
         Raises ValueError when it is invalid; then nothing of it is applied."""
-        self._latest_s = now
+        self.latest_s = now
         if event.HasField("registration"):
             self._register(agent, event.registration, now)
         elif event.HasField("load"):
@@ -88,7 +88,7 @@ class InstanceRegistry:
 
     def update_connectivity(self, now: float) -> None:
         """Mark instances without events for STALE_S as stale, close them after SILENCE_S."""
-        closed, self._latest_s = False, now
+        closed, self.latest_s = False, now
         for instance in self.instances.values():
             age = now - instance.last_event_at
             if age > STALE_S and instance.connectivity is not Connectivity.DISCONNECTED:
@@ -208,7 +208,7 @@ class InstanceRegistry:
                 if self.shared_load is None
                 else build_shared_table(instances, self.policy, self.shared_load)
             )
-            table.update_pairs(self._latest_s)
+            table.update_pairs(self.latest_s)
             served = self.models.setdefault(model, ServedModel([], []))
             served.score_tables.append(table)
             served.instances.extend(instances)

@@ -153,9 +153,12 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.HealthRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> agent_pb2.HealthResponse:
-        """Return the report that Watch would send now."""
+        """Return what Watch would send now."""
+        instance = self._instance
         return agent_pb2.HealthResponse(
-            registration=self._instance.copy_registration(), load=self._instance.build_load_report()
+            registration=instance.copy_registration(),
+            load=instance.build_load_report(),
+            pairs=instance.build_pair_proofs(),
         )
 
 
