@@ -376,7 +376,7 @@ async def make_stage() -> AsyncIterator[Callable[..., Awaitable[Stage]]]:
         timeouts = Timeouts(**{"drain_s": 5.0, **waits})
         shared_state = options.pop("shared_state", None)
         # Engines count requests, so those of the witness only come where a test asks for them.
-        options = {"witness_share": 0.0, **options}
+        options = {"witness_share": 0.0, "audit_share": 0.0, **options}
         config = GatewayConfig(agents="", port=0, timeouts=timeouts, **options)
         gateway = GatewayServer(config, shared_state)
         await gateway.start()

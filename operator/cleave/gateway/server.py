@@ -26,6 +26,7 @@ from cleave.gateway.http.connection_limiter import ConnectionLimiter
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.tracing.recorder import RequestRecorder, make_recorder
+from cleave.gateway.witness.auditor import Auditor
 from cleave.gateway.witness.witness import Witness
 from cleave.policy.role_flipping import build_thresholds
 from cleave.router.agent_watcher import AgentWatcher
@@ -119,6 +120,8 @@ class GatewayServer:
             parts.append(self._role_flipper.run())
         if self._witness is not None:
             parts.append(self._witness.run())
+        if context.handoff_samples.is_on:
+            parts.append(Auditor(context).run())
         self._tasks = [self._start_task(part) for part in parts]
         if self._shared_state is not None:
             self._shared_state.register_process(os.getpid())

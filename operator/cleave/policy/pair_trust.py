@@ -77,10 +77,14 @@ def compare_tokens(reference: TokenChoice, decoded: TokenChoice) -> TokenVerdict
         return TokenVerdict.DIFFERENT
     if decoded.token == reference.token:
         return TokenVerdict.SAME
-    best = reference.logprobs.get(reference.token, math.inf)
-    if best - reference.logprobs.get(decoded.token, -math.inf) <= TIE_NATS:
-        return TokenVerdict.NEAR_TIE
-    return TokenVerdict.DIFFERENT
+    is_tie = is_near_tie(reference.logprobs, reference.token, decoded.token)
+    return TokenVerdict.NEAR_TIE if is_tie else TokenVerdict.DIFFERENT
+
+
+def is_near_tie(logprobs: Mapping[str, float], best: str, other: str) -> bool:
+    """Whether another engine may pick `other` where one that computed `logprobs` picks `best`."""
+    gap = logprobs.get(best, math.inf) - logprobs.get(other, -math.inf)
+    return gap <= TIE_NATS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,8 @@ import logging
 import random
 import statistics
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import grpc
 
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.witness.canary import (
@@ -26,6 +24,7 @@ from cleave.gateway.witness.canary import (
     FaultyCanaryError,
     run_canary,
 )
+from cleave.gateway.witness.pair_recorder import PairRecorder, SendProofs
 from cleave.policy import pair_trust
 from cleave.policy.kv_proof import TransferSample
 from cleave.policy.pair_trust import (
@@ -40,9 +39,7 @@ from cleave.router.instance import RoutedInstance
 from cleave.router.pair_proofs import PairResult
 from cleave.router.role_flipper import is_leader
 from cleave.router.score_table import ScoreTable, list_uses
-from cleave.rpc.channel import dial
-from cleave.rpc.credentials import build_metadata
-from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave.rpc.v1 import agent_pb2
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +50,10 @@ MAX_CANARIES = 4
 """Canaries at a time; no two of them use the same engine."""
 RENEWAL_S = 30.0
 """Interval at which the result of a closed pair is recorded again, as results expire."""
-_RECORD_S = 2.0
-"""Timeout of the call to an agent."""
 _BUSY_S = 1.0
 """Delay of a canary whose engines are busy or over their budget."""
 _LENGTH_SHARE = 0.9
 """Share of the model's length that a prompt may take, as its tokens are estimated."""
-_MAX_REASON_CHARACTERS = 240
 _TRUST = {
     PairStanding.UNPROVEN: agent_pb2.TRUST_UNSPECIFIED,
     PairStanding.PROVEN: agent_pb2.TRUST_PROVEN,
@@ -70,8 +64,6 @@ _STANDINGS: Mapping[int, PairStanding] = {trust: standing for standing, trust in
 
 PairKey = tuple[str, str]
 """Boots of the prefill and of the decode engine."""
-SendProofs = Callable[[str, agent_pb2.PairProofs], Awaitable[None]]
-"""(address of an agent, proofs); raises AioRpcError."""
 
 
 @dataclass(slots=True)
@@ -127,7 +119,7 @@ class Witness:
         self._registry = context.router.registry
         self._share = share
         self._period_s = period_s
-        self._send = send or send_proofs
+        self._recorder = PairRecorder(context, send)
         self._random = random.Random(seed)
         self._tables: list[ScoreTable] = []
         self._pairs: dict[PairKey, WitnessedPair] = {}
@@ -137,7 +129,6 @@ class Witness:
         """Bytes per block of the newest canaries, by the boot of the decode engine."""
         self._characters_per_token = 2.0
         self._tests: dict[asyncio.Task[None], PairKey] = {}
-        self._sends: set[asyncio.Task[None]] = set()
         self._next_due_s = 0.0
 
     async def run(self) -> None:
@@ -147,8 +138,9 @@ class Witness:
                 self.check(self._context.clock())
                 await asyncio.sleep(TICK_S)
         finally:
-            for task in (*self._tests, *self._sends):
+            for task in self._tests:
                 task.cancel()
+            self._recorder.stop()
 
     def check(self, now: float) -> None:
         """Start the canaries that are due."""
@@ -168,12 +160,6 @@ class Witness:
         running = set(self._tests.values())
         others = [each.history.due_s for key, each in self._pairs.items() if key not in running]
         self._next_due_s = min(others, default=now + self._period_s)
-
-    def record_fault(self, prefill_boot: str, decode_boot: str, reason: str) -> None:
-        """A request's own handoff was found to be wrong; canaries are to confirm it."""
-        pair = self._pairs.get((prefill_boot, decode_boot))
-        if pair is not None:
-            self._record_fault(pair, "audit", reason)
 
     # --- the pairs ---
 
@@ -227,7 +213,8 @@ class Witness:
                     history, result = pair.history, decode.pairs[prefill.target.boot_id]
                     is_closed = history.standing in (PairStanding.SUSPECT, PairStanding.FAILED)
                     if not is_closed and result.at > history.tested_s:
-                        self._record_fault(pair, "audit", result.reason)
+                        fault = result.reason.removeprefix(f"{pair.name}: ")
+                        self._record_fault(pair, "audit", fault)
                     elif is_closed and now - history.recorded_s > RENEWAL_S:
                         self._record(pair)
 
@@ -240,7 +227,7 @@ class Witness:
         if wait_s > 0 and not history.is_urgent:
             history.due_s = now + min(wait_s, self._period_s)
             return False
-        if not (_is_idle(pair.prefill) and _is_idle(pair.decode)):
+        if not (is_idle(pair.prefill) and is_idle(pair.decode)):
             history.due_s = now + self._random.uniform(0.0, _BUSY_S)
             return False
         return True
@@ -350,7 +337,7 @@ class Witness:
         history = pair.history
         before = history.standing
         history.record_fault(self._context.clock())
-        pair.reason = f"{pair.name}: {reason}"[:_MAX_REASON_CHARACTERS]
+        pair.reason = f"{pair.name}: {reason}"
         self._count(kind)
         self._next_due_s = 0.0
         if history.standing is not before:
@@ -372,31 +359,11 @@ class Witness:
         history, now = pair.history, self._context.clock()
         history.recorded_s = now
         trust = _TRUST[history.standing]
-        boot_id, decode_boot = pair.key
         rate = pair.rate
         result = PairResult(
             pair.prefill.name, trust, now, rate.bytes_per_s, rate.pull_ms, pair.reason
         )
-        self._registry.record_pair(pair.decode, boot_id, result, now)
-        proofs = agent_pb2.PairProofs(boot_id=decode_boot)
-        proofs.proofs.add(
-            prefill=pair.prefill.name,
-            prefill_boot_id=boot_id,
-            trust=trust,
-            bytes_per_s=rate.bytes_per_s,
-            pull_ms=rate.pull_ms,
-            reason=pair.reason,
-        )
-        task = asyncio.create_task(self._send_recorded(pair.decode.agent, proofs))
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
-
-    async def _send_recorded(self, agent: str, proofs: agent_pb2.PairProofs) -> None:
-        try:
-            await self._send(agent, proofs)
-        except grpc.aio.AioRpcError as error:
-            # The result counts here all the same, and the next one is sent again.
-            log.info("agent %s does not take the result of a pair: %s", agent, error.details())
+        self._recorder.record(pair.decode, pair.key[0], result)
 
     def _count(self, result: str) -> None:
         self._context.metrics.canaries[result] += 1
@@ -408,22 +375,15 @@ class Witness:
         self._context.metrics.canary_seconds[phase] += ms / 1000
 
 
-async def send_proofs(agent: str, proofs: agent_pb2.PairProofs) -> None:
-    """Send results to the decode side's agent. Raises AioRpcError."""
-    async with dial(agent) as channel:
-        await agent_pb2_grpc.AgentStub(channel).RecordPairs(
-            proofs, timeout=_RECORD_S, metadata=build_metadata()
-        )
-
-
 def _is_same(one: object, other: object) -> bool:
     return one is other
 
 
-def _is_idle(instance: RoutedInstance) -> bool:
-    """Whether no prompt waits there and half of the KV cache is free."""
+def is_idle(instance: RoutedInstance, own_prompt: int = 0) -> bool:
+    """Whether no prompt waits there and half of the KV cache is free. `own_prompt`: tokens of the
+    caller's own prompt, which counts there already."""
     load = instance.load
-    if load.num_waiting or instance.in_flight.prompt.pending >= 1.0:
+    if load.num_waiting or instance.in_flight.prompt.pending >= own_prompt + 1.0:
         return False
     return 2 * load.kv_blocks_free >= instance.registration.kv_blocks_total
 
