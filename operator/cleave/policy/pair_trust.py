@@ -164,7 +164,13 @@ class PairHistory:
     @property
     def is_urgent(self) -> bool:
         """Whether its next canary decides about the pair: it may exceed the budget."""
-        return self.standing is PairStanding.SUSPECT
+        is_returning = self.standing is PairStanding.FAILED and self._num_good > 0
+        return is_returning or self.standing is PairStanding.SUSPECT
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether requests must not use the pair."""
+        return self.standing in (PairStanding.SUSPECT, PairStanding.FAILED)
 
     def restore(self, standing: PairStanding) -> None:
         """Adopt the standing that another gateway recorded."""
@@ -212,7 +218,7 @@ class EngineBudget:
     """What canaries may cost one engine: a share of its time, saved up for a while."""
 
     def __init__(self, share: float, now_s: float) -> None:
-        """`share`: of the engine's time, 0 to 1."""
+        """`share`: of the engine's time, above 0."""
         self._share = share
         self._balance_ms = share * SAVED_S * 1000
         self._at_s = now_s
@@ -220,7 +226,7 @@ class EngineBudget:
     def get_wait_s(self, now_s: float) -> float:
         """Seconds until the next canary may start; 0: now."""
         self._save(now_s)
-        return max(-self._balance_ms, 0.0) / (1000 * self._share) if self._share else math.inf
+        return max(-self._balance_ms, 0.0) / (1000 * self._share)
 
     def spend(self, ms: float, now_s: float) -> None:
         """A canary has taken so long."""

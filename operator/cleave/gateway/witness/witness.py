@@ -149,7 +149,7 @@ class Witness:
         if now < self._next_due_s or len(self._tests) >= MAX_CANARIES:
             return
         due = [each for each in self._pairs.values() if each.history.due_s <= now]
-        due.sort(key=lambda pair: (not pair.history.is_urgent, pair.history.tested_s))
+        due.sort(key=_rank)
         busy = {boot for key in self._tests.values() for boot in key}
         for pair in due:
             if busy.isdisjoint(pair.key) and self._may_start(pair, now):
@@ -211,11 +211,10 @@ class Witness:
                     if pair is None:
                         continue
                     history, result = pair.history, decode.pairs[prefill.target.boot_id]
-                    is_closed = history.standing in (PairStanding.SUSPECT, PairStanding.FAILED)
-                    if not is_closed and result.at > history.tested_s:
+                    if not history.is_closed and result.at > history.tested_s:
                         fault = result.reason.removeprefix(f"{pair.name}: ")
                         self._record_fault(pair, "audit", fault)
-                    elif is_closed and now - history.recorded_s > RENEWAL_S:
+                    elif history.is_closed and now - history.recorded_s > RENEWAL_S:
                         self._record(pair)
 
     # --- one canary ---
@@ -273,8 +272,7 @@ class Witness:
         limit = min((each for each in lengths if each), default=pair_trust.MAX_TOKENS)
         allowed_ms = self._share * self._period_s * 1000 / pair.num_partners
         # Slow and partial transfers show best in long prompts.
-        is_decisive = pair.history.standing in (PairStanding.SUSPECT, PairStanding.FAILED)
-        draw = 1.0 if is_decisive else self._random.random()
+        draw = 1.0 if pair.history.is_closed else self._random.random()
         max_tokens = int(limit * _LENGTH_SHARE) - 1
         return pair_trust.choose_prompt_tokens(
             allowed_ms, queue.prompt_ms, queue.token_ms, max_tokens, draw
@@ -373,6 +371,12 @@ class Witness:
         if budget is not None:
             budget.spend(ms, self._context.clock())
         self._context.metrics.canary_seconds[phase] += ms / 1000
+
+
+def _rank(pair: WitnessedPair) -> tuple[bool, bool, float]:
+    """The order of pairs that are due: those that wait for a decision, closed ones, the oldest."""
+    history = pair.history
+    return not history.is_urgent, not history.is_closed, history.tested_s
 
 
 def _is_same(one: object, other: object) -> bool:
