@@ -1,5 +1,5 @@
-"""The witness on vLLM engines: altered and missing KV of a real model is found, and nothing wrong is
-served after that."""
+"""The witness on vLLM engines: damaged and missing KV of a real model is found, and nothing wrong
+is served after that."""
 
 import shutil
 from collections.abc import Iterator

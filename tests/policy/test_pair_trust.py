@@ -6,7 +6,7 @@ import random
 import pytest
 
 from cleave.policy import pair_trust
-from cleave.policy.kv_proof import TransferSample
+from cleave.policy.kv_transfer_sample import TransferSample
 from cleave.policy.pair_trust import (
     BytesVerdict,
     EngineBudget,
@@ -15,10 +15,10 @@ from cleave.policy.pair_trust import (
     PullRate,
     TokenChoice,
     TokenVerdict,
+    assess_bytes,
     choose_prompt_tokens,
     compare_tokens,
     is_slow,
-    judge_bytes,
 )
 from cleave.rpc.pull_counters import PullCounters
 
@@ -73,7 +73,7 @@ def sample(num_bytes: float, others: float = 0.0, failed: float = 0.0) -> Transf
 def test_bytes_are_due_for_every_block(
     measured: TransferSample, block_bytes: float, verdict: BytesVerdict
 ) -> None:
-    assert judge_bytes(measured, block_bytes) is verdict
+    assert assess_bytes(measured, block_bytes) is verdict
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_an_engine_spends_its_share_and_no_more() -> None:
     while now < 3_600.0:
         wait_s = budget.get_wait_s(now)
         if not wait_s:
-            budget.spend(150.0, now)
+            budget.record(150.0, now)
             spent_ms += 150.0
         now += max(wait_s, 0.5)
     assert spent_ms == pytest.approx(0.005 * 3_600e3 + 600.0, abs=300.0)

@@ -73,7 +73,7 @@ def test_without_any_open_pair_the_fallback_decides(four) -> None:
 
 
 @pytest.mark.parametrize(("trust", "expiry_s"), [(SUSPECT, 60.0), (FAILED, 600.0)])
-def test_results_that_nobody_renews_close_nothing_any_more(four, trust: int, expiry_s) -> None:
+def test_results_that_are_not_renewed_close_nothing_any_more(four, trust: int, expiry_s) -> None:
     report(four, "d1", age_s=10.0, p1=trust)
     four.update_connectivity(10.0 + expiry_s - 11.0)
     table = four.models["m"].score_tables[0]

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cleave.policy.kv_proof import MIN_BYTES_RATIO, TransferSample
+from cleave.policy.kv_transfer_sample import MIN_BYTES_RATIO, TransferSample
 
 TIE_NATS = 0.5
 """Greatest difference of log-probability between two tokens of which either engine may pick one:
@@ -106,7 +106,7 @@ class BytesVerdict(enum.Enum):
     MISSING = "missing"
 
 
-def judge_bytes(sample: TransferSample, block_bytes: float) -> BytesVerdict:
+def assess_bytes(sample: TransferSample, block_bytes: float) -> BytesVerdict:
     """Whether the decode engine pulled a canary's KV; `block_bytes`: per block of earlier handoffs
     to this engine, 0: not known yet."""
     units = max(sample.num_blocks, 1)
@@ -228,7 +228,7 @@ class EngineBudget:
         self._save(now_s)
         return max(-self._balance_ms, 0.0) / (1000 * self._share)
 
-    def spend(self, ms: float, now_s: float) -> None:
+    def record(self, ms: float, now_s: float) -> None:
         """A canary has taken so long."""
         self._save(now_s)
         self._balance_ms -= ms

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cleave.policy.kv_proof import TransferSample
+from cleave.policy.kv_transfer_sample import TransferSample
 from cleave.rpc.pull_counters import PullCounters
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.load_page import LoadPage

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cleave.policy.kv_proof import (
+from cleave.policy.kv_transfer_sample import (
     MIN_BYTES_RATIO,
     TransferSample,
     find_fault,

@@ -238,7 +238,7 @@ class EmulatedEngine:
             self.metrics.transfer_bytes.observe(num_bytes)
             self.metrics.external_hits += sequence.prompt_len
             previous, self._last_contents = self._last_contents, contents
-            self.scheduler.load(sequence, _damage(contents, previous, fault))
+            self.scheduler.load(sequence, _change_contents(contents, previous, fault))
         except KvTransferError as error:
             self.metrics.failed_transfers += 1
             self._handle_failed_load(sequence, str(error))
@@ -306,7 +306,9 @@ class EmulatedEngine:
             self._load_page.write(self._build_load())
 
 
-def _damage(contents: list[int], previous: list[int], fault: PairFault | None) -> list[int]:
+def _change_contents(
+    contents: list[int], previous: list[int], fault: PairFault | None
+) -> list[int]:
     """Return the blocks of a handoff as a fault of its pair leaves them; `previous`: those of the
     handoff before."""
     if fault is PairFault.LAYOUT:

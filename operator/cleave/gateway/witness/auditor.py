@@ -54,11 +54,11 @@ class Auditor:
                 if sample is None:
                     await asyncio.sleep(TICK_S)
                     continue
-                self._context.metrics.audits[await self._audit(sample)] += 1
+                self._context.metrics.audits[await self._review(sample)] += 1
         finally:
             self._recorder.stop()
 
-    async def _audit(self, sample: HandoffSample) -> str:
+    async def _review(self, sample: HandoffSample) -> str:
         """The result, for the metrics."""
         end = self._context.clock() + MAX_WAIT_S
         while self._context.clock() < end:

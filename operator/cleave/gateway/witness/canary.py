@@ -17,7 +17,7 @@ from cleave.gateway.upstream.kv_transfer_params import HandoffError, count_block
 from cleave.gateway.upstream.response_types import decode_completion
 from cleave.gateway.witness import engine_call
 from cleave.gateway.witness.engine_call import EngineAnswer, EngineCallError
-from cleave.policy.kv_proof import TransferSample, make_random_prompt
+from cleave.policy.kv_transfer_sample import TransferSample, make_random_prompt
 from cleave.policy.pair_trust import TokenChoice, TokenVerdict, compare_tokens
 from cleave.router.instance import Target
 from cleave.rpc.pull_counters import PullCounters, parse_pull_counters

@@ -26,7 +26,7 @@ from cleave.gateway.witness.canary import (
 )
 from cleave.gateway.witness.pair_recorder import PairRecorder, SendProofs
 from cleave.policy import pair_trust
-from cleave.policy.kv_proof import TransferSample
+from cleave.policy.kv_transfer_sample import TransferSample
 from cleave.policy.pair_trust import (
     BytesVerdict,
     EngineBudget,
@@ -254,7 +254,7 @@ class Witness:
             answer = await run_canary(
                 context, *targets, pair.prefill.registration.model, characters, self._random, costs
             )
-            self._judge(pair, answer, characters)
+            self._assess(pair, answer, characters)
         except BlurredCanaryError as error:
             log.debug("canary handoff %s: %s", pair.name, error)
             self._count("blurred")
@@ -263,8 +263,8 @@ class Witness:
             self._record_fault(pair, error.kind, str(error))
         finally:
             context.router.release(pick)
-            self._spend(targets[0].boot_id, "prefill", costs.prefill_ms)
-            self._spend(targets[1].boot_id, "decode", costs.decode_ms)
+            self._record_cost(targets[0].boot_id, "prefill", costs.prefill_ms)
+            self._record_cost(targets[1].boot_id, "decode", costs.decode_ms)
 
     def _choose_tokens(self, pair: WitnessedPair) -> int:
         queue = pair.prefill.in_flight.queue
@@ -278,7 +278,7 @@ class Witness:
             allowed_ms, queue.prompt_ms, queue.token_ms, max_tokens, draw
         )
 
-    def _judge(self, pair: WitnessedPair, answer: CanaryAnswer, characters: int) -> None:
+    def _assess(self, pair: WitnessedPair, answer: CanaryAnswer, characters: int) -> None:
         """Record what a canary has shown. Raises FaultyCanaryError."""
         sample, now = answer.sample, self._context.clock()
         self._characters_per_token = max(characters / sample.num_tokens, 1.0)
@@ -286,7 +286,7 @@ class Witness:
             text = f"the first token after {sample.num_tokens:,} prompt tokens differs"
             raise FaultyCanaryError("tokens", text)
         known = self._block_bytes.setdefault(pair.key[1], deque(maxlen=9))
-        verdict = pair_trust.judge_bytes(sample, statistics.median(known) if known else 0.0)
+        verdict = pair_trust.assess_bytes(sample, statistics.median(known) if known else 0.0)
         if verdict is BytesVerdict.MISSING or (
             verdict is BytesVerdict.BLURRED and pair.history.record_blurred(now, is_deficit=True)
         ):
@@ -342,10 +342,10 @@ class Witness:
             is_failed = history.standing is PairStanding.FAILED
             end = "until its canary handoffs are good" if is_failed else "until this is confirmed"
             log.warning("a pair is not used %s: %s", end, pair.reason)
-            self._hurry_neighbours(pair)
+            self._schedule_neighbors(pair)
         self._record(pair)
 
-    def _hurry_neighbours(self, bad: WitnessedPair) -> None:
+    def _schedule_neighbors(self, bad: WitnessedPair) -> None:
         """Test the other pairs of both engines next: the fault may be an engine's."""
         now = self._context.clock()
         for key, pair in self._pairs.items():
@@ -366,10 +366,10 @@ class Witness:
     def _count(self, result: str) -> None:
         self._context.metrics.canaries[result] += 1
 
-    def _spend(self, boot_id: str, phase: str, ms: float) -> None:
+    def _record_cost(self, boot_id: str, phase: str, ms: float) -> None:
         budget = self._budgets.get(boot_id)
         if budget is not None:
-            budget.spend(ms, self._context.clock())
+            budget.record(ms, self._context.clock())
         self._context.metrics.canary_seconds[phase] += ms / 1000
 
 
