@@ -26,8 +26,6 @@ _PATH = b"/v1/completions"
 _METRICS_PATH = b"/metrics"
 _COUNTERS_S = 5.0
 _MAX_CALL_S = 30.0
-_OUTPUT_TOKENS = 2
-"""Of the decode engine: by the second one its counters include the pull."""
 _NUM_LOGPROBS = 5
 
 
@@ -91,7 +89,7 @@ async def run_canary(
         handoff, num_tokens = _read_handoff(prefill, first.body, request_id)
         # After the prefill, so that earlier pulls of other handoffs do not count.
         before = await _fetch_counters(context, decode)
-        fields = {**body, "max_tokens": _OUTPUT_TOKENS, KV_PARAMS_KEY: handoff}
+        fields = {**body, KV_PARAMS_KEY: handoff}
         second = await engine_call.post(context, decode, _PATH, fields, request_id, seconds)
         costs.decode_ms = second.ms
         if second.status >= 500:

@@ -244,6 +244,7 @@ class Witness:
 
     async def _test(self, pair: WitnessedPair) -> None:
         context, history, costs = self._context, pair.history, EngineCosts()
+        is_urgent = history.is_urgent
         tokens = self._choose_tokens(pair)
         characters = max(int(tokens * self._characters_per_token), 1)
         # Until its result is known, no other canary of the pair is due.
@@ -263,8 +264,8 @@ class Witness:
             self._record_fault(pair, error.kind, str(error))
         finally:
             context.router.release(pick)
-            self._record_cost(targets[0].boot_id, "prefill", costs.prefill_ms)
-            self._record_cost(targets[1].boot_id, "decode", costs.decode_ms)
+            self._record_cost(targets[0].boot_id, "prefill", costs.prefill_ms, is_urgent)
+            self._record_cost(targets[1].boot_id, "decode", costs.decode_ms, is_urgent)
 
     def _choose_tokens(self, pair: WitnessedPair) -> int:
         queue = pair.prefill.in_flight.queue
@@ -272,7 +273,7 @@ class Witness:
         limit = min((each for each in lengths if each), default=pair_trust.MAX_TOKENS)
         allowed_ms = self._share * self._period_s * 1000 / pair.num_partners
         # Slow and partial transfers show best in long prompts.
-        draw = 1.0 if pair.history.is_closed else self._random.random()
+        draw = 1.0 if pair.history.is_urgent else self._random.random()
         max_tokens = int(limit * _LENGTH_SHARE) - 1
         return pair_trust.choose_prompt_tokens(
             allowed_ms, queue.prompt_ms, queue.token_ms, max_tokens, draw
@@ -366,9 +367,10 @@ class Witness:
     def _count(self, result: str) -> None:
         self._context.metrics.canaries[result] += 1
 
-    def _record_cost(self, boot_id: str, phase: str, ms: float) -> None:
+    def _record_cost(self, boot_id: str, phase: str, ms: float, is_urgent: bool) -> None:
+        """Urgent canaries are few; if they counted, the engine's other pairs would have to wait."""
         budget = self._budgets.get(boot_id)
-        if budget is not None:
+        if budget is not None and not is_urgent:
             budget.record(ms, self._context.clock())
         self._context.metrics.canary_seconds[phase] += ms / 1000
 
