@@ -33,6 +33,8 @@ NUM_DEFICITS = 5
 """Blurred results in a row, each with too few bytes, that count as a fault: bytes of others are
 counted too early or too late by chance, never always."""
 CONFIRM_S = 0.2
+CONFIRM_SLOW_S = 2.0
+"""Between canaries that decide whether a pair is slow, which a busy host may only seem to be."""
 RETRY_S, MAX_RETRY_S = 2.0, 60.0
 """After a canary that showed nothing; it doubles with each further one."""
 MIN_FAILED_S, MAX_FAILED_S = 2.0, 45.0
@@ -192,8 +194,9 @@ class PairHistory:
             return
         self.standing = PairStanding.PROVEN
 
-    def record_fault(self, now_s: float) -> None:
-        """A canary, or a request's own handoff, went wrong."""
+    def record_fault(self, now_s: float, confirm_s: float = CONFIRM_S) -> None:
+        """A canary, or a request's own handoff, went wrong; the next one is due after `confirm_s`
+        if it is the first."""
         self.tested_s, self._num_good = now_s, 0
         self._num_blurred = self._num_deficits = 0
         self._recent.append(False)
@@ -202,7 +205,7 @@ class PairHistory:
         elif self._recent.count(False) >= MAX_FAULTS:
             self.standing, self._retry_s = PairStanding.FAILED, MIN_FAILED_S
         else:
-            self.standing, self._retry_s = PairStanding.SUSPECT, CONFIRM_S
+            self.standing, self._retry_s = PairStanding.SUSPECT, confirm_s
         self.due_s = now_s + self._retry_s
 
     def record_blurred(self, now_s: float, *, is_deficit: bool) -> bool:

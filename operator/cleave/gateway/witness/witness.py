@@ -301,7 +301,8 @@ class Witness:
             seems_slow = self._check_rate(pair, sample)
         self._count("near_tie" if answer.token is TokenVerdict.NEAR_TIE else "good")
         was_failed = pair.history.standing is PairStanding.FAILED
-        pair.history.record_good(now, pair_trust.CONFIRM_S if seems_slow else self._period_s)
+        period_s = min(pair_trust.CONFIRM_SLOW_S, self._period_s)
+        pair.history.record_good(now, period_s if seems_slow else self._period_s)
         if was_failed and pair.history.standing is PairStanding.PROVEN:
             log.warning("the pair %s is used again: its canary handoffs are good", pair.name)
         if pair.history.standing is PairStanding.PROVEN:
@@ -335,7 +336,8 @@ class Witness:
     def _record_fault(self, pair: WitnessedPair, kind: str, reason: str) -> None:
         history = pair.history
         before = history.standing
-        history.record_fault(self._context.clock())
+        confirm_s = pair_trust.CONFIRM_SLOW_S if kind == "slow" else pair_trust.CONFIRM_S
+        history.record_fault(self._context.clock(), confirm_s)
         pair.reason = f"{pair.name}: {reason}"
         self._count(kind)
         self._next_due_s = 0.0
