@@ -153,6 +153,14 @@ def test_what_decides_is_due_at_once_and_a_failed_pair_less_and_less_often() -> 
     assert history.is_urgent
 
 
+def test_a_good_canary_that_was_slow_is_soon_followed_by_another() -> None:
+    history = PairHistory(0.0)
+    history.record_good(10.0, PERIOD_S, seems_slow=True)
+    assert (history.standing, history.is_urgent, history.due_s) == (GOOD, True, 12.0)
+    history.record_good(12.0, PERIOD_S)
+    assert (history.is_urgent, history.due_s) == (False, 32.0)
+
+
 def test_what_another_gateway_recorded_is_adopted() -> None:
     history = PairHistory(0.0)
     history.restore(FAILED)

@@ -156,6 +156,8 @@ class PairHistory:
         """Time of the newest canary that showed something."""
         self.recorded_s = -math.inf
         """When its standing was last sent to the decode side's agent."""
+        self._seems_slow = False
+        """Whether its newest canary was good but slow."""
         self._recent: deque[bool] = deque(maxlen=WINDOW)
         self._num_good = 0
         """Good ones since the last fault."""
@@ -167,7 +169,7 @@ class PairHistory:
     def is_urgent(self) -> bool:
         """Whether its next canary decides about the pair: it may exceed the budget."""
         is_returning = self.standing is PairStanding.FAILED and self._num_good > 0
-        return is_returning or self.standing is PairStanding.SUSPECT
+        return is_returning or self._seems_slow or self.standing is PairStanding.SUSPECT
 
     @property
     def is_closed(self) -> bool:
@@ -178,8 +180,11 @@ class PairHistory:
         """Adopt the standing that another gateway recorded."""
         self.standing = standing
 
-    def record_good(self, now_s: float, period_s: float) -> None:
-        """A canary was good; the next one is due after `period_s`."""
+    def record_good(self, now_s: float, period_s: float, *, seems_slow: bool = False) -> None:
+        """A canary was good; the next one is due after `period_s`, or soon if it was slow."""
+        if seems_slow:
+            period_s = min(period_s, CONFIRM_SLOW_S)
+        self._seems_slow = seems_slow
         self.tested_s, self._num_blurred, self._num_deficits = now_s, 0, 0
         self._recent.append(True)
         self._num_good += 1
@@ -197,7 +202,7 @@ class PairHistory:
     def record_fault(self, now_s: float, confirm_s: float = CONFIRM_S) -> None:
         """A canary, or a request's own handoff, went wrong; the next one is due after `confirm_s`
         if it is the first."""
-        self.tested_s, self._num_good = now_s, 0
+        self.tested_s, self._num_good, self._seems_slow = now_s, 0, False
         self._num_blurred = self._num_deficits = 0
         self._recent.append(False)
         if self.standing is PairStanding.FAILED:

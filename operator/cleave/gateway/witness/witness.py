@@ -301,8 +301,7 @@ class Witness:
             seems_slow = self._check_rate(pair, sample)
         self._count("near_tie" if answer.token is TokenVerdict.NEAR_TIE else "good")
         was_failed = pair.history.standing is PairStanding.FAILED
-        period_s = min(pair_trust.CONFIRM_SLOW_S, self._period_s)
-        pair.history.record_good(now, period_s if seems_slow else self._period_s)
+        pair.history.record_good(now, self._period_s, seems_slow=seems_slow)
         if was_failed and pair.history.standing is PairStanding.PROVEN:
             log.warning("the pair %s is used again: its canary handoffs are good", pair.name)
         if pair.history.standing is PairStanding.PROVEN:
