@@ -205,6 +205,39 @@ def pools() -> Dashboard:
             ),
             "Counted by engines per rank, including KV that they recomputed themselves.",
         ),
+        Graph(
+            "Pairs by canary handoffs",
+            "short",
+            (
+                Line(
+                    "{{model}} {{state}}",
+                    f"max by (model, state) (cleave_gateway_kv_pairs{{{MODEL}}})",
+                ),
+            ),
+            "Closed: not picked together, because canaries moved no KV, the wrong one, or slowly.",
+        ),
+        Graph(
+            "Age of the oldest proof",
+            "s",
+            (
+                Line(
+                    "{{model}}",
+                    f"max by (model) (cleave_gateway_kv_proof_age_seconds_max{{{MODEL}}})",
+                ),
+            ),
+            "Since the last good canary handoff of the pair that waits longest.",
+        ),
+        Graph(
+            "Rate of the slowest pair",
+            "Bps",
+            (
+                Line(
+                    "{{model}}",
+                    f"min by (model) (cleave_gateway_kv_pair_bytes_per_second_min{{{MODEL}}})",
+                ),
+            ),
+            "KV to one GPU in canary handoffs.",
+        ),
     )
     add(
         dashboard,

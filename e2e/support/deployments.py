@@ -202,6 +202,8 @@ def tiny_vllm(model: Path, **spec: object) -> dict[str, object]:
                 "maxModelLen": 4096,
             },
             "slo": {"ttftMs": 1000, "tpotMs": 200},
+            # Tests count what engines compute.
+            "witness": {"engineShare": 0, "auditShare": 0},
             **spec,
         },
     }

@@ -381,6 +381,8 @@ async def make_stage() -> AsyncIterator[Callable[..., Awaitable[Stage]]]:
         waits = {k: options.pop(k) for k in tuple(options) if k.endswith("_s")}
         timeouts = Timeouts(**{"drain_s": 5.0, **waits})
         shared_state = options.pop("shared_state", None)
+        # Engines count requests, so those of the witness only come where a test asks for them.
+        options = {"witness_share": 0.0, "audit_share": 0.0, **options}
         config = GatewayConfig(agents="", port=0, timeouts=timeouts, **options)
         gateway = GatewayServer(config, shared_state)
         await gateway.start()
@@ -410,7 +412,7 @@ async def single(make_stage) -> Stage:
 class Emulated:
     """One emulated engine behind HTTP, which can be ended and come back."""
 
-    def __init__(self, boot_id: str, adapters: tuple[str, ...]) -> None:
+    def __init__(self, boot_id: str, adapters: tuple[str, ...], time_scale: float) -> None:
         self.engine = EmulatedEngine(
             EmulatedEngineConfig(
                 served_model_name="m",
@@ -420,8 +422,8 @@ class Emulated:
                 limits=EngineLimits(max_num_seqs=64, max_num_batched_tokens=512),
                 block_size=16,
                 num_blocks=1_000,
-                time_scale=0.02,
-                kv_transfer=KvTransferConfig(boot_id, "127.0.0.1", 0),
+                time_scale=time_scale,
+                kv_transfer=KvTransferConfig(boot_id, "127.0.0.1", 0, recompute_on_failure=True),
                 adapters=adapters,
             )
         )
@@ -445,8 +447,10 @@ async def emulate() -> AsyncIterator[Callable[..., Awaitable[Emulated]]]:
     """Starts emulated engines."""
     started: list[Emulated] = []
 
-    async def start(boot_id: str, adapters: tuple[str, ...] = ()) -> Emulated:
-        emulated = Emulated(boot_id, adapters)
+    async def start(
+        boot_id: str, adapters: tuple[str, ...] = (), time_scale: float = 0.02
+    ) -> Emulated:
+        emulated = Emulated(boot_id, adapters, time_scale)
         await emulated.start()
         started.append(emulated)
         return emulated
@@ -460,11 +464,16 @@ async def emulate() -> AsyncIterator[Callable[..., Awaitable[Emulated]]]:
 def make_fleet(make_stage, emulate):
     """Stages whose engines are emulated: the stage and its engines by name."""
 
-    async def make(roles: dict[str, str], adapters: tuple[str, ...] = (), **options: float):
+    async def make(
+        roles: dict[str, str],
+        adapters: tuple[str, ...] = (),
+        time_scale: float = 0.02,
+        **options: float,
+    ):
         stage = await make_stage(roles, **options)
         engines = {}
         for name in roles:
-            engines[name] = await emulate(f"boot-{name}", adapters)
+            engines[name] = await emulate(f"boot-{name}", adapters, time_scale)
             fields = {"engine_url": engines[name].url, "adapters": adapters}
             stage.state(stage.engines[name], max_model_len=2048, **fields)
         return stage, engines

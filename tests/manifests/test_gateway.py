@@ -46,7 +46,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         *("--policy", "PrefixAware", "--session-header", "x-session"),
         *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
         *("--flipping", "Advisory", "--min-prefill", "1", "--min-decode", "2"),
-        *("--drain-timeout", "600"),
+        *("--drain-timeout", "600", "--witness-share", "0.005", "--audit-share", "0.0001"),
     ]
 
 

@@ -94,7 +94,7 @@ PREFIXES = {"as", "for", "from", "in", "on", "to", "with", "without"}
 """First words of alternative constructors, conversions, event handlers and context managers."""
 
 _CALLED_BY_NAME = """
-Check Drain Fleet Health Name Pick Process Release SetRole Watch cleave connection_lost
+Check Drain Fleet Health Name Pick Process RecordPairs Release SetRole Watch cleave connection_lost
 connection_made data_received demo down eof_received error formatMessage gateway
 intercept_service logs operator profile rollout status top up workload
 """

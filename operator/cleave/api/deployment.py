@@ -205,6 +205,15 @@ class GatewaySpec(ApiModel):
     )
 
 
+class WitnessSpec(ApiModel):
+    """How the gateway proves, again and again, that KV moves between every two engines."""
+
+    engine_share: Annotated[float, Field(ge=0, le=0.1)] = 0.005
+    """Share of each engine's time that canary handoffs may take; 0: there are none."""
+    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.0001
+    """Share of greedy streams with a handoff that are computed again as a whole and compared."""
+
+
 class LLMDeploymentSpec(ApiModel):
     """Desired state of the deployment."""
 
@@ -230,6 +239,8 @@ class LLMDeploymentSpec(ApiModel):
     """Overrides for the worker pods."""
     gateway: GatewaySpec = GatewaySpec()
     """The gateway's pods in a cluster."""
+    witness: WitnessSpec = WitnessSpec()
+    """How the gateway proves, again and again, that KV moves between every two engines."""
     rollout: Rollout = Rollout()
     """How instances are replaced in a cluster."""
     paused: bool = False
@@ -303,8 +314,9 @@ class LLMDeploymentStatus(ApiModel):
     room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is ready.
     GatewayReady: a gateway is ready. KVPathVerified: every ready instance has transferred KV in a
     self-test. KVRateAsPlanned: each test measured at least a quarter of the rate that the plan
-    assumes. PlanReady: a plan, or the placement in spec.placement, is in force. PlanFeasible: the
-    latency targets can be met. PlanDrifted: traffic differs from the planned traffic.
+    assumes. KVPathProven: the newest canary handoff between every two engines was good, at most ten
+    minutes ago. PlanReady: a plan, or the placement in spec.placement, is in force. PlanFeasible:
+    the latency targets can be met. PlanDrifted: traffic differs from the planned traffic.
     PredictionHolds: instances are as fast as the planner predicts."""
     model: str | None = None
     """Model name that clients request. A changed name appears once its rollout is complete."""

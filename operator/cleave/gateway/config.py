@@ -251,6 +251,22 @@ class GatewayConfig:
     engine_connections: int = _declare(
         "--engine-connections", 1_024, "open connections to each engine"
     )
+    witness_share: float = _declare(
+        "--witness-share",
+        0.005,
+        "share of each engine's time that canary handoffs may take, 0 to 1: they prove again and "
+        "again that KV moves between every two engines; 0: none",
+        parse=parse_ratio,
+        metavar="SHARE",
+    )
+    audit_share: float = _declare(
+        "--audit-share",
+        0.0001,
+        "share of greedy streams with a handoff that are computed again as a whole and compared, "
+        "0 to 1",
+        parse=parse_ratio,
+        metavar="SHARE",
+    )
     timeouts: Timeouts = Timeouts()
 
     @property

@@ -17,6 +17,7 @@ from cleave.gateway.metrics.multiprocess import restore_counters, save_counters
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
+from cleave.gateway.upstream.handoff_samples import HandoffSamples
 from cleave.gateway.upstream.retry_budget import RetryBudget
 from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.router.instance import Target
@@ -80,6 +81,7 @@ class GatewayContext:
         self.circuit_breaker = CircuitBreaker()
         self.retry_budget = RetryBudget(config.retry_share, self._list_active_models)
         self.suspect_requests = SuspectRequests()
+        self.handoff_samples = HandoffSamples(config.audit_share)
         self.write_batcher = WriteBatcher()
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""

@@ -26,6 +26,8 @@ from cleave.gateway.http.connection_limiter import ConnectionLimiter
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.tracing.recorder import RequestRecorder, make_recorder
+from cleave.gateway.witness.auditor import Auditor
+from cleave.gateway.witness.witness import Witness
 from cleave.policy.role_flipping import build_thresholds
 from cleave.router.agent_watcher import AgentWatcher
 from cleave.router.grpc_service import RouterServer
@@ -74,12 +76,15 @@ class GatewayServer:
             config.agents, registry, time.monotonic, *group, deployment=config.deployment
         )
         self._role_flipper: RoleFlipper | None = None
+        self._witness: Witness | None = None
         # One process is enough, and the supervisor keeps the first one running.
         if shared is None or shared.process_index == 0:
             thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
             self._role_flipper = RoleFlipper(
                 registry, config.flipping, thresholds, time.monotonic, self._record_flip
             )
+            if config.witness_share:
+                self._witness = Witness(self.context, config.witness_share)
         self._router_server = RouterServer(self.context.router, time.monotonic)
         self._endpoint_picker = EndpointPickerServer(self.context)
         self._recorder: RequestRecorder | None = None
@@ -113,6 +118,10 @@ class GatewayServer:
         parts = [self._check_deadlines(), self._admit_waiting(), self._reload_files()]
         if self._role_flipper is not None:
             parts.append(self._role_flipper.run())
+        if self._witness is not None:
+            parts.append(self._witness.run())
+        if context.handoff_samples.is_on:
+            parts.append(Auditor(context).run())
         self._tasks = [self._start_task(part) for part in parts]
         if self._shared_state is not None:
             self._shared_state.register_process(os.getpid())

@@ -6,6 +6,7 @@ agent does not respond are shown with the state of their pod.
 
 import asyncio
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
@@ -50,6 +51,8 @@ class InstanceRow:
     """Reason of the last restart of its engine or process; empty: none."""
     kv_path: str = ""
     """Result of its KV self-test; empty for the gateway."""
+    kv_pairs: str = ""
+    """What canary handoffs to it have shown; empty: none was tested yet."""
 
 
 async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
@@ -58,13 +61,18 @@ async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
     token_file = get_folder(snapshot.deployment).path / files.TOKEN_FILE
     responses = await asyncio.gather(*(_get_agent_health(each, token_file) for each in agents))
     healths = dict(zip(agents, responses, strict=True))
-    return [build_row(pod, snapshot, healths.get(pod.address)) for pod in snapshot.pods]
+    boots = {each.registration.boot_id for each in responses if each is not None}
+    return [build_row(pod, snapshot, healths.get(pod.address), boots) for pod in snapshot.pods]
 
 
 def build_row(
-    pod: PodView, snapshot: DeploymentSnapshot, health: agent_pb2.HealthResponse | None
+    pod: PodView,
+    snapshot: DeploymentSnapshot,
+    health: agent_pb2.HealthResponse | None,
+    boots: Collection[str] = (),
 ) -> InstanceRow:
-    """The row of a pod from the kubelet's view and, if it responded, its agent's health."""
+    """The row of a pod from the kubelet's view and, if it responded, its agent's health.
+    `boots`: of all engines that run."""
     if health is None:
         return InstanceRow(
             instance=pod.name,
@@ -92,6 +100,7 @@ def build_row(
         reason=registration.reason,
         last_failure=registration.last_failure or _describe_pod_failure(pod),
         kv_path=_describe_kv_path(registration.kv_path),
+        kv_pairs=_describe_pairs([p for p in health.pairs.proofs if p.prefill_boot_id in boots]),
     )
 
 
@@ -112,6 +121,19 @@ def _describe_kv_path(path: agent_pb2.KvPath) -> str:
         return f"not verified: {path.detail}" if path.detail else "not verified"
     first = f"{path.transfer_ms:.1f} ms to the first token"
     return f"{path.transport}, verified, {path.detail}, {first}"
+
+
+def _describe_pairs(proofs: Sequence[agent_pb2.PairProof]) -> str:
+    if not proofs:
+        return ""
+    proven = [each for each in proofs if each.trust == agent_pb2.TRUST_PROVEN]
+    rates = [each.bytes_per_s for each in proven if each.bytes_per_s > 0]
+    oldest_s = max((each.age_ms for each in proven), default=0) / 1000
+    parts = [f"{len(proven)} of {len(proofs)} pairs proven"]
+    parts += [f"oldest {oldest_s:.0f} s"] if proven else []
+    parts += [f"{min(rates) / 1e9:.3g} GB/s at least"] if rates else []
+    faults = [each.reason for each in proofs if each.trust != agent_pb2.TRUST_PROVEN]
+    return "; ".join([", ".join(parts), *faults[:1]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,8 @@ def _build_flags(
         "--drain-timeout": spec.template.drain_timeout_s,
         "--api-keys": gateway.keys_secret and f"{_FILES}/{_KEYS}/keys",
         **(_build_tls_flags("--tls", _TLS) if gateway.tls_secret else {}),
+        "--witness-share": spec.witness.engine_share,
+        "--audit-share": spec.witness.audit_share,
         "--access-log": gateway.access_log,
         "--otlp-endpoint": gateway.tracing and gateway.tracing.endpoint,
         "--trace-share": gateway.tracing and gateway.tracing.share,

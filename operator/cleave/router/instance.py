@@ -14,6 +14,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
+from cleave.router.pair_proofs import PairResult, read_proofs
 from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
@@ -165,7 +166,8 @@ class RoutedInstance:
 
     __slots__ = (
         "_open_load", "agent", "connectivity", "in_flight", "last_event_at", "load", "name",
-        "num_routers", "registration", "router_rank", "score_table", "slot", "stalled_at", "target",
+        "num_routers", "pairs", "registration", "router_rank", "score_table", "slot", "stalled_at",
+        "target",
     )  # fmt: skip
 
     def __init__(
@@ -185,6 +187,8 @@ class RoutedInstance:
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
         self.in_flight = open_load(self.name, registration.boot_id)
+        self.pairs: dict[str, PairResult] = {}
+        """Results of handoffs to this boot, by the boot of the prefill engine."""
         self.score_table: BaseScoreTable | None = None
         """The table with its scores; None after its removal."""
         self.slot = 0
@@ -220,9 +224,15 @@ class RoutedInstance:
             self.in_flight.close()
             self.in_flight = self._open_load(self.name, registration.boot_id)
             self.load = agent_pb2.LoadReport()
+            self.pairs = {}
         self.agent = agent
         self.registration = registration
         self.target = target
+
+    def update_pairs(self, proofs: agent_pb2.PairProofs, now: float) -> None:
+        """Apply results of handoffs to this boot; those to another boot are ignored."""
+        if proofs.boot_id == self.registration.boot_id:
+            self.pairs = read_proofs(proofs, now)
 
     def update_load(self, load: agent_pb2.LoadReport, now: float) -> bool:
         """Apply a load report; False when it belongs to another boot."""

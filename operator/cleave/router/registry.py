@@ -13,6 +13,7 @@ from cleave.api.enums import DispatchPolicy
 from cleave.policy.session_affinity import to_key
 from cleave.router.errors import NoInstance, RouterError, UnknownModel
 from cleave.router.instance import Connectivity, RoutedInstance
+from cleave.router.pair_proofs import PairResult
 from cleave.router.score_table import ScoreTable
 from cleave.router.shared_load import SharedLoad
 from cleave.router.shared_score_table import build_shared_table
@@ -57,14 +58,19 @@ class InstanceRegistry:
         """Names of models since the start, including those that no instance serves now: the first
         MAX_KNOWN_MODELS of them, as each is a label of metrics that stay."""
         self._names: dict[str, str] = {}
+        self.latest_s = 0.0
+        """Time of the latest event or sweep, in seconds of the callers' clock."""
 
     def on_event(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
         """Apply an event from the agent at this address; `now` in seconds.
         Raises ValueError when it is invalid; then nothing of it is applied."""
+        self.latest_s = now
         if event.HasField("registration"):
             self._register(agent, event.registration, now)
         elif event.HasField("load"):
             self._report(agent, event.load, now)
+        elif event.HasField("pairs"):
+            self._update_pairs(agent, event.pairs, now)
 
     def on_disconnect(self, agent: str) -> None:
         """The stream of an agent ended: its instance gets no new requests until its next event."""
@@ -82,7 +88,7 @@ class InstanceRegistry:
 
     def update_connectivity(self, now: float) -> None:
         """Mark instances without events for STALE_S as stale, close them after SILENCE_S."""
-        closed = False
+        closed, self.latest_s = False, now
         for instance in self.instances.values():
             age = now - instance.last_event_at
             if age > STALE_S and instance.connectivity is not Connectivity.DISCONNECTED:
@@ -90,6 +96,14 @@ class InstanceRegistry:
                 closed |= self._set_connectivity(instance, connectivity)
         if closed:
             self._rebuild()
+        for table in self.list_tables():
+            if table.closed_pairs:
+                table.update_pairs(now)
+
+    def list_tables(self) -> list[ScoreTable]:
+        """The score tables of all models; adapters have those of their base models."""
+        served = self.models.values()
+        return [table for each in served if not each.base for table in each.score_tables]
 
     def refresh(self, instance: RoutedInstance) -> None:
         """Recompute the scores of an instance whose load changed."""
@@ -144,6 +158,24 @@ class InstanceRegistry:
         else:
             self.refresh(instance)
 
+    def record_pair(
+        self, decode: RoutedInstance, boot_id: str, result: PairResult, now: float
+    ) -> None:
+        """Apply the result of a handoff from the prefill engine `boot_id`."""
+        decode.pairs = {**decode.pairs, boot_id: result}
+        self._close_pairs(decode, now)
+
+    def _update_pairs(self, agent: str, proofs: agent_pb2.PairProofs, now: float) -> None:
+        instance = self._find_instance(agent)
+        if instance is not None:
+            instance.update_pairs(proofs, now)
+            self._close_pairs(instance, now)
+
+    def _close_pairs(self, decode: RoutedInstance, now: float) -> None:
+        for table in self.list_tables():
+            if table is decode.score_table:
+                table.update_pairs(now)
+
     def _drop(self, instance: RoutedInstance) -> None:
         del self.instances[instance.name]
         instance.score_table = None
@@ -176,6 +208,7 @@ class InstanceRegistry:
                 if self.shared_load is None
                 else build_shared_table(instances, self.policy, self.shared_load)
             )
+            table.update_pairs(self.latest_s)
             served = self.models.setdefault(model, ServedModel([], []))
             served.score_tables.append(table)
             served.instances.extend(instances)

@@ -170,7 +170,7 @@ class RoleFlipper:
                 registration = table.instances[0].registration
                 key = registration.deployment, registration.revision
                 present.add(key)
-                if _is_leader(table.instances):
+                if is_leader(table.instances):
                     flippable = [each for each in table.instances if self._may_flip(each)]
                     await self._check_group(self._states.setdefault(key, FlipState()), flippable)
         for key in self._states.keys() - present:
@@ -257,6 +257,6 @@ def _fill_member(
     member["is_open"] = instance.selectable and registration.kv_path.verified
 
 
-def _is_leader(instances: list[RoutedInstance]) -> bool:
+def is_leader(instances: list[RoutedInstance]) -> bool:
     """Whether this router has rank 0 at most of these instances."""
     return 2 * sum(each.router_rank == 0 for each in instances) > len(instances)

@@ -179,6 +179,14 @@ class Router:
         self._add_load(picked, prefill, decode, request)
         return picked
 
+    def reserve(
+        self, prefill: RoutedInstance, decode: RoutedInstance, prompt_tokens: int, output: int
+    ) -> Pick:
+        """Add the load of a request to these two instances, as `pick` does for those it picks."""
+        picked = Pick(prefill, decode, "reserved", prompt_tokens, output)
+        self._add_load(picked, prefill, decode, RoutingRequest(prompt_tokens, output))
+        return picked
+
     def release(self, pick: Pick, phase: RequestPhase = RequestPhase.ALL) -> None:
         """Remove the load of a request or of one phase; repeating it does nothing."""
         entry = pick._prefill_entry
@@ -463,4 +471,7 @@ def _describe_unavailable(
         parts.append(f"{instance.name} ({role}): {state}")
     subject = "a whole request" if colocated else "a request"
     details = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
+    closed = sum(len(each) for table in served.score_tables for each in table.closed_pairs.values())
+    if closed:
+        details += f"; {closed} of their pairs failed canary handoffs"
     return f"no instance of {model!r} can take {subject} now: {details}"

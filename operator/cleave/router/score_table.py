@@ -135,9 +135,9 @@ class ScoreTable(BaseScoreTable):
 
     __slots__ = (
         "_counts", "_has_extra_columns", "_instance_columns", "_role_ranks", "batch", "cells",
-        "colocated", "context", "decode", "heaviness", "instances", "is_remote", "is_shared",
-        "keys", "mixed", "pending_prompt", "prefill", "prompt_slots", "room", "slot_by_boot",
-        "spare",
+        "closed_pairs", "colocated", "context", "decode", "heaviness", "instances", "is_remote",
+        "is_shared", "keys", "mixed", "pending_prompt", "prefill", "prompt_slots", "room",
+        "slot_by_boot", "spare",
     )  # fmt: skip
 
     def __init__(
@@ -180,6 +180,8 @@ class ScoreTable(BaseScoreTable):
         """Whether other routers use these instances."""
         self.cells = _number_cells(instances)
         """Cell number of each slot; None: no instance has a cell."""
+        self.closed_pairs: dict[int, list[int]] = {}
+        """Decode slots by prefill slot that must not be picked together; empty: all may be."""
         self._role_ranks = _rank_by_role(instances)
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot by boot ID."""
@@ -188,6 +190,16 @@ class ScoreTable(BaseScoreTable):
         """Slots of the instances that compute prompts."""
         for slot in range(size):
             self.update(slot)
+
+    def update_pairs(self, now: float) -> None:
+        """Recompute the closed pairs; `now`: seconds of the registry's clock."""
+        closed: dict[int, list[int]] = {}
+        for slot, instance in enumerate(self.instances):
+            for boot_id, result in instance.pairs.items():
+                prefill_slot = self.slot_by_boot.get(boot_id, NONE)
+                if prefill_slot != NONE and result.is_closed(now):
+                    closed.setdefault(prefill_slot, []).append(slot)
+        self.closed_pairs = closed
 
     def refresh(self) -> None:
         """Load changes of other processes; without shared load there are none."""

@@ -130,16 +130,18 @@ class EndpointSelector:
     ) -> tuple[int, int]:
         """(prefill slot, decode slot), or (NONE, slot): both phases there; (NONE, NONE): none.
         `closed`: slots to exclude."""
-        queues = table.pending_prompt
+        queues, closed_pairs = table.pending_prompt, table.closed_pairs
         is_plain = request.session is None and request.adapter is None and request.cached is None
         is_simple = is_plain and not closed and not table.is_shared and table.cells is None
-        if self._is_by_score and is_simple:
+        if self._is_by_score and is_simple and not closed_pairs:
             return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
 
         def find(purpose: int, request: RoutingRequest, first: int) -> int:
             scores = _read_scores(table, purpose, closed)
             if not scores.size:
                 return NONE
+            if closed_pairs and table.decode.size:
+                scores = _close_pairs(table, scores, purpose, closed, first)
             cells = table.cells
             if cells is not None and purpose == TO_PREFILL and table.decode.size:
                 decode = _read_scores(table, TO_DECODE, closed)
@@ -295,6 +297,25 @@ class EndpointSelector:
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:
     """The slots of named instances."""
     return [s for s, i in enumerate(table.instances) if i.name in names] if names else []
+
+
+def _close_pairs(
+    table: ScoreTable, scores: Scores, purpose: int, closed: list[int], first: int
+) -> Scores:
+    """Scores without closed pairs: for TO_DECODE those of the prefill slot `first`, for TO_PREFILL
+    the slots all of whose pairs are closed."""
+    pairs = table.closed_pairs
+    if purpose == TO_DECODE:
+        return dispatch.close_slots(scores, pairs[first]) if first in pairs else scores
+    if purpose != TO_PREFILL:
+        return scores
+    decode = _read_scores(table, TO_DECODE, closed)
+    alone = [
+        slot
+        for slot, partners in pairs.items()
+        if dispatch.find_least(dispatch.close_slots(decode, partners)) == NONE
+    ]
+    return dispatch.close_slots(scores, alone) if alone else scores
 
 
 def _read_scores(table: ScoreTable, purpose: int, closed: list[int]) -> Scores:

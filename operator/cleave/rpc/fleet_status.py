@@ -6,6 +6,8 @@ defaults, because gateways and operator are not upgraded at the same time.
 
 import msgspec
 
+MAX_CLOSED = 16
+"""Names of prefill instances in one `KvPairs`."""
 MAX_INSTANCES = 4_096
 """Limit of instances in one response: about 2 MB."""
 
@@ -23,6 +25,26 @@ class KvPath(msgspec.Struct, frozen=True):
     detail: str = ""
     pull_ms: float = 0.0
     """Time for which each rank of the decode engine pulled in the test; 0: not reported."""
+
+
+class KvPairs(msgspec.Struct, frozen=True):
+    """What canary handoffs into a decode instance have shown, by prefill instance."""
+
+    total: int = 0
+    """Prefill instances that may hand over to it; 0: it decodes for none."""
+    proven: int = 0
+    """Pairs whose newest canary was good."""
+    closed: tuple[str, ...] = ()
+    """Prefill instances with which it is not paired now; the first MAX_CLOSED of them."""
+    num_closed: int = 0
+    oldest_s: float = 0.0
+    """Age of the oldest proof."""
+    bytes_per_s: float = 0.0
+    """Rate to one GPU of the slowest proven pair; 0: not measured."""
+    pull_ms: float = 0.0
+    """Time for which each rank pulled then."""
+    reason: str = ""
+    """What was wrong with the first closed pair."""
 
 
 class FleetInstance(msgspec.Struct, frozen=True):
@@ -60,6 +82,7 @@ class FleetInstance(msgspec.Struct, frozen=True):
     report_age_s: float = 0.0
     """Time since the last event from the agent."""
     kv_path: KvPath = KvPath()
+    kv_pairs: KvPairs = KvPairs()
 
 
 class FleetStatus(msgspec.Struct, frozen=True):

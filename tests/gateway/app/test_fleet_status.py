@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cleave.gateway.app import fleet_status
-from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPairs, KvPath
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -57,8 +57,50 @@ async def test_every_instance_is_listed_with_its_load_and_kv_path(stage) -> None
         kv_cache_usage=0.25,
         requests_in_flight=1,
         kv_path=KvPath(True, "nixl over tcp", 3.5, 1.2e9, pull_ms=2.5),
+        kv_pairs=KvPairs(total=1),
     )
     stage.context.router.release(pick)
+
+
+async def test_pairs_are_summed_up_by_decode_instance(stage) -> None:
+    await stage.add("q", "prefill")
+    await stage.add("r", "prefill")
+    registry, now = stage.context.router.registry, stage.context.clock()
+    proofs = agent_pb2.PairProofs(boot_id="boot-d")
+    for name, trust, age_s, rate in (
+        ("p", agent_pb2.TRUST_PROVEN, 40, 2e9),
+        ("q", agent_pb2.TRUST_PROVEN, 10, 1.9e9),
+        ("r", agent_pb2.TRUST_FAILED, 5, 1.0),
+    ):
+        proofs.proofs.add(
+            prefill=name,
+            prefill_boot_id=f"boot-{name}",
+            trust=trust,
+            age_ms=1000 * age_s,
+            bytes_per_s=rate,
+            pull_ms=3.0,
+            reason="" if trust == agent_pb2.TRUST_PROVEN else f"{name} -> d: no byte",
+        )
+    registry.on_event("d", agent_pb2.WatchEvent(pairs=proofs), now)
+    page = {each.name: each for each in (await read_page(stage)).instances}
+    pairs = page["d"].kv_pairs
+    assert 40 <= pairs.oldest_s < 100
+    assert msgspec.structs.replace(pairs, oldest_s=0.0) == KvPairs(
+        3, 2, ("r",), 1, bytes_per_s=1.9e9, pull_ms=3.0, reason="r -> d: no byte"
+    )
+    assert page["p"].kv_pairs == KvPairs()
+    registry.update_connectivity(stage.context.clock())
+    metrics = (await stage.ask(None, "/metrics")).body.decode()
+    assert 'cleave_gateway_kv_pairs{model="m",state="proven"} 2.0' in metrics
+    assert 'cleave_gateway_kv_pairs{model="m",state="closed"} 1.0' in metrics
+    assert 'cleave_gateway_kv_pairs{model="m",state="unproven"} 0.0' in metrics
+    assert 'cleave_gateway_kv_pair_bytes_per_second_min{model="m"} 1.9e+09' in metrics
+    (age,) = [
+        float(line.split()[1])
+        for line in metrics.splitlines()
+        if line.startswith('cleave_gateway_kv_proof_age_seconds_max{model="m"}')
+    ]
+    assert 39 < age < 100
 
 
 async def test_the_reason_an_instance_is_not_ready_is_bounded(stage) -> None:

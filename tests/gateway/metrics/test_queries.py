@@ -33,6 +33,7 @@ EMPTY_PANELS = {
     "pools: Not ready",
     "pools: Flips in an hour",
     "pools: KV lost",
+    "pools: Rate of the slowest pair",
     "serving: What was missed",
 }
 """Panels that have nothing to show of a fleet in which all goes well."""

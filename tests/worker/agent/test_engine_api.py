@@ -6,6 +6,7 @@ import pytest
 from aiohttp import web
 
 from cleave.rpc.http_client import HttpError
+from cleave.rpc.pull_counters import PullCounters
 from cleave_worker.agent import engine_api
 
 PAGE = 'vllm:cache_config_info{block_size="32",x="y"} 1.0\n'
@@ -72,7 +73,7 @@ async def test_an_engine_without_adapters_has_none(served, cards: object) -> Non
 @pytest.mark.parametrize(("page", "way"), [(NIXL, ""), (OWN, "gloo")])
 async def test_what_was_pulled_is_counted_whichever_the_connector(served, page, way) -> None:
     found = await engine_api.fetch_pull_counters(await served([BASE], page), 5.0)
-    assert found == engine_api.PullCounters(1.5e6, 0.5, num_tokens=300, num_failed=2, transport=way)
+    assert found == PullCounters(1.5e6, 0.5, num_tokens=300, num_failed=2, transport=way)
 
 
 async def test_an_engine_without_such_counters_counts_nothing(served) -> None:

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from cleave.policy.kv_transfer_sample import TransferSample, make_random_prompt
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.kv_self_test import (
     Endpoint,
     InconclusiveError,
     KvTestError,
     MissingCountersError,
-    TransferSample,
-    make_random_prompt,
     verify_transfer,
 )
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from cleave.policy.kv_transfer_sample import TransferSample
+from cleave.rpc.pull_counters import PullCounters
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.load_page import LoadPage
 from cleave_worker.agent import readiness
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.engine_api import PullCounters
 from cleave_worker.agent.instance import (
     EnginePages,
     KvDirection,
@@ -19,7 +20,7 @@ from cleave_worker.agent.instance import (
     WorkerInstance,
     get_kv_direction,
 )
-from cleave_worker.agent.kv_self_test import KvTestError, MissingCountersError, TransferSample
+from cleave_worker.agent.kv_self_test import KvTestError, MissingCountersError
 from cleave_worker.agent.peers import PeerScan, is_counterpart
 from cleave_worker.agent.readiness import verify_kv_path, verify_role, verify_with_peers
 from cleave_worker.agent.supervisor import keep_verified

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave.shm.load_page import LoadPage
 from cleave_worker.agent import service
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
@@ -269,3 +271,56 @@ async def test_routers_learn_how_many_they_are_and_which(served: Served) -> None
     await until(second, (1, 0))
     second.cancel()
     other.cancel()
+
+
+def prove(boot_id: str = "", prefill: str = "p", count: int = 1, age_ms: int = 0):
+    proofs = agent_pb2.PairProofs(boot_id=boot_id)
+    for number in range(count):
+        proofs.proofs.add(
+            prefill=prefill,
+            prefill_boot_id=f"boot-{number}",
+            trust=agent_pb2.TRUST_FAILED,
+            age_ms=age_ms,
+        )
+    return proofs
+
+
+async def test_results_of_pairs_reach_every_watcher_with_their_age(served: Served) -> None:
+    watch = served.stub.Watch(agent_pb2.WatchRequest(interval_ms=60_000), timeout=SECONDS)
+    for _ in range(2):
+        await watch.read()
+    await served.stub.RecordPairs(prove(age_ms=7_000), timeout=SECONDS)
+    (proof,) = (await watch.read()).pairs.proofs
+    assert (proof.prefill, proof.trust) == ("p", agent_pb2.TRUST_FAILED)
+    assert 7_000 <= proof.age_ms < 7_000 + 1000 * SECONDS
+    later = served.stub.Watch(agent_pb2.WatchRequest(interval_ms=60_000), timeout=SECONDS)
+    events = [await later.read() for _ in range(2)]
+    assert [each.WhichOneof("event") for each in events] == ["registration", "pairs"]
+
+
+async def test_results_end_with_the_engine_that_they_are_about(
+    served: Served, tmp_path: Path
+) -> None:
+    await served.stub.RecordPairs(prove(), timeout=SECONDS)
+    with LoadPage(tmp_path / "load") as page:
+        served.instance.start_boot("next", "http://127.0.0.1:1", page)
+    assert not served.instance.build_pair_proofs().proofs
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.RecordPairs(prove("before"), timeout=SECONDS)
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize("proofs", [prove(count=257), prove(prefill="p" * 257)])
+async def test_too_many_or_too_long_results_are_refused(served: Served, proofs) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="at most 256") as refused:
+        await served.stub.RecordPairs(proofs, timeout=SECONDS)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_only_so_many_results_are_kept(served: Served) -> None:
+    for start in range(0, 2_000, 250):
+        served.instance.record_pairs(
+            "", [agent_pb2.PairProof(prefill_boot_id=str(start + i)) for i in range(250)]
+        )
+    kept = [each.prefill_boot_id for each in served.instance.build_pair_proofs().proofs]
+    assert kept == [str(number) for number in range(976, 2_000)]

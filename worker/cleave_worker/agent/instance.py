@@ -6,6 +6,8 @@ they wait on.
 """
 
 import asyncio
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -18,6 +20,9 @@ from cleave_worker.agent.launch import read_max_adapters
 from cleave_worker.scheduling import config as scheduling_config
 from cleave_worker.scheduling.config import Role
 from cleave_worker.scheduling.config_page import SchedulingPage
+
+_MAX_PAIRS = 1_024
+"""Pairs whose newest results are kept; beyond that the oldest are dropped."""
 
 
 class RoleChangeRefused(RuntimeError):  # noqa: N818
@@ -109,6 +114,15 @@ class WorkerInstance:
         """Whether watchers should disconnect."""
         self.version = 0
         """Grows with every change of the registration."""
+        self._pairs: dict[str, tuple[agent_pb2.PairProof, float]] = {}
+        """Newest result of each pair and its time, by the boot of the prefill engine."""
+        self.pairs_version = 0
+        """Grows with every recorded result."""
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """`version` and `pairs_version`."""
+        return self.version, self.pairs_version
 
     @property
     def state(self) -> "agent_pb2.State.ValueType":
@@ -173,6 +187,7 @@ class WorkerInstance:
         state.engine_key = engine_key
         state.ClearField("kv_path")
         self._verified_paths.clear()
+        self._pairs.clear()
         failure = state.last_failure
         reason = f"engine starts again: {failure}" if failure else "engine starts"
         self._enter_state(agent_pb2.STATE_STARTING, reason)
@@ -263,6 +278,30 @@ class WorkerInstance:
         self._write_access()
         return changes
 
+    def record_pairs(self, boot_id: str, proofs: Iterable[agent_pb2.PairProof]) -> None:
+        """Keep what a gateway has found out about pairs with this decode engine, until it restarts.
+        Raises BootMismatch."""
+        if boot_id != self._registration.boot_id:
+            raise BootMismatch(f"the engine's boot is {self._registration.boot_id}, not {boot_id}")
+        now = time.monotonic()
+        for proof in proofs:
+            # Deleted first, so that the order is that of the results.
+            self._pairs.pop(proof.prefill_boot_id, None)
+            self._pairs[proof.prefill_boot_id] = proof, now - proof.age_ms / 1000
+        while len(self._pairs) > _MAX_PAIRS:
+            del self._pairs[next(iter(self._pairs))]
+        self.pairs_version += 1
+        self._wake_watchers()
+
+    def build_pair_proofs(self) -> agent_pb2.PairProofs:
+        """Return the newest result of each pair, with its present age."""
+        now = time.monotonic()
+        proofs = agent_pb2.PairProofs(boot_id=self._registration.boot_id)
+        for proof, at in self._pairs.values():
+            proofs.proofs.add().CopyFrom(proof)
+            proofs.proofs[-1].age_ms = max(int((now - at) * 1000), 0)
+        return proofs
+
     def detach_pages(self) -> None:
         """Stop reading the load of an engine that has ended."""
         self._pages = None
@@ -293,5 +332,8 @@ class WorkerInstance:
 
     def _notify(self) -> None:
         self.version += 1
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

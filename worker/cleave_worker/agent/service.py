@@ -31,6 +31,10 @@ _MAX_WATCHERS = 512
 """Concurrent streams: at the shortest interval about a core's worth of reports."""
 _MAX_ROUTER_NAME_CHARACTERS = 64
 """Characters; gateways use names of 32."""
+_MAX_PROOFS = 256
+"""Results of pairs in one call."""
+_MAX_PROOF_CHARACTERS = 256
+"""Characters of each text in a result."""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -67,7 +71,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, fault)
         shortest_ms, longest_ms = _INTERVALS_MS
         requested_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
-        version = None
+        version, pairs_version = None, 0
         self._routers[request.router] += 1
         is_keyless = bool(request.router) and not request.sends_engine_key
         self._count_keyless(is_keyless)
@@ -76,9 +80,12 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 if version != self._instance.version:
                     version = self._instance.version
                     yield agent_pb2.WatchEvent(registration=self._instance.copy_registration())
+                if pairs_version != self._instance.pairs_version:
+                    pairs_version = self._instance.pairs_version
+                    yield agent_pb2.WatchEvent(pairs=self._instance.build_pair_proofs())
                 load = self._build_report(request.router)
                 yield agent_pb2.WatchEvent(load=load)
-                if version == self._instance.version:
+                if (version, pairs_version) == self._instance.versions:
                     interval_ms = choose_report_interval_ms(requested_ms, load.num_routers)
                     await self._instance.wait_for_change(interval_ms / 1000)
         finally:
@@ -129,6 +136,25 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             role=request.role, epoch=request.epoch, num_running=self._instance.load.num_running
         )
 
+    async def RecordPairs(  # noqa: N802
+        self, request: agent_pb2.PairProofs, context: _Context
+    ) -> agent_pb2.RecordPairsResponse:
+        """Keep results of pairs with this decode engine; every watcher receives them at once."""
+        texts = [text for each in request.proofs for text in (each.prefill, each.reason)]
+        texts += [each.prefill_boot_id for each in request.proofs]
+        longest = max(map(len, texts), default=0)
+        if len(request.proofs) > _MAX_PROOFS or longest > _MAX_PROOF_CHARACTERS:
+            fault = (
+                f"{len(request.proofs)} proofs, the longest text has {longest} characters: "
+                f"at most {_MAX_PROOFS} and {_MAX_PROOF_CHARACTERS}"
+            )
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
+        try:
+            self._instance.record_pairs(request.boot_id, request.proofs)
+        except BootMismatch as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        return agent_pb2.RecordPairsResponse()
+
     async def Drain(  # noqa: N802
         self,
         request: agent_pb2.DrainRequest,
@@ -143,9 +169,12 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.HealthRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> agent_pb2.HealthResponse:
-        """Return the report that Watch would send now."""
+        """Return what Watch would send now."""
+        instance = self._instance
         return agent_pb2.HealthResponse(
-            registration=self._instance.copy_registration(), load=self._instance.build_load_report()
+            registration=instance.copy_registration(),
+            load=instance.build_load_report(),
+            pairs=instance.build_pair_proofs(),
         )
 
 

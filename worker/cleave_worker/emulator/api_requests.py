@@ -18,6 +18,7 @@ _UNSUPPORTED = ("prompt_logprobs", "echo", "suffix", "best_of")
 _MAX_CHOICES = 64
 _MAX_LOGPROBS = 20
 _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
+    "cache_salt": (str,),
     "max_completion_tokens": (int,),
     "response_format": (dict,),
     "stream": (bool,),
@@ -107,6 +108,7 @@ def parse_call(
         handoff=handoff,
         seed=_parse_integer(body, "seed", None) if body.get("temperature") != 0 else None,
         adapter=model if model != models[0] else "",
+        cache_salt=body.get("cache_salt") or "",
     )
     count = _count_choices(body)
     if count > 1 and (hold or handoff):

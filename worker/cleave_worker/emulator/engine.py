@@ -15,7 +15,7 @@ from typing import Protocol
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.config import EmulatedEngineConfig
-from cleave_worker.emulator.faults import Faults
+from cleave_worker.emulator.faults import Faults, PairFault
 from cleave_worker.emulator.metrics import EngineMetrics
 from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineStep, SampledToken
 from cleave_worker.emulator.sequence import EngineRequest, FinishReason, Sequence, SequenceState
@@ -24,6 +24,7 @@ from cleave_worker.scheduling.config_page import SchedulingPage
 
 _log = logging.getLogger(__name__)
 
+_SLOW_FACTOR = 20
 _MAX_LAG_S = 0.1
 """Longest delay of the loop that it catches up on."""
 
@@ -50,6 +51,8 @@ class EmulatedEngine:
         self.config = config
         self.faults = Faults()
         self.metrics = EngineMetrics()
+        self._last_contents: list[int] = []
+        """Blocks that were pulled last."""
         pool = BlockPool(config.num_blocks, config.block_size)
         self.scheduler = EmulatedScheduler(config.limits, pool)
         self.side_channel: KvSideChannel | None = None
@@ -219,17 +222,23 @@ class EmulatedEngine:
         started = time.monotonic()
         self.metrics.external_queries += sequence.prompt_len
         try:
-            if self.faults.consume("empty_handoff"):
+            fault = self.faults.pairs.get(handoff.engine_id)
+            if self.faults.consume("empty_handoff") or fault is PairFault.EMPTY:
                 side_channel.decline(handoff)
                 self.scheduler.recompute(sequence)
                 return
             duration_s, num_bytes = self._estimate_transfer(num_blocks)
+            if fault is PairFault.SLOW:
+                duration_s *= _SLOW_FACTOR
             prompt_digest = sequence.request.prompt_digest
             contents = await side_channel.pull(handoff, prompt_digest, num_blocks, duration_s)
+            if fault is PairFault.LOST:
+                raise KvTransferError("the KV was lost on its way")
             self.metrics.transfer_s.observe(time.monotonic() - started)
             self.metrics.transfer_bytes.observe(num_bytes)
             self.metrics.external_hits += sequence.prompt_len
-            self.scheduler.load(sequence, contents)
+            previous, self._last_contents = self._last_contents, contents
+            self.scheduler.load(sequence, _change_contents(contents, previous, fault))
         except KvTransferError as error:
             self.metrics.failed_transfers += 1
             self._handle_failed_load(sequence, str(error))
@@ -295,3 +304,18 @@ class EmulatedEngine:
     def _publish(self) -> None:
         if self._load_page:
             self._load_page.write(self._build_load())
+
+
+def _change_contents(
+    contents: list[int], previous: list[int], fault: PairFault | None
+) -> list[int]:
+    """Return the blocks of a handoff as a fault of its pair leaves them; `previous`: those of the
+    handoff before."""
+    if fault is PairFault.LAYOUT:
+        return contents[1:] + contents[:1]
+    if fault is PairFault.STALE and previous:
+        return previous[:1] + contents[1:]
+    if fault is PairFault.SWAPPED and previous:
+        repeated = previous * (len(contents) // len(previous) + 1)
+        return repeated[: len(contents)]
+    return contents

@@ -1,13 +1,32 @@
 """Faults that a test injects into an emulated engine. Read by engine, API and KV side channel."""
 
 import asyncio
+import enum
 import os
+from collections.abc import Mapping
 
 import msgspec
 
 
 class FaultError(ValueError):
     """The body of a fault request is invalid."""
+
+
+class PairFault(enum.Enum):
+    """What is wrong with the handoffs from one engine; no checksum and no counter shows it."""
+
+    EMPTY = "empty"
+    """They succeed without a byte: this engine computes the prompts itself."""
+    LOST = "lost"
+    """They fail, and are counted."""
+    LAYOUT = "layout"
+    """The blocks arrive in another order."""
+    STALE = "stale"
+    """The first block is that of the handoff before."""
+    SWAPPED = "swapped"
+    """All blocks are those of the handoff before."""
+    SLOW = "slow"
+    """They take twenty times as long."""
 
 
 class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,6 +53,8 @@ class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
     empty_handoff: int | None = None
     """This many next handoffs into this engine succeed without a byte: it computes the prompts
     itself and counts no failure."""
+    pairs: dict[str, PairFault] | None = None
+    """By engine id (boot): what is wrong with handoffs from there into this engine."""
     drop: int | None = None
     """Connections of streams close after this many tokens; 0: before the first."""
 
@@ -57,6 +78,7 @@ class Faults:
         self.slow = 1.0
         self.refuse = False
         self.drop: int | None = None
+        self.pairs: Mapping[str, PairFault] = {}
         self._remaining = dict.fromkeys(_COUNTED, 0)
         self._resumed.set()
 
@@ -82,6 +104,7 @@ class Faults:
         self.slow = self.slow if spec.slow is None else spec.slow
         self.refuse = self.refuse if spec.refuse is None else spec.refuse
         self.drop = self.drop if spec.drop is None else spec.drop
+        self.pairs = self.pairs if spec.pairs is None else spec.pairs
         for name in _COUNTED:
             if (count := getattr(spec, name)) is not None:
                 self._remaining[name] = count
@@ -104,4 +127,5 @@ class Faults:
     def describe(self) -> dict[str, object]:
         """Return the active faults as JSON."""
         switches = {"slow": self.slow, "hang": self.hang, "refuse": self.refuse}
-        return {**switches, **self._remaining, "drop": self.drop}
+        pairs = {engine: fault.value for engine, fault in self.pairs.items()}
+        return {**switches, **self._remaining, "pairs": pairs, "drop": self.drop}

@@ -47,6 +47,8 @@ class EngineRequest:
     """Number of the choice; each has another continuation."""
     adapter: str = ""
     """LoRA adapter, on which KV and tokens depend."""
+    cache_salt: str = ""
+    """Only requests with the same one share cached prompts."""
 
     @property
     def prompt_digest(self) -> bytes:
@@ -124,7 +126,8 @@ class Sequence:
         keys = self._keys
         for start in range(len(keys) * block_size, count * block_size, block_size):
             block = self.tokens[start : start + block_size].tobytes()
-            parent = keys[-1] if keys else self.request.adapter.encode()
+            request = self.request
+            parent = keys[-1] if keys else (request.adapter + request.cache_salt).encode()
             keys.append(hashlib.blake2b(parent + block, digest_size=8).digest())
         return keys[:count]
 

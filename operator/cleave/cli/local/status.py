@@ -136,6 +136,8 @@ def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
         for row in deployment["instances"]:
             if failure := row["last_failure"]:
                 tables.print_line(console, f"{row['instance']}: last failure: {failure}")
+            if pairs := row["kv_pairs"]:
+                tables.print_line(console, f"{row['instance']}: {pairs}")
         if plan := deployment["plan"]:
             tables.print_line(console, f"{deployment['deployment']}: {_describe_plan(plan)}")
 

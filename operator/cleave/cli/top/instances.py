@@ -107,7 +107,9 @@ def _describe_path(instance: FleetInstance) -> Text:
     if not path.verified:
         return Text("not verified", style="yellow")
     speed = f" {path.bytes_per_s / 1e9:.2g} GB/s" if path.bytes_per_s else ""
-    return Text(f"{path.transport}{speed}")
+    pairs = instance.kv_pairs
+    proven = f", {pairs.proven}/{pairs.total} pairs" if pairs.total else ""
+    return Text(f"{path.transport}{speed}{proven}", style="yellow" if pairs.num_closed else "")
 
 
 _COLUMNS = (

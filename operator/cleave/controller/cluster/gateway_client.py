@@ -18,7 +18,13 @@ import msgspec
 from cleave.api.role import Role
 from cleave.manifests.labels import INTERNAL_PORT
 from cleave.rpc import http_client
-from cleave.rpc.fleet_status import MAX_INSTANCES, FleetInstance, FleetStatus
+from cleave.rpc.fleet_status import (
+    MAX_CLOSED,
+    MAX_INSTANCES,
+    FleetInstance,
+    FleetStatus,
+    KvPairs,
+)
 
 K = TypeVar("K", bound=Hashable)
 
@@ -147,6 +153,23 @@ def _merge_members(pod: str, members: list[FleetInstance], count: int) -> FleetI
         pending_tokens=sum(each.pending_tokens for each in members),
         requests_in_flight=sum(each.requests_in_flight for each in members),
         restarts=max(each.restarts for each in members),
+        kv_pairs=_merge_pairs([each.kv_pairs for each in members if each.kv_pairs.total]),
+    )
+
+
+def _merge_pairs(parts: list[KvPairs]) -> KvPairs:
+    """The pairs of all decode engines of a cell."""
+    measured = [each for each in parts if each.bytes_per_s > 0]
+    slowest = min(measured, key=lambda each: each.bytes_per_s, default=KvPairs())
+    return KvPairs(
+        total=sum(each.total for each in parts),
+        proven=sum(each.proven for each in parts),
+        closed=tuple(name for each in parts for name in each.closed)[:MAX_CLOSED],
+        num_closed=sum(each.num_closed for each in parts),
+        oldest_s=max((each.oldest_s for each in parts), default=0.0),
+        bytes_per_s=slowest.bytes_per_s,
+        pull_ms=slowest.pull_ms,
+        reason=next((each.reason for each in parts if each.reason), ""),
     )
 
 

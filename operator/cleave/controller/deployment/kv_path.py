@@ -1,22 +1,26 @@
-"""What the KV self-tests of the instances say: conditions of an LLMDeployment. Pure.
+"""What KV self-tests and canary handoffs show: conditions of an LLMDeployment. Pure.
 
-Called for its status. An agent tests once per start of its engine, so a condition changes when
-instances start. KV that silently takes another link than planned (TCP instead of RDMA) returns the
-right tokens and passes the test; only its rate shows it.
+Called for its status. An agent tests once per start of its engine, with one peer; the gateway's
+witness tests all pairs again and again. KV that silently takes another link than planned (TCP
+instead of RDMA) returns the right tokens and passes the tests; only its rate shows it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cleave.api.role import Role
 from cleave.controller.cluster.conditions import ConditionState
-from cleave.controller.cluster.gateway_client import find_slowest_kv_path, summarize_kv_paths
+from cleave.controller.cluster.gateway_client import summarize_kv_paths
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.labels import Manifest
 from cleave.perf.hardware.link import LinkKind
 from cleave.rpc.fleet_status import FleetInstance
 
 KV_PATH_VERIFIED, KV_RATE_AS_PLANNED = "KVPathVerified", "KVRateAsPlanned"
+KV_PATH_PROVEN = "KVPathProven"
 """Condition types."""
+_STALE_S = 600.0
+"""Age from which a proof says nothing about the present."""
 _LEAST_SHARE = 0.25
 """Least share of the planned rate. The two instances of a pair test at the same time, so each
 may measure half of their link. TCP over 25 Gbit/s has a sixteenth of RDMA over 200."""
@@ -38,22 +42,88 @@ _REMEDY = (
 
 def build_conditions(
     view: DeploymentView, desired: Pools, plan: Manifest | None
-) -> tuple[ConditionState, ConditionState]:
-    """Whether KV paths were tested, and are as fast as `plan` (status.plan) assumes."""
+) -> tuple[ConditionState, ConditionState, ConditionState]:
+    """Whether KV paths were tested, are as fast as `plan` (status.plan) assumes, and are proven
+    again and again."""
     if not desired:
-        return _build_both(None, "NoInstances", "")
+        return _build_all(None, "NoInstances", "")
     has_handoffs = Role.PREFILL in desired or any(pool.spec.members for pool in desired.values())
     if not has_handoffs:
-        return _build_both(True, "NotNeeded", "no KV is transferred")
+        return _build_all(True, "NotNeeded", "no KV is transferred")
     ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
     reported = [each for name, each in (view.instances or {}).items() if name in ready]
     if not reported:
-        return _build_both(None, "NotReported", "no gateway has reported instances yet")
+        return _build_all(None, "NotReported", "no gateway has reported instances yet")
     paths = summarize_kv_paths(reported)
     is_verified = paths.verified == paths.total
     reason = "Verified" if is_verified else "NotVerified"
     verified = ConditionState(KV_PATH_VERIFIED, is_verified, reason, paths.message)
-    return verified, _compare_rate(reported, plan or {})
+    is_on = view.deployment.spec.witness.engine_share > 0
+    return verified, _compare_rate(reported, plan or {}), _build_proven(reported, is_on)
+
+
+def _build_proven(instances: Sequence[FleetInstance], is_on: bool) -> ConditionState:
+    """Whether the newest canary handoff of every pair was good."""
+    if not is_on:
+        text = "spec.witness.engineShare is 0: no canary handoffs"
+        return ConditionState(KV_PATH_PROVEN, None, "Off", text)
+    decodes = [each for each in instances if each.kv_pairs.total]
+    if not decodes:
+        text = "no pair of a prefill and a decode instance is reported"
+        return ConditionState(KV_PATH_PROVEN, None, "NotReported", text)
+    pairs = [each.kv_pairs for each in decodes]
+    total, proven = sum(each.total for each in pairs), sum(each.proven for each in pairs)
+    oldest_s = max(each.oldest_s for each in pairs)
+    rates = [each.bytes_per_s for each in pairs if each.bytes_per_s > 0]
+    text = f"{proven} of {total} pairs proven"
+    text += f", oldest {oldest_s:.0f} s" if proven else ""
+    text += f", {min(rates) / 1e9:.3g} GB/s at least" if rates else ""
+    if num_closed := sum(each.num_closed for each in pairs):
+        text = f"{text}; {num_closed} not used{_describe_closed(decodes)}"
+        return ConditionState(KV_PATH_PROVEN, False, "PairsFailed", text)
+    if proven < total:
+        return ConditionState(KV_PATH_PROVEN, None, "NotProven", text)
+    if oldest_s > _STALE_S:
+        return ConditionState(KV_PATH_PROVEN, None, "Stale", text)
+    return ConditionState(KV_PATH_PROVEN, True, "Proven", text)
+
+
+def _describe_closed(decodes: Sequence[FleetInstance]) -> str:
+    """The instances all of whose pairs are closed, and the first fault."""
+    bad = [each.name for each in decodes if each.kv_pairs.num_closed >= each.kv_pairs.total]
+    prefills = set.intersection(*(set(each.kv_pairs.closed) for each in decodes))
+    names = ", ".join([*sorted(prefills), *sorted(bad)][:8])
+    text = f", among them all of {names}" if names else ""
+    first = next(each.kv_pairs.reason for each in decodes if each.kv_pairs.num_closed)
+    return f"{text}: {first}" if first else text
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredRate:
+    """The rate of one instance in its self-test, or of its slowest pair in canary handoffs."""
+
+    instance: str
+    gb_per_s: float
+    pull_ms: float
+    how: str
+
+    def compute_lost_ms(self, planned_gb_per_s: float) -> float:
+        """Time by which it was slower than planned."""
+        return self.pull_ms * (1 - self.gb_per_s / planned_gb_per_s)
+
+
+def _list_rates(instances: Sequence[FleetInstance]) -> list[_MeasuredRate]:
+    """All rates, the slowest first."""
+    rates = []
+    for each in instances:
+        path, pairs = each.kv_path, each.kv_pairs
+        if path.verified and path.bytes_per_s > 0:
+            gb_per_s = path.bytes_per_s / 1e9
+            rates.append(_MeasuredRate(each.name, gb_per_s, path.pull_ms, path.transport))
+        if pairs.bytes_per_s > 0:
+            gb_per_s = pairs.bytes_per_s / 1e9
+            rates.append(_MeasuredRate(each.name, gb_per_s, pairs.pull_ms, "canary handoffs"))
+    return sorted(rates, key=lambda rate: (rate.gb_per_s, rate.instance))
 
 
 def _compare_rate(instances: Sequence[FleetInstance], plan: Manifest) -> ConditionState:
@@ -61,29 +131,31 @@ def _compare_rate(instances: Sequence[FleetInstance], plan: Manifest) -> Conditi
     if link is None:
         text = "the placement was not planned, or its plan has no rate"
         return ConditionState(KV_RATE_AS_PLANNED, None, "NotPlanned", text)
-    slowest = find_slowest_kv_path(instances)
-    if slowest is None:
+    rates, planned = _list_rates(instances), link["gbPerS"]
+    if not rates:
         text = "no engine has reported the duration of a transfer"
         return ConditionState(KV_RATE_AS_PLANNED, None, "NotMeasured", text)
-    measured = slowest.kv_path.bytes_per_s / 1e9
+    low = [each for each in rates if each.gb_per_s < _LEAST_SHARE * planned]
+    below = [each for each in low if each.compute_lost_ms(planned) >= _LEAST_LOSS_MS]
+    slowest = (below or rates)[0]
     text = (
-        f"{slowest.name} measured {measured:.3g} GB/s per GPU ({slowest.kv_path.transport}), "
-        f"the plan assumes {link['gbPerS']:.3g} GB/s ({link['kind']})"
+        f"{slowest.instance} measured {slowest.gb_per_s:.3g} GB/s per GPU ({slowest.how}), "
+        f"the plan assumes {planned:.3g} GB/s ({link['kind']})"
     )
-    if measured >= _LEAST_SHARE * link["gbPerS"]:
+    if not low:
         return ConditionState(KV_RATE_AS_PLANNED, True, "AsPlanned", text)
-    lost_ms = slowest.kv_path.pull_ms * (1 - measured / link["gbPerS"])
-    if lost_ms < _LEAST_LOSS_MS:
-        text = f"{text}, but the test took {slowest.kv_path.pull_ms:.3g} ms: too short for a rate"
+    if not below:
+        text = f"{text}, but the test took {slowest.pull_ms:.3g} ms: too short for a rate"
         return ConditionState(KV_RATE_AS_PLANNED, None, "NotMeasured", text)
     remedy = _REMEDY_IN_CELLS if link["kind"] == LinkKind.NVLINK else _REMEDY
     return ConditionState(KV_RATE_AS_PLANNED, False, "BelowPlan", f"{text}; {remedy}")
 
 
-def _build_both(
+def _build_all(
     status: bool | None, reason: str, message: str
-) -> tuple[ConditionState, ConditionState]:
+) -> tuple[ConditionState, ConditionState, ConditionState]:
     return (
         ConditionState(KV_PATH_VERIFIED, status, reason, message),
         ConditionState(KV_RATE_AS_PLANNED, status, reason, message),
+        ConditionState(KV_PATH_PROVEN, status, reason, message),
     )

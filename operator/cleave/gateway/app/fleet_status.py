@@ -4,9 +4,10 @@ import math
 
 from cleave.gateway.context import GatewayContext
 from cleave.router.instance import RoutedInstance
+from cleave.router.pair_summary import PairSummary, summarize_pairs
 from cleave.rpc import fleet_status
 from cleave.rpc.enum_names import get_enum_name
-from cleave.rpc.fleet_status import MAX_INSTANCES, FleetStatus, KvPath
+from cleave.rpc.fleet_status import MAX_CLOSED, MAX_INSTANCES, FleetStatus, KvPairs, KvPath
 from cleave.rpc.v1 import agent_pb2
 
 _TEXT_LIMIT = 300
@@ -15,18 +16,40 @@ _TEXT_LIMIT = 300
 
 def describe_fleet(context: GatewayContext) -> FleetStatus:
     """The current instances, sorted by name."""
-    instances = context.router.registry.instances
-    now = context.clock()
+    registry, now = context.router.registry, context.clock()
+    instances = registry.instances
+    pairs = {
+        decode.name: _describe_pairs(summary, now)
+        for table in registry.list_tables()
+        for decode, summary in summarize_pairs(table)
+    }
     return FleetStatus(
         instances=tuple(
-            _describe_instance(instances[n], now) for n in sorted(instances)[:MAX_INSTANCES]
+            _describe_instance(instances[n], pairs.get(n, KvPairs()), now)
+            for n in sorted(instances)[:MAX_INSTANCES]
         ),
         left_out=max(len(instances) - MAX_INSTANCES, 0),
         draining=context.draining,
     )
 
 
-def _describe_instance(instance: RoutedInstance, now: float) -> fleet_status.FleetInstance:
+def _describe_pairs(summary: PairSummary, now: float) -> KvPairs:
+    slowest, closed = summary.find_slowest(), summary.closed
+    return KvPairs(
+        total=summary.total,
+        proven=len(summary.proven),
+        closed=tuple(sorted(each.prefill for each in closed)[:MAX_CLOSED]),
+        num_closed=len(closed),
+        oldest_s=round(summary.get_oldest_age_s(now), 1),
+        bytes_per_s=_to_finite(slowest.bytes_per_s) if slowest else 0.0,
+        pull_ms=_to_finite(slowest.pull_ms) if slowest else 0.0,
+        reason=closed[0].reason[:_TEXT_LIMIT] if closed else "",
+    )
+
+
+def _describe_instance(
+    instance: RoutedInstance, pairs: KvPairs, now: float
+) -> fleet_status.FleetInstance:
     registration, load, in_flight = instance.registration, instance.load, instance.in_flight
     return fleet_status.FleetInstance(
         name=instance.name,
@@ -55,6 +78,7 @@ def _describe_instance(instance: RoutedInstance, now: float) -> fleet_status.Fle
             detail=registration.kv_path.detail[:_TEXT_LIMIT],
             pull_ms=_to_finite(registration.kv_path.pull_ms),
         ),
+        kv_pairs=pairs,
     )
 
 

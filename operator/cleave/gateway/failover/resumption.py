@@ -22,7 +22,7 @@ RESUMABLE_PATHS = (COMPLETIONS_PATH, CHAT_PATH)
 DEFAULT_OUTPUT_TOKENS = 16
 """Limit of /v1/completions for a request without `max_tokens`."""
 
-_CONTINUATION_FIELDS = (
+CONTINUATION_FIELDS = (
     "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
     "min_p", "model", "priority", "repetition_penalty", "session_id", "skip_special_tokens",
     "spaces_between_special_tokens", "stop_token_ids", "stream", "stream_options", "temperature",
@@ -113,7 +113,7 @@ def _plan_continuation(
     if not (completion.has_token_ids and prompt_ids and transcript.choices.keys() == {0}):
         return None
     choice, sent = transcript.choices[0], completion.fields
-    if not choice.token_ids or _has_parsed_output(choice) or (chat and _contains_media(sent)):
+    if not choice.token_ids or _has_parsed_output(choice) or (chat and contains_media(sent)):
         return None
     prompt = [int(number) for number in prompt_ids.split(b",")]
     limit = completion.output_tokens or (0 if chat else DEFAULT_OUTPUT_TOKENS)
@@ -125,7 +125,7 @@ def _plan_continuation(
     if not repeated:
         del choice.token_ids[choice.num_settled :]
     ids = prompt + choice.token_ids[: choice.num_settled]
-    fields = {key: sent[key] for key in _CONTINUATION_FIELDS if key in sent}
+    fields = {key: sent[key] for key in CONTINUATION_FIELDS if key in sent}
     fields["prompt"] = _to_raw(ids)
     fields["max_tokens"] = _to_raw(remaining)
     min_tokens = decode_value(sent.get("min_tokens", _to_raw(0)))
@@ -167,7 +167,7 @@ def _has_parsed_output(choice: ChoiceTranscript) -> bool:
     return any(text and path not in plain for path, text in choice.texts.items())
 
 
-def _contains_media(fields: Fields) -> bool:
+def contains_media(fields: Fields) -> bool:
     """Whether the prompt contains anything besides text."""
     try:
         messages = _decode_messages(fields["messages"])

@@ -111,9 +111,10 @@ class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "dispatches", "flips", "handoffs", "in_flight", "keys_stale", "models", "processes",
-        "recoveries", "rejections", "requests", "restarts", "retries", "retries_delayed", "slo",
-        "slo_results", "spans", "streams", "suspects", "tenant_tokens", "tenants", "waiting",
+        "audits", "canaries", "canary_seconds", "dispatches", "flips", "handoffs", "in_flight",
+        "keys_stale", "models", "processes", "recoveries", "rejections", "requests", "restarts",
+        "retries", "retries_delayed", "slo", "slo_results", "spans", "streams", "suspects",
+        "tenant_tokens", "tenants", "waiting",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
@@ -149,6 +150,14 @@ class GatewayMetrics:
         self.handoffs: dict[str, int] = defaultdict(int)
         """By result: used, failed (used, then an error), none (nothing to hand over), refused (of
         another boot or request, or unreadable), ahead (after the decode engine had responded)."""
+        self.canaries: dict[str, int] = defaultdict(int)
+        """Canary handoffs by result: good, near_tie, blurred (shows nothing), or what was wrong:
+        tokens, bytes, slow, refused; audit: wrong in the handoff of a request."""
+        self.canary_seconds: dict[str, float] = defaultdict(float)
+        """Time of engines that canaries took, by phase."""
+        self.audits: dict[str, int] = defaultdict(int)
+        """Handoffs of requests that were computed again as a whole, by result: same, near_tie,
+        different, skipped (engines were busy, or failed)."""
         self.spans: dict[str, int] = defaultdict(int)
         """Of traces, by result: exported, failed, dropped. Empty without tracing."""
         self.processes = 1
@@ -234,6 +243,11 @@ class GatewayCollector:
         yield _build_counter("recoveries", recovered, total.recoveries, "model", "how")
         yield from self._collect_attainment()
         yield _build_counter("handoffs", "KV handoffs by result", total.handoffs, "result")
+        yield _build_counter("kv_canaries", "Canary handoffs by result", total.canaries, "result")
+        seconds = "Time of engines that canary handoffs took"
+        yield _build_counter("kv_canary_seconds", seconds, total.canary_seconds, "phase")
+        audited = "Handoffs of requests that were computed again, by result"
+        yield _build_counter("kv_audits", audited, total.audits, "result")
         yield _build_counter("flips", "Changes of roles", total.flips, "model", "from", "to")
         yield _build_counter("spans", "Spans of traces by result", total.spans, "result")
         for name, text, value in (
@@ -303,7 +317,7 @@ def _build_length_histogram(of: str, text: str) -> HistogramMetricFamily:
 
 
 def _build_counter(
-    name: str, text: str, values: Mapping[LabelValues, int], *labels: str
+    name: str, text: str, values: Mapping[LabelValues, float], *labels: str
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(f"cleave_gateway_{name}", text, labels=labels)
     for key, value in values.items():

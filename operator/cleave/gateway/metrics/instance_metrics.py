@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cleave.router.instance import Connectivity, RoutedInstance
+from cleave.router.pair_summary import summarize_pairs
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
@@ -41,6 +42,38 @@ class InstanceCollector:
         yield _build_gauge("engine_requests", text, requests, "state")
         text = "KV memory in use at the fullest instance, 0 to 1"
         yield _build_gauge("engine_kv_usage_max", text, fullest)
+        yield from self._collect_pairs()
+
+    def _collect_pairs(self) -> Iterable[Metric]:
+        """What canary handoffs have shown, by model."""
+        pairs, age = "cleave_gateway_kv_pairs", "cleave_gateway_kv_proof_age_seconds_max"
+        rate = "cleave_gateway_kv_pair_bytes_per_second_min"
+        states: Counter[tuple[str, str]] = Counter()
+        oldest_s: dict[str, float] = {}
+        slowest: dict[str, float] = {}
+        for table in self._registry.list_tables():
+            model, now = table.instances[0].registration.model, self._registry.latest_s
+            for _, summary in summarize_pairs(table):
+                proven, closed = len(summary.proven), len(summary.closed)
+                states[model, "proven"] += proven
+                states[model, "closed"] += closed
+                states[model, "unproven"] += summary.total - proven - closed
+                oldest_s[model] = max(oldest_s.get(model, 0.0), summary.get_oldest_age_s(now))
+                if (path := summary.find_slowest()) is not None:
+                    slowest[model] = min(slowest.get(model, path.bytes_per_s), path.bytes_per_s)
+        text = "Pairs of a prefill and a decode instance, by what canary handoffs have shown"
+        family = GaugeMetricFamily(pairs, text, labels=["model", "state"])
+        for key, count in states.items():
+            family.add_metric(key, count)
+        yield family
+        for name, text, values in (
+            (age, "Age of the oldest proof of a pair", oldest_s),
+            (rate, "KV transfer rate of the slowest proven pair", slowest),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model"])
+            for model, value in values.items():
+                family.add_metric([model], value)
+            yield family
 
 
 def _build_gauge(

@@ -27,6 +27,7 @@ from http import HTTPStatus
 from cleave.gateway.admission.controller import AdmissionTicket
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.failover.handoff_sampling import build_sample, is_greedy
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableError
 from cleave.gateway.failover.retry_policy import Failure, pick_instances
 from cleave.gateway.failover.splice import SpliceError
@@ -411,8 +412,21 @@ class ProxiedRequest:
             self._respond_error(error, outcome)
 
     def _finish_stream(self) -> None:
+        if self._context.handoff_samples.is_on and self._retry_state is None:
+            self._sample_handoff()
         self._release("ok")
         self._client.end(reusable=True)
+
+    def _sample_handoff(self) -> None:
+        """Keep a share of the greedy streams with a handoff, to be computed again as a whole."""
+        attempt, relay, samples = self._attempt, self._relay, self._context.handoff_samples
+        if attempt is None or relay is None or attempt.pick.prefill is None:
+            return
+        if is_greedy(self._path, self._completion) and samples.count_handoff():
+            transcript, ids = relay.read_transcript(), relay.prompt_ids
+            sample = build_sample(self._path, self._completion, attempt.pick, transcript, ids)
+            if sample is not None:
+                samples.add(sample)
 
     def _abort_stream(self, relay: SseRelay, error: GatewayError) -> None:
         """End a stream that has begun, with an error event."""

@@ -46,6 +46,28 @@ class KvBlocksResponse(msgspec.Struct):
     kv_transfer_params: KvBlockIds | None = None
 
 
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities of a completion, one entry per token."""
+
+    tokens: list[str] = msgspec.field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    """One choice of a completion that was not streamed."""
+
+    text: str = ""
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionResponse(msgspec.Struct):
+    """A completion that was not streamed."""
+
+    choices: list[CompletionChoice] = msgspec.field(default_factory=list)
+    usage: TokenUsage | None = None
+
+
 class EngineErrorBody(msgspec.Struct):
     """An error as the engine reports it."""
 
@@ -62,5 +84,6 @@ decode_usage = msgspec.json.Decoder(UsageResponse).decode
 decode_prefill_response = msgspec.json.Decoder(PrefillResponse).decode
 decode_kv_origin = msgspec.json.Decoder(KvOrigin | None).decode
 decode_kv_blocks = msgspec.json.Decoder(KvBlocksResponse).decode
+decode_completion = msgspec.json.Decoder(CompletionResponse).decode
 decode_error_event = msgspec.json.Decoder(ErrorEvent).decode
 decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -66,6 +66,32 @@ STATE_READY: State.ValueType  # 3
 STATE_DRAINING: State.ValueType  # 4
 Global___State: _TypeAlias = State  # noqa: Y015
 
+class _Trust:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TrustEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Trust.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUST_UNSPECIFIED: _Trust.ValueType  # 0
+    TRUST_PROVEN: _Trust.ValueType  # 1
+    """the newest hand-off moved all bytes and gave the right token"""
+    TRUST_SUSPECT: _Trust.ValueType  # 2
+    """the newest one did not; more are to confirm it"""
+    TRUST_FAILED: _Trust.ValueType  # 3
+    """several did not"""
+
+class Trust(_Trust, metaclass=_TrustEnumTypeWrapper):
+    """What canary hand-offs between two engines have shown."""
+
+TRUST_UNSPECIFIED: Trust.ValueType  # 0
+TRUST_PROVEN: Trust.ValueType  # 1
+"""the newest hand-off moved all bytes and gave the right token"""
+TRUST_SUSPECT: Trust.ValueType  # 2
+"""the newest one did not; more are to confirm it"""
+TRUST_FAILED: Trust.ValueType  # 3
+"""several did not"""
+Global___Trust: _TypeAlias = Trust  # noqa: Y015
+
 @_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -100,25 +126,115 @@ class WatchEvent(_message.Message):
 
     REGISTRATION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registration(self) -> Global___Registration: ...
     @_builtins.property
     def load(self) -> Global___LoadReport: ...
+    @_builtins.property
+    def pairs(self) -> Global___PairProofs:
+        """all of them, after each change"""
+
     def __init__(
         self,
         *,
         registration: Global___Registration | None = ...,
         load: Global___LoadReport | None = ...,
+        pairs: Global___PairProofs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "load", b"load", "registration", b"registration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "load", b"load", "pairs", b"pairs", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "load", b"load", "registration", b"registration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "load", b"load", "pairs", b"pairs", "registration", b"registration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registration", "load"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["registration", "load", "pairs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchEvent: _TypeAlias = WatchEvent  # noqa: Y015
+
+@_typing.final
+class PairProof(_message.Message):
+    """The newest result of one pair."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    PREFILL_BOOT_ID_FIELD_NUMBER: _builtins.int
+    TRUST_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    PULL_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.str
+    """instance"""
+    prefill_boot_id: _builtins.str
+    trust: Global___Trust.ValueType
+    age_ms: _builtins.int
+    """of the hand-off"""
+    bytes_per_s: _builtins.float
+    """to one GPU; 0: not measured"""
+    pull_ms: _builtins.float
+    """for which each rank of the decode engine pulled"""
+    reason: _builtins.str
+    """what was wrong, one sentence; empty when proven"""
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.str = ...,
+        prefill_boot_id: _builtins.str = ...,
+        trust: Global___Trust.ValueType = ...,
+        age_ms: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
+        pull_ms: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "bytes_per_s", b"bytes_per_s", "prefill", b"prefill", "prefill_boot_id", b"prefill_boot_id", "pull_ms", b"pull_ms", "reason", b"reason", "trust", b"trust"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairProof: _TypeAlias = PairProof  # noqa: Y015
+
+@_typing.final
+class PairProofs(_message.Message):
+    """Of one decode engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    PROOFS_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.str
+    @_builtins.property
+    def proofs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairProof]: ...
+    def __init__(
+        self,
+        *,
+        boot_id: _builtins.str = ...,
+        proofs: _abc.Iterable[Global___PairProof] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "proofs", b"proofs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairProofs: _TypeAlias = PairProofs  # noqa: Y015
+
+@_typing.final
+class RecordPairsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordPairsResponse: _TypeAlias = RecordPairsResponse  # noqa: Y015
 
 @_typing.final
 class Registration(_message.Message):
@@ -454,19 +570,23 @@ class HealthResponse(_message.Message):
 
     REGISTRATION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registration(self) -> Global___Registration: ...
     @_builtins.property
     def load(self) -> Global___LoadReport: ...
+    @_builtins.property
+    def pairs(self) -> Global___PairProofs: ...
     def __init__(
         self,
         *,
         registration: Global___Registration | None = ...,
         load: Global___LoadReport | None = ...,
+        pairs: Global___PairProofs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "registration", b"registration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pairs", b"pairs", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "registration", b"registration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pairs", b"pairs", "registration", b"registration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,11 @@ class AgentStub:
                 request_serializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.HealthRequest.SerializeToString,
                 response_deserializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.HealthResponse.FromString,
                 _registered_method=True)
+        self.RecordPairs = channel.unary_unary(
+                '/cleave.rpc.v1.Agent/RecordPairs',
+                request_serializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.PairProofs.SerializeToString,
+                response_deserializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.RecordPairsResponse.FromString,
+                _registered_method=True)
 
 
 class AgentServicer:
@@ -93,6 +98,15 @@ class AgentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordPairs(self, request, context):
+        """Keep what a gateway has found out about pairs of which this instance is the decode
+        side, and tell every watcher. ABORTED when boot_id names an earlier engine;
+        INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AgentServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +129,11 @@ def add_AgentServicer_to_server(servicer, server):
                     servicer.Health,
                     request_deserializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.HealthRequest.FromString,
                     response_serializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.HealthResponse.SerializeToString,
+            ),
+            'RecordPairs': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordPairs,
+                    request_deserializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.PairProofs.FromString,
+                    response_serializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.RecordPairsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +244,33 @@ class Agent:
             '/cleave.rpc.v1.Agent/Health',
             cleave_dot_rpc_dot_v1_dot_agent__pb2.HealthRequest.SerializeToString,
             cleave_dot_rpc_dot_v1_dot_agent__pb2.HealthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordPairs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cleave.rpc.v1.Agent/RecordPairs',
+            cleave_dot_rpc_dot_v1_dot_agent__pb2.PairProofs.SerializeToString,
+            cleave_dot_rpc_dot_v1_dot_agent__pb2.RecordPairsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,11 @@ class AgentStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_agent_pb2.DrainRequest, _agent_pb2.DrainResponse]
     """Stop taking new requests, let running ones finish, return when empty or timed out."""
     Health: _grpc.UnaryUnaryMultiCallable[_agent_pb2.HealthRequest, _agent_pb2.HealthResponse]
+    RecordPairs: _grpc.UnaryUnaryMultiCallable[_agent_pb2.PairProofs, _agent_pb2.RecordPairsResponse]
+    """Keep what a gateway has found out about pairs of which this instance is the decode
+    side, and tell every watcher. ABORTED when boot_id names an earlier engine;
+    INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
+    """
 
 @_typing.type_check_only
 class AgentAsyncStub(AgentStub):
@@ -69,6 +74,11 @@ class AgentAsyncStub(AgentStub):
     Drain: _aio.UnaryUnaryMultiCallable[_agent_pb2.DrainRequest, _agent_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop taking new requests, let running ones finish, return when empty or timed out."""
     Health: _aio.UnaryUnaryMultiCallable[_agent_pb2.HealthRequest, _agent_pb2.HealthResponse]  # type: ignore[assignment]
+    RecordPairs: _aio.UnaryUnaryMultiCallable[_agent_pb2.PairProofs, _agent_pb2.RecordPairsResponse]  # type: ignore[assignment]
+    """Keep what a gateway has found out about pairs of which this instance is the decode
+    side, and tell every watcher. ABORTED when boot_id names an earlier engine;
+    INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
+    """
 
 class AgentServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -110,5 +120,16 @@ class AgentServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.HealthRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.HealthResponse, _abc.Awaitable[_agent_pb2.HealthResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RecordPairs(
+        self,
+        request: _agent_pb2.PairProofs,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_pb2.RecordPairsResponse, _abc.Awaitable[_agent_pb2.RecordPairsResponse]]:
+        """Keep what a gateway has found out about pairs of which this instance is the decode
+        side, and tell every watcher. ABORTED when boot_id names an earlier engine;
+        INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
+        """
 
 def add_AgentServicer_to_server(servicer: AgentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

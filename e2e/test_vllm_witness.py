@@ -1,0 +1,72 @@
+"""The witness on vLLM engines: damaged and missing KV of a real model is found, and nothing wrong
+is served after that."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cleave.rpc.v1 import agent_pb2
+from cleave_worker.transfer.transport import Transport
+
+from e2e.support import kv_fault_plugin
+from e2e.support.deployments import Deployment, deployed, until
+from e2e.support.handoffs import tiny_with_connector
+from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+FOUND_S = 60
+"""What a fault may take to be found."""
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """Engines whose handoffs can be damaged."""
+
+    deployment: Deployment
+    switch: Path
+
+    def damage(self, kind: str) -> None:
+        """From now on; empty: no more."""
+        self.switch.write_text(kind)
+
+    def find_trusts(self) -> set[int]:
+        return {
+            proof.trust for health in self.deployment.healths() for proof in health.pairs.proofs
+        }
+
+
+@pytest.fixture(scope="module")
+def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    folder = tmp_path_factory.mktemp("witnessed")
+    shutil.copy(kv_fault_plugin.__file__, folder / "sitecustomize.py")
+    switch = folder / "fault"
+    switch.write_text("")
+    env = {"PYTHONPATH": str(folder), kv_fault_plugin.SWITCH: str(switch)}
+    manifest = tiny_with_connector(
+        tiny_model,
+        Transport.SHARED_MEMORY,
+        checksums=False,
+        env=[{"name": name, "value": value} for name, value in env.items()],
+    )
+    manifest["spec"]["witness"] = {"engineShare": 0.1, "auditShare": 0}  # type: ignore[index]
+    with deployed(manifest, folder, timeout_s=420) as deployment:
+        yield Faulty(deployment, switch)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "swapped", "lost"])
+def test_damaged_kv_is_found_and_requests_are_served_whole_until_it_is_mended(
+    vllm: Faulty, kind: str
+) -> None:
+    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_PROVEN}, TIMEOUT_S, "it is proven")
+    vllm.damage(kind)
+    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_FAILED}, FOUND_S, "it is found")
+    cases = [Case(40_000 + n, 200 + 150 * n, chat=False, stream=False) for n in range(6)]
+    for case in cases:
+        answer = ask(vllm.deployment.url, case)
+        assert answer.tokens == ask(engine_url(vllm.deployment, "prefill"), case).tokens
+    vllm.damage("")
+    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_PROVEN}, 2 * FOUND_S, "it is back")

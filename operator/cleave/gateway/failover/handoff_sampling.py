@@ -1,0 +1,50 @@
+"""Makes a sample of a finished stream, with which it can be computed again as a whole. Pure.
+
+Used by proxied requests. A sample has the token ids of prompt and output, as the continuation of a
+lost stream does; its output must depend on nothing else.
+"""
+
+from cleave.gateway.failover.resumption import (
+    CHAT_PATH,
+    CONTINUATION_FIELDS,
+    RESUMABLE_PATHS,
+    contains_media,
+)
+from cleave.gateway.failover.transcript import Transcript
+from cleave.gateway.http.completion_request import CompletionRequest, decode_value
+from cleave.gateway.upstream.handoff_samples import HandoffSample
+from cleave.router.router import Pick
+
+MAX_PROMPT_TOKENS = 32_768
+MAX_OUTPUT_TOKENS = 256
+"""Tokens of an output that are compared: those that follow depend on them."""
+
+_DROPPED = ("cache_salt", "priority", "session_id", "stream", "stream_options", "user")
+_KEPT = tuple(key for key in CONTINUATION_FIELDS if key not in _DROPPED)
+
+
+def is_greedy(path: bytes, completion: CompletionRequest) -> bool:
+    """Whether a stream has token ids and its output depends on its prompt alone."""
+    raw = completion.fields.get("temperature")
+    is_comparable = completion.has_token_ids and path in RESUMABLE_PATHS
+    return is_comparable and raw is not None and decode_value(raw) == 0
+
+
+def build_sample(
+    path: bytes,
+    completion: CompletionRequest,
+    pick: Pick,
+    transcript: Transcript,
+    prompt_ids: bytes,
+) -> HandoffSample | None:
+    """A sample of a stream for which `is_greedy`; None: it cannot be compared."""
+    choice = transcript.choices.get(0)
+    if pick.prefill is None or choice is None or not (choice.token_ids and prompt_ids):
+        return None
+    prompt = [int(number) for number in prompt_ids.split(b",")]
+    is_media = path == CHAT_PATH and contains_media(completion.fields)
+    if is_media or len(prompt) > MAX_PROMPT_TOKENS:
+        return None
+    fields = {key: completion.fields[key] for key in _KEPT if key in completion.fields}
+    output = choice.token_ids[:MAX_OUTPUT_TOKENS]
+    return HandoffSample(completion.model, pick.prefill, pick.decode, prompt, output, fields)

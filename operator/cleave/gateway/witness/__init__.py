@@ -1,0 +1,1 @@
+"""Proves the KV path of every pair of engines, again and again."""

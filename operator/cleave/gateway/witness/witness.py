@@ -1,0 +1,403 @@
+"""The witness: hands canary prompts over between all pairs of engines, again and again.
+
+Run by one process of one gateway: the one with rank 0 at most instances of a table. What a pair's
+canaries show goes to the decode side's agent, which sends it to all processes of all gateways. What
+is hard: canaries must not delay requests, so they start only where nothing waits, count as load
+like any request, and cost each engine at most a share of its time; and a fault must be found soon
+all the same, so canaries are short where an engine has many partners, and those that decide about a
+pair do not wait for the budget.
+"""
+
+import asyncio
+import logging
+import random
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cleave.gateway.context import GatewayContext
+from cleave.gateway.witness.canary import (
+    BlurredCanaryError,
+    CanaryAnswer,
+    EngineCosts,
+    FaultyCanaryError,
+    run_canary,
+)
+from cleave.gateway.witness.pair_recorder import PairRecorder, SendProofs
+from cleave.policy import pair_trust
+from cleave.policy.kv_transfer_sample import TransferSample
+from cleave.policy.pair_trust import (
+    BytesVerdict,
+    EngineBudget,
+    PairHistory,
+    PairStanding,
+    PullRate,
+    TokenVerdict,
+)
+from cleave.router.instance import RoutedInstance
+from cleave.router.pair_proofs import PairResult
+from cleave.router.role_flipper import is_leader
+from cleave.router.score_table import ScoreTable, list_uses
+from cleave.rpc.v1 import agent_pb2
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+PERIOD_S = 20.0
+"""Between two canaries of a pair, where the budget allows it."""
+MAX_CANARIES = 4
+"""Canaries at a time; no two of them use the same engine."""
+RENEWAL_S = 30.0
+"""Interval at which the result of a closed pair is recorded again, as results expire."""
+_BUSY_S = 1.0
+"""Delay of a canary whose engines are busy or over their budget."""
+_LENGTH_SHARE = 0.9
+"""Share of the model's length that a prompt may take, as its tokens are estimated."""
+_TRUST = {
+    PairStanding.UNPROVEN: agent_pb2.TRUST_UNSPECIFIED,
+    PairStanding.PROVEN: agent_pb2.TRUST_PROVEN,
+    PairStanding.SUSPECT: agent_pb2.TRUST_SUSPECT,
+    PairStanding.FAILED: agent_pb2.TRUST_FAILED,
+}
+_STANDINGS: Mapping[int, PairStanding] = {trust: standing for standing, trust in _TRUST.items()}
+
+PairKey = tuple[str, str]
+"""Boots of the prefill and of the decode engine."""
+
+
+@dataclass(slots=True)
+class WitnessedPair:
+    """One pair and its history."""
+
+    prefill: RoutedInstance
+    decode: RoutedInstance
+    history: PairHistory
+    num_partners: int
+    """Decode instances of its prefill instance, or the other way round: the larger number."""
+    rates: deque[PullRate] = field(default_factory=lambda: deque(maxlen=pair_trust.NUM_RATES))
+    """The newest ones."""
+    reason: str = ""
+    """The newest fault."""
+
+    @property
+    def key(self) -> PairKey:
+        """Boots of both engines."""
+        return self.prefill.target.boot_id, self.decode.target.boot_id
+
+    @property
+    def name(self) -> str:
+        """As logs and reasons show it."""
+        return f"{self.prefill.name} -> {self.decode.name}"
+
+    @property
+    def rate(self) -> PullRate:
+        """The best of the newest rates; 0: not measured yet."""
+        return max(self.rates, key=lambda rate: rate.bytes_per_s, default=PullRate(0.0, 0.0))
+
+    @property
+    def is_within_cell(self) -> bool:
+        """Whether its handoffs stay in a cell, where they are faster than between cells."""
+        return self.prefill.registration.cell == self.decode.registration.cell
+
+
+class Witness:
+    """Tests the pairs of all models in the router's registry."""
+
+    def __init__(
+        self,
+        context: GatewayContext,
+        share: float,
+        *,
+        period_s: float = PERIOD_S,
+        send: SendProofs | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """`share`: of each engine's time that canaries may take, above 0; `period_s`: least time
+        between two canaries of a pair."""
+        self._context = context
+        self._registry = context.router.registry
+        self._share = share
+        self._period_s = period_s
+        self._recorder = PairRecorder(context, send)
+        self._random = random.Random(seed)
+        self._tables: list[ScoreTable] = []
+        self._pairs: dict[PairKey, WitnessedPair] = {}
+        self._budgets: dict[str, EngineBudget] = {}
+        """By boot."""
+        self._block_bytes: dict[str, deque[float]] = {}
+        """Bytes per block of the newest canaries, by the boot of the decode engine."""
+        self._characters_per_token = 2.0
+        self._tests: dict[asyncio.Task[None], PairKey] = {}
+        self._next_due_s = 0.0
+
+    async def run(self) -> None:
+        """Test pairs until cancelled."""
+        try:
+            while True:
+                self.check(self._context.clock())
+                await asyncio.sleep(TICK_S)
+        finally:
+            for task in self._tests:
+                task.cancel()
+            self._recorder.stop()
+
+    def check(self, now: float) -> None:
+        """Start the canaries that are due."""
+        self._update_pairs(now)
+        self._adopt_suspicions(now)
+        if now < self._next_due_s or len(self._tests) >= MAX_CANARIES:
+            return
+        due = [each for each in self._pairs.values() if each.history.due_s <= now]
+        due.sort(key=_rank)
+        busy = {boot for key in self._tests.values() for boot in key}
+        for pair in due:
+            if busy.isdisjoint(pair.key) and self._may_start(pair, now):
+                busy.update(pair.key)
+                self._start(pair)
+                if len(self._tests) >= MAX_CANARIES:
+                    return
+        running = set(self._tests.values())
+        others = [each.history.due_s for key, each in self._pairs.items() if key not in running]
+        self._next_due_s = min(others, default=now + self._period_s)
+
+    # --- the pairs ---
+
+    def _update_pairs(self, now: float) -> None:
+        """Adapt the pairs to the instances, keeping the histories of those that remain."""
+        tables = [each for each in self._registry.list_tables() if is_leader(each.instances)]
+        if len(tables) == len(self._tables) and all(map(_is_same, tables, self._tables)):
+            return
+        self._tables = tables
+        pairs: dict[PairKey, WitnessedPair] = {}
+        for table in tables:
+            uses = [(instance, list_uses(instance)) for instance in table.instances]
+            first = [instance for instance, each in uses if "prefill" in each]
+            second = [instance for instance, each in uses if "decode" in each]
+            for prefill in first:
+                for decode in second:
+                    pair = self._keep_or_add(prefill, decode, now)
+                    pair.num_partners = max(len(first), len(second))
+                    pairs[pair.key] = pair
+        self._pairs = pairs
+        boots = {boot for key in pairs for boot in key}
+        self._budgets = {
+            boot: self._budgets.get(boot) or EngineBudget(self._share, now) for boot in boots
+        }
+        self._block_bytes = {k: v for k, v in self._block_bytes.items() if k in boots}
+        self._next_due_s = now
+
+    def _keep_or_add(
+        self, prefill: RoutedInstance, decode: RoutedInstance, now: float
+    ) -> WitnessedPair:
+        pair = self._pairs.get((prefill.target.boot_id, decode.target.boot_id))
+        if pair is not None:
+            pair.prefill, pair.decode = prefill, decode
+            return pair
+        # The agents have just tested both engines, so the first canaries are spread.
+        history = PairHistory(now + self._random.uniform(0.0, self._period_s))
+        recorded = decode.pairs.get(prefill.target.boot_id)
+        if recorded is not None:
+            history.restore(_STANDINGS.get(recorded.trust, PairStanding.UNPROVEN))
+        return WitnessedPair(prefill, decode, history, 1)
+
+    def _adopt_suspicions(self, now: float) -> None:
+        """Adopt faults that other processes have found in handoffs of requests."""
+        for table in self._tables:
+            for slot, partners in table.closed_pairs.items():
+                for partner in partners:
+                    prefill, decode = table.instances[slot], table.instances[partner]
+                    pair = self._pairs.get((prefill.target.boot_id, decode.target.boot_id))
+                    if pair is None:
+                        continue
+                    history, result = pair.history, decode.pairs[prefill.target.boot_id]
+                    if not history.is_closed and result.at > history.tested_s:
+                        fault = result.reason.removeprefix(f"{pair.name}: ")
+                        self._record_fault(pair, "audit", fault)
+                    elif history.is_closed and now - history.recorded_s > RENEWAL_S:
+                        self._record(pair)
+
+    # --- one canary ---
+
+    def _may_start(self, pair: WitnessedPair, now: float) -> bool:
+        """Whether both engines are idle enough and within their budgets; else it is put off."""
+        history = pair.history
+        wait_s = max(self._budgets[boot].get_wait_s(now) for boot in pair.key)
+        if wait_s > 0 and not history.is_urgent:
+            history.due_s = now + min(wait_s, self._period_s)
+            return False
+        if not (is_idle(pair.prefill) and is_idle(pair.decode)):
+            history.due_s = now + self._random.uniform(0.0, _BUSY_S)
+            return False
+        return True
+
+    def _start(self, pair: WitnessedPair) -> None:
+        task = asyncio.create_task(self._test(pair))
+        self._tests[task] = pair.key
+        task.add_done_callback(self._handle_test_end)
+
+    def _handle_test_end(self, task: asyncio.Task[None]) -> None:
+        del self._tests[task]
+        self._next_due_s = 0.0
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a canary handoff has failed", exc_info=task.exception())
+
+    async def _test(self, pair: WitnessedPair) -> None:
+        context, history, costs = self._context, pair.history, EngineCosts()
+        is_urgent = history.is_urgent
+        tokens = self._choose_tokens(pair)
+        characters = max(int(tokens * self._characters_per_token), 1)
+        # Until its result is known, no other canary of the pair is due.
+        history.due_s = context.clock() + 4 * self._period_s
+        pick = context.router.reserve(pair.prefill, pair.decode, tokens, 1)
+        targets = pair.prefill.target, pair.decode.target
+        try:
+            answer = await run_canary(
+                context, *targets, pair.prefill.registration.model, characters, self._random, costs
+            )
+            self._assess(pair, answer, characters)
+        except BlurredCanaryError as error:
+            log.debug("canary handoff %s: %s", pair.name, error)
+            self._count("blurred")
+            history.record_blurred(context.clock(), is_deficit=False)
+        except FaultyCanaryError as error:
+            self._record_fault(pair, error.kind, str(error))
+        finally:
+            context.router.release(pick)
+            self._record_cost(targets[0].boot_id, "prefill", costs.prefill_ms, is_urgent)
+            self._record_cost(targets[1].boot_id, "decode", costs.decode_ms, is_urgent)
+
+    def _choose_tokens(self, pair: WitnessedPair) -> int:
+        queue = pair.prefill.in_flight.queue
+        lengths = (pair.prefill.registration.max_model_len, pair.decode.registration.max_model_len)
+        limit = min((each for each in lengths if each), default=pair_trust.MAX_TOKENS)
+        allowed_ms = self._share * self._period_s * 1000 / pair.num_partners
+        # Slow and partial transfers show best in long prompts.
+        draw = 1.0 if pair.history.is_urgent else self._random.random()
+        max_tokens = int(limit * _LENGTH_SHARE) - 1
+        return pair_trust.choose_prompt_tokens(
+            allowed_ms, queue.prompt_ms, queue.token_ms, max_tokens, draw
+        )
+
+    def _assess(self, pair: WitnessedPair, answer: CanaryAnswer, characters: int) -> None:
+        """Record what a canary has shown. Raises FaultyCanaryError."""
+        sample, now = answer.sample, self._context.clock()
+        self._characters_per_token = max(characters / sample.num_tokens, 1.0)
+        if answer.token is TokenVerdict.DIFFERENT:
+            text = f"the first token after {sample.num_tokens:,} prompt tokens differs"
+            raise FaultyCanaryError("tokens", text)
+        known = self._block_bytes.setdefault(pair.key[1], deque(maxlen=9))
+        verdict = pair_trust.assess_bytes(sample, statistics.median(known) if known else 0.0)
+        if verdict is BytesVerdict.MISSING or (
+            verdict is BytesVerdict.BLURRED and pair.history.record_blurred(now, is_deficit=True)
+        ):
+            raise FaultyCanaryError("bytes", _describe_missing(sample))
+        if verdict is BytesVerdict.BLURRED:
+            self._count("blurred")
+            return
+        seems_slow = False
+        if sample.is_isolated:
+            known.append(sample.block_bytes)
+            seems_slow = self._check_rate(pair, sample)
+        self._count("near_tie" if answer.token is TokenVerdict.NEAR_TIE else "good")
+        was_failed = pair.history.standing is PairStanding.FAILED
+        pair.history.record_good(now, self._period_s, seems_slow=seems_slow)
+        if was_failed and pair.history.standing is PairStanding.PROVEN:
+            log.warning("the pair %s is used again: its canary handoffs are good", pair.name)
+        if pair.history.standing is PairStanding.PROVEN:
+            pair.reason = ""
+        self._record(pair)
+
+    def _check_rate(self, pair: WitnessedPair, sample: TransferSample) -> bool:
+        """Whether the canary was much slower than its like; so more of them are due soon.
+        Raises FaultyCanaryError when several were."""
+        registration = pair.decode.registration
+        ranks = max(registration.tensor_parallel_size, 1) * max(
+            registration.pipeline_parallel_size, 1
+        )
+        rate = PullRate(sample.bytes_per_s, sample.seconds * 1e3 / ranks)
+        pair.rates.append(rate)
+        usual = [
+            each.rate.bytes_per_s
+            for each in self._pairs.values()
+            if each.rates
+            and each.is_within_cell is pair.is_within_cell
+            and each.decode.score_table is pair.decode.score_table
+        ]
+        if len(pair.rates) == pair_trust.NUM_RATES and pair_trust.is_slow(pair.rate, usual):
+            best, others = pair.rate.bytes_per_s / 1e9, sorted(usual)[len(usual) // 2] / 1e9
+            text = f"pulled at {best:.3g} GB/s, other pairs at {others:.3g} GB/s"
+            raise FaultyCanaryError("slow", text)
+        return pair_trust.is_slow(rate, usual)
+
+    # --- results ---
+
+    def _record_fault(self, pair: WitnessedPair, kind: str, reason: str) -> None:
+        history = pair.history
+        before = history.standing
+        confirm_s = pair_trust.CONFIRM_SLOW_S if kind == "slow" else pair_trust.CONFIRM_S
+        history.record_fault(self._context.clock(), confirm_s)
+        pair.reason = f"{pair.name}: {reason}"
+        self._count(kind)
+        self._next_due_s = 0.0
+        if history.standing is not before:
+            is_failed = history.standing is PairStanding.FAILED
+            end = "until its canary handoffs are good" if is_failed else "until this is confirmed"
+            log.warning("a pair is not used %s: %s", end, pair.reason)
+            self._schedule_neighbors(pair)
+        self._record(pair)
+
+    def _schedule_neighbors(self, bad: WitnessedPair) -> None:
+        """Test the other pairs of both engines next: the fault may be an engine's."""
+        now = self._context.clock()
+        for key, pair in self._pairs.items():
+            if pair is not bad and (key[0] == bad.key[0] or key[1] == bad.key[1]):
+                pair.history.due_s = min(pair.history.due_s, max(now, pair.history.tested_s + 5.0))
+
+    def _record(self, pair: WitnessedPair) -> None:
+        """Apply the pair's standing here, and send it to the decode side's agent."""
+        history, now = pair.history, self._context.clock()
+        history.recorded_s = now
+        trust = _TRUST[history.standing]
+        rate = pair.rate
+        result = PairResult(
+            pair.prefill.name, trust, now, rate.bytes_per_s, rate.pull_ms, pair.reason
+        )
+        self._recorder.record(pair.decode, pair.key[0], result)
+
+    def _count(self, result: str) -> None:
+        self._context.metrics.canaries[result] += 1
+
+    def _record_cost(self, boot_id: str, phase: str, ms: float, is_urgent: bool) -> None:
+        """Urgent canaries are few; if they counted, the engine's other pairs would have to wait."""
+        budget = self._budgets.get(boot_id)
+        if budget is not None and not is_urgent:
+            budget.record(ms, self._context.clock())
+        self._context.metrics.canary_seconds[phase] += ms / 1000
+
+
+def _rank(pair: WitnessedPair) -> tuple[bool, bool, float]:
+    """The order of pairs that are due: those that wait for a decision, closed ones, the oldest."""
+    history = pair.history
+    return not history.is_urgent, not history.is_closed, history.tested_s
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
+
+
+def is_idle(instance: RoutedInstance, own_prompt: int = 0) -> bool:
+    """Whether no prompt waits there and half of the KV cache is free. `own_prompt`: tokens of the
+    caller's own prompt, which counts there already."""
+    load = instance.load
+    if load.num_waiting or instance.in_flight.prompt.pending >= own_prompt + 1.0:
+        return False
+    return 2 * load.kv_blocks_free >= instance.registration.kv_blocks_total
+
+
+def _describe_missing(sample: TransferSample) -> str:
+    lost = f", and counted {sample.num_failed:.0f} lost" if sample.num_failed else ""
+    return (
+        f"the decode engine pulled {sample.num_bytes:,.0f} bytes for "
+        f"{sample.num_tokens:,} prompt tokens{lost}"
+    )

@@ -1,0 +1,51 @@
+"""What canary handoffs have shown about pairs of a prefill and a decode engine. Pure.
+
+The decode side's agent keeps the results of the gateways' witness and sends them to every router,
+so that all processes of all gateways close the same pairs and none forgets them when it restarts.
+Used by the registry. What is hard: no pair may stay closed when it is not tested any more, so
+results expire; and they belong to boots, so that a restarted engine begins without any.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cleave.rpc.v1 import agent_pb2
+
+_EXPIRY_S: Mapping[int, float] = {agent_pb2.TRUST_SUSPECT: 60.0, agent_pb2.TRUST_FAILED: 600.0}
+"""How long a result closes its pair. Failed pairs are tested at least once a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairResult:
+    """The newest result of a pair."""
+
+    prefill: str
+    """Instance."""
+    trust: int
+    """A number of agent_pb2.Trust; newer versions may send others."""
+    at: float
+    """Time of the handoff, in seconds of the registry's clock."""
+    bytes_per_s: float = 0.0
+    """To one GPU; 0: not measured."""
+    pull_ms: float = 0.0
+    reason: str = ""
+    """What was wrong; empty when proven."""
+
+    def is_closed(self, now: float) -> bool:
+        """Whether the pair must not be picked."""
+        return now - self.at < _EXPIRY_S.get(self.trust, 0.0)
+
+
+def read_proofs(proofs: agent_pb2.PairProofs, now: float) -> dict[str, PairResult]:
+    """Results by the boot of the prefill engine; `now`: seconds of the registry's clock."""
+    return {
+        each.prefill_boot_id: PairResult(
+            each.prefill,
+            each.trust,
+            now - each.age_ms / 1000,
+            each.bytes_per_s,
+            each.pull_ms,
+            each.reason,
+        )
+        for each in proofs.proofs
+    }

@@ -1,0 +1,239 @@
+"""The witness against emulated engines with planted faults: it finds each, and takes out only the
+pair that has it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from cleave.gateway.witness.witness import Witness
+from cleave.router.router import Router
+from cleave.rpc.v1 import agent_pb2
+from cleave_worker.emulator.faults import PairFault
+
+PREFILLS, DECODES = ("p0", "p1", "p2", "p3"), ("d0", "d1", "d2", "d3")
+SIXTEEN = dict.fromkeys(PREFILLS, "prefill") | dict.fromkeys(DECODES, "decode")
+FOUR = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+PATIENCE_S = 60
+"""Also what a fault may take to be found."""
+
+
+@contextlib.asynccontextmanager
+async def witnessed(stage, share: float = 1.0, period_s: float = 1.0) -> AsyncIterator[list]:
+    """A witness, and what it sends to agents."""
+    sent: list[tuple[str, agent_pb2.PairProofs]] = []
+
+    async def send(agent: str, proofs: agent_pb2.PairProofs) -> None:
+        sent.append((agent, proofs))
+
+    witness = Witness(stage.context, share, period_s=period_s, send=send, seed=7)
+    task = asyncio.create_task(witness.run())
+    try:
+        yield sent
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def trusts(stage) -> dict[str, int]:
+    """Of each pair with a result."""
+    instances = stage.context.router.registry.instances.values()
+    return {
+        f"{result.prefill}-{decode.name}": result.trust
+        for decode in instances
+        for result in decode.pairs.values()
+    }
+
+
+def closed(stage) -> set[str]:
+    (table,) = stage.context.router.registry.list_tables()
+    names = [each.name for each in table.instances]
+    return {f"{names[p]}-{names[d]}" for p, ds in table.closed_pairs.items() for d in ds}
+
+
+def failed(stage, *, slow: bool = False) -> set[str]:
+    """Pairs that failed, for being slow or for all else: on a busy machine good ones seem slow."""
+    return {
+        f"{result.prefill}-{decode.name}"
+        for decode in stage.context.router.registry.instances.values()
+        for result in decode.pairs.values()
+        if result.trust == agent_pb2.TRUST_FAILED and ("pulled at" in result.reason) is slow
+    }
+
+
+def are_proven(stage, count: int) -> bool:
+    return list(trusts(stage).values()) == [agent_pb2.TRUST_PROVEN] * count
+
+
+async def ask_all(stage, emulate, count: int = 40) -> set[str]:
+    """Requests whose answers must be those of an engine that no fault has reached; returns the
+    pairs that served them."""
+    alone = await emulate("boot-alone")
+    pairs = set()
+    async with aiohttp.ClientSession() as session:
+        for number in range(count):
+            prompt = f"{number} and its question " * (5 + number % 7)
+            body = {"model": "m", "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+            response = await stage.ask(body)
+            assert response.status == 200
+            async with session.post(f"{alone.url}/v1/completions", json=body) as right:
+                expected = (await right.json())["choices"][0]["text"]
+            assert response.json()["choices"][0]["text"] == expected
+            prefill = response.headers.get("x-cleave-prefill", "")
+            pairs.add(f"{prefill}-{response.headers['x-cleave-decode']}")
+    return pairs
+
+
+async def test_every_pair_is_proven_and_the_agents_of_decode_instances_keep_it(
+    make_fleet,
+) -> None:
+    stage, _ = await make_fleet(FOUR)
+    async with witnessed(stage) as sent:
+        await stage.until(lambda: are_proven(stage, 4), "all four pairs are proven")
+    assert {agent for agent, _ in sent} == {"d0", "d1"}
+    counted = stage.context.metrics
+    assert counted.canaries.keys() == {"good"}
+    assert counted.canary_seconds.keys() == {"prefill", "decode"}
+    await stage.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (PairFault.EMPTY, "bytes"),
+        (PairFault.LOST, "bytes"),
+        (PairFault.LAYOUT, "tokens"),
+        (PairFault.STALE, "tokens"),
+        (PairFault.SWAPPED, "tokens"),
+    ],
+)
+async def test_one_bad_pair_of_sixteen_is_taken_out_and_comes_back(
+    make_fleet, emulate, fault: PairFault, kind: str
+) -> None:
+    stage, engines = await make_fleet(SIXTEEN)
+    engines["d2"].engine.faults.pairs = {"boot-p1": fault}
+    async with witnessed(stage):
+        await stage.until(lambda: failed(stage), "the fault is found")
+        await stage.until(lambda: len(trusts(stage)) == 16, "all pairs are tested")
+        assert failed(stage) == {"p1-d2"} <= closed(stage)
+        assert stage.context.metrics.canaries[kind] >= 2
+        served = await ask_all(stage, emulate)
+        assert "p1-d2" not in served
+        engines["d2"].engine.faults.clear()
+        await stage.until(lambda: "p1-d2" not in closed(stage), "the pair is back")
+
+
+async def test_a_slow_card_loses_its_pairs_and_no_other(make_fleet) -> None:
+    stage, engines = await make_fleet(SIXTEEN, time_scale=0.3)
+    for name in DECODES:
+        engines[name].engine.faults.pairs = {"boot-p3": PairFault.SLOW}
+    async with witnessed(stage):
+        bad = {f"p3-{name}" for name in DECODES}
+        await stage.until(lambda: failed(stage, slow=True) == bad, "the slow pairs are found")
+        assert not failed(stage)
+    result = stage.context.router.registry.instances["d0"].pairs["boot-p3"]
+    assert result.reason.startswith("p3 -> d0: pulled at ")
+
+
+async def test_an_engine_that_hands_over_another_request_loses_its_pairs(make_fleet) -> None:
+    stage, engines = await make_fleet(FOUR)
+    engines["p1"].engine.faults.apply(b'{"swap_handoff": 1000}')
+    async with witnessed(stage):
+        await stage.until(lambda: failed(stage) == {"p1-d0", "p1-d1"}, "both are found")
+    assert stage.context.metrics.canaries["refused"] >= 4
+
+
+async def test_when_all_pairs_fail_requests_are_served_whole(make_fleet, emulate) -> None:
+    stage, engines = await make_fleet(FOUR)
+    for name in ("d0", "d1"):
+        faults = {"boot-p0": PairFault.LAYOUT, "boot-p1": PairFault.SWAPPED}
+        engines[name].engine.faults.pairs = faults
+    async with witnessed(stage):
+        await stage.until(lambda: len(failed(stage)) == 4, "all are found")
+        assert await ask_all(stage, emulate, 10) == {"-d0", "-d1"}
+
+
+async def test_one_odd_result_suspends_a_pair_until_two_good_ones(make_fleet) -> None:
+    stage, engines = await make_fleet({"p0": "prefill", "d0": "decode"})
+    async with witnessed(stage) as sent:
+        await stage.until(lambda: are_proven(stage, 1), "it is proven")
+        engines["p0"].engine.faults.apply(b'{"wrong_kv": 1}')
+        await stage.until(
+            lambda: any(p.proofs[0].trust == agent_pb2.TRUST_SUSPECT for _, p in sent), "suspended"
+        )
+        assert closed(stage) == {"p0-d0"}
+        await stage.until(lambda: not closed(stage), "it is back")
+        await asyncio.sleep(0.1)  # the last call to the agent
+    seen = [proofs.proofs[0].trust for _, proofs in sent]
+    suspect = seen.index(agent_pb2.TRUST_SUSPECT)
+    assert seen[suspect : suspect + 3] == [
+        agent_pb2.TRUST_SUSPECT,
+        agent_pb2.TRUST_SUSPECT,
+        agent_pb2.TRUST_PROVEN,
+    ]
+
+
+async def test_engines_that_fail_or_have_gone_prove_nothing_against_their_pairs(
+    make_fleet,
+) -> None:
+    stage, engines = await make_fleet(FOUR)
+    await engines["d1"].stop()
+    engines["p1"].engine.faults.apply(b'{"refuse": true}')
+    async with witnessed(stage):
+        await stage.until(
+            lambda: stage.context.metrics.canaries["blurred"] >= 3, "canaries show nothing"
+        )
+        await stage.until(lambda: len(trusts(stage)) == 1, "one pair can be proven")
+    assert trusts(stage) == {"p0-d0": agent_pb2.TRUST_PROVEN}
+
+
+async def test_canaries_keep_to_their_share_of_each_engine(make_fleet) -> None:
+    stage, _ = await make_fleet(FOUR, time_scale=0.3)
+    async with witnessed(stage, share=0.001, period_s=0.05):
+        await asyncio.sleep(6.0)
+    spent_s = stage.context.metrics.canary_seconds
+    # Of two engines each: what two minutes save, and a canary more than that.
+    assert 0 < spent_s["prefill"] < 2 * (0.001 * (120 + 6) + 0.2)
+    assert 0 < spent_s["decode"] < 2 * (0.001 * (120 + 6) + 0.2)
+
+
+async def test_no_canary_starts_where_prompts_wait(make_fleet) -> None:
+    stage, _ = await make_fleet({"p0": "prefill", "d0": "decode"})
+    registry, router = stage.context.router.registry, stage.context.router
+    pick = router.reserve(registry.instances["p0"], registry.instances["d0"], 500, 10)
+    async with witnessed(stage, period_s=0.1):
+        await asyncio.sleep(2.0)
+        assert not stage.context.metrics.canaries
+        router.release(pick)
+        await stage.until(lambda: are_proven(stage, 1), "it is proven")
+
+
+async def test_a_fault_that_another_process_found_is_confirmed_or_refuted(make_fleet) -> None:
+    stage, engines = await make_fleet(FOUR)
+    async with witnessed(stage):
+        await stage.until(lambda: are_proven(stage, 4), "all are proven")
+        for decode, fault in (("d0", None), ("d1", PairFault.LAYOUT)):
+            engines[decode].engine.faults.pairs = {"boot-p0": fault} if fault else {}
+            proofs = agent_pb2.PairProofs(boot_id=f"boot-{decode}")
+            proofs.proofs.add(
+                prefill="p0", prefill_boot_id="boot-p0", trust=agent_pb2.TRUST_SUSPECT
+            )
+            stage.context.router.registry.on_event(
+                decode, agent_pb2.WatchEvent(pairs=proofs), stage.context.clock()
+            )
+        await stage.until(lambda: failed(stage) == {"p0-d1"}, "one is confirmed")
+        await stage.until(lambda: closed(stage) == {"p0-d1"}, "the other is back")
+
+
+async def test_a_restarted_gateway_knows_what_failed(make_fleet) -> None:
+    stage, engines = await make_fleet(FOUR)
+    engines["d0"].engine.faults.pairs = {"boot-p0": PairFault.LAYOUT}
+    async with witnessed(stage):
+        await stage.until(lambda: failed(stage) == {"p0-d0"}, "it is found")
+    async with witnessed(stage, period_s=30.0):
+        await asyncio.sleep(1.0)
+        assert closed(stage) == {"p0-d0"}
+    assert Router(stage.context.router.registry).pick("m", 10).decode.instance in {"d0", "d1"}
