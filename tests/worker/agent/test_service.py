@@ -14,7 +14,7 @@ from cleave.shm.load_page import LoadPage
 from cleave_worker.agent import service
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
-from cleave_worker.agent.instance import ServedEngineInfo, WorkerInstance
+from cleave_worker.agent.instance import EnginePages, ServedEngineInfo, WorkerInstance
 from cleave_worker.agent.kv_self_test import KvTestError
 from cleave_worker.agent.service import AgentServer
 
@@ -303,7 +303,7 @@ async def test_results_end_with_the_engine_that_they_are_about(
 ) -> None:
     await served.stub.RecordPairs(prove(), timeout=SECONDS)
     with LoadPage(tmp_path / "load") as page:
-        served.instance.start_boot("next", "http://127.0.0.1:1", page)
+        served.instance.start_boot("next", "http://127.0.0.1:1", EnginePages(page))
     assert not served.instance.build_pair_proofs().proofs
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await served.stub.RecordPairs(prove("before"), timeout=SECONDS)

@@ -42,11 +42,10 @@ def build_request_head(
     )
 
 
-def build_get_head(path: bytes, host: bytes, request_id: bytes) -> bytes:
-    """The head of a request to an engine without a body."""
-    return b"GET %b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\ncontent-length: 0\r\n\r\n" % (
-        path, host, request_id,
-    )  # fmt: skip
+def build_get_head(path: bytes, host: bytes, request_id: bytes, fields: bytes = b"") -> bytes:
+    """The head of a request to an engine without a body; `fields` as above."""
+    head = b"GET %b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%bcontent-length: 0\r\n\r\n"
+    return head % (path, host, request_id, fields)
 
 
 def build_response_head(status: int, fields: bytes, request_id: bytes, length: int) -> bytes:

@@ -66,7 +66,7 @@ async def post(
 ) -> EngineAnswer:
     """Send JSON and read the answer within `seconds`. Raises EngineCallError."""
     pool, body = context.get_pool(target), msgspec.json.encode(fields)
-    head = headers.build_request_head(path, pool.host, request_id, len(body))
+    head = headers.build_request_head(path, pool.host, request_id, len(body), pool.key_header)
     return await _call(context, pool, head + body, seconds)
 
 
@@ -75,7 +75,7 @@ async def fetch(
 ) -> EngineAnswer:
     """GET a path within `seconds`. Raises EngineCallError."""
     pool = context.get_pool(target)
-    head = headers.build_get_head(path, pool.host, context.make_request_id())
+    head = headers.build_get_head(path, pool.host, context.make_request_id(), pool.key_header)
     return await _call(context, pool, head, seconds)
 
 

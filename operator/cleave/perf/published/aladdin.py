@@ -98,7 +98,7 @@ class Coefficients:
         """Eq. 2: an iteration over prompts with that many tokens in total."""
         return self.k1 * prompt_tokens + self.c1
 
-    def predict_decode_ms(self, batch: int, context_tokens: float) -> float:
+    def predict_decode_ms(self, batch: float, context_tokens: float) -> float:
         """Eq. 3: a decode iteration of `batch` requests; l_ave * b is the sum of their contexts."""
         return self.k2 * context_tokens + self.c2 * batch + self.c3
 
