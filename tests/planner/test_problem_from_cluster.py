@@ -1,5 +1,6 @@
 """From a deployment and a cluster file to a question, or to faults with their paths."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from cleave.simulator.fleet import Admission, PrefillOrder
 
 from tests.support import known_problems
 
+SMALL = "Qwen/Qwen2.5-7B"
 WORKLOAD = {"rate": 4, "promptTokens": {"mean": 512}, "outputTokens": {"mean": 64}}
 
 
@@ -282,3 +284,23 @@ def test_times_from_kernels_have_a_front_end_and_an_asynchronous_scheduler() -> 
     assert fitted is not None
     assert fitted.front_end_ms == 0
     assert not fitted.timing.schedules_ahead
+
+
+@pytest.mark.parametrize(
+    ("ways", "is_smaller"), [(["nccl", "gloo"], True), (["gloo"], False), (None, False)]
+)
+def test_kv_over_nccl_leaves_less_memory_on_small_gpus(
+    ways: list[str] | None, is_smaller: bool
+) -> None:
+    extra = {} if ways is None else {"kv_connector_extra_config": {"ways": ways}}
+    args = [f"--kv-transfer-config={json.dumps(extra)}"]
+    machines = cluster("nodes: [{gpu: L4}]")
+    own, chosen = (
+        problem_from_cluster.build_problem(
+            deployment(model=SMALL, **spec), machines
+        ).estimator.estimate("L4", 1, 1)
+        for spec in ({}, {"engine": {"args": args}})
+    )
+    assert own is not None
+    assert chosen is not None
+    assert (chosen.kv_capacity_tokens < own.kv_capacity_tokens) is is_smaller

@@ -1,5 +1,6 @@
 """The inference engine, and overrides for its pods. Part of both resources."""
 
+import json
 import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -268,6 +269,16 @@ class EngineSpec(ApiModel):
         depends on model and placement see `cleave.planner.connector_choice`."""
         default = Connector.CLEAVE if self.type is EngineType.VLLM else Connector.NIXL
         return self.connector or default
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether Cleave's connector may transfer KV over NCCL, which `ways` has to name."""
+        try:
+            config = json.loads(self.get_flag_value("--kv-transfer-config") or "{}")
+            ways = config["kv_connector_extra_config"]["ways"]
+            return self.kv_connector is Connector.CLEAVE and "nccl" in ways
+        except (ValueError, LookupError, TypeError):
+            return False
 
     @property
     def emulation(self) -> Emulation:

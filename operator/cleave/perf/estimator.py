@@ -201,6 +201,7 @@ def build_estimator(
     choices: Sequence[GpuChoice] = (),
     folder: Path = Path(),
     max_model_len: int | None = None,
+    reserve: memory.MemoryReserve = memory.VLLM_RESERVE,
 ) -> ModelEstimator:
     """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`. Raises
     ManifestError with a line for each unknown GPU or unusable profile."""
@@ -215,7 +216,7 @@ def build_estimator(
         for name, gpu in gpus.items()
     }
     profiles = _read_profiles(cluster.profiles, folder)
-    return ModelEstimator(shape, machines, profiles, max_model_len=max_model_len)
+    return ModelEstimator(shape, machines, profiles, reserve, max_model_len)
 
 
 def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:

@@ -12,7 +12,7 @@ from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.perf import estimator
-from cleave.perf.hardware import inventory
+from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
@@ -44,8 +44,11 @@ def build_problem(
     kinds = inventory.list_gpus(cluster, spec.planning.gpus)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
     traffic = build_demand(deployment, folder)
+    reserve = memory.NCCL_RESERVE if spec.engine.uses_nccl else memory.VLLM_RESERVE
     try:
-        estimates = estimator.build_estimator(shape, cluster, spec.planning.gpus, folder, longest)
+        estimates = estimator.build_estimator(
+            shape, cluster, spec.planning.gpus, folder, longest, reserve
+        )
     except ManifestError as error:
         raise PlanError(error.faults) from error
     supplies, cell_supplies = (

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from cleave.perf.hardware import memory
 from cleave.perf.hardware.gpu import CATALOGUE, find_gpu
 from cleave.perf.hardware.memory import (
+    NCCL_RESERVE,
+    VLLM_RESERVE,
     MemoryReserve,
     compute_kv_capacity_tokens,
     compute_weight_bytes,
@@ -157,3 +159,20 @@ def test_a_larger_share_of_the_device_holds_more() -> None:
         for u in (8, 9)
     ]
     assert 0 < shares[0] < shares[1]
+
+
+def test_communicators_of_nccl_take_kv_only_where_the_rest_of_the_gpu_is_too_small() -> None:
+    # A tenth of 24 GB is less than 8 communicators need.
+    for model, gpu, is_smaller in (
+        ("llama-3.1-8b", "H100-SXM-80GB", False),
+        ("qwen2.5-7b", "L4", True),
+    ):
+        shape, device = model_shape.load_shape(model), find_gpu(gpu)
+        own, nccl = (
+            compute_kv_capacity_tokens(shape, device, 1, 1, each)
+            for each in (VLLM_RESERVE, NCCL_RESERVE)
+        )
+        assert (nccl < own) is is_smaller
+        if is_smaller:
+            missing = NCCL_RESERVE.outside_gib * 2**30 - 0.1 * device.memory_bytes
+            assert own - nccl == pytest.approx(missing / shape.kv_bytes_per_token, rel=0.01)

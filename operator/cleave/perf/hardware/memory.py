@@ -4,7 +4,7 @@ What is hard: engines do not report in advance what they will use. The default r
 vLLM's start-up reports; DistServe's published capacities follow from another reserve.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cleave.perf.hardware.gpu import Gpu
 from cleave.perf.model.model_shape import ModelShape
@@ -26,10 +26,16 @@ class MemoryReserve:
     """Tokens of the largest iteration; their activations must fit."""
     max_num_seqs: int = 256
     """Rows of logits in the largest iteration."""
+    outside_gib: float = 0.0
+    """Taken beside `utilisation`; where the rest of the device is smaller, KV has to make room."""
 
 
 VLLM_RESERVE = MemoryReserve()
 """vLLM with its serving defaults."""
+_MIB = 1 / 1024
+NCCL_RESERVE = replace(VLLM_RESERVE, outside_gib=(8 * 342 + 384) * _MIB)
+"""The same where Cleave's connector transfers KV over NCCL: communicators with up to 8 peers of 342
+MiB each (`cleave_worker.transfer.transports.nccl`), and staging buffers (decision 047)."""
 
 
 def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int) -> int:
@@ -97,7 +103,9 @@ def _compute_free_bytes(
     runtime = reserve.runtime_gib
     if tensor * pipeline > 1:
         runtime += reserve.collective_gib
-    usable = gpu.memory_bytes * reserve.utilisation - compute_weight_bytes(shape, tensor, pipeline)
+    outside = reserve.outside_gib * _GIB
+    share = min(gpu.memory_bytes * reserve.utilisation, gpu.memory_bytes - outside)
+    usable = share - compute_weight_bytes(shape, tensor, pipeline)
     return usable - runtime * _GIB - compute_activation_bytes(shape, tensor, reserve)
 
 
