@@ -14,6 +14,7 @@ import pytest
 from cleave_worker.transfer.transport import Transport
 
 from e2e.support.deployments import Deployment, deployed, tiny_vllm, until
+from e2e.support.engine_keys import headers_for
 from e2e.support.handoffs import PREFILL_ORDER, decode, is_free, lost, post, prefill
 from e2e.support.vllm_prompts import (
     TIMEOUT_S,
@@ -55,6 +56,22 @@ def test_the_kv_path_is_verified_by_the_bytes_of_a_long_prompt(vllm: Deployment)
     for instance in vllm.instances().values():
         assert instance.kv_path.verified
         must_have_moved_all(instance.kv_path.detail)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/version", "/tokenize", "/pause", "/docs", "/ping"]
+)
+def test_an_engine_serves_nothing_but_probes_without_its_key(vllm: Deployment, path: str) -> None:
+    url = engine_url(vllm, "prefill")
+    wrong = dict.fromkeys(headers_for(url), "wrong")
+    for method in ("GET", "POST", "OPTIONS"):
+        for headers in ({}, wrong, {"Authorization": f"Bearer {headers_for(url)}"}):
+            answer = httpx.request(method, url + path, headers=headers, timeout=TIMEOUT_S)
+            assert answer.status_code == 401
+    assert httpx.get(f"{url}/v1/models", headers=headers_for(url)).status_code == 200
+    assert {httpx.get(url + open_path).status_code for open_path in ("/health", "/metrics")} == {
+        200
+    }
 
 
 def test_tokens_are_those_of_a_colocated_run_and_none_of_the_kv_is_lost(vllm: Deployment) -> None:
