@@ -1,0 +1,80 @@
+"""A bad pair of a whole deployment: every process of its gateway avoids it, and status shows it."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from cleave.rpc.v1 import agent_pb2
+
+from e2e.support.deployments import Deployment, deployed, emulated, until
+
+FOUND_S = 60
+"""What a fault may take to be found."""
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    manifest = emulated("witnessed", 2, 2, time_scale=0.2)
+    spec = manifest["spec"]
+    kv_transfer = {"kv_load_failure_policy": "recompute"}
+    args = ["--fault-injection", "--kv-transfer-config", json.dumps(kv_transfer)]
+    spec["engine"]["args"] = args  # type: ignore[index]
+    spec |= {"gateway": {"processes": 2}, "witness": {"engineShare": 0.05, "auditShare": 0.5}}  # type: ignore[operator]
+    with deployed(manifest, tmp_path_factory.mktemp("witnessed"), 90) as deployment:
+        yield deployment
+
+
+def find_trusts(deployment: Deployment) -> dict[tuple[str, str], int]:
+    return {
+        (proof.prefill, health.registration.instance): proof.trust
+        for health in deployment.healths()
+        for proof in health.pairs.proofs
+    }
+
+
+def are_proven(deployment: Deployment) -> bool:
+    return list(find_trusts(deployment).values()) == [agent_pb2.TRUST_PROVEN] * 4
+
+
+def ask(deployment: Deployment, number: int, **fields: object) -> httpx.Response:
+    body = {"model": deployment.name, "prompt": f"{number} and a question " * 30, "max_tokens": 6}
+    response = httpx.post(f"{deployment.url}/v1/completions", json=body | fields, timeout=60)
+    assert response.status_code == 200
+    return response
+
+
+def test_a_bad_pair_is_avoided_by_all_processes_and_shown(four: Deployment) -> None:
+    until(lambda: are_proven(four), FOUND_S, "all pairs are proven")
+    instances = four.instances()
+    prefill, decode = "witnessed-prefill-0", "witnessed-decode-1"
+    faults = f"{instances[decode].engine_url}/emulator/faults"
+    pairs = {instances[prefill].boot_id: "layout"}
+    httpx.post(faults, json={"pairs": pairs}, timeout=5).raise_for_status()
+    bad = {(prefill, decode): agent_pb2.TRUST_FAILED}
+    until(lambda: bad.items() <= find_trusts(four).items(), FOUND_S, "it is found")
+    served = set()
+    for number in range(40):  # each on a new connection, which the kernel gives to any process
+        split = ask(four, number)
+        served.add((split.headers.get("x-cleave-prefill"), split.headers["x-cleave-decode"]))
+        whole = ask(four, number, n=2, cache_salt=f"salt {number}")
+        assert split.json()["choices"][0]["text"] == whole.json()["choices"][0]["text"]
+    assert (prefill, decode) not in served
+    assert {name for pair in served for name in pair} == set(instances)
+    shown = four.cleave("status", four.name).stdout
+    assert f"{decode}: 1 of 2 pairs proven" in shown
+    assert f"{prefill} -> {decode}: the first token after" in shown
+    httpx.post(faults, json={"pairs": {}}, timeout=5).raise_for_status()
+    until(lambda: are_proven(four), 2 * FOUND_S, "it is back")
+
+
+def test_streams_of_clients_are_audited(four: Deployment) -> None:
+    def count() -> float:
+        page = httpx.get(f"{four.url}/metrics", timeout=30).text
+        name = 'cleave_gateway_kv_audits_total{result="same"}'
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+    for number in range(100, 112):
+        ask(four, number, temperature=0, stream=True)
+    until(lambda: count() >= 3, 60, "some are computed again")
