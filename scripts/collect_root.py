@@ -28,7 +28,8 @@ _TESTED_PACKAGES = ("numba", "numpy")
 """Packages that carry their tests."""
 _OPENED_BY_NAME = ("libgcc_s.so.1",)
 """Libraries that no file names: glibc opens this one when a thread is cancelled."""
-_FILES = ("/etc/group", "/etc/nsswitch.conf", "/etc/passwd", "/bin/sh")
+_FILES = ("/etc/group", "/etc/nsswitch.conf", "/etc/os-release", "/etc/passwd", "/bin/sh")
+"""Scanners read the distribution of packages from os-release."""
 _CERTIFICATES = Path("/usr/share/ca-certificates/mozilla")
 """Debian's; /etc/ssl may hold certificates of the building machine's own network."""
 _DPKG = Path("/var/lib/dpkg")

@@ -34,6 +34,7 @@ _INPUTS = ("images/Dockerfile", "images/uv.txt", "uv.lock")
 """Files that decide what is downloaded; the commit has all others."""
 _METADATA = re.compile(r"(?:^|/)[^/]+\.dist-info/METADATA$")
 _PACKAGES = re.compile(r"^var/lib/dpkg/(?:status|status\.d/[^/]+)$")
+_RELEASE = re.compile(r"^usr/lib/os-release$")
 _ENVIRONMENT = re.compile(r"(?:^|/)pyvenv\.cfg$")
 _REMOVED = ".wh."
 """Prefix of a file that says that a layer removes the one of the remaining name."""
@@ -92,7 +93,7 @@ def _read_layer(layer: tarfile.TarFile, below: dict[str, str]) -> Iterator[tuple
             for each in [p for p in below if p == removed or p.startswith(f"{removed}/")]:
                 del below[each]
         elif member.isfile() and any(
-            each.search(path) for each in (_METADATA, _PACKAGES, _ENVIRONMENT)
+            each.search(path) for each in (_METADATA, _PACKAGES, _RELEASE, _ENVIRONMENT)
         ):
             yield path, _extract(layer, member.name).read().decode(errors="replace")
 
@@ -126,6 +127,9 @@ def _list_distributions(files: Mapping[str, str]) -> Iterator[Component]:
 
 
 def _list_packages(files: Mapping[str, str]) -> Iterator[Component]:
+    release = next((files[path] for path in filter(_RELEASE.match, files)), "")
+    version = re.search(r'(?m)^VERSION_ID="?([\d.]+)', release)
+    distribution = {"distro": f"debian-{version[1]}"} if version else {}
     stanzas = [
         stanza
         for path in filter(_PACKAGES.match, sorted(files))
@@ -135,10 +139,14 @@ def _list_packages(files: Mapping[str, str]) -> Iterator[Component]:
         fields = HeaderParser().parsestr(stanza)
         if " installed" not in fields.get("Status", "install ok installed"):
             continue
-        name, version = fields["Package"], fields["Version"]
-        purl = PackageURL("deb", "debian", name, version, {"arch": fields["Architecture"]})
+        qualifiers = {"arch": fields["Architecture"], **distribution}
+        purl = PackageURL("deb", "debian", fields["Package"], fields["Version"], qualifiers)
         yield Component(
-            name=name, version=version, type=ComponentType.LIBRARY, purl=purl, bom_ref=str(purl)
+            name=fields["Package"],
+            version=fields["Version"],
+            type=ComponentType.LIBRARY,
+            purl=purl,
+            bom_ref=str(purl),
         )
 
 

@@ -54,6 +54,7 @@ def test_programs_run_in_the_root_that_holds_what_they_load(
         named = {file.name for file in (root / "var/lib/dpkg/status.d").iterdir()}
         assert {"libc6", "dash", "ca-certificates"} <= named
         assert not {"apt", "dpkg", "gcc"} & named
+        assert "ID=debian" in (root / "etc/os-release").read_text()
 
 
 def test_a_module_that_cannot_be_imported_there_fails_the_build(

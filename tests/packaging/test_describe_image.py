@@ -68,6 +68,7 @@ def described(tmp_path: Path) -> tuple[str, dict, dict]:
     second = {
         f"{PACKAGES}/.wh.Old_Name-1.0.dist-info": "",
         "./var/lib/dpkg/status.d/zlib1g": STANZA.format("zlib1g", "install ok installed", "1:1.2"),
+        "usr/lib/os-release": 'NAME="Debian"\nVERSION_ID="12"\n',
         "opt/cleave/pyvenv.cfg": "home = /usr/local/bin\nversion_info = 3.11.14\n",
     }
     image_id = make_archive(archive, first, second)
@@ -85,8 +86,8 @@ def test_a_bill_names_what_the_last_layer_leaves(described) -> None:
     image_id, bom, _ = described
     assert {each["purl"] for each in bom["components"]} == {
         "pkg:pypi/kept-name@2.0",
-        "pkg:deb/debian/libc6@12-3?arch=amd64",
-        "pkg:deb/debian/zlib1g@1:1.2?arch=amd64",
+        "pkg:deb/debian/libc6@12-3?arch=amd64&distro=debian-12",
+        "pkg:deb/debian/zlib1g@1:1.2?arch=amd64&distro=debian-12",
         "pkg:generic/python@3.11.14",
     }
     subject = bom["metadata"]["component"]
