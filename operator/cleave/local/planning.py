@@ -162,7 +162,7 @@ def _list_memory_faults(
             remedy = "use a larger spec.placement.manual[].parallelism, or a smaller model"
         else:
             share = shape.weight_bytes
-            room = parse_quantity(limits[pool.spec.role].get("memory", "0"))
+            room = round(parse_quantity(limits[pool.spec.role].get("memory", "0")))
             where = "of a pod, as this machine has no GPU"
             remedy = "use a smaller model, or raise spec.template.resources.limits.memory"
         if room and share > room:
