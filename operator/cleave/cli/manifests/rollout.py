@@ -71,10 +71,10 @@ def rollout(
     steps = build_stages(build_states(running, planned, target), limits)
     show = rollout_table.show_json if output is TableFormat.JSON else rollout_table.show
     show(after.name, running.revision, target, limits, steps)
-    _warn_without_room(after, planned, steps, cluster)
+    _report_missing_room(after, planned, steps, cluster)
 
 
-def _warn_without_room(
+def _report_missing_room(
     after: "LLMDeployment",
     pools: "Sequence[InstancePool]",
     steps: "Sequence[PreviewStage]",
