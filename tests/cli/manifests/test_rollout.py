@@ -251,3 +251,19 @@ def test_cells_that_fit_a_node_are_replaced_as_pods(cli: CliRunner, tmp_path: Pa
     result = run(cli, new, "--from", old, "--cluster", machines, "-o", "json")
     assert steps(result) == [(0, 2), (1, 2), (1, 1), (2, 1), (2, 0)]
     assert set(json.loads(result.stdout)["steps"][0]["roles"]) == {"mixed"}
+    # Eight GPUs hold four cells of two engines each, so three are no problem.
+    assert result.stderr == ""
+    wide = [{**cell, "parallelism": {"tensor": 2}} for cell in cells]
+    old, new = (
+        manifest(tmp_path, engine["image"], wide, engine=engine, model="meta-llama/Llama-3.1-8B")
+        for engine in engines
+    )
+    crowded = run(cli, new, "--from", old, "--cluster", machines)
+    assert crowded.exit_code == 0
+    assert crowded.stderr == (
+        "warning: a step needs 12 x H100-SXM-80GB (3 x 4), and the nodes have 1 x 8: its new "
+        "instances will wait; free GPUs, or set maxSurge 0 and maxUnavailable 1 under "
+        "spec.rollout\n"
+    )
+    limits = "--max-surge", "0", "--max-unavailable", "1"
+    assert run(cli, new, "--from", old, "--cluster", machines, *limits).stderr == ""

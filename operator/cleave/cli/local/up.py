@@ -36,7 +36,7 @@ def up(
         bool,
         Option(
             "--dry-run",
-            help="Print this machine's pods as YAML, start nothing; a cluster's: cleave render.",
+            help="Only print the pods of this machine, as YAML; for a cluster: cleave render.",
         ),
     ] = False,
     allow_shared_cores: SharedCores = False,

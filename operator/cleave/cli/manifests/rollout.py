@@ -1,6 +1,7 @@
 """`cleave rollout`: previews the steps of a rollout before a change is applied."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from cleave.api.deployment import LLMDeployment
     from cleave.api.pool import InstancePool
     from cleave.controller.rollout.planner import RolloutLimits
-    from cleave.controller.rollout.preview import RunningInstances
+    from cleave.controller.rollout.preview import PreviewStage, RunningInstances
     from cleave.manifests.topology import NodeTopology
     from cleave.planner.placement import Placement
 
@@ -70,6 +71,28 @@ def rollout(
     steps = build_stages(build_states(running, planned, target), limits)
     show = rollout_table.show_json if output is TableFormat.JSON else rollout_table.show
     show(after.name, running.revision, target, limits, steps)
+    _report_missing_room(after, planned, steps, cluster)
+
+
+def _report_missing_room(
+    after: "LLMDeployment",
+    pools: "Sequence[InstancePool]",
+    steps: "Sequence[PreviewStage]",
+    cluster: Path | None,
+) -> None:
+    """Warn on standard error where a step needs more GPUs than the machines have."""
+    from cleave.api.engine import EngineType
+    from cleave.api.manifest import load_cluster
+    from cleave.manifests import cluster_fit
+
+    if cluster is None or after.spec.engine.type is EngineType.EMULATED:
+        return
+    machines = load_cluster(cluster)
+    for step in steps[1:]:
+        counts = {role: each.new + each.old for role, each in step.roles.items()}
+        if why := cluster_fit.explain_no_surge(pools, counts, machines):
+            sys.stderr.write(f"warning: {why}\n")
+            return
 
 
 def _get_current(

@@ -135,7 +135,7 @@ def _confirm_scale(search: SearchContext, option: _ScaledPlacement) -> float | N
     """The factor again, by trials as long as the looser targets need; None: no convergence."""
     scale = max(option.scale, _MIN_SCALE)
     for _ in range(_MAX_STEPS):
-        if _meets(search, option.placement, search.targets.scale(scale)):
+        if _are_targets_met(search, option.placement, search.targets.scale(scale)):
             return scale
         scale *= _STEP
     return None
@@ -150,10 +150,12 @@ def _retain_met_target(
         replace(scaled, tpot_ms=requested.tpot_ms),
         replace(scaled, ttft_ms=requested.ttft_ms),
     )
-    return next((each for each in options if _meets(search, placement, each)), scaled)
+    return next((each for each in options if _are_targets_met(search, placement, each)), scaled)
 
 
-def _meets(search: SearchContext, placement: CandidatePlacement, targets: Targets) -> bool:
+def _are_targets_met(
+    search: SearchContext, placement: CandidatePlacement, targets: Targets
+) -> bool:
     """Whether one cell meets these targets at its share of the rate."""
     shares = replace(search, targets=targets).measure_shares(
         placement, search.problem.rate / placement.copies
