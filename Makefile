@@ -14,11 +14,11 @@ ENGINE_TESTS = e2e/vllm_pair $(wildcard e2e/test_vllm*.py)
 CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
 # The others of them run beside these, on a control plane of their own.
 OPERATOR_TESTS = $(foreach name,operator placement prometheus replan resources scaling,e2e/test_cluster_$(name).py)
-NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_cluster_install.py e2e/test_cluster_operator.py e2e/test_cluster_resources.py e2e/test_cluster_faults.py e2e/test_cluster_scaling.py
+NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_install.py e2e/test_cluster_operator.py e2e/test_cluster_resources.py e2e/test_cluster_faults.py e2e/test_cluster_scaling.py
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu tools e2e e2e-node lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu tools e2e e2e-node e2e-node-cold lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -70,6 +70,9 @@ e2e-node: setup tools ## on two real nodes (kubelet, containerd) and Cleave's im
 	@scripts/node-tools >/dev/null
 	CLEAVE_ARCHIVES=$$(scripts/node-images) && export CLEAVE_ARCHIVES && \
 	  .venv/bin/python -m e2e.real_nodes.sandbox .venv/bin/pytest $(NODE_TESTS) $(ARGS)
+
+e2e-node-cold: ## README's lines on real nodes from a fresh clone, with empty caches; root, 20 GB; TIMES=3
+	scripts/cold-start $(TIMES)
 
 lint: setup
 	.venv/bin/ruff format --check .

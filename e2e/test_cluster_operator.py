@@ -257,7 +257,10 @@ def test_agents_answer_callers_with_a_token_of_their_deployment_only(
             (METADATA_KEY, SCHEME + chat.cluster.kubectl(*for_the_api_server).strip()),
         ),
     }
-    with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
+    with (
+        chat.cluster.reach(pod, AGENT_PORT) as address,
+        grpc.insecure_channel(address) as channel,
+    ):
         agent = agent_pb2_grpc.AgentStub(channel)
         health, drain = agent_pb2.HealthRequest(), agent_pb2.DrainRequest()
         for what, metadata in tokens.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from cleave.manifests.labels import AGENT_PORT
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster import tools
@@ -108,7 +109,10 @@ def homes(chat: Chat) -> dict[str, int]:
 
 def registration(chat: Chat, pod: dict) -> agent_pb2.Registration:
     """What the agent of a pod says of itself."""
-    with grpc.insecure_channel(f"{pod['status']['podIP']}:9000") as channel:
+    with (
+        chat.cluster.reach(pod, AGENT_PORT) as address,
+        grpc.insecure_channel(address) as channel,
+    ):
         token = chat.agent_metadata()
         stub = agent_pb2_grpc.AgentStub(channel)
         return stub.Health(agent_pb2.HealthRequest(), timeout=10, metadata=token).registration

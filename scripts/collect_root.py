@@ -4,8 +4,8 @@
 and standard library under it, each shared library that these load, certificates, users and a shell.
 Nothing else: no package manager, compiler, test or documentation. It names the Debian packages that
 files are from in var/lib/dpkg/status.d, where vulnerability scanners look for them. Then it
-compiles the standard library, which the official images carry without bytecode, and imports each
-MODULE inside ROOT.
+compiles the standard library, which the official images carry without bytecode, imports each
+MODULE inside ROOT, and removes generated code that none of them has loaded.
 
 Runs as root in a builder with binutils. Raises CalledProcessError where an import fails.
 """
@@ -26,6 +26,17 @@ _UNUSED_FOLDERS = {
 """Folders of the standard library that no server imports; bytecode is compiled again."""
 _TESTED_PACKAGES = ("numba", "numpy")
 """Packages that carry their tests."""
+_GENERATED = ("api", "models")
+"""Folders below kubernetes/client with a class for each kind and group, 115 MB with bytecode. The
+package loads each when it is first used, and Cleave works on plain manifests."""
+_LIST_LOADED = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for module in [*sys.modules.values()]:
+    print(getattr(module, "__file__", None) or "")
+"""
+"""For `python -c` with names of modules: imports them and prints the files of all loaded ones."""
 _OPENED_BY_NAME = ("libgcc_s.so.1",)
 """Libraries that no file names: glibc opens this one when a thread is cancelled."""
 _FILES = ("/etc/group", "/etc/nsswitch.conf", "/etc/os-release", "/etc/passwd", "/bin/sh")
@@ -62,6 +73,7 @@ def main(environment: Path, root: Path, modules: list[str]) -> None:
     _name_packages(root, _DPKG)
     stdlib = sysconfig.get_path("stdlib")
     _run_inside(root, interpreter, "-m", "compileall", "-q", stdlib)
+    _remove_unloaded(root, _list_loaded(root, interpreter, modules))
     for module in modules:
         _run_inside(root, interpreter, "-I", "-c", f"import {module}, ssl, sqlite3")
 
@@ -173,6 +185,23 @@ def _strip(files: Iterable[Path]) -> None:
     """Remove symbols that only debuggers read."""
     for file in files:
         subprocess.run(["strip", "--strip-unneeded", file], check=True)
+
+
+def _list_loaded(root: Path, interpreter: Path, modules: list[str]) -> set[Path]:
+    """Files inside `root` that all the modules together load."""
+    command = ["chroot", root, interpreter, "-I", "-c", _LIST_LOADED, *modules]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return {root / line.lstrip("/") for line in done.stdout.split()}
+
+
+def _remove_unloaded(root: Path, loaded: set[Path]) -> None:
+    """Remove generated modules that are not among `loaded`, and their bytecode."""
+    for name in _GENERATED:
+        for folder in root.rglob(f"site-packages/kubernetes/**/client/{name}"):
+            for source in {*folder.glob("*.py")} - loaded - {folder / "__init__.py"}:
+                source.unlink()
+                for compiled in (folder / "__pycache__").glob(f"{source.stem}.*"):
+                    compiled.unlink()
 
 
 def _run_inside(root: Path, *command: str | Path) -> None:

@@ -28,6 +28,8 @@ from e2e.support.deployments import free_port
 SERVICE_NETWORK = "10.78.0.0/16"
 KUBERNETES_ADDRESS = "10.78.0.1"
 """Of the Service `kubernetes`, always the first of the network."""
+API_SERVER_PORT = 6443
+"""Where real nodes find it: the one that the chart's network policies name."""
 NODE_LOST_S = 20
 """After so long without a sign of life a node counts as lost: longer than tests keep the API server
 away."""
@@ -60,7 +62,7 @@ class ControlPlane:
         self._authority = Authority()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._etcd_url = f"http://127.0.0.1:{free_port()}"
-        self._port = free_port()
+        self._port = free_port() if address == LOOPBACK else API_SERVER_PORT
         self._address = address
         self.url = f"https://{address}:{self._port}"
         self.pki = folder / "pki"

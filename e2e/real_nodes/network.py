@@ -5,7 +5,8 @@ pods and Services by routes. Nothing leads out of the sandbox.
 """
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from e2e.cluster.control_plane import SERVICE_NETWORK
@@ -39,6 +40,17 @@ def make_network(nodes: Sequence[str]) -> None:
             if other != name:
                 _run("ip", "-n", other, "route", "add", *route)
     _run("ip", "route", "add", SERVICE_NETWORK, "via", build_address(0))
+
+
+@contextmanager
+def lent_address(address: str) -> Iterator[None]:
+    """The sandbox has one more address while the block lasts, and nodes and pods a route to it."""
+    own = (f"{address}/32", "dev", _BRIDGE)
+    _run("ip", "address", "add", *own)
+    try:
+        yield
+    finally:
+        _run("ip", "address", "delete", *own)
 
 
 def _make_namespace(index: int, name: str) -> None:

@@ -17,6 +17,7 @@ from e2e.cluster import tools
 from e2e.cluster.control_plane import ControlPlane
 from e2e.real_nodes import network
 from e2e.real_nodes.image_archive import write_archive
+from e2e.real_nodes.network_policies import enforced
 from e2e.real_nodes.node_host import HostPlan
 from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 
@@ -53,6 +54,11 @@ def open_real_cluster(programs: Path, folder: Path) -> Iterator[ControlPlane]:
                 images=tuple(map(str, archives)),
             )
             stack.enter_context(_started(plan))
+        _wait_for_nodes(programs, control_plane.kubeconfig())
+        for index, name in enumerate(NODES):
+            log = control_plane.logs / f"{name}-kube-router.log"
+            address, admin = network.build_address(index), control_plane.kubeconfig()
+            stack.enter_context(enforced(node_programs, name, address, admin, log))
         _install_dns(programs, control_plane.kubeconfig())
         yield control_plane
 
@@ -96,19 +102,25 @@ def _started(plan: HostPlan) -> Iterator[None]:
         process.wait(_END_TIMEOUT_S)
 
 
-def _install_dns(programs: Path, kubeconfig: Path) -> None:
-    """Wait for the nodes, then run CoreDNS on one of them."""
-
-    def kubectl(*args: str) -> None:
-        env = os.environ | {"KUBECONFIG": str(kubeconfig)}
-        done = subprocess.run(
-            [programs / "kubectl", *args], env=env, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"kubectl {' '.join(args)}: {done.stderr}")
-
+def _wait_for_nodes(programs: Path, kubeconfig: Path) -> None:
     for name in NODES:
-        kubectl("wait", "--for=create", f"node/{name}", f"--timeout={_READY_TIMEOUT}")
-    kubectl("wait", "--for=condition=Ready", "node", "--all", f"--timeout={_READY_TIMEOUT}")
-    kubectl("apply", "-f", str(Path(__file__).with_name("dns.yaml")))
-    kubectl("rollout", "status", "-n", "kube-system", "deployment/coredns", "--timeout=120s")
+        args = ("wait", "--for=create", f"node/{name}", f"--timeout={_READY_TIMEOUT}")
+        _kubectl(programs, kubeconfig, *args)
+    args = ("wait", "--for=condition=Ready", "node", "--all", f"--timeout={_READY_TIMEOUT}")
+    _kubectl(programs, kubeconfig, *args)
+
+
+def _install_dns(programs: Path, kubeconfig: Path) -> None:
+    """Run CoreDNS on one of the nodes."""
+    _kubectl(programs, kubeconfig, "apply", "-f", str(Path(__file__).with_name("dns.yaml")))
+    args = ("rollout", "status", "-n", "kube-system", "deployment/coredns", "--timeout=120s")
+    _kubectl(programs, kubeconfig, *args)
+
+
+def _kubectl(programs: Path, kubeconfig: Path, *args: str) -> None:
+    done = subprocess.run(
+        [programs / "kubectl", *args], env=os.environ | {"KUBECONFIG": str(kubeconfig)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"kubectl {' '.join(args)}: {done.stderr}")

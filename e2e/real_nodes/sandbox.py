@@ -22,7 +22,7 @@ FOLDER_VARIABLE = "CLEAVE_REAL_NODES"
 """Environment variable with the folder in which nodes keep their state; set inside only."""
 CGROUP = "cleave-e2e"
 """Parent of the nodes' control groups, in each hierarchy."""
-PROGRAMS = ("ip", "nft", "nsenter", "runc", "unshare")
+PROGRAMS = ("ip", "ipset", "iptables", "nft", "nsenter", "runc", "unshare")
 """What sandbox and nodes run of the machine's; `scripts/bootstrap --nodes` installs them."""
 
 MOUNT_POINTS = (

@@ -1,5 +1,6 @@
 """The root folder of a small image, put together from this machine's Python."""
 
+import compileall
 import os
 import shutil
 import subprocess
@@ -26,7 +27,16 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, symlinks=True)
     packages = next(folder.glob("lib/python*/site-packages"))
     (packages / "served").mkdir()
-    (packages / "served" / "__init__.py").write_text("import json, ssl\n")
+    (packages / "served" / "__init__.py").write_text(
+        "import json, ssl, kubernetes.client.models.pod\n"
+    )
+    models = packages / "kubernetes" / "client" / "models"
+    models.mkdir(parents=True)
+    for package in (models, models.parent, models.parent.parent):
+        (package / "__init__.py").touch()
+    for name in ("pod", "node"):
+        (models / f"{name}.py").touch()
+    compileall.compile_dir(packages / "kubernetes", quiet=1)
     return folder
 
 
@@ -63,3 +73,15 @@ def test_a_module_that_cannot_be_imported_there_fails_the_build(
     done = collect(environment, tmp_path / "root", "absent")
     assert done.returncode != 0
     assert "No module named 'absent'" in done.stderr
+
+
+def test_generated_classes_are_there_if_a_program_loads_them(
+    environment: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    done = collect(environment, root, "served")
+    assert done.returncode == 0, done.stderr
+    (models,) = root.rglob("kubernetes/client/models")
+    assert {path.stem for path in models.glob("*.py")} == {"__init__", "pod"}
+    compiled = {path.name.split(".")[0] for path in (models / "__pycache__").iterdir()}
+    assert compiled == {"__init__", "pod"}
