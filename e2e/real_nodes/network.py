@@ -41,6 +41,16 @@ def make_network(nodes: Sequence[str]) -> None:
     _run("ip", "route", "add", SERVICE_NETWORK, "via", build_address(0))
 
 
+def disconnect_node(index: int) -> None:
+    """Cut a node and its pods off from everything else; they go on."""
+    _run("ip", "link", "set", f"node-{index}", "down")
+
+
+def connect_node(index: int) -> None:
+    """Connect a node again."""
+    _run("ip", "link", "set", f"node-{index}", "up")
+
+
 def _make_namespace(index: int, name: str) -> None:
     _run("ip", "netns", "add", name)
     _run("ip", "-n", name, "link", "set", "lo", "up")

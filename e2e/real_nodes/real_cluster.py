@@ -23,6 +23,7 @@ from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 ARCHIVES_VARIABLE = "CLEAVE_ARCHIVES"
 """Environment variable with the folder of archives to import."""
 NODES = ("node-a", "node-b")
+_PLAN_FILE = "plan.json"
 _READY_TIMEOUT = "180s"
 _END_TIMEOUT_S = 20
 _BUILD_TIMEOUT_S = 3600
@@ -84,16 +85,21 @@ def _find_archives() -> list[Path]:
 def _started(plan: HostPlan) -> Iterator[None]:
     """A node's processes in namespaces of their own; what outlives them ends with the sandbox."""
     Path(plan.folder).mkdir()
-    file = Path(plan.folder) / "plan.json"
-    file.write_text(json.dumps(dataclasses.asdict(plan)))
-    enter = ["nsenter", f"--net=/run/netns/{plan.name}", "unshare", "--mount", "--uts"]
-    command = [*enter, sys.executable, "-m", "e2e.real_nodes.node_host", str(file)]
-    process = subprocess.Popen(command, cwd=tools.REPOSITORY)
+    (Path(plan.folder) / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan)))
+    process = start_node(plan.name)
     try:
         yield
     finally:
         process.terminate()
         process.wait(_END_TIMEOUT_S)
+
+
+def start_node(name: str) -> subprocess.Popen[bytes]:
+    """Start a node, also one whose processes were killed: it boots with its disk as it was."""
+    file = Path(os.environ[FOLDER_VARIABLE]) / name / _PLAN_FILE
+    enter = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--mount", "--uts"]
+    command = [*enter, sys.executable, "-m", "e2e.real_nodes.node_host", str(file)]
+    return subprocess.Popen(command, cwd=tools.REPOSITORY)
 
 
 def _install_dns(programs: Path, kubeconfig: Path) -> None:
