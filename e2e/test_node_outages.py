@@ -4,20 +4,24 @@ As e2e/test_node_faults.py: `make e2e-node NODE_TESTS=e2e/test_node_outages.py A
 """
 
 import os
+import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
-from e2e.cluster.cluster import wait_until
+from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.control_plane import NODE_LOST_S, ControlPlane
 from e2e.real_nodes.fault_report import FaultReport, Observation
 from e2e.real_nodes.network import connect_node, disconnect_node
 from e2e.real_nodes.processes import kill_node, limited_cpu
 from e2e.real_nodes.real_cluster import NODES, start_node
 from e2e.real_nodes.sandbox import FOLDER_VARIABLE
-from e2e.test_cluster_operator import Chat, condition, installed
+from e2e.test_cluster_operator import CHAT, Chat, condition, installed
 from e2e.test_node_faults import (
     FRONT,
     SEEN_S,
@@ -40,6 +44,7 @@ pytestmark = [
 LOST = NODES[1]
 """Clients reach Services through the other one."""
 OUTAGE_S = 30
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 
 
 @pytest.fixture
@@ -216,4 +221,62 @@ def test_an_api_server_that_is_away(
         control_plane.kill_api_server()
         time.sleep(OUTAGE_S / 2)
         control_plane.start_api_server()
+    assert seen.failures == []
+
+
+@pytest.fixture
+def clock(installed: Cluster, namespace: str) -> Iterator[tuple[Chat, Path]]:
+    """A deployment whose workers take the time from a file: an offset such as `+600`."""
+    if not FAKETIME.exists():
+        pytest.skip("needs the Debian package libfaketime")
+    folder = Path(os.environ[FOLDER_VARIABLE]) / "clock"
+    folder.mkdir()
+    shutil.copy(FAKETIME, folder)
+    file = folder / "offset"
+    file.write_text("+0")
+    folder.chmod(0o755)
+    env = {
+        "LD_PRELOAD": f"/clock/{FAKETIME.name}",
+        "FAKETIME_TIMESTAMP_FILE": "/clock/offset",
+        "FAKETIME_CACHE_DURATION": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    manifest = yaml.safe_load(CHAT)
+    manifest["spec"]["engine"]["env"] = [{"name": k, "value": v} for k, v in env.items()]
+    manifest["spec"]["template"] = {
+        "volumes": [{"name": "clock", "hostPath": {"path": str(folder)}}],
+        "volumeMounts": [{"name": "clock", "mountPath": "/clock", "readOnly": True}],
+    }
+    installed.apply(manifest, namespace=namespace)
+    try:
+        chat = Chat(installed, namespace)
+        chat.until_ready()
+        yield chat, file
+    finally:
+        installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("offset", ["+600", "-600"])
+def test_clocks_of_workers_that_jump(
+    clock: tuple[Chat, Path], report: FaultReport, offset: str
+) -> None:
+    chat, file = clock
+    with report.observe(chat, f"the clocks of all workers jump by {offset} s and back") as seen:
+        file.write_text(offset)
+        pod = chat.workers("decode")[0]["metadata"]["name"]
+        read = (
+            "exec",
+            pod,
+            "-n",
+            chat.namespace,
+            "--",
+            "python",
+            "-c",
+            "import time; print(time.time())",
+        )
+        ahead_s = float(chat.cluster.kubectl(*read)) - time.time()
+        assert abs(ahead_s - float(offset)) < SEEN_S, "the clock has jumped"
+        time.sleep(OUTAGE_S / 2)
+        file.write_text("+0")
     assert seen.failures == []

@@ -4,6 +4,7 @@
 until everything is as before. Used by e2e/test_node_faults.py.
 """
 
+import os
 import re
 import time
 from collections import Counter
@@ -36,7 +37,7 @@ class Row:
     answered: int
     failed: int
     repeated: str
-    """Attempts that gateways repeated; at least so many where a gateway's counter ended with it."""
+    """Attempts that gateways repeated; with `+`: that, and those of a gateway that ended."""
     slow: int
     slowest_s: str
     whole_after_s: str
@@ -93,6 +94,8 @@ class FaultReport:
             left=", ".join(f"{count} {what}" for what, count in sorted(left.items())) or "nothing",
         )
         self.add(observation.row)
+        # Waits of seconds without a cause here are those of a machine that does other work.
+        print(f"  load average of the machine: {os.getloadavg()[0]:.0f}")
         for failure in load.failures[:5]:
             print(f"  {failure}")
 
@@ -164,7 +167,7 @@ def _count_retries(chat: Chat) -> dict[str, float]:
 
 def _subtract(after: dict[str, float], before: dict[str, float]) -> str:
     count = int(sum(number - before.get(name, 0.0) for name, number in after.items()))
-    return f"{count} or more" if before.keys() - after.keys() else str(count)
+    return f"{count}+" if before.keys() - after.keys() else str(count)
 
 
 def _format(cells: object) -> str:

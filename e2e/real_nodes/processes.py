@@ -20,6 +20,8 @@ _BALLOON = """
 import pathlib, sys, time
 group, victim, step = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 8 << 20
 (group / "cgroup.procs").write_text("0")
+# Next after the victim, before the others of its container.
+pathlib.Path("/proc/self/oom_score_adj").write_text("999")
 held = []
 while victim.exists() and "Z" not in (victim / "stat").read_text().rpartition(")")[2][:3]:
     held.append(b"1" * step)
@@ -62,8 +64,8 @@ def list_processes(pod_uid: str) -> list[PodProcess]:
 
 
 def find_process(pod_uid: str, command: str) -> PodProcess | None:
-    """The oldest process of a pod whose command line contains `command`."""
-    return next((each for each in list_processes(pod_uid) if command in each.command), None)
+    """The process of a pod whose command line contains `command`, and not one that started it."""
+    return next((each for each in list_processes(pod_uid)[::-1] if command in each.command), None)
 
 
 def exhaust_memory(victim: PodProcess) -> None:
