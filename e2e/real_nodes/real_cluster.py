@@ -21,7 +21,7 @@ from e2e.real_nodes.node_host import HostPlan
 from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 
 ARCHIVES_VARIABLE = "CLEAVE_ARCHIVES"
-"""Environment variable with the folder of archives to import."""
+"""Environment variable with the folders of archives to import, separated by colons."""
 NODES = ("node-a", "node-b")
 _PLAN_FILE = "plan.json"
 _READY_TIMEOUT = "180s"
@@ -77,8 +77,8 @@ def _write_small_images(programs: Path, folder: Path) -> Iterator[Path]:
 
 
 def _find_archives() -> list[Path]:
-    folder = os.environ.get(ARCHIVES_VARIABLE)
-    return sorted(Path(folder).glob("*.tar")) if folder else []
+    folders = filter(None, os.environ.get(ARCHIVES_VARIABLE, "").split(os.pathsep))
+    return [archive for folder in folders for archive in sorted(Path(folder).glob("*.tar"))]
 
 
 @contextmanager
