@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ while victim.exists() and "Z" not in (victim / "stat").read_text().rpartition(")
 _FIRST_VICTIM = 1000
 """The value of oom_score_adj that the kernel kills first."""
 _BALLOON_TIMEOUT_S = 60
+_THROTTLE_PERIOD_S = 0.1
+"""As of the kernel's quotas."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +84,35 @@ def exhaust_memory(victim: PodProcess) -> None:
 
 
 @contextlib.contextmanager
-def limited_cpu(node: str, cores: float) -> Iterator[None]:
-    """All pods of a node share this much CPU while the block lasts."""
-    period_us = 100_000
-    (cpu,) = (each for each in find_hierarchies() if each.name in ("cpu", "cgroup"))
-    group = cpu / CGROUP / node
-    quota = group / "cpu.cfs_quota_us"
-    if quota.exists():
-        (group / "cpu.cfs_period_us").write_text(str(period_us))
-        limit, unlimited = str(int(cores * period_us)), "-1"
-    else:
-        quota = group / "cpu.max"
-        limit, unlimited = f"{int(cores * period_us)} {period_us}", "max"
-    quota.write_text(limit)
+def limited_cpu(node: str, share: float) -> Iterator[None]:
+    """Pods of a node run this share of the time only, while the block lasts.
+
+    They are frozen for the rest of each period, as a quota would throttle them; version 1 of
+    control groups accepts no quota below those of single containers.
+    """
+    over = threading.Event()
+    freezer = threading.Thread(target=_freeze_and_thaw, args=(node, share, over))
+    freezer.start()
     try:
         yield
     finally:
-        quota.write_text(unlimited)
+        over.set()
+        freezer.join()
+
+
+def _freeze_and_thaw(node: str, share: float, over: threading.Event) -> None:
+    (hierarchy,) = (each for each in find_hierarchies() if each.name in ("freezer", "cgroup"))
+    group = hierarchy / CGROUP / node
+    file, frozen, thawed = group / "freezer.state", "FROZEN", "THAWED"
+    if not file.exists():
+        file, frozen, thawed = group / "cgroup.freeze", "1", "0"
+    try:
+        while not over.wait(share * _THROTTLE_PERIOD_S):
+            file.write_text(frozen)
+            time.sleep((1 - share) * _THROTTLE_PERIOD_S)
+            file.write_text(thawed)
+    finally:
+        file.write_text(thawed)
 
 
 def kill_node(node: str) -> None:
