@@ -35,7 +35,7 @@ pytestmark = [
 
 START_S = 400
 MODEL = "/models/tiny"
-MEMORY = "3Gi"
+MEMORY = "4Gi"
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 ARCHIVES_VARIABLE = "CLEAVE_ARCHIVES"
 """Environment variable with the folders of archives to import, separated by colons."""
 NODES = ("node-a", "node-b")
+_hosts: dict[str, subprocess.Popen[bytes]] = {}
+"""The process of each node, by name."""
 _PLAN_FILE = "plan.json"
 _READY_TIMEOUT = "180s"
 _END_TIMEOUT_S = 20
@@ -86,20 +88,23 @@ def _started(plan: HostPlan) -> Iterator[None]:
     """A node's processes in namespaces of their own; what outlives them ends with the sandbox."""
     Path(plan.folder).mkdir()
     (Path(plan.folder) / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan)))
-    process = start_node(plan.name)
+    start_node(plan.name)
     try:
         yield
     finally:
+        process = _hosts.pop(plan.name)
         process.terminate()
         process.wait(_END_TIMEOUT_S)
 
 
-def start_node(name: str) -> subprocess.Popen[bytes]:
+def start_node(name: str) -> None:
     """Start a node, also one whose processes were killed: it boots with its disk as it was."""
+    if killed := _hosts.pop(name, None):
+        killed.wait(_END_TIMEOUT_S)
     file = Path(os.environ[FOLDER_VARIABLE]) / name / _PLAN_FILE
     enter = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--mount", "--uts"]
     command = [*enter, sys.executable, "-m", "e2e.real_nodes.node_host", str(file)]
-    return subprocess.Popen(command, cwd=tools.REPOSITORY)
+    _hosts[name] = subprocess.Popen(command, cwd=tools.REPOSITORY)
 
 
 def _install_dns(programs: Path, kubeconfig: Path) -> None:
