@@ -103,13 +103,6 @@ def deployed(cluster: Cluster, namespace: str, model: Path, connector: str) -> I
         cluster.kubectl("delete", "llmd", "chat", "-n", namespace, timeout_s=120)
 
 
-def test_nixl_hands_kv_over_between_containers(
-    installed: Cluster, namespace: str, model: Path
-) -> None:
-    with deployed(installed, namespace, model, "Nixl") as chat:
-        check_handoffs(chat)
-
-
 def check_handoffs(chat: Chat) -> None:
     assert chat.ask(tokens=12) == ""
     wait_until(
@@ -172,3 +165,10 @@ def test_a_rollout(chat: Chat, report: FaultReport) -> None:
             "every instance is replaced",
         )
     assert seen.failures == []
+
+
+def test_nixl_hands_kv_over_between_containers(
+    installed: Cluster, namespace: str, model: Path
+) -> None:
+    with deployed(installed, namespace, model, "Nixl") as chat:
+        check_handoffs(chat)
