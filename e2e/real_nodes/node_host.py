@@ -74,7 +74,8 @@ def main(plan: HostPlan) -> None:
     processes = [_start(plan, "containerd", "--config", "/etc/containerd/config.toml")]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _wait_for_containerd(processes[0])
-    for image in plan.images:
+    # After the first boot they are on its disk.
+    for image in plan.images if not _run_ctr("images", "ls", "-q") else ():
         _run_ctr("images", "import", image)
     for name in _run_ctr("images", "ls", "-q").split():
         if name.startswith(_LIBRARY):
