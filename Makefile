@@ -18,7 +18,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu tools e2e e2e-node e2e-node-cold lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu tools e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -73,6 +73,16 @@ e2e-node: setup tools ## on two real nodes (kubelet, containerd) and Cleave's im
 
 e2e-node-cold: ## README's lines on real nodes from a fresh clone, with empty caches; root, 20 GB; TIMES=3
 	scripts/cold-start $(TIMES)
+
+e2e-node-faults: NODE_TESTS = e2e/test_node_faults.py e2e/test_node_outages.py e2e/test_node_limits.py
+e2e-node-faults: e2e-node ## faults on real nodes, and what clients see of them: build/test_node_*.md; 20 min, ARGS='-s -k dns'
+
+e2e-node-vllm: setup tools ## vLLM on CPU in containers of two real nodes; root
+	@scripts/bootstrap --nodes
+	@scripts/node-tools >/dev/null
+	CLEAVE_VLLM=$$(scripts/node-vllm) && CLEAVE_ARCHIVES=$$(scripts/node-images):$$CLEAVE_VLLM && \
+	  export CLEAVE_VLLM CLEAVE_ARCHIVES && \
+	  .venv/bin/python -m e2e.real_nodes.sandbox .venv/bin/pytest e2e/test_node_vllm.py $(ARGS)
 
 lint: setup
 	.venv/bin/ruff format --check .

@@ -8,6 +8,7 @@ stopped by the fixture `cluster`; all parts end with the process that started th
 import base64
 import contextlib
 import os
+import signal
 import ssl
 import subprocess
 import sys
@@ -161,6 +162,10 @@ class ControlPlane:
             process = self._processes.pop(part)
             process.kill()
             process.wait()
+
+    def signal_api_server(self, number: signal.Signals) -> None:
+        """Send the API server a signal, such as SIGSTOP."""
+        self._processes["kube-apiserver"].send_signal(number)
 
     def _start_etcd(self) -> None:
         peer = f"http://127.0.0.1:{free_port()}"

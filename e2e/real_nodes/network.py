@@ -53,6 +53,16 @@ def lent_address(address: str) -> Iterator[None]:
         _run("ip", "address", "delete", *own)
 
 
+def disconnect_node(index: int) -> None:
+    """Cut a node and its pods off from everything else; they go on."""
+    _run("ip", "link", "set", f"node-{index}", "down")
+
+
+def connect_node(index: int) -> None:
+    """Connect a node again."""
+    _run("ip", "link", "set", f"node-{index}", "up")
+
+
 def _make_namespace(index: int, name: str) -> None:
     _run("ip", "netns", "add", name)
     _run("ip", "-n", name, "link", "set", "lo", "up")

@@ -8,11 +8,13 @@ are mounted over them, and over the settings of the kernel that a kubelet writes
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +74,8 @@ def main(plan: HostPlan) -> None:
     processes = [_start(plan, "containerd", "--config", "/etc/containerd/config.toml")]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _wait_for_containerd(processes[0])
-    for image in plan.images:
+    # After the first boot they are on its disk.
+    for image in plan.images if not _run_ctr("images", "ls", "-q") else ():
         _run_ctr("images", "import", image)
     for name in _run_ctr("images", "ls", "-q").split():
         if name.startswith(_LIBRARY):
@@ -104,6 +107,8 @@ def main(plan: HostPlan) -> None:
 
 
 def _mount_folders(own: Path) -> None:
+    # A node that boots again keeps its disk only.
+    shutil.rmtree(own / "run", ignore_errors=True)
     for name in MOUNT_POINTS:
         (own / name).mkdir(parents=True, exist_ok=True)
         _run("mount", "--bind", str(own / name), f"/{name}")
@@ -117,6 +122,9 @@ def _mount_settings(own: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(Path("/proc/sys", setting).read_text())
         _run("mount", "--bind", str(copy), f"/proc/sys/{setting}")
+    boot_id = own / "settings" / "boot_id"
+    boot_id.write_text(f"{uuid.uuid4()}\n")
+    _run("mount", "--bind", str(boot_id), "/proc/sys/kernel/random/boot_id")
 
 
 def _make_cgroups(node: str) -> None:
@@ -143,6 +151,9 @@ def _build_network(plan: HostPlan) -> dict[str, object]:
 def _build_containerd_config(plan: HostPlan) -> str:
     return f"""
 version = 3
+# Nodes have no folder of their own for its socket.
+[plugins.'io.containerd.nri.v1.nri']
+  disable = true
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
   sandbox = 'localhost/pause:1'
 [plugins.'io.containerd.cri.v1.runtime']

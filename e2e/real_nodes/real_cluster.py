@@ -22,8 +22,11 @@ from e2e.real_nodes.node_host import HostPlan
 from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 
 ARCHIVES_VARIABLE = "CLEAVE_ARCHIVES"
-"""Environment variable with the folder of archives to import."""
+"""Environment variable with the folders of archives to import, separated by colons."""
 NODES = ("node-a", "node-b")
+_hosts: dict[str, subprocess.Popen[bytes]] = {}
+"""The process of each node, by name."""
+_PLAN_FILE = "plan.json"
 _READY_TIMEOUT = "180s"
 _END_TIMEOUT_S = 20
 _BUILD_TIMEOUT_S = 3600
@@ -82,24 +85,32 @@ def _write_small_images(programs: Path, folder: Path) -> Iterator[Path]:
 
 
 def _find_archives() -> list[Path]:
-    folder = os.environ.get(ARCHIVES_VARIABLE)
-    return sorted(Path(folder).glob("*.tar")) if folder else []
+    folders = filter(None, os.environ.get(ARCHIVES_VARIABLE, "").split(os.pathsep))
+    return [archive for folder in folders for archive in sorted(Path(folder).glob("*.tar"))]
 
 
 @contextmanager
 def _started(plan: HostPlan) -> Iterator[None]:
     """A node's processes in namespaces of their own; what outlives them ends with the sandbox."""
     Path(plan.folder).mkdir()
-    file = Path(plan.folder) / "plan.json"
-    file.write_text(json.dumps(dataclasses.asdict(plan)))
-    enter = ["nsenter", f"--net=/run/netns/{plan.name}", "unshare", "--mount", "--uts"]
-    command = [*enter, sys.executable, "-m", "e2e.real_nodes.node_host", str(file)]
-    process = subprocess.Popen(command, cwd=tools.REPOSITORY)
+    (Path(plan.folder) / _PLAN_FILE).write_text(json.dumps(dataclasses.asdict(plan)))
+    start_node(plan.name)
     try:
         yield
     finally:
+        process = _hosts.pop(plan.name)
         process.terminate()
         process.wait(_END_TIMEOUT_S)
+
+
+def start_node(name: str) -> None:
+    """Start a node, also one whose processes were killed: it boots with its disk as it was."""
+    if killed := _hosts.pop(name, None):
+        killed.wait(_END_TIMEOUT_S)
+    file = Path(os.environ[FOLDER_VARIABLE]) / name / _PLAN_FILE
+    enter = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--mount", "--uts"]
+    command = [*enter, sys.executable, "-m", "e2e.real_nodes.node_host", str(file)]
+    _hosts[name] = subprocess.Popen(command, cwd=tools.REPOSITORY)
 
 
 def _wait_for_nodes(programs: Path, kubeconfig: Path) -> None:

@@ -77,10 +77,13 @@ def _refuse(reason: str) -> int:
 
 
 def _run_to_end(command: list[str], env: dict[str, str]) -> int:
-    """Run a command, pass signals on, and wait for its end."""
+    """Run a command and wait for its end; SIGTERM ends it and all that it started.
+
+    `unshare` ignores both signals. A terminal's SIGINT reaches the command itself.
+    """
     process = subprocess.Popen(command, env=env)
-    for number in _SIGNALS:
-        signal.signal(number, lambda received, _: process.send_signal(received))
+    signal.signal(signal.SIGTERM, lambda *_: process.kill())
+    signal.signal(signal.SIGINT, lambda *_: None)
     return process.wait()
 
 

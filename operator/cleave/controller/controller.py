@@ -296,6 +296,7 @@ class Controller:
             drift=self.traffic_poller.update_drift(key, resource, cached.status),
             demand=self.traffic_poller.measure_demand(key, resource),
             fault=self._faults.get(key, ""),
+            gateway_fault=self.cache.find_gateway_fault(key),
             settings=self.settings,
         )
         return self._time_decision(key, lambda: reconcile_deployment(view))

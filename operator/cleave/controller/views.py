@@ -98,6 +98,8 @@ class DeploymentView:
     """The rate that instances are scaled by; None: not known, or scaling is off."""
     fault: str = ""
     """Why the writes of the last reconcile failed; empty: they did not."""
+    gateway_fault: str = ""
+    """Why the kubelet cannot start a gateway; empty: it can."""
     settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
 
     @cached_property

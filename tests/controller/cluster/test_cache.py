@@ -144,20 +144,38 @@ def test_children_are_found_by_their_owner() -> None:
     assert not cache.get_children("u1")
 
 
-def test_gateways_are_known_by_address() -> None:
-    cache = filled()
-    gateway = pod(uid="g1", name="chat-gateway-1", podIP="10.0.0.9")
-    gateway["metadata"]["labels"] |= {
+OWNER = {"kind": "ReplicaSet", "name": "chat-gateway-5d8", "uid": "r", "controller": True}
+
+
+def gateway_pod(version: int = 1, owner: dict | None = OWNER, **status: Any) -> dict:
+    built = pod(version, uid="g1", name="chat-gateway-1", **status)
+    built["metadata"]["labels"] |= {
         "cleave.dev/component": "gateway",
         "pod-template-hash": "5d8",
     }
-    owner = {"kind": "ReplicaSet", "name": "chat-gateway-5d8", "uid": "r", "controller": True}
-    gateway["metadata"]["ownerReferences"] = [owner]
-    cache.upsert(gateway)
+    built["metadata"]["ownerReferences"] = [owner] if owner else []
+    return built
+
+
+def test_gateways_are_known_by_address() -> None:
+    cache = filled()
+    gateway = gateway_pod(podIP="10.0.0.9")
+    assert cache.upsert(gateway) == set()
     assert cache.list_gateways(CHAT) == ("10.0.0.9",)
     assert cache.list_pods(CHAT) == ()
     cache.delete(gateway)
     assert cache.list_gateways(CHAT) == ()
+
+
+def test_a_gateway_that_cannot_start_is_a_change_of_its_deployment() -> None:
+    cache = filled()
+    waiting = {"reason": "ErrImagePull", "message": "no such host"}
+    stuck = [{"state": {"waiting": waiting}}]
+    assert cache.upsert(gateway_pod(containerStatuses=stuck)) == {CHAT}
+    assert cache.find_gateway_fault(CHAT) == "chat-gateway-1: ErrImagePull: no such host"
+    assert cache.upsert(gateway_pod(2, containerStatuses=stuck)) == set()
+    assert cache.delete(gateway_pod(3)) == {CHAT}
+    assert cache.find_gateway_fault(CHAT) == ""
 
 
 @pytest.mark.parametrize(
@@ -171,13 +189,7 @@ def test_gateways_are_known_by_address() -> None:
 )
 def test_a_pod_that_only_has_a_gateways_labels_is_not_queried(owner: dict | None) -> None:
     cache = filled()
-    gateway = pod(uid="g1", name="chat-gateway-1", podIP="10.0.0.9")
-    gateway["metadata"]["labels"] |= {
-        "cleave.dev/component": "gateway",
-        "pod-template-hash": "5d8",
-    }
-    gateway["metadata"]["ownerReferences"] = [owner] if owner else []
-    cache.upsert(gateway)
+    cache.upsert(gateway_pod(owner=owner, podIP="10.0.0.9"))
     assert cache.list_gateways(CHAT) == ()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.controller.cluster.objects import parse_child, parse_pod
+from cleave.controller.cluster.objects import ObservedPod, parse_child, parse_pod
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,68 @@ def test_a_deployment_is_updated_when_all_its_replicas_are(replicas, status, is_
     ],
 )
 def test_a_pod_has_an_engine_for_each_agents_port(ports: list[str], count: int) -> None:
+    containers = [{"ports": [{"name": name} for name in ports]}]
+    assert parse_worker(spec={"containers": containers}).num_engines == count
+
+
+def parse_worker(**fields) -> ObservedPod:
     labels = {"role": "mixed", "deployment": "chat", "pool": "chat-mixed"}
-    manifest = {
-        "metadata": {"name": "c", "labels": {f"cleave.dev/{k}": v for k, v in labels.items()}},
-        "spec": {"containers": [{"ports": [{"name": name} for name in ports]}]},
-    }
-    pod = parse_pod(manifest)
+    labels = {f"cleave.dev/{name}": value for name, value in labels.items()}
+    pod = parse_pod({"metadata": {"name": "c", "labels": labels}, **fields})
     assert pod is not None
-    assert pod.num_engines == count
+    return pod
+
+
+DENIED = 'rpc error: code = NotFound desc = failed to pull and unpack image "r/none:1"'
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "fault"),
+    [
+        ("ContainerCreating", "", ""),
+        ("PodInitializing", "", ""),
+        # It has started before: how it ended says more.
+        ("CrashLoopBackOff", "back-off 10s restarting failed container", ""),
+        ("ErrImagePull", DENIED, f"ErrImagePull: {DENIED}"),
+        # The kubelet alternates between the two, and the text must not.
+        (
+            "ImagePullBackOff",
+            f'Back-off pulling image "r/none:1": ErrImagePull: {DENIED}',
+            f"ErrImagePull: {DENIED}",
+        ),
+        ("ImagePullBackOff", "", "ErrImagePull: r/none:1"),
+        ("CreateContainerConfigError", 'secret "k" not found', None),
+        ("InvalidImageName", "", "InvalidImageName"),
+    ],
+)
+def test_why_the_kubelet_cannot_start_a_pod(reason: str, message: str, fault: str | None) -> None:
+    waiting = {"reason": reason, "message": message}
+    status = {"containerStatuses": [{"image": "r/none:1", "state": {"waiting": waiting}}]}
+    expected = f"{reason}: {message}" if fault is None else fault
+    assert parse_worker(status=status).start_fault == expected
+
+
+@pytest.mark.parametrize(
+    ("terminated", "last_end"),
+    [
+        ({}, ""),
+        ({"reason": "OOMKilled", "exitCode": 137}, "OOMKilled"),
+        ({"reason": "Error", "exitCode": 2}, "exit code 2"),
+    ],
+)
+def test_how_a_container_ended_last(terminated: dict, last_end: str) -> None:
+    last_state = {"terminated": terminated} if terminated else {}
+    status = {"containerStatuses": [{"restartCount": 2, "lastState": last_state}]}
+    assert parse_worker(status=status).last_end == last_end
+
+
+def test_a_deployment_says_why_its_pods_are_refused() -> None:
+    refused = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: q"}
+    manifest = {
+        "kind": "Deployment",
+        "metadata": {"name": "chat-gateway"},
+        "status": {"conditions": [refused]},
+    }
+    assert parse_child(manifest).fault == "exceeded quota: q"
+    refused["status"] = "False"
+    assert parse_child(manifest).fault == ""

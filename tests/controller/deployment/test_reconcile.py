@@ -94,6 +94,10 @@ def condition(actions: list[Action], kind: str) -> tuple[str, str]:
     return found["status"], found["reason"]
 
 
+def message(actions: list[Action], kind: str) -> str:
+    return next(c["message"] for c in status_of(actions)["conditions"] if c["type"] == kind)
+
+
 def rollouts(actions: list[Action]) -> dict[str, dict[str, int] | None]:
     applied = [e.manifest for e in actions if isinstance(e, Apply)]
     return {
@@ -294,6 +298,23 @@ def test_it_serves_when_every_role_and_a_gateway_are_ready() -> None:
         assert condition(reconcile(each), "Degraded") == ("True", "TooFew")
     none = replace(ready, pods=ready.pods[:1])
     assert both(none) == [("False", "DecodeNotReady")] * 2
+
+
+def test_gateways_that_do_not_start_are_reported_with_the_cause() -> None:
+    desired = deployment()
+    pools = build_pools(desired)
+    gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=1)
+    existing = {("Deployment", "chat-gateway"): gateway}
+    here = view(desired, pools=pools, pods=pods(pools), children=existing)
+    refused = replace(gateway, fault="exceeded quota: q")
+    for each, cause in (
+        (replace(here, gateway_fault="g-1: ErrImagePull: x"), "g-1: ErrImagePull: x"),
+        (replace(here, children={("Deployment", "chat-gateway"): refused}), "exceeded quota: q"),
+    ):
+        actions = reconcile(each)
+        assert condition(actions, "Degraded") == ("True", "NotStarting")
+        assert message(actions, "Degraded") == f"gateway: {cause}"
+        assert message(actions, "GatewayReady") == f"1 of 2 gateways are ready; {cause}"
 
 
 def both(here: DeploymentView) -> list[tuple[str, str]]:

@@ -359,3 +359,33 @@ def test_new_names_never_collide() -> None:
     more = pool_pods.generate_names(desired, some, 5)
     assert not set(some) & set(more)
     assert all(len(name) <= 63 for name in more)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "message"),
+    [
+        ({"start_fault": "ErrImagePull: x"}, "NotStarting", "a cannot start: ErrImagePull: x"),
+        ({"restarts": 2, "last_end": "exit code 1"}, "TooFew", "1 of 2 instances are ready"),
+        (
+            {"restarts": 3, "last_end": "exit code 1"},
+            "Restarting",
+            "a was started again 3 times; the last time it ended: exit code 1",
+        ),
+        # It will happen again.
+        (
+            {"restarts": 1, "last_end": "OOMKilled"},
+            "Restarting",
+            "a was started again 1 times; the last time it ended: OOMKilled",
+        ),
+        ({"ready": True, "restarts": 9}, "Complete", "no instance keeps failing"),
+    ],
+)
+def test_an_instance_that_does_not_start_is_reported(
+    fields: dict[str, Any], reason: str, message: str
+) -> None:
+    desired = pool()
+    failing = pod("a", desired, **{"ready": False, **fields})
+    actions = reconcile(view(desired, failing, pod("b", desired)))
+    status = next(each.status for each in actions if isinstance(each, PatchStatus))
+    degraded = next(each for each in status["conditions"] if each["type"] == "Degraded")
+    assert (degraded["reason"], degraded["message"]) == (reason, message)

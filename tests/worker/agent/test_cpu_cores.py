@@ -52,21 +52,27 @@ def test_a_malformed_list_is_refused(text: str) -> None:
 
 
 def test_an_affinity_set_by_a_static_cpu_manager_is_used_whole() -> None:
-    assert plan_cores("auto", frozenset({1, 3}), FOUR, True, 1) == CoreRequest((1, 3))
+    assert plan_cores("auto", frozenset({1, 3}), FOUR, True, 1, "w") == CoreRequest((1, 3))
 
 
 def test_on_a_free_machine_each_rank_gets_one_free_core() -> None:
-    assert plan_cores("auto", FOUR, FOUR, True, 2) == CoreRequest((0, 1, 2, 3), count=2)
+    assert plan_cores("auto", FOUR, FOUR, True, 2, "w").count == 2
+
+
+def test_agents_that_do_not_see_each_others_locks_begin_at_different_cores() -> None:
+    requests = [plan_cores("auto", FOUR, FOUR, True, 1, f"chat-decode-{n}") for n in range(20)]
+    assert {request.cores[0] for request in requests} == FOUR
+    assert all(frozenset(request.cores) == FOUR for request in requests)
 
 
 def test_an_engine_that_needs_no_pinning_gets_none() -> None:
-    assert plan_cores("auto", frozenset({1}), FOUR, False, 1) == CoreRequest(())
-    assert plan_cores("none", frozenset({1}), FOUR, True, 1) == CoreRequest(())
+    assert plan_cores("auto", frozenset({1}), FOUR, False, 1, "w") == CoreRequest(())
+    assert plan_cores("none", frozenset({1}), FOUR, True, 1, "w") == CoreRequest(())
 
 
 def test_cores_outside_the_own_affinity_are_refused() -> None:
     with pytest.raises(CoresError, match="core 5"):
-        plan_cores("1,5", FOUR, FOUR, True, 1)
+        plan_cores("1,5", FOUR, FOUR, True, 1, "w")
 
 
 def test_ranks_share_the_cores_equally() -> None:

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import stat
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,13 @@ def parse(text: str) -> tuple[int, ...]:
 
 
 def plan_cores(
-    option: str, affinity: Cores, online: Cores, pinned_by_default: bool, num_ranks: int
+    option: str, affinity: Cores, online: Cores, pinned_by_default: bool, num_ranks: int, owner: str
 ) -> CoreRequest:
     """Translate `--cores option` to cores on this machine; no cores mean: do not pin.
 
     An affinity smaller than the machine was set by a static CPU manager: all of its cores are ours.
-    Otherwise an engine that is pinned by default gets one free core per rank.
+    Otherwise an engine that is pinned by default gets one free core per rank. Agents in containers
+    do not see each other's locks, so the name of the `owner` decides which core is tried first.
     """
     if option == "none":
         return CoreRequest(())
@@ -64,7 +66,9 @@ def plan_cores(
         return CoreRequest(())
     if affinity < online:
         return CoreRequest(tuple(sorted(affinity)))
-    return CoreRequest(tuple(sorted(affinity)), count=num_ranks)
+    cores = tuple(sorted(affinity))
+    first = zlib.crc32(owner.encode()) % len(cores)
+    return CoreRequest((*cores[first:], *cores[:first]), count=num_ranks)
 
 
 def build_omp_binding(cores: Sequence[int], ranks: int) -> str:

@@ -68,6 +68,7 @@ def _plan_cores(config: AgentConfig, gpu: bool) -> cpu_cores.CoreRequest:
         cpu_cores.list_online_cores(),
         pinned_by_default=config.engine == "vllm" and not gpu,
         num_ranks=config.num_ranks,
+        owner=config.name,
     )
 
 

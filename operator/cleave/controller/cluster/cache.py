@@ -63,6 +63,15 @@ class CachedResource:
     """Why it is invalid, one line each; an older version of Cleave may have admitted it."""
 
 
+class _Gateway(NamedTuple):
+    """A gateway's pod."""
+
+    ip: str
+    """Empty: not assigned yet."""
+    start_fault: str
+    """Why the kubelet cannot start it; empty: it can."""
+
+
 class ObjectCache:
     """The last known version of every object in the cluster."""
 
@@ -72,7 +81,7 @@ class ObjectCache:
         self._resources: dict[ResourceKey, CachedResource] = {}
         self._pods: dict[ResourceKey, ObservedPod] = {}
         self._pods_of: dict[ResourceKey, dict[str, ObservedPod]] = defaultdict(dict)
-        self._gateways: dict[ResourceKey, dict[str, str]] = defaultdict(dict)
+        self._gateways: dict[ResourceKey, dict[str, _Gateway]] = defaultdict(dict)
         self._pools_of: dict[ResourceKey, dict[str, None]] = defaultdict(dict)
         self._children: dict[str, dict[tuple[str, str], ObservedChild]] = defaultdict(dict)
         self.nodes: dict[str, ObservedNode] = {}
@@ -139,7 +148,14 @@ class ObjectCache:
 
     def list_gateways(self, deployment: ResourceKey) -> tuple[str, ...]:
         """Return the IP addresses of the deployment's gateway pods."""
-        return tuple(sorted(ip for ip in self._gateways.get(deployment, {}).values() if ip))
+        return tuple(
+            sorted(pod.ip for pod in self._gateways.get(deployment, {}).values() if pod.ip)
+        )
+
+    def find_gateway_fault(self, deployment: ResourceKey) -> str:
+        """Return why the kubelet cannot start one of the deployment's gateways; empty: it can."""
+        pods = sorted(self._gateways.get(deployment, {}).items())
+        return next((f"{name}: {pod.start_fault}" for name, pod in pods if pod.start_fault), "")
 
     def count(self) -> dict[str, int]:
         """Return the number of objects by kind."""
@@ -183,10 +199,7 @@ class ObjectCache:
         labels = manifest["metadata"].get("labels", {})
         deployment = ResourceKey(DEPLOYMENTS, key.namespace, labels.get(DEPLOYMENT, ""))
         if labels.get(COMPONENT) == GATEWAY:
-            if _is_of_gateway(manifest["metadata"], deployment.name):
-                address = manifest.get("status", {}).get("podIP", "")
-                self._gateways[deployment][key.name] = address
-            return set()
+            return self._upsert_gateway(key, deployment, manifest)
         is_worker = labels.get(COMPONENT) in (WORKER, NODE_WORKER)
         pod = objects.parse_pod(manifest) if is_worker else None
         if pod is None or self._pods.get(key) == pod:
@@ -200,6 +213,18 @@ class ObjectCache:
         for owner in owners:
             self._pods_of[owner][pod.name] = pod
         return self._filter_cached({*old_owners, *owners})
+
+    def _upsert_gateway(
+        self, key: ResourceKey, deployment: ResourceKey, manifest: Manifest
+    ) -> set[ResourceKey]:
+        if not _is_of_gateway(manifest["metadata"], deployment.name):
+            return set()
+        status, before = manifest.get("status", {}), self.find_gateway_fault(deployment)
+        pod = _Gateway(status.get("podIP", ""), objects.find_start_fault(status))
+        self._gateways[deployment][key.name] = pod
+        # Its address matters only to the next scrape; the fault is part of the status.
+        is_same = self.find_gateway_fault(deployment) == before
+        return set() if is_same else self._filter_cached([deployment])
 
     def _upsert_child(self, manifest: Manifest) -> set[ResourceKey]:
         child = objects.parse_child(manifest)
@@ -232,10 +257,11 @@ class ObjectCache:
         return self._remove_child(key)
 
     def _remove_child(self, key: ResourceKey) -> set[ResourceKey]:
+        affected: set[ResourceKey] = set()
         for deployment, gateways in self._gateways.items():
             if deployment.namespace == key.namespace:
-                gateways.pop(key.name, None)
-        affected: set[ResourceKey] = set()
+                gateway = gateways.pop(key.name, None)
+                affected |= {deployment} if gateway and gateway.start_fault else set()
         for uid, children in self._children.items():
             child = children.get((key.kind, key.name))
             if child is not None and child.namespace == key.namespace:

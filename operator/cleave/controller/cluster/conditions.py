@@ -27,6 +27,8 @@ _WITHOUT_EVENTS = frozenset({"Progressing", "PlanFeasible", "PlanDrifted", "Pred
 and replanning emits its own Events for the other two."""
 ROLLING_OUT = "RollingOut"
 """The reason for which Progressing does cause an Event, at its beginning and at its end."""
+NOT_STARTING = "NotStarting"
+"""The reason of Degraded when the kubelet cannot start a container, or no pod can be created."""
 PLANNING = "Planning"
 """A reason that never makes an Event a warning."""
 _REPORTED_BY_REASON = frozenset({"PlanReady", "ScalingLimited"})

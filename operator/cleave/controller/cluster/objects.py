@@ -45,6 +45,16 @@ _ACCESS_FIELDS = {"NetworkPolicy": ("spec",), "RoleBinding": ("roleRef", "subjec
 """Fields to which the API server adds no defaults, as the manifests have them all."""
 _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
+_STARTING = ("ContainerCreating", "PodInitializing")
+"""Reasons for which every container waits at first."""
+_BACK_OFF = "CrashLoopBackOff"
+"""Between two starts of a container that ends; how it ended says more."""
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff")
+"""These alternate; the second repeats the first one's message after a prefix."""
+_MAX_FAULT_LENGTH = 400
+OUT_OF_MEMORY = "OOMKilled"
+"""Kubernetes' reason for the end of a container that exceeded its memory limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObservedPod:
@@ -80,6 +90,10 @@ class ObservedPod:
     deleted_s: float | None = None
     """When its grace period ends: deletion was requested one grace period before."""
     restarts: int = 0
+    last_end: str = ""
+    """How its container ended last, for example "OOMKilled"; empty: it has not."""
+    start_fault: str = ""
+    """Why the kubelet cannot start its container; empty: it can."""
     cell: int | None = None
     """Number of its cell, in a pool whose instances share nodes with others."""
     num_engines: int = 1
@@ -155,6 +169,8 @@ class ObservedChild:
     deleting: bool = False
     ready: int = 0
     """Ready replicas of a Deployment."""
+    fault: str = ""
+    """Why a Deployment's pods cannot be created, such as a quota; empty: they can."""
     is_updated: bool = False
     """Whether a Deployment has replicas of its latest spec only, and all of them."""
 
@@ -196,8 +212,36 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         is_multi_node_worker=labels.get(COMPONENT) == NODE_WORKER,
         set_name=labels.get(_SET_LABEL, ""),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
+        last_end=_find_last_end(status),
+        start_fault=find_start_fault(status),
         num_engines=max(1, _count_agents(spec)),
     )
+
+
+def find_start_fault(status: Manifest) -> str:
+    """Why the kubelet cannot start a container of a pod with this status; empty: it can."""
+    for container in status.get("containerStatuses", ()):
+        waiting = container.get("state", {}).get("waiting", {})
+        reason = waiting.get("reason", "")
+        if not reason or reason in (*_STARTING, _BACK_OFF):
+            continue
+        message = waiting.get("message", "").strip()
+        if reason in _IMAGE_REASONS:
+            reason, image = _IMAGE_REASONS[0], container.get("image", "")
+            message = message.rpartition(f"{reason}: ")[2] or image
+        return f"{reason}: {message}"[:_MAX_FAULT_LENGTH] if message else reason
+    return ""
+
+
+def _find_last_end(status: Manifest) -> str:
+    """How the container that was restarted most often ended last."""
+    containers: Sequence[Manifest] = status.get("containerStatuses", ())
+    restarted: Manifest = max(containers, key=lambda each: each.get("restartCount", 0), default={})
+    end = restarted.get("lastState", {}).get("terminated", {})
+    if not end:
+        return ""
+    out_of_memory = end.get("reason") == OUT_OF_MEMORY
+    return OUT_OF_MEMORY if out_of_memory else f"exit code {end.get('exitCode', 0)}"
 
 
 def _count_agents(pod_spec: Manifest) -> int:
@@ -231,6 +275,8 @@ def _merge_pods(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:
         unschedulable_reason=next(filter(None, (e.unschedulable_reason for e in group)), ""),
         deleting=any(each.deleting for each in group),
         restarts=max(each.restarts for each in group),
+        last_end=max(group, key=lambda each: each.restarts).last_end,
+        start_fault=next(filter(None, (each.start_fault for each in group)), ""),
     )
 
 
@@ -283,11 +329,17 @@ def parse_child(manifest: Manifest) -> ObservedChild:
         access=get_access_rules(manifest),
         deleting="deletionTimestamp" in meta,
         ready=status.get("readyReplicas", 0),
+        fault=_find_replica_failure(status),
         # The rule of `kubectl rollout status`.
         is_updated=status.get("observedGeneration", 0) >= meta.get("generation", 0)
         # Kubernetes omits counts of 0.
         and spec.get("replicas") == status.get("updatedReplicas", 0) == status.get("replicas", 0),
     )
+
+
+def _find_replica_failure(status: Manifest) -> str:
+    failure = _index_by_type(status).get("ReplicaFailure", {})
+    return failure.get("message", "")[:_MAX_FAULT_LENGTH] if failure.get("status") == "True" else ""
 
 
 def parse_timestamp(timestamp: str | None) -> float | None:

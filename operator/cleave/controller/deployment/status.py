@@ -136,7 +136,15 @@ def _build_role_condition(
 def _build_gateway_condition(view: DeploymentView) -> ConditionState:
     ready, count = view.gateway.ready if view.gateway else 0, view.deployment.spec.gateway.replicas
     message = f"{ready} of {count} gateways are ready"
+    if fault := _find_gateway_fault(view):
+        message += f"; {fault}"
     return ConditionState("GatewayReady", ready > 0, "Ready" if ready else "NoneReady", message)
+
+
+def _find_gateway_fault(view: DeploymentView) -> str:
+    """Why gateways cannot be created or started; empty: they can."""
+    refused = view.gateway.fault if view.gateway else ""
+    return refused or view.gateway_fault
 
 
 def _find_true_in_pools(view: DeploymentView, kind: str) -> ConditionState | None:
@@ -181,6 +189,8 @@ def _build_degraded(
         return ConditionState("Degraded", True, "Failed", view.fault)
     if degraded := _find_true_in_pools(view, "Degraded"):
         return degraded
+    if fault := _find_gateway_fault(view):
+        return ConditionState("Degraded", True, conditions.NOT_STARTING, f"gateway: {fault}")
     missing = [
         role
         for role, pool in desired.items()

@@ -6,6 +6,7 @@ from cleave.api.pool import InstancePoolStatus
 from cleave.controller.cluster import apply, conditions, objects
 from cleave.controller.cluster.actions import Action, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
+from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool.unschedulable import CapacityProbe, SchedulingLimit
 from cleave.controller.rollout.planner import RolloutStep
 from cleave.controller.views import PoolInstances, PoolView
@@ -86,10 +87,19 @@ def _build_conditions(
 def _build_degraded(view: PoolView, fleet: PoolInstances, message: str) -> ConditionState:
     if view.fault:
         return ConditionState("Degraded", True, "Failed", view.fault)
-    failing = next((pod for pod in fleet.all if pod.restarts >= _RESTARTS_TO_REPORT), None)
-    if failing is not None and not failing.ready:
+    if stuck := next((pod for pod in fleet.all if pod.start_fault), None):
+        text = f"{stuck.name} cannot start: {stuck.start_fault}"
+        return ConditionState("Degraded", True, conditions.NOT_STARTING, text)
+    if failing := next(filter(_keeps_ending, fleet.all), None):
         text = f"{failing.name} was started again {failing.restarts} times"
+        text += f"; the last time it ended: {failing.last_end}" if failing.last_end else ""
         return ConditionState("Degraded", True, "Restarting", text)
     if 0 < fleet.num_ready < view.pool.spec.replicas and len(fleet.all) >= view.pool.spec.replicas:
         return ConditionState("Degraded", True, "TooFew", message)
     return ConditionState("Degraded", False, "Complete", "no instance keeps failing")
+
+
+def _keeps_ending(pod: ObservedPod) -> bool:
+    """Whether a pod ends again and again; one without enough memory will, after the first time."""
+    least = 1 if pod.last_end == objects.OUT_OF_MEMORY else _RESTARTS_TO_REPORT
+    return not pod.ready and pod.restarts >= least
