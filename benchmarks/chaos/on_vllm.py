@@ -20,6 +20,7 @@ from e2e.chaos.expected_output import CHAT, COMPLETIONS, Expected
 from e2e.chaos.faults import Fault
 from e2e.chaos.fleet import Fleet, Shape, raised
 from e2e.chaos.load import Load
+from e2e.chaos.machine import Machine
 from e2e.chaos.report import Report, ReportProgress, run_storm
 from e2e.chaos.requests import Ask
 from e2e.chaos.verdict import read_whole
@@ -34,7 +35,10 @@ WAIT_S = 300.0
 PROMPTS = 16
 
 
-def hurt_vllm(folder: Path, options: argparse.Namespace, report_progress: ReportProgress) -> Report:
+def hurt_vllm(
+    machine: Machine, options: argparse.Namespace, report_progress: ReportProgress
+) -> Report:
+    folder = machine.folder
     model = folder / "model"
     build(model)
     # Each instance takes a core for itself. The prefill instance serves when no other is left.
@@ -50,6 +54,7 @@ def hurt_vllm(folder: Path, options: argparse.Namespace, report_progress: Report
         )
         storm = run_storm(
             fleet,
+            machine,
             load,
             drawn,
             len(drawn),

@@ -7,6 +7,7 @@ printed. README.md says what is hurt and what must hold.
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from on_vllm import hurt_vllm  # noqa: E402
 from e2e.chaos import faults, network  # noqa: E402
 from e2e.chaos.fleet import Shape, emulated_manifest, raised  # noqa: E402
 from e2e.chaos.load import Load  # noqa: E402
+from e2e.chaos.machine import Machine, own_machine  # noqa: E402
 from e2e.chaos.report import Report, ReportProgress, print_report, run_storm  # noqa: E402
 from e2e.chaos.requests import draw  # noqa: E402
 
@@ -32,10 +34,10 @@ NAME = "chaos"
 
 
 def hurt_emulated(
-    folder: Path, options: argparse.Namespace, report_progress: ReportProgress
+    machine: Machine, options: argparse.Namespace, report_progress: ReportProgress
 ) -> Report:
     """A storm over an emulated fleet."""
-    shape = Shape(options.prefill, options.decode, options.mixed)
+    shape, folder = Shape(options.prefill, options.decode, options.mixed), machine.folder
     with raised(emulated_manifest(NAME, shape), shape, folder, UP_S) as fleet:
         load = Load(
             fleet.gateways, lambda rng, n: draw(rng, n, NAME), options.clients, options.seed
@@ -44,19 +46,28 @@ def hurt_emulated(
         drawn = faults.draw(
             random.Random(options.seed),
             options.faults,
-            choose_kinds(options.only),
+            choose_kinds(options.only, machine),
             fleet.roles,
             gateways,
             options.gap,
         )
-        return asyncio.run(
-            run_storm(fleet, load, drawn, options.burst, options.seed, report_progress)
+        storm = run_storm(
+            fleet,
+            machine,
+            load,
+            drawn,
+            options.burst,
+            options.seed,
+            report_progress,
+            lasting_s=options.seconds,
         )
+        return asyncio.run(storm)
 
 
-def choose_kinds(only: list[str] | None) -> dict[str, int]:
+def choose_kinds(only: list[str] | None, machine: Machine) -> dict[str, int]:
     """What may happen, and how often."""
-    kinds = faults.WORKER_KINDS | faults.GATEWAY_KINDS
+    kinds = faults.WORKER_KINDS | faults.GATEWAY_KINDS | faults.FLEET_KINDS
+    kinds |= {kind: weight for kind, weight in faults.MACHINE_KINDS.items() if kind in machine.kinds}
     if network.can_cut():
         kinds |= faults.CUTS
     if not only:
@@ -68,12 +79,21 @@ def choose_kinds(only: list[str] | None) -> dict[str, int]:
     return {kind: kinds[kind] for kind in only}
 
 
+def keep_bytecode() -> None:
+    """Processes start all the time; without compiled modules that takes twice as long."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(ROOT / "build" / "bytecode"))
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("emulated", "vllm"), nargs="?", default="emulated")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--burst", type=int, default=50, help="faults between two full checks")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no fault begins later than this"
+    )
     parser.add_argument("--gap", type=float, default=0.6, help="mean seconds between faults")
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--prefill", type=int, default=3)
@@ -87,10 +107,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
+    keep_bytecode()
     network.isolate()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix="cleave-chaos-") as folder,
+        own_machine(Path(folder)) as machine,
         Progress(
             *columns, TextColumn("{task.description}"), console=Console(stderr=True)
         ) as progress,
@@ -101,7 +123,7 @@ def main() -> int:
             progress.update(bar, completed=done, total=total, description=what)
 
         hurt = hurt_vllm if options.what == "vllm" else hurt_emulated
-        report = hurt(Path(folder), options, report_progress)
+        report = hurt(machine, options, report_progress)
     if options.output == "json":
         print(json.dumps(asdict(report), indent=2))
     else:

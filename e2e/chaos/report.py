@@ -17,6 +17,7 @@ from e2e.chaos.fleet import Fleet
 from e2e.chaos.gateways import Counts, add
 from e2e.chaos.invariants import measure_baseline
 from e2e.chaos.load import Load
+from e2e.chaos.machine import Machine
 from e2e.chaos.run import Storm, ViolationError
 
 ReportProgress = Callable[[str, int, int], None]
@@ -40,11 +41,16 @@ class Report:
     worst_pause_s: float
     worst_first_byte_s: float
     gateways: Counts
+    touched: dict[str, dict[str, int]]
+    """Kind of fault -> case -> requests that ran while one lasted."""
+    processor_share: float
+    """The least that the run got of the processor time it asked for."""
     violation: str = ""
 
 
 async def run_storm(
     fleet: Fleet,
+    machine: Machine,
     load: Load,
     drawn: Sequence[Fault],
     burst: int,
@@ -55,6 +61,7 @@ async def run_storm(
     """`limits`: of the storm, where they are not its usual ones."""
     storm = Storm(
         fleet.deployment,
+        machine,
         fleet.gateways,
         fleet.roles,
         load,
@@ -94,6 +101,8 @@ def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: s
         worst_pause_s=round(tally.worst_pause_s, 2),
         worst_first_byte_s=round(tally.worst_first_s, 2),
         gateways=dict(sorted(counts.items())),
+        touched={kind: dict(cases) for kind, cases in sorted(storm.touched.items())},
+        processor_share=round(storm.beat.least_share, 2),
         violation=violation,
     )
 
@@ -109,6 +118,7 @@ def print_report(report: Report, out: Console) -> None:
         table.add_row(f"  {case.lower().replace('_', ' ')}", str(number))
     table.add_row("  broken off by clients", str(report.left))
     table.add_row("worst pause within an answer", f"{report.worst_pause_s:.1f} s")
+    table.add_row("least share of processor time", f"{report.processor_share:.0%}")
     table.add_row("worst wait for a first byte", f"{report.worst_first_byte_s:.1f} s")
     for series, number in report.gateways.items():
         if series.startswith(("recoveries", "handoffs", "retries")):

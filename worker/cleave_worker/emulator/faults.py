@@ -2,8 +2,15 @@
 
 import asyncio
 import os
+import sys
 
 import msgspec
+
+POISON = "poison pill"
+"""With fault injection, a request that contains this ends the process, as requests have ended
+vLLM's (CVE-2025-48942)."""
+POISONED = "emulated engine: a request ended this process"
+"""What the process then writes to its log."""
 
 
 class FaultError(ValueError):
@@ -42,6 +49,13 @@ _COUNTED = (
     "corrupt_handoff", "stale_handoff", "short_handoff", "wrong_kv", "swap_handoff",
     "empty_handoff",
 )  # fmt: skip
+
+
+def end_if_poisoned(body: bytes) -> None:
+    """End this process with exit code 1 if the request contains POISON."""
+    if POISON.encode() in body:
+        print(POISONED, file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 class Faults:
