@@ -1,8 +1,8 @@
 """Many runs of run.py, piece by piece, with all results in one JSON: `campaign.py --seconds 400`.
 
-A piece hurts several fleets side by side, each with a seed of its own, and adds their reports to the
-file. It may be broken off and continued later; `--show` prints the table of all pieces so far. Exit
-code 1: a fleet of this piece was wrong.
+A piece hurts several fleets side by side, each with a seed of its own, and adds their reports to
+the file. It may be broken off and continued later; `--show` prints the table of all pieces so far.
+Exit code 1: a fleet of this piece was wrong.
 """
 
 import argparse
@@ -39,7 +39,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400, help="no fault begins later")
     parser.add_argument("--show", action="store_true", help="print the table and do nothing else")
     options, of_run = parser.parse_known_args()
-    pieces: list[Piece] = json.loads(options.results.read_text()) if options.results.exists() else []
+    pieces: list[Piece] = (
+        json.loads(options.results.read_text()) if options.results.exists() else []
+    )
     if options.show:
         print_campaign(pieces, Console())
         return 0

@@ -1,4 +1,4 @@
-"""Hurts a fleet under load and checks every answer: `run.py emulated` or `run.py vllm`.
+"""Hurts a fleet under load and checks every answer: `run.py emulated`, `vllm` or `cluster`.
 
 Exit code 0: nothing was wrong; 1: something was, and the seed and what went on around it are
 printed. README.md says what is hurt and what must hold.
@@ -20,9 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from on_cluster import hurt_control_plane  # noqa: E402
 from on_vllm import hurt_vllm  # noqa: E402
 
 from e2e.chaos import faults, network  # noqa: E402
+from e2e.chaos.control_plane import ControlPlaneReport  # noqa: E402
 from e2e.chaos.fleet import Shape, emulated_manifest, raised  # noqa: E402
 from e2e.chaos.load import Load  # noqa: E402
 from e2e.chaos.machine import Machine, own_machine  # noqa: E402
@@ -31,6 +33,18 @@ from e2e.chaos.requests import draw  # noqa: E402
 
 UP_S = 120
 NAME = "chaos"
+
+
+def hurt(
+    folder: Path, options: argparse.Namespace, report_progress: ReportProgress
+) -> Report | ControlPlaneReport:
+    """The run that was asked for."""
+    if options.what == "cluster":
+        return hurt_control_plane(folder, options, report_progress)
+    if options.what == "vllm":
+        return hurt_vllm(Machine(folder), options, report_progress)
+    with own_machine(folder) as machine:
+        return hurt_emulated(machine, options, report_progress)
 
 
 def hurt_emulated(
@@ -67,7 +81,9 @@ def hurt_emulated(
 def choose_kinds(only: list[str] | None, machine: Machine) -> dict[str, int]:
     """What may happen, and how often."""
     kinds = faults.WORKER_KINDS | faults.GATEWAY_KINDS | faults.FLEET_KINDS
-    kinds |= {kind: weight for kind, weight in faults.MACHINE_KINDS.items() if kind in machine.kinds}
+    kinds |= {
+        kind: weight for kind, weight in faults.MACHINE_KINDS.items() if kind in machine.kinds
+    }
     if network.can_cut():
         kinds |= faults.CUTS
     if not only:
@@ -87,7 +103,9 @@ def keep_bytecode() -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("emulated", "vllm"), nargs="?", default="emulated")
+    parser.add_argument(
+        "what", choices=("emulated", "vllm", "cluster"), nargs="?", default="emulated"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--burst", type=int, default=50, help="faults between two full checks")
@@ -112,7 +130,6 @@ def main() -> int:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix="cleave-chaos-") as folder,
-        own_machine(Path(folder)) as machine,
         Progress(
             *columns, TextColumn("{task.description}"), console=Console(stderr=True)
         ) as progress,
@@ -122,12 +139,13 @@ def main() -> int:
         def report_progress(what: str, done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total, description=what)
 
-        hurt = hurt_vllm if options.what == "vllm" else hurt_emulated
-        report = hurt(machine, options, report_progress)
+        report = hurt(Path(folder), options, report_progress)
     if options.output == "json":
         print(json.dumps(asdict(report), indent=2))
-    else:
+    elif isinstance(report, Report):
         print_report(report, Console())
+    else:
+        Console().print(asdict(report))
     return 1 if report.violation else 0
 
 

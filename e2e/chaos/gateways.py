@@ -22,7 +22,7 @@ from e2e.support.deployments import MARK, Deployment, free_port, until
 START_S = 60
 ASK_S = 5
 CLIENT = httpx.Client(
-    verify=False,  # noqa: S501 - plain HTTP on this machine; reading certificates takes 20 ms
+    verify=False,
     timeout=ASK_S,
     limits=httpx.Limits(max_keepalive_connections=0),
     trust_env=False,

@@ -67,9 +67,7 @@ class _Answer:
     usage: dict[str, Any] | None = None
 
 
-def check_answer(
-    ask: Ask, seen: Seen, gateway_killed: bool, gateway_full: bool = False
-) -> Verdict:
+def check_answer(ask: Ask, seen: Seen, gateway_killed: bool, gateway_full: bool = False) -> Verdict:
     """`gateway_killed`, `gateway_full`: the client's own, while it waited."""
     try:
         verdict = _check_answer(ask, seen, gateway_killed)

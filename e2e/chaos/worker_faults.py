@@ -30,7 +30,7 @@ INJECTED = {
 
 
 class Worker:
-    """The processes of one instance, as they are now. Raises LookupError when there is no engine."""
+    """The processes of one instance, as they are now. Raises LookupError without an engine."""
 
     def __init__(self, agent: psutil.Process) -> None:
         self.agent = agent

@@ -54,7 +54,7 @@ _COUNTED = (
 def end_if_poisoned(body: bytes) -> None:
     """End this process with exit code 1 if the request contains POISON."""
     if POISON.encode() in body:
-        print(POISONED, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{POISONED}\n")
         os._exit(1)
 
 
