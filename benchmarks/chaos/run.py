@@ -117,7 +117,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=3)
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--mixed", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=10, help="of vllm")
     parser.add_argument("--only", action="append", metavar="KIND", help="of faults; repeatable")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     return parser.parse_args(arguments)

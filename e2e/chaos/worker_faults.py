@@ -47,7 +47,10 @@ class Worker:
         if kind == "cut engine":
             return {self.engine_port}
         listening = {
-            c.laddr.port for c in self.engine.net_connections() if c.status == psutil.CONN_LISTEN
+            connection.laddr.port
+            for process in (self.engine, *self.engine.children(recursive=True))
+            for connection in process.net_connections()
+            if connection.status == psutil.CONN_LISTEN
         }
         if kind == "cut KV":
             return listening - {self.engine_port}

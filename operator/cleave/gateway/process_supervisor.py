@@ -151,7 +151,7 @@ class _ProcessSupervisor:
     def _wait_for_signal(self) -> None:
         received = signal.sigtimedwait(_SIGNALS, POLL_INTERVAL_S)
         self._poll_timer.tick()
-        # Stopped and continued meanwhile, Python's sigtimedwait may return a signal that was never sent.
+        # After SIGCONT Python's sigtimedwait may return a signal that was never sent.
         if received is not None and received.si_signo in _STOP_SIGNALS:
             log.info("draining")
             self._exit_code = 0
