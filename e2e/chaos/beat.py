@@ -27,15 +27,19 @@ class Beat:
     """Of the processor time that it asked for between two looks."""
     _shares: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_LOOKS))
     """When it looked, by the monotonic clock, and its share since the look before."""
-    _looked_s: float = field(default_factory=time.monotonic)
-    _had_s: float = 0.0
-    _waited_s: float = 0.0
+    _looked_s: float = field(init=False)
+    _had_s: float = field(init=False)
+    _waited_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._looked_s = time.monotonic()
+        self._had_s, self._waited_s = read_schedstat()
 
     def look(self) -> float:
         """Seconds, from any beginning; call it at least every few seconds."""
         now_s = time.monotonic()
-        had_ns, waited_ns, _ = map(int, _SCHEDSTAT.read_text().split())
-        had_s, waited_s = had_ns / 1e9 - self._had_s, waited_ns / 1e9 - self._waited_s
+        read = read_schedstat()
+        had_s, waited_s = read[0] - self._had_s, read[1] - self._waited_s
         share = 1.0
         if had_s + waited_s > LEAST_ASKED_S:
             share = max(had_s / (had_s + waited_s), LEAST_SHARE)
@@ -43,9 +47,15 @@ class Beat:
             self._shares.append((now_s, share))
         self.now_s += (now_s - self._looked_s) * share
         self._looked_s = now_s
-        self._had_s, self._waited_s = had_ns / 1e9, waited_ns / 1e9
+        self._had_s, self._waited_s = read
         return self.now_s
 
     def find_least_share(self, began_s: float, ended_s: float) -> float:
         """The least of a span of the monotonic clock."""
         return min((share for at, share in self._shares if began_s <= at <= ended_s), default=1.0)
+
+
+def read_schedstat() -> tuple[float, float]:
+    """Seconds for which this process had a processor, and for which it waited for one."""
+    had_ns, waited_ns, _ = map(int, _SCHEDSTAT.read_text().split())
+    return had_ns / 1e9, waited_ns / 1e9
