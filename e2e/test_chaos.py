@@ -53,8 +53,9 @@ def test_gateways_that_are_frozen_or_starved_judge_no_engine() -> None:
     code, report = hurt("--seed", str(SEED), "--faults", "8", "--burst", "8", *only)
     assert code == 0, report["violation"]
     assert report["cases"].keys() == {"RIGHT"}
-    judged = [name for name in report["gateways"] if name.startswith(("retries", "recoveries"))]
-    assert judged == []
+    # A prompt's KV may be given up meanwhile, which the decode engine answers with an error status.
+    causes = ("recoveries", 'retries{cause="lost"', 'retries{cause="unreached"')
+    assert [name for name in report["gateways"] if name.startswith(causes)] == []
 
 
 def test_requests_that_end_engines_are_refused_after_two() -> None:

@@ -1,10 +1,12 @@
 """Runs a storm and reports the result, to machines and to people."""
 
+import asyncio
 import os
 import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +22,8 @@ from e2e.chaos.load import Load
 from e2e.chaos.machine import Machine
 from e2e.chaos.run import Storm, ViolationError
 
+MOST_AT_ONCE = 32
+"""Faults."""
 ReportProgress = Callable[[str, int, int], None]
 """What happens now, faults so far, faults in all."""
 
@@ -59,6 +63,8 @@ async def run_storm(
     **limits: float,
 ) -> Report:
     """`limits`: of the storm, where they are not its usual ones."""
+    # Each fault that lasts takes a thread; there are six by default on two cores.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MOST_AT_ONCE))
     storm = Storm(
         fleet.deployment,
         machine,

@@ -15,6 +15,7 @@ from e2e.support.deployments import command
 AGENT_PORT = 9000
 RESTART_S = 20.0
 """Until an agent has started another engine; its back-off included."""
+RESTART_LOOK_S = 0.2
 INJECTED = {
     "freeze loop": lambda amount: {"hang": True},
     "slow": lambda amount: {"slow": 10},
@@ -126,7 +127,7 @@ def find_next_engine(worker: Worker) -> psutil.Process:
             engine = find_engine(worker.agent.children(recursive=True))
             if engine != worker.engine:
                 return engine
-        time.sleep(0.05)
+        time.sleep(RESTART_LOOK_S)
     raise LookupError(f"no other engine within {RESTART_S:.0f} s")
 
 
