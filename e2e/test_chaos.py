@@ -22,6 +22,8 @@ from e2e.chaos.verdict import Case, Seen, check_answer, check_refusal_of_poison
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "chaos" / "run.py"
 SEED = 20
+RUN_S = 240
+pytestmark = pytest.mark.timeout(RUN_S + 30)
 SMALL = ("--prefill", "2", "--decode", "2", "--mixed", "1", "--clients", "8", "--gap", "0.4")
 
 
@@ -31,7 +33,7 @@ def hurt(*options: str) -> tuple[int, dict[str, Any]]:
         [sys.executable, str(RUN), "emulated", *SMALL, *options, "-o", "json"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=RUN_S,
         check=False,
     )
     assert ran.stdout, ran.stderr[-3_000:]

@@ -95,6 +95,7 @@ def print_campaign(pieces: list[Piece], out: Console) -> None:
         cases = touched.get(kind, Counter())
         table.add_row(kind, f"{number:,}", *[f"{cases[case]:,}" for case in FOUND])
     out.print(table)
+    out.print(f"{sum(piece['poisoned'] for piece in pieces)} engines ended by poison requests")
     requests = sum(piece["requests"] for piece in pieces)
     cases = sum((Counter(piece["cases"]) for piece in pieces), Counter())
     seconds = sum(piece["seconds"] for piece in pieces)

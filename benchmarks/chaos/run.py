@@ -9,8 +9,10 @@ import asyncio
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,7 +33,8 @@ from e2e.chaos.machine import Machine, own_machine  # noqa: E402
 from e2e.chaos.report import Report, ReportProgress, print_report, run_storm  # noqa: E402
 from e2e.chaos.requests import draw  # noqa: E402
 
-UP_S = 120
+STARTED_S = time.monotonic()
+UP_S = 240
 NAME = "chaos"
 
 
@@ -73,7 +76,7 @@ def hurt_emulated(
             options.burst,
             options.seed,
             report_progress,
-            lasting_s=options.seconds,
+            lasting_s=STARTED_S + options.seconds - time.monotonic(),
         )
         return asyncio.run(storm)
 
@@ -110,7 +113,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--burst", type=int, default=50, help="faults between two full checks")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="no fault begins later than this"
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="no fault begins later, the start included",
     )
     parser.add_argument("--gap", type=float, default=0.6, help="mean seconds between faults")
     parser.add_argument("--clients", type=int, default=24)
@@ -126,6 +132,8 @@ def main() -> int:
     options = parse_arguments()
     keep_bytecode()
     network.isolate()
+    # Ended from outside, a run still takes its fleet down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix="cleave-chaos-") as folder,

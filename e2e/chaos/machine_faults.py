@@ -60,4 +60,4 @@ def send_poison(fault: Fault, model: str, gateway: Gateway) -> None:
 def count_poisoned(deployment: Deployment) -> int:
     """Engines that such requests have ended, as their logs say."""
     logs = deployment.state_dir.rglob("*.log")
-    return sum(log.read_bytes().count(POISONED.encode()) for log in logs)
+    return sum(log.read_bytes().count(f"[engine] {POISONED}".encode()) for log in logs)

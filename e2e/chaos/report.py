@@ -20,6 +20,7 @@ from e2e.chaos.gateways import Counts, add
 from e2e.chaos.invariants import measure_baseline
 from e2e.chaos.load import Load
 from e2e.chaos.machine import Machine
+from e2e.chaos.machine_faults import count_poisoned
 from e2e.chaos.run import Storm, ViolationError
 
 MOST_AT_ONCE = 32
@@ -47,6 +48,8 @@ class Report:
     gateways: Counts
     touched: dict[str, dict[str, int]]
     """Kind of fault -> case -> requests that ran while one lasted."""
+    poisoned: int
+    """Engines that poison requests have ended."""
     processor_share: float
     """The least that the run got of the processor time it asked for."""
     violation: str = ""
@@ -108,6 +111,7 @@ def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: s
         worst_first_byte_s=round(tally.worst_first_s, 2),
         gateways=dict(sorted(counts.items())),
         touched={kind: dict(cases) for kind, cases in sorted(storm.touched.items())},
+        poisoned=count_poisoned(fleet.deployment),
         processor_share=round(storm.beat.least_share, 2),
         violation=violation,
     )
