@@ -19,7 +19,7 @@ from e2e.chaos.beat import Beat
 from e2e.chaos.gateway_faults import starved
 from e2e.chaos.worker_faults import stopped
 from e2e.cluster.closed_loop_load import Load
-from e2e.cluster.cluster import CommandError
+from e2e.cluster.cluster import CommandError, wait_until
 from e2e.cluster.control_plane import ControlPlane
 from e2e.test_cluster_operator import SYSTEM, Chat, holder, placement, read_log
 
@@ -39,6 +39,8 @@ PLACEMENTS = ((1, 2), (1, 3), (2, 2))
 SURGE = 1
 """Instances of a pool above its replicas while it is rolled out."""
 READY_S = 180.0
+CHANGED_S = 60.0
+"""Until the API server takes a change."""
 LOOK_S = 1.0
 AFTER_S = 30.0
 """Until clients get answers after all faults."""
@@ -157,23 +159,32 @@ class ControlPlaneStorm:
             self.report.violation += "\n" + read_log(self.chat.cluster, self.chat.namespace)
 
     def _change(self, fault: ControlPlaneFault) -> None:
-        """Something for the operator to do."""
+        """Something for the operator to do. A pod is deleted only while all others serve."""
+        change = fault.change
+        if change.startswith("delete") and self._find_leftovers():
+            change = "edit"
+        # The webhook of an operator that was just killed may be away.
+        wait_until(lambda: self._try_change(change, fault.choice), CHANGED_S, change)
+        self.report.changes[change] += 1
+
+    def _try_change(self, change: str, choice: int) -> bool:
+        """True; raises CommandError when the API server refuses it."""
         chat, namespace = self.chat, self.chat.namespace
-        self.report.changes[fault.change] += 1
-        match fault.change:
+        match change:
             case "edit":
                 self._edits += 1
                 chat.edit({"engine": {"env": [{"name": "EDITED", "value": str(self._edits)}]}})
             case "scale":
-                self.replicas = PLACEMENTS[fault.choice % len(PLACEMENTS)]
+                self.replicas = PLACEMENTS[choice % len(PLACEMENTS)]
                 prefill, decode = self.replicas
                 chat.edit({"placement": {"manual": placement(prefill=prefill, decode=decode)}})
             case _:
-                part = "worker" if fault.change == "delete worker" else "gateway"
+                part = "worker" if change == "delete worker" else "gateway"
                 pods = chat.cluster.list("pods", namespace, f"cleave.dev/component={part}")
                 ready = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-                victim = ready[fault.choice % len(ready)]["metadata"]["name"]
+                victim = ready[choice % len(ready)]["metadata"]["name"]
                 chat.cluster.kubectl("delete", "pod", victim, "-n", namespace, "--wait=false")
+        return True
 
     @contextmanager
     def _inflicted(self, fault: ControlPlaneFault) -> Iterator[None]:
