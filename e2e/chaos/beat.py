@@ -12,7 +12,7 @@ from pathlib import Path
 
 LEAST_SHARE = 0.1
 """However little this process gets, a wait ends after ten times its length."""
-LEAST_ASKED_S = 0.005
+LEAST_WORK_S = 0.005
 """With less work in between than this nothing can be said."""
 MOST_LOOKS = 4_096
 _SCHEDSTAT = Path("/proc/self/schedstat")
@@ -41,7 +41,7 @@ class Beat:
         read = read_schedstat()
         had_s, waited_s = read[0] - self._had_s, read[1] - self._waited_s
         share = 1.0
-        if had_s + waited_s > LEAST_ASKED_S:
+        if had_s + waited_s > LEAST_WORK_S:
             share = max(had_s / (had_s + waited_s), LEAST_SHARE)
             self.least_share = min(self.least_share, share)
             self._shares.append((now_s, share))
