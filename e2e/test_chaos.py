@@ -50,7 +50,7 @@ def test_a_short_storm_loses_nothing_and_serves_no_wrong_token() -> None:
 
 
 def test_gateways_that_are_frozen_or_starved_judge_no_engine() -> None:
-    kinds = ("freeze gateway", "freeze gateway process", "starve gateway")
+    kinds = ("freeze gateway", "freeze gateway process", "freeze gateway loop", "starve gateway")
     only = [word for kind in kinds for word in ("--only", kind)]
     code, report = hurt("--seed", str(SEED), "--faults", "8", "--burst", "8", *only)
     assert code == 0, report["violation"]

@@ -38,6 +38,7 @@ KINDS = {
     "kill gateway process": 2,
     "freeze gateway": 3,
     "freeze gateway process": 3,
+    "freeze gateway loop": 3,
     "starve gateway": 3,
 }
 """Kind -> how often, against the others. An engine takes a minute of a core to start, the rest of

@@ -31,6 +31,7 @@ GATEWAY_KINDS = {
     "kill gateway process": 2,
     "freeze gateway": 3,
     "freeze gateway process": 3,
+    "freeze gateway loop": 3,
     "starve gateway": 3,
     "fill buffers": 3,
 }
@@ -54,6 +55,7 @@ LONG_S = {
     "slow start": 10.0,
     "freeze gateway": 8.0,
     "freeze gateway process": 8.0,
+    "freeze gateway loop": 8.0,
     "starve gateway": 8.0,
     "freeze kubelet": 8.0,
     "fill disk": 8.0,

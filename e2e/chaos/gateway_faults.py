@@ -1,5 +1,7 @@
 """What each fault does to a gateway: its processes, and the memory that its clients share."""
 
+import ctypes
+import os
 import random
 import socket
 import threading
@@ -15,6 +17,10 @@ from e2e.chaos.worker_faults import stopped
 SLICE_S = 0.1
 """A starved gateway runs for a tenth of each."""
 CONNECT_S = 3.0
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+"""Requests of ptrace(2)."""
+_WALL = 0x40000000
+"""Of waitpid(2): for threads as well."""
 
 
 @contextmanager
@@ -31,6 +37,12 @@ def inflicted_on_gateway(fault: Fault, gateway: Gateway) -> Iterator[None]:
             child = random.Random(fault.number).choice(gateway.list_processes()[1:])
             with gateway.held(), stopped([child]):
                 yield
+        case "freeze gateway loop":
+            # Of one process; the parent of several has no event loop.
+            processes = gateway.list_processes()
+            serving = processes[1:] or processes
+            with gateway.held(), halted(random.Random(fault.number).choice(serving).pid):
+                yield
         case "starve gateway":
             with gateway.held(), starved(gateway.list_processes()):
                 yield
@@ -44,6 +56,29 @@ def inflicted_on_gateway(fault: Fault, gateway: Gateway) -> Iterator[None]:
                 yield
             finally:
                 gateway.start()
+
+
+@contextmanager
+def halted(thread_id: int) -> Iterator[None]:
+    """One thread stands still and the others of its process go on, as in a debugger.
+
+    So an event loop is late in the middle of a callback, while gRPC's threads read and answer. To
+    be closed in the thread that has opened it. Raises ProcessLookupError and PermissionError.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def trace(request: int) -> None:
+        if libc.ptrace(request, thread_id, None, None) < 0:
+            raise OSError(ctypes.get_errno(), "ptrace")
+
+    trace(_SEIZE)
+    try:
+        trace(_INTERRUPT)
+        os.waitpid(thread_id, _WALL)
+        yield
+    finally:
+        with suppress(OSError):
+            trace(_DETACH)
 
 
 @contextmanager

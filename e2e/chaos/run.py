@@ -154,7 +154,7 @@ class Storm:
             await asyncio.to_thread(self._inflict, fault, victim, event)
         except AssertionError as error:
             self._failed = f"{fault.kind} of {victim}: {error}"
-        except (psutil.Error, httpx.HTTPError, LookupError, ValueError, ProcessLookupError):
+        except (psutil.Error, httpx.HTTPError, LookupError, ValueError, OSError):
             # An earlier fault's restart came in between: there was no victim.
             self.missed[fault.kind] += 1
             self.events.remove(event)
