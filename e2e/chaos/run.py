@@ -15,13 +15,22 @@ import httpx
 import psutil
 
 from e2e.chaos.beat import Beat
-from e2e.chaos.faults import FLEET, FLEET_KINDS, GATEWAY_KINDS, MACHINE_KINDS, ONE_PROCESS, Fault
+from e2e.chaos.faults import (
+    CRIPPLING,
+    FLEET,
+    FLEET_KINDS,
+    GATEWAY_KINDS,
+    MACHINE_KINDS,
+    ONE_PROCESS,
+    Fault,
+)
 from e2e.chaos.gateway_faults import inflicted_on_gateway
 from e2e.chaos.gateways import Gateway
 from e2e.chaos.invariants import Baseline, find_leftovers
 from e2e.chaos.load import Load, Record
 from e2e.chaos.machine import Machine
 from e2e.chaos.machine_faults import count_poisoned, inflicted_on_fleet
+from e2e.chaos.verdict import Case, Seen
 from e2e.chaos.worker_faults import Worker, inflicted
 from e2e.support.deployments import Deployment
 
@@ -35,6 +44,9 @@ POISON_ENDS = 2
 POISON_ENDS_UNSEEN = 6
 """The same while agents cannot report that their engines have ended: all attempts."""
 AGENT_FAULTS = frozenset(("hang agent", "kill agent", "kill worker", "cut agent", "cut worker"))
+LOSSES = frozenset((Case.ENGINES_FAILED, Case.NO_INSTANCE, Case.NOT_RESUMABLE))
+TAKING_ENGINES = CRIPPLING | {"poison request"}
+"""Faults without which no such loss is documented."""
 BUSY_SHARE = 0.5
 """A machine that gives a run less than this of the processor time it asks for delays reports."""
 RECENT_EVENTS = 64
@@ -240,12 +252,24 @@ class Storm:
         return bool(left) and len(decoding) >= self.serving_left
 
     def _note(self, record: Record) -> None:
-        """A request is over: which faults lasted while it ran?"""
-        seen = record.seen
+        """A request is over: which faults lasted while it ran, and do they excuse its loss?"""
+        seen, case = record.seen, record.verdict.case
+        if case in LOSSES and not any(
+            event.fault.kind in TAKING_ENGINES for event in self._find_near(seen)
+        ):
+            self._failed = "no fault took an engine away: " + self._explain(record)
         for event in self.events[-RECENT_EVENTS:]:
             if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s:
                 cases = self.touched.setdefault(event.fault.kind, Counter())
-                cases[record.verdict.case.name] += 1
+                cases[case.name] += 1
+
+    def _find_near(self, seen: Seen) -> list[Event]:
+        """Faults that may concern a request."""
+        return [
+            event
+            for event in self.events
+            if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s - BEFORE_S
+        ]
 
     def _check_poisoned(self) -> None:
         """Raises ViolationError when requests have ended more engines than they may."""
@@ -279,11 +303,7 @@ class Storm:
     def _explain(self, record: Record) -> str:
         """The smallest history that shows what happened around a request."""
         seen = record.seen
-        near = [
-            event.describe(self.zero_s)
-            for event in self.events
-            if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s - BEFORE_S
-        ]
+        near = [event.describe(self.zero_s) for event in self._find_near(seen)]
         began, ended = seen.began_s - self.zero_s, seen.ended_s - self.zero_s
         request = (
             f"request {record.ask.name} on {record.ask.path} through {seen.gateway}, "
