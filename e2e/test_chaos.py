@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 
+from e2e.chaos import beat, control_plane
 from e2e.chaos.expected_output import CHAT, COMPLETIONS, expect
-from e2e.chaos.faults import WORKER_KINDS, draw
+from e2e.chaos.faults import FLEET, FLEET_KINDS, GATEWAY_KINDS, WORKER_KINDS, draw
 from e2e.chaos.requests import Ask
 from e2e.chaos.requests import draw as draw_request
-from e2e.chaos.verdict import Case, Seen, check_answer
+from e2e.chaos.verdict import Case, Seen, check_answer, check_refusal_of_poison
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "chaos" / "run.py"
 SEED = 20
+RUN_S = 240
+pytestmark = pytest.mark.timeout(RUN_S + 30)
 SMALL = ("--prefill", "2", "--decode", "2", "--mixed", "1", "--clients", "8", "--gap", "0.4")
 
 
@@ -30,7 +33,7 @@ def hurt(*options: str) -> tuple[int, dict[str, Any]]:
         [sys.executable, str(RUN), "emulated", *SMALL, *options, "-o", "json"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=RUN_S,
         check=False,
     )
     assert ran.stdout, ran.stderr[-3_000:]
@@ -44,6 +47,23 @@ def test_a_short_storm_loses_nothing_and_serves_no_wrong_token() -> None:
     assert len(report["faults"]) >= 6
     assert report["cases"]["RIGHT"] >= 50
     assert report["cases"].keys() <= {case.name for case in Case} - {"WRONG", "NO_INSTANCE"}
+
+
+def test_gateways_that_are_frozen_or_starved_judge_no_engine() -> None:
+    kinds = ("freeze gateway", "freeze gateway process", "freeze gateway loop", "starve gateway")
+    only = [word for kind in kinds for word in ("--only", kind)]
+    code, report = hurt("--seed", str(SEED), "--faults", "8", "--burst", "8", *only)
+    assert code == 0, report["violation"]
+    assert report["cases"].keys() == {"RIGHT"}
+    # A prompt's KV may be given up meanwhile, which the decode engine answers with an error status.
+    causes = ("recoveries", 'retries{cause="lost"', 'retries{cause="unreached"')
+    assert [name for name in report["gateways"] if name.startswith(causes)] == []
+
+
+def test_requests_that_end_engines_are_refused_after_two() -> None:
+    code, report = hurt("--seed", str(SEED), "--faults", "2", "--only", "poison request")
+    assert code == 0, report["violation"]
+    assert report["faults"] == {"poison request": 2}
 
 
 def test_corrupt_kv_is_detected_and_the_surrounding_faults_are_reported() -> None:
@@ -112,6 +132,62 @@ def test_only_what_cannot_be_resumed_may_say_so(ask: Ask) -> None:
     seen = Seen(0, status=200, body=f"data: {json.dumps({'error': error})}\n\n".encode())
     assert check_answer(replace(ask, resumable=False), seen, False).case is Case.NOT_RESUMABLE
     assert check_answer(ask, seen, False).case is Case.ENGINES_FAILED
+
+
+def refusal(code: str, *, stream: bool = False) -> Seen:
+    error = json.dumps({"error": {"code": code, "message": "m"}})
+    if stream:
+        return Seen(0, status=200, body=f"data: {error}\n\n".encode())
+    return Seen(0, status=503, body=error.encode())
+
+
+def test_only_a_large_request_may_be_refused_and_only_while_the_memory_is_full(ask: Ask) -> None:
+    large = replace(ask, body=ask.body | {"metadata": {}})
+    seen = refusal("receiving_too_much")
+    assert check_answer(large, seen, False, gateway_full=True).case is Case.BUFFERS_FULL
+    assert check_answer(large, seen, False, gateway_full=False).case is Case.WRONG
+    assert check_answer(ask, seen, False, gateway_full=True).case is Case.WRONG
+
+
+def test_a_request_that_ends_engines_may_get_an_error_and_nothing_else() -> None:
+    assert check_refusal_of_poison(refusal("suspect_request"), False).case is Case.ENGINES_FAILED
+    assert check_refusal_of_poison(Seen(0, status=200, body=b"{}"), False).case is Case.WRONG
+    assert check_refusal_of_poison(Seen(0, broken="reset"), False).case is Case.WRONG
+    assert check_refusal_of_poison(Seen(0, broken="reset"), True).case is Case.GATEWAY_LOST
+
+
+def test_faults_of_gateways_and_fleets_find_their_victims() -> None:
+    roles, gateways = {"a": "prefill"}, {"one": 1, "two": 2}
+    kinds = GATEWAY_KINDS | FLEET_KINDS
+    for fault in draw(random.Random(1), 200, kinds, roles, gateways, 1.0):
+        expected = {FLEET} if fault.kind in FLEET_KINDS else set(gateways)
+        if fault.kind.endswith("gateway process"):
+            expected = {"two"}
+        assert set(fault.victims) == expected, fault.kind
+
+
+def test_control_plane_faults_come_in_the_middle_of_every_kind_of_change() -> None:
+    drawn = control_plane.draw(random.Random(1), 200)
+    assert drawn == control_plane.draw(random.Random(1), 200)
+    assert {fault.kind for fault in drawn} == control_plane.LONGEST_S.keys()
+    assert {fault.change for fault in drawn} == set(control_plane.CHANGES)
+
+
+def test_the_beat_goes_slower_while_the_run_waits_for_a_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedstat, now_s = tmp_path / "schedstat", [0.0]
+    monkeypatch.setattr(beat, "_SCHEDSTAT", schedstat)
+    monkeypatch.setattr(beat.time, "monotonic", lambda: now_s[0])
+    schedstat.write_text("0 0 1")
+    clock = beat.Beat()
+    schedstat.write_text("1000000000 3000000000 1")
+    now_s[0] = 8.0
+    assert clock.look() == 2.0
+    schedstat.write_text("1000000000 903000000000 1")
+    now_s[0] = 18.0
+    assert clock.look() == 3.0, "however busy the machine is, waits end"
+    assert clock.find_least_share(0.0, 10.0) == 0.25
 
 
 def test_expected_answers_are_those_of_any_split(ask: Ask) -> None:

@@ -1,4 +1,4 @@
-"""The same on real vLLM: a few kills and hangs, answers compared with those of an undisturbed run.
+"""The same on real vLLM: answers compared with those of an undisturbed run.
 
 What is hard: nothing but the engines themselves knows what they have to answer. So every prompt is
 sent beforehand, one at a time, to a fleet without faults.
@@ -16,10 +16,11 @@ import httpx
 
 from cleave.local.tiny_model import build
 
+from e2e.chaos import faults, network
 from e2e.chaos.expected_output import CHAT, COMPLETIONS, Expected
-from e2e.chaos.faults import Fault
 from e2e.chaos.fleet import Fleet, Shape, raised
 from e2e.chaos.load import Load
+from e2e.chaos.machine import Machine
 from e2e.chaos.report import Report, ReportProgress, run_storm
 from e2e.chaos.requests import Ask
 from e2e.chaos.verdict import read_whole
@@ -27,21 +28,47 @@ from e2e.chaos.verdict import read_whole
 NAME = "tiny"
 UP_S = 600
 ASK_S = 60
-KINDS = ("kill engine", "kill engine", "kill agent", "hang engine", "kill worker")
-HANG_S = 8.0
+KINDS = {
+    "kill engine": 2,
+    "kill agent": 1,
+    "kill worker": 1,
+    "hang engine": 2,
+    "hang agent": 3,
+    "kill gateway": 2,
+    "kill gateway process": 2,
+    "freeze gateway": 3,
+    "freeze gateway process": 3,
+    "freeze gateway loop": 3,
+    "starve gateway": 3,
+}
+"""Kind -> how often, against the others. An engine takes a minute of a core to start, the rest of
+the kinds take seconds."""
+CUTS = {"cut engine": 3, "cut KV": 3, "cut agent": 2}
 CLIENTS = 3
 WAIT_S = 300.0
 PROMPTS = 16
 
 
-def hurt_vllm(folder: Path, options: argparse.Namespace, report_progress: ReportProgress) -> Report:
+def hurt_vllm(
+    machine: Machine, options: argparse.Namespace, report_progress: ReportProgress
+) -> Report:
+    folder = machine.folder
     model = folder / "model"
     build(model)
     # Each instance takes a core for itself. The prefill instance serves when no other is left.
     shape = Shape(prefill=1, decode=1, mixed=int(len(os.sched_getaffinity(0)) > 2))
     with raised(build_manifest(model, shape), shape, folder, UP_S) as fleet:
         asks = prepare(fleet)
-        drawn = draw_faults(options.seed, options.kills, fleet.roles, options.gap)
+        kinds = KINDS | CUTS if network.can_cut() else KINDS
+        gateways = {gateway.name: gateway.processes for gateway in fleet.gateways}
+        drawn = faults.draw(
+            random.Random(options.seed),
+            options.faults,
+            {kind: weight for kind, weight in kinds.items() if kind in (options.only or kinds)},
+            fleet.roles,
+            gateways,
+            options.gap,
+        )
         load = Load(
             fleet.gateways,
             lambda rng, name: rename(rng.choice(asks), name),
@@ -50,11 +77,13 @@ def hurt_vllm(folder: Path, options: argparse.Namespace, report_progress: Report
         )
         storm = run_storm(
             fleet,
+            machine,
             load,
             drawn,
-            len(drawn),
+            options.burst,
             options.seed,
             report_progress,
+            lasting_s=options.seconds,
             serving_left=shape.mixed,
             wait_s=WAIT_S,
         )
@@ -79,19 +108,6 @@ def build_manifest(model: Path, shape: Shape) -> dict[str, Any]:
             "placement": {"manual": pools},
         },
     }
-
-
-def draw_faults(seed: int, count: int, roles: dict[str, str], gap_s: float) -> list[Fault]:
-    """Each role in turn, each in another way."""
-    rng = random.Random(seed)
-    names = sorted(roles)
-    faults = []
-    for number in range(count):
-        first = number % len(names)
-        victims = (*names[first:], *names[:first])
-        kind = KINDS[number % len(KINDS)]
-        faults.append(Fault(number, kind, victims[:1], HANG_S, gap_s * rng.uniform(5, 15), 1))
-    return faults
 
 
 def prepare(fleet: Fleet) -> list[Ask]:

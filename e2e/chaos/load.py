@@ -76,6 +76,8 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
         self._going = False
         self.tally = Tally()
+        self.on_record: Callable[[Record], None] | None = None
+        """Called with each request that is over."""
 
     def start(self) -> None:
         self._going, self._round = True, self._round + 1
@@ -102,7 +104,10 @@ class Load:
                     self.tally.left += 1
                     await leave(session, gateway, ask, rng.random())
                 else:
-                    self.tally.add(await self._ask(session, gateway, ask))
+                    record = await self._ask(session, gateway, ask)
+                    self.tally.add(record)
+                    if self.on_record is not None:
+                        self.on_record(record)
 
     async def _ask(self, session: aiohttp.ClientSession, gateway: Gateway, ask: Ask) -> Record:
         seen = Seen(time.monotonic(), gateway.name)
@@ -111,9 +116,9 @@ class Load:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             seen.broken = f"{type(error).__name__} {error}"
         seen.ended_s = time.monotonic()
-        return Record(
-            ask, seen, check_answer(ask, seen, gateway.was_down(seen.began_s, seen.ended_s))
-        )
+        span = seen.began_s, seen.ended_s
+        verdict = check_answer(ask, seen, gateway.was_down(*span), gateway.was_full(*span))
+        return Record(ask, seen, verdict)
 
 
 async def receive(session: aiohttp.ClientSession, gateway: Gateway, ask: Ask, seen: Seen) -> None:

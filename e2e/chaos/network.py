@@ -1,4 +1,4 @@
-"""Cuts between processes of this machine, in a network namespace of this run's own.
+"""Cuts between processes of this machine, in namespaces of this run's own.
 
 A cut is a routing rule that swallows all packets of one server port: established connections fall
 silent and new ones are never answered, as when a cable is pulled. `scripts/isolated` makes the
@@ -20,12 +20,13 @@ _numbers = itertools.count(50)
 
 
 def isolate() -> None:
-    """Run this program again in a network of its own, if this user may make one."""
+    """Run this program again with a network and mounts of its own, if this user may make them."""
     if MARK in os.environ:
         return
-    tried = subprocess.run([ISOLATED, "true"], capture_output=True, check=False)
+    command = [str(ISOLATED), "unshare", "--mount"]
+    tried = subprocess.run([*command, "true"], capture_output=True, check=False)
     if tried.returncode == 0:
-        os.execve(ISOLATED, [str(ISOLATED), *sys.orig_argv], os.environ | {MARK: "1"})
+        os.execve(ISOLATED, [*command, *sys.orig_argv], os.environ | {MARK: "1"})
 
 
 def can_cut() -> bool:

@@ -1,10 +1,12 @@
 """Runs a storm and reports the result, to machines and to people."""
 
+import asyncio
 import os
 import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,8 +19,12 @@ from e2e.chaos.fleet import Fleet
 from e2e.chaos.gateways import Counts, add
 from e2e.chaos.invariants import measure_baseline
 from e2e.chaos.load import Load
+from e2e.chaos.machine import Machine
+from e2e.chaos.machine_faults import count_poisoned
 from e2e.chaos.run import Storm, ViolationError
 
+MOST_AT_ONCE = 32
+"""Faults."""
 ReportProgress = Callable[[str, int, int], None]
 """What happens now, faults so far, faults in all."""
 
@@ -40,11 +46,18 @@ class Report:
     worst_pause_s: float
     worst_first_byte_s: float
     gateways: Counts
+    touched: dict[str, dict[str, int]]
+    """Kind of fault -> case -> requests that ran while one lasted."""
+    poisoned: int
+    """Engines that poison requests have ended."""
+    processor_share: float
+    """The least that the run got of the processor time it asked for."""
     violation: str = ""
 
 
 async def run_storm(
     fleet: Fleet,
+    machine: Machine,
     load: Load,
     drawn: Sequence[Fault],
     burst: int,
@@ -53,8 +66,11 @@ async def run_storm(
     **limits: float,
 ) -> Report:
     """`limits`: of the storm, where they are not its usual ones."""
+    # Each fault that lasts takes a thread; there are six by default on two cores.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MOST_AT_ONCE))
     storm = Storm(
         fleet.deployment,
+        machine,
         fleet.gateways,
         fleet.roles,
         load,
@@ -94,6 +110,9 @@ def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: s
         worst_pause_s=round(tally.worst_pause_s, 2),
         worst_first_byte_s=round(tally.worst_first_s, 2),
         gateways=dict(sorted(counts.items())),
+        touched={kind: dict(cases) for kind, cases in sorted(storm.touched.items())},
+        poisoned=count_poisoned(fleet.deployment),
+        processor_share=round(storm.beat.least_share, 2),
         violation=violation,
     )
 
@@ -109,6 +128,7 @@ def print_report(report: Report, out: Console) -> None:
         table.add_row(f"  {case.lower().replace('_', ' ')}", str(number))
     table.add_row("  broken off by clients", str(report.left))
     table.add_row("worst pause within an answer", f"{report.worst_pause_s:.1f} s")
+    table.add_row("least share of processor time", f"{report.processor_share:.0%}")
     table.add_row("worst wait for a first byte", f"{report.worst_first_byte_s:.1f} s")
     for series, number in report.gateways.items():
         if series.startswith(("recoveries", "handoffs", "retries")):

@@ -18,7 +18,10 @@ KINDS = (
     "structured",
     "logprobs",
     "sampled",
+    "large",
 )
+PADDING = 32 << 10
+"""Bytes of a large request beyond its prompt: enough to count in the gateway's memory."""
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -40,6 +43,11 @@ class Ask:
         return bool(self.body.get("stream"))
 
     @property
+    def large(self) -> bool:
+        """Whether the gateway's memory for bodies limits it."""
+        return "metadata" in self.body
+
+    @property
     def counts(self) -> bool:
         """Whether the answer must state its usage."""
         return not self.stream or "stream_options" in self.body
@@ -53,7 +61,7 @@ def draw(rng: random.Random, name: str, model: str) -> Ask:
     requested_model = rng.choice((model, model, *ADAPTERS))
     body: dict[str, Any] = {
         "model": requested_model,
-        "max_tokens": rng.choice((1, 4, 40, 120, 200)),
+        "max_tokens": rng.choice((1, 4, 20, 60, 120)),
     }
     body |= (
         {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
@@ -84,6 +92,8 @@ def specialize(kind: str, path: str, rng: random.Random, plain: Expected) -> dic
         case "logprobs":
             more = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
             return {"temperature": 0} | more
+        case "large":
+            return {"temperature": 0, "metadata": {"padding": "x" * PADDING}}
         case "stop":
             # Some word of the answer, so that it ends there, perhaps cut out of a held back text.
             words = plain.texts[0].split() or ["never"]

@@ -14,15 +14,42 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from e2e.chaos.faults import GATEWAY_KINDS, Fault, Worker, inflicted, inflicted_on_gateway
+from e2e.chaos.beat import Beat
+from e2e.chaos.faults import (
+    CRIPPLING,
+    FLEET,
+    FLEET_KINDS,
+    GATEWAY_KINDS,
+    MACHINE_KINDS,
+    ONE_PROCESS,
+    Fault,
+)
+from e2e.chaos.gateway_faults import inflicted_on_gateway
 from e2e.chaos.gateways import Gateway
 from e2e.chaos.invariants import Baseline, find_leftovers
 from e2e.chaos.load import Load, Record
+from e2e.chaos.machine import Machine
+from e2e.chaos.machine_faults import count_poisoned, inflicted_on_fleet
+from e2e.chaos.verdict import Case, Seen
+from e2e.chaos.worker_faults import Worker, inflicted
 from e2e.support.deployments import Deployment
 
 LOOK_S = 0.2
 BEFORE_S = 8.0
 """How long before a request a fault may have ended and still concern it."""
+
+
+POISON_ENDS = 2
+"""Engines that a request may end, as `docs/serve.md` states."""
+POISON_ENDS_UNSEEN = 6
+"""The same while agents cannot report that their engines have ended: all attempts."""
+AGENT_FAULTS = frozenset(("hang agent", "kill agent", "kill worker", "cut agent", "cut worker"))
+LOSSES = frozenset((Case.ENGINES_FAILED, Case.NO_INSTANCE, Case.NOT_RESUMABLE))
+TAKING_ENGINES = CRIPPLING | {"poison request"}
+"""Faults without which no such loss is documented."""
+BUSY_SHARE = 0.5
+"""A machine that gives a run less than this of the processor time it asks for delays reports."""
+RECENT_EVENTS = 64
 
 
 class ViolationError(Exception):
@@ -52,6 +79,7 @@ class Storm:
     """One run."""
 
     deployment: Deployment
+    machine: Machine
     gateways: Sequence[Gateway]
     roles: dict[str, str]
     load: Load
@@ -61,22 +89,35 @@ class Storm:
     serving_left: int = 2
     """Instances that decode which no fault takes away."""
     wait_s: float = 120.0
-    """For a fleet that can bear a fault, and for one that is whole again."""
+    """For a fleet that can bear a fault, and for one that is whole again, by the run's beat."""
+    lasting_s: float = float("inf")
+    """No fault begins later than this."""
+    beat: Beat = field(default_factory=Beat)
     zero_s: float = field(default_factory=time.monotonic)
     events: list[Event] = field(default_factory=list)
     missed: Counter[str] = field(default_factory=Counter)
     """Faults whose victim was gone before they could happen, by kind."""
+    touched: dict[str, Counter[str]] = field(default_factory=dict)
+    """Kind of fault -> case -> requests that ran while one lasted."""
+    _agents: dict[str, psutil.Process] = field(default_factory=dict)
     _away: Counter[str] = field(default_factory=Counter)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _failed: str = ""
     """Why somebody did not come back."""
 
+    def __post_init__(self) -> None:
+        self.load.on_record = self._note
+
     async def run(self, faults: Sequence[Fault], burst: int) -> None:
         """All faults, so many between two looks. Raises ViolationError."""
         for start in range(0, len(faults), burst):
+            if self._is_over:
+                return
             self.load.start()
             try:
                 for fault in faults[start : start + burst]:
+                    if self._is_over:
+                        break
                     await asyncio.sleep(fault.gap_s)
                     await self._begin(fault)
                     self._must_be_right()
@@ -89,15 +130,20 @@ class Storm:
 
     async def settle(self) -> None:
         """Wait until everything is whole and free again. Raises ViolationError with what is not."""
-        end = time.monotonic() + self.wait_s
+        end_s = self.beat.look() + self.wait_s
         while left := await asyncio.to_thread(
             find_leftovers, self.deployment, self.gateways, set(self.roles), self.baseline
         ):
-            if time.monotonic() > end:
+            if self.beat.look() > end_s:
                 raise ViolationError(
                     "left when all was over: " + "; ".join(left) + self._describe_all()
                 )
             await asyncio.sleep(LOOK_S)
+        self._check_poisoned()
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() - self.zero_s > self.lasting_s
 
     @property
     def happened(self) -> Counter[str]:
@@ -106,6 +152,7 @@ class Storm:
 
     async def _begin(self, fault: Fault) -> None:
         victim = await self._find_victim(fault)
+        self.beat.look()
         self.report_fault(f"{fault.kind}: {victim}", fault.number)
         if fault.cripples:
             self._away[victim] += 1
@@ -119,18 +166,18 @@ class Storm:
             await asyncio.to_thread(self._inflict, fault, victim, event)
         except AssertionError as error:
             self._failed = f"{fault.kind} of {victim}: {error}"
-        except (psutil.Error, httpx.HTTPError, LookupError, ValueError, ProcessLookupError):
+        except (psutil.Error, httpx.HTTPError, LookupError, ValueError, OSError):
             # An earlier fault's restart came in between: there was no victim.
             self.missed[fault.kind] += 1
+            self.events.remove(event)
         finally:
             event.ended_s = time.monotonic()
             if fault.cripples:
                 self._away[victim] -= 1
 
     def _inflict(self, fault: Fault, victim: str, event: Event) -> None:
+        self.events.append(event)
         with self._open(fault, victim):
-            event.began_s = time.monotonic()
-            self.events.append(event)
             time.sleep(fault.seconds)
 
     @contextmanager
@@ -139,34 +186,57 @@ class Storm:
             (gateway,) = [g for g in self.gateways if g.name == victim]
             with inflicted_on_gateway(fault, gateway):
                 yield
+        elif victim == FLEET:
+            with inflicted_on_fleet(fault, self.deployment, self.gateways, self.machine):
+                yield
         else:
-            with inflicted(fault, Worker(self.deployment, victim)):
+            with inflicted(fault, Worker(self._find_agent(victim))):
                 yield
 
+    def _find_agent(self, name: str) -> psutil.Process:
+        """Found once for each of its lives: the search looks at every process of the machine."""
+        if name not in self._agents or not self._agents[name].is_running():
+            self._agents[name] = self.deployment.agent(name)
+        return self._agents[name]
+
     async def _find_victim(self, fault: Fault) -> str:
-        end = time.monotonic() + self.wait_s
+        end_s = self.beat.look() + self.wait_s
         while True:
-            if fault.kind in GATEWAY_KINDS:
-                allowed = [g.name for g in self.gateways if g.alive]
-                allowed = allowed if len(allowed) > 1 else []
-            else:
-                serving = await asyncio.to_thread(self._find_serving)
-                allowed = [n for n in serving if self._can_spare(n, serving, fault)]
+            allowed = await self._find_allowed(fault)
             for victim in fault.victims:
                 if victim in allowed:
                     return victim
-            if time.monotonic() > end:
+            if self.beat.look() > end_s:
                 raise ViolationError(
                     f"no victim for {fault.kind} within {self.wait_s:.0f} s" + self._describe_all()
                 )
             self._must_be_right()
             await asyncio.sleep(LOOK_S)
 
+    async def _find_allowed(self, fault: Fault) -> list[str]:
+        """To whom it may happen now."""
+        if fault.kind in MACHINE_KINDS:
+            return [FLEET]
+        if fault.kind in GATEWAY_KINDS:
+            reachable = [gateway.name for gateway in self.gateways if gateway.reachable]
+            return reachable if len(reachable) > 1 or fault.kind in ONE_PROCESS else []
+        serving = await asyncio.to_thread(self._find_serving)
+        if fault.kind in FLEET_KINDS:
+            decoding = [name for name in serving if self.roles[name] != "prefill"]
+            return [FLEET] if len(decoding) >= self._decoding_for_poison else []
+        return [name for name in serving if self._can_spare(name, serving, fault)]
+
+    @property
+    def _decoding_for_poison(self) -> int:
+        """How many must serve before a request may end some: a small fleet needs all of them."""
+        decoding = sum(role != "prefill" for role in self.roles.values())
+        return min(self.serving_left + POISON_ENDS, decoding)
+
     def _find_serving(self) -> set[str]:
         """Instances that every gateway can use and no fault has taken away."""
         found = set(self.roles)
         for gateway in self.gateways:
-            if gateway.alive:
+            if gateway.reachable:
                 try:
                     instances = gateway.fleet().instances
                 except httpx.TransportError:
@@ -181,6 +251,49 @@ class Storm:
         decoding = [name for name in left if self.roles[name] != "prefill"]
         return bool(left) and len(decoding) >= self.serving_left
 
+    def _note(self, record: Record) -> None:
+        """A request is over: which faults lasted while it ran, and do they excuse its loss?"""
+        seen, case = record.seen, record.verdict.case
+        if case in LOSSES and not any(
+            event.fault.kind in TAKING_ENGINES for event in self._find_near(seen)
+        ):
+            self._failed = "no fault took an engine away: " + self._explain(record)
+        for event in self.events[-RECENT_EVENTS:]:
+            if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s:
+                cases = self.touched.setdefault(event.fault.kind, Counter())
+                cases[case.name] += 1
+
+    def _find_near(self, seen: Seen) -> list[Event]:
+        """Faults that may concern a request."""
+        return [
+            event
+            for event in self.events
+            if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s - BEFORE_S
+        ]
+
+    def _check_poisoned(self) -> None:
+        """Raises ViolationError when requests have ended more engines than they may."""
+        allowed = sum(
+            POISON_ENDS_UNSEEN if self._hides_ends(event) else POISON_ENDS
+            for event in self.events
+            if event.fault.kind == "poison request"
+        )
+        if (ended := count_poisoned(self.deployment)) > allowed:
+            raise ViolationError(
+                f"requests ended {ended} engines, {allowed} at most are documented"
+                + self._describe_all()
+            )
+
+    def _hides_ends(self, poison: Event) -> bool:
+        """Whether agents could not report in time what it did."""
+        span = poison.began_s - BEFORE_S, poison.ended_s
+        return self.beat.find_least_share(*span) < BUSY_SHARE or any(
+            event.fault.kind in AGENT_FAULTS
+            and event.began_s <= span[1]
+            and event.ended_s >= span[0]
+            for event in self.events
+        )
+
     def _must_be_right(self) -> None:
         if self._failed:
             raise ViolationError(self._failed + self._describe_all())
@@ -190,11 +303,7 @@ class Storm:
     def _explain(self, record: Record) -> str:
         """The smallest history that shows what happened around a request."""
         seen = record.seen
-        near = [
-            event.describe(self.zero_s)
-            for event in self.events
-            if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s - BEFORE_S
-        ]
+        near = [event.describe(self.zero_s) for event in self._find_near(seen)]
         began, ended = seen.began_s - self.zero_s, seen.ended_s - self.zero_s
         request = (
             f"request {record.ask.name} on {record.ask.path} through {seen.gateway}, "

@@ -24,6 +24,7 @@ class Case(enum.Enum):
         "502 or 504, or an error event"
     )
     NO_INSTANCE = "no instance could take it: 503"
+    BUFFERS_FULL = "a large request while others took the gateway's memory for bodies: 503"
     WRONG = "undocumented"
 
 
@@ -66,11 +67,28 @@ class _Answer:
     usage: dict[str, Any] | None = None
 
 
-def check_answer(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
-    """`gateway_killed`: the client's own, while it waited."""
+def check_answer(ask: Ask, seen: Seen, gateway_killed: bool, gateway_full: bool = False) -> Verdict:
+    """`gateway_killed`, `gateway_full`: the client's own, while it waited."""
     try:
-        return _check_answer(ask, seen, gateway_killed)
+        verdict = _check_answer(ask, seen, gateway_killed)
+        if verdict.case is Case.BUFFERS_FULL and not (gateway_full and ask.large):
+            raise WrongAnswerError(f"refused with memory left, or small: {verdict.reason}")
+        return verdict
     except (WrongAnswerError, ValueError, LookupError, TypeError, AttributeError) as fault:
+        return Verdict(Case.WRONG, f"{type(fault).__name__}: {fault}")
+
+
+def check_refusal_of_poison(seen: Seen, gateway_killed: bool) -> Verdict:
+    """Of a request that ends the engines which run it: nothing but an error is right."""
+    try:
+        if seen.broken:
+            if gateway_killed:
+                return Verdict(Case.GATEWAY_LOST, seen.broken)
+            raise WrongAnswerError(f"the gateway broke the connection: {seen.broken}")
+        if seen.status == 200:
+            raise WrongAnswerError("a request that ends engines was answered")
+        return check_refusal(seen.status, json.loads(seen.body)["error"])
+    except (WrongAnswerError, ValueError, LookupError, TypeError) as fault:
         return Verdict(Case.WRONG, f"{type(fault).__name__}: {fault}")
 
 
@@ -110,6 +128,8 @@ def check_refusal(status: int, error: dict[str, Any]) -> Verdict:
     code, message = error["code"], error["message"]
     if code == "no_instance":
         return Verdict(Case.NO_INSTANCE, message)
+    if code == "receiving_too_much":
+        return Verdict(Case.BUFFERS_FULL, message)
     if code in ("engine_error", "engine_timeout", "suspect_request"):
         if "otherwise than" in message:
             raise WrongAnswerError(message)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
 import yaml
 from cryptography.hazmat.primitives import serialization
 
@@ -155,6 +156,10 @@ class ControlPlane:
             f"--kubelet-client-key={self.pki / 'admin.key'}",
             "--kubelet-preferred-address-types=InternalIP",
         ]
+
+    def process(self, part: str) -> psutil.Process:
+        """A part, for a test that freezes it."""
+        return psutil.Process(self._processes[part].pid)
 
     def kill_api_server(self) -> None:
         """SIGKILL it, and the controllers with it; `start_api_server` brings them back."""

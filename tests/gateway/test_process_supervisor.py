@@ -99,6 +99,28 @@ def test_a_process_that_is_killed_is_replaced_and_its_share_of_the_books_cleared
     assert "process 2 was killed by signal 9" in done.stderr
 
 
+def test_a_parent_that_is_stopped_and_continued_goes_on() -> None:
+    """As by a debugger, or by `kill -STOP`: in the middle of its waits, and beyond their ends."""
+    done = run(
+        """
+        def serve(config, shared_state):
+            if shared_state.process_index == 1:
+                live(shared_state)
+            shared_state.register_process(os.getpid())
+            for _ in range(20):
+                os.kill(os.getppid(), signal.SIGSTOP)
+                time.sleep(0.05)
+                os.kill(os.getppid(), signal.SIGCONT)
+                time.sleep(0.01)
+            os.write(1, b"still there\\n")
+            end_parent()
+            live(shared_state)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "still there\n"
+
+
 def test_a_process_that_hangs_is_killed_and_replaced() -> None:
     done = run(
         """

@@ -65,3 +65,10 @@ def test_a_reader_never_sees_two_snapshots_mixed(tmp_path: Path) -> None:
     finally:
         stop.set()
         thread.join(timeout=10)
+
+
+def test_a_new_page_has_its_room_on_the_disk(tmp_path: Path) -> None:
+    """A mapped file without it ends its writer with SIGBUS once the disk is full."""
+    with LoadPage(tmp_path / "load"):
+        stat = (tmp_path / "load").stat()
+    assert stat.st_blocks * 512 >= stat.st_size > 0

@@ -40,7 +40,8 @@ MAX_DEATHS = 10
 SHUTDOWN_MARGIN_S = 5.0
 """After the shutdown delay and drain timeout, until the remaining processes are killed."""
 
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+_SIGNALS = {*_STOP_SIGNALS, signal.SIGCHLD}
 
 Serve = Callable[[GatewayConfig, SharedGatewayState], int]
 """Runs one process until a signal stops it; returns its exit code."""
@@ -150,7 +151,8 @@ class _ProcessSupervisor:
     def _wait_for_signal(self) -> None:
         received = signal.sigtimedwait(_SIGNALS, POLL_INTERVAL_S)
         self._poll_timer.tick()
-        if received is not None and received.si_signo != signal.SIGCHLD:
+        # After SIGCONT Python's sigtimedwait may return a signal that was never sent.
+        if received is not None and received.si_signo in _STOP_SIGNALS:
             log.info("draining")
             self._exit_code = 0
 

@@ -18,12 +18,14 @@ class Page:
     """One page, opened for writing or reading; a missing file is created."""
 
     def __init__(self, path: Path, body: struct.Struct) -> None:
+        """Raises OSError when the file cannot be created, also for want of room: a mapped file
+        without blocks would end the process with SIGBUS at its first write to a full disk."""
         self._body = body
         size = _SEQUENCE.size + body.size
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(fd).st_size < size:
-                os.ftruncate(fd, size)
+                os.posix_fallocate(fd, 0, size)
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)

@@ -1,10 +1,20 @@
 """When an engine is started again, and when it is taken for stalled."""
 
+import errno
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from cleave.shm.load_page import LoadSnapshot
 from cleave_worker.agent.config import AgentTiming
-from cleave_worker.agent.supervisor import compute_restart_delay, is_stalled
+from cleave_worker.agent.supervisor import (
+    EngineFault,
+    compute_restart_delay,
+    is_stalled,
+    open_pages,
+)
 
 SECOND = 10**9
 
@@ -28,3 +38,20 @@ def test_restarts_come_later_and_later_up_to_a_bound() -> None:
 )
 def test_only_an_engine_with_work_can_stall(load: LoadSnapshot, stalled: bool) -> None:
     assert is_stalled(load, now_ns=100 * SECOND, seconds=10) == stalled
+
+
+def test_a_full_disk_is_a_fault_of_this_boot_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(EngineFault, match=f"{tmp_path}: .*No space left"), open_pages():
+            pass
+    assert not list(tmp_path.iterdir())
+    with open_pages() as (folder, pages):
+        assert folder.parent == tmp_path
+        assert pages.load.read().num_running == 0

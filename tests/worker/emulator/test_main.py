@@ -17,6 +17,7 @@ import pytest
 
 from cleave.shm.load_page import LoadPage
 from cleave_worker.emulator.config import EmulatorConfigError
+from cleave_worker.emulator.faults import POISON
 from cleave_worker.emulator.main import parse
 
 KV = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -113,6 +114,13 @@ def test_a_signal_ends_a_busy_engine_at_once_with_exit_code_0(
 
 def test_the_fault_die_ends_the_process_with_exit_code_1(process: Process) -> None:
     request = urllib.request.Request(process.url + "/emulator/faults", b'{"die": true}')
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        urllib.request.urlopen(request, timeout=20)
+    assert process.popen.wait(10) == 1
+
+
+def test_a_poison_request_ends_the_process_and_its_log_says_so(process: Process) -> None:
+    request = process.post({"prompt": f"{POISON} 7", "max_tokens": 1})
     with pytest.raises((urllib.error.URLError, ConnectionError)):
         urllib.request.urlopen(request, timeout=20)
     assert process.popen.wait(10) == 1

@@ -10,9 +10,10 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 from cleave.rpc.engine_key import build_headers, create_key
 from cleave.rpc.http_client import HttpError
@@ -41,6 +42,25 @@ def compute_restart_delay(quick_deaths: int, timing: AgentTiming) -> float:
 def is_stalled(load: LoadSnapshot, now_ns: int, seconds: float) -> bool:
     """Return whether an engine that has requests ran no step for `seconds`."""
     return bool(load.num_running + load.num_waiting) and now_ns - load.sampled_ns > seconds * 1e9
+
+
+@contextmanager
+def open_pages() -> Iterator[tuple[Path, EnginePages]]:
+    """Folder and pages of one boot. Raises EngineFault when there is no room for them."""
+    with ExitStack() as stack:
+        try:
+            # The subreaper removes the folder when this process cannot.
+            created = TemporaryDirectory(prefix="cleave-agent-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(created))
+            load_page = stack.enter_context(LoadPage(folder / "load"))
+            scheduling_page = stack.enter_context(SchedulingPage(folder / "terms"))
+            access_page = stack.enter_context(AccessPage(folder / "access"))
+        except OSError as error:
+            where = gettempdir()
+            raise EngineFault(
+                f"cannot create the files of an engine in {where}: {error}"
+            ) from error
+        yield folder, EnginePages(load_page, scheduling_page, access_page)
 
 
 class EngineSupervisor:
@@ -81,14 +101,8 @@ class EngineSupervisor:
 
     async def _run_engine(self) -> None:
         """Run one engine from start to end. Raises EngineFault."""
-        # The subreaper removes the folder when this process cannot.
-        with (
-            TemporaryDirectory(prefix="cleave-agent-", ignore_cleanup_errors=True) as folder,
-            LoadPage(Path(folder) / "load") as load_page,
-            SchedulingPage(Path(folder) / "terms") as scheduling_page,
-            AccessPage(Path(folder) / "access") as access_page,
-        ):
-            boot = self._create_boot(Path(folder))
+        with open_pages() as (folder, pages):
+            boot = self._create_boot(folder)
             url = _build_url(self._config.host, boot.engine_port)
             process = self._process = await EngineProcess.start(
                 build_engine_launch(self._config, boot, os.environ),
@@ -99,7 +113,6 @@ class EngineSupervisor:
             )
             try:
                 kv_port = boot.kv_port if self._config.is_overlapped else 0
-                pages = EnginePages(load_page, scheduling_page, access_page)
                 self._instance.start_boot(boot.boot_id, url, pages, kv_port, boot.engine_key)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 supervision = self._supervise(url, boot.engine_key)

@@ -20,7 +20,7 @@ from cleave_worker.access.engine_access import REFUSAL, EngineAccess
 from cleave_worker.emulator import api_requests, responses, tokenizer
 from cleave_worker.emulator.api_requests import ApiCall, EmulatorApiError, build_bad_request
 from cleave_worker.emulator.engine import EmulatedEngine, TokenListener
-from cleave_worker.emulator.faults import FaultError
+from cleave_worker.emulator.faults import FaultError, end_if_poisoned
 from cleave_worker.emulator.metrics import EngineMetricsCollector
 from cleave_worker.emulator.sequence import FinishReason, Sequence
 
@@ -191,6 +191,8 @@ class EmulatorApi:
         if self._engine.num_requests >= _MAX_REQUESTS:
             raise _build_unavailable(f"The engine has {_MAX_REQUESTS} requests.")
         body = await _read_json(request)
+        if self._fault_injection:
+            end_if_poisoned(await request.read())
         limit = self._engine.config.max_model_len
         call = api_requests.parse_call(body, chat, self._models, limit, request.headers)
         if call.stream:

@@ -3,9 +3,16 @@
 import asyncio
 import enum
 import os
+import sys
 from collections.abc import Mapping
 
 import msgspec
+
+POISON = "poison pill"
+"""With fault injection, a request that contains this ends the process, as requests have ended
+vLLM's (CVE-2025-48942)."""
+POISONED = "emulated engine: a request ended this process"
+"""What the process then writes to its log."""
 
 
 class FaultError(ValueError):
@@ -63,6 +70,13 @@ _COUNTED = (
     "corrupt_handoff", "stale_handoff", "short_handoff", "wrong_kv", "swap_handoff",
     "empty_handoff",
 )  # fmt: skip
+
+
+def end_if_poisoned(body: bytes) -> None:
+    """End this process with exit code 1 if the request contains POISON."""
+    if POISON.encode() in body:
+        sys.stderr.write(f"{POISONED}\n")
+        os._exit(1)
 
 
 class Faults:
