@@ -178,7 +178,7 @@ def test_a_heavy_decode_goes_where_the_ratio_of_heavy_to_light_is_least() -> Non
     assert pairs == {1, 2}, "of two drawn ones the first is never the lighter"
 
 
-def test_a_light_decode_goes_where_fewest_tokens_are_whatever_the_ratio() -> None:
+def test_a_light_decode_goes_where_fewest_tokens_are_at_any_ratio() -> None:
     room, heaviness, seed = scores(9_000, 9_000), scores(0, 5), 3
     for _ in range(50):
         slot, seed = sample_least_heavy(scores(30, 10), room, heaviness, 5, 100, seed)

@@ -23,7 +23,7 @@ from cleave.manifests.topology import (
     fits_one_pod,
 )
 from cleave.planner.deployment_checks import describe_connector, resolve_connector
-from cleave.planner.placement import Placement, use_planned_connector
+from cleave.planner.placement import Placement, set_planned_connector
 from cleave.planner.plan import PlannedPool
 from cleave.planner.result.status import build_plan_option, build_predicted, to_manual_pools
 
@@ -36,7 +36,7 @@ def build_pools(
     machines: NodeTopology = NodeTopology(),  # noqa: B008 - a frozen value
 ) -> list[InstancePool]:
     """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
-    deployment = use_planned_connector(deployment, placement)
+    deployment = set_planned_connector(deployment, placement)
     deployment = resolve_connector(deployment, reads_files=False)
     revision_hash = hash_revision(deployment)
     kinds = _list_kinds(deployment, placement)
@@ -74,7 +74,7 @@ def build_selected_plan(
     """Return the current placement, for `status.plan`."""
     result = placement.result
     selected = result.selected if result else None
-    deployment = use_planned_connector(deployment, placement)
+    deployment = set_planned_connector(deployment, placement)
     chosen = describe_connector(deployment, reads_files=False)
     return SelectedPlan(
         revision=hash_revision(deployment),

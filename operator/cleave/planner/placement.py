@@ -73,7 +73,7 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
     return Placement(tuple(map(to_planned_pool, pools)), reason="set in spec.placement.manual")
 
 
-def use_planned_connector(deployment: LLMDeployment, placement: Placement) -> LLMDeployment:
+def set_planned_connector(deployment: LLMDeployment, placement: Placement) -> LLMDeployment:
     """The deployment with the connector that its plan needs as `engine.connector`."""
     if placement.connector is None:
         return deployment
