@@ -35,6 +35,8 @@ def split_into_stages(
 
 def scale_timing(timing: EngineTiming, prompt: float = 1.0, decode: float = 1.0) -> EngineTiming:
     """`timing` with prefill and decode times multiplied by these factors."""
+    if prompt == decode == 1.0:
+        return timing
     return replace(
         timing,
         prompt_ms=tuple(ms * prompt for ms in timing.prompt_ms),
