@@ -29,8 +29,8 @@ METADATA = "169.254.169.254"
 """Address at which clouds serve credentials of the node."""
 MIRROR_PORT = 8000
 """Port that workers may connect to in this installation."""
-OPERATORS_PORTS = {8081, 9443}
-"""Metrics and webhook: the address of scrapers and API server is not known to the chart."""
+OPERATORS_PORTS = {9443}
+"""The webhook: the address of the API server is not known to the chart. Metrics are closed."""
 
 _LIST_PORTS = """
 import pathlib

@@ -55,6 +55,15 @@ def test_its_container_has_what_all_its_engines_need(container, deployment, pool
     }
 
 
+def test_its_empty_directories_have_room_for_all_its_engines(deployment, pools_of) -> None:
+    chat = deployment(placement={"manual": MANUAL}, engine={"connector": "Nixl"})
+    (pool,) = pools_of(chat, NodeTopology({H100: 8}))
+    volumes = build_cell_pod(pool, "x")["spec"]["volumes"]
+    sizes = {each["name"]: each["emptyDir"].get("sizeLimit") for each in volumes}
+    # Four GPUs; the size of the model is not known.
+    assert sizes == {"tmp": "30Gi", "shm": "32Gi", "home": None}
+
+
 def test_its_agents_have_names_roles_ports_and_a_cell_of_their_own(container) -> None:
     assert container["command"][:7] == [
         *("python", "-m", "cleave_worker.agent.cell"),

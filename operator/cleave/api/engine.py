@@ -375,7 +375,7 @@ ObjectName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
 
 OWN_LABELS = "cleave.dev/"
 """Prefix of Cleave's own labels and annotations of pods."""
-OWN_VOLUMES = ("tmp", "home", "shm", "model")
+OWN_VOLUMES = ("tmp", "home", "shm", "model", "agent-token", "hub-token")
 """Volumes that every worker has."""
 
 

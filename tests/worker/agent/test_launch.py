@@ -287,3 +287,13 @@ def test_engines_of_agents_without_a_token_ask_for_no_key(config_of: ConfigOf) -
     launch = build_engine_launch(config_of(engine="vllm"), BOOT, {"CLEAVE_ENGINE_KEY": "old"})
     assert launch.env["CLEAVE_ENGINE_KEY"] == ""
     assert "--middleware" not in launch.argv
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env"),
+    [(("--api-key", "x"), {}), (("--api-key=x",), {}), ((), {"VLLM_API_KEY": "x"})],
+)
+def test_a_key_of_ones_own_for_vllm_is_refused(config_of: ConfigOf, arguments, env) -> None:
+    with pytest.raises(LaunchError, match="remove --api-key and VLLM_API_KEY") as refused:
+        build_engine_launch(config_of(engine="vllm", engine_args=arguments), BOOT, env)
+    assert "x" not in str(refused.value).split()

@@ -38,6 +38,7 @@ _CHECKPOINTED_CONNECTOR = {
 }
 """Replaces CleaveConnector where the settings have `checkpoints`."""
 _SCHEDULER = "--scheduler-cls"
+_API_KEY, _API_KEY_ENV = "--api-key", "VLLM_API_KEY"
 _ENV_WITHOUT_NVCC = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
 _ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
 """vLLM 0.32 chooses FlashInfer and DeepGEMM on Hopper and later by default. Both compile their
@@ -103,6 +104,10 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
         arguments += _build_scheduler_arguments(config, boot)
         if boot.engine_key:
             arguments += ["--middleware", MIDDLEWARE]
+        if _get_option(config.engine_args, _API_KEY) is not None or base_env.get(_API_KEY_ENV):
+            raise LaunchError(
+                f"remove {_API_KEY} and {_API_KEY_ENV}: gateways send the key that the agent makes"
+            )
     module = {
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",
