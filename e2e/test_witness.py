@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import agent_pb2
 
 from e2e.support.deployments import Deployment, deployed, emulated, until
@@ -38,6 +39,11 @@ def are_proven(deployment: Deployment) -> bool:
     return list(find_trusts(deployment).values()) == [agent_pb2.TRUST_PROVEN] * 4
 
 
+def inject(engine: agent_pb2.Registration, pairs: dict[str, str]) -> None:
+    url, headers = f"{engine.engine_url}/emulator/faults", build_headers(engine.engine_key)
+    httpx.post(url, json={"pairs": pairs}, headers=headers, timeout=5).raise_for_status()
+
+
 def ask(deployment: Deployment, number: int, **fields: object) -> httpx.Response:
     body = {"model": deployment.name, "prompt": f"{number} and a question " * 30, "max_tokens": 6}
     response = httpx.post(f"{deployment.url}/v1/completions", json=body | fields, timeout=60)
@@ -49,9 +55,7 @@ def test_a_bad_pair_is_avoided_by_all_processes_and_shown(four: Deployment) -> N
     until(lambda: are_proven(four), FOUND_S, "all pairs are proven")
     instances = four.instances()
     prefill, decode = "witnessed-prefill-0", "witnessed-decode-1"
-    faults = f"{instances[decode].engine_url}/emulator/faults"
-    pairs = {instances[prefill].boot_id: "layout"}
-    httpx.post(faults, json={"pairs": pairs}, timeout=5).raise_for_status()
+    inject(instances[decode], {instances[prefill].boot_id: "layout"})
     bad = {(prefill, decode): agent_pb2.TRUST_FAILED}
     until(lambda: bad.items() <= find_trusts(four).items(), FOUND_S, "it is found")
     served = set()
@@ -65,7 +69,7 @@ def test_a_bad_pair_is_avoided_by_all_processes_and_shown(four: Deployment) -> N
     shown = four.cleave("status", four.name).stdout
     assert f"{decode}: 1 of 2 pairs proven" in shown
     assert f"{prefill} -> {decode}: the first token after" in shown
-    httpx.post(faults, json={"pairs": {}}, timeout=5).raise_for_status()
+    inject(instances[decode], {})
     until(lambda: are_proven(four), 2 * FOUND_S, "it is back")
 
 

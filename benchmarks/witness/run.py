@@ -21,6 +21,9 @@ import psutil
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from cleave.rpc.engine_key import build_headers  # noqa: E402
+from cleave.rpc.v1.agent_pb2 import TRUST_FAILED, Registration  # noqa: E402
+
 from e2e.support.deployments import Deployment, deployed, emulated  # noqa: E402
 
 NAME = "witnessed"
@@ -73,17 +76,16 @@ def run(deployment: Deployment, options: argparse.Namespace) -> int:
     started = time.monotonic()
     wait_until(lambda: count_pairs(deployment, "proven") == total, "all pairs are proven")
     print(f"all {total} pairs proven after {time.monotonic() - started:.0f} s")
-    boots = {name: each.boot_id for name, each in deployment.instances().items()}
-    urls = {name: each.engine_url for name, each in deployment.instances().items()}
-    prefills = sorted(name for name in boots if "prefill" in name)
-    decodes = sorted(name for name in boots if "decode" in name)
+    instances = deployment.instances()
+    prefills = sorted(name for name in instances if "prefill" in name)
+    decodes = sorted(name for name in instances if "decode" in name)
     kinds = options.only or [*FAULTS, "card"]
     for kind in [each for each in kinds if each != "none"]:
         prefill, decode = rng.choice(prefills), rng.choice(decodes)
         victims = decodes if kind == "card" else [decode]
         fault = "slow" if kind == "card" else kind
         for victim in victims:
-            inject(urls[victim], {boots[prefill]: fault})
+            inject(instances[victim], {instances[prefill].boot_id: fault})
         planted = time.monotonic()
         bad = {(prefill, victim) for victim in victims}
         wait_until(lambda bad=bad: find_failed(deployment) >= bad, f"{kind} is found")
@@ -94,7 +96,7 @@ def run(deployment: Deployment, options: argparse.Namespace) -> int:
         others = "no other pair" if taken_out == bad else f"also {sorted(taken_out - bad)}"
         print(f"{kind}: found after {seconds:.1f} s, {others} taken out, answers right: {is_right}")
         for victim in victims:
-            inject(urls[victim], {})
+            inject(instances[victim], {})
         planted = time.monotonic()
         wait_until(lambda: not find_failed(deployment), "it is back")
         print(f"{kind}: back {time.monotonic() - planted:.1f} s after it was mended")
@@ -137,20 +139,19 @@ def ask(deployment: Deployment, body: dict[str, object]) -> str:
     return str(response.json()["choices"][0]["text"])
 
 
-def inject(url: str, pairs: dict[str, str]) -> None:
+def inject(engine: Registration, pairs: dict[str, str]) -> None:
     """Set the faults of an engine's pairs."""
-    httpx.post(f"{url}/emulator/faults", json={"pairs": pairs}, timeout=5).raise_for_status()
+    url, headers = f"{engine.engine_url}/emulator/faults", build_headers(engine.engine_key)
+    httpx.post(url, json={"pairs": pairs}, headers=headers, timeout=5).raise_for_status()
 
 
 def find_failed(deployment: Deployment) -> Collection[tuple[str, str]]:
     """(prefill, decode) of the pairs that the agents report as failed."""
-    from cleave.rpc.v1 import agent_pb2
-
     return {
         (proof.prefill, health.registration.instance)
         for health in deployment.healths()
         for proof in health.pairs.proofs
-        if proof.trust == agent_pb2.TRUST_FAILED
+        if proof.trust == TRUST_FAILED
     }
 
 
