@@ -262,7 +262,8 @@ def test_agents_answer_callers_with_a_token_of_their_deployment_only(
         grpc.insecure_channel(address) as channel,
     ):
         agent = agent_pb2_grpc.AgentStub(channel)
-        health, drain = agent_pb2.HealthRequest(), agent_pb2.DrainRequest()
+        health = agent_pb2.HealthRequest(sends_engine_key=True)
+        drain = agent_pb2.DrainRequest()
         for what, metadata in tokens.items():
             for call, request in ((agent.Health, health), (agent.Drain, drain)):
                 with pytest.raises(grpc.RpcError) as refused:

@@ -16,7 +16,13 @@ from cleave.controller.resync import WATCHED_KINDS
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView
 from cleave.manifests.container import UID
-from cleave.manifests.labels import AGENT_PORT, INTERNAL_PORT
+from cleave.manifests.labels import (
+    AGENT_PORT,
+    GATEWAY,
+    INTERNAL_PORT,
+    WORKER,
+    get_account_name,
+)
 from cleave.manifests.network_policies import NetworkIsolation
 
 ROOT = Path(__file__).parent.parent.parent
@@ -188,6 +194,14 @@ def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder, scripts) -
             "cleave.dev/release": str(scripts.number_version(scripts.read_version())),
         }
         assert carried_one == want
+
+
+def test_the_admission_policy_admits_the_accounts_that_pods_have(plain) -> None:
+    policy = one(plain, "ValidatingAdmissionPolicy", "cleave-operator-pods")["spec"]
+    text = " ".join(each["expression"] for each in policy["validations"])
+    for component in (GATEWAY, WORKER):
+        suffix = get_account_name("chat", component).removeprefix("chat")
+        assert f"['cleave.dev/deployment'] + '{suffix}'" in text
 
 
 def test_releases_are_numbered_in_their_order(scripts) -> None:

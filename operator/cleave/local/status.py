@@ -191,7 +191,7 @@ async def _get_agent_health(address: str, token_file: Path) -> agent_pb2.HealthR
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
             return await stub.Health(
-                agent_pb2.HealthRequest(),
+                agent_pb2.HealthRequest(sends_engine_key=True),
                 timeout=_REQUEST_TIMEOUT_S,
                 metadata=build_metadata(token_file),
             )

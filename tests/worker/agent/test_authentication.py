@@ -14,6 +14,7 @@ from cleave.rpc.credentials import METADATA_KEY, TOKEN_ENV, build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage
+from cleave_worker.agent import service
 from cleave_worker.agent.authentication import SharedToken
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import EnginePages, WorkerInstance
@@ -103,3 +104,25 @@ async def test_routers_that_send_no_key_open_the_engine_until_they_leave(
                     await asyncio.sleep(0.01)
             for events in (keyed, reader):
                 events.cancel()
+
+
+async def test_agents_of_an_earlier_version_test_handoffs_without_a_key_for_a_while(
+    config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("right\n")
+    monkeypatch.setenv(TOKEN_ENV, str(token_file))
+    monkeypatch.setattr(service, "_KEYLESS_PEERS_S", 0.5)
+    with LoadPage(tmp_path / "load") as load, AccessPage(tmp_path / "access") as access:
+        async with serving(config, token_file) as (channel, instance):
+            agent = agent_pb2_grpc.AgentStub(channel)
+            instance.start_boot("b1", "http://h:1", EnginePages(load, None, access), 0, "secret")
+            present = agent_pb2.HealthRequest(sends_engine_key=True)
+            await agent.Health(present, metadata=build_metadata())
+            assert not access.is_open()
+            for _ in range(2):
+                await agent.Health(agent_pb2.HealthRequest(), metadata=build_metadata())
+                assert access.is_open()
+            async with asyncio.timeout(10):
+                while access.is_open():  # noqa: ASYNC110 - of another process
+                    await asyncio.sleep(0.01)

@@ -102,7 +102,9 @@ async def fetch_registration(address: str) -> agent_pb2.Registration | None:
         try:
             stub = agent_pb2_grpc.AgentStub(channel)
             answer = await stub.Health(
-                agent_pb2.HealthRequest(), timeout=_CALL_SECONDS, metadata=build_metadata()
+                agent_pb2.HealthRequest(sends_engine_key=True),
+                timeout=_CALL_SECONDS,
+                metadata=build_metadata(),
             )
             check_registration(answer.registration, address)
         except (grpc.aio.AioRpcError, ValueError):

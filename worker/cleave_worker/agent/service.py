@@ -29,6 +29,8 @@ _INTERVALS_MS = 50, 60_000
 """Bounds on the report interval that a watcher may request."""
 _MAX_WATCHERS = 512
 """Concurrent streams: at the shortest interval about a core's worth of reports."""
+_KEYLESS_PEERS_S = 40.0
+"""Longer than a KV test may take."""
 _MAX_ROUTER_NAME_CHARACTERS = 64
 """Characters; gateways use names of 32."""
 _MAX_PROOFS = 256
@@ -56,7 +58,9 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._verify_role = verify_role
         self._routers: Counter[str] = Counter()
         self._num_keyless = 0
-        """Routers that do not send the engine's key: they are of an earlier version."""
+        """Callers that do not send the engine's key: they are of an earlier version."""
+        self._keyless_peers: asyncio.TimerHandle | None = None
+        """Ends what peers of an earlier version began; None: none has called lately."""
 
     async def Watch(  # noqa: N802
         self, request: agent_pb2.WatchRequest, context: _Context
@@ -99,8 +103,22 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._num_keyless += change
         if change and self._instance.set_open(bool(self._num_keyless)):
             requests = "also without its key" if self._num_keyless else "with its key only"
-            _log.warning("%d gateways send no key: the engine serves requests %s",
+            _log.warning("%d callers send no key: the engine serves requests %s",
                          self._num_keyless, requests)  # fmt: skip
+
+    def _admit_peers(self) -> None:
+        """Serve a KV test without a key for a while: an agent of an earlier version that looks for
+        a peer is not ready before one has passed, also when it restarts after an upgrade."""
+        if self._keyless_peers is None:
+            self._count_keyless(1)
+        else:
+            self._keyless_peers.cancel()
+        loop = asyncio.get_running_loop()
+        self._keyless_peers = loop.call_later(_KEYLESS_PEERS_S, self._forget_peers)
+
+    def _forget_peers(self) -> None:
+        self._keyless_peers = None
+        self._count_keyless(-1)
 
     def _build_report(self, router: str) -> agent_pb2.LoadReport:
         """Build a load report with the router's rank among the routers that send requests."""
@@ -166,10 +184,12 @@ class AgentService(agent_pb2_grpc.AgentServicer):
 
     async def Health(  # noqa: N802
         self,
-        request: agent_pb2.HealthRequest,  # noqa: ARG002
+        request: agent_pb2.HealthRequest,
         context: _Context,  # noqa: ARG002
     ) -> agent_pb2.HealthResponse:
         """Return what Watch would send now."""
+        if not request.sends_engine_key:
+            self._admit_peers()
         instance = self._instance
         return agent_pb2.HealthResponse(
             registration=instance.copy_registration(),

@@ -30,7 +30,9 @@ async def set_configured_role(agent: str, role: Role) -> None:
         try:
             for remaining in reversed(range(_ATTEMPTS)):
                 health = await stub.Health(
-                    agent_pb2.HealthRequest(), timeout=TIMEOUT_S, metadata=build_metadata()
+                    agent_pb2.HealthRequest(sends_engine_key=True),
+                    timeout=TIMEOUT_S,
+                    metadata=build_metadata(),
                 )
                 registration = health.registration
                 if registration.home == desired:

@@ -553,12 +553,17 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 class HealthRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SENDS_ENGINE_KEY_FIELD_NUMBER: _builtins.int
+    sends_engine_key: _builtins.bool
+    """as in WatchRequest; an agent of an earlier version looks for a peer"""
     def __init__(
         self,
+        *,
+        sends_engine_key: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sends_engine_key", b"sends_engine_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
