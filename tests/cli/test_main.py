@@ -96,6 +96,16 @@ def test_validate_names_what_it_found(cli: CliRunner, manifest: Path) -> None:
     assert result.output == f"{manifest}: LLMDeployment chat is valid\n"
 
 
+@pytest.mark.parametrize("command", [["validate"], ["up", "--dry-run"], ["render"]])
+def test_a_manifest_may_come_from_standard_input(
+    cli: CliRunner, manifest: Path, command: list[str]
+) -> None:
+    text = f"{manifest.read_text()}  workload: {{rate: 1, promptTokens: {{mean: 9}}, "
+    text += "outputTokens: {mean: 9}}\n  placement: {manual: [{role: mixed}]}\n"
+    result = cli.invoke(app, [*command, "-f", "-"], input=text)
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
 def test_validate_reads_the_trace_and_the_cluster_that_a_plan_needs(
     cli: CliRunner, manifest: Path, tmp_path: Path
 ) -> None:
