@@ -47,6 +47,13 @@ def test_every_command_explains_itself_with_an_example(cli: CliRunner, command: 
     assert f"cleave {command}" in result.output.partition("Usage")[2].partition("\n")[2]
 
 
+def test_a_wrong_choice_is_named_without_the_checker_s_own_words(cli: CliRunner) -> None:
+    result = cli.invoke(app, ["plan", "-f", "x.yaml", "-o", "ymal"])
+    assert result.exit_code == 2
+    assert "'ymal' is not one of" in result.stderr
+    assert "Value error" not in result.stderr
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = f"import sys, cleave.cli.main; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
