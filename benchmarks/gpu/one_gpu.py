@@ -3,14 +3,15 @@
     python benchmarks/gpu/one_gpu.py -O one_gpu.json
     python benchmarks/gpu/one_gpu.py --parts engine nixl cleave --model FOLDER --dummy
 
-Parts a to f need torch only (copies.py, operators.py; d is measured with b and c); `engine`, `nixl`
-and `cleave` start vLLM under agents (engines.py). On a machine without a GPU all of it runs on the
+Parts a to f need torch only (copies.py, operators.py); `engine`, `nixl` and `cleave` start vLLM
+under agents (engines.py). On a machine without a GPU all of it runs on the
 CPU, smaller.
 Exit code 1: other bytes came than were sent.
 """
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -28,8 +29,19 @@ from rich.table import Table
 
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 
-KERNELS = ("a", "b", "c", "e", "f")
-ENGINES = ("engine", "nixl", "cleave")
+KERNELS = {
+    "a": "gathering and scattering a prompt by copies and by kernels",
+    "b": "a prompt from another process over every link; d, the one over gloo, is among its rows",
+    "c": "waits for events, copies to pinned memory beside products",
+    "e": "products, attention, reads of KV",
+    "f": "registration of memory with NIXL",
+}
+ENGINES = {
+    "engine": "one vLLM engine under the agent, and its profile",
+    "nixl": "prefill and decode engine with vLLM's NixlConnector",
+    "cleave": "the same with Cleave's connector",
+}
+"""What each part measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,8 @@ class Machine:
 def main() -> None:
     """Run the parts; a part that fails, or takes too long, is a row, and the others still run."""
     args = build_parser().parse_args()
+    if args.output_file and not os.access(args.output_file.absolute().parent, os.W_OK):
+        sys.exit(f"-O {args.output_file}: its folder does not exist or cannot be written")
     machine = find_machine(cpu=args.cpu)
     name = machine.gpu.name if machine.gpu else str(machine.device)
     print(f"{name}, torch {torch.__version__}", file=sys.stderr)
@@ -55,7 +69,7 @@ def main() -> None:
                 for row in run_part(part, machine, args):
                     rows.append(row)
                     write(args.output_file, name, rows)
-                    text = f"{row.part}: {row.what} {row.value} {row.unit} {row.note}"
+                    text = f"{row.part}: {row.what} {format_value(row)} {row.unit} {row.note}"
                     print(text, file=sys.stderr)
         except copies.WrongBytesError as error:
             is_wrong = True
@@ -140,8 +154,21 @@ def find_machine(*, cpu: bool) -> Machine:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=(*KERNELS, *ENGINES), default=list(KERNELS))
+    texts = (f"  {part:8}{text}" for part, text in (KERNELS | ENGINES).items())
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="\n".join(("parts:", *texts)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts = [*KERNELS, *ENGINES]
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=parts,
+        default=list(KERNELS),
+        metavar="PART",
+        help=f"{', '.join(parts)}; default: {' '.join(KERNELS)}",
+    )
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
     parser.add_argument("--model", type=Path, help="folder with config.json and a tokenizer")
     parser.add_argument("--dummy", action="store_true", help="the folder has no weights")
@@ -159,12 +186,16 @@ def write(path: Path | None, name: str, rows: list[copies.Row]) -> None:
         path.write_text(json.dumps(content, indent=2))
 
 
+def format_value(row: copies.Row) -> str:
+    """Four significant digits; empty: the row has no figure."""
+    return "" if row.value is None else f"{row.value:,.4g}"
+
+
 def show(rows: list[copies.Row]) -> None:
     """As a table."""
     table = Table("part", "what", "value", "unit", "")
     for row in rows:
-        value = "" if row.value is None else f"{row.value:,.2f}"
-        table.add_row(row.part, row.what, value, row.unit, row.note)
+        table.add_row(row.part, row.what, format_value(row), row.unit, row.note)
     Console(width=160).print(table)
 
 

@@ -47,6 +47,13 @@ def test_every_command_explains_itself_with_an_example(cli: CliRunner, command: 
     assert f"cleave {command}" in result.output.partition("Usage")[2].partition("\n")[2]
 
 
+def test_a_wrong_choice_is_named_without_the_checker_s_own_words(cli: CliRunner) -> None:
+    result = cli.invoke(app, ["plan", "-f", "x.yaml", "-o", "ymal"])
+    assert result.exit_code == 2
+    assert "'ymal' is not one of" in result.stderr
+    assert "Value error" not in result.stderr
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = f"import sys, cleave.cli.main; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -94,6 +101,16 @@ def test_validate_names_what_it_found(cli: CliRunner, manifest: Path) -> None:
     result = cli.invoke(app, ["validate", "-f", str(manifest)])
     assert result.exit_code == 0
     assert result.output == f"{manifest}: LLMDeployment chat is valid\n"
+
+
+@pytest.mark.parametrize("command", [["validate"], ["up", "--dry-run"], ["render"]])
+def test_a_manifest_may_come_from_standard_input(
+    cli: CliRunner, manifest: Path, command: list[str]
+) -> None:
+    text = f"{manifest.read_text()}  workload: {{rate: 1, promptTokens: {{mean: 9}}, "
+    text += "outputTokens: {mean: 9}}\n  placement: {manual: [{role: mixed}]}\n"
+    result = cli.invoke(app, [*command, "-f", "-"], input=text)
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_validate_reads_the_trace_and_the_cluster_that_a_plan_needs(

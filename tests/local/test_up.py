@@ -4,6 +4,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cleave.local.kubelet.node import LocalNode
 from cleave.local.launch_plan import LaunchPlan
 from cleave.local.progress import PodProgress
 from cleave.local.up import check_can_start, run_in_foreground, start_detached, stop_deployment
+from cleave.shm.core_locks import get_lock_file
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 PodBuilder = Callable[..., dict[str, Any]]
@@ -211,6 +213,22 @@ async def test_a_placement_that_does_not_fit_is_reported_before_anything_starts(
     assert memory.startswith("20.0 GiB of memory needed for 2 pods, 16.0 GiB available")
     assert cores.startswith("4 exclusive cores needed, 2 available")
     assert port == f"port {free_port} of 127.0.0.1 is in use; choose another with --port"
+
+
+def test_cores_that_other_engines_use_are_reported_with_their_holder(
+    pod: PodBuilder, job: Callable[..., LaunchPlan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("cleave.local.up.get_lock_folder", lambda: tmp_path)
+    get_lock_file(tmp_path, 1).write_text("4711 chat-decode-0\n")
+    own = {"resources": {"requests": {"cpu": 2}, "limits": {"cpu": 2}}}
+    crowded = job(pod("a", SLEEP, container=own))
+    crowded = replace(crowded, node=replace(crowded.node, held_cores=frozenset({1})))
+    with pytest.raises(DeploymentStartError) as raised:
+        check_can_start(crowded)
+    assert raised.value.faults[0].startswith(
+        "2 exclusive cores needed, 2 available, 1 used by other engines: process 4711 "
+        "(chat-decode-0); use fewer"
+    )
 
 
 def test_an_unreadable_pod_is_reported_before_anything_starts(

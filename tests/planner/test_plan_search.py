@@ -228,6 +228,17 @@ def test_different_gpus_for_prefill_and_decode_are_chosen_where_they_cost_least(
     assert plan.score == pytest.approx(60 / plan.prediction.cost_per_hour)
 
 
+def test_with_several_kinds_of_gpu_the_best_colocated_plan_of_each_is_shown() -> None:
+    problem = known_problems.problem(
+        known_problems.blog().demand,
+        known_problems.blog().slo,
+        supplies=(known_problems.nodes(1), known_problems.nodes(1, gpu="H100")),
+    )
+    plans = plan_search.plan(problem).plans
+    colocated = [{pool.gpu for pool in plan.pools} for plan in plans if not plan.is_disaggregated]
+    assert sorted(colocated, key=str) == [{"A100"}, {"H100"}]
+
+
 def test_different_gpus_fill_the_nodes_where_one_kind_has_no_room_for_both_phases() -> None:
     problem = known_problems.problem(
         known_problems.chat(rate=60.0),

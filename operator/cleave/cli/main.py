@@ -49,6 +49,10 @@ class CommandGroup(TyperGroup):
         """Invoke as the base class does, and report missing extras on one line."""
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            # The form of pydantic, with which typer checks values.
+            error.message = error.message.replace("Value error, ", "", 1)
+            raise
         except ModuleNotFoundError as error:
             providers = distribution.find_extras_with(error.name or "")
             own = _EXTRAS.get(str(ctx.invoked_subcommand), ("planner",))

@@ -45,7 +45,13 @@ RunningName = Annotated[
     ),
 ]
 File = Annotated[
-    Path, Option("--file", "-f", help="Manifest of an LLMDeployment.", show_default=False)
+    Path,
+    Option(
+        "--file",
+        "-f",
+        help="Manifest of an LLMDeployment; - reads standard input.",
+        show_default=False,
+    ),
 ]
 TableOutput = Annotated[TableFormat, Option("--output", "-o", help="Output format.")]
 DocumentOutput = Annotated[DocumentFormat, Option("--output", "-o", help="Output format.")]

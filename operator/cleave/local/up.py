@@ -24,6 +24,7 @@ from cleave.local.progress import ShowProgress, StartupOutcome, StartupResult, w
 from cleave.local.state import DeploymentSnapshot, StateFolder
 from cleave.local.supervisor import DeploymentSupervisor
 from cleave.manifests.labels import Manifest
+from cleave.shm.core_locks import describe_holder, get_lock_folder
 
 ProgressDisplay = AbstractContextManager[ShowProgress]
 """A context manager that yields the function that shows steps."""
@@ -60,7 +61,9 @@ def _find_shortages(pods: Sequence[Manifest], node: LocalNode, allow_shared: boo
         )
     cores = sum(spec.exclusive_cores for spec in specs)
     if cores > len(node.free_cores) and not allow_shared:
-        reserved = f", {len(node.held_cores)} used by other engines" if node.held_cores else ""
+        holders = {describe_holder(get_lock_folder(), core) for core in node.held_cores}
+        used = f"{len(node.held_cores)} used by other engines: {', '.join(sorted(holders))}"
+        reserved = f", {used}" if holders else ""
         shortages.append(
             f"{cores} exclusive cores needed, {len(node.cores)} available{reserved}; "
             "use fewer replicas, or --allow-shared-cores to share them (slower, unreliable timings)"

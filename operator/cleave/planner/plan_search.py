@@ -154,9 +154,14 @@ def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> 
             if i in first_of_kind
             or (i < _MAX_DISAGGREGATED and get_resources(each.placement) <= max_resources)
         ]
-    colocated = [each for each in ordered if not each.placement.is_disaggregated][:1]
+    # Of each GPU type: users compare the machines that they have.
+    colocated: dict[str, PlacementOption] = {}
+    for each in ordered:
+        if not each.placement.is_disaggregated:
+            supply = each.placement.groups[0].instance.candidate.supply
+            colocated.setdefault(supply.gpu, each)
     finalists = []
-    for each in (*disaggregated, *colocated):
+    for each in (*disaggregated, *colocated.values()):
         search.tick("predictions")
         long = search.with_precision(CONFIRMATION_PRECISION)
         finalists.append(predict(long, each.placement, each.algorithm))

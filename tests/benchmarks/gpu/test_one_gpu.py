@@ -93,3 +93,21 @@ def test_a_part_that_fails_is_a_row_and_the_others_run(
     rows = run(module, monkeypatch, "--parts", "a", "c", "-O", str(tmp_path / "rows.json"))
     assert [row["part"] for row in rows] == ["a", "c"]
     assert "out of memory" in str(rows[0]["note"])
+
+
+def test_help_explains_every_part(module: Import, capsys: pytest.CaptureFixture[str]) -> None:
+    one_gpu = module("one_gpu")
+    with pytest.raises(SystemExit):
+        one_gpu.build_parser().parse_args(["--help"])
+    text = capsys.readouterr().out
+    for part, meaning in (one_gpu.KERNELS | one_gpu.ENGINES).items():
+        assert f"  {part:8}{meaning}" in text
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    module: Import, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output = tmp_path / "absent" / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["one_gpu.py", "--cpu", "-O", str(output)])
+    with pytest.raises(SystemExit, match="its folder does not exist or cannot be written"):
+        module("one_gpu").main()

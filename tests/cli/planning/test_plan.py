@@ -162,7 +162,8 @@ def test_prices_have_a_currency_a_source_and_a_date(cli, file, said) -> None:
     assert "USD/H" in output.splitlines()[3]
     (line,) = (line for line in output.splitlines() if line.startswith("USD/H: "))
     assert "AWS us-east-1" in line
-    assert "2025, unless pricePerHour under spec.planning.gpus" in line
+    assert "2025, for a GPU's share" in line
+    assert "pricePerHour under spec.planning.gpus sets yours" in line
     assert json.loads(run(cli, file, "-o", "json").stdout)["currency"] == "USD"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.shm.core_locks import get_lock_file
+from cleave.shm.core_locks import describe_holder, get_lock_file
 
 Cores = frozenset[int]
 
@@ -168,11 +168,6 @@ class CoreLocks:
         return descriptor
 
     def _describe_holders(self, cores: Iterable[int]) -> str:
-        return ", ".join(f"core {core} is held by {self._describe_holder(core)}" for core in cores)
-
-    def _describe_holder(self, core: int) -> str:
-        try:
-            pid, _, name = get_lock_file(self._folder, core).read_text().strip().partition(" ")
-        except OSError:
-            pid, name = "", ""
-        return f"process {pid} ({name})" if pid else "a process of another user"
+        return ", ".join(
+            f"core {core} is held by {describe_holder(self._folder, core)}" for core in cores
+        )

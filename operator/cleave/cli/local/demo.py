@@ -141,7 +141,7 @@ async def _run(
 
     up.check_can_start(job)
     async with up.run_in_foreground(job, show_startup(console), timeout_s) as supervisor:
-        chat_task = asyncio.create_task(_run_chat(job, console, prompt))
+        chat_task = asyncio.create_task(_run_chat(job, console, prompt, once=once))
         end = asyncio.create_task(supervisor.wait_for_stop())
         await asyncio.wait((chat_task, end), return_when=asyncio.FIRST_COMPLETED)
         if not chat_task.done():
@@ -160,7 +160,7 @@ async def _run(
     return True
 
 
-async def _run_chat(job: "LaunchPlan", console: "Console", prompt: str) -> None:
+async def _run_chat(job: "LaunchPlan", console: "Console", prompt: str, *, once: bool) -> None:
     from cleave.local import chat
 
     body = {
@@ -176,6 +176,8 @@ async def _run_chat(job: "LaunchPlan", console: "Console", prompt: str) -> None:
     )
     console.print("\n")
     await _print_report(job, console, response)
+    if once:
+        return
     request = json.dumps({**body, "stream": True}, ensure_ascii=False).replace("'", r"'\''")
     console.print("\nSend a request yourself:")
     typer.echo(

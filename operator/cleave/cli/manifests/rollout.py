@@ -9,7 +9,7 @@ from typer import Option
 
 from cleave.cli.local.up import decide_placement
 from cleave.cli.options import File, TableFormat, TableOutput
-from cleave.cli.output.errors import BAD_INPUT, fail, report_input_errors
+from cleave.cli.output.errors import BAD_INPUT, fail, load_manifest
 from cleave.cli.planning.inputs import ClusterFile
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from cleave.controller.rollout.preview import PreviewStage, RunningInstances
     from cleave.manifests.topology import NodeTopology
     from cleave.planner.placement import Placement
-
-_STDIN = Path("-")
 
 
 def rollout(
@@ -63,7 +61,7 @@ def rollout(
     from cleave.cli.manifests import rollout_table
     from cleave.controller.rollout.preview import build_stages, build_states
 
-    after = _load_manifest(file)
+    after = load_manifest(file)
     limits = _build_limits(after, max_surge, max_unavailable)
     running = _get_current(after, file, before, cluster)
     planned = _build_pools(after, file, cluster)
@@ -101,7 +99,7 @@ def _get_current(
     """The running instances, from the manifest `before`, else from the status in the new one."""
     from cleave.controller.rollout import preview
 
-    current = after if before is None else _load_manifest(before)
+    current = after if before is None else load_manifest(before)
     if current.name != after.name:
         fail([f"--from: is for {current.name}, but {file} is for {after.name}"], BAD_INPUT)
     if current.status is not None:
@@ -111,13 +109,6 @@ def _get_current(
         fail([f"--from: is required, because {file} has no status; {how}"], BAD_INPUT)
     pools = _build_pools(current, before, cluster)
     return preview.from_pools(pools, pools[0].spec.revision)
-
-
-def _load_manifest(file: Path) -> "LLMDeployment":
-    from cleave.api.manifest import load
-
-    with report_input_errors():
-        return load(sys.stdin.read() if file == _STDIN else file)
 
 
 def _build_pools(

@@ -8,8 +8,8 @@ from cleave.cli.output.errors import load_deployment, report_input_errors
 from cleave.cli.planning.inputs import (
     ClusterFile,
     Overrides,
+    build_planning_input,
     check_manual_placement,
-    read_planning_input,
 )
 
 
@@ -48,5 +48,5 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
 
                 problem_from_cluster.build_demand(deployment, file.parent)
         elif cluster or (spec.workload and not spec.placement and spec.engine.type == "Emulated"):
-            read_planning_input(file, cluster, Overrides(), seed=0)
+            build_planning_input(deployment, file.parent, cluster, Overrides(), seed=0)
     typer.echo(f"{file}: LLMDeployment {deployment.metadata.name} is valid")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 BAD_INPUT = 2
+_STDIN = Path("-")
 
 
 def fail(faults: Sequence[str], code: int, log: Sequence[str] = ()) -> NoReturn:
@@ -52,14 +53,21 @@ def report_input_errors() -> Iterator[None]:
         fail(error.faults, BAD_INPUT)
 
 
+def load_manifest(file: Path) -> "LLMDeployment":
+    """Read the LLMDeployment in `file`; `-` is standard input. Exits when it is invalid."""
+    from cleave.api.manifest import load
+
+    with report_input_errors():
+        return load(sys.stdin.read() if file == _STDIN else file)
+
+
 def load_deployment(file: Path) -> "LLMDeployment":
     """Read the LLMDeployment in `file`, print warnings about it; exits when it is invalid."""
-    from cleave.api.manifest import load
     from cleave.planner.deployment_checks import list_warnings
     from cleave.planner.placement import choose_placement, resolve_paths
 
     with report_input_errors():
-        deployment = resolve_paths(load(file), file.parent)
+        deployment = resolve_paths(load_manifest(file), file.parent)
         choose_placement(deployment)
     for warning in list_warnings(deployment):
         sys.stderr.write(f"warning: {warning}\n")

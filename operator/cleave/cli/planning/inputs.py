@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from cleave import distribution
-from cleave.cli.output.errors import report_input_errors
+from cleave.cli.output.errors import load_manifest, report_input_errors
 
 if TYPE_CHECKING:
     from cleave.api.cluster import Cluster
@@ -56,14 +56,21 @@ def read_planning_input(
     file: Path, cluster: Path | None, overrides: Overrides, seed: int
 ) -> PlanningInput:
     """Read both files. Exits with code 2 and one line per fault."""
-    from cleave.api.manifest import load, load_cluster
+    return build_planning_input(load_manifest(file), file.parent, cluster, overrides, seed)
+
+
+def build_planning_input(
+    manifest: "LLMDeployment", folder: Path, cluster: Path | None, overrides: Overrides, seed: int
+) -> PlanningInput:
+    """The input of the planner; relative paths start at `folder`. Exits as the above does."""
+    from cleave.api.manifest import load_cluster
     from cleave.planner.placement import resolve_paths
 
     distribution.require("planner")
     with report_input_errors():
-        deployment = apply_overrides(resolve_paths(load(file), file.parent), overrides)
+        deployment = apply_overrides(resolve_paths(manifest, folder), overrides)
         machines = load_cluster(cluster) if cluster else None
-        return PlanningInput(deployment, _build_problem(deployment, machines, file.parent, seed))
+        return PlanningInput(deployment, _build_problem(deployment, machines, folder, seed))
 
 
 def _build_problem(

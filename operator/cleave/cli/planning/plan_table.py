@@ -85,7 +85,7 @@ def _list_footnotes(plans: Sequence[Plan], *, wide: bool) -> Iterator[str]:
     for trust in dict.fromkeys(plan.prediction.trust for plan in plans if wide):
         yield f"TRUST: {describe_trust(trust)}"
     if any(plan.prediction.cost_per_hour > 0 for plan in plans):
-        yield f"USD/H: {PRICE_SOURCE}, unless pricePerHour under spec.planning.gpus sets others"
+        yield f"USD/H: {PRICE_SOURCE}; pricePerHour under spec.planning.gpus sets yours"
 
 
 def _format_percentiles(latency: Percentiles) -> str:

@@ -17,8 +17,8 @@ _MIN_CAP_SHARE = 0.5
 
 
 PRICE_SOURCE = (
-    "US dollars an hour for one GPU's share of its machine on demand, AWS us-east-1 (MI300X: "
-    "Azure), middle of 2025"
+    "public on-demand prices of AWS us-east-1 (MI300X: Azure) in the middle of 2025, for a GPU's "
+    "share of its machine"
 )
 """Of the catalogue's prices."""
 
