@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from cleave.manifests.container import get_image
+
 from e2e.cluster import tools
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.real_nodes.fault_report import FaultReport, is_whole
@@ -67,7 +69,7 @@ def build(model: Path, connector: str) -> dict:
             "cache": {"hostPath": {"path": str(model)}},
         },
         "slo": {"ttftMs": 1000, "tpotMs": 200},
-        "engine": {"image": "cleave-vllm:0.1.0", "connector": connector},
+        "engine": {"image": get_image("vllm"), "connector": connector},
         "template": {
             "volumes": [environment],
             "volumeMounts": [mount],
