@@ -27,7 +27,8 @@ from e2e.chaos.verdict import read_whole
 
 NAME = "tiny"
 UP_S = 600
-ASK_S = 60
+ASK_S = 300
+"""For an answer beforehand; the first of an engine takes a minute where the machine is busy."""
 KINDS = {
     "kill engine": 2,
     "kill agent": 1,

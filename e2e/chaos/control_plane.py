@@ -76,8 +76,8 @@ class ControlPlaneReport:
 
     seed: int
     seconds: float = 0.0
-    faults: Counter[str] = field(default_factory=Counter)
-    changes: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, int] = field(default_factory=dict)
+    changes: dict[str, int] = field(default_factory=dict)
     leaders: int = 0
     """Operators that led, one after another."""
     answered: int = 0
@@ -142,7 +142,7 @@ class ControlPlaneStorm:
                     time.sleep(fault.after_s)
                     with self._inflicted(fault):
                         time.sleep(fault.seconds)
-                    self.report.faults[fault.kind] += 1
+                    count(self.report.faults, fault.kind)
                 self.report.violation = self._settle(load)
             self.report.answered += load.answered
             if load.failures and not self.report.violation:
@@ -165,7 +165,7 @@ class ControlPlaneStorm:
             change = "edit"
         # The webhook of an operator that was just killed may be away.
         wait_until(lambda: self._try_change(change, fault.choice), CHANGED_S, change)
-        self.report.changes[change] += 1
+        count(self.report.changes, change)
 
     def _try_change(self, change: str, choice: int) -> bool:
         """True; raises CommandError when the API server refuses it."""
@@ -257,6 +257,11 @@ class ControlPlaneStorm:
             return "" if self.chat.is_ready() else "the deployment is not ready"
         except CommandError as error:
             return f"the API server does not answer: {error}"
+
+
+def count(counts: dict[str, int], what: str) -> None:
+    """One more; `dataclasses.asdict` cannot copy a Counter."""
+    counts[what] = counts.get(what, 0) + 1
 
 
 def find_pod(name: str) -> list[psutil.Process]:
