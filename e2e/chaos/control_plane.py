@@ -34,7 +34,8 @@ LONGEST_S = {
     "kill leader": 1.0,
 }
 """By kind. A frozen leader loses its Lease, of 15 s, now and then."""
-CHANGES = ("edit", "scale", "delete worker", "delete gateway")
+CHANGES = ("edit", "scale", "delete worker")
+"""No gateway is deleted: while the controllers are away, no Service leaves out a pod that ends."""
 PLACEMENTS = ((1, 2), (1, 3), (2, 2))
 SURGE = 1
 """Instances of a pool above its replicas while it is rolled out."""
@@ -159,9 +160,9 @@ class ControlPlaneStorm:
             self.report.violation += "\n" + read_log(self.chat.cluster, self.chat.namespace)
 
     def _change(self, fault: ControlPlaneFault) -> None:
-        """Something for the operator to do. A pod is deleted only while all others serve."""
+        """Something for the operator to do. A worker is deleted only while all others serve."""
         change = fault.change
-        if change.startswith("delete") and self._find_leftovers():
+        if change == "delete worker" and self._find_leftovers():
             change = "edit"
         # The webhook of an operator that was just killed may be away.
         wait_until(lambda: self._try_change(change, fault.choice), CHANGED_S, change)
@@ -179,10 +180,8 @@ class ControlPlaneStorm:
                 prefill, decode = self.replicas
                 chat.edit({"placement": {"manual": placement(prefill=prefill, decode=decode)}})
             case _:
-                part = "worker" if change == "delete worker" else "gateway"
-                pods = chat.cluster.list("pods", namespace, f"cleave.dev/component={part}")
-                ready = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-                victim = ready[choice % len(ready)]["metadata"]["name"]
+                workers = chat.workers()
+                victim = workers[choice % len(workers)]["metadata"]["name"]
                 chat.cluster.kubectl("delete", "pod", victim, "-n", namespace, "--wait=false")
         return True
 
