@@ -34,7 +34,8 @@ LONGEST_S = {
     "kill leader": 1.0,
 }
 """By kind. A frozen leader loses its Lease, of 15 s, now and then."""
-CHANGES = ("edit", "scale", "delete worker", "delete gateway")
+CHANGES = ("edit", "scale", "delete worker")
+"""No gateway is deleted: while the controllers are away, no Service leaves out a pod that ends."""
 PLACEMENTS = ((1, 2), (1, 3), (2, 2))
 SURGE = 1
 """Instances of a pool above its replicas while it is rolled out."""
@@ -76,8 +77,8 @@ class ControlPlaneReport:
 
     seed: int
     seconds: float = 0.0
-    faults: Counter[str] = field(default_factory=Counter)
-    changes: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, int] = field(default_factory=dict)
+    changes: dict[str, int] = field(default_factory=dict)
     leaders: int = 0
     """Operators that led, one after another."""
     answered: int = 0
@@ -142,7 +143,7 @@ class ControlPlaneStorm:
                     time.sleep(fault.after_s)
                     with self._inflicted(fault):
                         time.sleep(fault.seconds)
-                    self.report.faults[fault.kind] += 1
+                    count(self.report.faults, fault.kind)
                 self.report.violation = self._settle(load)
             self.report.answered += load.answered
             if load.failures and not self.report.violation:
@@ -159,13 +160,13 @@ class ControlPlaneStorm:
             self.report.violation += "\n" + read_log(self.chat.cluster, self.chat.namespace)
 
     def _change(self, fault: ControlPlaneFault) -> None:
-        """Something for the operator to do. A pod is deleted only while all others serve."""
+        """Something for the operator to do. A worker is deleted only while all others serve."""
         change = fault.change
-        if change.startswith("delete") and self._find_leftovers():
+        if change == "delete worker" and self._find_leftovers():
             change = "edit"
         # The webhook of an operator that was just killed may be away.
         wait_until(lambda: self._try_change(change, fault.choice), CHANGED_S, change)
-        self.report.changes[change] += 1
+        count(self.report.changes, change)
 
     def _try_change(self, change: str, choice: int) -> bool:
         """True; raises CommandError when the API server refuses it."""
@@ -179,10 +180,8 @@ class ControlPlaneStorm:
                 prefill, decode = self.replicas
                 chat.edit({"placement": {"manual": placement(prefill=prefill, decode=decode)}})
             case _:
-                part = "worker" if change == "delete worker" else "gateway"
-                pods = chat.cluster.list("pods", namespace, f"cleave.dev/component={part}")
-                ready = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-                victim = ready[choice % len(ready)]["metadata"]["name"]
+                workers = chat.workers()
+                victim = workers[choice % len(workers)]["metadata"]["name"]
                 chat.cluster.kubectl("delete", "pod", victim, "-n", namespace, "--wait=false")
         return True
 
@@ -257,6 +256,11 @@ class ControlPlaneStorm:
             return "" if self.chat.is_ready() else "the deployment is not ready"
         except CommandError as error:
             return f"the API server does not answer: {error}"
+
+
+def count(counts: dict[str, int], what: str) -> None:
+    """One more; `dataclasses.asdict` cannot copy a Counter."""
+    counts[what] = counts.get(what, 0) + 1
 
 
 def find_pod(name: str) -> list[psutil.Process]:

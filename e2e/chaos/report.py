@@ -48,6 +48,8 @@ class Report:
     gateways: Counts
     touched: dict[str, dict[str, int]]
     """Kind of fault -> case -> requests that ran while one lasted."""
+    losses: list[str]
+    """The first requests that were lost as documented, and the faults around them."""
     poisoned: int
     """Engines that poison requests have ended."""
     processor_share: float
@@ -111,6 +113,7 @@ def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: s
         worst_first_byte_s=round(tally.worst_first_s, 2),
         gateways=dict(sorted(counts.items())),
         touched={kind: dict(cases) for kind, cases in sorted(storm.touched.items())},
+        losses=storm.losses,
         poisoned=count_poisoned(fleet.deployment),
         processor_share=round(storm.beat.least_share, 2),
         violation=violation,

@@ -17,6 +17,7 @@ import psutil
 from e2e.chaos.beat import Beat
 from e2e.chaos.faults import (
     CRIPPLING,
+    FIRST_OF_PAIRS,
     FLEET,
     FLEET_KINDS,
     GATEWAY_KINDS,
@@ -45,11 +46,12 @@ POISON_ENDS_UNSEEN = 6
 """The same while agents cannot report that their engines have ended: all attempts."""
 AGENT_FAULTS = frozenset(("hang agent", "kill agent", "kill worker", "cut agent", "cut worker"))
 LOSSES = frozenset((Case.ENGINES_FAILED, Case.NO_INSTANCE, Case.NOT_RESUMABLE))
-TAKING_ENGINES = CRIPPLING | {"poison request"}
-"""Faults without which no such loss is documented."""
+TAKING_ENGINES = CRIPPLING | FIRST_OF_PAIRS | {"poison request"}
+"""Faults that end, silence or fail engines, without which no such loss is documented."""
 BUSY_SHARE = 0.5
 """A machine that gives a run less than this of the processor time it asks for delays reports."""
 RECENT_EVENTS = 64
+MOST_LOSSES = 20
 
 
 class ViolationError(Exception):
@@ -99,6 +101,8 @@ class Storm:
     """Faults whose victim was gone before they could happen, by kind."""
     touched: dict[str, Counter[str]] = field(default_factory=dict)
     """Kind of fault -> case -> requests that ran while one lasted."""
+    losses: list[str] = field(default_factory=list)
+    """The first requests that were lost as documented, and the faults around them."""
     _agents: dict[str, psutil.Process] = field(default_factory=dict)
     _away: Counter[str] = field(default_factory=Counter)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
@@ -254,10 +258,11 @@ class Storm:
     def _note(self, record: Record) -> None:
         """A request is over: which faults lasted while it ran, and do they excuse its loss?"""
         seen, case = record.seen, record.verdict.case
-        if case in LOSSES and not any(
-            event.fault.kind in TAKING_ENGINES for event in self._find_near(seen)
-        ):
-            self._failed = "no fault took an engine away: " + self._explain(record)
+        if case in LOSSES:
+            if not any(event.fault.kind in TAKING_ENGINES for event in self._find_near(seen)):
+                self._failed = "no fault concerned an engine: " + self._explain(record)
+            if len(self.losses) < MOST_LOSSES:
+                self.losses.append(self._explain(record))
         for event in self.events[-RECENT_EVENTS:]:
             if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s:
                 cases = self.touched.setdefault(event.fault.kind, Counter())
