@@ -280,14 +280,16 @@ def test_other_cells_have_a_pod_for_each_instance(deployment, manual, machines) 
 def test_a_cell_is_one_pod_only_where_its_engines_move_kv_from_gpu_to_gpu(deployment) -> None:
     nixl = {"engine": {"connector": "Nixl"}}
     claims = [{"name": "gpus", "resourceClaimName": "g"}]
+    # An instance cannot be distributed over MIG devices.
+    single = [CELL[0], CELL[1] | {"parallelism": {"tensor": 1}}]
     for spec in (
         {"engine": {"connector": "Cleave"}},
         {**nixl, "template": {"gpuResource": "nvidia.com/mig-3g.40gb"}},
         {**nixl, "template": {"gpuResource": "", "resourceClaims": claims}},
     ):
-        chat = deployment(placement={"manual": CELL}, **spec)
+        chat = deployment(placement={"manual": single}, **spec)
         assert len(build_pools(chat, choose_placement(chat), NODES)) == 2
-    chat = deployment(placement={"manual": CELL}, **nixl)
+    chat = deployment(placement={"manual": single}, **nixl)
     assert len(build_pools(chat, choose_placement(chat), NODES)) == 1
 
 
