@@ -52,7 +52,10 @@ def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         checksums=False,
         env=[{"name": name, "value": value} for name, value in env.items()],
     )
-    manifest["spec"]["witness"] = {"engineShare": 0.1, "auditShare": 0}  # type: ignore[index]
+    manifest["spec"] |= {  # type: ignore[operator]
+        "witness": {"engineShare": 0.1, "auditShare": 0},
+        "template": {"resources": {"limits": {"cpu": "1", "memory": "4Gi"}}},
+    }
     with deployed(manifest, folder, timeout_s=420) as deployment:
         yield Faulty(deployment, switch)
 

@@ -183,8 +183,9 @@ class Router:
         self, prefill: RoutedInstance, decode: RoutedInstance, prompt_tokens: int, output: int
     ) -> Pick:
         """Add the load of a request to these two instances, as `pick` does for those it picks."""
-        picked = Pick(prefill, decode, "reserved", prompt_tokens, output)
-        self._add_load(picked, prefill, decode, RoutingRequest(prompt_tokens, output))
+        length = float(output)
+        picked = Pick(prefill, decode, "reserved", prompt_tokens, length)
+        self._add_load(picked, prefill, decode, RoutingRequest(prompt_tokens, length))
         return picked
 
     def release(self, pick: Pick, phase: RequestPhase = RequestPhase.ALL) -> None:

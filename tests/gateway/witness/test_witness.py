@@ -3,6 +3,7 @@ pair that has it."""
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -11,6 +12,7 @@ import pytest
 from cleave.gateway.witness.witness import Witness
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
+from cleave_worker.emulator import tokenizer
 from cleave_worker.emulator.faults import PairFault
 
 PREFILLS, DECODES = ("p0", "p1", "p2", "p3"), ("d0", "d1", "d2", "d3")
@@ -237,3 +239,14 @@ async def test_a_restarted_gateway_knows_what_failed(make_fleet) -> None:
         await asyncio.sleep(1.0)
         assert closed(stage) == {"p0-d0"}
     assert Router(stage.context.router.registry).pick("m", 10).decode.instance in {"d0", "d1"}
+
+
+async def test_prompts_fit_a_model_of_which_each_character_is_a_token(
+    make_fleet, monkeypatch
+) -> None:
+    """The lengths are estimates, and a prompt that is too long would be refused each time."""
+    monkeypatch.setattr(tokenizer, "_PIECE", re.compile(r"(?s)."))
+    stage, _ = await make_fleet(FOUR)
+    async with witnessed(stage, share=1.0, period_s=20.0):
+        await stage.until(lambda: are_proven(stage, 4), "all four pairs are proven")
+    assert "blurred" not in stage.context.metrics.canaries

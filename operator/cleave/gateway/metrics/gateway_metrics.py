@@ -244,8 +244,11 @@ class GatewayCollector:
         yield from self._collect_attainment()
         yield _build_counter("handoffs", "KV handoffs by result", total.handoffs, "result")
         yield _build_counter("kv_canaries", "Canary handoffs by result", total.canaries, "result")
-        seconds = "Time of engines that canary handoffs took"
-        yield _build_counter("kv_canary_seconds", seconds, total.canary_seconds, "phase")
+        name, text = "kv_canary_seconds", "Time of engines that canary handoffs took"
+        seconds = CounterMetricFamily(f"cleave_gateway_{name}", text, labels=["phase"])
+        for phase, spent_s in total.canary_seconds.items():
+            seconds.add_metric([phase], spent_s)
+        yield seconds
         audited = "Handoffs of requests that were computed again, by result"
         yield _build_counter("kv_audits", audited, total.audits, "result")
         yield _build_counter("flips", "Changes of roles", total.flips, "model", "from", "to")
@@ -317,7 +320,7 @@ def _build_length_histogram(of: str, text: str) -> HistogramMetricFamily:
 
 
 def _build_counter(
-    name: str, text: str, values: Mapping[LabelValues, float], *labels: str
+    name: str, text: str, values: Mapping[LabelValues, int], *labels: str
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(f"cleave_gateway_{name}", text, labels=labels)
     for key, value in values.items():

@@ -78,6 +78,8 @@ async def run_canary(
         "temperature": 0,
         "ignore_eos": True,
         "logprobs": _NUM_LOGPROBS,
+        # Several tokens may have the same text.
+        "return_tokens_as_token_ids": True,
         "stream": False,
     }
     try:

@@ -79,6 +79,8 @@ class WitnessedPair:
     """The newest ones."""
     reason: str = ""
     """The newest fault."""
+    blur: str = ""
+    """Why a canary showed nothing, as it was logged last."""
 
     @property
     def key(self) -> PairKey:
@@ -127,7 +129,8 @@ class Witness:
         """By boot."""
         self._block_bytes: dict[str, deque[float]] = {}
         """Bytes per block of the newest canaries, by the boot of the decode engine."""
-        self._characters_per_token = 2.0
+        # A token covers at least one character: until more is known, no prompt can be too long.
+        self._characters_per_token = 1.0
         self._tests: dict[asyncio.Task[None], PairKey] = {}
         self._next_due_s = 0.0
 
@@ -257,7 +260,9 @@ class Witness:
             )
             self._assess(pair, answer, characters)
         except BlurredCanaryError as error:
-            log.debug("canary handoff %s: %s", pair.name, error)
+            if pair.blur != str(error):
+                pair.blur = str(error)
+                log.info("a canary handoff %s shows nothing: %s", pair.name, error)
             self._count("blurred")
             history.record_blurred(context.clock(), is_deficit=False)
         except FaultyCanaryError as error:
@@ -282,7 +287,8 @@ class Witness:
     def _assess(self, pair: WitnessedPair, answer: CanaryAnswer, characters: int) -> None:
         """Record what a canary has shown. Raises FaultyCanaryError."""
         sample, now = answer.sample, self._context.clock()
-        self._characters_per_token = max(characters / sample.num_tokens, 1.0)
+        measured = max(characters / sample.num_tokens, 1.0)
+        self._characters_per_token += 0.5 * (measured - self._characters_per_token)
         if answer.token is TokenVerdict.DIFFERENT:
             text = f"the first token after {sample.num_tokens:,} prompt tokens differs"
             raise FaultyCanaryError("tokens", text)
