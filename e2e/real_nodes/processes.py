@@ -19,18 +19,20 @@ from e2e.real_nodes.sandbox import CGROUP, find_hierarchies
 
 _BALLOON = """
 import pathlib, sys, time
-group, victim, step = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 8 << 20
+group, step = pathlib.Path(sys.argv[1]), 4 << 20
+files = [group / "memory.oom_control", group / "memory.events"]
+events = next(file for file in files if file.exists())
+def count_kills():
+    lines = (line.split() for line in events.read_text().splitlines())
+    return next(int(number) for name, number in lines if name == "oom_kill")
+before = count_kills()
 (group / "cgroup.procs").write_text("0")
-# Next after the victim, before the others of its container.
-pathlib.Path("/proc/self/oom_score_adj").write_text("999")
 held = []
-while victim.exists() and "Z" not in (victim / "stat").read_text().rpartition(")")[2][:3]:
+while count_kills() == before:
     held.append(b"1" * step)
     time.sleep(0.002)
 """
-"""For `python -c`: joins a control group and takes memory in it until a process has ended."""
-_FIRST_VICTIM = 1000
-"""The value of oom_score_adj that the kernel kills first."""
+"""For `python -c`: joins a control group and takes memory in it until the kernel kills for it."""
 _BALLOON_TIMEOUT_S = 60
 _THROTTLE_PERIOD_S = 0.1
 """As of the kernel's quotas."""
@@ -71,15 +73,15 @@ def find_process(pod_uid: str, command: str) -> PodProcess | None:
     return next((each for each in list_processes(pod_uid)[::-1] if command in each.command), None)
 
 
-def exhaust_memory(victim: PodProcess) -> None:
-    """Take all memory of the victim's container, until the kernel has killed the victim for it.
+def exhaust_memory(process: PodProcess) -> None:
+    """Take all memory of a process's container, until the kernel has killed once for it.
 
-    The kernel chooses by size; with a higher score it chooses the victim.
+    It kills the container's largest process: the kubelet gives all of them nearly the highest
+    score, and what takes the memory here has none.
     """
-    Path(f"/proc/{victim.pid}/oom_score_adj").write_text(str(_FIRST_VICTIM))
-    group = _find_group(victim.pid, "memory")
-    command = [sys.executable, "-I", "-S", "-c", _BALLOON, str(group), f"/proc/{victim.pid}"]
-    # The victim's group may have been killed as a whole, the balloon with it.
+    group = _find_group(process.pid, "memory")
+    command = [sys.executable, "-I", "-S", "-c", _BALLOON, str(group)]
+    # In version 2 the kernel kills the group as a whole, and what takes the memory with it.
     subprocess.run(command, capture_output=True, timeout=_BALLOON_TIMEOUT_S, check=False)
 
 
