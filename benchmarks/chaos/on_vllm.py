@@ -87,6 +87,7 @@ def hurt_vllm(
             lasting_s=options.seconds,
             serving_left=shape.mixed,
             wait_s=WAIT_S,
+            back_s=WAIT_S,
         )
         return asyncio.run(storm)
 

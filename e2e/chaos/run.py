@@ -92,6 +92,8 @@ class Storm:
     """Instances that decode which no fault takes away."""
     wait_s: float = 120.0
     """For a fleet that can bear a fault, and for one that is whole again, by the run's beat."""
+    back_s: float = 60.0
+    """Until an engine that a fault has ended may serve again."""
     lasting_s: float = float("inf")
     """No fault begins later than this."""
     beat: Beat = field(default_factory=Beat)
@@ -259,7 +261,8 @@ class Storm:
         """A request is over: which faults lasted while it ran, and do they excuse its loss?"""
         seen, case = record.seen, record.verdict.case
         if case in LOSSES:
-            if not any(event.fault.kind in TAKING_ENGINES for event in self._find_near(seen)):
+            near = self._find_near(seen, self.back_s)
+            if not any(event.fault.kind in TAKING_ENGINES for event in near):
                 self._failed = "no fault concerned an engine: " + self._explain(record)
             if len(self.losses) < MOST_LOSSES:
                 self.losses.append(self._explain(record))
@@ -268,12 +271,12 @@ class Storm:
                 cases = self.touched.setdefault(event.fault.kind, Counter())
                 cases[case.name] += 1
 
-    def _find_near(self, seen: Seen) -> list[Event]:
-        """Faults that may concern a request."""
+    def _find_near(self, seen: Seen, before_s: float = BEFORE_S) -> list[Event]:
+        """Faults that may concern a request, over for `before_s` at most when it began."""
         return [
             event
             for event in self.events
-            if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s - BEFORE_S
+            if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s - before_s
         ]
 
     def _check_poisoned(self) -> None:
