@@ -176,6 +176,10 @@ def test_rules_point_at_fields_that_exist() -> None:
                     at = at["properties"][step]
 
 
+ADDED_LATER = {"witness"}
+"""Fields without a default in the CRD (decision 070)."""
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_defaults_are_the_same_on_both_sides(path: Path) -> None:
     document = yaml.safe_load(path.read_text())
@@ -185,6 +189,9 @@ def test_defaults_are_the_same_on_both_sides(path: Path) -> None:
         document["spec"]["model"] = {"source": model}
     server = defaulted(schema_of(crd.build_deployment_crd()), document)
     python = load(path).model_dump(mode="json", exclude_none=True)
+    for name in ADDED_LATER - document["spec"].keys():
+        # Operators of earlier versions refuse it, so the API server does not write it.
+        del python["spec"][name]
     assert said(python["spec"]) == said(server["spec"])
 
 

@@ -6,9 +6,11 @@ CRDs do not go back (docs/operate.md), so unknown fields and values are still th
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +33,7 @@ from tests.support.deployment_views import (
     view,
 )
 from tests.support.fake_cluster import manual_placement
+from tests.support.previous_version import REPOSITORY, extract
 
 SCALED = {"roles": [{"role": role, "maxReplicas": 4} for role in ("prefill", "decode")]}
 LATER = {"laterField": {"laterValue": 1}}
@@ -160,6 +163,29 @@ def test_pools_of_a_later_version_are_written_anew_and_stay_served(later: Manife
         assert not later.items() & pool["spec"].items()
     assert ready(here.cluster) == {"prefill": 1, "decode": 2}
     assert min(fewest) >= 3
+
+
+def list_new_defaults(present: Manifest, previous: Manifest, path: str) -> Iterator[str]:
+    """Fields that the API server writes into objects and the previous version does not know."""
+    known = previous.get("properties", {})
+    for name, field in present.get("properties", {}).items():
+        if name in known:
+            yield from list_new_defaults(field, known[name], f"{path}.{name}")
+        elif "default" in field:
+            yield f"{path}.{name}"
+    if "items" in present and "items" in previous:
+        yield from list_new_defaults(present["items"], previous["items"], f"{path}[]")
+
+
+def test_crds_write_no_field_that_the_previous_version_refuses(tmp_path: Path) -> None:
+    previous = extract(tmp_path)
+    for file in sorted((REPOSITORY / "crds").iterdir()):
+        schemas = [
+            yaml.safe_load(path.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+            for path in (file, previous.crds / file.name)
+        ]
+        specs = [schema["properties"]["spec"] for schema in schemas]
+        assert list(list_new_defaults(*specs, "spec")) == []
 
 
 def watch_fewest(here: ControlPlane) -> list[int]:

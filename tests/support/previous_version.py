@@ -21,7 +21,7 @@ COMMIT = "436a7136663470cd130a14ef6a1ae773e7a7c41a"
 VERSION = "0.1.0.dev0"
 """What it calls itself in tests, as it shares its number with the present version."""
 
-_PARTS = ("operator", "worker", "charts", "pyproject.toml")
+_PARTS = ("operator", "worker", "charts", "crds", "pyproject.toml")
 _CHOICE = """
 import os, re, sys
 
@@ -40,6 +40,7 @@ class PreviousVersion:
     sources: Path
     """For PYTHONPATH: both packages, and the metadata of the distribution."""
     chart: Path
+    crds: Path
 
     def choose_for(self, pattern: str, folder: Path) -> Path:
         """Make a folder that, on PYTHONPATH, gives pods whose name matches `pattern` this version
@@ -73,7 +74,7 @@ def extract(folder: Path) -> PreviousVersion:
     description = chart / "Chart.yaml"
     text = re.sub(r"(?m)^version:.*$", "version: 0.1.0-dev.0", description.read_text())
     description.write_text(re.sub(r"(?m)^appVersion:.*$", f"appVersion: {VERSION}", text))
-    return PreviousVersion(sources, chart)
+    return PreviousVersion(sources, chart, folder / "crds")
 
 
 def _write_metadata(project: dict, sources: Path) -> None:
