@@ -239,8 +239,8 @@ class LLMDeploymentSpec(ApiModel):
     """Overrides for the worker pods."""
     gateway: GatewaySpec = GatewaySpec()
     """The gateway's pods in a cluster."""
-    # Without a default in the CRD: an operator of an earlier version refuses a field that it does not
-    # know, and after a roll-back the API server would still write it into each object.
+    # Without a default in the CRD, which the API server would write into each object: after a
+    # roll-back an operator of an earlier version would refuse it.
     witness: Annotated[WitnessSpec, Field(json_schema_extra={"default": None})] = WitnessSpec()
     """How the gateway proves, again and again, that KV moves between every two engines."""
     rollout: Rollout = Rollout()
