@@ -412,7 +412,9 @@ async def single(make_stage) -> Stage:
 class Emulated:
     """One emulated engine behind HTTP, which can be ended and come back."""
 
-    def __init__(self, boot_id: str, adapters: tuple[str, ...], time_scale: float) -> None:
+    def __init__(
+        self, boot_id: str, adapters: tuple[str, ...], time_scale: float, recomputes: bool
+    ) -> None:
         self.engine = EmulatedEngine(
             EmulatedEngineConfig(
                 served_model_name="m",
@@ -423,7 +425,9 @@ class Emulated:
                 block_size=16,
                 num_blocks=1_000,
                 time_scale=time_scale,
-                kv_transfer=KvTransferConfig(boot_id, "127.0.0.1", 0, recompute_on_failure=True),
+                kv_transfer=KvTransferConfig(
+                    boot_id, "127.0.0.1", 0, recompute_on_failure=recomputes
+                ),
                 adapters=adapters,
             )
         )
@@ -448,9 +452,12 @@ async def emulate() -> AsyncIterator[Callable[..., Awaitable[Emulated]]]:
     started: list[Emulated] = []
 
     async def start(
-        boot_id: str, adapters: tuple[str, ...] = (), time_scale: float = 0.02
+        boot_id: str,
+        adapters: tuple[str, ...] = (),
+        time_scale: float = 0.02,
+        recomputes: bool = False,
     ) -> Emulated:
-        emulated = Emulated(boot_id, adapters, time_scale)
+        emulated = Emulated(boot_id, adapters, time_scale, recomputes)
         await emulated.start()
         started.append(emulated)
         return emulated
@@ -468,12 +475,13 @@ def make_fleet(make_stage, emulate):
         roles: dict[str, str],
         adapters: tuple[str, ...] = (),
         time_scale: float = 0.02,
+        recomputes: bool = False,
         **options: float,
     ):
         stage = await make_stage(roles, **options)
         engines = {}
         for name in roles:
-            engines[name] = await emulate(f"boot-{name}", adapters, time_scale)
+            engines[name] = await emulate(f"boot-{name}", adapters, time_scale, recomputes)
             fields = {"engine_url": engines[name].url, "adapters": adapters}
             stage.state(stage.engines[name], max_model_len=2048, **fields)
         return stage, engines

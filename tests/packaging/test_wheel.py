@@ -35,6 +35,7 @@ BASE = {
     "profile": ("http://127.0.0.1:1", ""),
     "workload": ("trace.csv", "planner"),
     "provision": ("-f planned.yaml --cluster cluster.yaml", "planner"),
+    "render": ("-f planned.yaml --cluster cluster.yaml", "planner"),
     "rollout": ("-f emulated.yaml --from emulated.yaml --dry-run", ""),
     "gateway": ("--agents 127.0.0.1:1", "gateway"),
     "operator": ("", "operator"),

@@ -27,7 +27,7 @@ def make_sampled(make_fleet):
     """Two engines behind a gateway that samples, and leaves the audits to the test."""
 
     async def make(share: float = 1.0):
-        stage, engines = await make_fleet({"p": "prefill", "d": "decode"})
+        stage, engines = await make_fleet({"p": "prefill", "d": "decode"}, recomputes=True)
         stage.context.handoff_samples = HandoffSamples(share)
         return stage, engines
 

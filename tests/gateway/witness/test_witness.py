@@ -92,7 +92,7 @@ async def ask_all(stage, emulate, count: int = 40) -> set[str]:
 async def test_every_pair_is_proven_and_the_agents_of_decode_instances_keep_it(
     make_fleet,
 ) -> None:
-    stage, _ = await make_fleet(FOUR)
+    stage, _ = await make_fleet(FOUR, recomputes=True)
     async with witnessed(stage) as sent:
         await stage.until(lambda: are_proven(stage, 4), "all four pairs are proven")
     assert {agent for agent, _ in sent} == {"d0", "d1"}
@@ -115,7 +115,7 @@ async def test_every_pair_is_proven_and_the_agents_of_decode_instances_keep_it(
 async def test_one_bad_pair_of_sixteen_is_taken_out_and_comes_back(
     make_fleet, emulate, fault: PairFault, kind: str
 ) -> None:
-    stage, engines = await make_fleet(SIXTEEN)
+    stage, engines = await make_fleet(SIXTEEN, recomputes=True)
     engines["d2"].engine.faults.pairs = {"boot-p1": fault}
     async with witnessed(stage):
         await stage.until(lambda: failed(stage), "the fault is found")
@@ -129,7 +129,7 @@ async def test_one_bad_pair_of_sixteen_is_taken_out_and_comes_back(
 
 
 async def test_a_slow_card_loses_its_pairs_and_no_other(make_fleet) -> None:
-    stage, engines = await make_fleet(SIXTEEN, time_scale=0.3)
+    stage, engines = await make_fleet(SIXTEEN, time_scale=0.3, recomputes=True)
     for name in DECODES:
         engines[name].engine.faults.pairs = {"boot-p3": PairFault.SLOW}
     async with witnessed(stage):
@@ -141,7 +141,7 @@ async def test_a_slow_card_loses_its_pairs_and_no_other(make_fleet) -> None:
 
 
 async def test_an_engine_that_hands_over_another_request_loses_its_pairs(make_fleet) -> None:
-    stage, engines = await make_fleet(FOUR)
+    stage, engines = await make_fleet(FOUR, recomputes=True)
     engines["p1"].engine.faults.apply(b'{"swap_handoff": 1000}')
     async with witnessed(stage):
         await stage.until(lambda: failed(stage) == {"p1-d0", "p1-d1"}, "both are found")
@@ -149,7 +149,7 @@ async def test_an_engine_that_hands_over_another_request_loses_its_pairs(make_fl
 
 
 async def test_when_all_pairs_fail_requests_are_served_whole(make_fleet, emulate) -> None:
-    stage, engines = await make_fleet(FOUR)
+    stage, engines = await make_fleet(FOUR, recomputes=True)
     for name in ("d0", "d1"):
         faults = {"boot-p0": PairFault.LAYOUT, "boot-p1": PairFault.SWAPPED}
         engines[name].engine.faults.pairs = faults
@@ -181,7 +181,7 @@ async def test_one_odd_result_suspends_a_pair_until_two_good_ones(make_fleet) ->
 async def test_engines_that_fail_or_have_gone_prove_nothing_against_their_pairs(
     make_fleet,
 ) -> None:
-    stage, engines = await make_fleet(FOUR)
+    stage, engines = await make_fleet(FOUR, recomputes=True)
     await engines["d1"].stop()
     engines["p1"].engine.faults.apply(b'{"refuse": true}')
     async with witnessed(stage):
@@ -214,7 +214,7 @@ async def test_no_canary_starts_where_prompts_wait(make_fleet) -> None:
 
 
 async def test_a_fault_that_another_process_found_is_confirmed_or_refuted(make_fleet) -> None:
-    stage, engines = await make_fleet(FOUR)
+    stage, engines = await make_fleet(FOUR, recomputes=True)
     async with witnessed(stage):
         await stage.until(lambda: are_proven(stage, 4), "all are proven")
         for decode, fault in (("d0", None), ("d1", PairFault.LAYOUT)):
@@ -231,7 +231,7 @@ async def test_a_fault_that_another_process_found_is_confirmed_or_refuted(make_f
 
 
 async def test_a_restarted_gateway_knows_what_failed(make_fleet) -> None:
-    stage, engines = await make_fleet(FOUR)
+    stage, engines = await make_fleet(FOUR, recomputes=True)
     engines["d0"].engine.faults.pairs = {"boot-p0": PairFault.LAYOUT}
     async with witnessed(stage):
         await stage.until(lambda: failed(stage) == {"p0-d0"}, "it is found")
@@ -246,7 +246,7 @@ async def test_prompts_fit_a_model_of_which_each_character_is_a_token(
 ) -> None:
     """The lengths are estimates, and a prompt that is too long would be refused each time."""
     monkeypatch.setattr(tokenizer, "_PIECE", re.compile(r"(?s)."))
-    stage, _ = await make_fleet(FOUR)
+    stage, _ = await make_fleet(FOUR, recomputes=True)
     async with witnessed(stage, share=1.0, period_s=20.0):
         await stage.until(lambda: are_proven(stage, 4), "all four pairs are proven")
     assert "blurred" not in stage.context.metrics.canaries

@@ -104,7 +104,10 @@ class AgentProcess:
 
     def health(self) -> agent_pb2.HealthResponse:
         return self.stub.Health(
-            agent_pb2.HealthRequest(), timeout=20, wait_for_ready=True, metadata=build_metadata()
+            agent_pb2.HealthRequest(sends_engine_key=True),
+            timeout=20,
+            wait_for_ready=True,
+            metadata=build_metadata(),
         )
 
     def until(

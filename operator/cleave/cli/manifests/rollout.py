@@ -80,11 +80,12 @@ def _report_missing_room(
 ) -> None:
     """Warn on standard error where a step needs more GPUs than the machines have."""
     from cleave.api.engine import EngineType
-    from cleave.api.manifest import load_cluster
-    from cleave.manifests import cluster_fit
 
     if cluster is None or after.spec.engine.type is EngineType.EMULATED:
         return
+    from cleave.api.manifest import load_cluster
+    from cleave.manifests import cluster_fit
+
     machines = load_cluster(cluster)
     for step in steps[1:]:
         counts = {role: each.new + each.old for role, each in step.roles.items()}

@@ -77,6 +77,7 @@ def test_a_handoff_says_all_that_the_gateway_and_the_reader_look_at(
         "num_tokens": 10,
         "addresses": (("10.0.0.1", 5601),),
         "shape": {"tensor_parallel_size": 2, "stages": (0, 3)},
+        "key": "",
     }
     assert (handed["tp_size"], handed["pp_size"]) == (2, 2)
     assert handed["remote_block_ids"] == [[7, 8, 9]]
