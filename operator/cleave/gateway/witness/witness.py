@@ -50,6 +50,8 @@ MAX_CANARIES = 4
 """Canaries at a time; no two of them use the same engine."""
 RENEWAL_S = 30.0
 """Interval at which the result of a closed pair is recorded again, as results expire."""
+RENEWAL_LIMIT_S = 60.0
+"""Time since its newest canary after which it is renewed no more: nothing tests the pair."""
 _BUSY_S = 1.0
 """Delay of a canary whose engines are busy or over their budget."""
 _LENGTH_SHARE = 0.9
@@ -148,7 +150,7 @@ class Witness:
     def check(self, now: float) -> None:
         """Start the canaries that are due."""
         self._update_pairs(now)
-        self._adopt_suspicions(now)
+        self._review_results(now)
         if now < self._next_due_s or len(self._tests) >= MAX_CANARIES:
             return
         due = [each for each in self._pairs.values() if each.history.due_s <= now]
@@ -204,21 +206,25 @@ class Witness:
             history.restore(_STANDINGS.get(recorded.trust, PairStanding.UNPROVEN))
         return WitnessedPair(prefill, decode, history, 1)
 
-    def _adopt_suspicions(self, now: float) -> None:
-        """Adopt faults that other processes have found in handoffs of requests."""
-        for table in self._tables:
-            for slot, partners in table.closed_pairs.items():
-                for partner in partners:
-                    prefill, decode = table.instances[slot], table.instances[partner]
-                    pair = self._pairs.get((prefill.target.boot_id, decode.target.boot_id))
-                    if pair is None:
-                        continue
-                    history, result = pair.history, decode.pairs[prefill.target.boot_id]
-                    if not history.is_closed and result.at > history.tested_s:
-                        fault = result.reason.removeprefix(f"{pair.name}: ")
-                        self._record_fault(pair, "audit", fault)
-                    elif history.is_closed and now - history.recorded_s > RENEWAL_S:
-                        self._record(pair)
+    def _review_results(self, now: float) -> None:
+        """Adopt faults that other processes have found in handoffs of requests, and renew or end
+        results of closed pairs."""
+        for (prefill_boot, _), pair in self._pairs.items():
+            history, result = pair.history, pair.decode.pairs.get(prefill_boot)
+            if result is None:
+                continue
+            is_closed = result.is_closed(now)
+            if is_closed and not history.is_closed and result.at > history.tested_s:
+                fault = result.reason.removeprefix(f"{pair.name}: ")
+                self._record_fault(pair, "audit", fault)
+            elif not history.is_closed:
+                continue
+            elif not is_closed and _STANDINGS.get(result.trust) is history.standing:
+                # Too busy to be tested: requests may use it until a canary shows more.
+                log.warning("the pair %s is used again: its result has expired", pair.name)
+                history.restore(PairStanding.UNPROVEN)
+            elif now - history.recorded_s > RENEWAL_S and now - history.tested_s < RENEWAL_LIMIT_S:
+                self._record(pair)
 
     # --- one canary ---
 
@@ -229,10 +235,19 @@ class Witness:
         if wait_s > 0 and not history.is_urgent:
             history.due_s = now + min(wait_s, self._period_s)
             return False
-        if not (is_idle(pair.prefill) and is_idle(pair.decode)):
+        if not self._can_take(pair):
             history.due_s = now + self._random.uniform(0.0, _BUSY_S)
             return False
         return True
+
+    def _can_take(self, pair: WitnessedPair) -> bool:
+        """Whether both engines are idle or, for a canary that decides about the pair, no prompt
+        waits there and theirs has room."""
+        tokens = self._choose_tokens(pair) if pair.history.is_urgent else 0
+        return all(
+            is_idle(each) or (tokens > 0 and not has_waiting(each) and each.has_room(tokens))
+            for each in (pair.prefill, pair.decode)
+        )
 
     def _start(self, pair: WitnessedPair) -> None:
         task = asyncio.create_task(self._test(pair))
@@ -395,10 +410,14 @@ def _is_same(one: object, other: object) -> bool:
 def is_idle(instance: RoutedInstance, own_prompt: int = 0) -> bool:
     """Whether no prompt waits there and half of the KV cache is free. `own_prompt`: tokens of the
     caller's own prompt, which counts there already."""
-    load = instance.load
-    if load.num_waiting or instance.in_flight.prompt.pending >= own_prompt + 1.0:
-        return False
-    return 2 * load.kv_blocks_free >= instance.registration.kv_blocks_total
+    is_free = 2 * instance.load.kv_blocks_free >= instance.registration.kv_blocks_total
+    return is_free and not has_waiting(instance, own_prompt)
+
+
+def has_waiting(instance: RoutedInstance, own_prompt: int = 0) -> bool:
+    """Whether prompts other than the caller's own wait there."""
+    is_pending = instance.in_flight.prompt.pending >= own_prompt + 1.0
+    return is_pending or instance.load.num_waiting > 0
 
 
 def _describe_missing(sample: TransferSample) -> str:
