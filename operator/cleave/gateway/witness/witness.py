@@ -309,11 +309,12 @@ class Witness:
             raise FaultyCanaryError("tokens", text)
         known = self._block_bytes.setdefault(pair.key[1], deque(maxlen=9))
         verdict = pair_trust.assess_bytes(sample, statistics.median(known) if known else 0.0)
-        if verdict is BytesVerdict.MISSING or (
-            verdict is BytesVerdict.BLURRED and pair.history.record_blurred(now, is_deficit=True)
-        ):
+        if verdict is BytesVerdict.MISSING:
             raise FaultyCanaryError("bytes", _describe_missing(sample))
-        if verdict is BytesVerdict.BLURRED:
+        if verdict is not BytesVerdict.MOVED:
+            is_deficit = verdict is BytesVerdict.BLURRED
+            if pair.history.record_blurred(now, is_deficit=is_deficit):
+                raise FaultyCanaryError("bytes", _describe_missing(sample))
             self._count("blurred")
             return
         seems_slow = False
