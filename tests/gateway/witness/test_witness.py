@@ -5,10 +5,13 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import aiohttp
 import pytest
 
+from cleave.gateway.witness import witness as witness_module
+from cleave.gateway.witness.canary import FaultyCanaryError
 from cleave.gateway.witness.witness import Witness
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
@@ -280,6 +283,25 @@ async def test_a_closed_pair_that_is_never_tested_is_used_again_when_its_result_
         witness.check(now_s)
         assert not table.closed_pairs
     assert not stage.context.metrics.canaries["audit"]
+
+
+@pytest.mark.parametrize("restarted", ["p0", "d0"])
+async def test_a_result_of_a_boot_that_has_ended_meanwhile_is_dropped(
+    make_fleet, monkeypatch, restarted: str
+) -> None:
+    stage, engines = await make_fleet({"p0": "prefill", "d0": "decode"})
+
+    async def restart_meanwhile(*_: object) -> NoReturn:
+        url = engines[restarted].url
+        stage.state(stage.engines[restarted], engine_url=url, boot_id=f"next-{restarted}")
+        raise FaultyCanaryError("refused", "it has ended")
+
+    monkeypatch.setattr(witness_module, "run_canary", restart_meanwhile)
+    async with witnessed(stage, period_s=0.1) as sent:
+        counted = stage.context.metrics.canaries
+        await stage.until(lambda: counted["refused"], "a canary has failed")
+    assert not sent
+    assert not closed(stage)
 
 
 async def test_a_restarted_gateway_knows_what_failed(make_fleet) -> None:

@@ -72,6 +72,8 @@ PairKey = tuple[str, str]
 class WitnessedPair:
     """One pair and its history."""
 
+    key: PairKey
+    """Of these boots alone, also when an instance has another one already."""
     prefill: RoutedInstance
     decode: RoutedInstance
     history: PairHistory
@@ -85,14 +87,14 @@ class WitnessedPair:
     """Why a canary showed nothing, as it was logged last."""
 
     @property
-    def key(self) -> PairKey:
-        """Boots of both engines."""
-        return self.prefill.target.boot_id, self.decode.target.boot_id
-
-    @property
     def name(self) -> str:
         """As logs and reasons show it."""
         return f"{self.prefill.name} -> {self.decode.name}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of its engines has restarted."""
+        return self.key != (self.prefill.target.boot_id, self.decode.target.boot_id)
 
     @property
     def rate(self) -> PullRate:
@@ -195,7 +197,8 @@ class Witness:
     def _keep_or_add(
         self, prefill: RoutedInstance, decode: RoutedInstance, now: float
     ) -> WitnessedPair:
-        pair = self._pairs.get((prefill.target.boot_id, decode.target.boot_id))
+        key = prefill.target.boot_id, decode.target.boot_id
+        pair = self._pairs.get(key)
         if pair is not None:
             pair.prefill, pair.decode = prefill, decode
             return pair
@@ -204,7 +207,7 @@ class Witness:
         recorded = decode.pairs.get(prefill.target.boot_id)
         if recorded is not None:
             history.restore(_STANDINGS.get(recorded.trust, PairStanding.UNPROVEN))
-        return WitnessedPair(prefill, decode, history, 1)
+        return WitnessedPair(key, prefill, decode, history, 1)
 
     def _review_results(self, now: float) -> None:
         """Adopt faults that other processes have found in handoffs of requests, and renew or end
@@ -378,6 +381,8 @@ class Witness:
 
     def _record(self, pair: WitnessedPair) -> None:
         """Apply the pair's standing here, and send it to the decode side's agent."""
+        if pair.has_ended or self._pairs.get(pair.key) is not pair:
+            return
         history, now = pair.history, self._context.clock()
         history.recorded_s = now
         trust = _TRUST[history.standing]
@@ -385,7 +390,7 @@ class Witness:
         result = PairResult(
             pair.prefill.name, trust, now, rate.bytes_per_s, rate.pull_ms, pair.reason
         )
-        self._recorder.record(pair.decode, pair.key[0], result)
+        self._recorder.record(pair.decode, pair.key, result)
 
     def _count(self, result: str) -> None:
         self._context.metrics.canaries[result] += 1
