@@ -63,11 +63,16 @@ def sample(num_bytes: float, others: float = 0.0, failed: float = 0.0) -> Transf
         (sample(1_000.0), 0.0, BytesVerdict.MOVED),
         (sample(0.0), 0.0, BytesVerdict.MISSING),
         (sample(800.0), 100.0, BytesVerdict.MISSING),
-        (sample(1_000.0, failed=1), 100.0, BytesVerdict.MISSING),
+        # The failure may be another handoff's, unless bytes are missing.
+        (sample(1_000.0, failed=1), 100.0, BytesVerdict.UNCLEAR),
+        (sample(800.0, failed=1), 100.0, BytesVerdict.MISSING),
+        (sample(0.0, failed=1), 0.0, BytesVerdict.MISSING),
+        (sample(500.0, failed=1), 0.0, BytesVerdict.BLURRED),
         (sample(3_000.0, others=320), 100.0, BytesVerdict.MOVED),
         # Those of the others alone.
         (sample(2_000.0, others=320), 100.0, BytesVerdict.BLURRED),
-        (sample(3_000.0, others=320, failed=1), 100.0, BytesVerdict.BLURRED),
+        (sample(2_000.0, others=320, failed=1), 100.0, BytesVerdict.BLURRED),
+        (sample(3_000.0, others=320, failed=1), 100.0, BytesVerdict.UNCLEAR),
     ],
 )
 def test_bytes_are_due_for_every_block(

@@ -105,6 +105,8 @@ class BytesVerdict(enum.Enum):
     MOVED = "moved"
     BLURRED = "blurred"
     """Other handoffs count into the same counters, and there are too few bytes for all."""
+    UNCLEAR = "unclear"
+    """There are enough bytes, and a failure that may be another handoff's."""
     MISSING = "missing"
 
 
@@ -112,17 +114,19 @@ def assess_bytes(sample: TransferSample, block_bytes: float) -> BytesVerdict:
     """Whether the decode engine pulled a canary's KV; `block_bytes`: per block of earlier handoffs
     to this engine, 0: not known yet."""
     units = max(sample.num_blocks, 1)
-    if sample.is_isolated:
-        if sample.num_failed > 0 or sample.num_bytes <= 0:
-            return BytesVerdict.MISSING
-        is_full = sample.num_bytes >= MIN_BYTES_RATIO * block_bytes * units
-        return BytesVerdict.MOVED if is_full else BytesVerdict.MISSING
-    # Bytes are due for each token that came with a handoff, those of others included.
-    num_pulled = sample.after.num_tokens - sample.before.num_tokens
-    due = block_bytes * units * num_pulled / max(sample.num_tokens, 1)
     own = block_bytes * units
-    is_full = sample.num_bytes > 0 and sample.num_bytes >= due - 0.5 * own
-    return BytesVerdict.MOVED if is_full and not sample.num_failed else BytesVerdict.BLURRED
+    if sample.is_isolated:
+        if sample.num_bytes <= 0 or sample.num_bytes < MIN_BYTES_RATIO * own:
+            return BytesVerdict.MISSING
+        is_full = block_bytes > 0 or not sample.num_failed
+    else:
+        # Bytes are due for each token that came with a handoff, those of others included.
+        num_pulled = sample.after.num_tokens - sample.before.num_tokens
+        due = own * num_pulled / max(sample.num_tokens, 1)
+        is_full = sample.num_bytes > 0 and sample.num_bytes >= due - 0.5 * own
+    if not is_full:
+        return BytesVerdict.BLURRED
+    return BytesVerdict.UNCLEAR if sample.num_failed else BytesVerdict.MOVED
 
 
 def is_slow(rate: PullRate, usual: Sequence[float]) -> bool:

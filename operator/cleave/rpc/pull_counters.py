@@ -17,8 +17,11 @@ _PULLED_TOKENS = re.compile(
     rb'^vllm:prompt_tokens_by_source_total\{.*\bsource="external_kv_transfer".*\} (\S+)$',
     re.MULTILINE,
 )
+# Expired leases are the prefill side's: prompts that no engine has come for.
 _FAILURES = re.compile(
-    rb"^(?:vllm:nixl_num_failed_transfers_total|cleave_kv_lost_total)\b.* (\S+)$", re.MULTILINE
+    rb"^(?:vllm:nixl_num_failed_transfers_total|cleave_kv_lost_total)\b"
+    rb'(?!.*\breason="expired").* (\S+)$',
+    re.MULTILINE,
 )
 _BYTES_BY_TRANSPORT = re.compile(
     rb'^cleave_kv_pulled_bytes_total\{.*\bway="([^"]+)".*\} (\S+)$', re.MULTILINE

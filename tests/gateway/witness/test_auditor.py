@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from cleave.gateway.failover import handoff_sampling
+from cleave.gateway.failover.handoff_sampling import MAX_OUTPUT_TOKENS
 from cleave.gateway.upstream.handoff_samples import HandoffSamples
 from cleave.gateway.upstream.response_types import CompletionChoice, CompletionLogprobs
 from cleave.gateway.witness.auditor import Auditor, compare_outputs
 from cleave.policy.pair_trust import TokenVerdict
 from cleave.rpc.v1 import agent_pb2
+from cleave_worker.emulator import sequence
 from cleave_worker.emulator.faults import PairFault
 
 BODY = {
@@ -73,6 +76,19 @@ async def test_right_tokens_are_confirmed(make_sampled, body: dict, path: str) -
     assert not sent
     assert stage.context.metrics.canary_seconds["audit"] > 0
     await stage.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "num_compared"), [(10, MAX_OUTPUT_TOKENS), (12, MAX_OUTPUT_TOKENS), (10, 6)]
+)
+async def test_an_output_that_min_tokens_kept_going_is_confirmed(
+    make_sampled, monkeypatch, min_tokens: int, num_compared: int
+) -> None:
+    monkeypatch.setattr(sequence, "_EOS_PERIOD", 2)
+    monkeypatch.setattr(handoff_sampling, "MAX_OUTPUT_TOKENS", num_compared)
+    stage, _ = await make_sampled()
+    async with audited(stage):
+        assert await audit(stage, BODY | {"min_tokens": min_tokens}) == "same"
 
 
 async def test_wrong_tokens_suspend_the_pair_and_name_it_without_the_text(

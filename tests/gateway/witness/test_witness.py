@@ -5,10 +5,13 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import aiohttp
 import pytest
 
+from cleave.gateway.witness import witness as witness_module
+from cleave.gateway.witness.canary import FaultyCanaryError
 from cleave.gateway.witness.witness import Witness
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
@@ -219,15 +222,86 @@ async def test_a_fault_that_another_process_found_is_confirmed_or_refuted(make_f
         await stage.until(lambda: are_proven(stage, 4), "all are proven")
         for decode, fault in (("d0", None), ("d1", PairFault.LAYOUT)):
             engines[decode].engine.faults.pairs = {"boot-p0": fault} if fault else {}
-            proofs = agent_pb2.PairProofs(boot_id=f"boot-{decode}")
-            proofs.proofs.add(
-                prefill="p0", prefill_boot_id="boot-p0", trust=agent_pb2.TRUST_SUSPECT
-            )
-            stage.context.router.registry.on_event(
-                decode, agent_pb2.WatchEvent(pairs=proofs), stage.context.clock()
-            )
+            suspend(stage, "p0", decode)
         await stage.until(lambda: failed(stage) == {"p0-d1"}, "one is confirmed")
         await stage.until(lambda: closed(stage) == {"p0-d1"}, "the other is back")
+
+
+def fill(stage, *, num_waiting: int = 0) -> None:
+    """All KV caches are 60 % full."""
+    for name, instance in stage.context.router.registry.instances.items():
+        size = {"kv_block_size": 16, "kv_blocks_total": 1_000, "max_model_len": 2048}
+        stage.state(stage.engines[name], engine_url=instance.target.engine_url, **size)
+        instance.load.CopyFrom(
+            agent_pb2.LoadReport(
+                boot_id=instance.target.boot_id, kv_blocks_free=400, num_waiting=num_waiting
+            )
+        )
+
+
+def suspend(stage, prefill: str, decode: str, trust: int = agent_pb2.TRUST_SUSPECT) -> None:
+    """As an agent reports what another process has found."""
+    proofs = agent_pb2.PairProofs(boot_id=f"boot-{decode}")
+    proofs.proofs.add(prefill=prefill, prefill_boot_id=f"boot-{prefill}", trust=trust)
+    registry = stage.context.router.registry
+    registry.on_event(decode, agent_pb2.WatchEvent(pairs=proofs), stage.context.clock())
+
+
+async def test_a_suspect_pair_is_tested_where_kv_caches_are_more_than_half_full(
+    make_fleet,
+) -> None:
+    stage, _ = await make_fleet({"p0": "prefill", "d0": "decode"})
+    fill(stage)
+    suspend(stage, "p0", "d0")
+    async with witnessed(stage):
+        await stage.until(lambda: not closed(stage), "it is refuted")
+    assert are_proven(stage, 1)
+
+
+@pytest.mark.parametrize(
+    ("trust", "expiry_s"), [(agent_pb2.TRUST_SUSPECT, 60), (agent_pb2.TRUST_FAILED, 600)]
+)
+async def test_a_closed_pair_that_is_never_tested_is_used_again_when_its_result_expires(
+    make_fleet, monkeypatch, trust: int, expiry_s: int
+) -> None:
+    stage, _ = await make_fleet({"p0": "prefill", "d0": "decode"})
+    fill(stage, num_waiting=1)
+    start_s = now_s = stage.context.clock()
+    suspend(stage, "p0", "d0", trust)
+    witness, registry = Witness(stage.context, 1.0), stage.context.router.registry
+    monkeypatch.setattr(stage.context, "clock", lambda: now_s)
+    (table,) = registry.list_tables()
+    while now_s < start_s + 3 * expiry_s + 120:
+        witness.check(now_s)
+        table.update_pairs(now_s)
+        if not table.closed_pairs:
+            break
+        now_s += 5
+    assert expiry_s <= now_s - start_s <= expiry_s + 100
+    for _ in range(3):
+        now_s += 5
+        witness.check(now_s)
+        assert not table.closed_pairs
+    assert not stage.context.metrics.canaries["audit"]
+
+
+@pytest.mark.parametrize("restarted", ["p0", "d0"])
+async def test_a_result_of_a_boot_that_has_ended_meanwhile_is_dropped(
+    make_fleet, monkeypatch, restarted: str
+) -> None:
+    stage, engines = await make_fleet({"p0": "prefill", "d0": "decode"})
+
+    async def restart_meanwhile(*_: object) -> NoReturn:
+        url = engines[restarted].url
+        stage.state(stage.engines[restarted], engine_url=url, boot_id=f"next-{restarted}")
+        raise FaultyCanaryError("refused", "it has ended")
+
+    monkeypatch.setattr(witness_module, "run_canary", restart_meanwhile)
+    async with witnessed(stage, period_s=0.1) as sent:
+        counted = stage.context.metrics.canaries
+        await stage.until(lambda: counted["refused"], "a canary has failed")
+    assert not sent
+    assert not closed(stage)
 
 
 async def test_a_restarted_gateway_knows_what_failed(make_fleet) -> None:

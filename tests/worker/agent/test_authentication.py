@@ -8,14 +8,15 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.rpc.credentials import METADATA_KEY, TOKEN_ENV, build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage
-from cleave_worker.agent import service
-from cleave_worker.agent.authentication import SharedToken
+from cleave_worker.agent import authentication, service
+from cleave_worker.agent.authentication import AgentMethod, SharedToken
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import EnginePages, WorkerInstance
 from cleave_worker.agent.service import AgentServer
@@ -44,19 +45,20 @@ async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
     token_file.write_text("right\n")
     async with serving(config, token_file) as (channel, _):
         agent = agent_pb2_grpc.AgentStub(channel)
+        methods = agent_pb2.DESCRIPTOR.services_by_name["Agent"].methods_by_name
+
+        async def call(name: str, metadata: Any) -> grpc.StatusCode:
+            request = message_factory.GetMessageClass(methods[name].input_type)()
+            answer = getattr(agent, name)(request, timeout=5, metadata=metadata)
+            try:
+                await (anext(aiter(answer)) if methods[name].server_streaming else answer)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
         for metadata in ((), ((METADATA_KEY, "Bearer wrong"),), ((METADATA_KEY, "right"),)):
-            for call, request in (
-                (agent.Health, agent_pb2.HealthRequest()),
-                (agent.SetRole, agent_pb2.SetRoleRequest(role=1, epoch=9)),
-                (agent.Drain, agent_pb2.DrainRequest()),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call(request, timeout=5, metadata=metadata)
-                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            events = agent.Watch(agent_pb2.WatchRequest(), timeout=5, metadata=metadata)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await anext(aiter(events))
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            for name in methods:
+                assert await call(name, metadata) is grpc.StatusCode.UNAUTHENTICATED
         monkeypatch.setenv(TOKEN_ENV, str(token_file))
         answer = await agent.Health(agent_pb2.HealthRequest(), timeout=5, metadata=build_metadata())
         assert answer.registration.instance == config.name
@@ -70,6 +72,21 @@ async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await anext(aiter(probe.Watch(health_pb2.HealthCheckRequest(), timeout=5)))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_method_without_a_rule_is_refused_also_with_the_token(
+    config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("right\n")
+    checked = authentication._CHECKED_METHODS - {AgentMethod.DRAIN}
+    monkeypatch.setattr(authentication, "_CHECKED_METHODS", checked)
+    async with serving(config, token_file) as (channel, _):
+        agent = agent_pb2_grpc.AgentStub(channel)
+        metadata = build_metadata(token_file)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await agent.Drain(agent_pb2.DrainRequest(), timeout=5, metadata=metadata)
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_routers_that_send_no_key_open_the_engine_until_they_leave(

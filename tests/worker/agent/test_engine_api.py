@@ -26,6 +26,7 @@ cleave_kv_pull_seconds_sum{engine="0",model_name="m",way="shared memory"} 0.25
 cleave_kv_pulled_bytes_total{engine="0",model_name="m",way="gloo"} 1.0e+06
 cleave_kv_pulled_bytes_total{engine="0",model_name="m",way="shared memory"} 500000.0
 cleave_kv_lost_total{engine="0",model_name="m",reason="boot"} 0.0
+cleave_kv_lost_total{engine="0",model_name="m",reason="expired"} 7.0
 cleave_kv_lost_total{engine="0",model_name="m",reason="peer_lost"} 2.0
 """
 BASE = {"id": "m", "parent": None, "max_model_len": 2048}

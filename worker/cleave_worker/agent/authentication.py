@@ -15,7 +15,7 @@ import grpc
 from cleave.rpc.credentials import METADATA_KEY, SCHEME
 
 _AGENT_METHODS = "/cleave.rpc.v1.Agent/"
-"""The standard health protocol stays open: kubelet's probes send no token."""
+"""All are checked. The standard health protocol stays open: kubelet's probes send no token."""
 _MAX_TOKEN_BYTES = 16 << 10
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -37,6 +37,7 @@ class AgentMethod(StrEnum):
     SET_ROLE = f"{_AGENT_METHODS}SetRole"
     DRAIN = f"{_AGENT_METHODS}Drain"
     HEALTH = f"{_AGENT_METHODS}Health"
+    RECORD_PAIRS = f"{_AGENT_METHODS}RecordPairs"
     PROBE_WATCH = "/grpc.health.v1.Health/Watch"
     """Probes do not use it, and its streams would take the places of calls with a token."""
 
@@ -78,8 +79,11 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         """The handler of a call, or one that refuses it; None: there is no such method."""
         handler, details = await continuation(handler_call_details), handler_call_details
         name = str(details.method)
-        if handler is None or name not in _CHECKED_METHODS:
+        if handler is None or not (name in _CHECKED_METHODS or name.startswith(_AGENT_METHODS)):
             return handler
+        if name not in _CHECKED_METHODS:
+            fault = f"{name} has no rule of who may call it"
+            return _build_refusal(handler, grpc.StatusCode.PERMISSION_DENIED, fault)
         try:
             await self._authenticator.verify(_read_token(details), AgentMethod(name))
         except AccessDeniedError as error:

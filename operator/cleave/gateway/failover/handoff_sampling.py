@@ -4,6 +4,8 @@ Used by proxied requests. A sample has the token ids of prompt and output, as th
 lost stream does; its output must depend on nothing else.
 """
 
+import msgspec
+
 from cleave.gateway.failover.resumption import (
     CHAT_PATH,
     CONTINUATION_FIELDS,
@@ -47,4 +49,10 @@ def build_sample(
         return None
     fields = {key: completion.fields[key] for key in _KEPT if key in completion.fields}
     output = choice.token_ids[:MAX_OUTPUT_TOKENS]
+    least = (
+        decode_value(completion.fields["min_tokens"]) if "min_tokens" in completion.fields else 0
+    )
+    if isinstance(least, int) and least > 0:
+        # Until then no token may end the output; engines refuse more than they may compute.
+        fields["min_tokens"] = msgspec.Raw(str(min(least, len(output))).encode())
     return HandoffSample(completion.model, pick.prefill, pick.decode, prompt, output, fields)

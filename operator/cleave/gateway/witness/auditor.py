@@ -134,7 +134,8 @@ class Auditor:
             result = PairResult(
                 sample.prefill.instance, agent_pb2.TRUST_SUSPECT, now, reason=reason
             )
-            self._recorder.record(decode, sample.prefill.boot_id, result)
+            boots = sample.prefill.boot_id, sample.decode.boot_id
+            self._recorder.record(decode, boots, result)
 
 
 def compare_outputs(output_ids: list[int], choice: CompletionChoice) -> TokenVerdict:

@@ -34,10 +34,11 @@ class PairRecorder:
         self._send = send or send_proofs
         self._calls: set[asyncio.Task[None]] = set()
 
-    def record(self, decode: RoutedInstance, boot_id: str, result: PairResult) -> None:
-        """Record a result of the pair of `decode` with the prefill engine `boot_id`."""
+    def record(self, decode: RoutedInstance, boots: tuple[str, str], result: PairResult) -> None:
+        """Record a result of the pair with these boots of prefill and decode engine."""
+        boot_id, decode_boot_id = boots
         self._context.router.registry.record_pair(decode, boot_id, result, self._context.clock())
-        proofs = agent_pb2.PairProofs(boot_id=decode.target.boot_id)
+        proofs = agent_pb2.PairProofs(boot_id=decode_boot_id)
         proofs.proofs.add(
             prefill=result.prefill,
             prefill_boot_id=boot_id,

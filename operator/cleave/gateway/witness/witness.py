@@ -50,6 +50,8 @@ MAX_CANARIES = 4
 """Canaries at a time; no two of them use the same engine."""
 RENEWAL_S = 30.0
 """Interval at which the result of a closed pair is recorded again, as results expire."""
+RENEWAL_LIMIT_S = 60.0
+"""Time since its newest canary after which it is renewed no more: nothing tests the pair."""
 _BUSY_S = 1.0
 """Delay of a canary whose engines are busy or over their budget."""
 _LENGTH_SHARE = 0.9
@@ -70,6 +72,8 @@ PairKey = tuple[str, str]
 class WitnessedPair:
     """One pair and its history."""
 
+    key: PairKey
+    """Of these boots alone, also when an instance has another one already."""
     prefill: RoutedInstance
     decode: RoutedInstance
     history: PairHistory
@@ -83,14 +87,14 @@ class WitnessedPair:
     """Why a canary showed nothing, as it was logged last."""
 
     @property
-    def key(self) -> PairKey:
-        """Boots of both engines."""
-        return self.prefill.target.boot_id, self.decode.target.boot_id
-
-    @property
     def name(self) -> str:
         """As logs and reasons show it."""
         return f"{self.prefill.name} -> {self.decode.name}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of its engines has restarted."""
+        return self.key != (self.prefill.target.boot_id, self.decode.target.boot_id)
 
     @property
     def rate(self) -> PullRate:
@@ -148,7 +152,7 @@ class Witness:
     def check(self, now: float) -> None:
         """Start the canaries that are due."""
         self._update_pairs(now)
-        self._adopt_suspicions(now)
+        self._review_results(now)
         if now < self._next_due_s or len(self._tests) >= MAX_CANARIES:
             return
         due = [each for each in self._pairs.values() if each.history.due_s <= now]
@@ -193,7 +197,8 @@ class Witness:
     def _keep_or_add(
         self, prefill: RoutedInstance, decode: RoutedInstance, now: float
     ) -> WitnessedPair:
-        pair = self._pairs.get((prefill.target.boot_id, decode.target.boot_id))
+        key = prefill.target.boot_id, decode.target.boot_id
+        pair = self._pairs.get(key)
         if pair is not None:
             pair.prefill, pair.decode = prefill, decode
             return pair
@@ -202,23 +207,27 @@ class Witness:
         recorded = decode.pairs.get(prefill.target.boot_id)
         if recorded is not None:
             history.restore(_STANDINGS.get(recorded.trust, PairStanding.UNPROVEN))
-        return WitnessedPair(prefill, decode, history, 1)
+        return WitnessedPair(key, prefill, decode, history, 1)
 
-    def _adopt_suspicions(self, now: float) -> None:
-        """Adopt faults that other processes have found in handoffs of requests."""
-        for table in self._tables:
-            for slot, partners in table.closed_pairs.items():
-                for partner in partners:
-                    prefill, decode = table.instances[slot], table.instances[partner]
-                    pair = self._pairs.get((prefill.target.boot_id, decode.target.boot_id))
-                    if pair is None:
-                        continue
-                    history, result = pair.history, decode.pairs[prefill.target.boot_id]
-                    if not history.is_closed and result.at > history.tested_s:
-                        fault = result.reason.removeprefix(f"{pair.name}: ")
-                        self._record_fault(pair, "audit", fault)
-                    elif history.is_closed and now - history.recorded_s > RENEWAL_S:
-                        self._record(pair)
+    def _review_results(self, now: float) -> None:
+        """Adopt faults that other processes have found in handoffs of requests, and renew or end
+        results of closed pairs."""
+        for (prefill_boot, _), pair in self._pairs.items():
+            history, result = pair.history, pair.decode.pairs.get(prefill_boot)
+            if result is None:
+                continue
+            is_closed = result.is_closed(now)
+            if is_closed and not history.is_closed and result.at > history.tested_s:
+                fault = result.reason.removeprefix(f"{pair.name}: ")
+                self._record_fault(pair, "audit", fault)
+            elif not history.is_closed:
+                continue
+            elif not is_closed and _STANDINGS.get(result.trust) is history.standing:
+                # Too busy to be tested: requests may use it until a canary shows more.
+                log.warning("the pair %s is used again: its result has expired", pair.name)
+                history.restore(PairStanding.UNPROVEN)
+            elif now - history.recorded_s > RENEWAL_S and now - history.tested_s < RENEWAL_LIMIT_S:
+                self._record(pair)
 
     # --- one canary ---
 
@@ -229,10 +238,19 @@ class Witness:
         if wait_s > 0 and not history.is_urgent:
             history.due_s = now + min(wait_s, self._period_s)
             return False
-        if not (is_idle(pair.prefill) and is_idle(pair.decode)):
+        if not self._can_take(pair):
             history.due_s = now + self._random.uniform(0.0, _BUSY_S)
             return False
         return True
+
+    def _can_take(self, pair: WitnessedPair) -> bool:
+        """Whether both engines are idle or, for a canary that decides about the pair, no prompt
+        waits there and theirs has room."""
+        tokens = self._choose_tokens(pair) if pair.history.is_urgent else 0
+        return all(
+            is_idle(each) or (tokens > 0 and not has_waiting(each) and each.has_room(tokens))
+            for each in (pair.prefill, pair.decode)
+        )
 
     def _start(self, pair: WitnessedPair) -> None:
         task = asyncio.create_task(self._test(pair))
@@ -294,11 +312,12 @@ class Witness:
             raise FaultyCanaryError("tokens", text)
         known = self._block_bytes.setdefault(pair.key[1], deque(maxlen=9))
         verdict = pair_trust.assess_bytes(sample, statistics.median(known) if known else 0.0)
-        if verdict is BytesVerdict.MISSING or (
-            verdict is BytesVerdict.BLURRED and pair.history.record_blurred(now, is_deficit=True)
-        ):
+        if verdict is BytesVerdict.MISSING:
             raise FaultyCanaryError("bytes", _describe_missing(sample))
-        if verdict is BytesVerdict.BLURRED:
+        if verdict is not BytesVerdict.MOVED:
+            is_deficit = verdict is BytesVerdict.BLURRED
+            if pair.history.record_blurred(now, is_deficit=is_deficit):
+                raise FaultyCanaryError("bytes", _describe_missing(sample))
             self._count("blurred")
             return
         seems_slow = False
@@ -362,6 +381,8 @@ class Witness:
 
     def _record(self, pair: WitnessedPair) -> None:
         """Apply the pair's standing here, and send it to the decode side's agent."""
+        if pair.has_ended or self._pairs.get(pair.key) is not pair:
+            return
         history, now = pair.history, self._context.clock()
         history.recorded_s = now
         trust = _TRUST[history.standing]
@@ -369,7 +390,7 @@ class Witness:
         result = PairResult(
             pair.prefill.name, trust, now, rate.bytes_per_s, rate.pull_ms, pair.reason
         )
-        self._recorder.record(pair.decode, pair.key[0], result)
+        self._recorder.record(pair.decode, pair.key, result)
 
     def _count(self, result: str) -> None:
         self._context.metrics.canaries[result] += 1
@@ -395,10 +416,14 @@ def _is_same(one: object, other: object) -> bool:
 def is_idle(instance: RoutedInstance, own_prompt: int = 0) -> bool:
     """Whether no prompt waits there and half of the KV cache is free. `own_prompt`: tokens of the
     caller's own prompt, which counts there already."""
-    load = instance.load
-    if load.num_waiting or instance.in_flight.prompt.pending >= own_prompt + 1.0:
-        return False
-    return 2 * load.kv_blocks_free >= instance.registration.kv_blocks_total
+    is_free = 2 * instance.load.kv_blocks_free >= instance.registration.kv_blocks_total
+    return is_free and not has_waiting(instance, own_prompt)
+
+
+def has_waiting(instance: RoutedInstance, own_prompt: int = 0) -> bool:
+    """Whether prompts other than the caller's own wait there."""
+    is_pending = instance.in_flight.prompt.pending >= own_prompt + 1.0
+    return is_pending or instance.load.num_waiting > 0
 
 
 def _describe_missing(sample: TransferSample) -> str:
