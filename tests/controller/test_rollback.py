@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave.api.plan import SelectedPlan
-from cleave.controller.cluster.actions import Apply, Delete
+from cleave.controller.cluster.actions import Apply, Delete, PatchStatus
 from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.views import TrafficDemand
@@ -103,6 +103,10 @@ def test_unknown_fields_of_a_status_change_nothing(scaling: Manifest) -> None:
             for each_view in (known, later)
         ]
         assert replicas[0] == replicas[1]
+        # What is written then, a plan with its unknown fields too, is not written again.
+        (written,) = (each for each in reconcile(later) if isinstance(each, PatchStatus))
+        again = reconcile(replace(later, status=written.status))
+        assert not [each for each in again if isinstance(each, PatchStatus)]
 
 
 RESOURCE = deployment(scaling=SCALED)

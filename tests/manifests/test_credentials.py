@@ -3,6 +3,8 @@
 from cleave.manifests.credentials import add_credentials
 
 OPERATOR = "system:serviceaccount:cleave-system:cleave-operator"
+GATEWAYS = "system:serviceaccount:team:chat-discovery"
+WORKERS = "system:serviceaccount:team:chat-workers"
 
 
 def test_each_container_gets_a_token_for_agents_only_and_the_accounts_to_trust() -> None:
@@ -20,7 +22,8 @@ def test_each_container_gets_a_token_for_agents_only_and_the_accounts_to_trust()
         assert mount["readOnly"]
         env = {each["name"]: each["value"] for each in container["env"]}
         assert env["CLEAVE_TOKEN_FILE"] == f"{mount['mountPath']}/token"
-        own = "system:serviceaccount:team:chat-discovery"
-        assert env["CLEAVE_TRUSTED_ACCOUNTS"] == f"{own},{OPERATOR}"
-        assert env["CLEAVE_PEER_ACCOUNTS"] == "system:serviceaccount:team:chat-workers"
+        # What an agent of the version before reads, which has one list for every method.
+        assert env["CLEAVE_TRUSTED_ACCOUNTS"].split(",") == [GATEWAYS, OPERATOR, WORKERS]
+        assert env["CLEAVE_CALLER_ACCOUNTS"].split(",") == [GATEWAYS, OPERATOR]
+        assert env["CLEAVE_PEER_ACCOUNTS"] == WORKERS
     assert built["containers"][0]["env"][0] == {"name": "X", "value": "1"}

@@ -1,12 +1,14 @@
 """The gateway's pod, and its Deployment and Service in a cluster."""
 
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 
-from cleave.api.deployment import LLMDeploymentStatus
+from cleave.api.deployment import LLMDeploymentStatus, WitnessSpec
 from cleave.api.manifest import ManifestError
 from cleave.api.plan import SelectedPlan
+from cleave.gateway.config import GatewayConfig
 from cleave.manifests.container import LISTEN_ON
 from cleave.manifests.gateway import (
     SHUTDOWN_DELAY_S,
@@ -46,8 +48,23 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         *("--policy", "PrefixAware", "--session-header", "x-session"),
         *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
         *("--flipping", "Advisory", "--min-prefill", "1", "--min-decode", "2"),
-        *("--drain-timeout", "600", "--witness-share", "0.005", "--audit-share", "0.0001"),
+        *("--drain-timeout", "600"),
     ]
+
+
+def test_shares_of_the_witness_are_given_only_where_they_differ_from_the_gateways(
+    deployment,
+) -> None:
+    command = container(build_gateway_pod(deployment(witness={"engineShare": 0})))["command"]
+    assert option(command, "--witness-share") == "0"
+    assert "--audit-share" not in command
+    command = container(build_gateway_pod(deployment(witness={"auditShare": 0.5})))["command"]
+    assert option(command, "--audit-share") == "0.5"
+    assert "--witness-share" not in command
+    defaults = {field.name: field.default for field in fields(GatewayConfig)}
+    spec = WitnessSpec()
+    assert spec.engine_share == defaults["witness_share"]
+    assert spec.audit_share == defaults["audit_share"]
 
 
 def test_the_gateway_listens_on_its_configured_address(deployment) -> None:

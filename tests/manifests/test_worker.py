@@ -326,13 +326,13 @@ def test_the_token_of_hugging_face_is_a_file(pool) -> None:
     pod = build_worker_pod(pool(engine={"env": env}), 0)
     found = {each["name"]: each.get("value") for each in container(pod)["env"]}
     assert "HF_TOKEN" not in found
-    volume = next(each for each in pod["spec"]["volumes"] if each["name"] == "hub-token")
+    volume = next(each for each in pod["spec"]["volumes"] if each["name"] == "cleave-hub-token")
     assert volume["secret"] == {
         "secretName": "hub",
         "items": [{"key": "t.txt", "path": "token"}],
         "defaultMode": 0o440,
     }
-    mount = next(m for m in container(pod)["volumeMounts"] if m["name"] == "hub-token")
+    mount = next(m for m in container(pod)["volumeMounts"] if m["name"] == "cleave-hub-token")
     assert found["HF_TOKEN_PATH"] == f"{mount['mountPath']}/token"
     assert mount["readOnly"]
     plain = build_worker_pod(pool(engine={"env": [{"name": "HF_TOKEN", "value": "x"}]}), 0)

@@ -220,21 +220,43 @@ def test_the_guides_policy_lets_prometheus_reach_the_port_of_engines_only(render
     assert {"namespaceSelector", "podSelector"} == set(rule["from"][0])
 
 
-@pytest.mark.parametrize("isolated", ["true", "false"])
-def test_enabled_pod_monitors_print_a_note_on_worker_network_policies(
-    helm, chart, tmp_path, isolated: str
-) -> None:
+def print_notes(helm: str, chart: Path, folder: Path, values: str) -> str:
     output = subprocess.run(
-        [
-            *(helm, "install", "cleave", str(chart), "--dry-run=client"),
-            *("--set", f"metrics.podMonitor.enabled=true,networkPolicy.workers={isolated}"),
-        ],
+        [helm, "install", "cleave", str(chart), "--dry-run=client", "--set", values],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
-        env={"HOME": str(tmp_path), "KUBECONFIG": "/dev/null"},
+        env={"HOME": str(folder), "KUBECONFIG": "/dev/null"},
     ).stdout
     notes = output.partition("NOTES:")[2]
     assert notes
+    return notes
+
+
+@pytest.mark.parametrize("isolated", ["true", "false"])
+def test_enabled_pod_monitors_print_a_note_on_worker_network_policies(
+    helm, chart, tmp_path, isolated: str
+) -> None:
+    values = f"metrics.podMonitor.enabled=true,networkPolicy.workers={isolated}"
+    notes = print_notes(helm, chart, tmp_path, values)
     assert ("Prometheus does not reach engines yet" in notes) is (isolated == "true")
+
+
+@pytest.mark.parametrize(
+    ("values", "is_closed"),
+    [
+        ("metrics.podMonitor.enabled=true", True),
+        ("metrics.podMonitor.enabled=true,networkPolicy.scraperNamespaces={monitoring}", False),
+        (
+            "metrics.podMonitor.enabled=true,networkPolicy.workers=false,networkPolicy.enabled=false",
+            False,
+        ),
+        ("metrics.podMonitor.enabled=false", False),
+    ],
+)
+def test_enabled_pod_monitors_print_a_note_until_a_namespace_may_scrape(
+    helm, chart, tmp_path, values: str, is_closed: bool
+) -> None:
+    notes = print_notes(helm, chart, tmp_path, values)
+    assert ("name its namespace in networkPolicy.scraperNamespaces" in notes) is is_closed

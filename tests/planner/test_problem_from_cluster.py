@@ -259,8 +259,23 @@ def test_weights_of_8_bits_leave_room_for_kv_and_compute_faster(args: list[str])
     assert narrow.timing.predict_decode_ms(8, 8 * 1024) < 0.8 * wide.timing.predict_decode_ms(
         8, 8 * 1024
     )
-    with pytest.raises(PlanError, match=r"spec\.engine\.args: --quantization awq: cannot"):
-        build("--quantization", "awq")
+
+
+def test_weights_that_planning_does_not_know_are_a_note_and_the_checkpoints_own_are_planned() -> (
+    None
+):
+    def build(*args: str) -> Problem:
+        engine = {"args": list(args)}
+        given = deployment(model="meta-llama/Llama-3.1-8B", engine=engine)
+        return problem_from_cluster.build_problem(given, cluster("nodes: [{gpu: H100}]"))
+
+    usual, found = build(), build("--quantization", "bitsandbytes")
+    assert found.shape == usual.shape
+    (note,) = set(found.notes) - set(usual.notes)
+    assert note.startswith(
+        "spec.engine.args: --quantization bitsandbytes: plans count with weights of 16 bits"
+    )
+    assert build("-q", "fp8").notes == usual.notes
 
 
 def test_a_plan_for_parts_of_gpus_says_that_it_counts_whole_ones() -> None:

@@ -375,8 +375,9 @@ ObjectName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
 
 OWN_LABELS = "cleave.dev/"
 """Prefix of Cleave's own labels and annotations of pods."""
-OWN_VOLUMES = ("tmp", "home", "shm", "model", "agent-token", "hub-token")
-"""Volumes that every worker has."""
+OWN_VOLUMES = ("tmp", "home", "shm", "model", "agent-token", "cleave-hub-token")
+"""Volumes that every worker has. A name that joins them makes stored resources that have it
+invalid, so it should be one that nobody else would choose."""
 
 
 def _build_own_keys_rule(field: str) -> ValidationRule:
@@ -456,15 +457,6 @@ class WorkerTemplate(ApiModel):
             is_valid=lambda t: bool(t.gpu_resource or t.resource_claims),
             message="needs a claim in resourceClaims when it is empty: no GPU would be allocated",
             field="gpuResource",
-        ),
-        ValidationRule(
-            cel="!has(self.resources) || !has(self.gpuResource) || "
-            "(!has(self.resources.limits) || !(self.gpuResource in self.resources.limits)) && "
-            "(!has(self.resources.requests) || !(self.gpuResource in self.resources.requests))",
-            is_valid=lambda t: t.gpu_resource not in {*t.resources.limits, *t.resources.requests},
-            message="must not name the GPUs' resource: each worker gets as many as the parallelism "
-            "of its instance",
-            field="resources",
         ),
         build_unique_rule("volumes", "name", "volume"),
     )

@@ -153,15 +153,17 @@ class Controller:
         """Return the inventory of the nodes that `engine` can run on, with the network that pods of
         `template` get; None: of all nodes, with their best network. Built again only when nodes
         have changed, or have been unusable for long."""
-        nodes = tuple(inventory.select_countable(self.cache.nodes.values(), self._now()))
-        if self._inventories[0] != nodes:
-            self._inventories = nodes, {}
+        nodes = tuple(sorted(self.cache.nodes.values(), key=lambda node: node.name))
+        seen = nodes, inventory.list_lost(nodes, self._now())
+        if self._inventories[0] != seen:
+            self._inventories = seen, {}
         known, is_limited = self._inventories[1], engine is not None and needs_own_image(engine)
         has_cards = template is None or needs_whole_cards(template)
         if (is_limited, has_cards) not in known:
             known[is_limited, has_cards] = inventory.build_inventory(
                 nodes,
                 self.settings.cluster,
+                lost=seen[1],
                 needs_own_image=is_limited,
                 needs_whole_cards=has_cards,
             )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
+from cleave.api.manifest import ManifestError
 from cleave.api.plan import ManualPool
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
@@ -101,7 +102,8 @@ def explain_no_surge(
     pools: Sequence[InstancePool], counts: Mapping[Role, int], cluster: Cluster
 ) -> str | None:
     """Why the nodes have no room for so many instances of each role at a time, which a step of a
-    rollout needs; None: they have. Instances of all revisions count as large as the new ones."""
+    rollout needs; None: they have. Instances of all revisions count as large as the new ones.
+    Raises ManifestError when the cluster or a pool names an unknown GPU."""
     nodes = count_nodes_by_gpu(cluster)
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     pieces: dict[str, Counter[int]] = {}
@@ -109,7 +111,10 @@ def explain_no_surge(
         spec = pool.spec
         if spec.gpu is None and len(nodes) > 1:
             return None  # The scheduler chooses the kind.
-        kind = find_gpu(spec.gpu, own).name if spec.gpu else next(iter(nodes))
+        try:
+            kind = find_gpu(spec.gpu, own).name if spec.gpu else next(iter(nodes))
+        except UnknownGpuError as error:
+            raise ManifestError([f"{_FIELD}: gpu of role {spec.role}: {error}"]) from None
         number = spec.nodes * counts.get(spec.role, 0)
         pieces.setdefault(kind, Counter())[spec.gpus // spec.nodes] += number
     for kind, parts in pieces.items():

@@ -6,7 +6,7 @@ Secret (docs/decisions/059-agents-verify-service-account-tokens.md).
 """
 
 from cleave.manifests.labels import WORKER, Manifest, get_account_name
-from cleave.rpc.credentials import ACCOUNTS_ENV, AUDIENCE, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.credentials import ACCOUNTS_ENV, AUDIENCE, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 
 _VOLUME = "agent-token"
 _FOLDER = "/etc/cleave/agent-token"
@@ -21,10 +21,14 @@ def add_credentials(spec: Manifest, deployment: str, namespace: str, operator: s
     token = {"audience": AUDIENCE, "path": "token", "expirationSeconds": _LIFE_S}
     source = {"sources": [{"serviceAccountToken": token}]}
     mount = {"name": _VOLUME, "mountPath": _FOLDER, "readOnly": True}
+    callers = f"{prefix}{get_account_name(deployment)},{operator}"
+    workers = f"{prefix}{get_account_name(deployment, WORKER)}"
     variables = [
         {"name": TOKEN_ENV, "value": f"{_FOLDER}/token"},
-        {"name": ACCOUNTS_ENV, "value": f"{prefix}{get_account_name(deployment)},{operator}"},
-        {"name": PEERS_ENV, "value": f"{prefix}{get_account_name(deployment, WORKER)}"},
+        # An image of the version before knows this list alone, also for tests between workers.
+        {"name": ACCOUNTS_ENV, "value": f"{callers},{workers}"},
+        {"name": CALLERS_ENV, "value": callers},
+        {"name": PEERS_ENV, "value": workers},
     ]
     containers = [
         {

@@ -3,7 +3,7 @@
 Called by `cleave.local` and the controller.
 """
 
-from cleave.api.deployment import LLMDeployment
+from cleave.api.deployment import LLMDeployment, WitnessSpec
 from cleave.api.engine import TransferMode
 from cleave.api.plan import SelectedPlan
 from cleave.manifests import topology
@@ -189,12 +189,21 @@ def _build_flags(
         "--drain-timeout": spec.template.drain_timeout_s,
         "--api-keys": gateway.keys_secret and f"{_FILES}/{_KEYS}/keys",
         **(_build_tls_flags("--tls", _TLS) if gateway.tls_secret else {}),
-        "--witness-share": spec.witness.engine_share,
-        "--audit-share": spec.witness.audit_share,
+        **_build_witness_flags(spec.witness),
         "--access-log": gateway.access_log,
         "--otlp-endpoint": gateway.tracing and gateway.tracing.endpoint,
         "--trace-share": gateway.tracing and gateway.tracing.share,
     }
+
+
+def _build_witness_flags(witness: WitnessSpec) -> dict[str, object]:
+    """Only what is not the gateway's default: an image of the version before has no such flags."""
+    usual = WitnessSpec()
+    shares = {
+        "--witness-share": (witness.engine_share, usual.engine_share),
+        "--audit-share": (witness.audit_share, usual.audit_share),
+    }
+    return {flag: share for flag, (share, default) in shares.items() if share != default}
 
 
 def _build_tls_flags(option: str, volume: str) -> dict[str, object]:

@@ -21,6 +21,7 @@ _COMPILE_CACHES = {
 }
 """Environment variables with folders of compiled kernels."""
 _HUB_TOKEN = "HF_TOKEN"  # noqa: S105 - the name of a variable
+_HUB_TOKEN_VOLUME = "cleave-hub-token"  # noqa: S105 - a name
 _HUB_TOKEN_FOLDER = "/etc/cleave/hub-token"  # noqa: S105 - a folder
 HUB_CACHE_FOLDER = "/var/cache/cleave"
 """Mount path of a volume with a Hugging Face cache."""
@@ -69,8 +70,8 @@ def build_token_volume(engine: EngineSpec) -> VolumeAndMount | None:
             items = [{"key": key.key, "path": "token"}]
             # The group of the pod may read it.
             secret = {"secretName": key.name, "items": items, "defaultMode": 0o440}
-            mount = {"name": "hub-token", "mountPath": _HUB_TOKEN_FOLDER, "readOnly": True}
-            return {"name": "hub-token", "secret": secret}, mount
+            mount = {"name": _HUB_TOKEN_VOLUME, "mountPath": _HUB_TOKEN_FOLDER, "readOnly": True}
+            return {"name": _HUB_TOKEN_VOLUME, "secret": secret}, mount
     return None
 
 

@@ -92,6 +92,17 @@ def _list_misspelt_flags(engine: EngineSpec) -> Iterator[str]:
             yield f"spec.engine.args: {flag}: did you mean {close[0]}?"
 
 
+def list_gpu_overrides(template: WorkerTemplate) -> Iterator[str]:
+    """A warning about GPUs in template.resources. It is no fault, as stored resources may have them
+    from before there was this check, and their pods must still be replaced."""
+    name = template.gpu_resource
+    if name and name in {*template.resources.limits, *template.resources.requests}:
+        yield (
+            f"spec.template.resources: {name} replaces the number that the parallelism of an "
+            "instance needs; remove it"
+        )
+
+
 def choose_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> ConnectorChoice:
     """The KV connector that this deployment's engines use, and why."""
     unknown = explain_unknown_model(deployment, reads_files=reads_files)
@@ -128,6 +139,7 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             f"{value:g} s is {1000 * value:g}"
         )
     yield from _list_misspelt_flags(spec.engine)
+    yield from list_gpu_overrides(spec.template)
     if chosen := describe_connector(deployment, reads_files=reads_files):
         yield f"spec.engine.connector: {chosen}; name it to leave out this warning"
     why = explain_unknown_model(deployment, reads_files=reads_files)

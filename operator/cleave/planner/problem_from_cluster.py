@@ -71,6 +71,7 @@ def build_problem(
                 [
                     deployment_checks.describe_connector(deployment),
                     deployment_checks.describe_gpu_parts(spec.template),
+                    _describe_unplanned(deployment),
                     inventory.describe_assumed_network(cluster),
                 ],
             ),
@@ -126,6 +127,17 @@ def load_shape(deployment: LLMDeployment) -> ModelShape:
         except ValueError as error:
             raise PlanError([f"spec.engine.args: {flag} {error}"]) from error
     return shape
+
+
+def _describe_unplanned(deployment: LLMDeployment) -> str | None:
+    """A sentence about a quantisation with which the plan does not count; None: there is none."""
+    model, engine = deployment.spec.model, deployment.spec.engine
+    shape = model_shape.load_shape(model.folder or model.locator)
+    for flag in ("--quantization", "-q"):
+        value = engine.get_flag_value(flag)
+        if value is not None and (why := shape.explain_unplanned(value)):
+            return f"spec.engine.args: {flag} {why}"
+    return None
 
 
 def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:

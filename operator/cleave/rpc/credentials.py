@@ -11,8 +11,11 @@ from pathlib import Path
 TOKEN_ENV = "CLEAVE_TOKEN_FILE"  # noqa: S105 - the name of a variable
 """Environment variable with the path of the token."""
 ACCOUNTS_ENV = "CLEAVE_TRUSTED_ACCOUNTS"
-"""Environment variable with the service accounts that may call all methods of agents, separated by
-commas: the gateways' and the operator's."""
+"""Environment variable with the service accounts that agents of the version before accept for all
+methods, separated by commas: the gateways', the operator's and the workers'. Newer agents use it
+only where CALLERS_ENV is not set, by an operator of the version before."""
+CALLERS_ENV = "CLEAVE_CALLER_ACCOUNTS"
+"""Environment variable with those that may call all methods: the gateways' and the operator's."""
 PEERS_ENV = "CLEAVE_PEER_ACCOUNTS"
 """Environment variable with those that may only ask agents for their health: the workers'."""
 AUDIENCE = "cleave.dev/agents"

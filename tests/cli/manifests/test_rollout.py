@@ -267,3 +267,27 @@ def test_cells_that_fit_a_node_are_replaced_as_pods(cli: CliRunner, tmp_path: Pa
     )
     limits = "--max-surge", "0", "--max-unavailable", "1"
     assert run(cli, new, "--from", old, "--cluster", machines, *limits).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("of_nodes", "of_pool", "field"),
+    [
+        ("H999", None, "nodes[0].gpu: unknown GPU 'H999'"),
+        ("H100-SXM-80GB", "H999", "spec.placement.manual: gpu of role prefill: unknown GPU 'H999'"),
+    ],
+)
+def test_an_unknown_gpu_is_one_line(
+    of_nodes: str, of_pool: str | None, field: str, cli: CliRunner, tmp_path: Path
+) -> None:
+    machines = tmp_path / "cluster.yaml"
+    nodes = [{"gpu": of_nodes, "count": 1, "gpusPerNode": 8}]
+    machines.write_text(yaml.safe_dump({"nodes": nodes}))
+    pools = [{**each, "gpu": of_pool} if of_pool else each for each in PAIRS]
+    engine = {"type": "vLLM"}
+    old = manifest(tmp_path, "old", pools, engine={**engine, "image": "old:1"})
+    new = manifest(tmp_path, "new", pools, engine={**engine, "image": "new:1"})
+    result = run(cli, new, "--from", old, "--cluster", machines)
+    assert result.exit_code == 2, result.stderr
+    assert field in result.stderr
+    assert "internal error" not in result.stderr
+    assert result.stdout == ""

@@ -3,8 +3,8 @@
 import pytest
 
 from cleave.api.engine import Connector, EngineSpec
-from cleave.api.pool import InstancePool
-from cleave.controller.cluster.apply import hash_template
+from cleave.api.pool import InstancePool, InstancePoolStatus
+from cleave.controller.cluster.apply import hash_template, is_same_status
 
 
 def build_pool(replicas: int = 1, **engine: str) -> InstancePool:
@@ -32,3 +32,10 @@ def test_the_template_changes_with_the_connector_in_use(monkeypatch: pytest.Monk
     # As in a version with another default.
     monkeypatch.setattr(EngineSpec, "kv_connector", Connector.NIXL)
     assert hash_template(build_pool()) != before
+
+
+def test_unknown_fields_of_a_later_version_make_no_difference_between_statuses() -> None:
+    written = {"observedGeneration": 1, "laterField": 1}
+    assert is_same_status(InstancePoolStatus, written, dict(written))
+    assert is_same_status(InstancePoolStatus, {"observedGeneration": 1}, written)
+    assert not is_same_status(InstancePoolStatus, {"observedGeneration": 2}, written)

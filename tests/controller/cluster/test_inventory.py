@@ -3,7 +3,7 @@
 import pytest
 
 from cleave.api.cluster import Cluster, NetworkKind
-from cleave.controller.cluster.inventory import UNUSABLE_S, build_inventory, select_countable
+from cleave.controller.cluster.inventory import UNUSABLE_S, build_inventory, list_lost
 from cleave.controller.cluster.objects import ObservedNode, parse_node, parse_timestamp
 
 
@@ -144,19 +144,41 @@ def test_plans_with_the_image_leave_out_nodes_that_cannot_run_it() -> None:
     assert build_inventory(nodes[1:], needs_own_image=True).cluster is None
 
 
+def count_nodes(nodes: list[ObservedNode], now_s: float = 1e6) -> dict[str, int]:
+    cluster = build_inventory(nodes, lost=list_lost(nodes, now_s)).cluster
+    assert cluster is not None
+    return {each.gpu: each.count for each in cluster.nodes}
+
+
 def test_a_node_counts_until_it_has_been_unusable_for_long_and_at_once_when_it_is_back() -> None:
     lost, others = node("a", unusable_since_s=1_000.0), [node("b"), node("c", "A100")]
-    kept = select_countable([lost, *others], 1_000.0 + UNUSABLE_S)
-    assert [each.name for each in kept] == ["a", "b", "c"]
-    assert select_countable([*others, lost], 1_001.0 + UNUSABLE_S) == others
-    back = select_countable([node("a"), *others], 1_002.0 + UNUSABLE_S)
-    assert build_inventory(back).node_counts_hash == build_inventory(kept).node_counts_hash
+    assert count_nodes([lost, *others], 1_000.0 + UNUSABLE_S) == {"H100": 2, "A100": 1}
+    assert count_nodes([*others, lost], 1_001.0 + UNUSABLE_S) == {"H100": 1, "A100": 1}
+    assert count_nodes([node("a"), *others], 1_002.0 + UNUSABLE_S) == {"H100": 2, "A100": 1}
 
 
 def test_the_last_nodes_of_a_kind_count_although_they_seem_lost() -> None:
     lost = [node(name, unusable_since_s=0.0) for name in "ab"]
-    others = [node("c", "A100"), node("d", "H100", 4)]
-    assert select_countable([*lost, *others], 1e6) == [*lost, *others]
+    assert count_nodes([*lost, node("c", "A100")]) == {"H100": 2, "A100": 1}
+
+
+def test_a_cordon_changes_neither_network_nor_topology_nor_the_kinds() -> None:
+    slow = node("a", unusable_since_s=0.0)
+    fast = node("b", offers_rdma=True, rdma_device="rdma/hca", clique="c")
+    nodes = [slow, fast, node("c", "A100")]
+    during, usual = build_inventory(nodes, lost=frozenset("a")), build_inventory(nodes)
+    assert during.node_kinds_hash == usual.node_kinds_hash
+    assert during.topology == usual.topology
+    assert during.cluster is not None
+    assert during.cluster.network.kind is NetworkKind.ETHERNET
+    assert during.node_counts_hash != usual.node_counts_hash
+
+
+def test_a_cordoned_node_counts_when_the_others_cannot_run_the_image() -> None:
+    nodes = [node("a", unusable_since_s=0.0), node("b", fault="is arm64")]
+    found = build_inventory(nodes, lost=list_lost(nodes, 1e6), needs_own_image=True)
+    assert found.cluster is not None
+    assert [(each.gpu, each.count) for each in found.cluster.nodes] == [("H100", 1)]
 
 
 READY = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:10:00Z"}

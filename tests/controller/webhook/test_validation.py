@@ -8,6 +8,7 @@ from cleave.api.cluster import Cluster, NodeGroup
 from cleave.api.manifest import validate
 from cleave.api.pool import InstancePool
 from cleave.controller.webhook.validation import ValidationFindings, check_deployment, check_pool
+from cleave.planner import deployment_checks
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 WORKLOAD = {"rate": 2, "promptTokens": {"mean": 500}, "outputTokens": {"mean": 100}}
@@ -150,6 +151,18 @@ def test_a_flag_that_is_nearly_one_that_plans_depend_on_is_a_warning() -> None:
     assert find(engine={"args": fine}) == ValidationFindings()
 
 
+def test_gpus_beside_those_of_the_parallelism_are_a_warning_as_stored_resources_have_them() -> None:
+    amd = {"gpuResource": "amd.com/gpu", "resources": {"requests": {"amd.com/gpu": 1}}}
+    for template, name in (
+        ({"resources": {"limits": {"nvidia.com/gpu": "1"}}}, "nvidia.com/gpu"),
+        (amd, "amd.com/gpu"),
+    ):
+        found = find(template=template)
+        assert found.faults == ()
+        (said,) = found.warnings
+        assert said.startswith(f"spec.template.resources: {name} replaces the number")
+
+
 def test_an_instance_of_several_mig_devices_is_a_fault() -> None:
     template = {"gpuResource": "nvidia.com/mig-3g.40gb"}
     (said,) = find(template=template, placement=manual(parallel("mixed", tensor=2))).faults
@@ -254,6 +267,7 @@ def test_a_pool_by_hand_is_held_to_the_same_rules() -> None:
             "model": LLAMA,
             "parallelism": {"tensor": 5},
             "gpu": "H100-SXM-80GB",
+            "template": {"resources": {"limits": {"nvidia.com/gpu": "5"}}},
         },
     }
     pool = InstancePool.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
@@ -261,6 +275,8 @@ def test_a_pool_by_hand_is_held_to_the_same_rules() -> None:
     assert found.faults == (
         "spec.parallelism: llama-3.1-8b: 32 attention heads cannot be shared by 5 GPUs",
     )
+    assert len(found.warnings) == 2
     assert found.warnings == (
+        *deployment_checks.list_gpu_overrides(pool.spec.template),
         "spec.gpu: no node has H100-SXM-80GB now, there is A100-SXM-80GB; instances will wait",
     )

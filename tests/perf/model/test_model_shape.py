@@ -1,13 +1,14 @@
 """Model descriptions from the table and from config.json."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.perf.model import model_shape
+from cleave.perf.model import layers, model_shape
 from cleave.perf.model.known_models import CONFIGS
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 
@@ -525,7 +526,21 @@ def test_the_engine_s_flag_quantises_weights_at_load() -> None:
     blocks = shape.with_quantization("fp8_per_block").quantization
     assert blocks is not None
     assert blocks.is_blockwise
-    with pytest.raises(ValueError, match=r"awq: cannot be planned for; write fp8, .* folder"):
+    assert shape.explain_unplanned("fp8") is None
+    assert shape.with_quantization("awq") == shape
+    why = shape.explain_unplanned("awq")
+    assert why is not None
+    assert why.startswith("awq: plans count with weights of 16 bits")
+
+
+@pytest.mark.parametrize(
+    ("own", "flag"), [("fp8", "compressed-tensors"), ("compressed-tensors", "fp8")]
+)
+def test_copies_in_fp8_may_be_named_either_way(own: str, flag: str) -> None:
+    weights = layers.Quantization(own, 8, is_8_bit_compute=True)
+    shape = replace(model_shape.load_shape("llama-3.1-70b"), quantization=weights)
+    assert shape.with_quantization(flag) == shape
+    with pytest.raises(ValueError, match=f"has weights of {own} already"):
         shape.with_quantization("awq")
 
 

@@ -2,9 +2,13 @@
 
 import pytest
 
+from cleave.manifests.credentials import add_credentials
+from cleave.manifests.labels import Manifest
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.config import parse
 
+PREFIX = "system:serviceaccount:"
+OPERATOR = f"{PREFIX}cleave-system:cleave-operator"
 REQUIRED = ["--deployment", "d", "--role", "decode", "--model", "org/model"]
 
 
@@ -22,6 +26,21 @@ def test_the_environment_of_a_pod_gives_name_address_and_peers() -> None:
     assert (config.name, config.address, config.peers) == (
         "w-1", "10.0.0.7:9000", "dns:workers:9000",
     )  # fmt: skip
+
+
+def test_a_built_pod_lets_workers_only_ask_for_the_health() -> None:
+    spec: Manifest = {"containers": [{"name": "worker"}]}
+    (container,) = add_credentials(spec, "chat", "team", OPERATOR)["containers"]
+    env = {each["name"]: each["value"] for each in container["env"]}
+    gateways, workers = f"{PREFIX}team:chat-discovery", f"{PREFIX}team:chat-workers"
+    config = parse([*REQUIRED, "--name", "w", "--host", "h"], env)
+    assert config.trusted_accounts == (gateways, OPERATOR)
+    assert config.peer_accounts == (workers,)
+    # An operator of the version before sets one list alone.
+    before = {"CLEAVE_TRUSTED_ACCOUNTS": f"{gateways},{OPERATOR}"}
+    config = parse([*REQUIRED, "--name", "w", "--host", "h"], before)
+    assert config.trusted_accounts == (gateways, OPERATOR)
+    assert config.peer_accounts == ()
 
 
 def test_a_cell_is_registered_only_when_one_is_given() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cleave import logs
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
-from cleave.rpc.credentials import ACCOUNTS_ENV, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import ROLES, Role, RoleSchedulingConfig, SchedulingConfigError
 from cleave_worker.scheduling.config import parse as parse_terms
@@ -217,9 +217,9 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         "--trusted-accounts",
         type=_parse_names,
         metavar="NAME,...",
-        default=_parse_names(env.get(ACCOUNTS_ENV, "")),
+        default=_parse_names(env.get(CALLERS_ENV) or env.get(ACCOUNTS_ENV, "")),
         help="service accounts whose tokens are accepted instead, as "
-        f"system:serviceaccount:NAMESPACE:NAME (default: ${ACCOUNTS_ENV})",
+        f"system:serviceaccount:NAMESPACE:NAME (default: ${CALLERS_ENV}, else ${ACCOUNTS_ENV})",
     )
     add(
         "--peer-accounts",

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cleave.rpc.credentials import ACCOUNTS_ENV, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
 from cleave.shm.access_page import ENV as ACCESS_PAGE_ENV
 from cleave.shm.load_page import ENV as LOAD_PAGE_ENV
@@ -253,7 +253,8 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         "UCX_RCACHE_MAX_UNRELEASED": base.get("UCX_RCACHE_MAX_UNRELEASED", "1024"),
     }
     # The token and the accounts are the agent's own.
-    inherited = {name: base[name] for name in base.keys() - {TOKEN_ENV, ACCOUNTS_ENV, PEERS_ENV}}
+    hidden = {TOKEN_ENV, ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV}
+    inherited = {name: base[name] for name in base.keys() - hidden}
     env = inherited | own
     if boot.access_page is not None:
         env[ACCESS_PAGE_ENV] = str(boot.access_page)

@@ -9,7 +9,7 @@ from typer import Option
 
 from cleave.cli.local.up import decide_placement
 from cleave.cli.options import File, TableFormat, TableOutput
-from cleave.cli.output.errors import BAD_INPUT, fail, load_manifest
+from cleave.cli.output.errors import BAD_INPUT, fail, load_manifest, report_input_errors
 from cleave.cli.planning.inputs import ClusterFile
 
 if TYPE_CHECKING:
@@ -68,21 +68,25 @@ def rollout(
     target = planned[0].spec.revision
     steps = build_stages(build_states(running, planned, target), limits)
     show = rollout_table.show_json if output is TableFormat.JSON else rollout_table.show
+    with report_input_errors():
+        missing = _explain_missing_room(after, planned, steps, cluster)
     show(after.name, running.revision, target, limits, steps)
-    _report_missing_room(after, planned, steps, cluster)
+    if missing is not None:
+        sys.stderr.write(f"warning: {missing}\n")
 
 
-def _report_missing_room(
+def _explain_missing_room(
     after: "LLMDeployment",
     pools: "Sequence[InstancePool]",
     steps: "Sequence[PreviewStage]",
     cluster: Path | None,
-) -> None:
-    """Warn on standard error where a step needs more GPUs than the machines have."""
+) -> str | None:
+    """Why the machines have too few GPUs for a step; None: they have enough, or it is not known.
+    Raises ManifestError for an unknown GPU."""
     from cleave.api.engine import EngineType
 
     if cluster is None or after.spec.engine.type is EngineType.EMULATED:
-        return
+        return None
     from cleave.api.manifest import load_cluster
     from cleave.manifests import cluster_fit
 
@@ -90,8 +94,8 @@ def _report_missing_room(
     for step in steps[1:]:
         counts = {role: each.new + each.old for role, each in step.roles.items()}
         if why := cluster_fit.explain_no_surge(pools, counts, machines):
-            sys.stderr.write(f"warning: {why}\n")
-            return
+            return why
+    return None
 
 
 def _get_current(

@@ -6,7 +6,7 @@ counts, which matters only to a plan whose instances find no node.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cleave.api.cluster import ASSUMED_NETWORK, Cluster, NetworkKind, NetworkSpec, NodeGroup
@@ -38,9 +38,20 @@ MAX_GPUS_PER_NODE = 128
 number."""
 
 
-def select_countable(nodes: Iterable[ObservedNode], now_s: float) -> list[ObservedNode]:
-    """The nodes to plan for, without those that have been cordoned or not ready for UNUSABLE_S:
-    where nobody deletes the Node objects of lost machines, plans would ask for them for ever.
+def list_lost(nodes: Iterable[ObservedNode], now_s: float) -> frozenset[str]:
+    """Names of the nodes that have been cordoned or not ready for longer than UNUSABLE_S: where
+    nobody deletes the Node objects of lost machines, plans would ask for them for ever."""
+    return frozenset(node.name for node in nodes if _is_lost(node, now_s))
+
+
+def _is_lost(node: ObservedNode, now_s: float) -> bool:
+    return node.unusable_since_s is not None and now_s - node.unusable_since_s > UNUSABLE_S
+
+
+def _select_countable(
+    nodes: Iterable[ObservedNode], lost: frozenset[str]
+) -> Iterator[ObservedNode]:
+    """The nodes without those that are lost.
 
     A kind of which no node would be left counts whole. Plans depend on the kinds, and when all
     nodes of one seem lost, rather the control plane has lost them, as in Kubernetes' own eviction.
@@ -48,32 +59,31 @@ def select_countable(nodes: Iterable[ObservedNode], now_s: float) -> list[Observ
     by_kind: dict[tuple[str, int], list[ObservedNode]] = {}
     for node in nodes:
         by_kind.setdefault((node.gpu, node.num_gpus), []).append(node)
-    countable: list[ObservedNode] = []
     for group in by_kind.values():
-        usable = [node for node in group if not _is_unusable(node, now_s)]
-        countable += usable or group
-    return sorted(countable, key=lambda node: node.name)
-
-
-def _is_unusable(node: ObservedNode, now_s: float) -> bool:
-    return node.unusable_since_s is not None and now_s - node.unusable_since_s > UNUSABLE_S
+        yield from [node for node in group if node.name not in lost] or group
 
 
 def build_inventory(
     nodes: Iterable[ObservedNode],
     settings: Cluster | None = None,
     *,
+    lost: frozenset[str] = frozenset(),
     needs_own_image: bool = False,
     needs_whole_cards: bool = True,
 ) -> Inventory:
     """Build the inventory of the GPU nodes; `settings`: network, own GPUs and profiles.
 
+    `lost`: names of nodes that the counts leave out. Kinds and network are those of all nodes, so
+    that no plan changes when nodes are cordoned for a while.
     `needs_own_image`: only of nodes that can run Cleave's image for GPUs; others may run a user's.
     `needs_whole_cards`: whether pods request network cards that nodes offer as wholes.
     """
     all_gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
     gpu_nodes = [node for node in all_gpu_nodes if not (needs_own_image and node.fault)]
-    groups = Counter((node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE)) for node in gpu_nodes)
+    groups = Counter(
+        (node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE))
+        for node in _select_countable(gpu_nodes, lost)
+    )
     has_rdma = bool(gpu_nodes) and all(
         node.has_rdma(needs_whole_cards=needs_whole_cards) for node in gpu_nodes
     )

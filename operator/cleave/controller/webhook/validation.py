@@ -59,14 +59,15 @@ def check_pool(pool: InstancePool, cluster: Cluster | None) -> ValidationFinding
     """Check a manually created pool. `cluster`: the present nodes; None: not known."""
     spec = pool.spec
     faults = [*_list_profile_faults(spec.engine)]
+    warnings = tuple(deployment_checks.list_gpu_overrides(spec.template))
     if spec.engine.type is EngineType.EMULATED:
-        return ValidationFindings(tuple(faults))
+        return ValidationFindings(tuple(faults), warnings)
     shape = _load_model_shape(spec.model)
     size = spec.parallelism
     if shape and (reason := shape.explain_unsupported(size.tensor, size.pipeline)):
         faults.append(f"spec.parallelism: {shape.name}: {reason}")
     missing = _list_missing_gpus("spec", spec.gpu, spec.parallelism, cluster)
-    return ValidationFindings(tuple(faults), tuple(missing))
+    return ValidationFindings(tuple(faults), (*warnings, *missing))
 
 
 def list_unreadable_files(deployment: LLMDeployment) -> Iterator[str]:

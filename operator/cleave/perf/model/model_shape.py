@@ -34,6 +34,9 @@ _QUANTIZED_AT_LOAD = {
     "fp8_per_block": replace(_FP8, is_blockwise=True),
 }
 """By values of vLLM's `--quantization` for checkpoints that are not quantised."""
+_NAMES_OF_FP8_COPIES = {"fp8", "compressed-tensors"}
+"""Copies of one model with weights in FP8 differ in what their config.json calls it, and the table
+of known models has one name for all of them."""
 
 
 class UnknownModelError(LookupError):
@@ -81,18 +84,24 @@ class ModelShape:
 
     def with_quantization(self, name: str) -> "ModelShape":
         """A copy with the weights that vLLM's `--quantization` names, converted when an engine
-        loads the checkpoint. Raises ValueError, which says what can be planned."""
+        loads the checkpoint; this one where `explain_unplanned` says why. Raises ValueError when
+        the checkpoint has other quantised weights."""
         own = self.quantization
-        if own is None and name in _QUANTIZED_AT_LOAD:
-            return replace(self, quantization=_QUANTIZED_AT_LOAD[name])
-        if own is not None and (name.startswith(own.method) or own.method.startswith(name)):
+        if own is None:
+            return replace(self, quantization=_QUANTIZED_AT_LOAD.get(name))
+        is_alike = name.startswith(own.method) or own.method.startswith(name)
+        if is_alike or {name, own.method} == _NAMES_OF_FP8_COPIES:
             return self
-        if own is not None:
-            raise ValueError(f"{name}: {self.name} has weights of {own.method} already; remove it")
+        raise ValueError(f"{name}: {self.name} has weights of {own.method} already; remove it")
+
+    def explain_unplanned(self, quantization: str) -> str | None:
+        """Why plans do not count with this value of vLLM's `--quantization`; None: they do."""
+        if self.quantization is not None or quantization in _QUANTIZED_AT_LOAD:
+            return None
         known = ", ".join(_QUANTIZED_AT_LOAD)
-        raise ValueError(
-            f"{name}: cannot be planned for; write {known}, or give the folder of a quantised "
-            "checkpoint as spec.model"
+        return (
+            f"{quantization}: plans count with weights of {8 * self.dtype_bytes} bits; write "
+            f"{known}, or give the folder of a quantised checkpoint as spec.model"
         )
 
     @property
