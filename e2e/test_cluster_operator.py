@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,18 @@ spec:
       - {role: prefill, replicas: 1}
       - {role: decode, replicas: 2}
 """
+
+OPEN_WORKERS = {
+    "apiVersion": "networking.k8s.io/v1",
+    "kind": "NetworkPolicy",
+    "metadata": {"name": "tests-call-workers"},
+    "spec": {
+        "podSelector": {"matchLabels": {"cleave.dev/component": "worker"}},
+        "policyTypes": ["Ingress"],
+        "ingress": [{}],
+    },
+}
+"""Lets a test call agents and engines where policies are enforced; policies add up."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -119,6 +132,16 @@ class Chat:
         account = (account_name, "-n", self.namespace)
         token = self.cluster.kubectl("create", "token", *account, f"--audience={AUDIENCE}")
         return ((METADATA_KEY, f"{SCHEME}{token.strip()}"),)
+
+    def open_workers(self) -> None:
+        """Let the test call agents and engines of this namespace, also where that is denied."""
+        self.cluster.apply(OPEN_WORKERS, namespace=self.namespace)
+        addresses = [pod["status"]["podIP"] for pod in self.workers()]
+        wait_until(
+            lambda: all(_accepts_connections(address, AGENT_PORT) for address in addresses),
+            30,
+            "agents accept connections",
+        )
 
     def workers(self, role: str = "") -> list[dict]:
         """Worker pods that are meant to stay."""
@@ -257,10 +280,8 @@ def test_agents_answer_callers_with_a_token_of_their_deployment_only(
             (METADATA_KEY, SCHEME + chat.cluster.kubectl(*for_the_api_server).strip()),
         ),
     }
-    with (
-        chat.cluster.reach(pod, AGENT_PORT) as address,
-        grpc.insecure_channel(address) as channel,
-    ):
+    chat.open_workers()
+    with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
         agent = agent_pb2_grpc.AgentStub(channel)
         health = agent_pb2.HealthRequest(sends_engine_key=True)
         drain = agent_pb2.DrainRequest()
@@ -391,6 +412,14 @@ def free_cores(cluster: Cluster) -> float:
 
 def placement(**replicas: int) -> list[dict[str, object]]:
     return [{"role": role, "replicas": count} for role, count in replicas.items()]
+
+
+def _accepts_connections(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def condition(found: dict, kind: str) -> str:

@@ -14,26 +14,13 @@ from cleave.manifests.labels import ENGINE_PORT
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.open_loop_load import Kind, Stream
-from e2e.test_cluster_operator import Chat, condition, installation, read_log
+from e2e.test_cluster_operator import OPEN_WORKERS, Chat, condition, installation, read_log
 
 pytestmark = pytest.mark.timeout(400)
 
 CODE = Kind(rate=8, prompt_tokens=500, output_tokens=16)
 CONVERSATION = Kind(rate=16, prompt_tokens=400, output_tokens=40)
 PATIENCE_S = 180
-
-
-OPEN = {
-    "apiVersion": "networking.k8s.io/v1",
-    "kind": "NetworkPolicy",
-    "metadata": {"name": "tests-reach-workers"},
-    "spec": {
-        "podSelector": {"matchLabels": {"cleave.dev/component": "worker"}},
-        "policyTypes": ["Ingress"],
-        "ingress": [{}],
-    },
-}
-"""Lets `slow_down` call agents and engines where policies are enforced; policies add up."""
 
 
 def manifest(
@@ -85,7 +72,7 @@ def started(cluster: Cluster, text: str) -> Iterator[Chat]:
     """The deployment `chat` in a namespace of its own, ready; deleted afterwards."""
     namespace = f"test-replan-{secrets.token_hex(4)}"
     cluster.kubectl("create", "namespace", namespace)
-    cluster.apply(OPEN, namespace=namespace)
+    cluster.apply(OPEN_WORKERS, namespace=namespace)
     try:
         cluster.kubectl("apply", "-n", namespace, "-f", "-", input=text)
         chat = Chat(cluster, namespace)

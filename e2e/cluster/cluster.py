@@ -133,37 +133,6 @@ class Cluster:
         found = endpoints(self.list("endpointslices", namespace, label), port)
         return f"{found[0][0]}:{found[0][1]}" if found else None
 
-    @contextmanager
-    def reach(self, pod: Manifest, port: int) -> Iterator[str]:
-        """HOST:PORT at which a test calls a pod while the block lasts.
-
-        Where nodes are real, network policies may deny the pod's address; the way is
-        `kubectl port-forward`, which the node makes.
-        """
-        metadata = pod["metadata"]
-        if self.nodes is not None:
-            yield f"{pod['status']['podIP']}:{port}"
-            return
-        program = str(self.programs / "kubectl") if self.programs else "kubectl"
-        command = [
-            program,
-            "port-forward",
-            "-n",
-            metadata["namespace"],
-            metadata["name"],
-            f":{port}",
-        ]
-        env = os.environ | {"KUBECONFIG": str(self.kubeconfig)}
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                # Forwarding from 127.0.0.1:40000 -> 9000
-                if "Forwarding from " not in (line := process.stdout.readline()):
-                    raise CommandError(" ".join(command), line)
-                yield line.split()[2]
-            finally:
-                process.terminate()
-
     @cached_property
     def _api(self) -> ApiClient:
         return new_client_from_config(str(self.kubeconfig))
