@@ -50,7 +50,7 @@ kind: LLMDeployment
 metadata: {name: chat}
 spec:
   model: {source: meta-llama/Llama-3.1-8B, servedName: chat}
-  slo: {ttftMs: 400, tpotMs: 12}
+  slo: {ttftMs: 400, tpotMs: 7}
   workload: {rate: 6, promptTokens: {mean: 4000}, outputTokens: {mean: 300}}
   template: {nodeSelector: {example.com/none: "1"}}
 """
