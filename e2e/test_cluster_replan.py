@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
 from cleave.manifests.labels import ENGINE_PORT
+from cleave.rpc.engine_key import ENV, build_headers
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.open_loop_load import Kind, Stream
@@ -124,8 +126,18 @@ def verdicts(chat: Chat) -> list[str]:
 def slow_down(chat: Chat, factor: float) -> None:
     """Make all engines that there are now slower."""
     for pod in chat.workers():
-        faults = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/emulator/faults"
-        httpx.post(faults, json={"slow": factor}, timeout=10).raise_for_status()
+        address = pod["status"]["podIP"]
+        faults, headers = f"http://{address}:{ENGINE_PORT}/emulator/faults", find_key(address)
+        httpx.post(faults, json={"slow": factor}, headers=headers, timeout=10).raise_for_status()
+
+
+def find_key(address: str) -> dict[str, str]:
+    """The header with the key of the engine at an address, read from its process."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if address in words and "cleave_worker.emulator.main" in words:
+            return build_headers(process.environ().get(ENV, ""))
+    raise LookupError(f"no engine at {address}")
 
 
 def until(chat: Chat, what: str, condition: Any) -> None:

@@ -68,6 +68,9 @@ def test_unusual_valid_values_are_accepted_with_pythons_defaults(
         stored["spec"]["model"] = {"source": stored["spec"]["model"]}
     own = MODELS[case.kind].model_validate_json(json.dumps(case.manifest))
     python = own.model_dump(mode="json", exclude_none=True)
+    if "witness" not in case.manifest["spec"]:
+        # The API server does not write defaults of fields that the version before does not know.
+        python["spec"].pop("witness", None)
     assert said(stored["spec"]) == said(python["spec"])
 
 
