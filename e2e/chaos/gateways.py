@@ -83,7 +83,9 @@ class Gateway:
         command = [sys.executable, "-m", "cleave.gateway.main", "--agents", f"file:{agents}"]
         command += ["--port", str(self.port), "--internal-port", str(self.internal_port)]
         command += ["--processes", str(self.processes)]
-        command += ["--max-body", str(MAX_BODY), "--max-buffered", str(MAX_BUFFERED)]
+        command += ["--max-body", str(MAX_BODY)]
+        if not self.env:  # with sources of the version before, which has no such flag
+            command += ["--max-buffered", str(MAX_BUFFERED)]
         if self.keys:
             command += ["--api-keys", str(self._write_keys())]
         env = self.deployment.agent_env | {MARK: str(self.deployment.state_dir)} | self.env
