@@ -122,7 +122,7 @@ class ControlPlaneStorm:
     report: ControlPlaneReport
     report_fault: Callable[[str, int], None]
     replicas: tuple[int, int] = PLACEMENTS[0]
-    """Prefill and decode instances, as last asked for."""
+    """Prefill and decode instances, as last applied."""
     beat: Beat = field(default_factory=Beat)
     _edits: int = 0
     _leaders: list[str] = field(default_factory=list)

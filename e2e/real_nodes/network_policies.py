@@ -1,7 +1,7 @@
 """NetworkPolicies on real nodes: kube-router enforces them in each node's network.
 
 Started by `real_cluster`. Its router and its proxy stay off, and kube-proxy goes on. As everywhere,
-a node reaches its own pods whatever a policy says, and a new pod is open for part of a second.
+a node reaches its own pods despite any policy, and a new pod is open for part of a second.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""The keys that engines ask for, as their agents have told them to this process."""
+"""The keys that engines ask for, as their agents have sent them to this process."""
 
 from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import agent_pb2

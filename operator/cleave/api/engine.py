@@ -377,7 +377,7 @@ OWN_LABELS = "cleave.dev/"
 """Prefix of Cleave's own labels and annotations of pods."""
 OWN_VOLUMES = ("tmp", "home", "shm", "model", "agent-token", "cleave-hub-token")
 """Volumes that every worker has. A name that joins them makes stored resources that have it
-invalid, so it should be one that nobody else would choose."""
+invalid, so it should be one that no user would choose."""
 
 
 def _build_own_keys_rule(field: str) -> ValidationRule:

@@ -145,7 +145,7 @@ def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> 
     disaggregated = [each for each in ordered if each.placement.is_disaggregated]
     if disaggregated:
         max_resources = enumeration.MAX_RESOURCE_RATIO * get_resources(disaggregated[0].placement)
-        # Cells over NIXL are compared with the best plan without them, whatever that needs.
+        # Cells over NIXL are compared with the best plan without them, at any number of GPUs.
         needed = [find_needed_connector(search.problem, each.placement) for each in disaggregated]
         first_of_kind = {needed.index(each) for each in set(needed)}
         disaggregated = [

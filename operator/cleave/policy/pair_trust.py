@@ -38,7 +38,7 @@ CONFIRM_SLOW_S = 2.0
 RETRY_S, MAX_RETRY_S = 2.0, 60.0
 """After a canary that showed nothing; it doubles with each further one."""
 MIN_FAILED_S, MAX_FAILED_S = 2.0, 45.0
-"""Between canaries of a failed pair: they tell when it works again."""
+"""Between canaries of a failed pair: they show when it works again."""
 NUM_RATES = 3
 """Newest rates of a pair of which the best counts: a busy host delays some pulls."""
 SLOW_RATIO = 0.25

@@ -1,4 +1,4 @@
-"""The access page: a memory-mapped file that tells an engine whether it may serve without its key.
+"""The access page: a memory-mapped file by which an engine knows if it may serve without its key.
 
 The agent writes it: gateways of versions before 0.1 do not send keys, and while one of them
 follows, its requests are served. The engine reads it only for requests without the right key.

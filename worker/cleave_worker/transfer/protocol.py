@@ -108,7 +108,7 @@ class RendezvousResponse(Message, frozen=True):
 
 
 class StoreEntry(Message, frozen=True):
-    """What gloo or NCCL tell the other end while a link is made. No response."""
+    """What gloo or NCCL send to the other end while a link is made. No response."""
 
     nonce: bytes
     key: str

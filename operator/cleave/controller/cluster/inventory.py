@@ -40,7 +40,7 @@ number."""
 
 def list_lost(nodes: Iterable[ObservedNode], now_s: float) -> frozenset[str]:
     """Names of the nodes that have been cordoned or not ready for longer than UNUSABLE_S: where
-    nobody deletes the Node objects of lost machines, plans would ask for them for ever."""
+    Node objects of lost machines are not deleted, plans would ask for them for ever."""
     return frozenset(node.name for node in nodes if _is_lost(node, now_s))
 
 

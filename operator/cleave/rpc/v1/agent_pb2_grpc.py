@@ -100,7 +100,7 @@ class AgentServicer:
 
     def RecordPairs(self, request, context):
         """Keep what a gateway has found out about pairs of which this instance is the decode
-        side, and tell every watcher. ABORTED when boot_id names an earlier engine;
+        side, and send them to every watcher. ABORTED when boot_id names an earlier engine;
         INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -51,7 +51,7 @@ class AgentStub:
     Health: _grpc.UnaryUnaryMultiCallable[_agent_pb2.HealthRequest, _agent_pb2.HealthResponse]
     RecordPairs: _grpc.UnaryUnaryMultiCallable[_agent_pb2.PairProofs, _agent_pb2.RecordPairsResponse]
     """Keep what a gateway has found out about pairs of which this instance is the decode
-    side, and tell every watcher. ABORTED when boot_id names an earlier engine;
+    side, and send them to every watcher. ABORTED when boot_id names an earlier engine;
     INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
     """
 
@@ -76,7 +76,7 @@ class AgentAsyncStub(AgentStub):
     Health: _aio.UnaryUnaryMultiCallable[_agent_pb2.HealthRequest, _agent_pb2.HealthResponse]  # type: ignore[assignment]
     RecordPairs: _aio.UnaryUnaryMultiCallable[_agent_pb2.PairProofs, _agent_pb2.RecordPairsResponse]  # type: ignore[assignment]
     """Keep what a gateway has found out about pairs of which this instance is the decode
-    side, and tell every watcher. ABORTED when boot_id names an earlier engine;
+    side, and send them to every watcher. ABORTED when boot_id names an earlier engine;
     INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
     """
 
@@ -128,7 +128,7 @@ class AgentServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.RecordPairsResponse, _abc.Awaitable[_agent_pb2.RecordPairsResponse]]:
         """Keep what a gateway has found out about pairs of which this instance is the decode
-        side, and tell every watcher. ABORTED when boot_id names an earlier engine;
+        side, and send them to every watcher. ABORTED when boot_id names an earlier engine;
         INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
         """
 

@@ -1,6 +1,6 @@
 """The store over which gloo and NCCL find the other end of a link, on a KV connection.
 
-Used by `Rendezvous`. torch's own TCPStore is a server of its own, which asks nobody who is there
+Used by `Rendezvous`. torch's own TCPStore is a server of its own, which authenticates no peer
 and listens for as long as the link exists. Here two ends send their entries to each other over the
 connection on which they have authenticated, and no port is opened.
 """
