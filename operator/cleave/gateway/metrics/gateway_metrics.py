@@ -150,9 +150,10 @@ class GatewayMetrics:
         self.handoffs: dict[str, int] = defaultdict(int)
         """By result: used, failed (used, then an error), none (nothing to hand over), refused (of
         another boot or request, or unreadable), ahead (after the decode engine had responded)."""
-        self.canaries: dict[str, int] = defaultdict(int)
+        self.canaries: dict[str, int] = defaultdict(int, good=0)
         """Canary handoffs by result: good, near_tie, blurred (shows nothing), or what was wrong:
-        tokens, bytes, slow, refused; audit: wrong in the handoff of a request."""
+        tokens, bytes, slow, refused; audit: wrong in the handoff of a request. Canaries are rare:
+        the zero gives them a rate from the first one on."""
         self.canary_seconds: dict[str, float] = defaultdict(float)
         """Time of engines that canaries took, by phase."""
         self.audits: dict[str, int] = defaultdict(int)
