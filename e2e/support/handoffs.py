@@ -109,8 +109,10 @@ def of_other_request(own: dict[str, Any], other: dict[str, Any]) -> dict[str, An
     return altered(other, prompt_digest=own["cleave"]["prompt_digest"], num_tokens=10**6)
 
 
-def faults(talker: str, foreign: tuple[str, int]) -> dict[str, Fault]:
+def faults(talker: str, foreign: OwnerProcess) -> dict[str, Fault]:
     """By name; `talker` is a port where nonsense is answered, `foreign` an owner of other KV."""
+    address = ("127.0.0.1", foreign.port)
+    other_kv = {"boot_id": foreign.boot_id, "key": foreign.key, "addresses": [address]}
     dead, nonsense = ("127.0.0.1", 1), ("127.0.0.1", int(talker))
     return {
         "swapped": Fault("prompt", lambda _, other: altered(other, num_tokens=10**6)),
@@ -128,10 +130,7 @@ def faults(talker: str, foreign: tuple[str, int]) -> dict[str, Fault]:
         "no rank": Fault("layout", lambda own, _: altered(own, addresses=[])),
         "wrong layout": Fault(
             "layout",
-            lambda own, _: {
-                **altered(own, boot_id="boot-p", addresses=[foreign]),
-                "remote_engine_id": "boot-p",
-            },
+            lambda own, _: {**altered(own, **other_kv), "remote_engine_id": foreign.boot_id},
         ),
     }
 
@@ -186,8 +185,8 @@ def talking_nonsense() -> Iterator[str]:
 
 
 @contextmanager
-def owning_other_kv() -> Iterator[tuple[str, int]]:
-    """An owner whose KV lies otherwise."""
+def owning_other_kv() -> Iterator[OwnerProcess]:
+    """An owner whose KV has another layout."""
     owner = OwnerProcess()
-    yield "127.0.0.1", owner.port
+    yield owner
     owner.end()
