@@ -233,6 +233,7 @@ def gateway(chat: Chat) -> str:
 
 
 def has_history(watched: Watched) -> bool:
-    """Whether every page has been scraped twice within the panels' window."""
+    """Whether every page has been scraped twice within the panels' window, and a pair is proven."""
     counted = watched.ask("count_over_time(up[$__rate_interval]) >= 3")
-    return len(counted) == PAGES and watched.load.answered > 50
+    proven = watched.ask("cleave_gateway_kv_pair_bytes_per_second_min")
+    return len(counted) == PAGES and watched.load.answered > 50 and bool(proven)
