@@ -15,7 +15,7 @@ import pytest
 
 from e2e.chaos.expected_output import COMPLETIONS, expect
 from e2e.chaos.gateways import Gateway
-from e2e.support.deployments import Deployment, deployed, emulated, tiny_vllm, until
+from e2e.support.deployments import EAGER, Deployment, deployed, emulated, tiny_vllm, until
 from e2e.support.vllm_prompts import CASES, ask, engine_url, metric
 from tests.support.previous_version import PreviousVersion, extract
 
@@ -127,7 +127,8 @@ def test_a_vllm_engine_takes_kv_from_one_with_plugins_of_the_previous_version(
     # Not the other way round: engines give KV to those that prove their key only (decision 065).
     choice = previous.choose_for("-prefill-", tmp_path / "choice")
     env = [{"name": "PYTHONPATH", "value": str(choice)}]
-    manifest = tiny_vllm(tiny_model, pools={"flipping": "Off"}, engine={"env": env})
+    engine = {"env": env, "args": [EAGER]}
+    manifest = tiny_vllm(tiny_model, pools={"flipping": "Off"}, engine=engine)
     with deployed(manifest, tmp_path, 420) as deployment:
         assert set((choice / "chosen").read_text().split()) == {"tiny-prefill-0"}
         decode = engine_url(deployment, "decode")

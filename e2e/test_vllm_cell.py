@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from e2e.support.deployments import until
+from e2e.support.deployments import EAGER, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -29,6 +29,7 @@ def test_the_engines_of_a_cell_hand_over_kv_and_drain(tiny_model: Path, tmp_path
                 *("--model", str(tiny_model), "--host", HOST, "--port", str(port)),
                 *("--engine-port", str(port + 1), "--max-model-len", "512", "--cores", "none"),
                 *("--peers", f"file:{known}", "--drain-timeout", "5", "--", "--dtype", "float32"),
+                EAGER,
             ]
         )
         for role, port in (("prefill", 9000), ("decode", 9002))

@@ -13,7 +13,7 @@ import pytest
 
 from cleave_worker.transfer.transport import Transport
 
-from e2e.support.deployments import Deployment, deployed, tiny_vllm, until
+from e2e.support.deployments import EAGER, Deployment, deployed, tiny_vllm, until
 from e2e.support.engine_keys import headers_for
 from e2e.support.handoffs import PREFILL_ORDER, decode, is_free, lost, post, prefill
 from e2e.support.vllm_prompts import (
@@ -33,6 +33,7 @@ ENGINE = {
     "transfer": "PerLayer",
     # Several chunks of a prompt, several layers of a chunk.
     "args": [
+        EAGER,
         "--kv-transfer-config",
         json.dumps({"kv_connector_extra_config": EXTRA}),
         "--max-num-batched-tokens",

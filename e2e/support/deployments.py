@@ -187,6 +187,11 @@ def emulated(
     }
 
 
+EAGER = "--enforce-eager"
+"""For engines of tests: compiling costs 10 s of a core at each start. `vllm_pair` compiles, as the
+product does."""
+
+
 def tiny_vllm(model: Path, **spec: object) -> dict[str, object]:
     """A manifest for vLLM with the tiny model: a prefill and a decode instance by default."""
     return {
