@@ -1,7 +1,9 @@
 """The HTTP API as OpenAI's clients and vLLM's users know it."""
 
 import asyncio
+import itertools
 import json
+import time
 
 import openai
 import pytest
@@ -61,6 +63,15 @@ async def test_each_token_is_one_event_and_done_ends_the_stream(serve) -> None:
     reasons = [event["choices"][0]["finish_reason"] for event in found]
     assert reasons == [None] * 6 + ["length"]
     assert {event["id"] for event in found} == {found[0]["id"]}
+
+
+async def test_all_events_of_a_stream_have_one_time(serve, monkeypatch) -> None:
+    server = await serve()
+    monkeypatch.setattr(time, "time", itertools.count(1).__next__)
+    body = {"prompt": WORDS, "max_tokens": 3, "n": 2, "ignore_eos": True}
+    *found, _ = await events(server, body)
+    assert len(found) == 6
+    assert len({event["created"] for event in found}) == 1
 
 
 async def test_a_stream_of_one_token_names_the_role_and_ends(serve) -> None:

@@ -4,10 +4,11 @@ The emulated model has one continuation at any temperature; only a seed, or the 
 gives another one. What cannot be emulated is rejected rather than ignored.
 """
 
+import time
 import uuid
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cleave_worker.emulator import tokenizer
@@ -69,6 +70,8 @@ class ApiCall:
     """Alternatives per token in the log-probabilities; None: no log-probabilities."""
     stop: tuple[str, ...] = ()
     """Strings that end the response and are not part of it."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time, equal in all events of a stream."""
 
     @property
     def request(self) -> EngineRequest:

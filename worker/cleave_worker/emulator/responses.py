@@ -4,7 +4,6 @@ Events of one stream differ only in one word, so the rest is encoded once per re
 """
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ class EventEncoder:
         self._head: dict[str, object] = {
             "id": call.id,
             "object": "chat.completion.chunk" if call.chat else "text_completion",
-            "created": int(time.time()),
+            "created": call.created,
             "model": call.model,
         }
         # Words need no escaping in JSON: a token's event is three pieces around word and token id.
@@ -124,7 +123,7 @@ def encode_response(
     response: dict[str, object] = {
         "id": call.id,
         "object": "chat.completion" if call.chat else "text_completion",
-        "created": int(time.time()),
+        "created": call.created,
         "model": call.model,
         "choices": [_build_choice(call, index, choice) for index, choice in enumerate(choices)],
         "service_tier": None,
