@@ -269,6 +269,24 @@ async def test_streams_that_all_begin_with_an_error_end_in_an_error_status(singl
     await single.until_idle()
 
 
+async def test_a_stream_whose_engine_is_lost_after_its_last_event_is_complete(single) -> None:
+    async def answer(engine, request, writer):
+        engine.send_stream_head(writer)
+        for event in (engine.event("one"), b"data: [DONE]\n\n"):
+            engine.send_chunk(writer, event)
+        await writer.drain()
+        writer.close()
+
+    single.engines["x"].script = answer
+    client = await single.connect()
+    response = await client.ask(STREAM)
+    assert response.events == [single.engines["x"].event("one").strip(), b"data: [DONE]"]
+    assert single.context.metrics.requests == {("m", "ok"): 1}
+    single.engines["x"].script = None
+    assert (await client.ask(STREAM)).status == 200, "the connection goes on"
+    await single.until_idle()
+
+
 async def test_a_refusal_in_a_stream_is_the_engines_answer(single) -> None:
     single.engines["x"].script = stream_events(build_error(400))
     response = await single.ask(STREAM)

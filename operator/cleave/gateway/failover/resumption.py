@@ -76,6 +76,8 @@ def plan_resumption(
     """How to continue a request of which the client has received `transcript`.
     `prompt_ids`: as the engine wrote them, empty if it did not. `max_model_len`: in tokens, of
     every instance that may be used; 0 when unknown. Raises NotResumableError."""
+    if transcript.done:
+        return StreamEnding(b"")
     if path not in RESUMABLE_PATHS or transcript.has_unknown_events:
         raise NotResumableError("answers of this kind cannot be resumed")
     if transcript.is_empty:

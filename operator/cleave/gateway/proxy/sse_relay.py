@@ -159,8 +159,11 @@ class SseRelay:
         self._partial_event = b""
 
     def build_end(self, events: bytes) -> bytes:
-        """The end of the stream when only these events are missing."""
-        return self._prepend_head(encode_chunk(events) + LAST_CHUNK if self._chunked else events)
+        """The end of the stream when only these events, or none, are missing."""
+        if self._chunked:
+            # An empty chunk would be a last one.
+            events = (encode_chunk(events) if events else b"") + LAST_CHUNK
+        return self._prepend_head(events)
 
     def build_error_end(self, error: GatewayError) -> bytes:
         """The end of the stream when no engine can continue it."""
