@@ -9,6 +9,7 @@ by a hash of all sources involved, so all checkouts and installations of one ver
 
 import ctypes
 import dis
+import functools
 import hashlib
 import os
 import shutil
@@ -149,6 +150,7 @@ def _write(file: Path, code: bytes) -> None:
     new.rename(file)
 
 
+@functools.cache
 def find_sources(function: Function) -> list[Path]:
     """The files that define `function` and the functions of Cleave that it calls. All files of this
     package are included, because the origin of a constant cannot be traced."""
