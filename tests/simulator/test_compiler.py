@@ -12,13 +12,14 @@ import pytest
 
 from cleave.perf import timing
 from cleave.policy import admission, dispatch
+from cleave.policy.admission import may_join
 from cleave.simulator import batching, compiler, events, records
 from cleave.simulator.records import State
 
 
 def join(state: State, kind: int, free: float) -> None:
     """Calls a policy; compiled."""
-    state.events += 1 if admission.may_join(kind, free, 60.0, 40.0, 3, 5.0) else 2
+    state.events += 1 if may_join(kind, free, 60.0, 40.0, 3, 5.0) else 2
 
 
 def load() -> Callable[..., None]:
@@ -45,7 +46,7 @@ def test_compiled_policy_gives_what_the_plain_function_gives(
         compiled = load()
         for kind in admission.Admission:
             for free in (59.0, 60.0, 80.0, 200.0):
-                joins = admission.may_join(int(kind), free, 60.0, 40.0, 3, 5.0)
+                joins = may_join(int(kind), free, 60.0, 40.0, 3, 5.0)
                 assert count_joined(compiled, int(kind), free) == (1 if joins else 2)
     assert [path.suffix for path in tmp_path.rglob("*.*")] == [".o"]
 
