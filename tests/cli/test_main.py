@@ -54,6 +54,29 @@ def test_a_wrong_choice_is_named_without_the_checker_s_own_words(cli: CliRunner)
     assert "Value error" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "command", ["plan", "simulate", "provision", "up", "validate", "render", "rollout"]
+)
+def test_a_manifest_without_its_option_is_one_line_with_the_command_to_write(
+    cli: CliRunner, command: str
+) -> None:
+    for more in ([], ["--cluster", "c.yaml"]):
+        result = cli.invoke(app, [command, "chat.yaml", *more])
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"error: chat.yaml: name the manifest with -f: cleave {command} -f chat.yaml\n"
+        )
+
+
+def test_two_manifests_and_a_folder_are_refused(cli: CliRunner, manifest: Path) -> None:
+    result = cli.invoke(app, ["validate", "-f", str(manifest), "-f", "other.yaml"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: -f: given more than once; name one file")
+    result = cli.invoke(app, ["validate", "-f", str(manifest.parent)])
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {manifest.parent}: is a folder; name one file of it\n"
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = f"import sys, cleave.cli.main; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

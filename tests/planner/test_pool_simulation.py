@@ -7,6 +7,7 @@ import pytest
 
 from cleave.api.engine import EngineSpec
 from cleave.api.role import Parallelism, Role
+from cleave.perf.hardware.link import Link, LinkKind
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU, PlannedPool
 from cleave.planner.pool_simulation import (
@@ -30,6 +31,17 @@ PAIR = (PlannedPool(Role.DECODE, 1), PlannedPool(Role.PREFILL, 2))
 
 def test_instances_are_numbered_prefill_first(problem) -> None:
     assert list_instance_names(build_fleet(problem, PAIR)) == ["prefill-0", "prefill-1", "decode-0"]
+
+
+def test_cells_that_are_one_pod_have_the_gpus_own_link(problem) -> None:
+    nvlink = Link(LinkKind.NVLINK, 600.0)
+    supplies = tuple(replace(supply, cell_link=nvlink) for supply in problem.supplies)
+    cells = [replace(pool, per_cell=pool.replicas) for pool in PAIR]
+    apart, within = (
+        build_fleet(replace(problem, supplies=supplies), each) for each in (PAIR, cells)
+    )
+    assert within.transfer.token_ms < apart.transfer.token_ms
+    assert replace(within, transfer=apart.transfer) == apart
 
 
 def test_pools_without_limits_have_the_engines_defaults(problem) -> None:

@@ -66,7 +66,7 @@ choose chunk claim clamp classify clean clear clip clone close collect color com
 compile complete compute computes configure confirm connect construct consume contains convert
 copy correct count create cross cut decide declare decline decode delete delimit deliver depends
 describe detach detect dial disable discard discount discover dispatch divide do drain draw drop
-dump echo emit enable encode end ends enqueue ensure enter enumerate estimate evaluate evict
+dump echo emit enable encode end ends enqueue enter enumerate estimate evaluate evict
 exchange exclude execute exit expand expect expire explain export extend extract fail feed fetch
 fill filter find finish fit fits flush fold force forecast forget form format forward free freeze
 generate get give goes grant group grow guess handle has hash holds ignore import includes index

@@ -4,13 +4,32 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cleave.perf import timing
 from cleave.policy import admission, dispatch
-from cleave.simulator import batching, compiler, events
+from cleave.policy.admission import may_join
+from cleave.simulator import batching, compiler, events, records
+from cleave.simulator.records import State
+
+
+def join(state: State, kind: int, free: float) -> None:
+    """Calls a policy; compiled."""
+    state.events += 1 if may_join(kind, free, 60.0, 40.0, 3, 5.0) else 2
+
+
+def load() -> Callable[..., None]:
+    return compiler.load_function(join, dict, int, float)
+
+
+def count_joined(function: Callable[..., None], kind: int, free: float) -> int:
+    state = np.zeros(1, records.STATE)
+    function(state, kind, free)
+    return int(state["events"][0])
 
 
 def test_all_files_that_take_part_name_the_folder_of_the_machine_code() -> None:
@@ -23,12 +42,23 @@ def test_compiled_policy_gives_what_the_plain_function_gives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    compiled = compiler.compile_function(admission.may_join, {})
-    for kind in admission.Admission:
-        for free in (59.0, 60.0, 80.0, 200.0):
-            arguments = (int(kind), free, 60.0, 40.0, 3, 5.0)
-            assert compiled(*arguments) == admission.may_join(*arguments)
-    assert [path.suffix for path in tmp_path.rglob("*.nbi")] == [".nbi"]
+    for _ in ("compiled", "from the cache"):
+        compiled = load()
+        for kind in admission.Admission:
+            for free in (59.0, 60.0, 80.0, 200.0):
+                joins = may_join(int(kind), free, 60.0, 40.0, 3, 5.0)
+                assert count_joined(compiled, int(kind), free) == (1 if joins else 2)
+    assert [path.suffix for path in tmp_path.rglob("*.*")] == [".o"]
+
+
+def test_code_for_another_cpu_lies_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    load()
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert count_joined(load(), 0, 200.0) == count_joined(load(), 0, 200.0)
+    assert len(list(tmp_path.rglob("*.o"))) == 2
 
 
 def test_without_a_writable_folder_the_code_is_cached_elsewhere(
@@ -38,43 +68,43 @@ def test_without_a_writable_folder_the_code_is_cached_elsewhere(
     blocked.write_text("in the way")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(blocked))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    compiled = compiler.compile_function(timing.interpolate_table, {})
-    assert compiled(1.0, (0.0, 2.0), 0.5) == 1.0
-    assert list(tmp_path.rglob("*.nbi"))
+    assert count_joined(load(), 0, 200.0) == 1
+    assert list(tmp_path.rglob("*.o"))
 
 
-def test_what_an_image_brings_is_used_where_it_can_be_written(
+def test_what_an_image_ships_is_used_where_it_lies(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "image" / "share"))
-    compiler.compile_function(timing.interpolate_table, {})(1.0, (0.0, 2.0), 0.5)
+    load()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "image"))
-    assert compiler.is_compiled(timing.interpolate_table)
-    compiled = compiler.compile_function(timing.interpolate_table, {})
-    assert compiled(1.0, (0.0, 2.0), 0.5) == 1.0
-    assert sum(compiled.stats.cache_hits.values()) == 1
-    assert len(list((tmp_path / "home" / "cleave-simulator").iterdir())) == 1
+    assert compiler.is_compiled(join)
+    assert count_joined(load(), 0, 200.0) == 1
+    assert not list((tmp_path / "home").rglob("*.o"))
 
 
-def test_another_checkout_of_the_same_version_uses_the_code(
+def test_another_checkout_of_the_same_version_uses_the_code_without_numba(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    compiler.compile_function(timing.interpolate_table, {})(1.0, (0.0, 2.0), 0.5)
-    package = Path(timing.__file__).parents[1]
-    shutil.copytree(package, tmp_path / "other" / "cleave")
     script = (
-        "from cleave.perf import timing; from cleave.simulator import compiler;"
-        f"assert timing.__file__.startswith({str(tmp_path)!r});"
-        "compiled = compiler.compile_function(timing.interpolate_table, {});"
-        "compiled(1.0, (0.0, 2.0), 0.5); print(sum(compiled.stats.cache_hits.values()))"
+        "import sys; from cleave.simulator import completion, run;"
+        f"assert ('other' in completion.__file__) == ({str(tmp_path)!r} in completion.__file__);"
+        "run.compile_loop(completion._count_outcome, int); print('numba' in sys.modules)"
     )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "other")}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "1\n"
+    shutil.copytree(Path(timing.__file__).parents[1], tmp_path / "other" / "cleave")
+    seen = []
+    for path in ("", str(tmp_path / "other")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        seen.append(done.stdout)
+    assert seen == ["True\n", "False\n"]
 
 
 def test_importing_the_simulator_does_not_import_numba() -> None:
@@ -82,13 +112,13 @@ def test_importing_the_simulator_does_not_import_numba() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_what_is_compiled_is_known_without_importing_numba(
+def test_what_is_compiled_is_known_before_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert not compiler.is_compiled(timing.interpolate_table)
-    compiler.compile_function(timing.interpolate_table, {})(1.0, (0.0, 2.0), 0.5)
-    assert compiler.is_compiled(timing.interpolate_table)
+    assert not compiler.is_compiled(join)
+    load()
+    assert compiler.is_compiled(join)
 
 
 def test_the_code_of_old_versions_makes_room(
@@ -98,6 +128,6 @@ def test_the_code_of_old_versions_makes_room(
     for age in range(9):
         (tmp_path / "cleave-simulator" / f"version-{age}").mkdir(parents=True)
         (tmp_path / f"of-others-{age}").mkdir()
-    assert not compiler.is_compiled(timing.interpolate_table)
+    assert not compiler.is_compiled(join)
     assert len(list((tmp_path / "cleave-simulator").iterdir())) == 4
     assert len(list(tmp_path.iterdir())) == 10

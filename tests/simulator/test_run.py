@@ -20,7 +20,7 @@ from cleave.simulator.fleet import (
     SimulatedTransfer,
 )
 from cleave.simulator.outcome import RequestOutcome
-from cleave.simulator.run import measure_latencies, prepare_fleet, simulate
+from cleave.simulator.run import EarlyVerdict, measure_latencies, prepare_fleet, simulate
 from cleave.simulator.trace import Trace
 from cleave.simulator.validation import SimulationError
 
@@ -317,10 +317,26 @@ def test_a_request_that_fits_no_memory_is_left_out_and_the_others_are_served() -
 def test_measuring_gives_what_simulating_gives() -> None:
     trace = draw_trace(300, 6)
     prepared = prepare_fleet(disaggregated())
-    ttft, tpot = measure_latencies(prepared, trace)
+    ttft, tpot, num_arrived = measure_latencies(prepared, trace)
     outcome = simulate(prepared, trace)
     assert (ttft == outcome.ttft_ms).all()
     assert (tpot == outcome.tpot_ms).all()
+    assert num_arrived == len(trace)
+
+
+def test_a_simulation_ends_when_its_verdict_is_known() -> None:
+    trace, counted = draw_trace(300, 6), range(50, 150)
+    complete = measure_latencies(disaggregated(), trace)
+    # All counted requests have ended.
+    verdict = EarlyVerdict(counted, np.inf, np.inf, max_missed=0)
+    early = measure_latencies(disaggregated(), trace, verdict=verdict)
+    assert (early.tpot_ms[50:150] == complete.tpot_ms[50:150]).all()
+    assert early.num_arrived < complete.num_arrived
+    assert np.isnan(early.tpot_ms).any()
+    # Every request misses: the sixth that counts decides.
+    verdict = EarlyVerdict(counted, 0.0, np.inf, max_missed=5)
+    early = measure_latencies(disaggregated(), trace, verdict=verdict)
+    assert 6 <= np.count_nonzero(~np.isnan(early.tpot_ms[50:150])) < 20
 
 
 @pytest.mark.parametrize(

@@ -316,10 +316,10 @@ class LLMDeploymentStatus(ApiModel):
     room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is ready.
     GatewayReady: a gateway is ready. KVPathVerified: every ready instance has transferred KV in a
     self-test. KVRateAsPlanned: each test measured at least a quarter of the rate that the plan
-    assumes. KVPathProven: the newest canary handoff between every two engines was good, at most ten
-    minutes ago. PlanReady: a plan, or the placement in spec.placement, is in force. PlanFeasible:
-    the latency targets can be met. PlanDrifted: traffic differs from the planned traffic.
-    PredictionHolds: instances are as fast as the planner predicts."""
+    or the nodes give. KVPathProven: the newest canary handoff between every two engines was good,
+    at most ten minutes ago. PlanReady: a plan, or the placement in spec.placement, is in force.
+    PlanFeasible: the latency targets can be met. PlanDrifted: traffic differs from the planned
+    traffic. PredictionHolds: instances are as fast as the planner predicts."""
     model: str | None = None
     """Model name that clients request. A changed name appears once its rollout is complete."""
     plan: SelectedPlan | None = None

@@ -105,6 +105,8 @@ def _read_documents(source: str | Path) -> list[object]:
     name = _format_source(source)
     try:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    except IsADirectoryError as error:
+        raise ManifestError([f"{source}: is a folder; name one file of it"]) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ManifestError([f"{source}: {reason}"]) from error

@@ -67,7 +67,7 @@ class LatencyPercentiles(ApiModel):
 
 
 class KvLink(ApiModel):
-    """The link over which a plan assumes that KV is transferred."""
+    """The link over which a placement transfers KV."""
 
     kind: str
     """InfiniBand (also RoCE), Ethernet, NVLink or PCIe."""
@@ -156,6 +156,9 @@ class SelectedPlan(ApiModel):
     """Prompts of at least this many tokens gain from a KV transfer during prefill; absent: none."""
     predicted: PredictedPerformance | None = None
     """Predicted performance; absent: nothing was predicted."""
+    kv_link: KvLink | None = None
+    """The link over which KV is transferred, of a placement that was not planned: that of the
+    nodes. Absent: as predicted, none, or not known."""
     growth: PlanGrowth | None = None
     """How the plan scales with its traffic; absent: spec.scaling.roles is empty."""
     alternatives: list[PlanOption] = Field(default_factory=list, max_length=3)

@@ -4,6 +4,7 @@ Each command is a module of this package. `cleave --help` and shell completion m
 once, so every slow import happens inside the command that needs it.
 """
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from typer import Option
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from cleave import distribution
 from cleave.cli.components import PASSTHROUGH_SETTINGS, gateway, operator
@@ -23,7 +24,8 @@ from cleave.cli.local.up import up
 from cleave.cli.manifests.render import render
 from cleave.cli.manifests.rollout import rollout
 from cleave.cli.manifests.validate import validate
-from cleave.cli.output.errors import FAILED, fail
+from cleave.cli.options import MANIFEST
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
 from cleave.cli.planning.plan import plan
 from cleave.cli.planning.provision import provision
 from cleave.cli.planning.simulate import simulate
@@ -69,6 +71,22 @@ class CommandGroup(TyperGroup):
         fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
 
 
+class ManifestCommand(TyperCommand):
+    """A command that reads one manifest; says how where it is named without -f, or twice."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse as the base class does, which would report only that -f is missing."""
+        _, others, options = self.make_parser(ctx).parse_args(list(args))
+        if others:
+            fail(
+                [f"{others[0]}: name the manifest with -f: {ctx.command_path} -f {others[0]}"],
+                BAD_INPUT,
+            )
+        if sum(option.name == MANIFEST for option in options) > 1 and not ctx.resilient_parsing:
+            fail(["-f: given more than once; name one file, with one LLMDeployment"], BAD_INPUT)
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="cleave",
     cls=CommandGroup,
@@ -84,7 +102,10 @@ _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
 """Commands by the heading under which `cleave --help` lists them."""
 for heading, commands in _GROUPS.items():
     for command in commands:
-        app.command(rich_help_panel=heading)(command)
+        reads_manifest = MANIFEST in inspect.signature(command).parameters
+        app.command(cls=ManifestCommand if reads_manifest else None, rich_help_panel=heading)(
+            command
+        )
 for forwarded in (gateway, operator):
     app.command(context_settings=PASSTHROUGH_SETTINGS, rich_help_panel="Run components")(forwarded)
 app.add_typer(lengths, name="lengths", rich_help_panel="Plan capacity")

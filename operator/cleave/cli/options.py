@@ -37,6 +37,8 @@ def complete_logged(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
+MANIFEST = "file"
+"""The parameter of type File of all commands that read a manifest."""
 RunningName = Annotated[
     str | None,
     Argument(

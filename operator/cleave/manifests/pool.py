@@ -25,7 +25,12 @@ from cleave.manifests.topology import (
 from cleave.planner.deployment_checks import describe_connector, resolve_connector
 from cleave.planner.placement import Placement, set_planned_connector
 from cleave.planner.plan import PlannedPool
-from cleave.planner.result.status import build_plan_option, build_predicted, to_manual_pools
+from cleave.planner.result.status import (
+    build_kv_link,
+    build_plan_option,
+    build_predicted,
+    to_manual_pools,
+)
 
 _REVISION_DIGITS = 10
 
@@ -87,6 +92,7 @@ def build_selected_plan(
         whole_below_tokens=(selected.whole_below_tokens or None) if selected else None,
         ahead_from_tokens=(selected.ahead_from_tokens or None) if selected else None,
         predicted=build_predicted(selected) if selected else None,
+        kv_link=build_kv_link(placement.kv_link),
         growth=growth,
         alternatives=[*map(build_plan_option, result.alternatives[:3])] if result else [],
     )

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Self
 
+from cleave.api.cluster import Cluster
 from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.api.role import Parallelism
 from cleave.manifests.labels import Manifest
@@ -39,6 +41,15 @@ class NodeTopology:
     """Node label whose value names a group with fast links: a node, or an NVLink clique."""
     rdma_devices: Mapping[str, str] = field(default_factory=dict)
     """By the label of the kind of GPU: the RDMA device that all its nodes offer; empty: none."""
+
+    @classmethod
+    def from_cluster(cls, cluster: Cluster) -> Self:
+        """What a cluster file says of its nodes."""
+        largest: dict[str, int] = {}
+        for group in cluster.nodes:
+            label = get_product_label(group.gpu)
+            largest[label] = max(largest.get(label, 0), group.gpus_per_node)
+        return cls(gpus_per_node=largest)
 
     def get_rdma_device(self, gpu: str | None) -> str:
         """The RDMA device of all nodes of a kind (None: of every kind); empty: there is none."""

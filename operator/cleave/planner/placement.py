@@ -15,7 +15,7 @@ from cleave.api.plan import ManualPool
 from cleave.api.role import Role
 from cleave.perf import named_profiles
 from cleave.planner import deployment_checks
-from cleave.planner.plan import PlannedPool, PlanningResult
+from cleave.planner.plan import PlannedKvLink, PlannedPool, PlanningResult
 
 
 class PlanError(ValueError):
@@ -39,6 +39,8 @@ class Placement:
     """The planner's result; None: set in spec.placement.manual, or not planned."""
     connector: Connector | None = None
     """KV connector that the plan needs instead of the deployment's; None: its own."""
+    kv_link: PlannedKvLink | None = None
+    """The link over which KV will go, of a placement that was not planned; None: not known."""
 
     @property
     def gpus(self) -> int:

@@ -17,7 +17,12 @@ from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU, LOW_AFFINITY, Plan, PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.search import candidates
-from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    build_cell,
+    build_transfer,
+)
 from cleave.planner.search.candidates import Candidate, PlannedInstance
 from cleave.simulator.fleet import Batching, SimulatedFleet
 from cleave.simulator.outcome import SimulationResult, Times
@@ -46,7 +51,16 @@ class PlacementSimulator:
 def build_fleet(problem: Problem, pools: Iterable[PlannedPool]) -> SimulatedFleet:
     """All instances of `pools` and the links between them, as a simulator fleet. Raises PlanError
     when the model does not run with a pool's parallelism."""
-    return build_cell(problem, to_candidate_placement(problem, pools))
+    pools = tuple(pools)
+    placement = to_candidate_placement(problem, pools)
+    fleet = build_cell(problem, placement)
+    counts = {pool.replicas // (pool.per_cell or pool.replicas + 1) for pool in pools}
+    if len(counts) > 1 or 0 in counts:
+        return fleet
+    (copies,) = counts
+    cell = tuple(replace(g, replicas=g.replicas // copies) for g in placement.groups)
+    within = CandidatePlacement(cell, copies, is_in_node=True)
+    return replace(fleet, transfer=build_transfer(problem, within))
 
 
 def compute_mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: SimulationResult) -> Times:

@@ -2,102 +2,155 @@
 
 Called by `run`. What is hard: the same functions run uncompiled in the router and in engines, so
 they cannot be decorated; they are cloned instead, with compiled clones in place of the functions
-that they call. And numba's cache on disk detects changes only in the file of the outermost
-function, by its path and time, so the cache folder is named by a hash of all sources involved.
+that they call. And importing numba takes half a second of CPU, of which cached code needs nothing:
+the cache holds plain object files, which LLVM's loader links into the process. Its folder is named
+by a hash of all sources involved, so all checkouts and installations of one version share the code.
 """
 
+import ctypes
 import dis
+import functools
 import hashlib
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-Function = Callable[..., Any]
+from numpy.typing import NDArray
 
+Function = Callable[..., Any]
+BuildReplacements = Callable[[], Mapping[Function, Any]]
+"""Gives, for some of the functions that a compiled one calls, others in their place: compiled or
+plain. Called only to compile, since intrinsics of numba need numba."""
+
+_C_TYPES: dict[type, type[ctypes.c_int64 | ctypes.c_double]] = {
+    int: ctypes.c_int64,
+    float: ctypes.c_double,
+}
 _MAX_VERSIONS = 4
 """Number of versions whose machine code stays in the cache."""
 _FOLDER = "cleave-simulator"
+_ENTRY = "cleave_entry"
+"""Name of the outermost function in its object file."""
 
 
-def compile_function(function: Function, replacements: dict[Function, Any]) -> Function:
-    """A compiled `function`, from the cache or compiled at its first call.
+def load_function(
+    function: Function, build_replacements: BuildReplacements, *scalars: type
+) -> Callable[..., None]:
+    """The compiled `function` of one STATE and of `scalars` (int, float); it returns nothing.
 
-    `replacements`: for some of the functions that it calls, compiled or plain. All called functions
-    must be in numba's subset of Python and take only types that numba supports.
+    Its machine code comes from the cache, else it is compiled for seconds. All called functions
+    must be in numba's subset of Python and take only types that numba supports. The result takes an
+    array with one row instead of the STATE.
     """
+    target = _build_target()
+    code_id = hashlib.blake2b(repr(target).encode(), digest_size=4).hexdigest()
+    name = f"{function.__name__}-{code_id}.o"
+    folders = _find_folders(function)
+    for folder in folders:
+        if (file := folder / name).exists():
+            return _link(file.read_bytes(), scalars, target)
+    code = _compile(function, dict(build_replacements()), scalars, target)
+    _write(folders[-1] / name, code)
+    return _link(code, scalars, target)
+
+
+def _build_target() -> dict[str, str]:
+    """The CPU for which numba compiles: this one, or the one that NUMBA_CPU_NAME names."""
+    import llvmlite.binding as llvm
+
+    if name := os.environ.get("NUMBA_CPU_NAME"):
+        return {"cpu": name, "features": os.environ.get("NUMBA_CPU_FEATURES", "")}
+    return {"cpu": llvm.get_host_cpu_name(), "features": llvm.get_host_cpu_features().flatten()}
+
+
+def _compile(
+    function: Function,
+    clones: dict[Function, Any],
+    scalars: tuple[type, ...],
+    target: dict[str, str],
+) -> bytes:
+    """An object file with `function` as _ENTRY. Replaced functions are the keys of `clones`."""
+    import llvmlite.binding as llvm
     import numba
 
-    clones = dict(replacements)
+    from cleave.simulator.records import STATE
 
-    def clone(inner: FunctionType, **more: bool) -> Function:
+    options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+    def clone(inner: Function, *signature: object) -> Any:  # noqa: ANN401
+        assert isinstance(inner, FunctionType)
         names = dict(inner.__globals__)
         for name in _find_globals(inner):
             called = names.get(name)
             if isinstance(called, FunctionType) and called.__module__.startswith("cleave."):
                 replacement = clones.get(called, called)
                 if isinstance(replacement, FunctionType):
-                    inner_clone = clone(replacement, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-                    clones[called] = clones[replacement] = inner_clone
+                    clones[called] = clones[replacement] = clone(replacement)
                 names[name] = clones[called]
         copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__)
         copy.__module__ = inner.__module__
         copy.__qualname__ = inner.__qualname__
         # Compiled code allocates nothing, so reference counting is not needed.
-        compiled: Function = numba.njit(copy, error_model="numpy", _nrt=False, **more)
-        return compiled
+        return numba.njit(*signature, _nrt=False, **options)(copy)
 
-    assert isinstance(function, FunctionType)
-    folder = _find_cache(_hash_sources(function))
-    before = numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES
-    numba.config.CACHE_DIR = str(folder)
-    numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{HashedFolderLocator.__qualname__}"
-    try:
-        return clone(function, cache=True, nogil=True, no_cfunc_wrapper=True)
-    finally:
-        numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES = before
-
-
-class HashedFolderLocator:
-    """Makes numba cache in its CACHE_DIR, which is named by a hash of the sources.
-
-    Numba's own locators add the path of the source and its time. All checkouts and installations of
-    one version share the code instead.
-    """
-
-    def __init__(self, folder: str, line: int) -> None:
-        self._folder = folder
-        self._line = line
-
-    @classmethod
-    def from_function(cls, function: FunctionType, _file: str) -> "HashedFolderLocator":
-        """The locator of `function`; numba calls this while it decorates."""
-        import numba
-
-        return cls(numba.config.CACHE_DIR, function.__code__.co_firstlineno)
-
-    def ensure_cache_path(self) -> None:
-        """Create the folder; raises OSError when it cannot be written."""
-        Path(self._folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=self._folder).close()
-
-    def get_cache_path(self) -> str:
-        """The folder of numba's index and code."""
-        return self._folder
-
-    def get_source_stamp(self) -> None:
-        """Nothing: other sources have another folder."""
-
-    def get_disambiguator(self) -> str:
-        """Distinguishes functions of one name."""
-        return str(self._line)
+    numbers = {int: numba.types.int64, float: numba.types.float64}
+    parameters = (numba.from_dtype(STATE), *(numbers[each] for each in scalars))
+    (text,) = clone(function, numba.types.void(*parameters)).inspect_llvm().values()
+    module = llvm.parse_assembly(text)
+    external = llvm.Linkage.external
+    (entry,) = (
+        each for each in module.functions if each.linkage is external and not each.is_declaration
+    )
+    entry.name = _ENTRY
+    code: bytes = _build_machine(target).emit_object(module)
+    return code
 
 
+def _build_machine(target: dict[str, str]) -> Any:  # noqa: ANN401
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(**target, opt=3, jit=True)
+
+
+def _link(code: bytes, scalars: tuple[type, ...], target: dict[str, str]) -> Callable[..., None]:
+    """The function _ENTRY of an object file, in the memory of this process."""
+    import llvmlite.binding as llvm
+
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _build_machine(target))
+    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    # Numba's calling convention: status f(*result, *exception, arguments), and a record by address.
+    pointer, numbers = ctypes.c_void_p, (_C_TYPES[each] for each in scalars)
+    convention = ctypes.CFUNCTYPE(ctypes.c_int32, pointer, pointer, pointer, *numbers)
+    entry = convention(engine.get_function_address(_ENTRY))
+    outputs = ctypes.byref(ctypes.c_void_p()), ctypes.byref(ctypes.c_void_p())
+
+    def call(state: NDArray[Any], *values: float) -> None:
+        # The engine owns the code's memory, and this function the engine.
+        assert engine
+        status = entry(*outputs, state.ctypes.data, *values)
+        if status:
+            raise SystemError(f"the compiled code ended with status {status}")
+
+    return call
+
+
+def _write(file: Path, code: bytes) -> None:
+    """Write the file at once: other processes may read it."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_bytes(code)
+    new.rename(file)
+
+
+@functools.cache
 def find_sources(function: Function) -> list[Path]:
     """The files that define `function` and the functions of Cleave that it calls. All files of this
     package are included, because the origin of a constant cannot be traced."""
@@ -125,49 +178,32 @@ def _find_globals(function: FunctionType) -> set[str]:
 
 
 def is_compiled(function: Function) -> bool:
-    """Whether the cache holds machine code for exactly these sources; does not import numba."""
-    return any(_find_cache(_hash_sources(function)).rglob("*.nbi"))
+    """Whether the cache holds machine code for exactly these sources; imports no compiler."""
+    return any(file for folder in _find_folders(function) for file in folder.glob("*.o"))
 
 
-def _hash_sources(function: Function) -> str:
+def _find_folders(function: Function) -> tuple[Path, Path]:
+    """Where the machine code may lie: what an image ships, and the writable cache."""
     digest = hashlib.blake2b(f"{version('numba')} {sys.version_info}".encode(), digest_size=8)
     for file in find_sources(function):
         digest.update(file.read_bytes())
-    return digest.hexdigest()
+    name = digest.hexdigest()
+    return Path(sys.prefix) / "share" / _FOLDER / name, _find_cache(name)
 
 
 def _find_cache(name: str) -> Path:
     """A writable cache folder: in the user's cache, else a private folder for temporary files."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    first = Path(given or home) / _FOLDER
-    folder = first / name
+    cache = Path(given or home) / _FOLDER
+    folder = cache / name
     try:
         if not folder.exists():
-            first.mkdir(parents=True, exist_ok=True)
-            _create_cache(folder)
-            _prune_cache(first)
+            folder.mkdir(parents=True, exist_ok=True)
+            _prune_cache(cache)
     except OSError:
         return _create_private_folder(name)
     return folder if os.access(folder, os.W_OK) else _create_private_folder(name)
-
-
-def _create_cache(folder: Path) -> None:
-    """Create the folder and copy the machine code that an image ships in a read-only place."""
-    shipped = Path(sys.prefix) / "share" / _FOLDER / folder.name
-    if not shipped.is_dir():
-        folder.mkdir()
-        return
-    # Copy under another name first: numba would read incomplete files.
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as new:
-        copied = shutil.copytree(shipped, Path(new) / folder.name)
-        os.utime(copied)
-        try:
-            copied.rename(folder)
-        except OSError:
-            # Another process has created the folder.
-            if not folder.is_dir():
-                raise
 
 
 def _prune_cache(cache: Path) -> None:
@@ -183,6 +219,7 @@ def _create_private_folder(name: str) -> Path:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid == os.getuid():
+            (folder / name).mkdir(exist_ok=True)
             return folder / name
     except OSError:
         pass

@@ -151,4 +151,18 @@ def _complete_prefill(state: State, i: int, r: int, now: float) -> None:
 def complete_request(state: State, r: int, now: float) -> None:
     """All output tokens of request `r` are generated."""
     get_request(state, r).end = now
+    if state.first_counted <= r < state.end_counted:
+        _count_outcome(state, r)
     remove_resident_load(state, r)
+
+
+def _count_outcome(state: State, r: int) -> None:
+    """Count a request that has ended; end the simulation when its verdict is known."""
+    request = get_request(state, r)
+    ttft = request.first_token - request.arrival
+    tpot = (request.end - request.first_token) / max(request.output - 1, 1)
+    state.counted_left -= 1
+    if not (ttft <= state.max_ttft and tpot <= state.max_tpot):
+        state.misses_left -= 1
+    if state.counted_left == 0 or state.misses_left < 0:
+        state.max_events = state.events

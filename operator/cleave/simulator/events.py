@@ -22,19 +22,18 @@ from cleave.simulator.record_access import (
     get_request,
     get_slot,
 )
-from cleave.simulator.records import DECODE, HANDOFFS, NONE, PREFILL, PROMPTS, Records, State
+from cleave.simulator.records import DECODE, HANDOFFS, NONE, PREFILL, PROMPTS, State
 from cleave.simulator.role_flipping import check_flip
 from cleave.simulator.transfers import end_pull, pop_pull
 
 
-def run_events(rows: Records) -> None:
-    """Serve all requests; `rows` holds one STATE.
+def run_events(state: State) -> None:
+    """Serve all requests.
 
     The loop handles the earliest event: 1. a role-flip check, if it is due; 2. the end of an
     instance's iterations; 3. otherwise an arrival, a delivery, a handoff or the end of a transfer,
     in this order at equal times.
     """
-    state = rows[0]
     count = state.num_requests
     handoffs = 2 * state.num_instances
     while state.events < state.max_events:

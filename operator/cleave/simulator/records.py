@@ -111,15 +111,18 @@ STATE = _build_dtype(
     # min_prefill, min_decode: the FlipThresholds.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
     "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait_ms full_usage rise_ms calm_ms "
-    "idle_ms",
+    "idle_ms max_ttft max_tpot",
     # counts, *_pick: the rule of policy.dispatch; is_by_score: whether it picks the least score;
     # is_deferred: whether requests wait in central queues instead; offered: central queues with a
-    # new head; is_predicted: outputs are predicted, not known.
+    # new head; is_predicted: outputs are predicted, not known. first_counted, end_counted: rows of
+    # the requests that count for an early verdict; counted_left: those that have not ended;
+    # misses_left: those that may still exceed max_ttft or max_tpot.
     "short_prompt_tokens counts prefill_pick decode_pick is_by_score is_deferred "
     "overlap_from is_shared is_predicted first_by_decode has_prefill "
     "has_decode random num_picks num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
-    "max_stages min_prefill min_decode num_flips "
+    "max_stages min_prefill min_decode num_flips first_counted end_counted counted_left "
+    "misses_left "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; handoffs in delivery;
     # then, with deferred dispatch, waiting handoffs and prompts. heaps (slot, heap_size):
     # `end_step << 32 | request` of the members, a binary heap. phases (slot, max_block): members by

@@ -7,7 +7,8 @@ may take long; callers that simulate a fleet often prepare it once.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,29 @@ from cleave.simulator.validation import check_trace
 
 Fleet = SimulatedFleet | PreparedFleet
 
+
+@dataclass(frozen=True, slots=True)
+class EarlyVerdict:
+    """Ends a simulation when all counted requests have ended, or too many have missed a target. The
+    latencies of others are not complete then."""
+
+    counted: range
+    """Rows of the counted requests."""
+    max_ttft_ms: float
+    max_tpot_ms: float
+    max_missed: int
+    """Counted requests that may miss a target."""
+
+
+class Latencies(NamedTuple):
+    """Latencies of the requests of one simulation; nan: it did not end."""
+
+    ttft_ms: Times
+    tpot_ms: Times
+    num_arrived: int
+    """Requests that the simulation reached."""
+
+
 _MAX_EVENTS_PER_TOKEN = 64
 """A simulation that needs more thrashes: requests preempt each other and never end."""
 
@@ -38,12 +62,16 @@ def simulate(fleet: Fleet, trace: Trace, seed: int = 0) -> SimulationResult:
     return _build_result(*_run_compiled(fleet, trace, seed))
 
 
-def measure_latencies(fleet: Fleet, trace: Trace, seed: int = 0) -> tuple[Times, Times]:
-    """(TTFT, TPOT) of each request in ms, as in the result of `simulate`, which takes longer."""
-    requests, _, _ = _run_compiled(fleet, trace, seed)
+def measure_latencies(
+    fleet: Fleet, trace: Trace, seed: int = 0, verdict: EarlyVerdict | None = None
+) -> Latencies:
+    """Latencies as in the result of `simulate`, which takes longer. With `verdict`, the simulation
+    ends when that is known."""
+    requests, _, state = _run_compiled(fleet, trace, seed, verdict)
     first = requests["first_token"]
     gaps = np.maximum(requests["output"] - 1, 1)
-    return first - requests["arrival"], (requests["end"] - first) / gaps
+    tpot_ms = (requests["end"] - first) / gaps
+    return Latencies(first - requests["arrival"], tpot_ms, int(state["num_arrived"][0]))
 
 
 def is_compiled() -> bool:
@@ -54,9 +82,17 @@ def is_compiled() -> bool:
     return compiler.is_compiled(run_events)
 
 
-def _run_compiled(fleet: Fleet, trace: Trace, seed: int) -> tuple[Records, Records, Records]:
+def _run_compiled(
+    fleet: Fleet, trace: Trace, seed: int, verdict: EarlyVerdict | None = None
+) -> tuple[Records, Records, Records]:
     prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
     arrays, state = lay_out(prepared, trace, seed)
+    if verdict is not None:
+        state["first_counted"] = verdict.counted.start
+        state["end_counted"] = verdict.counted.stop
+        state["counted_left"] = verdict.counted.stop - verdict.counted.start
+        state["misses_left"] = verdict.max_missed
+        state["max_ttft"], state["max_tpot"] = verdict.max_ttft_ms, verdict.max_tpot_ms
     _load_compiled()(state)
     return arrays["requests"], arrays["instances"], state
 
@@ -124,16 +160,21 @@ def _load_compiled() -> Callable[..., None]:
     return compile_loop(run_events)
 
 
-def compile_loop(function: Callable[..., None]) -> Callable[..., None]:
-    """A compiled function over a STATE, with the replacements that `policy` requires of callers."""
+def compile_loop(function: Callable[..., None], *scalars: type) -> Callable[..., None]:
+    """A compiled function of a STATE and of `scalars`, with the replacements that `policy` requires
+    of callers."""
+    from cleave.simulator.compiler import load_function
+
+    return load_function(function, _build_replacements, *scalars)
+
+
+def _build_replacements() -> dict[Callable[..., Any], Any]:
     from cleave.policy import best_fit
     from cleave.policy.dispatch import find_for
     from cleave.simulator import dispatch
-    from cleave.simulator.compiler import compile_function
     from cleave.simulator.record_access import build_intrinsics
 
-    own = {find_for: dispatch.find, best_fit.check: dispatch.check}
-    return compile_function(function, build_intrinsics() | own)
+    return build_intrinsics() | {find_for: dispatch.find, best_fit.check: dispatch.check}
 
 
 def _build_result(requests: Records, instances: Records, state: Records) -> SimulationResult:

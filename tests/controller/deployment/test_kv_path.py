@@ -60,6 +60,9 @@ def conditions(
         (RATE, {}, None, "NotReported"),
         ({"predicted": {"goodput": 3.0}}, {"a": 1.0}, None, "NotPlanned"),
         (None, {"a": 1.0}, None, "NotPlanned"),
+        # A manual placement: the link of the nodes.
+        ({"kvLink": RATE["predicted"]["kvLink"]}, {"a": 1.25}, False, "BelowPlan"),
+        ({"kvLink": RATE["predicted"]["kvLink"]}, {"a": 17.0}, True, "AsPlanned"),
     ],
 )
 def test_the_slowest_path_is_compared_with_the_plan(

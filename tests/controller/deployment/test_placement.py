@@ -54,6 +54,20 @@ def test_a_manual_placement_is_applied() -> None:
     assert decision.plan_request is None
 
 
+def test_a_placement_that_was_not_planned_has_the_link_of_the_nodes() -> None:
+    for desired in (deployment(placement=manual_placement(prefill=2, decode=1)), deployment()):
+        plan = ask(desired).plan
+        assert plan is not None
+        assert plan["kvLink"] == {"kind": "Ethernet", "gbPerS": 1.125}
+    mixed = ask(deployment(placement={"manual": [{"role": "mixed"}]})).plan
+    assert mixed is not None
+    assert "kvLink" not in mixed
+    unknown = build_inventory([ObservedNode("n1", True, True, gpu="H999", num_gpus=8)])
+    plan = ask(deployment(), inventory=unknown).plan
+    assert plan is not None
+    assert "kvLink" not in plan
+
+
 def test_without_traffic_the_smallest_pair_comes_up_and_no_plan_is_claimed() -> None:
     decision = ask(deployment())
     assert decision.placement is not None

@@ -138,7 +138,7 @@ class Scripted(Trials):
     bands: list[tuple[float, float]] = field(default_factory=list)
     """Rates between which the attainment target is met."""
 
-    def measure_shares(self, fleet, rate, targets, span) -> Shares:
+    def measure_shares(self, fleet, rate, targets, span, least=0.0) -> Shares:
         met = 1.0 if any(low <= rate <= high for low, high in self.bands) else 0.0
         return Shares(met, met, met)
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISION, Targets, Trials
 
@@ -62,4 +63,39 @@ def test_shares_are_those_of_the_counted_requests_and_all_simulated_ones_are_tal
     assert shares.both == np.mean(met[span.window])
     assert shares.both <= min(shares.ttft, shares.tpot)
     assert trials.tally.trials == 2
-    assert trials.tally.requests == 2 * span.total
+    arrived = trials.tally.requests - span.total
+    assert span.ramp + span.counted <= arrived <= span.total
+
+
+@pytest.mark.parametrize("rate", [3.0, 6.0, 7.0, 9.0, 40.0])
+@pytest.mark.parametrize("least", [0.0, 0.66, 0.9, 1.0])
+def test_a_trial_ends_early_only_below_the_least_share(rate: float, least: float) -> None:
+    problem = known_problems.problem()
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    fleet = build_cell(problem, known_problems.whole(problem, known_problems.of_size(problem)))
+    span = trials.compute_span(rate, targets)
+    outcome = trials.simulate(fleet, rate, span)
+    is_met = (outcome.ttft_ms <= targets.ttft_ms) & (outcome.tpot_ms <= targets.tpot_ms)
+    attained = float(np.mean(is_met[span.window]))
+    share = trials.measure_shares(fleet, rate, targets, span, least).both
+    if attained >= least:
+        assert share == attained
+    else:
+        assert share <= attained
+        assert share < least
+    is_held = attained >= targets.attainment
+    assert trials.holds(fleet, rate, targets, span) is is_held
+
+
+def test_an_early_end_does_not_change_a_bisection() -> None:
+    problem = known_problems.problem()
+    targets = known_problems.targets(problem)
+    fleet = build_cell(problem, known_problems.whole(problem, known_problems.of_size(problem)))
+
+    class Complete(Trials):
+        def measure_shares(self, fleet, rate, targets, span, least=0.0):
+            return super().measure_shares(fleet, rate, targets, span)
+
+    for seed in range(3):
+        early = goodput.find_goodput(Trials(problem.demand, seed), fleet, targets)
+        assert early == goodput.find_goodput(Complete(problem.demand, seed), fleet, targets)

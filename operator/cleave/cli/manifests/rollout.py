@@ -130,13 +130,9 @@ def _build_pools(
 def build_topology(cluster: Path | None) -> "NodeTopology":
     """What pools depend on of the machines in a cluster file; None: not known."""
     from cleave.api.manifest import load_cluster
-    from cleave.manifests.topology import NodeTopology, get_product_label
+    from cleave.manifests.topology import NodeTopology
 
-    largest: dict[str, int] = {}
-    for group in load_cluster(cluster).nodes if cluster else ():
-        label = get_product_label(group.gpu)
-        largest[label] = max(largest.get(label, 0), group.gpus_per_node)
-    return NodeTopology(gpus_per_node=largest)
+    return NodeTopology.from_cluster(load_cluster(cluster)) if cluster else NodeTopology()
 
 
 def decide_cluster_placement(

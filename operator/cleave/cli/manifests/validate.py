@@ -41,7 +41,7 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
             # Nothing is planned, but the deployment can be started.
             machines = load_cluster(cluster)
             inventory.list_gpus(machines, spec.planning.gpus)
-            check_manual_placement(deployment, machines)
+            check_manual_placement(deployment, machines, file.parent)
             if spec.workload and spec.workload.trace:
                 distribution.require("planner")
                 from cleave.planner import problem_from_cluster

@@ -3,6 +3,8 @@
 Options may override the rate, the trace and the SLO targets of the manifest.
 """
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +17,7 @@ from cleave.cli.output.errors import load_manifest, report_input_errors
 if TYPE_CHECKING:
     from cleave.api.cluster import Cluster
     from cleave.api.deployment import LLMDeployment
+    from cleave.perf.model.model_shape import ModelShape
     from cleave.planner.problem import Problem
 
 ClusterFile = Annotated[
@@ -88,9 +91,10 @@ def _build_problem(
     return problem_from_profile.build_problem(deployment, folder, seed)
 
 
-def check_manual_placement(deployment: "LLMDeployment", cluster: "Cluster") -> None:
+def check_manual_placement(deployment: "LLMDeployment", cluster: "Cluster", folder: Path) -> None:
     """Raise PlanError where the nodes have no room for spec.placement.manual, and ManifestError
-    where the cluster file is wrong. Emulated engines run anywhere."""
+    where the cluster file is wrong. Emulated engines run anywhere. Says over which link KV goes,
+    and warns where it is too slow for the SLO."""
     from cleave.api.engine import EngineType
     from cleave.planner.deployment_checks import explain_unknown_model
     from cleave.planner.placement import PlanError
@@ -105,6 +109,29 @@ def check_manual_placement(deployment: "LLMDeployment", cluster: "Cluster") -> N
     shape = problem_from_cluster.load_shape(deployment) if is_known else None
     if faults := list(cluster_fit.list_misfits(deployment, cluster, shape)):
         raise PlanError(faults)
+    for line in _describe_kv_link(deployment, cluster, shape, folder):
+        sys.stderr.write(f"{line}\n")
+
+
+def _describe_kv_link(
+    deployment: "LLMDeployment", cluster: "Cluster", shape: "ModelShape | None", folder: Path
+) -> Iterator[str]:
+    from cleave.manifests import kv_link
+    from cleave.manifests.topology import NodeTopology
+    from cleave.planner import problem_from_cluster
+    from cleave.planner.placement import choose_placement
+
+    placement, nodes = choose_placement(deployment), NodeTopology.from_cluster(cluster)
+    link = kv_link.find_kv_link(deployment, placement, cluster, nodes)
+    if link is None:
+        return
+    yield f"note: KV goes over {link.kind}, {link.gb_per_s:.3g} GB/s for each GPU that receives it"
+    if shape is None or deployment.spec.workload is None:
+        return
+    demand = problem_from_cluster.build_demand(deployment, folder)
+    mean = demand.mean_prompt_tokens
+    if why := kv_link.explain_slow_link(deployment, placement, cluster, nodes, shape, mean):
+        yield f"warning: spec.placement.manual: {why}"
 
 
 def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeployment":

@@ -72,7 +72,8 @@ def simulate(
     planning_input = inputs.read_planning_input(file, cluster, overrides, seed)
     if cluster is not None:
         with report_input_errors():
-            inputs.check_manual_placement(planning_input.deployment, load_cluster(cluster))
+            machines = load_cluster(cluster)
+            inputs.check_manual_placement(planning_input.deployment, machines, file.parent)
     simulator, pools = _prepare(planning_input, requests)
     requested = requested or [planning_input.problem.rate]
     if output is SimulateFormat.CSV:

@@ -127,9 +127,9 @@ def _list_rates(instances: Sequence[FleetInstance]) -> list[_MeasuredRate]:
 
 
 def _compare_rate(instances: Sequence[FleetInstance], plan: Manifest) -> ConditionState:
-    link = (plan.get("predicted") or {}).get("kvLink")
+    link = (plan.get("predicted") or {}).get("kvLink") or plan.get("kvLink")
     if link is None:
-        text = "the placement was not planned, or its plan has no rate"
+        text = "neither a plan nor known GPUs of the nodes say at which rate KV should arrive"
         return ConditionState(KV_RATE_AS_PLANNED, None, "NotPlanned", text)
     rates, planned = _list_rates(instances), link["gbPerS"]
     if not rates:

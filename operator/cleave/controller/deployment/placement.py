@@ -6,13 +6,13 @@ status together with a hash of its inputs, so that a restarted operator does not
 
 from dataclasses import dataclass, replace
 
-from cleave.api.deployment import LLMDeployment
 from cleave.api.planning import PlanningMode
 from cleave.api.replan_status import FittedPlanInputs
 from cleave.controller.cluster import conditions
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.conditions import PLANNING, ConditionState
 from cleave.controller.replan.inputs import PlanInputs, read_placement
+from cleave.manifests.kv_link import find_kv_link
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_selected_plan
 from cleave.planner.placement import Placement, PlanError, choose_placement
@@ -52,7 +52,7 @@ def decide(
     `outcome`: the planner's last result for this deployment. `is_limited`: whether instances find
     no node. `fitted_inputs`: observed traffic that replaces the spec's.
     """
-    deployment, spec = inputs.deployment, inputs.deployment.spec
+    spec = inputs.deployment.spec
     is_advisory = spec.planning.mode is PlanningMode.ADVISORY
     is_manual = spec.placement is not None
     has_traffic = spec.workload is not None or fitted_inputs is not None
@@ -60,7 +60,7 @@ def decide(
     request = PlanJob(inputs_hash, inputs.inventory.node_counts_hash, fitted_inputs)
     unknown_model = inputs.unknown_model
     if is_manual or not has_traffic or (unknown_model is not None and not is_advisory):
-        decision = _decide_without_planner(deployment, status)
+        decision = _decide_without_planner(inputs, status)
     elif is_advisory:
         decision = PlacementDecision(None, status.get("plan"), ())
     else:
@@ -83,12 +83,16 @@ def retain(status: Manifest) -> PlacementDecision:
     return PlacementDecision(None, status.get("plan"), shown, status.get("advice"))
 
 
-def _decide_without_planner(deployment: LLMDeployment, status: Manifest) -> PlacementDecision:
+def _decide_without_planner(inputs: PlanInputs, status: Manifest) -> PlacementDecision:
     """Manual placement, or the smallest fleet when there is no traffic or no known model."""
+    deployment, nodes = inputs.deployment, inputs.inventory
     try:
         placement = choose_placement(deployment, reads_files=False)
     except PlanError as error:
         return _retain_plan(status, "Faulty", "; ".join(error.faults))
+    if nodes.cluster is not None:
+        link = find_kv_link(deployment, placement, nodes.cluster, nodes.topology)
+        placement = replace(placement, kv_link=link)
     selected = build_selected_plan(deployment, placement)
     written = selected.model_dump(mode="json", exclude_none=True)
     if deployment.spec.placement is not None:

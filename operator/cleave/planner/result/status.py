@@ -12,7 +12,14 @@ from cleave.api.plan import (
     PlanOption,
     PredictedPerformance,
 )
-from cleave.planner.plan import EMULATED_GPU, Percentiles, Plan, PlannedPool, PlanningResult
+from cleave.planner.plan import (
+    EMULATED_GPU,
+    Percentiles,
+    Plan,
+    PlannedKvLink,
+    PlannedPool,
+    PlanningResult,
+)
 from cleave.planner.result.text import describe_trust
 
 Document = dict[str, Any]
@@ -46,7 +53,7 @@ def to_manual_pools(pools: Iterable[PlannedPool]) -> list[ManualPool]:
 
 def build_predicted(plan: Plan) -> PredictedPerformance:
     """The prediction of a plan."""
-    prediction, link = plan.prediction, plan.prediction.kv_link
+    prediction = plan.prediction
     return PredictedPerformance(
         goodput=_round(prediction.goodput),
         goodput_low=_round(prediction.goodput_interval[0]),
@@ -58,8 +65,13 @@ def build_predicted(plan: Plan) -> PredictedPerformance:
         cost_per_hour=prediction.cost_per_hour,
         power_watts=prediction.power_watts,
         trust=describe_trust(prediction.trust),
-        kv_link=KvLink(kind=link.kind, gb_per_s=_round(link.gb_per_s)) if link else None,
+        kv_link=build_kv_link(prediction.kv_link),
     )
+
+
+def build_kv_link(link: PlannedKvLink | None) -> KvLink | None:
+    """The link over which KV goes."""
+    return KvLink(kind=link.kind, gb_per_s=_round(link.gb_per_s)) if link else None
 
 
 def build_document(result: PlanningResult, max_alternatives: int) -> Document:

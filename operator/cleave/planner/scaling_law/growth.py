@@ -92,7 +92,7 @@ def fit_growth(problem: Problem, plan: Plan) -> Growth:
         )
         span = _shorten(trials.compute_span(share, targets))
         fleet = build_cell(problem, served)
-        return trials.measure_shares(fleet, share, targets, span).both >= targets.attainment
+        return trials.holds(fleet, share, targets, span)
 
     middle = max(problem.rate, plan.prediction.goodput)
     rates = [middle * factor for factor in _RATE_FACTORS]

@@ -15,7 +15,7 @@ from cleave.planner.search.candidates import Candidate, build_prefill
 from cleave.planner.search.capacity_bound import compute_prefill_rate
 from cleave.planner.search.context import SearchContext
 
-_SHARE_OF_TTFT = 0.1
+SHARE_OF_TTFT = 0.1
 """Largest share of the TTFT target that the KV transfer of a mean prompt may take ..."""
 _SHARE_OF_LINK = 0.5
 """... and largest utilization of a busy prefill instance's link by all its KV transfers."""
@@ -45,10 +45,10 @@ def choose_affinity(search: SearchContext, candidates: Sequence[Candidate]) -> A
     handoff_ms = moved.compute_serialized_ms(lengths.prompt_tokens)
     prompts = compute_prefill_rate(build_prefill(problem, candidate).engine, lengths)
     of_ttft, of_link = handoff_ms / problem.slo.ttft_ms, prompts * handoff_ms / 1000
-    is_fast = of_ttft <= _SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
+    is_fast = of_ttft <= SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
     return AffinityChoice(
         Affinity.HIGH if is_fast else Affinity.LOW,
         f"the KV of a mean prompt takes {handoff_ms:.3g} ms over the network: {of_ttft:.1%} of "
-        f"the TTFT target (up to {_SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} "
+        f"the TTFT target (up to {SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} "
         f"of the time of a busy instance's link (up to {_SHARE_OF_LINK:.0%})",
     )

@@ -6,6 +6,7 @@ cheapest steps that its limits allow, without idle time and without work of the 
 """
 
 import bisect
+import functools
 import math
 from dataclasses import dataclass
 
@@ -87,12 +88,18 @@ def compute_prefill_rate(engine: SimulatedEngine, lengths: LengthStatistics) -> 
     max_tokens = engine.max_num_batched_tokens
     if engine.batching is not Batching.VLLM:
         max_tokens = max(max_tokens, lengths.longest_prompt)
-    token_ms = min(
+    token_ms = _compute_least_token_ms(timing, max_tokens)
+    prompt_ms = token_ms * lengths.prompt_tokens + timing.prompt_square_ms * lengths.prompt_squares
+    return timing.stages * 1000.0 / prompt_ms
+
+
+@functools.lru_cache(maxsize=1024)
+def _compute_least_token_ms(timing: EngineTiming, max_tokens: int) -> float:
+    """Time of a prompt token in the cheapest step of at most `max_tokens`, without attention."""
+    return min(
         interpolate_table(timing.prompt_step, timing.prompt_ms, n) / n
         for n in _list_sizes(max_tokens)
     )
-    prompt_ms = token_ms * lengths.prompt_tokens + timing.prompt_square_ms * lengths.prompt_squares
-    return timing.stages * 1000.0 / prompt_ms
 
 
 def compute_decode_rate(
@@ -155,9 +162,10 @@ def _compute_decode_ms(
     return step_ms
 
 
-def _list_sizes(largest: int) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def _list_sizes(largest: int) -> tuple[int, ...]:
     """Batch sizes from 1 to `largest`, in growing steps, both ends included."""
     sizes = [1]
     while sizes[-1] < largest:
         sizes.append(min(sizes[-1] + max(1, sizes[-1] // 16), largest))
-    return sizes
+    return tuple(sizes)

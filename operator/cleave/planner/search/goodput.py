@@ -129,10 +129,7 @@ def _is_monotone(trials: Trials, fleet: SimulatedFleet, targets: Targets, rate: 
     """
     long = trials.compute_span(rate, targets)
     span = replace(long, counted=min(long.counted, trials.precision.min_requests))
-    is_met = [
-        trials.measure_shares(fleet, rate * factor, targets, span).both >= targets.attainment
-        for factor in _CHECKED_FACTORS
-    ]
+    is_met = [trials.holds(fleet, rate * factor, targets, span) for factor in _CHECKED_FACTORS]
     return is_met == sorted(is_met, reverse=True)
 
 
@@ -175,7 +172,9 @@ class _Bisection:
         if rate > self.upper:
             return False
         if rate not in self.attainments:
-            shares = self.trials.measure_shares(self.prepared, rate, self.targets, self.span)
+            shares = self.trials.measure_shares(
+                self.prepared, rate, self.targets, self.span, self._least
+            )
             self.attainments[rate] = shares.both
         return self.attainments[rate] >= self.targets.attainment
 
@@ -191,6 +190,12 @@ class _Bisection:
         meets = [self.attainments[r] >= self.targets.attainment for r in sorted(self.attainments)]
         is_monotone = meets == sorted(meets, reverse=True)
         return Goodput(low, self.attainments.get(low, 0.0), is_monotone)
+
+    @property
+    def _least(self) -> float:
+        """Attainment below which `_interpolate` gives the same rate: the smallest distance."""
+        missed = 1 - self.targets.attainment
+        return self.targets.attainment - missed * (1 - _MIN_STEP_SHARE) / _MIN_STEP_SHARE
 
     def _interpolate(self, low: float, high: float) -> float:
         """Linear interpolation of the rate at the target, kept away from the bracket's ends."""

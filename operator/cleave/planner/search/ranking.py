@@ -106,7 +106,7 @@ def _count_copies(search: SearchContext, entry: BoundedPlacement, limit: int | N
     def holds(copies: int) -> bool:
         share = rate / copies
         span = trials.compute_span(share, targets)
-        return trials.measure_shares(prepared, share, targets, span).both >= targets.attainment
+        return trials.holds(prepared, share, targets, span)
 
     low, high = math.ceil(rate / entry.bound) - 1, limit
     if not holds(high):

@@ -18,7 +18,7 @@ from cleave.api.deployment import Slo
 from cleave.planner.search.capacity_bound import LengthStatistics
 from cleave.simulator.fleet import SimulatedFleet
 from cleave.simulator.outcome import SimulationResult
-from cleave.simulator.run import PreparedFleet, measure_latencies, simulate
+from cleave.simulator.run import EarlyVerdict, PreparedFleet, measure_latencies, simulate
 from cleave.simulator.trace import Trace
 from cleave.traffic.workload import Demand
 
@@ -149,20 +149,38 @@ class Trials:
         return TrialSpan(ramp=int(min(math.ceil(rate * life_s), counted)), counted=counted)
 
     def measure_shares(
-        self, fleet: Fleet, rate: float, targets: Targets, span: TrialSpan
+        self,
+        fleet: Fleet,
+        rate: float,
+        targets: Targets,
+        span: TrialSpan,
+        least: float = 0.0,
     ) -> Shares:
-        """Simulate `fleet` at `rate` and measure the shares of requests that met the targets."""
-        self._record(span)
-        ttft_ms, tpot_ms = measure_latencies(fleet, self.build_trace(span.total, rate), self.seed)
+        """Simulate `fleet` at `rate` and measure the shares of requests that met the targets.
+
+        Below `least` the share of both may be any, because the trial ends as soon as that is
+        certain: an overloaded fleet takes the longest to simulate.
+        """
+        max_missed = math.ceil((1 - least) * span.counted)
+        counted = range(span.ramp, span.ramp + span.counted)
+        verdict = EarlyVerdict(counted, targets.ttft_ms, targets.tpot_ms, max_missed)
+        trace = self.build_trace(span.total, rate)
+        ttft_ms, tpot_ms, num_arrived = measure_latencies(fleet, trace, self.seed, verdict)
+        self._record(num_arrived)
         # nan (an unfinished request) compares as missing its target.
         is_ttft_met = ttft_ms[span.window] <= targets.ttft_ms
         is_tpot_met = tpot_ms[span.window] <= targets.tpot_ms
         outcomes = (is_ttft_met & is_tpot_met, is_ttft_met, is_tpot_met)
         return Shares(*(float(np.count_nonzero(met)) / len(met) for met in outcomes))
 
+    def holds(self, fleet: Fleet, rate: float, targets: Targets, span: TrialSpan) -> bool:
+        """Simulate `fleet` at `rate`: whether the attainment target is met."""
+        shares = self.measure_shares(fleet, rate, targets, span, least=targets.attainment)
+        return shares.both >= targets.attainment
+
     def simulate(self, fleet: Fleet, rate: float, span: TrialSpan) -> SimulationResult:
         """Simulate `fleet` at `rate` and return the outcome of all requests."""
-        self._record(span)
+        self._record(span.total)
         return simulate(fleet, self.build_trace(span.total, rate), self.seed)
 
     def build_trace(self, num: int, rate: float) -> Trace:
@@ -181,9 +199,9 @@ class Trials:
         """The requests of a short trial, at one per second."""
         return self._get_unit_trace(self.precision.min_requests)
 
-    def _record(self, span: TrialSpan) -> None:
+    def _record(self, num_requests: int) -> None:
         self.tally.trials += 1
-        self.tally.requests += span.total
+        self.tally.requests += num_requests
 
     def _get_unit_trace(self, num: int) -> Trace:
         unit = self._unit_traces.get((self.seed, num))
