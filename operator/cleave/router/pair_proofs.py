@@ -6,6 +6,7 @@ Used by the registry. What is hard: no pair may stay closed when it is not teste
 results expire; and they belong to boots, so that a restarted engine begins without any.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,9 +32,15 @@ class PairResult:
     reason: str = ""
     """What was wrong; empty when proven."""
 
+    @property
+    def closed_until(self) -> float:
+        """Until when the pair must not be picked; -inf: it may be."""
+        expiry_s = _EXPIRY_S.get(self.trust)
+        return self.at + expiry_s if expiry_s is not None else -math.inf
+
     def is_closed(self, now: float) -> bool:
         """Whether the pair must not be picked."""
-        return now - self.at < _EXPIRY_S.get(self.trust, 0.0)
+        return now < self.closed_until
 
 
 def read_proofs(proofs: agent_pb2.PairProofs, now: float) -> dict[str, PairResult]:
