@@ -10,6 +10,7 @@ import pytest
 from cleave.api.enums import DispatchPolicy, FallbackPolicy
 from cleave.policy.dispatch import NONE
 from cleave.router.errors import NoInstance
+from cleave.router.pair_proofs import PairResult
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
 from cleave.router.selection import RoutingRequest
@@ -97,6 +98,44 @@ def test_results_belong_to_boots(four, make_event) -> None:
     assert "p1-d1" in pick_pairs(Router(four))
 
 
+def record(registry, decode: str, trust: int, at: float, sequence: int = 1, source="w") -> None:
+    """What this process finds out about the pair of `decode` with p1."""
+    result = PairResult("p1", trust, at, source=source, sequence=sequence)
+    registry.record_pair(registry.instances[decode], "p1-boot", result, at)
+
+
+def test_what_an_agent_sent_before_replaces_no_newer_result_of_this_process(four) -> None:
+    record(four, "d1", PROVEN, 10.0)
+    record(four, "d1", FAILED, 10.1, sequence=2)
+    report(four, "d1", now=10.2, age_s=0.1, p1=PROVEN, p2=PROVEN)  # by the age of both: 10.1
+    assert "p1-d1" in pick_pairs(Router(four)), "of another source, and as new"
+    record(four, "d1", FAILED, 10.3, sequence=3)
+    report(four, "d1", now=10.4, age_s=0.2, p1=PROVEN)
+    assert "p1-d1" not in pick_pairs(Router(four))
+    # It took half a second: by its age it is newer, by its number it is not.
+    proofs = agent_pb2.PairProofs(boot_id="d1-boot")
+    proofs.proofs.add(prefill="p1", prefill_boot_id="p1-boot", trust=PROVEN, source="w", sequence=2)
+    four.on_event("d1", agent_pb2.WatchEvent(pairs=proofs), 10.8)
+    assert "p1-d1" not in pick_pairs(Router(four))
+    proofs.proofs[0].sequence = 4
+    four.on_event("d1", agent_pb2.WatchEvent(pairs=proofs), 10.9)
+    assert "p1-d1" in pick_pairs(Router(four))
+
+
+def test_a_result_that_the_agent_does_not_know_counts_only_while_it_is_under_way(four) -> None:
+    record(four, "d1", FAILED, 10.0)
+    report(four, "d1", now=10.5, p2=PROVEN)
+    assert "p1-d1" not in pick_pairs(Router(four))
+    report(four, "d1", now=21.0, p2=PROVEN)
+    assert "p1-d1" in pick_pairs(Router(four))
+
+
+def test_results_of_an_earlier_version_count_as_they_come(four) -> None:
+    report(four, "d1", now=10.0, p1=FAILED)
+    report(four, "d1", now=10.0, p1=PROVEN)
+    assert "p1-d1" in pick_pairs(Router(four))
+
+
 def test_a_newer_version_may_send_results_that_this_one_does_not_know(four) -> None:
     report(four, "d1", p1=9)
     assert "p1-d1" in pick_pairs(Router(four))
@@ -134,7 +173,7 @@ def test_the_pick_is_the_least_of_the_open_pairs(make_event, sizes, policy) -> N
     for share in (0.0, 0.1, 0.5, 0.9, 0.98, 1.0) * 5:
         failed = {(p, d) for p in prefills for d in decodes if draw.random() < share}
         for d in decodes:
-            report(registry, d, **{p: FAILED for p in prefills if (p, d) in failed})
+            report(registry, d, **{p: FAILED if (p, d) in failed else PROVEN for p in prefills})
         if len(failed) < len(prefills) * len(decodes):
             router.pick("m", draw.randint(10, 3_000), draw.randint(1, 3_000))
         names = [each.name for each in table.instances]

@@ -138,6 +138,24 @@ def is_slow(rate: PullRate, usual: Sequence[float]) -> bool:
     return rate.bytes_per_s < SLOW_RATIO * reference and lost_ms >= SLOW_LOSS_MS
 
 
+@dataclass(frozen=True, slots=True)
+class ResultOrder:
+    """Which of two results of a pair is the newer one. Clocks differ, and results travel: so those
+    of one source are compared by their numbers, others by their age when they were sent."""
+
+    source: str
+    """Empty: an earlier version's."""
+    sequence: int
+    at_s: float
+    """Time of the handoff on the caller's clock, at most its travel time too late."""
+
+    def is_before(self, other: "ResultOrder") -> bool:
+        """Whether the other result is newer."""
+        if self.source and self.source == other.source:
+            return self.sequence < other.sequence
+        return self.at_s < other.at_s
+
+
 class PairStanding(enum.Enum):
     """Whether requests may use a pair."""
 

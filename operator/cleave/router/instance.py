@@ -14,7 +14,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
-from cleave.router.pair_proofs import PairResult, read_proofs
+from cleave.router.pair_proofs import PairResult, merge_results, read_proofs
 from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
@@ -234,7 +234,7 @@ class RoutedInstance:
     def update_pairs(self, proofs: agent_pb2.PairProofs, now: float) -> None:
         """Apply results of handoffs to this boot; those to another boot are ignored."""
         if proofs.boot_id == self.registration.boot_id:
-            self.set_pairs(read_proofs(proofs, now))
+            self.set_pairs(merge_results(self.pairs, read_proofs(proofs, now), now))
 
     def set_pairs(self, pairs: dict[str, PairResult]) -> None:
         """Replace the results of handoffs to this boot."""

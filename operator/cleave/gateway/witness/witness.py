@@ -24,7 +24,7 @@ from cleave.gateway.witness.canary import (
     FaultyCanaryError,
     run_canary,
 )
-from cleave.gateway.witness.pair_recorder import PairRecorder, SendProofs
+from cleave.gateway.witness.pair_recorder import PairKey, PairRecorder, SendProofs
 from cleave.policy import pair_trust
 from cleave.policy.kv_transfer_sample import TransferSample
 from cleave.policy.pair_trust import (
@@ -63,9 +63,6 @@ _TRUST = {
     PairStanding.FAILED: agent_pb2.TRUST_FAILED,
 }
 _STANDINGS: Mapping[int, PairStanding] = {trust: standing for standing, trust in _TRUST.items()}
-
-PairKey = tuple[str, str]
-"""Boots of the prefill and of the decode engine."""
 
 
 @dataclass(slots=True)
