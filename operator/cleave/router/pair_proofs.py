@@ -3,8 +3,8 @@
 The decode side's agent keeps the results of the gateways' witness and sends them to every router,
 so that all processes of all gateways close the same pairs and none forgets them when it restarts.
 Used by the registry. What is hard: no pair may stay closed when it is not tested any more, so
-results expire; they belong to boots, so that a restarted engine begins without any; and they travel,
-so that an older one may arrive after a newer one, which it must not replace.
+results expire; they belong to boots, so that a restarted engine begins without any; and they
+travel, so that an older one may arrive after a newer one, which it must not replace.
 """
 
 import math
