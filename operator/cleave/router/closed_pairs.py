@@ -64,5 +64,5 @@ class ClosedPairs:
             return self.alone
         left = self._decodes.copy()
         left[excluded] = False
-        alone: Mask = self._matrix[:, left].all(axis=1)
+        alone: Mask = np.logical_and.reduce(self._matrix[:, left], axis=1)
         return alone

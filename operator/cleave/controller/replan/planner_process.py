@@ -85,7 +85,9 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
         if job.fitted_inputs is not None:
             correction = to_correction(job.fitted_inputs.correction)
             problem = replace(problem, estimator=apply_correction(problem.estimator, correction))
-        result = plan_search.plan(problem)
+        result = plan_search.plan(problem.with_connector(job.connector) if job.is_replan else problem)
+        if job.is_replan and result.selected is None:
+            result = plan_search.plan(problem)
     except (PlanError, ManifestError) as error:
         return replace(job, faults=error.faults)
     if result.selected is None:
