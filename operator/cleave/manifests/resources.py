@@ -71,12 +71,12 @@ def build_scratch_sizes(specs: Sequence[InstancePoolSpec], device: Device) -> di
     weights = find_weight_bytes(model) if is_downloaded(model) else 0
     if weights is not None:
         home_gib = _SCRATCH_GIB + math.ceil(_DOWNLOAD_SLACK * weights / _GIB)
-        asked_for_gib = sum(map(_find_asked_disk_gib, specs))
-        sizes["home"] = f"{max(home_gib, asked_for_gib)}Gi"
+        template_gib = sum(map(_find_template_disk_gib, specs))
+        sizes["home"] = f"{max(home_gib, template_gib)}Gi"
     return sizes
 
 
-def _find_asked_disk_gib(spec: InstancePoolSpec) -> int:
+def _find_template_disk_gib(spec: InstancePoolSpec) -> int:
     """The larger of the template's request and limit of disk; 0: it has neither."""
     resources = spec.template.resources
     amounts = [each.get(_DISK, 0) for each in (resources.requests, resources.limits)]
