@@ -1,8 +1,8 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
-`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|savings|adapters|cost ...]`;
-without names all of them, about fifteen minutes on one core. `--quick`: does everything work? Quote
-none of its figures.
+`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|savings|adapters|cost|pairs
+...]`; without names all of them, about fifteen minutes on one core. `--quick`: does all of it
+work? Quote none of its figures.
 """
 
 import argparse
@@ -31,6 +31,8 @@ from cleave.api.enums import DispatchPolicy
 WIDTH = 150
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
 SIZES = (8, 64, 1024)
+PAIR_SIZES = ((4, 4), (32, 32), (256, 512))
+"""Prefill and decode instances."""
 GATEWAYS = (1, 2, 4, 8)
 PROCESS_LOADS = (0.8, 0.9, 0.95)
 ESTIMATE_ERROR = 0.2
@@ -249,6 +251,21 @@ def costs(console: Console, quick: bool) -> Rows:
     return [asdict(row) for row in found]
 
 
+def pair_costs(console: Console, quick: bool) -> Rows:
+    """CPU time with pairs that the witness has closed."""
+    found = [
+        cost.measure_closed_pairs(prefills, decodes, closed)
+        for prefills, decodes in (PAIR_SIZES[:1] if quick else PAIR_SIZES)
+        for closed in cost.CLOSED
+    ]
+    table = _table("prefills x decodes, closed pairs", "pick us", "result us", "sweep us")
+    for row in found:
+        name = f"{row.prefills} x {row.decodes}, {row.closed}"
+        table.add_row(name, f"{row.pick_us:.1f}", f"{row.result_us:.0f}", f"{row.sweep_us:.0f}")
+    _print(console, "CPU time of one pick, of a pair's result, and of a sweep", table)
+    return [asdict(row) for row in found]
+
+
 SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "queues": queues,
     "gateways": gateways,
@@ -257,6 +274,7 @@ SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "savings": saved,
     "adapters": measure_retained,
     "cost": costs,
+    "pairs": pair_costs,
 }
 
 

@@ -141,6 +141,21 @@ def test_one_pod_cannot_fill_the_disk_or_the_memory_of_its_node(pool) -> None:
     assert scratch(emulated) == dict.fromkeys(("tmp", "home", "shm"), "128Mi")
 
 
+@pytest.mark.parametrize(
+    ("resources", "home"),
+    [
+        ({"requests": {"ephemeral-storage": "60Gi"}}, "60Gi"),
+        ({"limits": {"ephemeral-storage": "64.5Gi"}}, "65Gi"),
+        ({"requests": {"ephemeral-storage": "5Gi"}}, "10Gi"),
+        ({"requests": {"cpu": "4"}}, "10Gi"),
+    ],
+)
+def test_the_home_folder_has_room_for_what_the_template_asks_for(pool, resources, home) -> None:
+    cached = {"source": "org/model", "cache": {"hostPath": {"path": "/models"}}}
+    pod = build_worker_pod(pool(model=cached, template={"resources": resources}), 0)
+    assert scratch(pod)["home"] == home
+
+
 @pytest.mark.parametrize(("space", "shm"), [(None, "2Gi"), ("4", "5Gi"), ("4.5", "2Gi")])
 def test_shared_memory_on_cpu_holds_the_kv_cache(pool, space, shm) -> None:
     env = [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": space}] if space else []

@@ -68,6 +68,32 @@ def test_makefile_targets_of_workflows_exist() -> None:
                         assert set(line.split()[1:]) <= set(targets)
 
 
+def test_a_release_gets_its_name_after_all_is_built_scanned_and_signed() -> None:
+    jobs = parse(FOLDER / "workflows" / "release.yml")["jobs"]
+    texts = {
+        name: [f"{step.get('uses', '')}\n{step.get('run', '')}" for step in job["steps"]]
+        for name, job in jobs.items()
+    }
+
+    def find(job: str, part: str) -> list[int]:
+        return [number for number, text in enumerate(texts[job]) if part in text]
+
+    (build,), (scan,) = find("images", "scripts/images"), find("images", "anchore/scan-action")
+    (push,), (sign,) = find("images", "docker push"), find("images", "cosign sign")
+    assert build < scan < push < sign
+    assert jobs["publish"]["needs"] == ["files", "images"]
+    assert "--draft " in texts["files"][find("files", "gh release create")[0]]
+    (verify,) = find("publish", "cosign verify")
+    assert texts["publish"][verify].index("cosign verify") < texts["publish"][verify].index("--tag")
+    (chart,), (publish,) = find("publish", "helm push"), find("publish", "--draft=false")
+    assert verify < chart < publish
+    for job in ("files", "images"):
+        assert not find(job, "helm push")
+        assert not find(job, 'docker push --quiet "$IMAGE:$VERSION"')
+    kinds = jobs["images"]["strategy"]["matrix"]["kind"]
+    assert jobs["publish"]["steps"][verify]["env"]["KINDS"].split() == kinds
+
+
 def test_updates_are_proposed_for_all_that_is_pinned() -> None:
     updates = yaml.safe_load((FOLDER / "dependabot.yml").read_text())["updates"]
     assert {each["package-ecosystem"] for each in updates} == {

@@ -13,11 +13,13 @@ from cleave.policy.pair_trust import (
     PairHistory,
     PairStanding,
     PullRate,
+    RatedPair,
     TokenChoice,
     TokenVerdict,
     assess_bytes,
     choose_prompt_tokens,
     compare_tokens,
+    compute_due_rate,
     is_slow,
 )
 from cleave.rpc.pull_counters import PullCounters
@@ -96,7 +98,53 @@ def test_bytes_are_due_for_every_block(
 def test_a_pair_is_slow_beside_others_only(
     gb_per_s: float, pull_ms: float, others: list[float], slow: bool
 ) -> None:
-    assert is_slow(PullRate(gb_per_s, pull_ms), [gb_per_s, *others]) is slow
+    pairs = [RatedPair(f"p{n}", f"d{n}", rate) for n, rate in enumerate([gb_per_s, *others])]
+    assert is_slow(PullRate(gb_per_s, pull_ms), compute_due_rate(pairs[0], pairs)) is slow
+
+
+def rate_pairs(slow, usual=lambda p, d: 0.0, *, size: int = 4) -> dict[str, RatedPair]:
+    """Pairs by name, of which those for which `slow` is true have a tenth of the others' rate."""
+    return {
+        f"p{p}-d{d}": RatedPair(f"p{p}", f"d{d}", 2.0 if slow(p, d) else 20.0, usual(p, d))
+        for p in range(size)
+        for d in range(size)
+    }
+
+
+def find_slow(pairs: dict[str, RatedPair]) -> set[str]:
+    every = list(pairs.values())
+    return {
+        name
+        for name, each in pairs.items()
+        if is_slow(PullRate(each.bytes_per_s, 100.0), compute_due_rate(each, every))
+    }
+
+
+@pytest.mark.parametrize(
+    ("slow", "found"),
+    [
+        (lambda p, d: p == d == 1, {"p1-d1"}),
+        (lambda p, d: p == 3, {f"p3-d{d}" for d in range(4)}),
+        (lambda p, d: d == 0, {f"p{p}-d0" for p in range(4)}),
+        (lambda p, d: p in (2, 3), {f"p{p}-d{d}" for p in (2, 3) for d in range(4)}),
+        (lambda p, d: p % 2 != d % 2, set()),
+        (lambda p, d: (p == 0) != (d == 0), set()),
+    ],
+    ids=["a pair", "a card", "a decode card", "two cards", "two racks", "a node of its own"],
+)
+def test_pairs_over_slower_links_are_no_slow_pairs(slow, found: set[str]) -> None:
+    assert find_slow(rate_pairs(slow)) == found
+
+
+def test_a_pair_that_is_known_is_compared_with_itself() -> None:
+    crosses = lambda p, d: p % 2 != d % 2  # noqa: E731
+    usual = lambda p, d: 2.0 if crosses(p, d) else 20.0  # noqa: E731
+    assert not find_slow(rate_pairs(crosses, usual))
+    fallen = rate_pairs(crosses, usual)
+    fallen["p0-d1"] = RatedPair("p0", "d1", 0.2, 2.0)
+    fallen["p0-d0"] = RatedPair("p0", "d0", 2.0, 20.0)
+    assert find_slow(fallen) == {"p0-d1", "p0-d0"}
+    assert not find_slow(rate_pairs(lambda p, d: True, lambda p, d: 20.0)), "the network is busy"
 
 
 def run(history: PairHistory, results: str, now_s: float = 0.0) -> list[PairStanding]:

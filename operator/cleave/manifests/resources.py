@@ -60,7 +60,8 @@ def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
 
 def build_scratch_sizes(specs: Sequence[InstancePoolSpec], device: Device) -> dict[str, str]:
     """Limits of the empty directories of a pod with these engines, by volume; without them one pod
-    could fill its node's disk. `home` has none where the size of a downloaded model is unknown."""
+    could fill its node's disk. `home` has none where the size of a downloaded model is unknown,
+    and at least the disk that a template asks for: draft models and adapters may be downloaded."""
     if all(spec.engine.type is EngineType.EMULATED for spec in specs):
         return dict.fromkeys(("tmp", "home", "shm"), f"{_EMULATED_SCRATCH_MIB}Mi")
     shm_gib = sum(_compute_shm_gib(spec, device) for spec in specs)
@@ -70,8 +71,16 @@ def build_scratch_sizes(specs: Sequence[InstancePoolSpec], device: Device) -> di
     weights = find_weight_bytes(model) if is_downloaded(model) else 0
     if weights is not None:
         home_gib = _SCRATCH_GIB + math.ceil(_DOWNLOAD_SLACK * weights / _GIB)
-        sizes["home"] = f"{home_gib}Gi"
+        template_gib = sum(map(_find_template_disk_gib, specs))
+        sizes["home"] = f"{max(home_gib, template_gib)}Gi"
     return sizes
+
+
+def _find_template_disk_gib(spec: InstancePoolSpec) -> int:
+    """The larger of the template's request and limit of disk; 0: it has neither."""
+    resources = spec.template.resources
+    amounts = [each.get(_DISK, 0) for each in (resources.requests, resources.limits)]
+    return math.ceil(max(map(parse_quantity, amounts)) / _GIB)
 
 
 def _compute_shm_gib(spec: InstancePoolSpec, device: Device) -> int:

@@ -371,8 +371,8 @@ def _compute_score_limit(least: float) -> float:
     return STALE_PENALTY if least < STALE_PENALTY else math.inf
 
 
-def close_slots(scores: Scores, slots: list[int]) -> Scores:
-    """A copy of `scores` in which `slots` are closed, too."""
+def close_slots(scores: Scores, slots: list[int] | NDArray[np.bool_]) -> Scores:
+    """A copy of `scores` in which `slots`, their numbers or a mask, are closed, too."""
     masked = scores.copy()
     if masked.size > 0:
         masked[slots] = np.inf

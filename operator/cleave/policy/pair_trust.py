@@ -44,6 +44,11 @@ NUM_RATES = 3
 SLOW_RATIO = 0.25
 """Rate of a slow pair, relative to the usual one. Two handoffs to one card at a time halve it; TCP
 over 25 Gbit/s has a sixteenth of RDMA over 200."""
+SLOWER_LINK_SHARE = 0.25
+"""Least share of slow pairs at which the links, not the pairs, may be what is slow."""
+NUM_USUAL = 16
+MIN_USUAL = 8
+"""Newest and fewest good rates whose median is the usual one of a pair."""
 MIN_TOKENS = 64
 MAX_TOKENS = 4_096
 """More than most engines compute in one step, so that every chunk of a prompt is tested."""
@@ -129,13 +134,78 @@ def assess_bytes(sample: TransferSample, block_bytes: float) -> BytesVerdict:
     return BytesVerdict.UNCLEAR if sample.num_failed else BytesVerdict.MOVED
 
 
-def is_slow(rate: PullRate, usual: Sequence[float]) -> bool:
-    """Whether a rate is clearly below those of the other pairs; `usual`: bytes/s of all pairs."""
-    if rate.bytes_per_s <= 0 or len(usual) < 2:
+@dataclass(frozen=True, slots=True)
+class RatedPair:
+    """The newest rate of a pair and its usual one."""
+
+    prefill: str
+    decode: str
+    bytes_per_s: float
+    usual_bytes_per_s: float = 0.0
+    """0: not known yet."""
+
+
+def compute_due_rate(pair: RatedPair, like: Sequence[RatedPair]) -> float:
+    """Bytes/s that are due from a pair; 0: there is nothing to compare it with.
+
+    `like`: all pairs of its kind of link, itself included. A pair that is known is compared with
+    itself, as far as the others are as fast as usual: their network may be busy. A new one is
+    compared with the others or, where its link is a slower one, with those of such links.
+    """
+    if pair.usual_bytes_per_s:
+        shares = [
+            each.bytes_per_s / each.usual_bytes_per_s for each in like if each.usual_bytes_per_s
+        ]
+        return pair.usual_bytes_per_s * _get_upper_median(shares) if len(shares) > 1 else 0.0
+    if len(like) < 2:
+        return 0.0
+    due = _get_upper_median([each.bytes_per_s for each in like])
+    slow = [each for each in like if each.bytes_per_s < SLOW_RATIO * due]
+    if _has_slower_link(pair, like, slow):
+        return _get_upper_median([each.bytes_per_s for each in slow])
+    return due
+
+
+def _has_slower_link(pair: RatedPair, like: Sequence[RatedPair], slow: Sequence[RatedPair]) -> bool:
+    """Whether pairs are slow because of where they are, as between two nodes or racks: many are,
+    also of other engines, and both engines of this pair are fast with others."""
+    fast = [each for each in like if each not in slow]
+    return (
+        len(slow) >= SLOWER_LINK_SHARE * len(like)
+        and any(each.prefill != pair.prefill and each.decode != pair.decode for each in slow)
+        and any(each.prefill == pair.prefill for each in fast)
+        and any(each.decode == pair.decode for each in fast)
+    )
+
+
+def _get_upper_median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def is_slow(rate: PullRate, due: float) -> bool:
+    """Whether a rate is clearly below the bytes/s that are due."""
+    if rate.bytes_per_s <= 0 or due <= 0:
         return False
-    reference = sorted(usual)[len(usual) // 2]
-    lost_ms = rate.pull_ms * (1 - rate.bytes_per_s / reference)
-    return rate.bytes_per_s < SLOW_RATIO * reference and lost_ms >= SLOW_LOSS_MS
+    lost_ms = rate.pull_ms * (1 - rate.bytes_per_s / due)
+    return rate.bytes_per_s < SLOW_RATIO * due and lost_ms >= SLOW_LOSS_MS
+
+
+@dataclass(frozen=True, slots=True)
+class ResultOrder:
+    """Which of two results of a pair is the newer one. Clocks differ, and results travel: so those
+    of one source are compared by their numbers, others by their age when they were sent."""
+
+    source: str
+    """Empty: an earlier version's."""
+    sequence: int
+    at_s: float
+    """Time of the handoff on the caller's clock, at most its travel time too late."""
+
+    def is_before(self, other: "ResultOrder") -> bool:
+        """Whether the other result is newer."""
+        if self.source and self.source == other.source:
+            return self.sequence < other.sequence
+        return self.at_s < other.at_s
 
 
 class PairStanding(enum.Enum):

@@ -14,7 +14,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
-from cleave.router.pair_proofs import PairResult, read_proofs
+from cleave.router.pair_proofs import PairResult, merge_results, read_proofs
 from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
@@ -165,9 +165,9 @@ class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_open_load", "agent", "connectivity", "in_flight", "last_event_at", "load", "name",
-        "num_routers", "pairs", "registration", "router_rank", "score_table", "slot", "stalled_at",
-        "target",
+        "_open_load", "agent", "closed_until", "connectivity", "in_flight", "last_event_at", "load",
+        "name", "num_routers", "pairs", "registration", "router_rank", "score_table", "slot",
+        "stalled_at", "target",
     )  # fmt: skip
 
     def __init__(
@@ -189,6 +189,8 @@ class RoutedInstance:
         self.in_flight = open_load(self.name, registration.boot_id)
         self.pairs: dict[str, PairResult] = {}
         """Results of handoffs to this boot, by the boot of the prefill engine."""
+        self.closed_until: dict[str, float] = {}
+        """The end of those that close their pairs, in seconds of the registry's clock."""
         self.score_table: BaseScoreTable | None = None
         """The table with its scores; None after its removal."""
         self.slot = 0
@@ -224,7 +226,7 @@ class RoutedInstance:
             self.in_flight.close()
             self.in_flight = self._open_load(self.name, registration.boot_id)
             self.load = agent_pb2.LoadReport()
-            self.pairs = {}
+            self.set_pairs({})
         self.agent = agent
         self.registration = registration
         self.target = target
@@ -232,7 +234,13 @@ class RoutedInstance:
     def update_pairs(self, proofs: agent_pb2.PairProofs, now: float) -> None:
         """Apply results of handoffs to this boot; those to another boot are ignored."""
         if proofs.boot_id == self.registration.boot_id:
-            self.pairs = read_proofs(proofs, now)
+            self.set_pairs(merge_results(self.pairs, read_proofs(proofs, now), now))
+
+    def set_pairs(self, pairs: dict[str, PairResult]) -> None:
+        """Replace the results of handoffs to this boot."""
+        self.pairs = pairs
+        ends = ((boot_id, each.closed_until) for boot_id, each in pairs.items())
+        self.closed_until = {boot_id: end for boot_id, end in ends if end > -math.inf}
 
     def update_load(self, load: agent_pb2.LoadReport, now: float) -> bool:
         """Apply a load report; False when it belongs to another boot."""

@@ -97,7 +97,7 @@ class InstanceRegistry:
         if closed:
             self._rebuild()
         for table in self.list_tables():
-            if table.closed_pairs:
+            if now >= table.closed_pairs.expiry_s:
                 table.update_pairs(now)
 
     def list_tables(self) -> list[ScoreTable]:
@@ -162,7 +162,7 @@ class InstanceRegistry:
         self, decode: RoutedInstance, boot_id: str, result: PairResult, now: float
     ) -> None:
         """Apply the result of a handoff from the prefill engine `boot_id`."""
-        decode.pairs = {**decode.pairs, boot_id: result}
+        decode.set_pairs({**decode.pairs, boot_id: result})
         self._close_pairs(decode, now)
 
     def _update_pairs(self, agent: str, proofs: agent_pb2.PairProofs, now: float) -> None:
@@ -174,7 +174,7 @@ class InstanceRegistry:
     def _close_pairs(self, decode: RoutedInstance, now: float) -> None:
         for table in self.list_tables():
             if table is decode.score_table:
-                table.update_pairs(now)
+                table.update_pairs_of(decode.slot, now)
 
     def _drop(self, instance: RoutedInstance) -> None:
         del self.instances[instance.name]

@@ -472,7 +472,7 @@ def _describe_unavailable(
         parts.append(f"{instance.name} ({role}): {state}")
     subject = "a whole request" if colocated else "a request"
     details = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
-    closed = sum(len(each) for table in served.score_tables for each in table.closed_pairs.values())
+    closed = sum(table.closed_pairs.count for table in served.score_tables)
     if closed:
         details += f"; {closed} of their pairs failed canary handoffs"
     return f"no instance of {model!r} can take {subject} now: {details}"

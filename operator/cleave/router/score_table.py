@@ -26,6 +26,7 @@ from cleave.policy.dispatch import (
     Scores,
 )
 from cleave.policy.session_affinity import to_key
+from cleave.router.closed_pairs import ClosedPairs
 from cleave.router.instance import BaseScoreTable, Connectivity, RoutedInstance
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
@@ -180,8 +181,8 @@ class ScoreTable(BaseScoreTable):
         """Whether other routers use these instances."""
         self.cells = _number_cells(instances)
         """Cell number of each slot; None: no instance has a cell."""
-        self.closed_pairs: dict[int, list[int]] = {}
-        """Decode slots by prefill slot that must not be picked together; empty: all may be."""
+        self.closed_pairs = ClosedPairs(np.array(["decode" in each for each in uses], np.bool_))
+        """Instances that must not be picked together."""
         self._role_ranks = _rank_by_role(instances)
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot by boot ID."""
@@ -193,13 +194,17 @@ class ScoreTable(BaseScoreTable):
 
     def update_pairs(self, now: float) -> None:
         """Recompute the closed pairs; `now`: seconds of the registry's clock."""
-        closed: dict[int, list[int]] = {}
-        for slot, instance in enumerate(self.instances):
-            for boot_id, result in instance.pairs.items():
-                prefill_slot = self.slot_by_boot.get(boot_id, NONE)
-                if prefill_slot != NONE and result.is_closed(now):
-                    closed.setdefault(prefill_slot, []).append(slot)
-        self.closed_pairs = closed
+        self.closed_pairs.expiry_s = math.inf
+        for slot in range(len(self.instances)):
+            self.update_pairs_of(slot, now)
+
+    def update_pairs_of(self, slot: int, now: float) -> None:
+        """Recompute the closed pairs of one decode instance."""
+        until = self.instances[slot].closed_until
+        slots, closed = self.slot_by_boot, self.closed_pairs
+        if until or closed.count:
+            boots = {boot: end for boot, end in until.items() if now < end and boot in slots}
+            closed.update(slot, {slots[boot]: end for boot, end in boots.items()})
 
     def refresh(self) -> None:
         """Load changes of other processes; without shared load there are none."""

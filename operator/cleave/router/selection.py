@@ -133,14 +133,16 @@ class EndpointSelector:
         queues, closed_pairs = table.pending_prompt, table.closed_pairs
         is_plain = request.session is None and request.adapter is None and request.cached is None
         is_simple = is_plain and not closed and not table.is_shared and table.cells is None
-        if self._is_by_score and is_simple and not closed_pairs:
+        if self._is_by_score and is_simple:
+            if closed_pairs.count:
+                return _choose_open_pair(table)
             return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
 
         def find(purpose: int, request: RoutingRequest, first: int) -> int:
             scores = _read_scores(table, purpose, closed)
             if not scores.size:
                 return NONE
-            if closed_pairs and table.decode.size:
+            if closed_pairs.count:
                 scores = _close_pairs(table, scores, purpose, closed, first)
             cells = table.cells
             if cells is not None and purpose == TO_PREFILL and table.decode.size:
@@ -299,23 +301,34 @@ def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:
     return [s for s, i in enumerate(table.instances) if i.name in names] if names else []
 
 
+def _choose_open_pair(table: ScoreTable) -> tuple[int, int]:
+    """`dispatch.choose_least_pair` where some pairs are closed: it looks past the least scores only
+    if these are of a closed pair."""
+    pairs, decode, mixed = table.closed_pairs, table.decode, table.mixed
+    first = table.prefill.find_least()
+    if first != NONE and pairs.alone[first]:
+        first = dispatch.find_least(dispatch.close_slots(table.prefill.to_array(), pairs.alone))
+    second = decode.find_least() if first != NONE else NONE
+    if second != NONE and pairs.is_closed(first, second):
+        open_decode = dispatch.close_slots(decode.to_array(), pairs.get_decodes(first))
+        second = dispatch.find_least(open_decode)
+    whole = mixed.find_least() if mixed.size else NONE
+    return dispatch.settle(first, second, whole, decode, table.pending_prompt)
+
+
 def _close_pairs(
-    table: ScoreTable, scores: Scores, purpose: int, closed: list[int], first: int
+    table: ScoreTable, scores: Scores, purpose: int, excluded: list[int], first: int
 ) -> Scores:
     """Scores without closed pairs: for TO_DECODE those of the prefill slot `first`, for TO_PREFILL
     the slots all of whose pairs are closed."""
     pairs = table.closed_pairs
     if purpose == TO_DECODE:
-        return dispatch.close_slots(scores, pairs[first]) if first in pairs else scores
-    if purpose != TO_PREFILL:
-        return scores
-    decode = _read_scores(table, TO_DECODE, closed)
-    alone = [
-        slot
-        for slot, partners in pairs.items()
-        if dispatch.find_least(dispatch.close_slots(decode, partners)) == NONE
-    ]
-    return dispatch.close_slots(scores, alone) if alone else scores
+        return dispatch.close_slots(scores, pairs.get_decodes(first))
+    return (
+        dispatch.close_slots(scores, pairs.find_alone(excluded))
+        if purpose == TO_PREFILL
+        else scores
+    )
 
 
 def _read_scores(table: ScoreTable, purpose: int, closed: list[int]) -> Scores:

@@ -169,6 +169,22 @@ def test_the_connector_that_a_plan_chose_stays_with_the_plan() -> None:
     assert ask(desired, {"plan": answered.plan}).placement == answered.placement
 
 
+def test_a_plan_for_other_nodes_is_requested_with_the_connector_in_use() -> None:
+    desired = deployment(workload=WORKLOAD)
+    question = ask(desired).plan_request
+    assert question is not None
+    assert not question.is_replan
+    chosen = {**plan(question.inputs_hash), "connector": "Nixl"}
+    old = replace(question, plan=chosen, node_counts_hash="other nodes")
+    again = ask(desired, {"plan": chosen}, outcome=old, is_limited=True).plan_request
+    assert again is not None
+    assert (again.is_replan, again.connector) == (True, Connector.NIXL)
+    edited = deployment(workload={**WORKLOAD, "rate": 2})
+    fresh = ask(edited, {"plan": chosen}).plan_request
+    assert fresh is not None
+    assert (fresh.is_replan, fresh.connector) == (False, None)
+
+
 def test_an_answer_to_another_question_does_not_count() -> None:
     desired = deployment(workload=WORKLOAD)
     decision = ask(desired, outcome=replace(PlanJob("other"), plan=plan("other")))

@@ -20,6 +20,9 @@ from cleave.controller.replan.planner_process import (
     PlanPutOffError,
     run_planner,
 )
+from cleave.planner import plan_search
+from cleave.planner.plan import PlanningResult
+from cleave.planner.problem import Problem
 from cleave.planner.replan.revision import ReplanSettings
 from cleave.traffic.workload import build_from_spec
 
@@ -90,6 +93,34 @@ def test_a_plan_chooses_cells_over_nixl_and_a_review_keeps_the_connector() -> No
     assert enlarged.plan is not None
     assert enlarged.plan["connector"] == "Nixl"
     assert enlarged.plan["revision"] == chosen["revision"]
+
+
+def test_a_plan_for_other_nodes_keeps_the_connector_of_the_plan_before() -> None:
+    def plan(cluster: Cluster, connector: Connector | None, **spec: Any) -> dict[str, Any]:
+        question = PlanJob("digest", "numbers", is_replan=True, connector=connector)
+        chosen = run_planner(text(engine={"type": "vLLM"}, **spec), cluster, question).plan
+        assert chosen is not None
+        return chosen
+
+    # A plan from scratch chooses Nixl here, as the test above shows.
+    assert "connector" not in plan(SLOW, None, **LONG_PROMPTS)
+    assert plan(SLOW, Connector.NIXL, **LONG_PROMPTS)["connector"] == "Nixl"
+
+
+def test_another_connector_is_chosen_where_no_plan_with_the_one_before_is_feasible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = plan_search.plan
+
+    def plan(problem: Problem) -> PlanningResult:
+        result = search(problem)
+        return result if problem.cell_supplies else replace(result, selected=None)
+
+    monkeypatch.setattr(plan_search, "plan", plan)
+    question = PlanJob("digest", "numbers", is_replan=True)
+    chosen = run_planner(text(engine={"type": "vLLM"}, **LONG_PROMPTS), SLOW, question).plan
+    assert chosen is not None
+    assert chosen["connector"] == "Nixl"
 
 
 @pytest.mark.parametrize("engine", [{"type": "vLLM"}, {"type": "Emulated"}])

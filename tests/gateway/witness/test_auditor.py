@@ -102,7 +102,7 @@ async def test_wrong_tokens_suspend_the_pair_and_name_it_without_the_text(
     ((agent, proofs),) = sent
     assert (agent, proofs.proofs[0].trust) == ("d", agent_pb2.TRUST_SUSPECT)
     (table,) = stage.context.router.registry.list_tables()
-    assert table.closed_pairs
+    assert table.closed_pairs.count
     assert "p -> d: a request's tokens differ" in caplog.text
     assert "a question" not in caplog.text
 

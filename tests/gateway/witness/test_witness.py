@@ -10,6 +10,7 @@ from typing import NoReturn
 import aiohttp
 import pytest
 
+from cleave.gateway.witness import canary as canary_module
 from cleave.gateway.witness import witness as witness_module
 from cleave.gateway.witness.canary import FaultyCanaryError
 from cleave.gateway.witness.witness import Witness
@@ -55,8 +56,9 @@ def trusts(stage) -> dict[str, int]:
 
 def closed(stage) -> set[str]:
     (table,) = stage.context.router.registry.list_tables()
-    names = [each.name for each in table.instances]
-    return {f"{names[p]}-{names[d]}" for p, ds in table.closed_pairs.items() for d in ds}
+    names, pairs = [each.name for each in table.instances], table.closed_pairs
+    slots = range(len(names))
+    return {f"{names[p]}-{names[d]}" for p in slots for d in slots if pairs.is_closed(p, d)}
 
 
 def failed(stage, *, slow: bool = False) -> set[str]:
@@ -129,6 +131,41 @@ async def test_one_bad_pair_of_sixteen_is_taken_out_and_comes_back(
         assert "p1-d2" not in served
         engines["d2"].engine.faults.clear()
         await stage.until(lambda: "p1-d2" not in closed(stage), "the pair is back")
+
+
+async def test_a_handoff_that_hangs_takes_its_pair_out_and_frees_the_prefill_engine(
+    make_fleet, monkeypatch
+) -> None:
+    monkeypatch.setattr(canary_module, "_HANG_S", 1.0)
+    stage, engines = await make_fleet(FOUR, recomputes=True)
+    engines["d0"].engine.faults.pairs = {"boot-p1": PairFault.HUNG}
+    async with witnessed(stage):
+        await stage.until(lambda: failed(stage) == {"p1-d0"}, "the fault is found")
+        await stage.until(lambda: len(trusts(stage)) == 4, "all pairs are tested")
+        assert failed(stage) == {"p1-d0"}
+        reason = stage.context.router.registry.instances["d0"].pairs["boot-p1"].reason
+        assert reason.startswith("p1 -> d0: the decode engine has not answered within 1")
+        assert stage.context.metrics.canaries["hung"] >= 2
+        engines["d0"].engine.faults.clear()
+        await stage.until(lambda: "p1-d0" not in closed(stage), "the pair is back")
+    scheduler = engines["p1"].engine.scheduler
+    # The leases last longer than this test waits.
+    await stage.until(lambda: not scheduler.num_leased, "the prefill engine has freed the blocks")
+
+
+async def test_an_engine_that_hangs_proves_nothing_against_its_pairs(
+    make_fleet, monkeypatch
+) -> None:
+    monkeypatch.setattr(canary_module, "_HANG_S", 0.5)
+    monkeypatch.setattr(canary_module, "_ALIVE_S", 0.5)
+    stage, engines = await make_fleet({"p0": "prefill", "d0": "decode"}, recomputes=True)
+    engines["d0"].engine.faults.apply(b'{"hang": true}')
+    async with witnessed(stage):
+        await stage.until(
+            lambda: stage.context.metrics.canaries["blurred"] >= 2, "canaries show nothing"
+        )
+    assert not trusts(stage)
+    engines["d0"].engine.faults.clear()
 
 
 async def test_a_slow_card_loses_its_pairs_and_no_other(make_fleet) -> None:
@@ -274,14 +311,14 @@ async def test_a_closed_pair_that_is_never_tested_is_used_again_when_its_result_
     while now_s < start_s + 3 * expiry_s + 120:
         witness.check(now_s)
         table.update_pairs(now_s)
-        if not table.closed_pairs:
+        if not table.closed_pairs.count:
             break
         now_s += 5
     assert expiry_s <= now_s - start_s <= expiry_s + 100
     for _ in range(3):
         now_s += 5
         witness.check(now_s)
-        assert not table.closed_pairs
+        assert not table.closed_pairs.count
     assert not stage.context.metrics.canaries["audit"]
 
 

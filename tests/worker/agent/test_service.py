@@ -298,6 +298,28 @@ async def test_results_of_pairs_reach_every_watcher_with_their_age(served: Serve
     assert [each.WhichOneof("event") for each in events] == ["registration", "pairs"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        ({"age_ms": 0}, {"age_ms": 2_000}, 0),
+        ({"age_ms": 2_000}, {"age_ms": 0}, 1),
+        ({"source": "w", "sequence": 2}, {"source": "w", "sequence": 1}, 0),
+        # The first one was on its way for a second.
+        ({"source": "w", "sequence": 1}, {"source": "w", "sequence": 2, "age_ms": 1_000}, 1),
+        ({"source": "w", "sequence": 2}, {"source": "v", "sequence": 1, "age_ms": 1_000}, 0),
+        ({"source": "w", "sequence": 2}, {}, 1),
+    ],
+    ids=["older", "newer", "overtaken", "delayed", "of another gateway", "of an earlier version"],
+)
+async def test_an_older_result_of_a_pair_replaces_no_newer_one(
+    served: Served, first: dict, second: dict, kept: int
+) -> None:
+    for number, fields in enumerate((first, second)):
+        proof = agent_pb2.PairProof(prefill_boot_id="p", reason=str(number), **fields)
+        served.instance.record_pairs("", [proof])
+    assert [each.reason for each in served.instance.build_pair_proofs().proofs] == [str(kept)]
+
+
 async def test_results_end_with_the_engine_that_they_are_about(
     served: Served, tmp_path: Path
 ) -> None:

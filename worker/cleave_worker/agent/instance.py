@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from cleave.policy.pair_trust import ResultOrder
 from cleave.rpc import role_epochs
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.access_page import AccessPage
@@ -279,15 +280,19 @@ class WorkerInstance:
         return changes
 
     def record_pairs(self, boot_id: str, proofs: Iterable[agent_pb2.PairProof]) -> None:
-        """Keep what a gateway has found out about pairs with this decode engine, until it restarts.
-        Raises BootMismatch."""
+        """Keep what a gateway has found out about pairs with this decode engine, until it restarts;
+        an older result replaces no newer one. Raises BootMismatch."""
         if boot_id != self._registration.boot_id:
             raise BootMismatch(f"the engine's boot is {self._registration.boot_id}, not {boot_id}")
         now = time.monotonic()
         for proof in proofs:
+            boot_id, at = proof.prefill_boot_id, now - proof.age_ms / 1000
+            known = self._pairs.get(boot_id)
+            if known is not None and _read_order(proof, at).is_before(_read_order(*known)):
+                continue
             # Deleted first, so that the order is that of the results.
-            self._pairs.pop(proof.prefill_boot_id, None)
-            self._pairs[proof.prefill_boot_id] = proof, now - proof.age_ms / 1000
+            self._pairs.pop(boot_id, None)
+            self._pairs[boot_id] = proof, at
         while len(self._pairs) > _MAX_PAIRS:
             del self._pairs[next(iter(self._pairs))]
         self.pairs_version += 1
@@ -337,3 +342,7 @@ class WorkerInstance:
     def _wake_watchers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _read_order(proof: agent_pb2.PairProof, at: float) -> ResultOrder:
+    return ResultOrder(proof.source, proof.sequence, at)

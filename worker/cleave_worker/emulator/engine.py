@@ -227,6 +227,8 @@ class EmulatedEngine:
                 side_channel.decline(handoff)
                 self.scheduler.recompute(sequence)
                 return
+            if fault is PairFault.HUNG:
+                await asyncio.Event().wait()
             duration_s, num_bytes = self._estimate_transfer(num_blocks)
             if fault is PairFault.SLOW:
                 duration_s *= _SLOW_FACTOR

@@ -32,6 +32,8 @@ class PairFault(enum.Enum):
     """The first block is that of the handoff before."""
     SWAPPED = "swapped"
     """All blocks are those of the handoff before."""
+    HUNG = "hung"
+    """They never end, until the request is aborted."""
     SLOW = "slow"
     """They take twenty times as long."""
 

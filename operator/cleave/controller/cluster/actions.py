@@ -137,6 +137,11 @@ class PlanJob:
     """Set when the running plan is to be reviewed; None: a plan is to be made from scratch."""
     model_hash: str = ""
     """Hash of what latencies depend on (model, engine, kinds of GPU)."""
+    is_replan: bool = False
+    """Whether the running plan was made from the same inputs, but other nodes: then its connector
+    stays if a plan with it is feasible, as another one would replace every instance."""
+    connector: Connector | None = None
+    """That of the running plan; None: the deployment's own."""
     plan: Manifest | None = None
     """The plan, in the form of `status.plan`."""
     faults: tuple[str, ...] = ()

@@ -57,7 +57,14 @@ def decide(
     is_manual = spec.placement is not None
     has_traffic = spec.workload is not None or fitted_inputs is not None
     inputs_hash = inputs.hash_with(fitted_inputs)
-    request = PlanJob(inputs_hash, inputs.inventory.node_counts_hash, fitted_inputs)
+    current = _read_current_placement(status, inputs_hash)
+    request = PlanJob(
+        inputs_hash,
+        inputs.inventory.node_counts_hash,
+        fitted_inputs,
+        is_replan=current is not None,
+        connector=current.connector if current is not None else None,
+    )
     unknown_model = inputs.unknown_model
     if is_manual or not has_traffic or (unknown_model is not None and not is_advisory):
         decision = _decide_without_planner(inputs, status)

@@ -85,14 +85,22 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
         if job.fitted_inputs is not None:
             correction = to_correction(job.fitted_inputs.correction)
             problem = replace(problem, estimator=apply_correction(problem.estimator, correction))
-        result = plan_search.plan(problem)
+        kept = None
+        if job.is_replan:
+            with suppress(PlanError):
+                kept = plan_search.plan(problem.with_connector(job.connector))
+        keeps_connector = kept is not None and kept.selected is not None
+        result = kept if kept is not None and keeps_connector else plan_search.plan(problem)
     except (PlanError, ManifestError) as error:
         return replace(job, faults=error.faults)
     if result.selected is None:
         return replace(job, infeasible=strip_verdict(result))
     roles, selected = deployment.spec.scaling.roles, result.selected
+    connector = selected.connector
+    if keeps_connector:
+        problem, connector = problem.with_connector(job.connector), job.connector
     scaling_law = growth.to_plan_growth(problem, selected) if roles else None
-    placement = Placement(selected.pools, result.reason, result, selected.connector)
+    placement = Placement(selected.pools, result.reason, result, connector)
     plan = build_selected_plan(deployment, placement, scaling_law)
     plan = plan.model_copy(update={"inputs": job.inputs_hash})
     return replace(job, plan=plan.model_dump(mode="json", exclude_none=True))

@@ -3,7 +3,8 @@
 Run by the witness. The prefill engine's own first token is the colocated run that the decode
 engine's is compared with: it costs nothing more, and with the log-probabilities of the likeliest
 tokens it shows altered KV that leaves the token the same. Prompts are random words, new to both
-prefix caches, or nothing would be transferred.
+prefix caches, or nothing would be transferred. What is hard: a handoff may hang, and so may the
+engine that waits for it; which one it is shows a prompt of that engine's own.
 """
 
 import random
@@ -16,7 +17,7 @@ from cleave.gateway.http.completion_request import KV_PARAMS_KEY, KV_REQUEST_PAR
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, count_blocks, read_handoff
 from cleave.gateway.upstream.response_types import decode_completion
 from cleave.gateway.witness import engine_call
-from cleave.gateway.witness.engine_call import EngineAnswer, EngineCallError
+from cleave.gateway.witness.engine_call import EngineAnswer, EngineCallError, EngineTimeoutError
 from cleave.policy.kv_transfer_sample import TransferSample, make_random_prompt
 from cleave.policy.pair_trust import TokenChoice, TokenVerdict, compare_tokens
 from cleave.router.instance import Target
@@ -26,6 +27,13 @@ _PATH = b"/v1/completions"
 _METRICS_PATH = b"/metrics"
 _COUNTERS_S = 5.0
 _MAX_CALL_S = 30.0
+_HANG_S = 10.0
+_HANG_PREFILLS = 10.0
+"""A handoff hangs after so many seconds, and so many times that of its prefill. An engine that
+canaries use is idle, and a prompt's KV comes over 1 Gbit/s in about that time."""
+_ALIVE_S = 5.0
+"""For an engine with a hanging handoff to compute a few words of its own."""
+_ALIVE_CHARACTERS = 40
 _NUM_LOGPROBS = 5
 
 
@@ -39,7 +47,7 @@ class FaultyCanaryError(RuntimeError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        """For the metrics: refused, tokens, bytes, slow."""
+        """For the metrics: refused, hung, tokens, bytes, slow."""
 
 
 @dataclass(slots=True)
@@ -92,7 +100,14 @@ async def run_canary(
         # After the prefill, so that earlier pulls of other handoffs do not count.
         before = await _fetch_counters(context, decode)
         fields = {**body, KV_PARAMS_KEY: handoff}
-        second = await engine_call.post(context, decode, _PATH, fields, request_id, seconds)
+        hang_s = min(_HANG_S + _HANG_PREFILLS * first.ms / 1000, seconds)
+        try:
+            second = await engine_call.post(context, decode, _PATH, fields, request_id, hang_s)
+        except EngineTimeoutError as error:
+            own = {**body, "prompt": make_random_prompt(words, _ALIVE_CHARACTERS)}
+            costs.decode_ms = await _check_alive(context, decode, own)
+            text = f"the decode engine {error}, but computes a prompt of its own"
+            raise FaultyCanaryError("hung", text) from error
         costs.decode_ms = second.ms
         if second.status >= 500:
             raise FaultyCanaryError("refused", f"the decode engine answered {second.status}")
@@ -119,6 +134,15 @@ def _read_handoff(prefill: Target, body: bytes, request_id: bytes) -> tuple[msgs
 def _check_status(target: Target, answer: EngineAnswer) -> None:
     if answer.status != 200:
         raise BlurredCanaryError(f"instance {target.instance} answered {answer.status}")
+
+
+async def _check_alive(context: GatewayContext, decode: Target, body: dict[str, object]) -> float:
+    """How long the engine takes for a prompt without a handoff, ms. Raises EngineCallError,
+    BlurredCanaryError: then the engine hangs, which says nothing about the pair."""
+    request_id = context.make_request_id()
+    answer = await engine_call.post(context, decode, _PATH, body, request_id, _ALIVE_S)
+    _check_status(decode, answer)
+    return answer.ms
 
 
 async def _fetch_counters(context: GatewayContext, decode: Target) -> PullCounters:

@@ -21,6 +21,10 @@ class EngineCallError(RuntimeError):
     """An engine gave no usable answer; the message continues `instance NAME ...`."""
 
 
+class EngineTimeoutError(EngineCallError):
+    """An engine has not answered in time; the connection is closed, so it ends the request."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
     """The complete answer of an engine."""
@@ -64,7 +68,8 @@ async def post(
     request_id: bytes,
     seconds: float,
 ) -> EngineAnswer:
-    """Send JSON and read the answer within `seconds`. Raises EngineCallError."""
+    """Send JSON and read the answer within `seconds`. Raises EngineCallError, of which
+    EngineTimeoutError is one."""
     pool, body = context.get_pool(target), msgspec.json.encode(fields)
     head = headers.build_request_head(path, pool.host, request_id, len(body), pool.key_header)
     return await _call(context, pool, head + body, seconds)
@@ -88,7 +93,7 @@ async def _call(
         async with asyncio.timeout(seconds):
             body = await listener.done
     except TimeoutError:
-        raise EngineCallError(f"has not answered within {seconds:g} s") from None
+        raise EngineTimeoutError(f"has not answered within {seconds:g} s") from None
     finally:
         call.abort()
     return EngineAnswer(call.status, body, (context.clock() - sent_at) * 1000)

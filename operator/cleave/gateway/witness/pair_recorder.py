@@ -1,11 +1,16 @@
 """Records results of pairs: in this process at once, and at the decode side's agent for all others.
 
-Used by the witness and the auditor.
+Used by the witness and the auditor. What is hard: an agent may take seconds to answer, while
+the next result of a pair is there, and the older one must not arrive last. So each agent has one
+sender.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 
 import grpc
 
@@ -21,42 +26,71 @@ log = logging.getLogger(__name__)
 _RECORD_S = 2.0
 """Timeout of the call to an agent."""
 _MAX_REASON_CHARACTERS = 240
+_MAX_PROOFS = 256
+"""In one call."""
+
+PairKey = tuple[str, str]
+"""Boots of the prefill and of the decode engine."""
 
 SendProofs = Callable[[str, agent_pb2.PairProofs], Awaitable[None]]
 """(address of an agent, proofs); raises AioRpcError."""
 
 
 class PairRecorder:
-    """Calls to agents are made in the background; those that fail are not repeated."""
+    """One call at a time to each agent, in the background, with the newest result of each pair.
+    Calls that fail are not repeated."""
 
     def __init__(self, context: GatewayContext, send: SendProofs | None = None) -> None:
         self._context = context
         self._send = send or send_proofs
-        self._calls: set[asyncio.Task[None]] = set()
+        self._source = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+        self._unsent: dict[str, dict[PairKey, PairResult]] = {}
+        """By agent."""
+        self._senders: dict[str, asyncio.Task[None]] = {}
+        """By agent."""
 
-    def record(self, decode: RoutedInstance, boots: tuple[str, str], result: PairResult) -> None:
+    def record(self, decode: RoutedInstance, boots: PairKey, result: PairResult) -> None:
         """Record a result of the pair with these boots of prefill and decode engine."""
-        boot_id, decode_boot_id = boots
-        self._context.router.registry.record_pair(decode, boot_id, result, self._context.clock())
-        proofs = agent_pb2.PairProofs(boot_id=decode_boot_id)
-        proofs.proofs.add(
-            prefill=result.prefill,
-            prefill_boot_id=boot_id,
-            trust=agent_pb2.Trust.ValueType(result.trust),
-            bytes_per_s=result.bytes_per_s,
-            pull_ms=result.pull_ms,
-            reason=result.reason[:_MAX_REASON_CHARACTERS],
-        )
-        call = asyncio.create_task(self._call(decode.agent, proofs))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        context, agent = self._context, decode.agent
+        result = replace(result, source=self._source, sequence=next(self._numbers))
+        context.router.registry.record_pair(decode, boots[0], result, context.clock())
+        self._unsent.setdefault(agent, {})[boots] = result
+        if agent not in self._senders:
+            self._senders[agent] = asyncio.create_task(self._send_all(agent))
 
     def stop(self) -> None:
         """Cancel the calls that run."""
-        for call in self._calls:
-            call.cancel()
+        for sender in self._senders.values():
+            sender.cancel()
 
-    async def _call(self, agent: str, proofs: agent_pb2.PairProofs) -> None:
+    async def _send_all(self, agent: str) -> None:
+        try:
+            while unsent := self._unsent.pop(agent, None):
+                for decode_boot_id in dict.fromkeys(boot_id for _, boot_id in unsent):
+                    results = [(k, each) for k, each in unsent.items() if k[1] == decode_boot_id]
+                    for start in range(0, len(results), _MAX_PROOFS):
+                        some = results[start : start + _MAX_PROOFS]
+                        await self._call(agent, decode_boot_id, some)
+        finally:
+            del self._senders[agent]
+
+    async def _call(
+        self, agent: str, decode_boot_id: str, results: Iterable[tuple[PairKey, PairResult]]
+    ) -> None:
+        proofs, now = agent_pb2.PairProofs(boot_id=decode_boot_id), self._context.clock()
+        for (boot_id, _), result in results:
+            proofs.proofs.add(
+                prefill=result.prefill,
+                prefill_boot_id=boot_id,
+                trust=agent_pb2.Trust.ValueType(result.trust),
+                age_ms=max(int((now - result.at) * 1000), 0),
+                bytes_per_s=result.bytes_per_s,
+                pull_ms=result.pull_ms,
+                reason=result.reason[:_MAX_REASON_CHARACTERS],
+                source=result.source,
+                sequence=result.sequence,
+            )
         try:
             await self._send(agent, proofs)
         except grpc.aio.AioRpcError as error:

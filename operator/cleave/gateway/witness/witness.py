@@ -24,7 +24,7 @@ from cleave.gateway.witness.canary import (
     FaultyCanaryError,
     run_canary,
 )
-from cleave.gateway.witness.pair_recorder import PairRecorder, SendProofs
+from cleave.gateway.witness.pair_recorder import PairKey, PairRecorder, SendProofs
 from cleave.policy import pair_trust
 from cleave.policy.kv_transfer_sample import TransferSample
 from cleave.policy.pair_trust import (
@@ -33,6 +33,7 @@ from cleave.policy.pair_trust import (
     PairHistory,
     PairStanding,
     PullRate,
+    RatedPair,
     TokenVerdict,
 )
 from cleave.router.instance import RoutedInstance
@@ -64,9 +65,6 @@ _TRUST = {
 }
 _STANDINGS: Mapping[int, PairStanding] = {trust: standing for standing, trust in _TRUST.items()}
 
-PairKey = tuple[str, str]
-"""Boots of the prefill and of the decode engine."""
-
 
 @dataclass(slots=True)
 class WitnessedPair:
@@ -81,6 +79,8 @@ class WitnessedPair:
     """Decode instances of its prefill instance, or the other way round: the larger number."""
     rates: deque[PullRate] = field(default_factory=lambda: deque(maxlen=pair_trust.NUM_RATES))
     """The newest ones."""
+    steady: deque[float] = field(default_factory=lambda: deque(maxlen=pair_trust.NUM_USUAL))
+    """Bytes/s of the newest canaries that were not slow, also by little time."""
     reason: str = ""
     """The newest fault."""
     blur: str = ""
@@ -102,9 +102,18 @@ class WitnessedPair:
         return max(self.rates, key=lambda rate: rate.bytes_per_s, default=PullRate(0.0, 0.0))
 
     @property
-    def is_within_cell(self) -> bool:
-        """Whether its handoffs stay in a cell, where they are faster than between cells."""
-        return self.prefill.registration.cell == self.decode.registration.cell
+    def link(self) -> tuple[bool, str, str]:
+        """What is known of its link: whether it stays in a cell, and the engines' transports."""
+        prefill, decode = self.prefill.registration, self.decode.registration
+        is_within_cell = prefill.cell == decode.cell
+        return is_within_cell, prefill.kv_path.transport, decode.kv_path.transport
+
+    @property
+    def rated(self) -> RatedPair:
+        """Its rate beside its usual one."""
+        is_known = len(self.steady) >= pair_trust.MIN_USUAL
+        usual = statistics.median(self.steady) if is_known else 0.0
+        return RatedPair(*self.key, self.rate.bytes_per_s, usual)
 
 
 class Witness:
@@ -342,18 +351,22 @@ class Witness:
         )
         rate = PullRate(sample.bytes_per_s, sample.seconds * 1e3 / ranks)
         pair.rates.append(rate)
-        usual = [
-            each.rate.bytes_per_s
+        like = [
+            each.rated
             for each in self._pairs.values()
             if each.rates
-            and each.is_within_cell is pair.is_within_cell
+            and each.link == pair.link
             and each.decode.score_table is pair.decode.score_table
         ]
-        if len(pair.rates) == pair_trust.NUM_RATES and pair_trust.is_slow(pair.rate, usual):
-            best, others = pair.rate.bytes_per_s / 1e9, sorted(usual)[len(usual) // 2] / 1e9
-            text = f"pulled at {best:.3g} GB/s, other pairs at {others:.3g} GB/s"
-            raise FaultyCanaryError("slow", text)
-        return pair_trust.is_slow(rate, usual)
+        rated = pair.rated
+        due = pair_trust.compute_due_rate(rated, like)
+        if len(pair.rates) == pair_trust.NUM_RATES and pair_trust.is_slow(pair.rate, due):
+            others = "as usual it would be" if rated.usual_bytes_per_s else "other pairs at"
+            best = f"pulled at {pair.rate.bytes_per_s / 1e9:.3g} GB/s"
+            raise FaultyCanaryError("slow", f"{best}, {others} {due / 1e9:.3g} GB/s")
+        if rate.bytes_per_s >= pair_trust.SLOW_RATIO * due:
+            pair.steady.append(rate.bytes_per_s)
+        return pair_trust.is_slow(rate, due)
 
     # --- results ---
 

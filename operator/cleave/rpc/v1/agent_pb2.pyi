@@ -165,6 +165,8 @@ class PairProof(_message.Message):
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
     PULL_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     prefill: _builtins.str
     """instance"""
     prefill_boot_id: _builtins.str
@@ -177,6 +179,10 @@ class PairProof(_message.Message):
     """for which each rank of the decode engine pulled"""
     reason: _builtins.str
     """what was wrong, one sentence; empty when proven"""
+    source: _builtins.str
+    """process that found it out; empty: an earlier version's"""
+    sequence: _builtins.int
+    """grows with each result of the source: an older one replaces none"""
     def __init__(
         self,
         *,
@@ -187,10 +193,12 @@ class PairProof(_message.Message):
         bytes_per_s: _builtins.float = ...,
         pull_ms: _builtins.float = ...,
         reason: _builtins.str = ...,
+        source: _builtins.str = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "bytes_per_s", b"bytes_per_s", "prefill", b"prefill", "prefill_boot_id", b"prefill_boot_id", "pull_ms", b"pull_ms", "reason", b"reason", "trust", b"trust"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "bytes_per_s", b"bytes_per_s", "prefill", b"prefill", "prefill_boot_id", b"prefill_boot_id", "pull_ms", b"pull_ms", "reason", b"reason", "sequence", b"sequence", "source", b"source", "trust", b"trust"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
