@@ -1,18 +1,19 @@
 """The anchor: how fast this control plane makes pods for a client that does nothing else.
 
-The pods are those of a deployment's workers, so objects and requests are as large as the operator's.
-It runs before the operator starts, on the same nodes, and leaves nothing behind.
+The pods are those of a deployment's workers, so objects and requests are of the operator's
+size. It runs before the operator starts, on the same nodes, and leaves nothing behind.
 """
 
 import asyncio
 import time
 from dataclasses import dataclass
 
+from sightings import Sightings, Stage, poll
+
 from cleave.api.pool import InstancePool
 from cleave.manifests.worker import build_worker_pod
 
 from e2e.cluster.client import Client, Manifest
-from sightings import Sightings, Stage
 
 NAMESPACE = "anchor"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
@@ -45,18 +46,26 @@ async def measure_anchor(api: Client, num_pods: int) -> Anchor:
         async with slots:
             await api.post(PODS, build_pod(name))
 
+    async def delete(name: str) -> None:
+        async with slots:
+            await api.delete(f"{PODS}/{name}", {"gracePeriodSeconds": 0})
+
+    names = [f"bare-{n}" for n in range(count)]
     began = time.monotonic()
     try:
         async with asyncio.timeout(LIMIT_S):
-            await asyncio.gather(*(create(f"bare-{n}") for n in range(count)))
+            await asyncio.gather(*map(create, names))
             await seen.all_ready(count)
     finally:
         watch.cancel()
     created, scheduled, ready = (max(seen.times[stage].values()) - began for stage in Stage)
-    await api.delete(PODS, {"gracePeriodSeconds": 0})
     async with asyncio.timeout(LIMIT_S):
-        while (await api.get(f"{PODS}?limit=1"))["items"]:
-            await asyncio.sleep(0.5)
+        await asyncio.gather(*map(delete, names))
+
+    async def is_empty() -> bool:
+        return not (await api.get(f"{PODS}?limit=1"))["items"]
+
+    await poll(is_empty, LIMIT_S)
     return Anchor(count, created, scheduled, ready)
 
 
@@ -82,7 +91,9 @@ def build_pod(name: str) -> Manifest:
 
 async def _wait_for_account(api: Client) -> None:
     """Pods are admitted once the namespace has its default service account."""
-    accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
-    async with asyncio.timeout(LIMIT_S):
-        while not (await api.get(accounts))["items"]:
-            await asyncio.sleep(0.2)
+
+    async def has_account() -> bool:
+        accounts = await api.get(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts")
+        return bool(accounts["items"])
+
+    await poll(has_account, LIMIT_S)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from sightings import is_ready
 
 from cleave.gateway.metrics.gateway_metrics import (
     GatewayCollector,
@@ -26,7 +27,6 @@ from cleave.manifests.labels import COMPONENT, DEPLOYMENT, GATEWAY, INTERNAL_POR
 from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
 
 from e2e.cluster.client import Client, Manifest
-from sightings import is_ready
 
 PODS = f"/api/v1/pods?labelSelector={COMPONENT}"
 BACKLOG = 4_096
@@ -70,7 +70,7 @@ class FakeGateways:
             async with asyncio.timeout(TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 address = writer.get_extra_info("sockname")[0]
-                body = self._answer(head.split(b" ", 2)[1], address)
+                body = self.answer(head.split(b" ", 2)[1], address)
                 status = b"200 OK" if body else b"404 Not Found"
                 writer.write(
                     b"HTTP/1.1 %s\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -82,7 +82,8 @@ class FakeGateways:
         finally:
             writer.close()
 
-    def _answer(self, path: bytes, address: str) -> bytes:
+    def answer(self, path: bytes, address: str) -> bytes:
+        """The body of a response; empty: 404."""
         self.num_requests += 1
         deployment = self._deployments.get(address)
         if deployment is None:

@@ -78,7 +78,9 @@ class FakeNodes:
                 if "deletionTimestamp" in meta:
                     await self._api.delete(path, {"gracePeriodSeconds": 0})
                 else:
-                    await self._api.patch(f"{path}/status", {"status": ready(pod, next(self._addresses))})
+                    await self._api.patch(
+                        f"{path}/status", {"status": ready(pod, next(self._addresses))}
+                    )
             except REFUSED as error:
                 if not isinstance(error, ApiError) or error.status not in (404, 409):
                     self._jobs.put_nowait(pod)

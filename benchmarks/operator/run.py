@@ -66,7 +66,7 @@ def measure(case: Case, kind: str, rest_s: float, folder: Path) -> Outcome:
 
 
 def install(control_plane: ControlPlane) -> None:
-    """The CRDs and the operator's rights, as `kubectl apply -f manifests` does, but no pod of it."""
+    """The CRDs and the operator's rights, as `kubectl apply -f manifests`, but no pod of it."""
     objects = yaml.safe_load_all((ROOT / "manifests" / "cleave.yaml").read_text())
     rights = [each for each in objects if each and each["kind"] in RIGHTS]
     rights.append(NODE_RIGHTS)
@@ -94,7 +94,12 @@ async def _run(
         return Operator(account, folder / "operator.log", leads=leads)
 
     async with Client(control_plane.kubeconfig()) as api:
-        return await run_trial(Cluster(api, start_operator, parts), case, rest_s)
+        return await run_trial(Cluster(api, start_operator, parts, say), case, rest_s)
+
+
+def say(text: object) -> None:
+    """Show progress, apart from the result."""
+    Console(stderr=True).print(text, style="dim")
 
 
 def build_table(outcomes: Sequence[Outcome], kind: str) -> Table:
@@ -131,7 +136,7 @@ def _list_figures(outcome: Outcome) -> dict[str, str]:
         "operator: us/event": f"{1e6 * work.cpu_s / max(work.events, 1):,.0f}",
         "operator: peak MiB": f"{outcome.peak_mib:.0f}",
         "operator: writes": f"{work.writes:,}",
-        "operator: requests": f"{requests.clients[OPERATOR]:,}",
+        "operator: requests": f"{requests.clients.get(OPERATOR, 0):,}",
         "all requests": f"{sum(requests.verbs.values()):,}",
         "operator: seats, of": f"{seats:.2f}, {requests.operator_seats}",
         "operator: wait for seats, s": f"{requests.operator_wait_s:.1f}",
@@ -139,7 +144,7 @@ def _list_figures(outcome: Outcome) -> dict[str, str]:
         "CPU s of parts": _format_parts(outcome.usage),
         "rest: writes": f"{rest.writes} in {rest.at_s:.0f} s",
         "rest: operator's CPU": f"{rest.cpu_s / rest.at_s:.1%}",
-        "rest: operator's requests": f"{outcome.rest_requests.clients[OPERATOR]:,}",
+        "rest: operator's requests": f"{outcome.rest_requests.clients.get(OPERATOR, 0):,}",
         "rest: all requests/s": f"{_rate(outcome):.0f}",
         "rest: CPU s of parts": _format_parts(outcome.rest_usage),
         "standby: s, CPU s to fill": f"{failover.filled_s:.1f}, {failover.filled_cpu_s:.1f}",
@@ -183,12 +188,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main() -> int:
     arguments = parse_arguments()
-    progress = Console(stderr=True)
     outcomes = []
     for case in CASES:
         if case.name not in arguments.cases:
             continue
-        progress.print(f"{case.deployments:,} deployments, {case.pods:,} workers", style="dim")
+        say(f"{case.deployments:,} deployments, {case.pods:,} workers")
         with tempfile.TemporaryDirectory(prefix="cleave-operator-") as folder:
             outcomes.append(measure(case, arguments.nodes, arguments.rest, Path(folder)))
     if arguments.output == "json":

@@ -4,7 +4,7 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -73,6 +73,17 @@ class Sightings:
                 statistics.median(waits), find_percentile(waits, 0.99), last - began
             )
         return found
+
+
+async def poll(
+    condition: Callable[[], Awaitable[object]], limit_s: float, period_s: float = 0.5
+) -> None:
+    """Wait until the condition holds. Raises TimeoutError."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(period_s)
 
 
 def is_ready(pod: Manifest) -> bool:

@@ -10,7 +10,7 @@ import psutil
 from anchor import AT_ONCE, Anchor, measure_anchor
 from api_server import ApiServerReading, parse
 from operator_process import Operator, Reading
-from sightings import Sightings, Stage, Waits
+from sightings import Sightings, Stage, Waits, is_ready, poll
 
 from e2e.cluster.client import Client, Manifest
 
@@ -101,13 +101,15 @@ class Cluster:
     """With whether it leads at once."""
     parts: Mapping[str, psutil.Process]
     """Processes of the control plane and the nodes, by name."""
+    say: Callable[[object], None]
+    """Shows what is known so far: a trial takes long."""
 
 
 async def run_trial(cluster: Cluster, case: Case, rest_s: float) -> Outcome:
     """Apply, watch, wait until all is at rest, then wait `rest_s` more. Raises TimeoutError."""
     api = cluster.api
     await _wait_for_nodes(api, case)
-    anchor = await measure_anchor(api, case.pods)
+    cluster.say(anchor := await measure_anchor(api, case.pods))
     seen = Sightings()
     with cluster.start_operator(True) as leader:
         parts = {**cluster.parts, "operator": leader.process, "benchmark": psutil.Process()}
@@ -123,18 +125,20 @@ async def run_trial(cluster: Cluster, case: Case, rest_s: float) -> Outcome:
                 settled = await rest(leader)
             work, settled_requests = settled - before, await read_requests(api)
             foreign_s, settled_usage = count_foreign_s(parts) - foreign_s, measure_usage(parts)
+            cluster.say((waits := seen.compute_waits(applied), work, leader.peak_mib))
+            cluster.say((settled_requests - requests, _subtract(settled_usage, used)))
             await asyncio.sleep(rest_s)
             idle = leader.read() - settled
             rest_requests, rest_usage = await read_requests(api), measure_usage(parts)
+            cluster.say((idle, _subtract(rest_usage, settled_usage)))
             one_more = await apply_one_more(api, case, seen, "one-more")
             await rest(leader)
             with cluster.start_operator(False) as standby:
-                failover = await fail_over(leader, standby)
+                cluster.say(failover := await fail_over(leader, standby))
                 after = await apply_one_more(api, case, seen, "after-failover")
         finally:
             watch.cancel()
         peak_mib = leader.peak_mib
-    waits = seen.compute_waits(applied)
     return Outcome(
         case=case,
         anchor=anchor,
@@ -167,9 +171,7 @@ async def apply_all(api: Client, case: Case) -> dict[str, float]:
     return applied
 
 
-async def apply_one_more(
-    api: Client, case: Case, seen: Sightings, name: str
-) -> dict[Stage, Waits]:
+async def apply_one_more(api: Client, case: Case, seen: Sightings, name: str) -> dict[Stage, Waits]:
     """Create one deployment and wait for its workers."""
     count = len(seen.times[Stage.READY]) + case.prefill + case.decode
     applied = {name: time.monotonic()}
@@ -184,10 +186,9 @@ async def fail_over(leader: Operator, standby: Operator) -> Failover:
     filled = standby.read()
     leader.kill()
     killed = time.monotonic()
+    await poll(lambda: asyncio.to_thread(standby.leads), FAILOVER_LIMIT_S, 0.1)
+    leading = time.monotonic()
     async with asyncio.timeout(FAILOVER_LIMIT_S):
-        while not await asyncio.to_thread(standby.leads):
-            await asyncio.sleep(0.1)
-        leading = time.monotonic()
         settled = await rest(standby)
     return Failover(
         filled_s=standby.started_s,
@@ -261,18 +262,16 @@ def manifest(name: str, case: Case) -> Manifest:
 
 async def _wait_for_nodes(api: Client, case: Case) -> None:
     """Until all are ready, and tainted by no controller."""
-    async with asyncio.timeout(case.limit_s):
-        while True:
-            nodes = (await api.get("/api/v1/nodes"))["items"]
-            if sum(map(_is_usable, nodes)) == case.nodes:
-                return
-            await asyncio.sleep(1)
+
+    async def are_usable() -> bool:
+        nodes = (await api.get("/api/v1/nodes"))["items"]
+        return sum(map(_is_usable, nodes)) == case.nodes
+
+    await poll(are_usable, case.limit_s, 1.0)
 
 
 def _is_usable(node: Manifest) -> bool:
-    conditions = node["status"].get("conditions", ())
-    is_ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-    return is_ready and not node["spec"].get("taints")
+    return is_ready(node) and not node["spec"].get("taints")
 
 
 def _count_cpu_s(process: psutil.Process) -> float:
@@ -282,7 +281,9 @@ def _count_cpu_s(process: psutil.Process) -> float:
 
 def _subtract(after: Usage, before: Usage) -> Usage:
     """CPU time in between, memory at the end."""
-    return Usage({name: after.cpu_s[name] - before.cpu_s[name] for name in after.cpu_s}, after.rss_mib)
+    return Usage(
+        {name: after.cpu_s[name] - before.cpu_s[name] for name in after.cpu_s}, after.rss_mib
+    )
 
 
 def _by_name(waits: Mapping[Stage, Waits]) -> dict[str, Waits]:
