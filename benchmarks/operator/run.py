@@ -62,7 +62,7 @@ def measure(case: Case, kind: str, rest_s: float, folder: Path) -> Outcome:
         install(control_plane)
         with run_nodes(kind, case.nodes, control_plane, folder) as nodes:
             parts = {name: control_plane.process(name) for name in PARTS} | dict(nodes)
-            return asyncio.run(_run(control_plane, parts, case, rest_s, folder))
+            return asyncio.run(_run(control_plane, parts, case, kind, rest_s, folder))
 
 
 def install(control_plane: ControlPlane) -> None:
@@ -85,6 +85,7 @@ async def _run(
     control_plane: ControlPlane,
     parts: Mapping[str, psutil.Process],
     case: Case,
+    kind: str,
     rest_s: float,
     folder: Path,
 ) -> Outcome:
@@ -94,7 +95,8 @@ async def _run(
         return Operator(account, folder / "operator.log", leads=leads)
 
     async with Client(control_plane.kubeconfig()) as api:
-        return await run_trial(Cluster(api, start_operator, parts, say), case, rest_s)
+        cluster = Cluster(api, start_operator, parts, kind != "process", say)
+        return await run_trial(cluster, case, rest_s)
 
 
 def say(text: object) -> None:
@@ -129,8 +131,8 @@ def _list_figures(outcome: Outcome) -> dict[str, str]:
         },
         "one more: created, ready, s": _format_last(outcome.one_more),
         "workers/s": f"{pods / created_s:.0f}",
-        "bare client: created/s": f"{anchor.pods / anchor.created_s:.0f}",
-        "bare client: ready/s": f"{anchor.pods / anchor.ready_s:.0f}",
+        "bare client: created/s": f"{anchor.pods / anchor.created_s:.0f}" if anchor else "",
+        "bare client: ready/s": f"{anchor.pods / anchor.ready_s:.0f}" if anchor else "",
         "operator: CPU s": f"{work.cpu_s:.1f}",
         "operator: ms/deployment": f"{1e3 * work.cpu_s / case.deployments:.0f}",
         "operator: us/event": f"{1e6 * work.cpu_s / max(work.events, 1):,.0f}",

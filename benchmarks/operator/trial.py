@@ -69,7 +69,8 @@ class Outcome:
     """What one trial showed."""
 
     case: Case
-    anchor: Anchor
+    anchor: Anchor | None
+    """None: pods of workers without a deployment would run there, and never be ready."""
     waits: Mapping[str, Waits]
     """By stage, of all deployments applied at once."""
     work: Reading
@@ -101,6 +102,8 @@ class Cluster:
     """With whether it leads at once."""
     parts: Mapping[str, psutil.Process]
     """Processes of the control plane and the nodes, by name."""
+    has_anchor: bool
+    """Whether nodes call a pod ready that serves nothing."""
     say: Callable[[object], None]
     """Shows what is known so far: a trial takes long."""
 
@@ -109,7 +112,8 @@ async def run_trial(cluster: Cluster, case: Case, rest_s: float) -> Outcome:
     """Apply, watch, wait until all is at rest, then wait `rest_s` more. Raises TimeoutError."""
     api = cluster.api
     await _wait_for_nodes(api, case)
-    cluster.say(anchor := await measure_anchor(api, case.pods))
+    anchor = await measure_anchor(api, case.pods) if cluster.has_anchor else None
+    cluster.say(anchor)
     seen = Sightings()
     with cluster.start_operator(True) as leader:
         parts = {**cluster.parts, "operator": leader.process, "benchmark": psutil.Process()}
