@@ -9,16 +9,18 @@ import asyncio
 import json
 import sys
 from datetime import UTC, datetime
+from ipaddress import ip_network
 from pathlib import Path
 
 import aiohttp
 
 from e2e.cluster.client import ApiError, Client, Manifest
-from e2e.cluster.nodes import Shape, manifest
+from e2e.cluster.nodes import Shape, gpu_node, manifest
 
 WORKERS = 48
 HEARTBEAT_S = 4.0
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+PODS_NETWORK = "10.77.128.0/17"
 PODS = "/api/v1/pods?fieldSelector=spec.nodeName!%3D"
 REFUSED = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
 
@@ -28,9 +30,8 @@ class FakeNodes:
 
     def __init__(self, api: Client, count: int) -> None:
         self._api = api
-        self._shapes = [
-            Shape(f"node-{n}", gpus=128, cpus=10_000, memory_gib=100_000) for n in range(count)
-        ]
+        self._shapes = [gpu_node(f"node-{n}") for n in range(count)]
+        self._addresses = map(str, ip_network(PODS_NETWORK).hosts())
         self._done: set[tuple[str, bool]] = set()
         self._jobs: asyncio.Queue[Manifest] = asyncio.Queue()
 
@@ -77,7 +78,9 @@ class FakeNodes:
                 if "deletionTimestamp" in meta:
                     await self._api.delete(path, {"gracePeriodSeconds": 0})
                 else:
-                    await self._api.patch(f"{path}/status", {"status": ready(pod)})
+                    await self._api.patch(
+                        f"{path}/status", {"status": ready(pod, next(self._addresses))}
+                    )
             except REFUSED as error:
                 if not isinstance(error, ApiError) or error.status not in (404, 409):
                     self._jobs.put_nowait(pod)
@@ -120,12 +123,14 @@ class FakeNodes:
                 await asyncio.sleep(0.2)
 
 
-def ready(pod: Manifest) -> Manifest:
+def ready(pod: Manifest, address: str) -> Manifest:
     """Status of a pod all of whose containers are well."""
     moment = now()
     kinds = ("PodReadyToStartContainers", "Initialized", "ContainersReady", "Ready")
     return {
         "phase": "Running",
+        "podIP": address,
+        "podIPs": [{"ip": address}],
         "startTime": moment,
         "conditions": [
             {"type": kind, "status": "True", "lastTransitionTime": moment} for kind in kinds

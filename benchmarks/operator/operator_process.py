@@ -14,9 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from e2e.support.deployments import free_port
 
-START_S = 60
+NAMESPACE = "cleave-system"
+ACCOUNT_NAME = "cleave-operator"
+ACCOUNT = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT_NAME}"
+START_S = 300
+PAGE_TIMEOUT_S = 30
 STOP_S = 20
 _SAMPLE = re.compile(r"^cleave_operator_(\w+?)_total\{(.*)\} (\S+)$", re.MULTILINE)
 
@@ -50,10 +56,14 @@ class Reading:
 class Operator:
     """One operator process; a context manager."""
 
-    def __init__(self, kubeconfig: Path, log: Path) -> None:
+    def __init__(self, kubeconfig: Path, log: Path, *, leads: bool = True) -> None:
+        """`leads`: whether it leads from the start, or is a standby."""
         self._kubeconfig = kubeconfig
         self._log = log
+        self._waits_to_lead = leads
         self._port = free_port()
+        self.started_s = 0.0
+        """From its start until it led, or was ready as a standby."""
 
     def __enter__(self) -> Self:
         with self._log.open("ab") as log:
@@ -61,17 +71,19 @@ class Operator:
                 [
                     *(sys.executable, "-m", "cleave.controller.main"),
                     *("--host", "127.0.0.1", "--port", str(self._port)),
+                    *("--own-namespace", NAMESPACE, "--account", ACCOUNT, "--isolate-workers"),
                 ],
                 env=os.environ | {"KUBECONFIG": str(self._kubeconfig)},
                 stdout=log,
                 stderr=log,
             )
-        end = time.monotonic() + START_S
-        while not self._leads():
-            if self._process.poll() is not None or time.monotonic() > end:
+        began = time.monotonic()
+        while not (self.leads() if self._waits_to_lead else self._is_ready()):
+            if self._process.poll() is not None or time.monotonic() > began + START_S:
                 tail = self._log.read_text(errors="replace")[-2_000:]
                 raise RuntimeError(f"the operator does not start:\n{tail}")
             time.sleep(0.1)
+        self.started_s = time.monotonic() - began
         return self
 
     def __exit__(
@@ -84,13 +96,26 @@ class Operator:
             self._process.kill()
             self._process.wait()
 
+    def kill(self) -> None:
+        """SIGKILL it: its Lease stays as it is."""
+        self._peak_mib = self.peak_mib
+        self._process.kill()
+        self._process.wait()
+
     def read(self) -> Reading:
         """What it has done so far."""
         return parse(self._page(), self._cpu_s(), time.monotonic())
 
     @property
+    def process(self) -> psutil.Process:
+        """For its CPU time and memory."""
+        return psutil.Process(self._process.pid)
+
+    @property
     def peak_mib(self) -> float:
         """The most memory it has had."""
+        if self._process.returncode is not None:
+            return self._peak_mib
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         found = re.search(r"VmHWM:\s+(\d+) kB", status)
         assert found is not None
@@ -100,14 +125,22 @@ class Operator:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
+        """Whether it leads now."""
         try:
             return "cleave_operator_leading 1.0" in self._page()
         except (urllib.error.URLError, OSError):
             return False
 
-    def _page(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as page:
+    def _is_ready(self) -> bool:
+        try:
+            return self._page("readyz") == "ok"
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _page(self, name: str = "metrics") -> str:
+        url = f"http://127.0.0.1:{self._port}/{name}"
+        with urllib.request.urlopen(url, timeout=PAGE_TIMEOUT_S) as page:
             text: str = page.read().decode()
             return text
 

@@ -1,22 +1,25 @@
 """One trial: deployments are applied, and what becomes of them is watched from outside."""
 
 import asyncio
-import math
-import statistics
 import time
-from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import psutil
+from anchor import AT_ONCE, Anchor, measure_anchor
+from api_server import ApiServerReading, parse
 from operator_process import Operator, Reading
+from sightings import Sightings, Stage, Waits, is_ready, poll
 
 from e2e.cluster.client import Client, Manifest
 
 DEPLOYMENTS = "/apis/cleave.dev/v1alpha1/namespaces/default/llmdeployments"
 WORKERS = "/api/v1/namespaces/default/pods?labelSelector=cleave.dev/component%3Dworker"
-APPLIED_AT_ONCE = 32
 SETTLED_S = 5.0
 """Without a write for so long, the operator has come to rest."""
+POLL_S = 1.0
+FAILOVER_LIMIT_S = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class Case:
     """The load that a case creates."""
 
     name: str
+    nodes: int
     deployments: int
     prefill: int
     """Instances of each deployment."""
@@ -32,7 +36,32 @@ class Case:
 
     @property
     def pods(self) -> int:
+        """Of workers; each deployment has two gateways besides."""
         return self.deployments * (self.prefill + self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Failover:
+    """The leader is killed, a standby takes over."""
+
+    filled_s: float
+    """From the standby's start until its cache was filled."""
+    filled_cpu_s: float
+    leading_s: float
+    """From SIGKILL until the standby led: at least what is left of the Lease."""
+    settled_s: float
+    """From then until it had nothing to do."""
+    work: Reading
+    """Of the standby, from SIGKILL until it rested."""
+    peak_mib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What each part has used."""
+
+    cpu_s: Mapping[str, float]
+    rss_mib: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,93 +69,94 @@ class Outcome:
     """What one trial showed."""
 
     case: Case
-    created_p50_s: float
-    """From the moment a deployment was applied until a worker pod of it was seen."""
-    created_p99_s: float
-    all_created_s: float
-    """From the first apply to the last pod."""
-    all_ready_s: float
+    anchor: Anchor | None
+    """None: pods of workers without a deployment would run there, and never be ready."""
+    waits: Mapping[str, Waits]
+    """By stage, of all deployments applied at once."""
     work: Reading
     """Of the operator, from the first apply until it rested."""
-    cpu_us_per_event: float
+    requests: ApiServerReading
+    """Of the API server, in the same time."""
+    usage: Usage
+    """Of all parts, in the same time."""
     peak_mib: float
     rest: Reading
     """Of the operator, over a time in which nothing changed but a resync came."""
+    rest_requests: ApiServerReading
+    rest_usage: Usage
+    one_more: Mapping[str, Waits]
+    """By stage, of one deployment that is applied when all others rest."""
+    failover: Failover
+    after_failover: Mapping[str, Waits]
+    """The same, with the new leader."""
     others_cores: float
     """Cores that processes of no part in it took meanwhile: with them the waits are longer."""
 
 
-class Sightings:
-    """When pods were seen, by deployment."""
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a trial needs."""
 
-    def __init__(self) -> None:
-        self.created: dict[str, list[float]] = defaultdict(list)
-        self.num_created = 0
-        self.last_created_s = 0.0
-        self.last_ready_s = 0.0
-        self._news = asyncio.Event()
-        self._ready: set[str] = set()
-        self._known: set[str] = set()
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
-
-    async def all_ready(self, count: int) -> None:
-        """Wait until so many pods are made and ready."""
-        while min(self.num_created, self.num_ready) < count:
-            self._news.clear()
-            await self._news.wait()
-
-    def listed(self, pods: list[Manifest]) -> None:
-        for pod in pods:
-            self.saw({"type": "ADDED", "object": pod})
-
-    def saw(self, event: Manifest) -> None:
-        pod, now = event["object"], time.monotonic()
-        self._news.set()
-        uid = pod["metadata"]["uid"]
-        if uid not in self._known:
-            self._known.add(uid)
-            self.created[pod["metadata"]["labels"]["cleave.dev/deployment"]].append(now)
-            self.num_created += 1
-            self.last_created_s = now
-        if uid not in self._ready and is_ready(pod):
-            self._ready.add(uid)
-            self.last_ready_s = now
+    api: Client
+    start_operator: Callable[[bool], AbstractContextManager[Operator]]
+    """With whether it leads at once."""
+    parts: Mapping[str, psutil.Process]
+    """Processes of the control plane and the nodes, by name."""
+    has_anchor: bool
+    """Whether nodes call a pod ready that serves nothing."""
+    say: Callable[[object], None]
+    """Shows what is known so far: a trial takes long."""
 
 
-async def run_trial(api: Client, operator: Operator, case: Case, rest_s: float) -> Outcome:
+async def run_trial(cluster: Cluster, case: Case, rest_s: float) -> Outcome:
     """Apply, watch, wait until all is at rest, then wait `rest_s` more. Raises TimeoutError."""
+    api = cluster.api
+    await _wait_for_nodes(api, case)
+    anchor = await measure_anchor(api, case.pods) if cluster.has_anchor else None
+    cluster.say(anchor)
     seen = Sightings()
-    watch = asyncio.create_task(api.follow(WORKERS, seen.listed, seen.saw))
-    # Its watches come up in the seconds after it begins to lead.
-    await rest(operator)
-    before, began, foreign_s = operator.read(), time.monotonic(), count_foreign_s()
-    try:
-        async with asyncio.timeout(case.limit_s):
-            applied = await apply_all(api, case)
-            await seen.all_ready(case.pods)
-            settled = await rest(operator)
-        work = settled - before
-        foreign_s = count_foreign_s() - foreign_s
-        await asyncio.sleep(rest_s)
-        idle = operator.read() - settled
-    finally:
-        watch.cancel()
-    waits = [at - applied[name] for name, times in seen.created.items() for at in times]
-    if seen.num_created != case.pods:
-        raise RuntimeError(f"{seen.num_created} pods were made where {case.pods} were asked for")
+    with cluster.start_operator(True) as leader:
+        parts = {**cluster.parts, "operator": leader.process, "benchmark": psutil.Process()}
+        watch = asyncio.create_task(api.follow(WORKERS, seen.listed, seen.saw))
+        try:
+            # Its watches come up in the seconds after it begins to lead.
+            await rest(leader)
+            before, requests, used = leader.read(), await read_requests(api), measure_usage(parts)
+            foreign_s = count_foreign_s(parts)
+            async with asyncio.timeout(case.limit_s):
+                applied = await apply_all(api, case)
+                await seen.all_ready(case.pods)
+                settled = await rest(leader)
+            work, settled_requests = settled - before, await read_requests(api)
+            foreign_s, settled_usage = count_foreign_s(parts) - foreign_s, measure_usage(parts)
+            cluster.say((waits := seen.compute_waits(applied), work, leader.peak_mib))
+            cluster.say((settled_requests - requests, _subtract(settled_usage, used)))
+            await asyncio.sleep(rest_s)
+            idle = leader.read() - settled
+            rest_requests, rest_usage = await read_requests(api), measure_usage(parts)
+            cluster.say((idle, _subtract(rest_usage, settled_usage)))
+            one_more = await apply_one_more(api, case, seen, "one-more")
+            await rest(leader)
+            with cluster.start_operator(False) as standby:
+                cluster.say(failover := await fail_over(leader, standby))
+                after = await apply_one_more(api, case, seen, "after-failover")
+        finally:
+            watch.cancel()
+        peak_mib = leader.peak_mib
     return Outcome(
         case=case,
-        created_p50_s=statistics.median(waits),
-        created_p99_s=find_percentile(waits, 0.99),
-        all_created_s=seen.last_created_s - began,
-        all_ready_s=seen.last_ready_s - began,
+        anchor=anchor,
+        waits=_by_name(waits),
         work=work,
-        cpu_us_per_event=1e6 * work.cpu_s / max(work.events, 1),
-        peak_mib=operator.peak_mib,
+        requests=settled_requests - requests,
+        usage=_subtract(settled_usage, used),
+        peak_mib=peak_mib,
         rest=idle,
+        rest_requests=rest_requests - settled_requests,
+        rest_usage=_subtract(rest_usage, settled_usage),
+        one_more=_by_name(one_more),
+        failover=failover,
+        after_failover=_by_name(after),
         others_cores=foreign_s / work.at_s,
     )
 
@@ -134,7 +164,7 @@ async def run_trial(api: Client, operator: Operator, case: Case, rest_s: float) 
 async def apply_all(api: Client, case: Case) -> dict[str, float]:
     """Create every deployment; when each was sent, by name."""
     applied: dict[str, float] = {}
-    slots = asyncio.Semaphore(APPLIED_AT_ONCE)
+    slots = asyncio.Semaphore(AT_ONCE)
 
     async def apply(name: str) -> None:
         async with slots:
@@ -145,15 +175,72 @@ async def apply_all(api: Client, case: Case) -> dict[str, float]:
     return applied
 
 
+async def apply_one_more(api: Client, case: Case, seen: Sightings, name: str) -> dict[Stage, Waits]:
+    """Create one deployment and wait for its workers."""
+    count = len(seen.times[Stage.READY]) + case.prefill + case.decode
+    applied = {name: time.monotonic()}
+    async with asyncio.timeout(case.limit_s):
+        await api.post(DEPLOYMENTS, manifest(name, case))
+        await seen.all_ready(count)
+    return seen.compute_waits(applied)
+
+
+async def fail_over(leader: Operator, standby: Operator) -> Failover:
+    """Kill the leader, and wait until the standby has taken over and rests."""
+    filled = standby.read()
+    leader.kill()
+    killed = time.monotonic()
+    await poll(lambda: asyncio.to_thread(standby.leads), FAILOVER_LIMIT_S, 0.1)
+    leading = time.monotonic()
+    async with asyncio.timeout(FAILOVER_LIMIT_S):
+        settled = await rest(standby)
+    return Failover(
+        filled_s=standby.started_s,
+        filled_cpu_s=filled.cpu_s,
+        leading_s=leading - killed,
+        settled_s=time.monotonic() - leading - SETTLED_S,
+        work=settled - filled,
+        peak_mib=standby.peak_mib,
+    )
+
+
 async def rest(operator: Operator) -> Reading:
-    """Wait until the operator writes no more."""
-    reading = await asyncio.to_thread(operator.read)
-    while True:
-        await asyncio.sleep(SETTLED_S)
+    """Wait until the operator has written nothing for SETTLED_S, and nothing is queued."""
+    reading, since = await asyncio.to_thread(operator.read), time.monotonic()
+    while time.monotonic() - since < SETTLED_S:
+        await asyncio.sleep(POLL_S)
         newer = await asyncio.to_thread(operator.read)
-        if newer.writes == reading.writes and not newer.queued:
-            return newer
+        if newer.writes != reading.writes or newer.queued:
+            since = time.monotonic()
         reading = newer
+    return reading
+
+
+async def read_requests(api: Client) -> ApiServerReading:
+    """What the API server has done so far."""
+    return parse(await api.read("/metrics"), time.monotonic())
+
+
+def measure_usage(parts: Mapping[str, psutil.Process]) -> Usage:
+    """CPU time and memory of each part; of one with children, their sum."""
+    families = {
+        name: [part, *part.children(recursive=True)] if name == "nodes" else [part]
+        for name, part in parts.items()
+    }
+    return Usage(
+        {name: sum(map(_count_cpu_s, family)) for name, family in families.items()},
+        {
+            name: sum(each.memory_info().rss for each in family) / 2**20
+            for name, family in families.items()
+        },
+    )
+
+
+def count_foreign_s(parts: Mapping[str, psutil.Process]) -> float:
+    """CPU seconds of this machine since its start, less those of the parts."""
+    total = psutil.cpu_times()
+    busy = total.user + total.nice + total.system + total.irq + total.softirq
+    return busy - sum(measure_usage(parts).cpu_s.values())
 
 
 def manifest(name: str, case: Case) -> Manifest:
@@ -177,20 +264,31 @@ def manifest(name: str, case: Case) -> Manifest:
     }
 
 
-def count_foreign_s() -> float:
-    """CPU seconds of this machine since its start, less those of this process and its children."""
-    total = psutil.cpu_times()
-    own = psutil.Process()
-    family = [own.cpu_times(), *(child.cpu_times() for child in own.children(recursive=True))]
-    busy = total.user + total.nice + total.system + total.irq + total.softirq
-    return busy - sum(times.user + times.system for times in family)
+async def _wait_for_nodes(api: Client, case: Case) -> None:
+    """Until all are ready, and tainted by no controller."""
+
+    async def are_usable() -> bool:
+        nodes = (await api.get("/api/v1/nodes"))["items"]
+        return sum(map(_is_usable, nodes)) == case.nodes
+
+    await poll(are_usable, case.limit_s, 1.0)
 
 
-def is_ready(pod: Manifest) -> bool:
-    conditions = pod.get("status", {}).get("conditions", ())
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+def _is_usable(node: Manifest) -> bool:
+    return is_ready(node) and not node["spec"].get("taints")
 
 
-def find_percentile(values: list[float], share: float) -> float:
-    """The smallest value that `share` of all do not exceed."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
+def _count_cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _subtract(after: Usage, before: Usage) -> Usage:
+    """CPU time in between, memory at the end."""
+    return Usage(
+        {name: after.cpu_s[name] - before.cpu_s[name] for name in after.cpu_s}, after.rss_mib
+    )
+
+
+def _by_name(waits: Mapping[Stage, Waits]) -> dict[str, Waits]:
+    return {stage.value: each for stage, each in waits.items()}

@@ -63,6 +63,10 @@ class Client:
         """The object or list at `path`. Raises ApiError."""
         return await self._ask("GET", path)
 
+    async def read(self, path: str) -> str:
+        """The text at `path`, such as metrics. Raises ApiError."""
+        return await self._fetch("GET", path)
+
     async def post(self, path: str, body: Manifest) -> Manifest:
         """Create. Raises ApiError."""
         return await self._ask("POST", path, body)
@@ -116,6 +120,11 @@ class Client:
     async def _ask(
         self, verb: str, path: str, body: Manifest | None = None, kind: str = "application/json"
     ) -> Manifest:
+        return json.loads(await self._fetch(verb, path, body, kind))  # type: ignore[no-any-return]
+
+    async def _fetch(
+        self, verb: str, path: str, body: Manifest | None = None, kind: str = "application/json"
+    ) -> str:
         data = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": kind}
         timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
@@ -125,4 +134,4 @@ class Client:
             text = await answer.text()
             if answer.status >= 400:
                 raise ApiError(answer.status, text)
-            return json.loads(text)  # type: ignore[no-any-return]
+            return text

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from e2e.cluster.client import Manifest
 from e2e.cluster.tools import REPOSITORY
 
@@ -143,6 +145,11 @@ class Nodes:
             self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+    @property
+    def process(self) -> psutil.Process:
+        """That of all nodes; pods are its children."""
+        return psutil.Process(self._process.pid)
 
     def add(self, *shapes: Shape) -> None:
         """Register nodes and let them run pods. Adding a lost node brings it back."""

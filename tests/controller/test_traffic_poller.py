@@ -91,6 +91,16 @@ async def test_gateways_are_not_polled_without_a_consumer() -> None:
     assert await look(CHANGED, deployment({"mode": "Off"})) == ([], 0)
 
 
+def test_only_deployments_that_may_be_scaled_to_zero_are_polled_every_second() -> None:
+    cache = ObjectCache()
+    for name, scaling in (("steady", {}), ("chat", {"idleS": 600})):
+        manifest = written(deployment(scaling=scaling))
+        manifest["metadata"] |= {"name": name, "uid": name}
+        cache.upsert(manifest)
+    poller = TrafficPoller(cache, lambda _: None, lambda: NOW_S)
+    assert poller.list_wake_up_keys() == [CHAT]
+
+
 async def fetch(url: str) -> bytes:
     try:
         return PAGES[url]

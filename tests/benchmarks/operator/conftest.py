@@ -1,4 +1,5 @@
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -8,12 +9,7 @@ SOURCES = Path(__file__).parents[3] / "benchmarks" / "operator"
 
 
 @pytest.fixture
-def trial(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A module of the benchmark, by its name."""
     monkeypatch.syspath_prepend(str(SOURCES))
-    return importlib.import_module("trial")
-
-
-@pytest.fixture
-def operator_process(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SOURCES))
-    return importlib.import_module("operator_process")
+    return importlib.import_module

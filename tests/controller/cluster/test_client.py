@@ -70,6 +70,17 @@ def test_paths_are_those_of_the_api() -> None:
     )
 
 
+async def test_proxies_of_the_environment_are_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"ok": 1})
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    async with served(answer, tmp_path, monkeypatch) as server:
+        assert await server.request("GET", "/a") == {"ok": 1}
+
+
 async def test_a_request_carries_token_query_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,9 @@ async def connect() -> KubeClient:
             text = f"no service account and no kubeconfig ({error}); set KUBECONFIG"
             raise KubeApiError(0, "NoCluster", text) from error
     settings.connection_pool_maxsize = 64
+    # As kopf does. Otherwise aiohttp reads the environment and ~/.netrc before each request, each
+    # in a thread.
+    settings.client_session_kwargs = {"trust_env": False}
     return KubeClient(ApiClient(settings))
 
 
