@@ -1,4 +1,4 @@
-"""The real KEDA scales pools by Cleave's metrics, with the ScaledObjects of examples/autoscaling."""
+"""The real KEDA scales pools by Cleave's metrics, with ScaledObjects of examples/autoscaling."""
 
 from collections.abc import Iterator
 from pathlib import Path

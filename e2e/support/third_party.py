@@ -69,7 +69,7 @@ def running(
 def apply_crds(cluster: Cluster, folder: Path) -> None:
     """CRDs in files of a folder. Many are too large for the annotation of a plain apply."""
     cluster.kubectl("apply", "--server-side", "-f", str(folder))
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(folder))
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", "--all")
 
 
 def lead_service(cluster: Cluster, namespace: str, service: str, ports: Mapping[str, int]) -> None:
