@@ -57,13 +57,13 @@ class Stack:
     rules: dict[str, Any]
     """Rules that the chart has, as one file."""
 
-    def operator_metric(self, line_start: str) -> float:
-        """Sum over the lines of the operator's own page that start so."""
+    def managed(self, kind: str, state: str) -> float:
+        """Resources of a kind that the operator has selected or rejected."""
         with urllib.request.urlopen(self.metrics_url, timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(line_start)]
-        assert found, line_start
-        return sum(float(line.split()[-1]) for line in found)
+        parts = ("prometheus_operator_managed_resources{", f'"{kind}"', f'"{state}"')
+        (found,) = [line for line in lines if all(part in line for part in parts)]
+        return float(found.split()[-1])
 
     def targets(self) -> dict[str, list[str]]:
         """Health of the targets by the last word of their PodMonitor's name."""
@@ -192,9 +192,8 @@ def test_rules_load_have_values_and_nothing_fires(stack: Stack) -> None:
 
 
 def test_the_operator_rejects_nothing_and_reports_no_fault(stack: Stack) -> None:
-    resources = "prometheus_operator_managed_resources{"
     for kind, count in (("PodMonitor", len(TARGETS)), ("PrometheusRule", 1)):
-        assert stack.operator_metric(f'{resources}resource="{kind}",state="selected"') == count
-        assert stack.operator_metric(f'{resources}resource="{kind}",state="rejected"') == 0
+        assert stack.managed(kind, "selected") == count
+        assert stack.managed(kind, "rejected") == 0
     events = stack.chat.cluster.kubectl("get", "events", "-n", SYSTEM)
     assert "InvalidConfiguration" not in events
