@@ -18,7 +18,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu tools e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu tools e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -83,6 +83,11 @@ e2e-node-vllm: setup tools ## vLLM on CPU in containers of two real nodes; root
 	CLEAVE_VLLM=$$(scripts/node-vllm) && CLEAVE_ARCHIVES=$$(scripts/node-images):$$CLEAVE_VLLM && \
 	  export CLEAVE_VLLM CLEAVE_ARCHIVES && \
 	  .venv/bin/python -m e2e.real_nodes.sandbox .venv/bin/pytest e2e/test_node_vllm.py $(ARGS)
+
+THIRD_PARTY = prometheus-operator cert-manager keda kueue lws gateway-api inference-extension
+e2e-third-party: setup tools ## controllers of other projects beside a test cluster; long builds the first time, THIRD_PARTY='kueue ...'
+	for name in $(THIRD_PARTY); do scripts/third-party $$name >/dev/null || exit; done
+	scripts/isolated .venv/bin/pytest $(wildcard e2e/test_third_party_*.py) $(ARGS)
 
 lint: setup
 	.venv/bin/ruff format --check .

@@ -1,7 +1,6 @@
 """Fixtures that several end-to-end tests share."""
 
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +41,5 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[str]:
     """A namespace of the test's own."""
-    name = f"test-{secrets.token_hex(4)}"
-    cluster.kubectl("create", "namespace", name)
-    yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    with cluster.lend_namespace() as name:
+        yield name

@@ -96,13 +96,20 @@ def nodes(installed: Cluster) -> Nodes:
 @pytest.fixture
 def chat(installed: Cluster, namespace: str) -> Iterator["Chat"]:
     """A deployment that is ready; deleted afterwards."""
-    found = Chat(installed, namespace)
-    installed.kubectl("apply", "-n", namespace, "-f", "-", input=CHAT)
+    with deployed(installed, namespace) as found:
+        yield found
+
+
+@contextmanager
+def deployed(cluster: Cluster, namespace: str, manifest: str = CHAT) -> Iterator["Chat"]:
+    """The deployment `chat` of a manifest, ready; deleted afterwards."""
+    found = Chat(cluster, namespace)
+    cluster.kubectl("apply", "-n", namespace, "-f", "-", input=manifest)
     try:
         found.until_ready()
         yield found
     finally:
-        installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
+        cluster.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
 
 
 class Chat:

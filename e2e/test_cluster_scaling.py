@@ -13,14 +13,16 @@ from e2e.cluster import tools
 from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.test_cluster_operator import (
-    CHAT,
     READY_S,
     Chat,
+    chat,
     condition,
     installation,
     placement,
     read_log,
 )
+
+__all__ = ["chat"]
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,18 +50,6 @@ spec:
     calmS: 20
 """
 """One instance is enough, and a few requests a second are too many for it."""
-
-
-@pytest.fixture
-def chat(installed: Cluster, namespace: str) -> Iterator[Chat]:
-    """A deployment that is ready; deleted afterwards."""
-    found = Chat(installed, namespace)
-    installed.kubectl("apply", "-n", namespace, "-f", "-", input=CHAT)
-    try:
-        found.until_ready()
-        yield found
-    finally:
-        installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
 
 
 @pytest.mark.parametrize("expected_replicas", [{"prefill": 2, "decode": 1}, {"mixed": 3}])

@@ -5,6 +5,7 @@ Made by `opened`: a control plane and nodes of its own, or the cluster of KUBECO
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -47,6 +48,7 @@ RESOURCES = {
     "rolebinding": KINDS["RoleBinding"],
     "networkpolicy": KINDS["NetworkPolicy"],
     "secret": KINDS["Secret"],
+    "configmap": KINDS["ConfigMap"],
     "deployment": KINDS["Deployment"],
     "lease": KINDS["Lease"],
     "validatingwebhookconfiguration": KINDS["ValidatingWebhookConfiguration"],
@@ -95,6 +97,14 @@ class Cluster:
             for shape in shapes:
                 self.nodes.lose(shape.name)
                 self.kubectl("delete", "node", shape.name)
+
+    @contextmanager
+    def lend_namespace(self) -> Iterator[str]:
+        """A namespace while the block lasts."""
+        name = f"test-{secrets.token_hex(4)}"
+        self.kubectl("create", "namespace", name)
+        yield name
+        self.kubectl("delete", "namespace", name, "--wait=false")
 
     def kubectl(
         self,

@@ -49,6 +49,7 @@ if os.getppid() == int(sys.argv[1]):
 """
 """For `python -c`, with this process's id and a command line: that ends with this process."""
 _ADMIN = ("admin", ("system:masters",))
+_FRONT_PROXY = "front-proxy"
 
 
 class ControlPlane:
@@ -138,6 +139,14 @@ class ControlPlane:
             "--allow-privileged=true",
             # There is no network but this one: webhooks are called at their pods' addresses.
             "--enable-aggregator-routing=true",
+            # Aggregated API servers learn from it who asks.
+            f"--proxy-client-cert-file={pki / 'front-proxy.crt'}",
+            f"--proxy-client-key-file={pki / 'front-proxy.key'}",
+            f"--requestheader-client-ca-file={pki / 'ca.crt'}",
+            f"--requestheader-allowed-names={_FRONT_PROXY}",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
             *self._node_flags(),
             f"--default-not-ready-toleration-seconds={EVICTION_S}",
             f"--default-unreachable-toleration-seconds={EVICTION_S}",
@@ -247,13 +256,15 @@ class ControlPlane:
         )
         names = ["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"]
         server = self._authority.server([self._address, KUBERNETES_ADDRESS, *names])
-        admin = self._authority.user(*_ADMIN)
+        admin, front_proxy = self._authority.user(*_ADMIN), self._authority.user(_FRONT_PROXY)
         for name, content in {
             "ca.crt": self._authority.certificate,
             "server.crt": server.certificate,
             "server.key": server.key,
             "admin.crt": admin.certificate,
             "admin.key": admin.key,
+            "front-proxy.crt": front_proxy.certificate,
+            "front-proxy.key": front_proxy.key,
             "accounts.pub": public,
             "accounts.key": private_pem(accounts),
         }.items():

@@ -133,7 +133,14 @@ def running(
     if rules is not None:
         (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
         config["rule_files"] = ["rules.yaml"]
-    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    with configured(programs, folder, config) as found:
+        yield found
+
+
+@contextmanager
+def configured(programs: Path, folder: Path, config: Mapping[str, object]) -> Iterator[Prometheus]:
+    """One with a whole configuration; paths of rules are relative to `folder`."""
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(dict(config)))
     address = f"127.0.0.1:{free_port()}"
     line = [
         *(sys.executable, "-I", "-S", "-c", TIED, str(os.getpid())),

@@ -115,18 +115,31 @@ def test_without_the_webhook_nothing_of_it_is_left(render) -> None:
 
 def test_with_cert_manager_the_operator_may_not_write_the_secret(render) -> None:
     manifests = render("webhook.certificate=cert-manager")
-    assert find(manifests, "Certificate")
-    assert find(manifests, "Issuer")
     assert not find(manifests, "Secret")
     (role,) = find(manifests, "Role")
     (rule,) = [rule for rule in role["rules"] if "secrets" in rule["resources"]]
     assert rule["verbs"] == ["get"]
+    assert rule["resourceNames"] == ["cleave-webhook"]
     (hooks,) = find(manifests, "ValidatingWebhookConfiguration")
     injected = hooks["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
     assert injected == "cleave-system/cleave-webhook"
     assert "validatingwebhookconfigurations" not in yaml.safe_dump_all(
         find(manifests, "ClusterRole")
     )
+
+
+def test_with_cert_manager_a_ca_that_keeps_its_key_signs_the_webhooks_certificate(render) -> None:
+    manifests = render("webhook.certificate=cert-manager")
+    issuers = {each["metadata"]["name"]: each["spec"] for each in find(manifests, "Issuer")}
+    certificates = {each["metadata"]["name"]: each for each in find(manifests, "Certificate")}
+    served = certificates["cleave-webhook"]["spec"]
+    signer = issuers[served["issuerRef"]["name"]]["ca"]["secretName"]
+    (authority,) = [
+        each["spec"] for each in certificates.values() if each["spec"]["secretName"] == signer
+    ]
+    assert authority["isCA"]
+    assert authority["privateKey"]["rotationPolicy"] == "Never"
+    assert issuers[authority["issuerRef"]["name"]] == {"selfSigned": {}}
 
 
 def test_two_releases_share_no_name(render) -> None:
