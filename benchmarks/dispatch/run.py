@@ -1,7 +1,7 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
-`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|savings|adapters|cost|pairs
-...]`; without names all of them, about fifteen minutes on one core. `--quick`: does all of it
+`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|savings|moves|adapters|cost|
+pairs ...]`; without names all of them, about fifteen minutes on one core. `--quick`: does all of it
 work? Quote none of its figures.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import adapters
 import cost
 import goodput
+import moves
 import numpy as np
 import processes
 import queueing
@@ -54,6 +55,9 @@ APART = (
     Way.EARLIEST,
     Way.HOME,
 )
+
+ALADDIN_CASES = (("llama-2-70b", 2, 75.0), ("llama-2-13b", 1, 30.0))
+"""Table 2 of the paper: models, tensor parallel sizes and TPOT targets of its A100 testbed."""
 
 Rows = list[dict[str, object]]
 
@@ -196,9 +200,7 @@ def goodputs(console: Console, quick: bool) -> Rows:
 def saved(console: Console, quick: bool) -> Rows:
     """Aladdin's figure 12."""
     rows: Rows = []
-    # Table 2 of the paper: models, workers and TPOT targets of its A100 testbed.
-    cases = (("llama-2-70b", 2, 75.0), ("llama-2-13b", 1, 30.0))
-    for name, tensor, tpot_ms in cases[: 1 if quick else None]:
+    for name, tensor, tpot_ms in ALADDIN_CASES[: 1 if quick else None]:
         one = worker(name, "A100-SXM-80GB", tensor)
         for share in (1.0, 0.99):
             table = _table("rate", *(each.name.lower() for each in savings.COMPARED), "saved")
@@ -216,6 +218,21 @@ def saved(console: Console, quick: bool) -> Rows:
                 rows.append({"worker": one.name, "share": share} | asdict(found))
             title = f"Decode instances for TPOT {tpot_ms:g} ms of {share:.0%}: {one.name}"
             _print(console, title, table)
+    return rows
+
+
+def moved(console: Console, quick: bool) -> Rows:
+    """Aladdin's Algorithm 2."""
+    rows: Rows = []
+    for name, tensor, tpot_ms in ALADDIN_CASES[: 1 if quick else None]:
+        one = worker(name, "A100-SXM-80GB", tensor)
+        table = _table("rate, share", *moves.WAYS)
+        for rate in (10.0, 25.0, 50.0)[: 1 if quick else None]:
+            for row in moves.count_workers(one, rate, tpot_ms, 500 if quick else 4000):
+                counts = (str(count or "-") for count in row.workers.values())
+                table.add_row(f"{rate:g}, {row.share:.0%}", *counts)
+                rows.append(asdict(row))
+        _print(console, f"Fewest workers for TPOT {tpot_ms:g} ms, ShareGPT: {one.name}", table)
     return rows
 
 
@@ -272,6 +289,7 @@ SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "processes": together,
     "goodput": goodputs,
     "savings": saved,
+    "moves": moved,
     "adapters": measure_retained,
     "cost": costs,
     "pairs": pair_costs,

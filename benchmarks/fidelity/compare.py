@@ -113,7 +113,8 @@ def _times(outcome: SimulationResult) -> dict[str, NDArray[np.float64]]:
     return {
         "ttft_ms": outcome.ttft_ms,
         "tpot_ms": outcome.tpot_ms,
-        "normalised_ms": outcome.normalized_latency_ms,
+        # Orca's measure, as in Vidur, section 7.2.
+        "normalised_ms": (outcome.end_ms - outcome.arrival_ms) / outcome.output_tokens,
     }
 
 

@@ -119,3 +119,10 @@ DESIGNS = (
 
 THROUGHPUTS: dict[tuple[str, str], float] = {("AA", "A100"): 2.15, ("HA", "A100"): 1.18}
 """Conversation, equal power: a design's throughput over a baseline's (section VI-B, figure 18a)."""
+
+CLUSTERS: dict[tuple[str, str], str] = {
+    ("equal cost", "AA"): "1.4x req/s, 1.25x power, 2x machines",
+    ("equal throughput, least power", "HHcap"): "0.75x power, 1x cost, 1x machines",
+    ("equal throughput, least cost", "AA"): "0.75x cost",
+}
+"""Conversation: what the text says over Baseline-H100 (section VI-C, figures 18b, 19a, 19b)."""

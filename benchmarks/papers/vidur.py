@@ -13,8 +13,8 @@ from testbeds import A100, H100, pose
 
 from cleave.api.planning import Objective, Planning
 from cleave.planner.problem import Policies, Problem
-from cleave.planner.search import colocated
-from cleave.planner.search.candidate_placement import describe
+from cleave.planner.search import colocated, goodput
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell, describe
 from cleave.planner.search.candidates import Candidate, list_candidates
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.ranking import RankedPlacement
@@ -73,7 +73,7 @@ def analyse() -> WhatIf:
             best[workload] = rated[0]
     costs = {
         served: {
-            planned: colocated.compute_misconfiguration_cost(
+            planned: _compute_misconfiguration_cost(
                 _search(problems[served]), best[served].placement, foreign.placement
             )
             for planned, foreign in best.items()
@@ -81,6 +81,19 @@ def analyse() -> WhatIf:
         for served in best
     }
     return WhatIf(tuple(choices), costs)
+
+
+def _compute_misconfiguration_cost(
+    search: SearchContext, own: CandidatePlacement, foreign: CandidatePlacement
+) -> float:
+    """Resources per request of `foreign`, the best plan of another workload, relative to `own`. 1:
+    as good as `own`; infinite: it never meets the targets."""
+    rates = [
+        goodput.find_goodput(search.trials, build_cell(search.problem, each), search.targets).rate
+        / search.get_resources(each)
+        for each in (own.with_copies(1), foreign.with_copies(1))
+    ]
+    return rates[0] / rates[1] if rates[1] else float("inf")
 
 
 def _problem(workload: str) -> Problem:

@@ -15,10 +15,12 @@ from cleave.policy.best_fit import (
     compute_spare_context,
     compute_spare_prompt,
     count_context,
+    exclude_prompts,
     find_best_fit,
     keeps_running,
     measure_fullness,
 )
+from cleave.policy.output_length import guess_progress
 
 FIT = Coefficients(k1=0.2, c1=10.0, k2=0.001, c2=0.5, c3=20.0)
 
@@ -47,6 +49,15 @@ def test_waiting_prompts_together_keep_the_ttft_target() -> None:
 def test_a_request_ahead_of_its_target_can_spare_what_it_has_saved() -> None:
     assert compute_saved_ms(10, 300.0, 50.0, 1.0) == pytest.approx(200)
     assert compute_saved_ms(10, 600.0, 50.0, 1.0) < 0
+
+
+def test_time_of_prompts_is_no_progress_of_what_decodes() -> None:
+    own_ms = exclude_prompts(500.0, 1_000, FIT.k1)
+    assert own_ms == pytest.approx(300)
+    # 15 tokens in 500 ms are slower than the target of 30 ms; 25 would be faster.
+    for own, is_ahead in ((own_ms, False), (500.0, True)):
+        generated, _ = guess_progress(100, own, 20.0)
+        assert (compute_saved_ms(generated, 500.0, 30.0, 1.0) > 0) is is_ahead
 
 
 def test_an_output_counts_between_its_first_and_its_last_token() -> None:

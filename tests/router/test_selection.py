@@ -183,6 +183,28 @@ def teach(router: Router, clock: Clock, size: int) -> None:
             router.release(pick)
 
 
+def test_iteration_times_are_learned_without_the_prompts_in_between(routed, clock) -> None:
+    router = routed(DispatchPolicy.BEST_FIT, RoutingRules(ttft_ms=2_000, tpot_ms=30), m1="mixed")
+    for number in range(120):
+        picks = [router.pick("m", 100 + number * 97 % 900, 100) for _ in range(2 + number % 5)]
+        for pick in picks:
+            clock.now_s += 0.005 + 0.0001 * pick.prompt_tokens
+            router.release(pick, RequestPhase.PREFILL)
+            pick.decoding_since = None
+        for pick in picks:
+            in_flight = router.registry.instances["m1"].in_flight
+            prompt_tokens = in_flight.computed_tokens - pick.prompts_before
+            step_s = 0.015 + 0.0005 * len(in_flight.decoding_requests)
+            step_s += 1e-6 * in_flight.weighted_context
+            pick.decoding_since = clock.now_s - 99 * step_s - 0.0001 * prompt_tokens
+            router.observe_completion(pick, 100)
+        for pick in picks:
+            router.release(pick)
+    model = router._iteration_times.best_fit
+    assert model.coefficients.k1 == pytest.approx(0.1, rel=0.01)
+    assert model.coefficients.predict_decode_ms(4, 2_000) == pytest.approx(19, rel=0.02)
+
+
 def test_best_fit_fills_one_instance_before_the_next_once_it_knows_the_passes(
     routed, clock
 ) -> None:

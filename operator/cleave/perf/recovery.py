@@ -90,10 +90,6 @@ class RecoveryComparison:
         """Mean hours between losses of an instance below which checkpoints save GPU time."""
         return self.gain_s / self.cost_s_per_hour if self.cost_s_per_hour else 0.0
 
-    def is_worthwhile(self, hours_between_losses: float) -> bool:
-        """Whether checkpoints save GPU time at this mean time between losses of an instance."""
-        return self.link_share < 1.0 and 0.0 < hours_between_losses < self.break_even_hours
-
 
 def compute_resume_cost(
     timing: EngineTiming, residents: ResidentLoad, checkpoints: CheckpointSetup

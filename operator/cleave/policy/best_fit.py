@@ -7,6 +7,8 @@ for both, which has fields of the same names. What is hard: constraint (e) bound
 moment until the last request has ended, which depends on the progress of each; so it is checked
 last, for few instances. (b) is checked again there: requests that outrun their prediction are a
 large part of those in flight, and an instance that counts them by their prediction is overfilled.
+On mixed instances prompts slow the decoding requests down: (d) sees it only if the time of prompts
+does not count as their progress (`exclude_prompts`).
 
 Source: Aladdin, section 4.2 (constraints (a) to (e), Algorithm 1) and Eq. 2 to 4. (a), each request
 runs on one instance, holds by construction.
@@ -56,6 +58,12 @@ def count_context(weight: float, held: float) -> float:
     """Context that a running request counts with: its weight (`compute_context_weight`), or the
     tokens that it `held` so far, if it has outrun its prediction."""
     return max(weight, held)
+
+
+def exclude_prompts(decoding_ms: float, prompt_tokens: float, k1: float) -> float:
+    """Part of `decoding_ms` that a request spent in decode iterations: the rest went to the
+    `prompt_tokens` that its instance has computed since it began to decode."""
+    return decoding_ms - k1 * prompt_tokens
 
 
 def compute_spare_context(

@@ -76,19 +76,23 @@ class DecodingRequest(Protocol):
     """Predicted output length."""
     decoding_since: float | None
     """Seconds of the router's clock; None: the prompt is not computed yet."""
+    prompts_before: float
+    """`InFlightLoad.computed_tokens` of its decode instance at that time."""
 
 
 class InFlightLoad:
     """The load of one boot of an engine, from this gateway's requests and from load reports."""
 
     __slots__ = (
-        "decoding_requests", "last_pick", "num_heavy", "num_prompts", "num_remote_requests",
-        "num_requests", "prompt", "queue", "resident", "weighted_context",
+        "computed_tokens", "decoding_requests", "last_pick", "num_heavy", "num_prompts",
+        "num_remote_requests", "num_requests", "prompt", "queue", "resident", "weighted_context",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.prompt = OutstandingTokens()
         """Prompt tokens that are not computed yet."""
+        self.computed_tokens = 0.0
+        """Tokens of all own prompts computed so far; counted for BestFit only."""
         self.queue = PrefillQueueModel()
         """Model of the progress of these prompts."""
         self.resident = OutstandingTokens()

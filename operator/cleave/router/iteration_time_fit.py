@@ -8,7 +8,7 @@ Source: Aladdin, section 5.1: the scheduler keeps its performance models up to d
 """
 
 from cleave.perf.published.aladdin import IterationTimeModel, TooFewSamplesError
-from cleave.policy.best_fit import BestFitModel
+from cleave.policy.best_fit import BestFitModel, exclude_prompts
 
 MIN_OUTPUT_TOKENS = 8
 """Shorter outputs depend more on the network than on iteration times."""
@@ -33,9 +33,14 @@ class IterationTimeEstimator:
             self._model.add_prefill(int(tokens), ms)
             self._refit()
 
-    def add_completion(self, tokens: int, ms: float, batch: float, context: float) -> None:
-        """Include an output of `tokens` tokens that took `ms` from its first to its last token.
-        `batch`, `context`: the requests that decoded with it, and the sum of their contexts."""
+    def add_completion(
+        self, tokens: int, ms: float, prompt_tokens: float, batch: float, context: float
+    ) -> None:
+        """Include an output of `tokens` tokens that took `ms` from its first to its last token,
+        while its instance computed `prompt_tokens`. `batch`, `context`: the requests that decoded
+        with it, and the sum of their contexts."""
+        if self.best_fit is not None:
+            ms = exclude_prompts(ms, prompt_tokens, self.best_fit.coefficients.k1)
         if tokens >= MIN_OUTPUT_TOKENS and ms > 0:
             self._model.add_decode(round(batch), int(context), ms / (tokens - 1))
             self._refit()

@@ -76,7 +76,7 @@ class Pick:
 
     __slots__ = (
         "_decode_entry", "_prefill_entry", "decode", "decoding_since", "output_tokens", "prefill",
-        "prompt_tokens", "reason",
+        "prompt_tokens", "prompts_before", "reason",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +96,8 @@ class Pick:
         """Predicted."""
         self.decoding_since: float | None = None
         """Seconds of the router's clock; None: its prompt is not computed yet."""
+        self.prompts_before = 0.0
+        """`computed_tokens` of its decode instance at that time; for BestFit only."""
         self._prefill_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
         """(instance, its load accounting, uncached prompt tokens); None: released."""
         self._decode_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
@@ -201,6 +203,9 @@ class Router:
                 ms = in_flight.queue.observe_completion(tokens, now * 1000, in_flight.prompt.remote)
                 if self._fits_iteration_times:
                     self._iteration_times.add_prompt(tokens, ms)
+                    in_flight.computed_tokens += tokens
+                    if pick._decode_entry is not None:
+                        pick.prompts_before = pick._decode_entry[1].computed_tokens
             if pick.prefill is not None:
                 in_flight.num_requests -= 1
             # If both phases end on one instance, its scores are updated once, below.
@@ -226,9 +231,9 @@ class Router:
         if self._fits_iteration_times and entry is not None and pick.decoding_since is not None:
             _, in_flight, _ = entry
             ms = (self._clock() - pick.decoding_since) * 1000
-            self._iteration_times.add_completion(
-                output_tokens, ms, in_flight.count_decoding(), in_flight.measure_context()
-            )
+            prompt_tokens = in_flight.computed_tokens - pick.prompts_before
+            batch, context = in_flight.count_decoding(), in_flight.measure_context()
+            self._iteration_times.add_completion(output_tokens, ms, prompt_tokens, batch, context)
 
     def allows_colocated(self, prefill_lost: bool) -> bool:
         """Whether the fallback policy lets one decode instance run both phases of a request."""

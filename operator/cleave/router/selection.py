@@ -262,6 +262,7 @@ class EndpointSelector:
         in_flight, registration, now = instance.in_flight, instance.registration, self._clock()
         batch, context = in_flight.count_decoding(), in_flight.measure_context()
         step_ms = model.coefficients.predict_decode_ms(batch, context)
+        k1 = model.coefficients.k1
         others = context = in_flight.count_others_tokens()
         running = [(request.output_tokens, float(request.prompt_tokens))]
         saved_ms = _INF
@@ -271,7 +272,9 @@ class EndpointSelector:
             weight = best_fit.compute_context_weight(held, remaining, model.gamma)
             if since is not None:
                 decoding_ms = (now - since) * 1000
-                generated, remaining = guess_progress(remaining, decoding_ms, step_ms)
+                prompt_tokens = in_flight.computed_tokens - each.prompts_before
+                own_ms = best_fit.exclude_prompts(decoding_ms, prompt_tokens, k1)
+                generated, remaining = guess_progress(remaining, own_ms, step_ms)
                 held += generated
                 tpot_ms, theta = model.tpot_ms, model.theta
                 spare_ms = best_fit.compute_saved_ms(generated + 1.0, decoding_ms, tpot_ms, theta)

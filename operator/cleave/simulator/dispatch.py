@@ -14,6 +14,7 @@ from cleave.policy.best_fit import (
     compute_context_weight,
     compute_saved_ms,
     count_context,
+    exclude_prompts,
     find_best_fit,
     keeps_running,
     measure_fullness,
@@ -161,7 +162,9 @@ def check(state: State, i: int, r: int, prefills: bool) -> bool:
         held[at], left[at] = request.prompt, request.predicted
         if not math.isnan(request.prefill_end):
             decoding_ms = state.now - request.prefill_end
-            generated, left[at] = guess_progress(request.predicted, decoding_ms, step_ms)
+            prompt_tokens = inst.computed_tokens - request.prompts_before
+            own_ms = exclude_prompts(decoding_ms, prompt_tokens, state.k1)
+            generated, left[at] = guess_progress(request.predicted, own_ms, step_ms)
             held[at] += generated
             spare_ms = compute_saved_ms(generated + 1.0, decoding_ms, state.tpot_ms, state.theta)
             saved_ms = min(saved_ms, spare_ms)
@@ -245,6 +248,9 @@ def remove_prompt_load(state: State, r: int) -> None:
     inst = get_instance(state, i)
     inst.pending_prompt_tokens -= request.prompt
     inst.waiting -= 1
+    inst.computed_tokens += request.prompt
+    if request.decode != NONE:
+        request.prompts_before = get_instance(state, request.decode).computed_tokens
     sums = add_completion(
         (
             inst.sum_iterations,

@@ -50,12 +50,6 @@ class SimulationResult:
         tpot: Times = (self.end_ms - self.first_token_ms) / np.maximum(self.output_tokens - 1, 1)
         return tpot
 
-    @property
-    def normalized_latency_ms(self) -> Times:
-        """(end - arrival) / output tokens (Orca; Vidur, section 7.2)."""
-        latency: Times = (self.end_ms - self.arrival_ms) / self.output_tokens
-        return latency
-
     def compute_attainment(self, ttft_ms: float, tpot_ms: float) -> float:
         """Share of requests that meet both targets; unfinished requests meet neither."""
         met = (self.ttft_ms <= ttft_ms) & (self.tpot_ms <= tpot_ms)
@@ -100,10 +94,6 @@ class InstanceStatistics:
         """Mean number of decoding requests per decode iteration; nan if there was none."""
         with np.errstate(invalid="ignore"):
             return np.asarray(self.decode_tokens / self.decode_iterations, np.float64)
-
-    def compute_kv_usage(self, kv_capacity_tokens: Counts) -> Times:
-        """Mean share of the KV memory in use, given the capacity in tokens per instance."""
-        return np.asarray(self.kv_token_ms / (kv_capacity_tokens * self.duration_ms), np.float64)
 
     def compute_mfu(self, flops_per_token: float, peak_flops: float | Times) -> Times:
         """Model FLOPs utilisation of each instance over the simulation (Vidur, section 5.2).

@@ -40,9 +40,10 @@ def _build_dtype(floats: str, integers: str) -> np.dtype[np.void]:
 
 
 REQUEST = _build_dtype(
-    # queued: when it reached the instance, or when its KV did.
+    # queued: when it reached the instance, or when its KV did. prompts_before: its decode
+    # instance's computed_tokens when it began to decode.
     "arrival prefill_start prefill_end transfer_start transfer_end decode_start first_token end "
-    "queued",
+    "queued prompts_before",
     # generated: output tokens generated when the request last joined a batch or a queue.
     # to_compute, computed: tokens whose KV has to be computed (again after a preemption), and those
     # computed so far. is_pulled: its KV has not arrived from a prefill instance yet. end_step:
@@ -79,13 +80,14 @@ INSTANCE = _build_dtype(
     # Constants of the engine:
     "prompt_step prompt_square hop hop_token "
     # next, wake: time of its next event and of the wake-up of an idle slot; link: when its link is
-    # free; pending_prompt_tokens, resident_tokens: the router's accounting, in tokens;
+    # free; pending_prompt_tokens, resident_tokens, computed_tokens (of all prompts so far): the
+    # router's accounting, in tokens;
     # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral of KV use.
     # scheduled: when the next iteration was scheduled; inf: it will be when it starts.
     "next wake scheduled link pending_prompt_tokens resident_tokens weighted_context "
-    "head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts sum_tokens "
-    "sum_inverses sum_ms sum_rates sum_squares sum_last_tokens sum_last_ms last_pick kv_at kv_area "
-    "busy",
+    "computed_tokens head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts "
+    "sum_tokens sum_inverses sum_ms sum_rates sum_squares sum_last_tokens sum_last_ms last_pick "
+    "kv_at kv_area busy",
     # requests: dispatched and not ended; waiting: those whose prompt is not computed; num_assigned:
     # those that decode there, heavy: with long outputs; first_assigned: head of their list.
     "requests waiting heavy num_assigned first_assigned "

@@ -25,7 +25,8 @@ class Said:
     def __init__(self, ttft_ms: list[float], tpot_ms: list[float]) -> None:
         self.ttft_ms = np.array(ttft_ms)
         self.tpot_ms = np.array(tpot_ms)
-        self.normalized_latency_ms = (self.ttft_ms + 4 * self.tpot_ms) / 5
+        self.arrival_ms, self.output_tokens = np.zeros(len(ttft_ms)), 5
+        self.end_ms = self.ttft_ms + 4 * self.tpot_ms
 
 
 def seen(load: ModuleType, ttft_ms: list[float], tpot_ms: list[float], *faults: str) -> object:

@@ -42,6 +42,13 @@ def test_a_machine_is_a_node_with_one_instance_on_all_its_gpus() -> None:
     assert (a100.machine.name, h100.machine.name) == ("A100-SXM-80GB", "H100-SXM-80GB")
     assert a100.sizes == h100.sizes == (8, 1)
     assert h100.machine.estimate.power_watts == 8 * 700
+    assert (a100.machine.power_watts, h100.machine.power_watts) == (6_500, 10_200)
+
+
+def test_a_node_whose_power_is_not_known_takes_more_than_its_gpus() -> None:
+    cluster = Cluster(nodes=[NodeGroup(gpu="A100-PCIe-80GB")])
+    (node,) = machines.list_nodes(problem("llama-2-70b", cluster))
+    assert node.machine.power_watts == pytest.approx(1.8 * 8 * 300)
 
 
 def test_groups_of_the_same_gpu_are_one_kind() -> None:
@@ -93,6 +100,7 @@ def test_capped_machines_need_less_power_and_prompt_slower_but_decode_the_same()
         timing, slow = one.machine.estimate.timing, other.machine.estimate.timing
         assert other.machine.name == f"{one.machine.name} at 50%"
         assert other.machine.estimate.power_watts == one.machine.estimate.power_watts / 2
+        assert other.machine.host_watts == one.machine.host_watts
         assert slow.predict_prefill_ms([1000]) == pytest.approx(
             1.3 * timing.predict_prefill_ms([1000]), rel=0.01
         )
@@ -113,7 +121,7 @@ def test_capped_token_machines_win_under_equal_power_as_in_splitwise() -> None:
         pairs,
         reference,
         ProvisioningObjective.THROUGHPUT,
-        max_power_watts=10 * 8 * 700.0,
+        max_power_watts=10 * 10_200.0,
     )
     designs = provision(question)
     assert designs[0].name == "H100-SXM-80GB + H100-SXM-80GB at 50%"

@@ -17,6 +17,7 @@ from cleave.planner.provision.search import (
 )
 from cleave.planner.provision.slowdown import SPLITWISE_TABLE_VI, Slowdowns
 from cleave.simulator.fleet import SimulatedTransfer
+from cleave.simulator.run import simulate
 from cleave.traffic import workload
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, LogNormal
 
@@ -226,3 +227,14 @@ def test_a_demand_of_fixed_lengths_can_be_provisioned_for() -> None:
     )
     (design,) = provision(problem)
     assert design.num_prompt > design.num_token
+
+
+def test_token_machines_help_while_prompts_wait_too_long() -> None:
+    fleet = AA.build_fleet(1, 3)
+    assert fleet.flipping is not None
+    assert fleet.flipping.wait_ms == 4 * OLD.estimate.timing.predict_prefill_ms([2048])
+    trace = CHAT.draw(600, 6.0)
+    alone = simulate(replace(AA, lends=False).build_fleet(1, 3), trace)
+    helped = simulate(fleet, trace)
+    assert (alone.num_flips, helped.num_flips > 0) == (0, True)
+    assert helped.ttft_ms.max() < alone.ttft_ms.max()

@@ -1,6 +1,5 @@
 """M/D/1: DistServe's equations, with the simulator and predicted plans beside them."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -49,13 +48,7 @@ def test_one_queue_waits_as_eq_1_says(load: float) -> None:
 def test_pipeline_stages_wait_as_eq_2_says(stages: int) -> None:
     rate = 0.6 * stages * 10
     assert mean_ttft_ms(constant(100, stages), rate) == pytest.approx(
-        md1.compute_mean_ttft_inter_op_ms(rate, 100, stages), rel=0.01
-    )
-
-
-def test_a_sped_up_instance_waits_as_eq_3_says() -> None:
-    assert mean_ttft_ms(constant(100 / 1.7), 10) == pytest.approx(
-        md1.compute_mean_ttft_intra_op_ms(10, 100, 1.7), rel=0.01
+        md1.compute_mean_ttft_ms(rate, 100, stages), rel=0.01
     )
 
 
@@ -65,41 +58,12 @@ def test_eq_2_is_the_papers_formula_for_two_stages(rate: float, prefill_ms: floa
     if load >= 2:
         return
     published = prefill_ms + load * prefill_ms / (4 * (2 - load))
-    assert md1.compute_mean_ttft_inter_op_ms(rate, prefill_ms) == pytest.approx(published)
-
-
-@given(rate=st.floats(0, 9), speedup=st.floats(1.01, 2))
-def test_eq_3_is_the_papers_formula(rate: float, speedup: float) -> None:
-    d, load = 100.0, rate * 0.1
-    published = d / speedup + load * d / (2 * speedup * (speedup - load))
-    assert md1.compute_mean_ttft_intra_op_ms(rate, d, speedup) == pytest.approx(published)
+    assert md1.compute_mean_ttft_ms(rate, prefill_ms, 2) == pytest.approx(published)
 
 
 def test_a_queue_that_never_settles_is_refused() -> None:
     with pytest.raises(QueueingError, match="rate 10 req/s: 100 ms each keep the instance busy"):
         md1.compute_mean_ttft_ms(10, 100)
-    with pytest.raises(QueueingError, match="speedup 0"):
-        md1.compute_mean_ttft_intra_op_ms(1, 100, 0)
-
-
-@pytest.mark.parametrize("speedup", [1.2, 1.5, 1.9])
-def test_intra_op_is_ahead_below_the_crossing_rate_and_inter_op_above(speedup: float) -> None:
-    # DistServe, figure 4: the crossing moves to higher rates as the speed-up grows.
-    rate = md1.find_crossing_rate(100, speedup)
-    below, above = rate * 0.98, rate * 1.005
-    assert md1.compute_mean_ttft_intra_op_ms(
-        below, 100, speedup
-    ) < md1.compute_mean_ttft_inter_op_ms(below, 100)
-    assert md1.compute_mean_ttft_inter_op_ms(above, 100) < md1.compute_mean_ttft_intra_op_ms(
-        above, 100, speedup
-    )
-
-
-def test_the_crossing_moves_up_with_the_speed_up_to_never() -> None:
-    rates = [md1.find_crossing_rate(100, speedup) for speedup in (0.9, 1.2, 1.5, 1.9, 2.0)]
-    assert rates == sorted(rates)
-    assert rates[0] == 0
-    assert math.isinf(rates[-1])
 
 
 def test_the_formulas_apply_to_equal_prompts_and_poisson_arrivals_only() -> None:

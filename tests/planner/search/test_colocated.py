@@ -49,21 +49,3 @@ def test_at_a_low_rate_one_small_instance_is_enough() -> None:
     )
     assert rated is not None
     assert rated.placement.gpus == 1
-
-
-def test_the_configuration_of_another_workload_costs_more_and_the_own_one_nothing() -> None:
-    chat, long = (
-        known_problems.problem(),
-        known_problems.problem(known_problems.chat(prompt=1200, output=400)),
-    )
-    drafts = []
-    for problem in (chat, long):
-        rated = colocated.optimize(known_problems.search(problem), list_candidates(problem))
-        assert rated is not None
-        drafts.append(rated.placement)
-    own, foreign = drafts
-    search = known_problems.search(chat)
-    assert colocated.compute_misconfiguration_cost(search, own, own) == 1
-    assert colocated.compute_misconfiguration_cost(search, own, foreign) >= 0.98
-    hopeless = known_problems.search(chat, known_problems.Targets(10, 5, 0.9))
-    assert colocated.compute_misconfiguration_cost(hopeless, own, foreign) == float("inf")

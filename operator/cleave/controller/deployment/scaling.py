@@ -20,6 +20,7 @@ from cleave.api.role import Role
 from cleave.api.scaling import Scaling, ScheduledPeak
 from cleave.controller.views import DeploymentView, TrafficDemand
 from cleave.manifests.labels import Manifest
+from cleave.planner.scaling_law.aladdin import WorkerLaw
 from cleave.planner.scaling_law.growth import HEARTBEAT_S
 from cleave.traffic.window import TrafficWindow
 
@@ -177,9 +178,9 @@ def compute_replicas(scaling: Scaling, plan: SelectedPlan, rate: float) -> Repli
     growth = plan.growth
     if growth is None:
         return planned
-    exact_workers = max(growth.per_rate * rate + growth.base - 1e-9, 0.0)
-    whole_workers = max(1, math.ceil(exact_workers))
-    workers = min(whole_workers, exact_workers + 0.5)
+    law = WorkerLaw(growth.per_rate, growth.base, growth.lowest_rate)
+    whole_workers = law.compute_workers(rate)
+    workers = min(whole_workers, law.compute_fraction(rate) + 0.5)
     if any(pool.per_cell for pool in plan.pools):
         workers = whole_workers
     if rate <= _get_planned_rate(plan):

@@ -22,6 +22,16 @@ from cleave.simulator.fleet import SimulatedTransfer
 from cleave.traffic.workload import Demand
 
 _NO_OVERLAP = 1 << 40
+_MAX_NODE_WATTS = {
+    "A100-SXM-80GB": 6_500.0,
+    "H100-SXM-80GB": 10_200.0,
+    "H200-SXM-141GB": 10_200.0,
+    "B200-SXM-180GB": 14_300.0,
+}
+"""Maximum power of NVIDIA's DGX with eight of a GPU, from its data sheets; Splitwise's simulator
+has the same for the first two."""
+_NODE_POWER_RATIO = 1.8
+"""Power of a node over that of its GPUs where it is not known: that of DGX H100 and B200."""
 _PROMPT_TOKENS = 1024
 """Prompt length at which the compute time per token is taken."""
 
@@ -58,7 +68,8 @@ def list_nodes(problem: Problem, suffix: str = "") -> tuple[MachineNode, ...]:
 def apply_power_cap(
     problem: Problem, uncapped: Sequence[MachineNode], cluster: Cluster, folder: Path, share: float
 ) -> tuple[MachineNode, ...]:
-    """The same machines with each GPU limited to `share` of its power (HHcap's token machines).
+    """The same machines with each GPU limited to `share` of its power (HHcap's token machines); the
+    rest of a machine takes as much as before.
 
     `folder` contains the cluster's profiles. Raises ManifestError for a share so low that its
     effect is unknown.
@@ -72,7 +83,11 @@ def apply_power_cap(
         for node in uncapped
     ]
     estimator = build_estimator(problem.shape, cluster, choices, folder)
-    return list_nodes(replace(problem, estimator=estimator), f" at {share:.0%}")
+    capped = list_nodes(replace(problem, estimator=estimator), f" at {share:.0%}")
+    return tuple(
+        replace(node, machine=replace(node.machine, host_watts=rated.machine.host_watts))
+        for node, rated in zip(capped, uncapped, strict=True)
+    )
 
 
 def build_pairs(
@@ -110,9 +125,17 @@ def _build_node(problem: Problem, supply: Supply, suffix: str) -> MachineNode | 
         sizes = (tensor, gpus // tensor)
         estimate = problem.estimator.estimate(supply.gpu, *sizes)
         if estimate is not None:
-            machine = MachineType(supply.gpu + suffix, estimate)
+            host_watts = _compute_host_watts(supply.gpu, gpus, estimate.power_watts)
+            machine = MachineType(supply.gpu + suffix, estimate, host_watts)
             return MachineNode(machine, sizes, supply.network_link)
     return None
+
+
+def _compute_host_watts(gpu: str, gpus: int, gpu_watts: float) -> float:
+    """Power of a node without its GPUs, which take `gpu_watts` together."""
+    if gpu in _MAX_NODE_WATTS:
+        return _MAX_NODE_WATTS[gpu] * gpus / 8 - gpu_watts
+    return (_NODE_POWER_RATIO - 1) * gpu_watts
 
 
 def _build_transfer(

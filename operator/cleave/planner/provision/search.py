@@ -5,8 +5,9 @@ pairs of two types, a power-capped one among them) and their counts, for the hig
 equal power or cost, or the lowest cost or power at a throughput, within nine slowdown limits. What
 is hard: every point of the plane of counts is a simulation. More machines never serve worse, so the
 cheapest point that meets the limits is found along the edge of the feasible region, and rates are
-only searched where neither the bound nor one trial excludes a pair of counts. Unlike in Splitwise's
-own simulator, machines keep their role: there is no mixed pool that takes overflow.
+only searched where neither the bound nor one trial excludes a pair of counts. Machines help the
+other pool, as the router does it (`policy.role_flipping`; Splitwise's mixed pool); the bounds are
+those of each pool alone, since help is for bursts.
 """
 
 import math
@@ -23,6 +24,7 @@ from cleave.planner.search import capacity_bound
 from cleave.planner.search.trials import Trials, TrialSpan
 from cleave.simulator.fleet import (
     Batching,
+    FlipThresholds,
     SimulatedEngine,
     SimulatedFleet,
     SimulatedPool,
@@ -32,6 +34,10 @@ from cleave.traffic.workload import Demand
 
 PROMPT_BATCH_TOKENS = 2048
 """Token limit of prompt batches (Splitwise, section IV-B); throughput falls above it (fig. 6a)."""
+
+MAX_PENDING_TOKENS = 8192
+"""Pending tokens of a prompt machine from which token machines help: those of Splitwise's simulator
+(Mutinifni/splitwise-sim at 8f99e7d, configs/orchestrator_repo/schedulers/mixed_pool.yaml)."""
 
 _TOLERANCE = 0.01
 """Relative width of the bracket at which a search for the rate ends."""
@@ -62,7 +68,14 @@ class MachineType:
 
     name: str
     estimate: Estimate
-    """Step times, memory, cost and power, with a power cap included."""
+    """Step times, memory, cost and power of the GPUs, with a power cap included."""
+    host_watts: float = 0.0
+    """Power of the rest of the machine: processors, network, fans."""
+
+    @property
+    def power_watts(self) -> float:
+        """Provisioned power of the whole machine."""
+        return self.estimate.power_watts + self.host_watts
 
     def build_engine(self, batching: Batching, max_num_batched_tokens: int) -> SimulatedEngine:
         """The engine in the simulator's type."""
@@ -84,6 +97,9 @@ class MachinePair:
     """None: all machines are mixed, as in Splitwise's baselines."""
     transfer: SimulatedTransfer = SimulatedTransfer()  # noqa: RUF009 - a frozen value
 
+    lends: bool = True
+    """Whether machines help the other pool when it is overloaded (Splitwise's mixed pool)."""
+
     def build_fleet(self, num_prompt: int, num_token: int) -> SimulatedFleet:
         """A fleet of these counts; the prompt machine produces the first token, as in Splitwise."""
         if self.token is None:
@@ -96,8 +112,14 @@ class MachinePair:
             prefill=(SimulatedPool(prompt, num_prompt),),
             decode=(SimulatedPool(token, num_token),),
             transfer=self.transfer,
+            flipping=FlipThresholds(self._compute_max_wait_ms()) if self.lends else None,
             first_token_by_decode=False,
         )
+
+    def _compute_max_wait_ms(self) -> float:
+        """How long prompts wait before a token machine helps."""
+        batches = MAX_PENDING_TOKENS / PROMPT_BATCH_TOKENS
+        return batches * self.prompt.estimate.timing.predict_prefill_ms([PROMPT_BATCH_TOKENS])
 
     def compute_cost_per_hour(self, num_prompt: int, num_token: int) -> float:
         """Price of all machines."""
@@ -106,8 +128,8 @@ class MachinePair:
 
     def compute_power_watts(self, num_prompt: int, num_token: int) -> float:
         """Provisioned power of all machines."""
-        token = self.token.estimate.power_watts if self.token else 0.0
-        return num_prompt * self.prompt.estimate.power_watts + num_token * token
+        token = self.token.power_watts if self.token else 0.0
+        return num_prompt * self.prompt.power_watts + num_token * token
 
 
 @dataclass(frozen=True, slots=True)

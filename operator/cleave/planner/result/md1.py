@@ -1,13 +1,12 @@
 """Mean TTFT of a prefill instance by formula: a check of the simulator for simple queues.
 
-DistServe, section 3.1, Eq. 1-3: Poisson arrivals, prompts of one length, served one at a time in
-order of arrival (M/D/1). Times in milliseconds, rates in requests per second. The search compares
-the formulas with the simulation of the selected plan; a disagreement becomes a warning of the
-result. Plans with several prefill instances, different prompt lengths or other arrivals than
+DistServe, section 3.1, Eq. 1 and 2: Poisson arrivals, prompts of one length, served one at a time
+in order of arrival (M/D/1). Times in milliseconds, rates in requests per second. The search
+compares the formulas with the simulation of the selected plan; a disagreement becomes a warning of
+the result. Plans with several prefill instances, different prompt lengths or other arrivals than
 Poisson are not checked.
 """
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,42 +28,11 @@ class QueueingError(ValueError):
     """The queue grows without bound, or the formula does not apply."""
 
 
-def compute_mean_ttft_ms(rate: float, prefill_ms: float) -> float:
-    """Eq. 1: D + R D^2 / (2 (1 - R D)). Raises QueueingError if R D >= 1."""
-    return prefill_ms + _compute_wait_ms(rate, prefill_ms)
-
-
-def compute_mean_ttft_inter_op_ms(rate: float, prefill_ms: float, stages: int = 2) -> float:
-    """Eq. 2, D + R D^2 / (4 (2 - R D)); with s stages D + R D^2 / (2 s (s - R D)). A request takes
-    D through all stages; the queue advances at the pace of one stage, D / s."""
+def compute_mean_ttft_ms(rate: float, prefill_ms: float, stages: int = 1) -> float:
+    """Eq. 1, D + R D^2 / (2 (1 - R D)), Eq. 2, D + R D^2 / (4 (2 - R D)), and with s stages
+    D + R D^2 / (2 s (s - R D)). A request takes D through all stages; the queue advances at the
+    pace of one stage, D / s. Raises QueueingError if R D >= s."""
     return prefill_ms + _compute_wait_ms(rate, prefill_ms / stages)
-
-
-def compute_mean_ttft_intra_op_ms(rate: float, prefill_ms: float, speedup: float) -> float:
-    """Eq. 3: D / K + R D^2 / (2 K (K - R D)), with the speed-up 1 < K < tensor parallel size."""
-    if not speedup > 0:
-        raise QueueingError(f"speedup {speedup:g}: must be above 0")
-    return compute_mean_ttft_ms(rate, prefill_ms / speedup)
-
-
-def find_crossing_rate(prefill_ms: float, speedup: float) -> float:
-    """Rate in req/s from which two-way inter-op beats two-way intra-op in mean TTFT.
-
-    Found by bisection on Eq. 2 and 3; infinite: intra-op is faster at every stable rate. Below a
-    speed-up of 1, inter-op is always faster.
-    """
-    if speedup <= 1:
-        return 0.0
-    low, high = 0.0, min(speedup, 2.0) * 1000.0 / prefill_ms * (1 - 1e-9)
-    if not _is_inter_op_faster(high, prefill_ms, speedup):
-        return math.inf
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _is_inter_op_faster(middle, prefill_ms, speedup):
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 def applies(trace: Trace) -> bool:
@@ -87,7 +55,7 @@ def list_disagreements(finalist: PredictedPlan) -> Iterator[str]:
     if abs(simulated_ms - expected_ms) > _TOLERANCE * expected_ms:
         yield (
             f"mean time to the end of the prompt is {simulated_ms:.4g} ms simulated and "
-            f"{expected_ms:.4g} ms by the M/D/1 formula (DistServe, Eq. 1-3)"
+            f"{expected_ms:.4g} ms by the M/D/1 formula (DistServe, Eq. 1 and 2)"
         )
 
 
@@ -105,14 +73,9 @@ def compute_expected_prefill_ms(finalist: PredictedPlan) -> float | None:
     timing = instance.engine.timing
     prefill_ms = timing.predict_prefill_ms([prompt])
     try:
-        return compute_mean_ttft_inter_op_ms(trace.rate, prefill_ms, timing.stages)
+        return compute_mean_ttft_ms(trace.rate, prefill_ms, timing.stages)
     except QueueingError:
         return None
-
-
-def _is_inter_op_faster(rate: float, prefill_ms: float, speedup: float) -> bool:
-    inter_ms = compute_mean_ttft_inter_op_ms(rate, prefill_ms)
-    return inter_ms < compute_mean_ttft_intra_op_ms(rate, prefill_ms, speedup)
 
 
 def _compute_wait_ms(rate: float, service_ms: float) -> float:

@@ -1,6 +1,6 @@
 """Aladdin's laws: how many GPUs a worker should have, and how many workers a rate needs.
 
-Section 4.1 (Eq. 5 and 6) chooses the tensor parallel size once, from the model, the GPU and the
+Section 4.1 (Eq. 6) chooses the tensor parallel size once, from the model, the GPU and the
 lengths; section 5.2 (Eq. 7) gives the number of workers for a rate as a line fitted to simulated
 counts, so that scaling needs no search. Used by `cleave.planner.scaling_law.growth`. What is hard:
 a line through counts is below some of them, and below some rate too few requests arrive per
@@ -36,27 +36,6 @@ class WorkerSize:
     """True: KV memory limits the batch; False: the time between tokens does."""
     batch: int
     """Requests that decode together at that throughput."""
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeLaw:
-    """Eq. 5: compute time = k4 / N_g + c4, in ms."""
-
-    k4: float
-    c4: float
-
-    @classmethod
-    def fit(cls, compute_ms: Mapping[int, float]) -> "ComputeLaw":
-        """Fit the law to compute times by number of GPUs (at least two), without communication."""
-        if (num := len(compute_ms)) < 2:
-            raise ScalingError(f"compute times of {num} worker sizes; a fit of Eq. 5 needs two")
-        inverse = np.array([[1 / gpus, 1.0] for gpus in compute_ms])
-        k4, c4 = np.linalg.lstsq(inverse, np.array(list(compute_ms.values())), rcond=None)[0]
-        return cls(float(k4), float(c4))
-
-    def predict_iteration_ms(self, gpus: int, all_reduce_ms: float = 0.0) -> float:
-        """Predicted time with communication, which grows as (N_g - 1) / N_g of `all_reduce_ms`."""
-        return self.k4 / gpus + self.c4 + all_reduce_ms * (gpus - 1) / gpus
 
 
 def rank_worker_sizes(
@@ -115,11 +94,13 @@ class WorkerLaw:
     lowest_rate: float
     """R in req/s: below it the law is an extrapolation."""
 
+    def compute_fraction(self, rate: float) -> float:
+        """Workers that `rate` needs, before rounding; 0 or more."""
+        return max(self.k5 * rate + self.c5 - 1e-9, 0.0)
+
     def compute_workers(self, rate: float) -> int:
-        """Workers that `rate` needs, at least one. Raises ScalingError for a rate below 0."""
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ScalingError(f"rate {rate:g}: must be 0 or more")
-        return max(1, math.ceil(self.k5 * rate + self.c5 - 1e-9))
+        """Whole workers that `rate` needs, at least one."""
+        return max(1, math.ceil(self.compute_fraction(rate)))
 
     def holds_at(self, rate: float) -> bool:
         """Whether enough requests arrive at this rate for the law to be valid."""

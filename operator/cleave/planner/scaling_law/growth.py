@@ -1,6 +1,6 @@
 """How a plan scales with its traffic: Aladdin's laws for one problem.
 
-For `cleave plan --explain`, and for the operator's autoscaling of a running plan. Eq. 5 and 6 give
+For `cleave plan --explain`, and for the operator's autoscaling of a running plan. Eq. 6 gives
 the best number of GPUs per worker, Eq. 7 the number of workers at other rates. What is hard: a
 worker is the smallest unit that can be added to the plan. That is one mixed instance, or the
 smallest group of prefill and decode instances in the plan's proportion.

@@ -1,0 +1,36 @@
+"""Aladdin's Algorithm 2 beside no moves."""
+
+from types import SimpleNamespace
+
+import moves
+import pytest
+
+from cleave.perf.published.aladdin import Coefficients
+
+WORKER = SimpleNamespace(
+    coefficients=Coefficients(0.1, 10.0, 0.001, 0.5, 15.0),
+    estimate=SimpleNamespace(kv_capacity_tokens=50_000),
+)
+
+
+@pytest.mark.parametrize("way", [(False, False), (False, True), (True, False), (True, True)])
+def test_every_request_ends_and_frees_its_memory(way: tuple[bool, bool]) -> None:
+    requests = moves.draw(20.0, 200)
+    fleet = moves.Fleet(WORKER, 8, 40.0, *way)
+    fleet.serve(requests)
+    assert all(each.end_ms > each.joined_ms >= each.arrival_ms for each in requests)
+    assert {each.context for each in fleet.workers} == {0}
+
+
+def test_a_placed_request_moves_to_where_requests_ended_early() -> None:
+    fleet = moves.Fleet(WORKER, 2, 40.0, False, True)
+    late, early = fleet.workers
+    outrun = moves.Request(0.0, 100, 900, 50.0, first_step=0)
+    late.running[outrun], late.step, late.context = None, 200, 300
+    early.early.append((500.0, 400.0))
+    placed = moves.Request(0.0, 100, 100, 100.0)
+    late.placed.append(placed)
+    fleet._rebalance()
+    assert (late.placed, early.placed) == ([], [placed])
+    fleet._rebalance()
+    assert early.placed == [placed], "nothing is gained by moving it back"
