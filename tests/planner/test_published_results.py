@@ -133,13 +133,13 @@ def test_a_prefill_instance_waits_as_m_d_1_does(load: float) -> None:
 
 
 def test_two_stages_wait_as_equation_2_says() -> None:
-    expected = md1.compute_mean_ttft_inter_op_ms(14.0, PREFILL_MS)
+    expected = md1.compute_mean_ttft_ms(14.0, PREFILL_MS, 2)
     assert waits(timing(PREFILL_MS, stages=2), 14.0) == pytest.approx(expected, rel=0.01)
 
 
 def test_two_tensor_parallel_gpus_wait_as_equation_3_says() -> None:
     speedup = 1.6
-    expected = md1.compute_mean_ttft_intra_op_ms(11.0, PREFILL_MS, speedup)
+    expected = md1.compute_mean_ttft_ms(11.0, PREFILL_MS / speedup)
     assert waits(timing(PREFILL_MS / speedup), 11.0) == pytest.approx(expected, rel=0.01)
 
 

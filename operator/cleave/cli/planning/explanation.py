@@ -7,7 +7,7 @@ from cleave.api.role import Role
 from cleave.planner.plan import Plan, PlanningResult
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.result.md1 import QueueingError, compute_mean_ttft_inter_op_ms
+from cleave.planner.result.md1 import QueueingError, compute_mean_ttft_ms
 from cleave.planner.result.recovery_cost import compare_checkpoints
 from cleave.planner.result.text import (
     describe_trust,
@@ -108,7 +108,7 @@ def _describe_queueing(problem: Problem, plan: Plan) -> Iterator[Fact]:
         prefill_ms = timing.predict_prefill_ms([round(problem.demand.mean_prompt_tokens)])
         share = problem.rate / pools[Role.PREFILL].replicas
         try:
-            mean_ms = compute_mean_ttft_inter_op_ms(share, prefill_ms, timing.stages)
+            mean_ms = compute_mean_ttft_ms(share, prefill_ms, timing.stages)
         except QueueingError as error:
             yield "by formula", str(error)
         else:
