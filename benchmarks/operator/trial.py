@@ -18,6 +18,7 @@ DEPLOYMENTS = "/apis/cleave.dev/v1alpha1/namespaces/default/llmdeployments"
 WORKERS = "/api/v1/namespaces/default/pods?labelSelector=cleave.dev/component%3Dworker"
 SETTLED_S = 5.0
 """Without a write for so long, the operator has come to rest."""
+MAX_SETTLING_S = 600
 POLL_S = 1.0
 FAILOVER_LIMIT_S = 300
 
@@ -81,7 +82,7 @@ class Outcome:
     """Of all parts, in the same time."""
     peak_mib: float
     rest: Reading
-    """Of the operator, over a time in which nothing changed but a resync came."""
+    """Of the operator, over `--rest` seconds in which nothing changed."""
     rest_requests: ApiServerReading
     rest_usage: Usage
     one_more: Mapping[str, Waits]
@@ -206,13 +207,14 @@ async def fail_over(leader: Operator, standby: Operator) -> Failover:
 
 async def rest(operator: Operator) -> Reading:
     """Wait until the operator has written nothing for SETTLED_S, and nothing is queued."""
-    reading, since = await asyncio.to_thread(operator.read), time.monotonic()
-    while time.monotonic() - since < SETTLED_S:
-        await asyncio.sleep(POLL_S)
-        newer = await asyncio.to_thread(operator.read)
-        if newer.writes != reading.writes or newer.queued:
-            since = time.monotonic()
-        reading = newer
+    async with asyncio.timeout(MAX_SETTLING_S):
+        reading, since = await asyncio.to_thread(operator.read), time.monotonic()
+        while time.monotonic() - since < SETTLED_S:
+            await asyncio.sleep(POLL_S)
+            newer = await asyncio.to_thread(operator.read)
+            if newer.writes != reading.writes or newer.queued:
+                since = time.monotonic()
+            reading = newer
     return reading
 
 

@@ -1,7 +1,8 @@
 """Controllers of other projects for tests (`scripts/third-party` builds them).
 
 Nodes of a test cluster run no images of others, so each controller is a process beside the cluster,
-with the rights of the account that it would have. What is a Service to the API server (webhooks,
+with the rights of the account that it would have (cert-manager and the Prometheus operator as
+administrators). What is a Service to the API server (webhooks,
 metrics) leads to it by an EndpointSlice.
 """
 

@@ -138,6 +138,7 @@ def test_with_cert_manager_a_ca_that_keeps_its_key_signs_the_webhooks_certificat
         each["spec"] for each in certificates.values() if each["spec"]["secretName"] == signer
     ]
     assert authority["isCA"]
+    assert "cleave-webhook" not in issuers, "it signed itself, and would not issue again"
     assert authority["privateKey"]["rotationPolicy"] == "Never"
     assert issuers[authority["issuerRef"]["name"]] == {"selfSigned": {}}
 

@@ -60,6 +60,10 @@ def test_time_of_prompts_is_no_progress_of_what_decodes() -> None:
         assert (compute_saved_ms(generated, 500.0, 30.0, 1.0) > 0) is is_ahead
 
 
+def test_prompts_of_its_own_iteration_take_no_progress_from_a_request() -> None:
+    assert exclude_prompts(20.0, 1_500, FIT.k1) == 0
+
+
 def test_an_output_counts_between_its_first_and_its_last_token() -> None:
     assert [compute_context_weight(100, 40, gamma) for gamma in (0.0, 0.5, 1.0)] == [100, 120, 140]
 

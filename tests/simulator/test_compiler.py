@@ -121,6 +121,19 @@ def test_what_is_compiled_is_known_before_it_is_loaded(
     assert compiler.is_compiled(join)
 
 
+@pytest.mark.parametrize("length", [0, 100, -1])
+def test_damaged_code_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    load()
+    (file,) = tmp_path.rglob("*.o")
+    file.write_bytes(file.read_bytes()[:length])
+    assert not compiler.is_compiled(join)
+    assert count_joined(load(), 0, 200.0) == 1
+    assert compiler.is_compiled(join)
+
+
 def test_the_code_of_old_versions_makes_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from cleave.cli.local.up import up
 from cleave.cli.manifests.render import render
 from cleave.cli.manifests.rollout import rollout
 from cleave.cli.manifests.validate import validate
-from cleave.cli.options import MANIFEST
+from cleave.cli.options import MANIFEST, File
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
 from cleave.cli.planning.plan import plan
 from cleave.cli.planning.provision import provision
@@ -76,14 +76,14 @@ class ManifestCommand(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse as the base class does, which would report only that -f is missing."""
-        _, others, options = self.make_parser(ctx).parse_args(list(args))
-        if others:
-            fail(
-                [f"{others[0]}: name the manifest with -f: {ctx.command_path} -f {others[0]}"],
-                BAD_INPUT,
-            )
-        if sum(option.name == MANIFEST for option in options) > 1 and not ctx.resilient_parsing:
-            fail(["-f: given more than once; name one file, with one LLMDeployment"], BAD_INPUT)
+        if not ctx.resilient_parsing:
+            _, others, options = self.make_parser(ctx).parse_args(list(args))
+            num_named = sum(option.name == MANIFEST for option in options)
+            if others and not num_named:
+                how = f"name the manifest with -f: {ctx.command_path} -f {others[0]}"
+                fail([f"{others[0]}: {how}"], BAD_INPUT)
+            if num_named > 1:
+                fail(["-f: given more than once; name one file, with one LLMDeployment"], BAD_INPUT)
         return super().parse_args(ctx, args)
 
 
@@ -102,7 +102,8 @@ _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
 """Commands by the heading under which `cleave --help` lists them."""
 for heading, commands in _GROUPS.items():
     for command in commands:
-        reads_manifest = MANIFEST in inspect.signature(command).parameters
+        file = inspect.signature(command).parameters.get(MANIFEST)
+        reads_manifest = file is not None and file.annotation is File
         app.command(cls=ManifestCommand if reads_manifest else None, rich_help_panel=heading)(
             command
         )

@@ -62,8 +62,9 @@ def count_context(weight: float, held: float) -> float:
 
 def exclude_prompts(decoding_ms: float, prompt_tokens: float, k1: float) -> float:
     """Part of `decoding_ms` that a request spent in decode iterations: the rest went to the
-    `prompt_tokens` that its instance has computed since it began to decode."""
-    return decoding_ms - k1 * prompt_tokens
+    `prompt_tokens` that its instance has computed since it began to decode. At least 0: prompts of
+    the iteration of its own prompt count as well."""
+    return max(decoding_ms - k1 * prompt_tokens, 0.0)
 
 
 def compute_spare_context(

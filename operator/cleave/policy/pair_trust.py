@@ -44,6 +44,9 @@ NUM_RATES = 3
 SLOW_RATIO = 0.25
 """Rate of a slow pair, relative to the usual one. Two handoffs to one card at a time halve it; TCP
 over 25 Gbit/s has a sixteenth of RDMA over 200."""
+STEADY_RATIO = 0.4
+"""Least rate, relative to the one that is due, that counts as usual: so that a pair which becomes
+slow by steps does not take what is due down with it."""
 SLOWER_LINK_SHARE = 0.25
 """Least share of slow pairs at which the links, not the pairs, may be what is slow."""
 NUM_USUAL = 16
@@ -156,23 +159,25 @@ def compute_due_rate(pair: RatedPair, like: Sequence[RatedPair]) -> float:
         shares = [
             each.bytes_per_s / each.usual_bytes_per_s for each in like if each.usual_bytes_per_s
         ]
-        return pair.usual_bytes_per_s * _get_upper_median(shares) if len(shares) > 1 else 0.0
+        if len(shares) > 1:
+            return pair.usual_bytes_per_s * _get_upper_median(shares)
     if len(like) < 2:
         return 0.0
     due = _get_upper_median([each.bytes_per_s for each in like])
     slow = [each for each in like if each.bytes_per_s < SLOW_RATIO * due]
-    if _has_slower_link(pair, like, slow):
+    if len(slow) < SLOWER_LINK_SHARE * len(like):
+        return due
+    fast = [each for each in like if each.bytes_per_s >= SLOW_RATIO * due]
+    if _has_slower_link(pair, slow, fast):
         return _get_upper_median([each.bytes_per_s for each in slow])
     return due
 
 
-def _has_slower_link(pair: RatedPair, like: Sequence[RatedPair], slow: Sequence[RatedPair]) -> bool:
-    """Whether pairs are slow because of where they are, as between two nodes or racks: many are,
-    also of other engines, and both engines of this pair are fast with others."""
-    fast = [each for each in like if each not in slow]
+def _has_slower_link(pair: RatedPair, slow: Sequence[RatedPair], fast: Sequence[RatedPair]) -> bool:
+    """Whether many pairs are slow because of where they are, as between two nodes or racks: those
+    of other engines are slow as well, and both engines of this pair are fast with others."""
     return (
-        len(slow) >= SLOWER_LINK_SHARE * len(like)
-        and any(each.prefill != pair.prefill and each.decode != pair.decode for each in slow)
+        any(each.prefill != pair.prefill and each.decode != pair.decode for each in slow)
         and any(each.prefill == pair.prefill for each in fast)
         and any(each.decode == pair.decode for each in fast)
     )

@@ -12,6 +12,9 @@ from cleave.policy.best_fit import BestFitModel, exclude_prompts
 
 MIN_OUTPUT_TOKENS = 8
 """Shorter outputs depend more on the network than on iteration times."""
+MIN_OWN_SHARE = 0.5
+"""Outputs that spent more of their time on prompts say little of decode iterations: the rest is the
+small difference of two large, uncertain numbers."""
 _FIT_EVERY = 64
 """Number of samples between two fits."""
 
@@ -39,10 +42,11 @@ class IterationTimeEstimator:
         """Include an output of `tokens` tokens that took `ms` from its first to its last token,
         while its instance computed `prompt_tokens`. `batch`, `context`: the requests that decoded
         with it, and the sum of their contexts."""
+        own_ms = ms
         if self.best_fit is not None:
-            ms = exclude_prompts(ms, prompt_tokens, self.best_fit.coefficients.k1)
-        if tokens >= MIN_OUTPUT_TOKENS and ms > 0:
-            self._model.add_decode(round(batch), int(context), ms / (tokens - 1))
+            own_ms = exclude_prompts(ms, prompt_tokens, self.best_fit.coefficients.k1)
+        if tokens >= MIN_OUTPUT_TOKENS and ms > 0 and own_ms >= MIN_OWN_SHARE * ms:
+            self._model.add_decode(round(batch), int(context), own_ms / (tokens - 1))
             self._refit()
 
     def _refit(self) -> None:

@@ -3,7 +3,7 @@
 Called by `run`. What is hard: the same functions run uncompiled in the router and in engines, so
 they cannot be decorated; they are cloned instead, with compiled clones in place of the functions
 that they call. And importing numba takes half a second of CPU, of which cached code needs nothing:
-the cache holds plain object files, which LLVM's loader links into the process. Its folder is named
+the cache holds object files, which LLVM's loader links into the process. Its folder is named
 by a hash of all sources involved, so all checkouts and installations of one version share the code.
 """
 
@@ -34,6 +34,7 @@ _C_TYPES: dict[type, type[ctypes.c_int64 | ctypes.c_double]] = {
 }
 _MAX_VERSIONS = 4
 """Number of versions whose machine code stays in the cache."""
+_DIGEST_BYTES = 16
 _FOLDER = "cleave-simulator"
 _ENTRY = "cleave_entry"
 """Name of the outermost function in its object file."""
@@ -48,15 +49,11 @@ def load_function(
     must be in numba's subset of Python and take only types that numba supports. The result takes an
     array with one row instead of the STATE.
     """
-    target = _build_target()
-    code_id = hashlib.blake2b(repr(target).encode(), digest_size=4).hexdigest()
-    name = f"{function.__name__}-{code_id}.o"
-    folders = _find_folders(function)
-    for folder in folders:
-        if (file := folder / name).exists():
-            return _link(file.read_bytes(), scalars, target)
-    code = _compile(function, dict(build_replacements()), scalars, target)
-    _write(folders[-1] / name, code)
+    target, files = _build_target(), _list_files(function)
+    code = next(filter(None, map(_read, files)), b"")
+    if not code:
+        code = _compile(function, dict(build_replacements()), scalars, target)
+        _write(files[-1], code)
     return _link(code, scalars, target)
 
 
@@ -143,11 +140,26 @@ def _link(code: bytes, scalars: tuple[type, ...], target: dict[str, str]) -> Cal
     return call
 
 
+def _read(file: Path) -> bytes:
+    """The machine code in a file; empty if there is none, or if it is damaged: LLVM would end this
+    process."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return b""
+    digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return code if digest == _compute_digest(code) else b""
+
+
 def _write(file: Path, code: bytes) -> None:
-    """Write the file at once: other processes may read it."""
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    new.write_bytes(code)
-    new.rename(file)
+    """Write the file at once, after a digest of the code: other processes may read it."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
+        new.write(_compute_digest(code) + code)
+    Path(new.name).rename(file)
+
+
+def _compute_digest(code: bytes) -> bytes:
+    return hashlib.blake2b(code, digest_size=_DIGEST_BYTES).digest()
 
 
 @functools.cache
@@ -178,17 +190,19 @@ def _find_globals(function: FunctionType) -> set[str]:
 
 
 def is_compiled(function: Function) -> bool:
-    """Whether the cache holds machine code for exactly these sources; imports no compiler."""
-    return any(file for folder in _find_folders(function) for file in folder.glob("*.o"))
+    """Whether there is machine code for exactly these sources and this CPU; imports no numba."""
+    return any(map(_read, _list_files(function)))
 
 
-def _find_folders(function: Function) -> tuple[Path, Path]:
+def _list_files(function: Function) -> tuple[Path, Path]:
     """Where the machine code may lie: what an image ships, and the writable cache."""
+    target_id = hashlib.blake2b(repr(_build_target()).encode(), digest_size=4).hexdigest()
+    file_name = f"{function.__name__}-{target_id}.o"
     digest = hashlib.blake2b(f"{version('numba')} {sys.version_info}".encode(), digest_size=8)
     for file in find_sources(function):
         digest.update(file.read_bytes())
     name = digest.hexdigest()
-    return Path(sys.prefix) / "share" / _FOLDER / name, _find_cache(name)
+    return Path(sys.prefix) / "share" / _FOLDER / name / file_name, _find_cache(name) / file_name
 
 
 def _find_cache(name: str) -> Path:

@@ -6,6 +6,7 @@ import pytest
 from cleave.api.cluster import Cluster, NodeGroup
 from cleave.api.deployment import Slo
 from cleave.api.manifest import ManifestError
+from cleave.api.planning import GpuChoice
 from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware import link
 from cleave.perf.model import model_shape
@@ -107,6 +108,15 @@ def test_capped_machines_need_less_power_and_prompt_slower_but_decode_the_same()
         assert slow.predict_decode_ms(8, 8000) == pytest.approx(timing.predict_decode_ms(8, 8000))
     with pytest.raises(ManifestError, match="is below half"):
         machines.apply_power_cap(machine_problem, full, CLUSTER, Path(), 0.3)
+
+
+def test_a_power_cap_leaves_the_rest_of_a_machine_its_power() -> None:
+    whole = problem()
+    choices = [GpuChoice(type="H100-SXM-80GB", power_cap_watts=350)]
+    limited = replace(whole, estimator=build_estimator(whole.shape, CLUSTER, choices))
+    uncapped, capped = (machines.list_nodes(each)[1].machine for each in (whole, limited))
+    assert capped.host_watts == uncapped.host_watts
+    assert uncapped.power_watts - capped.power_watts == 8 * 350
 
 
 def test_capped_token_machines_win_under_equal_power_as_in_splitwise() -> None:

@@ -83,7 +83,7 @@ def provision(
       cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml --rate 40
       # Maximize throughput within a power budget
       cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml \\
-        --goal throughput --max-power 224000 --token-cap 0.5
+        --goal throughput --max-power 408000 --token-cap 0.5
     """
     from cleave.planner.provision import search
 

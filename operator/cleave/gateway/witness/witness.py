@@ -80,7 +80,9 @@ class WitnessedPair:
     rates: deque[PullRate] = field(default_factory=lambda: deque(maxlen=pair_trust.NUM_RATES))
     """The newest ones."""
     steady: deque[float] = field(default_factory=lambda: deque(maxlen=pair_trust.NUM_USUAL))
-    """Bytes/s of the newest canaries that were not slow, also by little time."""
+    """Bytes/s of the newest canaries that were near what was due."""
+    usual_bytes_per_s: float = 0.0
+    """Median of `steady`; 0: there are too few."""
     reason: str = ""
     """The newest fault."""
     blur: str = ""
@@ -111,9 +113,13 @@ class WitnessedPair:
     @property
     def rated(self) -> RatedPair:
         """Its rate beside its usual one."""
-        is_known = len(self.steady) >= pair_trust.MIN_USUAL
-        usual = statistics.median(self.steady) if is_known else 0.0
-        return RatedPair(*self.key, self.rate.bytes_per_s, usual)
+        return RatedPair(*self.key, self.rate.bytes_per_s, self.usual_bytes_per_s)
+
+    def record_steady(self, bytes_per_s: float) -> None:
+        """Include a rate in what is usual."""
+        self.steady.append(bytes_per_s)
+        if len(self.steady) >= pair_trust.MIN_USUAL:
+            self.usual_bytes_per_s = statistics.median(self.steady)
 
 
 class Witness:
@@ -364,8 +370,9 @@ class Witness:
             others = "as usual it would be" if rated.usual_bytes_per_s else "other pairs at"
             best = f"pulled at {pair.rate.bytes_per_s / 1e9:.3g} GB/s"
             raise FaultyCanaryError("slow", f"{best}, {others} {due / 1e9:.3g} GB/s")
-        if rate.bytes_per_s >= pair_trust.SLOW_RATIO * due:
-            pair.steady.append(rate.bytes_per_s)
+        is_first = not due and not rated.usual_bytes_per_s
+        if is_first or (due and rate.bytes_per_s >= pair_trust.STEADY_RATIO * due):
+            pair.record_steady(rate.bytes_per_s)
         return pair_trust.is_slow(rate, due)
 
     # --- results ---

@@ -13,6 +13,7 @@ from pathlib import Path
 from cleave.api.cluster import Cluster
 from cleave.api.planning import GpuChoice
 from cleave.perf.estimator import build_estimator
+from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
 from cleave.perf.hardware.link import Link, select_slower
 from cleave.perf.model.model_shape import ModelShape
@@ -132,9 +133,10 @@ def _build_node(problem: Problem, supply: Supply, suffix: str) -> MachineNode | 
 
 
 def _compute_host_watts(gpu: str, gpus: int, gpu_watts: float) -> float:
-    """Power of a node without its GPUs, which take `gpu_watts` together."""
+    """Power of a node without its GPUs, which take `gpu_watts` together. A power cap on GPUs of the
+    catalogue does not change it."""
     if gpu in _MAX_NODE_WATTS:
-        return _MAX_NODE_WATTS[gpu] * gpus / 8 - gpu_watts
+        return (_MAX_NODE_WATTS[gpu] / 8 - find_gpu(gpu).power_watts) * gpus
     return (_NODE_POWER_RATIO - 1) * gpu_watts
 
 

@@ -251,7 +251,8 @@ class PairSearch:
         return self.simulate_slowdowns(prompts, tokens, rate).is_within(self.request.limits)
 
     def compute_rate_bound(self, prompts: int, tokens: int) -> float:
-        """Rate bound that a simulation exceeds only by the randomness of its sample."""
+        """Rate bound of pools of which neither helps the other: a simulation exceeds it by the
+        randomness of its sample, and by what machines lend. Sizes below it are not simulated."""
         fleet = self.pair.build_fleet(prompts, tokens)
         return capacity_bound.compute_fleet_rate(fleet, self.trials.get_lengths())
 
