@@ -57,7 +57,7 @@ def staged(manifest: dict[str, object], folder: Path, mode: str, *flags: str) ->
         gateway = stack.enter_context(subprocess.Popen(line, env=env, stdout=log, stderr=log))
         stack.callback(gateway.terminate)
         url = f"http://127.0.0.1:{port}"
-        until(lambda: is_ready(url), 20, "the gateway is ready")
+        until(lambda: is_ready(url), 60, "the gateway is ready")
         engines = [urlsplit(i.engine_url).netloc for i in deployment.instances().values()]
         endpoints = [f"127.0.0.1:{port}", *engines]
         envoy = stack.enter_context(proxied(folder, picker_port, endpoints, mode))
