@@ -18,6 +18,7 @@ from e2e.chaos.expected_output import CHAT, COMPLETIONS, expect
 from e2e.chaos.faults import FLEET, FLEET_KINDS, GATEWAY_KINDS, WORKER_KINDS, draw
 from e2e.chaos.requests import Ask
 from e2e.chaos.requests import draw as draw_request
+from e2e.chaos.run import shorten
 from e2e.chaos.verdict import Case, Seen, check_answer, check_refusal_of_poison
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "chaos" / "run.py"
@@ -125,6 +126,27 @@ def test_a_broken_connection_is_excused_by_a_killed_gateway_only(ask: Ask) -> No
     assert check_answer(ask, seen, False).case is Case.WRONG
     wrong = replace(seen, body=events(ask, "x", "y").removesuffix(b"data: [DONE]\n\n"))
     assert check_answer(ask, wrong, True).case is Case.WRONG, "what came before the end counts"
+
+
+def test_a_gateway_may_be_killed_after_any_byte_of_a_right_answer(ask: Ask) -> None:
+    (text,) = ask.expected.texts
+    body = events(ask, text[:6], text[6:])
+    error = b'data: {"error": {"code": "engine_error", "message": "m"}}\n\n'
+    failed = body[: body.index(b"\n\n") + 2] + error
+    for whole in (body, failed):
+        for count in range(len(whole) + 1):
+            seen = Seen(0, status=200, body=whole[:count], broken="reset")
+            assert check_answer(ask, seen, True).case is Case.GATEWAY_LOST, whole[:count]
+    early = body.replace(b"data: ", b"data: [DONE]\n\ndata: ", 1)
+    for wrong in (early, body + b"data: [DONE]\n\n"):
+        verdict = check_answer(ask, Seen(0, status=200, body=wrong, broken="reset"), True)
+        assert (verdict.case, "[DONE]" in verdict.reason) == (Case.WRONG, True)
+
+
+def test_a_report_shows_a_short_body_whole_and_both_ends_of_a_long_one() -> None:
+    assert shorten(b"a" * 4_096) == repr(b"a" * 4_096)
+    long = b"a" * 2_048 + b"-" * 10 + b"b" * 2_048
+    assert shorten(long) == f"{b'a' * 2_048!r} ... 10 bytes ... {b'b' * 2_048!r}"
 
 
 def test_only_what_cannot_be_resumed_may_say_so(ask: Ask) -> None:

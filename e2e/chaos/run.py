@@ -52,6 +52,8 @@ BUSY_SHARE = 0.5
 """A machine that gives a run less than this of the processor time it asks for delays reports."""
 RECENT_EVENTS = 64
 MOST_LOSSES = 20
+SHOWN_BYTES = 2_048
+"""Of either end of an answer that is wrong."""
 
 
 class ViolationError(Exception):
@@ -321,7 +323,8 @@ class Storm:
         lines = [
             request,
             f"asked: {record.ask.body}",
-            f"came: ...{seen.body[-600:]!r}",
+            f"came: {shorten(seen.body)}",
+            f"the connection broke: {seen.broken or 'no'}",
             "faults around it:",
             *near,
         ]
@@ -331,3 +334,11 @@ class Storm:
         return "\nthe last faults:\n" + "\n".join(
             e.describe(self.zero_s) for e in self.events[-20:]
         )
+
+
+def shorten(body: bytes) -> str:
+    """A body as a report shows it: its first and last bytes, which are all of a short one."""
+    left_out = len(body) - 2 * SHOWN_BYTES
+    if left_out <= 0:
+        return repr(body)
+    return f"{body[:SHOWN_BYTES]!r} ... {left_out} bytes ... {body[-SHOWN_BYTES:]!r}"

@@ -11,6 +11,7 @@ from typing import Any
 from e2e.chaos.requests import Ask
 
 HAND_OFF = "kv_transfer_params"
+_DONE = b"data: [DONE]"
 
 
 class Case(enum.Enum):
@@ -96,9 +97,8 @@ def _check_answer(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
     if seen.broken:
         if not gateway_killed:
             raise WrongAnswerError(f"the gateway broke the connection: {seen.broken}")
-        if seen.body and ask.stream and seen.status == 200:
-            events = seen.body.split(b"\n\n")
-            check_beginning(ask, read_events(events[:-1]))
+        if ask.stream and seen.status == 200:
+            _check_events(ask, seen.body.split(b"\n\n")[:-1])
         return Verdict(Case.GATEWAY_LOST, seen.broken)
     if HAND_OFF.encode() in seen.body:
         raise WrongAnswerError("the hand-off leaked")
@@ -110,17 +110,27 @@ def _check_answer(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
     *events, rest = seen.body.split(b"\n\n")
     if rest:
         raise WrongAnswerError(f"half an event at the end: {rest[:200]!r}")
-    if events[-1] == b"data: [DONE]":
+    verdict = _check_events(ask, events)
+    if verdict is None:
+        raise WrongAnswerError(f"no [DONE] at the end but {b''.join(events[-1:])[:200]!r}")
+    return verdict
+
+
+def _check_events(ask: Ask, events: list[bytes]) -> Verdict | None:
+    """The verdict on a stream's complete events; None when its last one has not come.
+    Raises WrongAnswerError unless they are how the expected answer begins."""
+    if events and events[-1] == _DONE:
         check(ask, read_events(events[:-1]))
         return Verdict(Case.RIGHT)
-    last = json.loads(events[-1].removeprefix(b"data: "))
-    if "error" not in last:
-        raise WrongAnswerError(f"no [DONE] at the end but {events[-1][:200]!r}")
+    error = _decode(events[-1]).get("error") if events else None
+    if error is None:
+        check_beginning(ask, read_events(events))
+        return None
     check_beginning(ask, read_events(events[:-1]))
-    message = last["error"]["message"]
+    message = error["message"]
     if not ask.resumable and "temperature 0 or a seed" in message:
         return Verdict(Case.NOT_RESUMABLE, message)
-    return check_refusal(502, last["error"])
+    return check_refusal(502, error)
 
 
 def check_refusal(status: int, error: dict[str, Any]) -> Verdict:
@@ -151,7 +161,7 @@ def read_events(events: list[bytes]) -> _Answer:
     """A stream without its end. Raises WrongAnswerError when its events do not belong together."""
     answer, heads = _Answer(), set()
     for event in events:
-        value = json.loads(event.removeprefix(b"data: "))
+        value = _decode(event)
         heads.add((value["id"], value["created"], value["object"], value["model"]))
         if value.get("usage"):
             if answer.usage is not None:
@@ -168,6 +178,14 @@ def read_events(events: list[bytes]) -> _Answer:
     if len(heads) > 1:
         raise WrongAnswerError(f"one stream, {len(heads)} heads: {sorted(heads)}")
     return answer
+
+
+def _decode(event: bytes) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(event.removeprefix(b"data: "))
+    except ValueError as fault:
+        raise WrongAnswerError(f"an event is not JSON: {event[:200]!r}") from fault
+    return value
 
 
 def check(ask: Ask, answer: _Answer) -> None:

@@ -287,6 +287,79 @@ async def test_a_stream_whose_engine_is_lost_after_its_last_event_is_complete(si
     await single.until_idle()
 
 
+CHAT_PATH = "/v1/chat/completions"
+STOPPED = {
+    "model": "m",
+    "messages": [],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0,
+    "stop": ["tavu"],
+}
+"""A chat that is replayed: text is held back, and the last events come at once."""
+
+
+def build_stopped_chat(*texts: str, finish: str = "stop") -> list[bytes]:
+    """The events of such a chat: role, texts, usage, end."""
+    deltas = [{"role": "assistant", "content": ""}, *({"content": text} for text in texts)]
+    choices: list[dict] = [{"index": 0, "delta": each, "finish_reason": None} for each in deltas]
+    choices[-1]["finish_reason"] = finish
+    usage = {"choices": [], "usage": {"completion_tokens": len(texts)}}
+    values = [*({"choices": [choice]} for choice in choices), usage]
+    events = [b"data: " + json.dumps(v, separators=(",", ":")).encode() + b"\n\n" for v in values]
+    return [*events, b"data: [DONE]\n\n"]
+
+
+async def test_a_stream_cut_at_any_byte_has_one_end(make_stage) -> None:
+    stage = await make_stage({"a": "mixed", "b": "mixed"})
+    events = build_stopped_chat("", "al", "pha ")
+    body = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events) + b"0\r\n\r\n"
+    cuts = iter(())
+
+    async def answer(engine, request, writer):
+        cut = next(cuts, None)
+        engine.send_stream_head(writer)
+        writer.write(body[:cut])
+        await writer.drain()
+        if cut is not None:
+            writer.close()
+
+    for engine in stage.engines.values():
+        engine.script = answer
+    client = await stage.connect()
+    for cut in {*range(0, len(body), 9), *range(len(body) - 30, len(body))}:
+        cuts = iter([cut])
+        response = await client.ask(STOPPED, CHAT_PATH)
+        assert response.events[-1] == b"data: [DONE]", cut
+        values = [json.loads(event.removeprefix(b"data: ")) for event in response.events[:-1]]
+        deltas = [choice["delta"] for value in values for choice in value["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "alpha ", cut
+        assert [value["usage"] for value in values if "usage" in value] == [
+            {"completion_tokens": 3}
+        ], cut
+    await stage.until_idle()
+
+
+async def test_a_replay_that_is_aborted_gives_no_usage(make_stage) -> None:
+    """The client has the text and its end, so that only the usage is missing."""
+    stage = await make_stage({"a": "mixed", "b": "mixed", "c": "mixed"})
+    whole = build_stopped_chat("al", "pha ")
+    answers = iter([whole[:3], build_stopped_chat("al", "", finish="abort"), whole])
+
+    async def answer(engine, request, writer):
+        engine.send_stream_head(writer)
+        for event in next(answers):
+            engine.send_chunk(writer, event)
+        writer.write(b"0\r\n\r\n")
+
+    for engine in stage.engines.values():
+        engine.script = answer
+    response = await stage.ask(STOPPED, CHAT_PATH)
+    assert response.events == [event.strip() for event in whole]
+    assert next(answers, None) is None
+    await stage.until_idle()
+
+
 async def test_a_refusal_in_a_stream_is_the_engines_answer(single) -> None:
     single.engines["x"].script = stream_events(build_error(400))
     response = await single.ask(STREAM)

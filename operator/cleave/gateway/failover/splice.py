@@ -124,7 +124,9 @@ class ReplayedStream:
         }
         if index in self._transcript.choices:
             trimmed.pop("prompt_token_ids", None)
-        ends = choice.get("finish_reason") is not None and not sent.finished
+        finish = choice.get("finish_reason")
+        # The relay has to see that an engine gives the request up.
+        ends = finish is not None and (finish == "abort" or not sent.finished)
         is_new = ends or any(_has_content(trimmed.get(key)) for key in CONTENT_KEYS)
         return trimmed if is_new else None
 
