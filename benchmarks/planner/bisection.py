@@ -33,7 +33,7 @@ def find_rate(grid: Grid, config: Config, dataset: Trace) -> float | None:
         met = (
             np.quantile(values, percentile / 100) < target
             for values, target, percentile in zip(
-                latencies, grid.targets[:2], grid.targets[2:], strict=True
+                latencies[:2], grid.targets[:2], grid.targets[2:], strict=True
             )
         )
         low, high = (middle, high) if all(met) else (low, middle)

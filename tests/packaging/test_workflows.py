@@ -83,10 +83,11 @@ def test_a_release_gets_its_name_after_all_is_built_scanned_and_signed() -> None
     assert build < scan < push < sign
     assert jobs["publish"]["needs"] == ["files", "images"]
     assert "--draft " in texts["files"][find("files", "gh release create")[0]]
-    (verify,) = find("publish", "cosign verify")
+    (verify,) = find("publish", "cosign verify ")
+    (verify_chart,) = find("publish", "cosign verify-blob")
     assert texts["publish"][verify].index("cosign verify") < texts["publish"][verify].index("--tag")
     (chart,), (publish,) = find("publish", "helm push"), find("publish", "--draft=false")
-    assert verify < chart < publish
+    assert verify < verify_chart < chart < publish
     for job in ("files", "images"):
         assert not find(job, "helm push")
         assert not find(job, 'docker push --quiet "$IMAGE:$VERSION"')
