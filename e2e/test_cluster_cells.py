@@ -56,7 +56,7 @@ spec:
 """
 """Its network is Ethernet; no node starts its engines, which need GPUs."""
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_plan_chooses_cells_of_one_pod_where_no_connector_is_named(
     nodes.add(*(gpu_node(f"cells-{number}", infiniband=False) for number in range(2)))
     try:
         start.cluster.kubectl("apply", "-n", start.namespace, "-f", "-", input=UNNAMED)
-        wait_until(lambda: start.workers("mixed"), 120, "cells are created")
+        wait_until(lambda: start.workers("mixed"), 240, "cells are created")
         plan = start.deployment["status"]["plan"]
         assert plan["connector"] == "Nixl"
         assert "each cell is one pod" in plan["reason"]

@@ -29,7 +29,8 @@ from e2e.cluster.nodes import Nodes, gpu_node
 CHART = tools.REPOSITORY / "charts" / "cleave"
 SYSTEM = "cleave-system"
 LEASE = "cleave-operator"
-READY_S = 120
+READY_S = 240
+"""Planning takes seconds of CPU, and other lanes of `make test` leave it little."""
 
 CHAT = """
 apiVersion: cleave.dev/v1alpha1
@@ -57,7 +58,7 @@ OPEN_WORKERS = {
 }
 """Lets a test call agents and engines where policies are enforced; policies add up."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

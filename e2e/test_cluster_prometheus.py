@@ -27,7 +27,7 @@ from e2e.test_cluster_operator import CHART, SYSTEM, Chat, installed
 
 __all__ = ["installed"]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 WAIT_S = 60
 WORKERS = "node-c"

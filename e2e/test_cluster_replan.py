@@ -18,7 +18,7 @@ from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.open_loop_load import Kind, Stream
 from e2e.test_cluster_operator import OPEN_WORKERS, Chat, condition, installation, read_log
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 CODE = Kind(rate=8, prompt_tokens=500, output_tokens=16)
 CONVERSATION = Kind(rate=16, prompt_tokens=400, output_tokens=40)

@@ -24,7 +24,7 @@ from e2e.test_cluster_operator import (
 
 __all__ = ["chat"]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
