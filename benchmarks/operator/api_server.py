@@ -1,9 +1,9 @@
 """What an API server has done: requests by verb and by client, and its own limits.
 
-Clients are distinguished by the flow schema that API Priority and Fairness (APF) puts their requests
-into: `service-accounts` is the operator, as the benchmark has no other account; `exempt` are the
-controllers and the benchmark, members of system:masters; `system-nodes` and `system-node-high` are
-hollow nodes.
+Clients are distinguished by the flow schema that API Priority and Fairness (APF) puts their
+requests into: `service-accounts` is the operator, as the benchmark has no other account; `exempt`
+are the controllers and the benchmark, members of system:masters; `system-nodes` and
+`system-node-high` are hollow nodes.
 """
 
 import re
