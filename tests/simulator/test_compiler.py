@@ -77,6 +77,8 @@ def test_what_an_image_ships_is_used_where_it_lies(
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "image" / "share"))
     load()
+    (shipped,) = tmp_path.rglob("*.o")
+    assert shipped.stat().st_mode & 0o777 == 0o644, "the image's user is not its builder"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "image"))
     assert compiler.is_compiled(join)

@@ -155,6 +155,8 @@ def _write(file: Path, code: bytes) -> None:
     """Write the file at once, after a digest of the code: other processes may read it."""
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
         new.write(_compute_digest(code) + code)
+    # Only its owner may read a temporary file; an image's code is built as root and read by others.
+    Path(new.name).chmod(0o644)
     Path(new.name).rename(file)
 
 
