@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.cluster import Cluster, wait_until
+from e2e.support.deployments import start_fast
 from e2e.test_cluster_operator import Chat, condition, installation, message
 from e2e.test_cluster_scaling import homes, lives
 
@@ -29,7 +30,9 @@ def chat(cluster: Cluster, namespace: str, tiny_model: Path) -> Iterator[Chat]:
         },
         "slo": {"ttftMs": 1000, "tpotMs": 200},
         # What vLLM found out about models; otherwise another process imports vLLM for it.
-        "engine": {"env": [{"name": "VLLM_CACHE_ROOT", "value": str(Path.home() / ".cache/vllm")}]},
+        "engine": start_fast(
+            env=[{"name": "VLLM_CACHE_ROOT", "value": str(Path.home() / ".cache/vllm")}]
+        ),
         "placement": {"manual": [{"role": "prefill"}, {"role": "decode"}]},
         # No instance may do both phases.
         "routing": {"fallback": "Never"},

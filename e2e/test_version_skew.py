@@ -15,7 +15,7 @@ import pytest
 
 from e2e.chaos.expected_output import COMPLETIONS, expect
 from e2e.chaos.gateways import Gateway
-from e2e.support.deployments import EAGER, Deployment, deployed, emulated, tiny_vllm, until
+from e2e.support.deployments import Deployment, deployed, emulated, start_fast, tiny_vllm, until
 from e2e.support.vllm_prompts import CASES, ask, engine_url, metric
 from tests.support.previous_version import PreviousVersion, extract
 
@@ -42,7 +42,7 @@ def gateways(
     """A gateway of each version in front of the same emulated instances."""
     folder = tmp_path_factory.mktemp("skew")
     choice = previous.choose_for(PREVIOUS[request.param], folder / "choice")
-    manifest: dict[str, Any] = emulated("skew", 2, 2)
+    manifest: dict[str, Any] = emulated("skew", 1, 1)
     manifest["spec"]["engine"]["env"] = [{"name": "PYTHONPATH", "value": str(choice)}]
     with deployed(manifest, folder, READY_S) as deployment:
         assert_chosen(choice, request.param)
@@ -66,14 +66,14 @@ def assert_chosen(choice: Path, previous: str) -> None:
     """Whether exactly the pods that should have run the previous version."""
     file = choice / "chosen"
     ran = set(file.read_text().split()) if file.exists() else set()
-    names = {f"skew-{role}-{number}" for role in ("prefill", "decode") for number in (0, 1)}
+    names = {"skew-prefill-0", "skew-decode-0"}
     expected = {"no worker": set(), "all workers": names}
     assert ran == expected.get(previous, {name for name in names if previous in name})
 
 
 def sees_all(gateway: Gateway) -> bool:
     instances = gateway.fleet().instances
-    return len(instances) == 4 and all(each.selectable for each in instances)
+    return len(instances) == 2 and all(each.selectable for each in instances)
 
 
 @pytest.mark.timeout(180)
@@ -113,7 +113,7 @@ def test_agents_of_both_versions_are_read_and_none_was_restarted(
 ) -> None:
     deployment: Deployment = gateways["present"].deployment
     registrations = deployment.instances()
-    assert len(registrations) == 4
+    assert len(registrations) == 2
     for each in registrations.values():
         assert each.kv_path.verified, each.kv_path.detail
         assert each.restarts == 0
@@ -127,8 +127,7 @@ def test_a_vllm_engine_takes_kv_from_one_with_plugins_of_the_previous_version(
     # Not the other way round: engines give KV to those that prove their key only (decision 065).
     choice = previous.choose_for("-prefill-", tmp_path / "choice")
     env = [{"name": "PYTHONPATH", "value": str(choice)}]
-    engine = {"env": env, "args": [EAGER]}
-    manifest = tiny_vllm(tiny_model, pools={"flipping": "Off"}, engine=engine)
+    manifest = tiny_vllm(tiny_model, pools={"flipping": "Off"}, engine=start_fast(env=env))
     with deployed(manifest, tmp_path, 420) as deployment:
         assert set((choice / "chosen").read_text().split()) == {"tiny-prefill-0"}
         decode = engine_url(deployment, "decode")

@@ -1,6 +1,7 @@
 """Two vLLM engines of a cell in one container, as `cleave_worker.agent.cell` starts them."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from e2e.support.deployments import EAGER, until
+from e2e.support.deployments import FAST_START_ARGS, FAST_START_ENV, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -29,14 +30,15 @@ def test_the_engines_of_a_cell_hand_over_kv_and_drain(tiny_model: Path, tmp_path
                 *("--model", str(tiny_model), "--host", HOST, "--port", str(port)),
                 *("--engine-port", str(port + 1), "--max-model-len", "512", "--cores", "none"),
                 *("--peers", f"file:{known}", "--drain-timeout", "5", "--", "--dtype", "float32"),
-                EAGER,
+                *FAST_START_ARGS,
             ]
         )
         for role, port in (("prefill", 9000), ("decode", 9002))
     ]
     command = [sys.executable, "-m", "cleave_worker.agent.cell", "--host", HOST, "--port", "8999"]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*command, *agents], stderr=log, start_new_session=True)
+        env = os.environ | {FAST_START_ENV["name"]: FAST_START_ENV["value"]}
+        process = subprocess.Popen([*command, *agents], stderr=log, start_new_session=True, env=env)
     try:
         with grpc.insecure_channel(f"{HOST}:8999") as channel:
             until(lambda: is_ready(process, channel, tmp_path / "log"), 300, "the cell is ready")

@@ -40,7 +40,7 @@ class Pair:
 
     def _rank(self, rank: int) -> list[str]:
         ranks = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", HOST]
-        return ["--", *ranks, "--dtype", "float32"]
+        return ["--", *ranks, "--dtype", "float32", "--enforce-eager"]
 
     def _start(self, module: str, *line: str) -> subprocess.Popen[bytes]:
         env = {**os.environ, "VLLM_HOST_IP": HOST, "VLLM_CPU_KVCACHE_SPACE": "1"}

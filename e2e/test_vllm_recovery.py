@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.support.deployments import EAGER, Deployment, deployed, tiny_vllm, until
+from e2e.support.deployments import Deployment, deployed, start_fast, tiny_vllm, until
 from e2e.support.vllm_prompts import TIMEOUT_S, engine_url, metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -27,8 +27,8 @@ def checkpoint_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def vllm(tiny_model: Path, tmp_path: Path, checkpoint_folder: Path) -> Iterator[Deployment]:
     settings = {"kv_connector_extra_config": {"checkpoints": {"folder": str(checkpoint_folder)}}}
-    args = [EAGER, "--kv-transfer-config", json.dumps(settings)]
-    engine = {"connector": "Cleave", "args": args}
+    args = ["--kv-transfer-config", json.dumps(settings)]
+    engine = start_fast(connector="Cleave", args=args)
     # Less than is usual for vLLM: the model is small.
     room = {"requests": {"memory": "4Gi"}, "limits": {"memory": "4Gi"}}
     manifest = tiny_vllm(tiny_model, engine=engine, template={"resources": room})

@@ -13,7 +13,7 @@ import pytest
 
 from cleave_worker.transfer.transport import Transport
 
-from e2e.support.deployments import EAGER, Deployment, deployed, tiny_vllm, until
+from e2e.support.deployments import Deployment, deployed, start_fast, tiny_vllm, until
 from e2e.support.engine_keys import headers_for
 from e2e.support.handoffs import PREFILL_ORDER, decode, is_free, lost, post, prefill
 from e2e.support.vllm_prompts import (
@@ -28,18 +28,17 @@ from e2e.support.vllm_prompts import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 EXTRA = {"ways": [Transport.GLOO], "checksums": True, "kv_lease_duration": 20}
 SETTINGS = {"kv_connector_extra_config": EXTRA}
-ENGINE = {
-    "connector": "Cleave",
-    "transfer": "PerLayer",
+ENGINE = start_fast(
+    connector="Cleave",
+    transfer="PerLayer",
     # Several chunks of a prompt, several layers of a chunk.
-    "args": [
-        EAGER,
+    args=[
         "--kv-transfer-config",
         json.dumps({"kv_connector_extra_config": EXTRA}),
         "--max-num-batched-tokens",
         "512",
     ],
-}
+)
 CASES = [
     Case(40_000 + number, random.Random(number).randint(1, 2500), chat=False, stream=number % 2 > 0)
     for number in range(16)

@@ -17,7 +17,7 @@ import httpx
 
 from cleave_worker.transfer.transport import Transport
 
-from e2e.support.deployments import EAGER, Deployment, tiny_vllm
+from e2e.support.deployments import Deployment, start_fast, tiny_vllm
 from e2e.support.engine_keys import headers_for
 from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
 from tests.support.kv_server_process import OwnerProcess
@@ -36,12 +36,11 @@ def tiny_with_connector(
     """
     extra = {"ways": [way], "checksums": checksums, "kv_lease_duration": LEASE_S}
     settings = {"kv_connector_extra_config": extra}
-    args = [EAGER, "--kv-transfer-config", json.dumps(settings)]
-    engine |= {"connector": "Cleave", "args": args}
+    engine |= {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
     if way == Transport.NIXL:
         # Here is no card that reads memory by itself.
         engine |= {"env": [{"name": "UCX_TLS", "value": "all"}]}
-    return tiny_vllm(model, engine=engine)
+    return tiny_vllm(model, engine=start_fast(**engine))
 
 
 def lost(url: str) -> dict[str, float]:

@@ -86,6 +86,7 @@ def test_a_release_gets_its_name_after_all_is_built_scanned_and_signed() -> None
     (verify,) = find("publish", "cosign verify ")
     (verify_chart,) = find("publish", "cosign verify-blob")
     assert texts["publish"][verify].index("cosign verify") < texts["publish"][verify].index("--tag")
+    assert "cleave-$kind@${digests[$kind]}" in texts["publish"][verify]
     (chart,), (publish,) = find("publish", "helm push"), find("publish", "--draft=false")
     assert verify < verify_chart < chart < publish
     for job in ("files", "images"):

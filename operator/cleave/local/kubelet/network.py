@@ -35,7 +35,8 @@ class LoopbackNetwork:
             high, low = divmod(block % _BLOCKS, 256)
             self._prefix = f"127.{64 + high}.{low}"
             with contextlib.suppress(OSError):
-                self._lock = _bind_socket(f"{self._prefix}.255", _LOCK_PORT)
+                # Two sockets of SO_REUSEADDR may be bound alike while neither listens.
+                self._lock = _bind_socket(f"{self._prefix}.255", _LOCK_PORT, reuses=False)
                 break
         else:
             raise AddressShortageError(
@@ -70,7 +71,7 @@ def find_busy_ports(address: str, ports: Iterable[int]) -> list[int]:
     busy = []
     for port in ports:
         try:
-            _bind_socket(address, port).close()
+            _bind_socket(address, port, reuses=True).close()
         except OSError:
             busy.append(port)
     return busy
@@ -86,11 +87,11 @@ def find_internal_port(port: int) -> int:
     return next((each for each in near if not find_busy_ports(HOST_IP, [each])), first)
 
 
-def _bind_socket(address: str, port: int) -> socket.socket:
+def _bind_socket(address: str, port: int, *, reuses: bool) -> socket.socket:
     bound = socket.socket()
     try:
-        # Past connections in TIME_WAIT do not make a port busy; a listener does.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Past connections in TIME_WAIT do not make a port busy then; a listener does.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
         bound.bind((address, port))
     except OSError:
         bound.close()
