@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -58,10 +59,12 @@ def test_a_bad_pair_is_avoided_by_all_processes_and_shown(four: Deployment) -> N
     inject(instances[decode], {instances[prefill].boot_id: "layout"})
     bad = {(prefill, decode): agent_pb2.TRUST_FAILED}
     until(lambda: bad.items() <= find_trusts(four).items(), FOUND_S, "it is found")
-    served = set()
-    for number in range(40):  # each on a new connection, which the kernel gives to any process
-        split = ask(four, number)
-        served.add((split.headers.get("x-cleave-prefill"), split.headers["x-cleave-decode"]))
+    # Each on a new connection, which the kernel gives to any process; several at a time, so that
+    # both decode instances are needed.
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda number: ask(four, number), range(40)))
+    served = {(a.headers.get("x-cleave-prefill"), a.headers["x-cleave-decode"]) for a in answers}
+    for number, split in enumerate(answers):
         whole = ask(four, number, n=2, cache_salt=f"salt {number}")
         assert split.json()["choices"][0]["text"] == whole.json()["choices"][0]["text"]
     assert (prefill, decode) not in served
