@@ -361,3 +361,10 @@ async def test_prompts_fit_a_model_of_which_each_character_is_a_token(
     async with witnessed(stage, share=1.0, period_s=20.0):
         await stage.until(lambda: are_proven(stage, 4), "all four pairs are proven")
     assert "blurred" not in stage.context.metrics.canaries
+
+
+async def test_pairs_of_large_fleets_are_looked_at_in_turn(make_fleet, monkeypatch) -> None:
+    monkeypatch.setattr(witness_module, "PAIRS_PER_TICK", 1)
+    stage, _ = await make_fleet(FOUR, recomputes=True)
+    async with witnessed(stage):
+        await stage.until(lambda: are_proven(stage, 4), "all four pairs are proven")

@@ -13,7 +13,7 @@ import logging
 import random
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cleave.gateway.context import GatewayContext
@@ -47,9 +47,11 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 PERIOD_S = 20.0
 """Between two canaries of a pair, where the budget allows it."""
+PAIRS_PER_TICK = 1024
+"""32 x 32 instances, 2 ms of the event loop; larger fleets are looked at in turn."""
 MAX_CANARIES = 4
 """Canaries at a time; no two of them use the same engine."""
-RENEWAL_S = 30.0
+RENEWAL_S = 20.0
 """Interval at which the result of a closed pair is recorded again, as results expire."""
 RENEWAL_LIMIT_S = 60.0
 """Time since its newest canary after which it is renewed no more: nothing tests the pair."""
@@ -151,7 +153,8 @@ class Witness:
         # A token covers at least one character: until more is known, no prompt can be too long.
         self._characters_per_token = 1.0
         self._tests: dict[asyncio.Task[None], PairKey] = {}
-        self._next_due_s = 0.0
+        self._unseen: list[WitnessedPair] = []
+        """Those that `check` has yet to look at in this round."""
 
     async def run(self) -> None:
         """Test pairs until cancelled."""
@@ -167,10 +170,11 @@ class Witness:
     def check(self, now: float) -> None:
         """Start the canaries that are due."""
         self._update_pairs(now)
-        self._review_results(now)
-        if now < self._next_due_s or len(self._tests) >= MAX_CANARIES:
+        pairs = self._take_pairs()
+        self._review_results(pairs, now)
+        if len(self._tests) >= MAX_CANARIES:
             return
-        due = [each for each in self._pairs.values() if each.history.due_s <= now]
+        due = [each for each in pairs if each.history.due_s <= now]
         due.sort(key=_rank)
         busy = {boot for key in self._tests.values() for boot in key}
         for pair in due:
@@ -179,9 +183,14 @@ class Witness:
                 self._start(pair)
                 if len(self._tests) >= MAX_CANARIES:
                     return
-        running = set(self._tests.values())
-        others = [each.history.due_s for key, each in self._pairs.items() if key not in running]
-        self._next_due_s = min(others, default=now + self._period_s)
+
+    def _take_pairs(self) -> list[WitnessedPair]:
+        """The next pairs of a round over all: a large fleet has more than one tick may look at."""
+        if not self._unseen:
+            self._unseen = list(self._pairs.values())
+        taken = self._unseen[-PAIRS_PER_TICK:]
+        del self._unseen[-PAIRS_PER_TICK:]
+        return taken
 
     # --- the pairs ---
 
@@ -207,7 +216,7 @@ class Witness:
             boot: self._budgets.get(boot) or EngineBudget(self._share, now) for boot in boots
         }
         self._block_bytes = {k: v for k, v in self._block_bytes.items() if k in boots}
-        self._next_due_s = now
+        self._unseen = []
 
     def _keep_or_add(
         self, prefill: RoutedInstance, decode: RoutedInstance, now: float
@@ -224,11 +233,11 @@ class Witness:
             history.restore(_STANDINGS.get(recorded.trust, PairStanding.UNPROVEN))
         return WitnessedPair(key, prefill, decode, history, 1)
 
-    def _review_results(self, now: float) -> None:
+    def _review_results(self, pairs: Iterable[WitnessedPair], now: float) -> None:
         """Adopt faults that other processes have found in handoffs of requests, and renew or end
         results of closed pairs."""
-        for (prefill_boot, _), pair in self._pairs.items():
-            history, result = pair.history, pair.decode.pairs.get(prefill_boot)
+        for pair in pairs:
+            history, result = pair.history, pair.decode.pairs.get(pair.key[0])
             if result is None:
                 continue
             is_closed = result.is_closed(now)
@@ -274,7 +283,6 @@ class Witness:
 
     def _handle_test_end(self, task: asyncio.Task[None]) -> None:
         del self._tests[task]
-        self._next_due_s = 0.0
         if not task.cancelled() and task.exception() is not None:
             log.error("a canary handoff has failed", exc_info=task.exception())
 
@@ -384,7 +392,6 @@ class Witness:
         history.record_fault(self._context.clock(), confirm_s)
         pair.reason = f"{pair.name}: {reason}"
         self._count(kind)
-        self._next_due_s = 0.0
         if history.standing is not before:
             is_failed = history.standing is PairStanding.FAILED
             end = "until its canary handoffs are good" if is_failed else "until this is confirmed"
