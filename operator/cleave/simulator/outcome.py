@@ -35,6 +35,10 @@ class SimulationResult:
     """Instance that generated output tokens; -1: none. Equal to the former on mixed instances."""
     outcome: Counts
     """A `RequestOutcome` per request: whether it was served, or why not."""
+    cached_tokens: Counts
+    """Prompt tokens that were in the prefix cache of the instance that computed the prompt."""
+    pull_cached_tokens: Counts
+    """Prompt tokens that were in the decode instance's own cache, which it did not pull."""
     instances: "InstanceStatistics"
     num_flips: int = 0
     """Number of role changes of all instances."""
