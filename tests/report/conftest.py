@@ -49,6 +49,8 @@ class QueueBench:
             prefill_instance=zeros,
             decode_instance=zeros,
             outcome=zeros,
+            cached_tokens=zeros,
+            pull_cached_tokens=zeros,
             instances=NO_INSTANCES,
         )
 

@@ -10,12 +10,14 @@ prompts begin alike. The rules (vLLM v1: `block_pool`, `kv_cache_manager`):
 
 What is hard: cost. A copy here is one block of the trace, which may be many blocks of KV. Nothing
 is evicted when blocks are allocated, only counted; `_evict` makes up for it before the next request
-looks up or frees blocks, which has the same result. And an instance is found in the list of all
+looks up, caches or frees blocks, which has the same result. And an instance is found in the list of all
 copies of a block: most blocks have one or two, and no table of instances and blocks is needed.
 
 Where a trace's block is longer than a KV block: it is found whole or not at all, and the first
 evicted KV block makes it unfindable; the rest is evicted before any other. A partly evicted block
-can be found in part in vLLM: up to one block of the trace per instance.
+can be found in part in vLLM: up to one block of the trace per instance. Requests that end in one
+iteration are freed in order of arrival, in vLLM in order of admission; they differ after
+preemptions. A preempted request finds its prompt again, but not its answer.
 """
 
 from cleave.simulator.kv_blocks import change_usage, count_blocks
@@ -52,10 +54,8 @@ def find_cached_prefix(state: State, i: int, r: int) -> int:
         c = _find_copy(state, i, block)
         if c == NONE:
             break
-        copy = get_copy(state, c)
-        if copy.owners > 0:
+        if get_copy(state, c).owners > 0:
             prompt.shared += size
-        _get_held(state, i, r, prompt.found).value = c
         blocks += size
         prompt.found += 1
     cached: int = blocks * inst.block
@@ -67,8 +67,10 @@ def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
     inst, prompt, cache = get_instance(state, i), get_prompt(state, r), get_cache(state, i)
     taken = 0
     for at in range(prompt.found):
-        c = _get_held(state, i, r, at).value
+        # Not kept by the search: a request of a central queue had no instance then.
+        c = _find_copy(state, i, get_block(state, prompt.first_block + at).value)
         copy = get_copy(state, c)
+        _get_held(state, i, r, at).value = c
         if copy.owners == 0:
             _unlink(state, i, c)
             cache.size -= copy.size
@@ -84,6 +86,7 @@ def cache_prompt(state: State, i: int, r: int, tokens: int) -> None:
     inst, prompt = get_instance(state, i), get_prompt(state, r)
     if inst.reserve:
         return
+    _evict(state, i)
     held = _get_num_held(state, i, r)
     while held < prompt.num_blocks:
         end = min((held + 1) * state.block_tokens, get_request(state, r).prompt)
