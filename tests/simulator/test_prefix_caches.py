@@ -250,7 +250,7 @@ def apply(state: State, kind: int, r: int, tokens: int) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable[..., None]:
-    return compile_loop(apply, int, int, int)
+    return compile_loop(apply, int, int, int, has_blocks=True)
 
 
 class VllmCache:

@@ -53,7 +53,9 @@ def find_least_cost(
 
     Candidates, of equal length: `slots`, first the one with the least score, then those that cache
     most; `cached`: how many of the `prompt_tokens` each has; `token_ms`: of each, ms per prompt
-    token. `scores`, `pending`: by slot, see `predict_wait_ms`; +inf: closed.
+    token, `upper_token_ms` of its queue model: the lower estimate is 0 where times do not follow
+    the tokens, so that everything there would seem to cost nothing. `scores`, `pending`: by slot,
+    see `predict_wait_ms`; +inf: closed.
     """
     best = NONE
     lowest_ms = 0.0

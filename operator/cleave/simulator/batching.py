@@ -22,6 +22,7 @@ from cleave.simulator.prefix_caches import (
     cache_prompt,
     find_cached_prefix,
     free_blocks,
+    simulates_caches,
     take_cached_prefix,
 )
 from cleave.simulator.queues import (
@@ -115,7 +116,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
         return _admit_pull(state, i, s, queue, now)
     if request.queued > inst.scheduled:
         return False
-    cached = find_cached_prefix(state, i, r) if state.has_blocks else 0
+    cached = find_cached_prefix(state, i, r) if simulates_caches() else 0
     left = request.to_compute - cached
     count = compute_chunk_size(left, inst.max_tokens - slot.tokens - slot.rows)
     if not _has_room(state, i, s, r, cached + count):
@@ -163,7 +164,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
             if not _admit_pull(state, i, s, queue, now):
                 break
             continue
-        cached = find_cached_prefix(state, i, r) if state.has_blocks else 0
+        cached = find_cached_prefix(state, i, r) if simulates_caches() else 0
         count = request.to_compute - cached
         if not may_join_prompts(slot.tokens, count, limit):
             break
@@ -179,7 +180,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     """Reserve blocks for the request at the head of a queue and pull its KV; False: no room."""
     r = get_queue(state, queue).head
     inst, request = get_instance(state, i), get_request(state, r)
-    cached = find_cached_prefix(state, i, r) if state.has_blocks else 0
+    cached = find_cached_prefix(state, i, r) if simulates_caches() else 0
     tokens = request.prompt + request.generated
     if not _has_room(state, i, s, r, tokens):
         return False
@@ -256,7 +257,7 @@ def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, beg
         slot.squares += end * end - start * start
     inst.prompt_tokens += count
     request.computed = end
-    if state.has_blocks:
+    if simulates_caches():
         cache_prompt(state, i, r, end)
     if end == request.to_compute:
         request.next = NONE
@@ -334,7 +335,7 @@ def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
     """Whether blocks are free for `tokens` of a waiting request, and admission accepts it."""
     inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
     need = count_blocks(inst, tokens)
-    if state.has_blocks:
+    if simulates_caches():
         need -= get_prompt(state, r).shared
     if need > inst.free:
         return False

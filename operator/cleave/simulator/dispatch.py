@@ -42,6 +42,7 @@ from cleave.policy.queue_model import add_completion, fit_prompt_times
 from cleave.simulator import records
 from cleave.simulator.kv_blocks import fits_instance
 from cleave.simulator.outcome import RequestOutcome
+from cleave.simulator.prefix_caches import simulates_caches
 from cleave.simulator.prefix_index import count_known_tokens, gather_candidates, record_prompt
 from cleave.simulator.record_access import (
     get_candidate_numbers,
@@ -53,7 +54,16 @@ from cleave.simulator.record_access import (
     get_scores,
     read_amounts,
 )
-from cleave.simulator.records import HEAVINESS, MIXED, NONE, PENDING_PROMPT, PREFILL, ROOM, State
+from cleave.simulator.records import (
+    HEAVINESS,
+    MIXED,
+    NONE,
+    NOTHING,
+    PENDING_PROMPT,
+    PREFILL,
+    ROOM,
+    State,
+)
 
 
 def dispatch_request(state: State, r: int) -> None:
@@ -65,8 +75,10 @@ def dispatch_request(state: State, r: int) -> None:
         return
     first, second = NONE, NONE
     limit = state.short_prompt_tokens
-    if limit and state.has_prefill and state.has_decode and (request.prompt <= limit or state.cache_view):
-        second = select_for_short_prompt(state, r)
+    if limit and state.has_prefill and state.has_decode:
+        # Of a longer one enough may be cached.
+        if request.prompt <= limit or knows_caches(state):
+            second = select_for_short_prompt(state, r)
     if second == NONE:
         first, second = select_instances(state, r)
     if (first != NONE and not fits_instance(state, first, r)) or (
@@ -77,6 +89,11 @@ def dispatch_request(state: State, r: int) -> None:
     request.prefill = first
     request.decode = second
     _add_load(state, r)
+
+
+def knows_caches(state: State) -> bool:
+    """Whether dispatch compares what prompts cost where they are cached."""
+    return simulates_caches() and state.cache_view != NOTHING
 
 
 def select_instances(state: State, r: int) -> tuple[int, int]:
@@ -105,7 +122,7 @@ def select_for_short_prompt(state: State, r: int) -> int:
     queue = get_instance(state, first).pending_prompt_tokens if first != NONE else math.inf
     pending = get_instance(state, i).pending_prompt_tokens
     uncached = get_request(state, r).prompt
-    if state.cache_view:
+    if knows_caches(state):
         uncached -= count_known_tokens(state, i, r)
     return i if computes_short(uncached, pending, queue, state.short_prompt_tokens) else NONE
 
@@ -118,7 +135,7 @@ def find(state: State, purpose: int, r: int, _: int) -> int:
 
 def _find_in(state: State, values: Scores, purpose: int, r: int) -> int:
     """The slot that the policy's rule picks by the scores `values`."""
-    if state.cache_view and purpose != TO_DECODE:
+    if knows_caches(state) and purpose != TO_DECODE:
         return _find_by_cost(state, values, purpose, r)
     count = state.num_instances
     pick = state.prefill_pick if purpose == TO_PREFILL else state.decode_pick
@@ -238,7 +255,7 @@ def _add_load(state: State, r: int) -> None:
         inst = get_instance(state, i)
         if inst.pending_prompt_tokens == 0:
             inst.head_started_ms = state.now
-        if state.cache_view:
+        if knows_caches(state):
             _record_prompt(state, r, i)
         inst.pending_prompt_tokens += _count_uncached(state, r)
         inst.waiting += 1
@@ -268,7 +285,7 @@ def _record_prompt(state: State, r: int, i: int) -> None:
 
 def _count_uncached(state: State, r: int) -> int:
     """Prompt tokens that the router expects to be computed."""
-    if state.cache_view:
+    if knows_caches(state):
         uncached: int = get_prompt(state, r).uncached
         return uncached
     tokens: int = get_request(state, r).prompt

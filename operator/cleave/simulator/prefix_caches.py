@@ -35,6 +35,15 @@ from cleave.simulator.record_access import (
 from cleave.simulator.records import CACHED, NONE, Record, State
 
 
+def simulates_caches() -> bool:
+    """Whether the trace says which prompts begin alike.
+
+    `run` replaces this function by a constant and compiles the loop once for each, so that traffic
+    without reuse costs nothing more.
+    """
+    raise NotImplementedError
+
+
 def find_cached_prefix(state: State, i: int, r: int) -> int:
     """Tokens of request `r` that instance `i` has cached; `prompt.found` and `prompt.shared` are
     set for `take_cached_prefix` and for the room that it needs."""
@@ -112,7 +121,7 @@ def free_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
     inst = get_instance(state, i)
     blocks = count_blocks(inst, tokens)
     kept = 0
-    if state.has_blocks and not inst.reserve:
+    if simulates_caches() and not inst.reserve:
         kept = _free_cached(state, i, r, tokens)
     change_usage(inst, now, kept - blocks, kept * inst.block - tokens)
 

@@ -34,7 +34,7 @@ def gather_candidates(state: State, r: int, scores: Scores, least: int) -> int:
     slots = get_candidate_slots(state, 0, MAX_CANDIDATES)
     cached = get_candidate_numbers(state, MAX_CANDIDATES, MAX_CANDIDATES)
     token_ms = get_candidate_numbers(state, 2 * MAX_CANDIDATES, MAX_CANDIDATES)
-    slots[0], cached[0], token_ms[0] = least, 0.0, first.token_ms
+    slots[0], cached[0], token_ms[0] = least, 0.0, first.upper_token_ms
     state.num_searches += 1
     count = 1
     for depth in range(_find_depth(state, r), 0, -1):
@@ -42,14 +42,14 @@ def gather_candidates(state: State, r: int, scores: Scores, least: int) -> int:
         k = get_first_known(state, get_block(state, prompt.first_block + depth - 1).value).value
         while k != NONE:
             known = get_known(state, k)
-            inst = get_instance(state, known.instance)
+            cache = get_cache(state, known.instance)
             if known.instance == least:
                 cached[0] = tokens
-            elif inst.search != state.num_searches and count < MAX_CANDIDATES:
-                inst.search = state.num_searches
+            elif cache.search != state.num_searches and count < MAX_CANDIDATES:
+                cache.search = state.num_searches
                 if scores[known.instance] < math.inf:
                     slots[count], cached[count] = known.instance, tokens
-                    token_ms[count] = inst.token_ms
+                    token_ms[count] = get_instance(state, known.instance).upper_token_ms
                     count += 1
             k = known.next
         if cached[0] > 0.0 or count == MAX_CANDIDATES:

@@ -75,8 +75,9 @@ CACHE = _build_dtype(
     "written",
     # size: KV blocks that are cached and held by no request; oldest, newest: ends of the list of
     # their copies; evicted: copies evicted so far. first_used, last_used: ends of the list of
-    # blocks that the router knows to be cached, by use.
-    "size oldest newest evicted first_used last_used",
+    # blocks that the router knows to be cached, by use; search: number of the latest search for
+    # candidates that found the instance.
+    "size oldest newest evicted first_used last_used search",
 )
 """The prefix cache of an instance."""
 
@@ -134,8 +135,7 @@ INSTANCE = _build_dtype(
     # partial: the prompt that is partly computed; window: number of prompts already sorted.
     "first_slot in_flight oldest newest partial free running window "
     "kv_tokens kv_peak iterations decode_iterations batch_peak prompt_tokens decode_tokens "
-    # search: number of the latest search for candidates that found it.
-    "preemptions search",
+    "preemptions",
 )
 """One instance."""
 
@@ -162,11 +162,10 @@ STATE = _build_dtype(
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips first_counted end_counted counted_left "
     "misses_left "
-    # has_blocks: prompts repeat; block_tokens: tokens per block of the trace; num_block_uses: length
-    # of `blocks`. cache_view: what dispatch knows of caches, NOTHING unless its policy uses it.
+    # block_tokens: tokens per block of the trace; num_block_uses: length of `blocks`. cache_view: what dispatch knows of caches, NOTHING unless its policy uses it.
     # num_copies, num_known: rows used so far; free_copy, free_known: lists of rows to use again.
     # num_searches: searches for candidates so far.
-    "has_blocks block_tokens num_block_uses cache_view num_copies free_copy num_known free_known "
+    "block_tokens num_block_uses cache_view num_copies free_copy num_known free_known "
     "num_searches "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; handoffs in delivery;
     # then, with deferred dispatch, waiting handoffs and prompts. heaps (slot, heap_size):

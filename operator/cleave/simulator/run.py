@@ -79,9 +79,9 @@ def measure_latencies(
 def is_compiled() -> bool:
     """Whether the machine code is cached on disk; if not, the first call compiles for seconds."""
     from cleave.simulator import compiler
-    from cleave.simulator.events import run_events
+    from cleave.simulator.events import run_events, run_events_with_caches
 
-    return compiler.is_compiled(run_events)
+    return all(map(compiler.is_compiled, (run_events, run_events_with_caches)))
 
 
 def _run_compiled(
@@ -95,7 +95,7 @@ def _run_compiled(
         state["counted_left"] = verdict.counted.stop - verdict.counted.start
         state["misses_left"] = verdict.max_missed
         state["max_ttft"], state["max_tpot"] = verdict.max_ttft_ms, verdict.max_tpot_ms
-    _load_compiled()(state)
+    _load_compiled(trace.blocks is not None)(state)
     return arrays, state
 
 
@@ -165,7 +165,6 @@ def _lay_out_caches(
     caches = np.zeros(len(instances), records.CACHE)
     for name in ("oldest", "newest", "first_used", "last_used"):
         caches[name] = records.NONE
-    state["has_blocks"] = 1
     state["block_tokens"] = blocks.block_tokens
     state["num_block_uses"] = uses
     state["free_copy"] = state["free_known"] = records.NONE
@@ -193,27 +192,45 @@ _COUNT_FIELDS = ("iterations", "decode_iterations", "batch_peak", "prompt_tokens
 
 
 @functools.cache
-def _load_compiled() -> Callable[..., None]:
-    from cleave.simulator.events import run_events
+def _load_compiled(has_blocks: bool) -> Callable[..., None]:
+    from cleave.simulator.events import run_events, run_events_with_caches
 
-    return compile_loop(run_events)
+    function = run_events_with_caches if has_blocks else run_events
+    return compile_loop(function, has_blocks=has_blocks)
 
 
-def compile_loop(function: Callable[..., None], *scalars: type) -> Callable[..., None]:
+def compile_loop(
+    function: Callable[..., None], *scalars: type, has_blocks: bool = False
+) -> Callable[..., None]:
     """A compiled function of a STATE and of `scalars`, with the replacements that `policy` requires
-    of callers."""
+    of callers. `has_blocks`: it simulates prefix caches; no other value may be used for the same
+    function, because its code is cached by name."""
     from cleave.simulator.compiler import load_function
 
-    return load_function(function, _build_replacements, *scalars)
+    build = functools.partial(build_replacements, has_blocks)
+    return load_function(function, build, *scalars)
 
 
-def _build_replacements() -> dict[Callable[..., Any], Any]:
+def build_replacements(has_blocks: bool) -> dict[Callable[..., Any], Any]:
+    """What compiled code calls in place of functions that callers of `policy` have to supply."""
     from cleave.policy import best_fit
     from cleave.policy.dispatch import find_for
-    from cleave.simulator import dispatch
+    from cleave.simulator import dispatch, prefix_caches
     from cleave.simulator.record_access import build_intrinsics
 
-    return build_intrinsics() | {find_for: dispatch.find, best_fit.check: dispatch.check}
+    return build_intrinsics() | {
+        find_for: dispatch.find,
+        best_fit.check: dispatch.check,
+        prefix_caches.simulates_caches: _return_true if has_blocks else _return_false,
+    }
+
+
+def _return_true() -> bool:
+    return True
+
+
+def _return_false() -> bool:
+    return False
 
 
 def build_result(arrays: dict[str, NDArray[Any]], state: Records) -> SimulationResult:
