@@ -1,8 +1,8 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
 `python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|savings|moves|adapters|cost|
-pairs|caches ...]`; without names all of them, about fifteen minutes on one core. `--quick`: does all of it
-work? Quote none of its figures.
+pairs|caches ...]`; without names all of them, about fifteen minutes on one core. `--quick`: does
+all of it work? Quote none of its figures.
 """
 
 import argparse

@@ -40,7 +40,9 @@ def test_on_mixed_instances_resident_tokens_count_less_than_waiting_ones() -> No
     assert wait_ms == pytest.approx(100.0 + RESIDENT_WEIGHT * 400.0)
 
 
-def test_a_prompt_goes_where_it_is_cached_while_waiting_there_is_shorter_than_computing_it() -> None:
+def test_a_prompt_goes_where_it_is_cached_while_waiting_there_is_shorter_than_computing_it() -> (
+    None
+):
     # 800 cached tokens save 80 ms.
     assert choose([0.0, NOW_MS + 79], {0: 0.0, 1: 800.0}) == 1
     assert choose([0.0, NOW_MS + 81], {0: 0.0, 1: 800.0}) == 0

@@ -44,6 +44,7 @@ class QueueBench:
             decode_start_ms=begun,
             first_token_ms=first,
             end_ms=first + tpot * (output - 1),
+            prompt_tokens=output,
             output_tokens=output,
             num_preemptions=zeros,
             prefill_instance=zeros,

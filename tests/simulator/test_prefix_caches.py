@@ -178,7 +178,9 @@ def test_blocks_that_run_requests_share_are_held_once() -> None:
     assert result.instances.kv_final_tokens.tolist() == [0]
 
 
-def test_the_least_recently_freed_block_is_evicted_first_and_a_prompts_end_before_its_start() -> None:
+def test_the_least_recently_freed_block_is_evicted_first_and_a_prompts_end_before_its_start() -> (
+    None
+):
     # Room for 12 blocks. The second prompt and its answer's block take 6, the third 5 more.
     trace = build_trace([(20, "abcde"), (20, "ABCDE"), (20, "vwxyz"), (20, "abcde")], outputs=1)
     result = serve(trace, build_engine(12 * BLOCK))

@@ -224,7 +224,10 @@ def test_hashes_of_blocks_are_numbered_as_they_appear(tmp_path) -> None:
 
 def test_hashes_may_be_texts_of_blocks_of_a_stated_length(tmp_path) -> None:
     file = tmp_path / "trace.jsonl"
-    lines = [build_line(["a", "b"], 32, hash_block_tokens=16), build_line([], 32, hash_block_tokens=16)]
+    lines = [
+        build_line(["a", "b"], 32, hash_block_tokens=16),
+        build_line([], 32, hash_block_tokens=16),
+    ]
     blocks = history.read_trace(write_lines(file, *lines)).blocks
     assert blocks.block_tokens == 16
     assert blocks.starts.tolist() == [0, 2, 2]

@@ -75,10 +75,10 @@ def dispatch_request(state: State, r: int) -> None:
         return
     first, second = NONE, NONE
     limit = state.short_prompt_tokens
-    if limit and state.has_prefill and state.has_decode:
-        # Of a longer one enough may be cached.
-        if request.prompt <= limit or knows_caches(state):
-            second = select_for_short_prompt(state, r)
+    # Of a longer one enough may be cached.
+    is_short = limit > 0 and (request.prompt <= limit or knows_caches(state))
+    if is_short and state.has_prefill and state.has_decode:
+        second = select_for_short_prompt(state, r)
     if second == NONE:
         first, second = select_instances(state, r)
     if (first != NONE and not fits_instance(state, first, r)) or (

@@ -10,8 +10,8 @@ prompts begin alike. The rules (vLLM v1: `block_pool`, `kv_cache_manager`):
 
 What is hard: cost. A copy here is one block of the trace, which may be many blocks of KV. Nothing
 is evicted when blocks are allocated, only counted; `_evict` makes up for it before the next request
-looks up, caches or frees blocks, which has the same result. And an instance is found in the list of all
-copies of a block: most blocks have one or two, and no table of instances and blocks is needed.
+looks up, caches or frees blocks, which has the same result. And an instance is found in the list of
+all copies of a block: most blocks have one or two, and no table of instances and blocks is needed.
 
 Where a trace's block is longer than a KV block: it is found whole or not at all, and the first
 evicted KV block makes it unfindable; the rest is evicted before any other. A partly evicted block

@@ -162,7 +162,8 @@ STATE = _build_dtype(
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips first_counted end_counted counted_left "
     "misses_left "
-    # block_tokens: tokens per block of the trace; num_block_uses: length of `blocks`. cache_view: what dispatch knows of caches, NOTHING unless its policy uses it.
+    # block_tokens: tokens per block of the trace; num_block_uses: length of `blocks`. cache_view:
+    # what dispatch knows of caches, NOTHING unless its policy uses it.
     # num_copies, num_known: rows used so far; free_copy, free_known: lists of rows to use again.
     # num_searches: searches for candidates so far.
     "block_tokens num_block_uses cache_view num_copies free_copy num_known free_known "

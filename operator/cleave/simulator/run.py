@@ -249,6 +249,7 @@ def build_result(arrays: dict[str, NDArray[Any]], state: Records) -> SimulationR
         prefill = np.where(prefill == records.NONE, decode, prefill)
     return SimulationResult(
         **{f"{name}_ms": column(name) for name in ("arrival", *_TIME_FIELDS)},
+        prompt_tokens=column("prompt"),
         output_tokens=column("output"),
         num_preemptions=column("preemptions"),
         prefill_instance=prefill,

@@ -14,8 +14,8 @@ from cleave.simulator.records import NONE, State
 
 def start_pull(state: State, s: int, r: int, cached: int, now: float) -> None:
     """Start the transfer of request `r`, whose decode instance has reserved blocks for it. `s`: the
-    slot whose next iteration is being formed; the pull may lengthen that iteration. `cached`: tokens
-    that the decode instance has in its own cache; vLLM's connectors do not pull them."""
+    slot whose next iteration is being formed; the pull may lengthen that iteration. `cached`:
+    tokens that the decode instance has in its own cache; vLLM's connectors do not pull them."""
     request, slot = get_request(state, r), get_slot(state, s)
     end = now
     request.transfer_start = now
@@ -44,7 +44,6 @@ def end_pull(state: State, r: int, now: float) -> None:
     request.transfer_end = now
     request.is_pulled = 0
     if request.prefill != NONE:
-        source = get_instance(state, request.prefill)
         # Freed blocks may admit waiting requests, and after a role flip this instance may decode.
         interrupt_leap(state, request.prefill, now, True)
         free_blocks(state, request.prefill, r, request.prompt, now)

@@ -52,8 +52,8 @@ def check_blocks(
     for size in kv_block_sizes:
         if tokens < 1 or tokens % size:
             raise SimulationError(
-                f"block_tokens of the trace is {tokens}, no multiple of the kv_block_size {size} of "
-                "an engine; hash blocks of that size, or change the engine's"
+                f"block_tokens of the trace is {tokens}, no multiple of the kv_block_size {size} "
+                "of an engine; hash blocks of that size, or change the engine's"
             )
     if len(starts) != len(prompt_tokens) + 1 or starts[0] != 0 or starts[-1] != len(numbers):
         raise SimulationError(
@@ -71,7 +71,8 @@ def check_blocks(
     if len(numbers) and not (numbers.min() >= 0 and numbers.max() < blocks.count):
         at = int(np.flatnonzero((numbers < 0) | (numbers >= blocks.count))[0])
         raise SimulationError(
-            f"blocks.numbers[{at}] of the trace is {numbers[at]}; it must be in 0..{blocks.count - 1}"
+            f"blocks.numbers[{at}] of the trace is {numbers[at]}; it must be in "
+            f"0..{blocks.count - 1}"
         )
 
 

@@ -195,10 +195,14 @@ def _check_chains(table: _Table, blocks: PromptBlocks, prompt_tokens: NDArray[np
     if len(wrong):
         at = int(wrong[0])
         column = _normalize_names(table).index(HASHES_NAME)
-        value = table.rows[owner[at]][column][position[at]]  # type: ignore[index]
-        what = f"{table.names[column]}[{position[at]}] {_format_value(value)} is the hash of another"
+        value = table.rows[owner[at]][column][position[at]]
+        what = (
+            f"{table.names[column]}[{position[at]}] {_format_value(value)} is the hash of another"
+        )
         remedy = "hash each block together with all blocks before it"
-        raise table.build_error(int(owner[at]), f"{what} block in line {table.lines[owner[seen[at]]]}; {remedy}")
+        raise table.build_error(
+            int(owner[at]), f"{what} block in line {table.lines[owner[seen[at]]]}; {remedy}"
+        )
 
 
 def _read_text(path: Path) -> str:
