@@ -14,6 +14,7 @@ import numpy as np
 import traces
 from fleets import Worker
 from goodput import Targets, bisect
+from numpy.typing import NDArray
 
 from cleave.policy.dispatch import BY_REQUESTS, TO_DECODE
 from cleave.simulator import dispatch, run
@@ -94,7 +95,20 @@ def read() -> Trace:
     """An hour of conversations of Kimi; outputs predicted as the router does."""
     trace = history.read_trace(traces.DATA / "mooncake_conversation_trace.jsonl")
     predicted = traces.predict(trace.prompt_tokens, trace.output_tokens)
-    return replace(trace, predicted_tokens=predicted)
+    arrival_ms = spread_arrivals(trace.arrival_ms)
+    return replace(trace, arrival_ms=arrival_ms, predicted_tokens=predicted)
+
+
+def spread_arrivals(arrival_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Arrivals of one moment, spread evenly until the next: the trace's times are rounded to three
+    seconds, and ten requests at once would stay together at any rate."""
+    times, first, owner, counts = np.unique(
+        arrival_ms, return_index=True, return_inverse=True, return_counts=True
+    )
+    gaps = np.diff(times, append=times[-1])
+    position = np.arange(len(arrival_ms)) - first[owner]
+    spread: NDArray[np.float64] = arrival_ms + gaps[owner] * position / counts[owner]
+    return spread
 
 
 def list_fleets(worker: Worker, counts: tuple[int, ...]) -> Iterator[tuple[str, SimulatedFleet]]:

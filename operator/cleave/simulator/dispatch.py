@@ -280,7 +280,11 @@ def _record_prompt(state: State, r: int, i: int) -> None:
         record_prompt(state, i, r, prompt.uncached + request.predicted)
         return
     record_prompt(state, i, r, float(prompt.uncached))
-    record_prompt(state, request.decode, r, request.prompt + request.predicted)
+    # What a decode instance caches matters only if it may compute prompts.
+    may_flip = state.next_flip_check < math.inf
+    is_mixed = get_instance(state, request.decode).role == MIXED
+    if is_mixed or may_flip or state.short_prompt_tokens > 0:
+        record_prompt(state, request.decode, r, request.prompt + request.predicted)
 
 
 def _count_uncached(state: State, r: int) -> int:

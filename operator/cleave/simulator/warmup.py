@@ -15,7 +15,7 @@ def warm_up() -> None:
     """Compile unless the machine code is cached on disk."""
     if is_compiled():
         return
-    print("cleave: compiling the simulator, once for this version (about 20 seconds)")  # noqa: T201
+    print("cleave: compiling the simulator, once for this version (about 30 seconds)")  # noqa: T201
     engine = SimulatedEngine(EngineTiming(1.0, (1.0, 2.0), 0.0, (1.0, 1.0), (0.0,)), 64)
     one = np.ones(1, np.int64)
     fleet = SimulatedFleet(mixed=(SimulatedPool(engine, 1),))

@@ -48,3 +48,8 @@ def test_a_radix_tree_ignores_matches_while_requests_are_out_of_balance() -> Non
 def test_one_cache_without_limit_computes_each_block_once() -> None:
     trace = build_trace([(40, "abcdefghij"), (40, "abcdeXXXXX")])
     assert caches.compute_least_share(trace) == pytest.approx(60 / 80)
+
+
+def test_arrivals_of_one_moment_are_spread_until_the_next() -> None:
+    spread = caches.spread_arrivals(np.array([0.0, 0.0, 0.0, 3_000.0, 6_000.0, 6_000.0]))
+    assert spread.tolist() == [0.0, 1_000.0, 2_000.0, 3_000.0, 6_000.0, 6_000.0]
