@@ -5,9 +5,9 @@ a cached prefix must attract prompts, but not all of them. In one unit both foll
 while a queue takes longer than recomputing the prefix elsewhere, the prompt goes elsewhere, and
 from then on the prefix is cached there, too.
 
-Sources: the sum is that of Preble (ICLR 2025, section 3.2, E2: exploitation and exploration) and of
-Mooncake's conductor (FAST 2025, section 6.1, cache-aware prefill scheduling), by the wait of
-`policy.queue_model`.
+Sources: Mooncake's Conductor adds up the queue and the prefill of what is not cached (FAST 2025,
+cache-aware scheduling); Preble weighs reuse against load in one cost (ICLR 2025, E2). The wait here
+is that of `policy.queue_model`.
 """
 
 from collections.abc import Sequence

@@ -44,7 +44,7 @@ HASHES_NAME = "hashids"
 BLOCK_TOKENS_NAME = "hashblocktokens"
 """Tokens per hashed block, the same in all lines."""
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens per block of Mooncake's traces, which do not state it (FAST 2025, section 4.1)."""
+"""Tokens per block of Mooncake's traces, which do not state it (FAST 2025)."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _MAX_VALUE_CHARACTERS = 40
