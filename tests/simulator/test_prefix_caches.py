@@ -23,9 +23,9 @@ from cleave.simulator.fleet import (
 )
 from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.prefix_caches import (
-    cache_prompt,
     find_cached_prefix,
     free_blocks,
+    store_prompt,
     take_cached_prefix,
 )
 from cleave.simulator.record_access import get_instance, get_prompt, get_request
@@ -245,7 +245,7 @@ def apply(state: State, kind: int, r: int, tokens: int) -> None:
             request.computed = prompt.hit
         inst.free -= -(-tokens // inst.block) - -(-request.computed // inst.block)
         request.computed = tokens
-        cache_prompt(state, 0, r, tokens)
+        store_prompt(state, 0, r, tokens)
     else:
         free_blocks(state, 0, r, tokens, 0.0)
 

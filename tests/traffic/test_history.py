@@ -222,7 +222,7 @@ def test_hashes_of_blocks_are_numbered_as_they_appear(tmp_path) -> None:
     assert blocks.numbers.tolist() == [0, 1, 0, 2, 0, 1]
 
 
-def test_hashes_may_be_texts_of_blocks_of_a_stated_length(tmp_path) -> None:
+def test_hashes_may_be_strings_of_blocks_of_another_length(tmp_path) -> None:
     file = tmp_path / "trace.jsonl"
     lines = [
         build_line(["a", "b"], 32, hash_block_tokens=16),

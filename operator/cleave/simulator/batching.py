@@ -19,10 +19,10 @@ from cleave.simulator.fleet import Batching
 from cleave.simulator.iterations import start_iterations
 from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
 from cleave.simulator.prefix_caches import (
-    cache_prompt,
     find_cached_prefix,
     free_blocks,
-    simulates_caches,
+    has_caches,
+    store_prompt,
     take_cached_prefix,
 )
 from cleave.simulator.queues import (
@@ -116,7 +116,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
         return _admit_pull(state, i, s, queue, now)
     if request.queued > inst.scheduled:
         return False
-    cached = find_cached_prefix(state, i, r) if simulates_caches() else 0
+    cached = find_cached_prefix(state, i, r) if has_caches() else 0
     left = request.to_compute - cached
     count = compute_chunk_size(left, inst.max_tokens - slot.tokens - slot.rows)
     if not _has_room(state, i, s, r, cached + count):
@@ -164,7 +164,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
             if not _admit_pull(state, i, s, queue, now):
                 break
             continue
-        cached = find_cached_prefix(state, i, r) if simulates_caches() else 0
+        cached = find_cached_prefix(state, i, r) if has_caches() else 0
         count = request.to_compute - cached
         if not may_join_prompts(slot.tokens, count, limit):
             break
@@ -180,7 +180,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     """Reserve blocks for the request at the head of a queue and pull its KV; False: no room."""
     r = get_queue(state, queue).head
     inst, request = get_instance(state, i), get_request(state, r)
-    cached = find_cached_prefix(state, i, r) if simulates_caches() else 0
+    cached = find_cached_prefix(state, i, r) if has_caches() else 0
     tokens = request.prompt + request.generated
     if not _has_room(state, i, s, r, tokens):
         return False
@@ -257,8 +257,8 @@ def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, beg
         slot.squares += end * end - start * start
     inst.prompt_tokens += count
     request.computed = end
-    if simulates_caches():
-        cache_prompt(state, i, r, end)
+    if has_caches():
+        store_prompt(state, i, r, end)
     if end == request.to_compute:
         request.next = NONE
         if slot.first_prompt == NONE:
@@ -335,7 +335,7 @@ def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
     """Whether blocks are free for `tokens` of a waiting request, and admission accepts it."""
     inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
     need = count_blocks(inst, tokens)
-    if simulates_caches():
+    if has_caches():
         need -= get_prompt(state, r).shared
     if need > inst.free:
         return False

@@ -42,8 +42,8 @@ from cleave.policy.queue_model import add_completion, fit_prompt_times
 from cleave.simulator import records
 from cleave.simulator.kv_blocks import fits_instance
 from cleave.simulator.outcome import RequestOutcome
-from cleave.simulator.prefix_caches import simulates_caches
-from cleave.simulator.prefix_index import count_known_tokens, gather_candidates, record_prompt
+from cleave.simulator.prefix_caches import has_caches
+from cleave.simulator.prefix_index import collect_candidates, count_known_tokens, record_prompt
 from cleave.simulator.record_access import (
     get_candidate_numbers,
     get_candidate_slots,
@@ -93,7 +93,7 @@ def dispatch_request(state: State, r: int) -> None:
 
 def knows_caches(state: State) -> bool:
     """Whether dispatch compares what prompts cost where they are cached."""
-    return simulates_caches() and state.cache_view != NOTHING
+    return has_caches() and state.cache_view != NOTHING
 
 
 def select_instances(state: State, r: int) -> tuple[int, int]:
@@ -158,7 +158,7 @@ def _find_by_cost(state: State, values: Scores, purpose: int, r: int) -> int:
     least = find_least(values)
     if least == NONE:
         return NONE
-    count = gather_candidates(state, r, values, least)
+    count = collect_candidates(state, r, values, least)
     return find_least_cost(
         get_candidate_slots(state, 0, count),
         get_candidate_numbers(state, MAX_CANDIDATES, count),

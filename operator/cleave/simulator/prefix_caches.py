@@ -35,7 +35,7 @@ from cleave.simulator.record_access import (
 from cleave.simulator.records import CACHED, NONE, Record, State
 
 
-def simulates_caches() -> bool:
+def has_caches() -> bool:
     """Whether the trace says which prompts begin alike.
 
     `run` replaces this function by a constant and compiles the loop once for each, so that traffic
@@ -79,24 +79,24 @@ def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
         # Not kept by the search: a request of a central queue had no instance then.
         c = _find_copy(state, i, get_block(state, prompt.first_block + at).value)
         copy = get_copy(state, c)
-        _get_held(state, i, r, at).value = c
+        _get_owned_copy(state, i, r, at).value = c
         if copy.owners == 0:
-            _unlink(state, i, c)
+            _drop_link(state, i, c)
             cache.size -= copy.size
             taken += copy.size
         copy.owners += 1
-    _set_num_held(state, i, r, prompt.found)
+    _set_num_owned(state, i, r, prompt.found)
     if taken:
         change_usage(inst, now, taken, taken * inst.block)
 
 
-def cache_prompt(state: State, i: int, r: int, tokens: int) -> None:
+def store_prompt(state: State, i: int, r: int, tokens: int) -> None:
     """Instance `i` has `tokens` of request `r`: its full blocks are cached, and held by it."""
     inst, prompt = get_instance(state, i), get_prompt(state, r)
     if inst.reserve:
         return
     _evict(state, i)
-    held = _get_num_held(state, i, r)
+    held = _get_num_owned(state, i, r)
     while held < prompt.num_blocks:
         end = min((held + 1) * state.block_tokens, get_request(state, r).prompt)
         size = _count_kv_blocks(state, inst, r, held)
@@ -107,12 +107,12 @@ def cache_prompt(state: State, i: int, r: int, tokens: int) -> None:
         copy = get_copy(state, c)
         copy.instance = i
         copy.owners = 1
-        _insert(state, c)
+        _link_to_block(state, c)
         if state.cache_view == CACHED:
             record_block(state, i, block)
-        _get_held(state, i, r, held).value = c
+        _get_owned_copy(state, i, r, held).value = c
         held += 1
-    _set_num_held(state, i, r, held)
+    _set_num_owned(state, i, r, held)
 
 
 def free_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
@@ -121,7 +121,7 @@ def free_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
     inst = get_instance(state, i)
     blocks = count_blocks(inst, tokens)
     kept = 0
-    if simulates_caches() and not inst.reserve:
+    if has_caches() and not inst.reserve:
         kept = _free_cached(state, i, r, tokens)
     change_usage(inst, now, kept - blocks, kept * inst.block - tokens)
 
@@ -130,28 +130,28 @@ def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
     """Free the copies that a request holds; return how many KV blocks other requests still hold."""
     inst, cache = get_instance(state, i), get_cache(state, i)
     _evict(state, i)
-    held = _get_num_held(state, i, r)
+    held = _get_num_owned(state, i, r)
     blocks = 0
     for at in range(held):
-        blocks += get_copy(state, _get_held(state, i, r, at).value).size
+        blocks += get_copy(state, _get_owned_copy(state, i, r, at).value).size
     # Full blocks after them are cached as well, but by content that no other prompt has.
     others = tokens // inst.block - blocks
     if others > 0:
         c = _create_copy(state, NONE, others)
         get_copy(state, c).owners = 0
-        _append(state, i, c)
+        _link_as_newest(state, i, c)
         cache.size += others
     kept = 0
     for at in range(held - 1, -1, -1):
-        c = _get_held(state, i, r, at).value
+        c = _get_owned_copy(state, i, r, at).value
         copy = get_copy(state, c)
         copy.owners -= 1
         if copy.owners > 0:
             kept += copy.size
         else:
-            _append(state, i, c)
+            _link_as_newest(state, i, c)
             cache.size += copy.size
-    _set_num_held(state, i, r, 0)
+    _set_num_owned(state, i, r, 0)
     return kept
 
 
@@ -172,7 +172,7 @@ def _evict(state: State, i: int) -> None:
         copy.size -= evicted
         cache.size -= evicted
         if copy.size == 0:
-            _unlink(state, i, c)
+            _drop_link(state, i, c)
             copy.younger = state.free_copy
             state.free_copy = c
 
@@ -206,7 +206,7 @@ def _create_copy(state: State, block: int, size: int) -> int:
     return c
 
 
-def _insert(state: State, c: int) -> None:
+def _link_to_block(state: State, c: int) -> None:
     """Add a copy to the copies of its block, after older ones of the same instance."""
     copy = get_copy(state, c)
     after = _find_copy(state, copy.instance, copy.block)
@@ -235,7 +235,7 @@ def _remove(state: State, c: int) -> None:
     get_copy(state, before).next = copy.next
 
 
-def _append(state: State, i: int, c: int) -> None:
+def _link_as_newest(state: State, i: int, c: int) -> None:
     """Add a copy to those that nothing holds, as the one that is evicted last."""
     cache, copy = get_cache(state, i), get_copy(state, c)
     copy.younger = NONE
@@ -247,7 +247,7 @@ def _append(state: State, i: int, c: int) -> None:
     cache.newest = c
 
 
-def _unlink(state: State, i: int, c: int) -> None:
+def _drop_link(state: State, i: int, c: int) -> None:
     """Remove a copy from those that nothing holds."""
     cache, copy = get_cache(state, i), get_copy(state, c)
     if copy.older == NONE:
@@ -260,20 +260,20 @@ def _unlink(state: State, i: int, c: int) -> None:
         get_copy(state, copy.younger).older = copy.older
 
 
-def _get_held(state: State, i: int, r: int, at: int) -> Record:
+def _get_owned_copy(state: State, i: int, r: int, at: int) -> Record:
     """The number of the copy that a request holds for its block number `at` on instance `i`."""
     prompt = get_prompt(state, r)
     side = 0 if get_request(state, r).prefill == i else state.num_block_uses
     return get_held_copy(state, side + prompt.first_block + at)
 
 
-def _get_num_held(state: State, i: int, r: int) -> int:
+def _get_num_owned(state: State, i: int, r: int) -> int:
     prompt = get_prompt(state, r)
     count: int = prompt.held_prefill if get_request(state, r).prefill == i else prompt.held_decode
     return count
 
 
-def _set_num_held(state: State, i: int, r: int, count: int) -> None:
+def _set_num_owned(state: State, i: int, r: int, count: int) -> None:
     prompt = get_prompt(state, r)
     if get_request(state, r).prefill == i:
         prompt.held_prefill = count

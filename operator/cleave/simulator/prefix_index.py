@@ -25,7 +25,7 @@ from cleave.simulator.record_access import (
 from cleave.simulator.records import NONE, SENT, State
 
 
-def gather_candidates(state: State, r: int, scores: Scores, least: int) -> int:
+def collect_candidates(state: State, r: int, scores: Scores, least: int) -> int:
     """Write the candidates of `prompt_cost.find_least_cost` for request `r`; return their number.
 
     The first is `least`, the open instance with the least score; then those that cache most.
@@ -98,7 +98,7 @@ def record_block(state: State, i: int, block: int) -> None:
         known.next = get_first_known(state, block).value
         get_first_known(state, block).value = k
     else:
-        _unlink(state, i, k)
+        _drop_link(state, i, k)
     known = get_known(state, k)
     known.written = cache.written
     known.younger = NONE
@@ -115,7 +115,7 @@ def forget_block(state: State, i: int, block: int) -> None:
     k = _find_known(state, i, block)
     if k == NONE:
         return
-    _unlink(state, i, k)
+    _drop_link(state, i, k)
     known = get_known(state, k)
     before = get_first_known(state, block).value
     if before == k:
@@ -160,7 +160,7 @@ def _create_known(state: State) -> int:
     return k
 
 
-def _unlink(state: State, i: int, k: int) -> None:
+def _drop_link(state: State, i: int, k: int) -> None:
     """Remove a known block from the instance's list by use."""
     cache, known = get_cache(state, i), get_known(state, k)
     if known.older == NONE:

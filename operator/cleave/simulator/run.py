@@ -221,7 +221,7 @@ def build_replacements(has_blocks: bool) -> dict[Callable[..., Any], Any]:
     return build_intrinsics() | {
         find_for: dispatch.find,
         best_fit.check: dispatch.check,
-        prefix_caches.simulates_caches: _return_true if has_blocks else _return_false,
+        prefix_caches.has_caches: _return_true if has_blocks else _return_false,
     }
 
 

@@ -6,7 +6,7 @@ time must be completed in the order in which they began.
 
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.iterations import wake_instance
-from cleave.simulator.prefix_caches import cache_prompt, free_blocks, simulates_caches
+from cleave.simulator.prefix_caches import free_blocks, has_caches, store_prompt
 from cleave.simulator.queues import push
 from cleave.simulator.record_access import get_instance, get_pull, get_request, get_slot
 from cleave.simulator.records import NONE, State
@@ -48,8 +48,8 @@ def end_pull(state: State, r: int, now: float) -> None:
         interrupt_leap(state, request.prefill, now, True)
         free_blocks(state, request.prefill, r, request.prompt, now)
         wake_instance(state, request.prefill, now)
-    if simulates_caches():
-        cache_prompt(state, request.decode, r, request.prompt)
+    if has_caches():
+        store_prompt(state, request.decode, r, request.prompt)
     request.queued = now
     push(state, state.num_instances + request.decode, r)
 
