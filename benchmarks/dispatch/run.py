@@ -1,8 +1,8 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
 `python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|savings|moves|adapters|cost|
-pairs ...]`; without names all of them, about fifteen minutes on one core. `--quick`: does all of it
-work? Quote none of its figures.
+pairs|caches ...]`; without names all of them, about fifteen minutes on one core. `--quick`: does
+all of it work? Quote none of its figures.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import adapters
+import caches
 import cost
 import goodput
 import moves
@@ -283,6 +284,31 @@ def pair_costs(console: Console, quick: bool) -> Rows:
     return [asdict(row) for row in found]
 
 
+def cached(console: Console, quick: bool) -> Rows:
+    """Prefix caches."""
+    trace = caches.read()
+    one = worker("llama-2-70b", "H100-SXM-80GB", 4)
+    targets = goodput.Targets(10_000, 200)
+    console.print(f"one cache without limit: {caches.compute_least_share(trace):.3f} computed")
+    rows: Rows = []
+    for name, fleet in caches.list_fleets(one, (4,) if quick else (4, 8, 16)):
+        columns = ("computed", "TTFT p50", "p99", "req/s", *(f"at {at:g}" for at in caches.LOADS))
+        table = _table("policy", *columns)
+        for row in caches.compare(name, fleet, trace, targets):
+            table.add_row(
+                row.policy,
+                f"{row.computed:.3f}",
+                f"{row.ttft_p50_ms:.0f}",
+                f"{row.ttft_p99_ms:.0f}",
+                f"{row.goodput:.2f}",
+                *(f"{ratio:.3f}" for ratio in row.mean_ttft_ratios),
+            )
+            rows.append(asdict(row))
+        title = f"{name}: {one.name}; Mooncake conversation, TTFT 10 s, TPOT 200 ms, 90 %"
+        _print(console, title, table)
+    return rows
+
+
 SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "queues": queues,
     "gateways": gateways,
@@ -293,6 +319,7 @@ SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "adapters": measure_retained,
     "cost": costs,
     "pairs": pair_costs,
+    "caches": cached,
 }
 
 

@@ -44,11 +44,14 @@ class QueueBench:
             decode_start_ms=begun,
             first_token_ms=first,
             end_ms=first + tpot * (output - 1),
+            prompt_tokens=output,
             output_tokens=output,
             num_preemptions=zeros,
             prefill_instance=zeros,
             decode_instance=zeros,
             outcome=zeros,
+            cached_tokens=zeros,
+            pull_cached_tokens=zeros,
             instances=NO_INSTANCES,
         )
 

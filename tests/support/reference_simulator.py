@@ -27,6 +27,12 @@ class Reference:
         self.requests = [
             Request(n, float(a), *(int(each) for each in rest)) for n, (a, *rest) in enumerate(rows)
         ]
+        if trace.blocks is not None:
+            starts, numbers = trace.blocks.starts, trace.blocks.numbers
+            for request in self.requests:
+                own = numbers[starts[request.number] : starts[request.number + 1]]
+                # The end of a prompt that fills no KV block is not cached.
+                request.hashes = own[: request.prompt // trace.blocks.block_tokens].tolist()
         longest = max(r.prompt + r.output for r in self.requests)
         self.instances = [
             Instance(0, role, pool.engine, longest)
@@ -169,12 +175,14 @@ class Reference:
     # --- transfers ---
 
     def pull(self, instance: Instance, request: Request) -> None:
+        request.pull_cached = instance.take_cached(request, self.now)
         instance.take(request_kv := request, request.todo, self.now)
         instance.keep(request_kv, request.todo - 1, self.now)
         transfer, source = self.fleet.transfer, request.prefill
         request.transfer_start = end = self.now
         if source:
-            tokens = math.ceil(request.prompt / source.size) * source.size
+            left = request.prompt - request.pull_cached
+            tokens = math.ceil(left / source.size) * source.size
             per_token = transfer.token_ms
             if request.prompt >= transfer.overlap_from_tokens:
                 per_token = max(per_token - transfer.overlapped_token_ms, 0)
@@ -197,11 +205,12 @@ class Reference:
         request.remote = False
         source = request.prefill
         if source:
-            source.free += request.held_blocks
+            source.release(request.held_by_source, request.prompt)
             source.area += source.kv * (self.now - source.kv_at)
             source.kv_at = self.now
             source.kv -= request.prompt
             self.alert(source)
+        request.decode.cache_prompt(request, request.prompt)
         request.queued = self.now
         request.decode.loaded.append(request)
 
@@ -341,7 +350,8 @@ class Reference:
         if not request.remote and request.queued > i.scheduled:
             return False
         budget = i.engine.max_num_batched_tokens - self.tokens(slot)
-        count = request.todo if request.remote else min(request.todo, budget)
+        cached = i.size * len(i.find_cached(request))
+        count = request.todo if request.remote else min(request.todo, cached + budget)
         if not self.has_room(i, slot, request, count):
             return False
         self.pop(i, queue)
@@ -349,7 +359,7 @@ class Reference:
             self.pull(i, request)
         else:
             i.running += 1
-            self.compute(i, slot, request, count)
+            self.compute(i, slot, request, count - cached)
         return True
 
     def gather_whole(self, i: Instance, slot: Slot) -> None:
@@ -377,7 +387,8 @@ class Reference:
             if not found:
                 break
             queue, request = found
-            together = sum(c.end for c in self.chunks) + request.todo
+            cached = i.size * len(i.find_cached(request))
+            together = sum(c.end - c.start for c in self.chunks) + request.todo - cached
             too_many = limited and self.chunks and together > engine.max_num_batched_tokens
             if not request.remote and too_many:
                 break
@@ -388,10 +399,11 @@ class Reference:
                 self.pull(i, request)
             else:
                 i.running += 1
-                self.compute(i, slot, request, request.todo)
+                self.compute(i, slot, request, request.todo - cached)
 
     def has_room(self, i: Instance, slot: Slot, request: Request, tokens: int) -> bool:
-        if i.count(tokens) > i.free:
+        shared = sum(block.owners > 0 for block in i.find_cached(request))
+        if i.count(tokens) - shared > i.free:
             return False
         if request.prefill is i:
             return True
@@ -414,8 +426,13 @@ class Reference:
         slot.decoding.append(request)
 
     def compute(self, i: Instance, slot: Slot, request: Request, count: int) -> None:
+        if request.computed == 0:
+            request.computed = i.take_cached(request, self.now)
+            if request.preemptions == 0:
+                request.cached = request.computed
         start, end = request.computed, request.computed + count
         i.take(request, end, self.now)
+        i.cache_prompt(request, end)
         i.keep(request, end, self.now)
         if math.isnan(request.prefill_start):
             request.prefill_start = self.begin
@@ -451,7 +468,8 @@ class Reference:
         i.decode_iterations += bool(slot.decoding)
         for request in slot.decoding:
             i.keep(request, request.todo, self.now)
-        for request in slot.decoding:
+        # Requests that end together are freed in order of arrival.
+        for request in sorted(slot.decoding, key=lambda each: each.number):
             request.generated += 1
             i.decode_tokens += 1
             if math.isnan(request.first_token):
@@ -488,7 +506,7 @@ class Reference:
                 return
             i.running -= 1
             request.remote = True
-            request.held_blocks = request.blocks
+            request.held_by_source, request.held = request.held, []
             request.blocks = request.kv = request.computed = 0
             self.at(self.now + self.fleet.dispatch_ms, HANDOFF, request)
             return

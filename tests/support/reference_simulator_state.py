@@ -9,6 +9,8 @@ from cleave.policy.dispatch import TIE_WEIGHT
 from cleave.policy.queue_model import DEFAULT_SUMS, add_completion, fit_prompt_times
 from cleave.simulator.fleet import Batching, FlipThresholds, PrefillOrder, SimulatedEngine
 
+from tests.support.reference_prefix_cache import Block, PrefixCache
+
 NAN = math.nan
 
 
@@ -29,6 +31,11 @@ class Request:
     decode: "Instance | None" = None
     preemptions: int = 0
     refused: bool = False
+    hashes: list[int] = field(default_factory=list)
+    held: list[Block] = field(default_factory=list)
+    held_by_source: list[Block] = field(default_factory=list)
+    cached: int = 0
+    pull_cached: int = 0
     prefill_start: float = NAN
     prefill_end: float = NAN
     transfer_start: float = NAN
@@ -71,6 +78,7 @@ class Instance:
         self.reserve = 0
         if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
             self.reserve = math.ceil((engine.max_model_len or longest) / self.size)
+        self.cache = PrefixCache(self.total)
         self.waiting: deque[Request] = deque()
         self.sorted = 0
         self.loaded: deque[Request] = deque()
@@ -140,7 +148,33 @@ class Instance:
         if blocks > 0:
             self.free -= blocks
             request.blocks += blocks
+            request.held += self.cache.allocate(blocks)
         assert self.free >= 0
+        assert self.free == len(self.cache.free)
+
+    def find_cached(self, request: Request) -> list[Block]:
+        """The blocks of a request that are cached here."""
+        limit = (request.todo - 1) // self.size
+        return [] if self.reserve else self.cache.find(request.hashes[:limit])
+
+    def take_cached(self, request: Request, now: float) -> int:
+        """Let the request hold the blocks that are cached here; their tokens."""
+        blocks = self.find_cached(request)
+        self.free -= self.cache.hold(blocks)
+        request.held = list(blocks)
+        request.blocks = len(blocks)
+        self.keep(request, len(blocks) * self.size, now)
+        return len(blocks) * self.size
+
+    def cache_prompt(self, request: Request, tokens: int) -> None:
+        """Cache the full blocks of the first `tokens` of a prompt."""
+        if not self.reserve:
+            self.cache.name(request.held, request.hashes[: tokens // self.size])
+
+    def release(self, blocks: list[Block], tokens: int) -> None:
+        """Free blocks that hold `tokens`; the content of full ones stays cached."""
+        full = 0 if self.reserve else tokens // self.size
+        self.free += self.cache.release(blocks, full)
 
     def keep(self, request: Request, tokens: int, now: float) -> None:
         """Record that `request` holds `tokens` of KV from now on."""
@@ -151,7 +185,8 @@ class Instance:
         self.peak = max(self.peak, self.kv)
 
     def drop(self, request: Request, now: float) -> None:
-        self.free += request.blocks
+        self.release(request.held, request.kv)
+        request.held = []
         request.blocks = 0
         self.keep(request, 0, now)
 

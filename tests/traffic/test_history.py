@@ -201,3 +201,64 @@ def test_any_text_is_met_with_an_answer_or_one_line(tmp_path_factory, content) -
     except HistoryError as error:
         message = str(error)
     assert "\n" not in message
+
+
+def write_lines(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def build_line(hashes: object, tokens: int = 1000, **more: object) -> dict[str, object]:
+    return {"timestamp": 0, "input_length": tokens, "output_length": 1, "hash_ids": hashes} | more
+
+
+def test_hashes_of_blocks_are_numbered_as_they_appear(tmp_path) -> None:
+    file = tmp_path / "trace.jsonl"
+    write_lines(file, build_line([70, 9]), build_line([70, 5]), build_line([70, 9]))
+    blocks = history.read_trace(file).blocks
+    assert blocks.block_tokens == 512
+    assert blocks.count == 3
+    assert blocks.starts.tolist() == [0, 2, 4, 6]
+    assert blocks.numbers.tolist() == [0, 1, 0, 2, 0, 1]
+
+
+def test_hashes_may_be_strings_of_blocks_of_another_length(tmp_path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [
+        build_line(["a", "b"], 32, hash_block_tokens=16),
+        build_line([], 32, hash_block_tokens=16),
+    ]
+    blocks = history.read_trace(write_lines(file, *lines)).blocks
+    assert blocks.block_tokens == 16
+    assert blocks.starts.tolist() == [0, 2, 2]
+
+
+def test_a_trace_without_hashes_has_no_blocks(tmp_path) -> None:
+    file = write_lines(tmp_path / "trace.jsonl", build_line([]))
+    assert history.read_trace(file).blocks is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([build_line([1, 2]), build_line(7)], ":2: hash_ids 7: must be a list of numbers or texts"),
+        ([build_line([1, None])], ":1: hash_ids [1, None]: must be a list of numbers or texts"),
+        ([build_line([1, 2, 3])], ":1: hash_ids has 3 hashes, more than 1000 prompt tokens have"),
+        (
+            [build_line([1, 2]), build_line([3, 2])],
+            ":2: hash_ids[1] 2 is the hash of another block in line 1; hash each block together",
+        ),
+        (
+            [build_line([1, 2], 1000), build_line([1, 2], 900)],
+            ":2: hash_ids[1] 2 is the hash of another block in line 1",
+        ),
+        (
+            [build_line([1], hash_block_tokens=512), build_line([1], hash_block_tokens=16)],
+            ":2: hash_block_tokens 16: must be 512 as in the lines above; hash all alike",
+        ),
+    ],
+)
+def test_hashes_that_no_recording_has_are_reported(tmp_path, lines, message) -> None:
+    file = tmp_path / "trace.jsonl"
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    assert fault(file, text).startswith(f"trace.jsonl{message}")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.api import workload as api
-from cleave.simulator.trace import Trace
+from cleave.simulator.trace import PromptBlocks, Trace
 from cleave.traffic import workload
 from cleave.traffic.workload import (
     Demand,
@@ -187,3 +187,25 @@ def test_rates_and_counts_that_mean_nothing_are_refused(recorded) -> None:
     at_once = Trace(np.zeros(3), np.ones(3, np.int64), np.ones(3, np.int64))
     with pytest.raises(DemandError, match="span no time"):
         workload.build_from_trace(at_once)
+
+
+def build_recorded_blocks() -> Trace:
+    blocks = PromptBlocks(16, np.array([0, 2, 4, 5]), np.array([0, 1, 0, 2, 0]), 3)
+    tokens = np.array([32, 32, 16])
+    return Trace(np.array([0.0, 100.0, 200.0]), tokens, tokens, blocks=blocks)
+
+
+def test_a_replay_keeps_the_blocks_of_its_prompts_and_repeats_none_in_the_next_lap() -> None:
+    drawn = workload.build_from_trace(build_recorded_blocks()).draw(5).blocks
+    assert drawn.starts.tolist() == [0, 2, 4, 5, 7, 9]
+    assert drawn.numbers.tolist() == [0, 1, 0, 2, 0, 3, 4, 3, 5]
+    assert drawn.count == 6
+
+
+def test_prompts_that_are_cut_lose_the_blocks_of_their_end() -> None:
+    demand = workload.build_from_trace(build_recorded_blocks()).with_max_model_len(17)
+    assert demand.draw(3).blocks.numbers.tolist() == [0, 0, 0]
+
+
+def test_resampled_lengths_have_no_blocks() -> None:
+    assert workload.resample_trace(build_recorded_blocks(), 1.0).draw(3).blocks is None

@@ -18,6 +18,13 @@ from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.fleet import Batching
 from cleave.simulator.iterations import start_iterations
 from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
+from cleave.simulator.prefix_caches import (
+    find_cached_prefix,
+    free_blocks,
+    has_caches,
+    store_prompt,
+    take_cached_prefix,
+)
 from cleave.simulator.queues import (
     add_member,
     find_phase,
@@ -31,6 +38,7 @@ from cleave.simulator.queues import (
 from cleave.simulator.record_access import (
     get_heap_key,
     get_instance,
+    get_prompt,
     get_queue,
     get_request,
     get_scratch,
@@ -108,11 +116,14 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
         return _admit_pull(state, i, s, queue, now)
     if request.queued > inst.scheduled:
         return False
-    count = compute_chunk_size(request.to_compute, inst.max_tokens - slot.tokens - slot.rows)
-    if not _has_room(state, i, s, r, count):
+    cached = find_cached_prefix(state, i, r) if has_caches() else 0
+    left = request.to_compute - cached
+    count = compute_chunk_size(left, inst.max_tokens - slot.tokens - slot.rows)
+    if not _has_room(state, i, s, r, cached + count):
         return False
     _pop_waiting(state, i, queue)
     inst.running += 1
+    _take_cached(state, i, r, cached, now)
     _add_chunk(state, i, s, r, count, now, begin)
     return True
 
@@ -153,26 +164,45 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
             if not _admit_pull(state, i, s, queue, now):
                 break
             continue
-        count = request.to_compute
-        if not may_join_prompts(slot.tokens, count, limit) or not _has_room(state, i, s, r, count):
+        cached = find_cached_prefix(state, i, r) if has_caches() else 0
+        count = request.to_compute - cached
+        if not may_join_prompts(slot.tokens, count, limit):
+            break
+        if not _has_room(state, i, s, r, request.to_compute):
             break
         _pop_waiting(state, i, queue)
         inst.running += 1
+        _take_cached(state, i, r, cached, now)
         _add_chunk(state, i, s, r, count, now, begin)
 
 
 def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     """Reserve blocks for the request at the head of a queue and pull its KV; False: no room."""
     r = get_queue(state, queue).head
-    request = get_request(state, r)
-    if not _has_room(state, i, s, r, request.prompt + request.generated):
+    inst, request = get_instance(state, i), get_request(state, r)
+    cached = find_cached_prefix(state, i, r) if has_caches() else 0
+    tokens = request.prompt + request.generated
+    if not _has_room(state, i, s, r, tokens):
         return False
     _pop_waiting(state, i, queue)
-    inst = get_instance(state, i)
-    tokens = request.prompt + request.generated
-    change_usage(inst, now, count_blocks(inst, tokens), tokens - 1)
-    start_pull(state, s, r, now)
+    if cached:
+        take_cached_prefix(state, i, r, now)
+        get_prompt(state, r).pull_hit = cached
+    blocks = count_blocks(inst, tokens) - cached // inst.block
+    change_usage(inst, now, blocks, tokens - 1 - cached)
+    start_pull(state, s, r, cached, now)
     return True
+
+
+def _take_cached(state: State, i: int, r: int, cached: int, now: float) -> None:
+    """Start the computation of a prompt after its `cached` tokens, which the request then holds."""
+    if cached == 0:
+        return
+    request, prompt = get_request(state, r), get_prompt(state, r)
+    take_cached_prefix(state, i, r, now)
+    request.computed = cached
+    if request.preemptions == 0:
+        prompt.hit = cached
 
 
 def _pop_waiting(state: State, i: int, queue: int) -> None:
@@ -227,6 +257,8 @@ def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, beg
         slot.squares += end * end - start * start
     inst.prompt_tokens += count
     request.computed = end
+    if has_caches():
+        store_prompt(state, i, r, end)
     if end == request.to_compute:
         request.next = NONE
         if slot.first_prompt == NONE:
@@ -270,12 +302,12 @@ def _allocate_growth(state: State, i: int, s: int, now: float) -> bool:
 
 def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
     """Preempt a member: free its KV and put it at the head of the queue, to be recomputed."""
-    inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
+    slot, request = get_slot(state, s), get_request(state, r)
     remove_key(state, s, slot.batch, request.end_step << 32 | r)
     if slot.fresh == r:
         slot.fresh = request.next
     tokens = remove_member(state, i, s, r)
-    change_usage(inst, now, -count_blocks(inst, tokens), -tokens)
+    free_blocks(state, i, r, tokens, now)
     request.generated = request.output - (request.end_step - slot.steps)
     _requeue(state, i, r)
 
@@ -284,8 +316,7 @@ def _preempt_partial(state: State, i: int, now: float) -> None:
     """Preempt the prompt that is partly computed, as `_preempt` does."""
     inst = get_instance(state, i)
     r = inst.partial
-    tokens = get_request(state, r).computed
-    change_usage(inst, now, -count_blocks(inst, tokens), -tokens)
+    free_blocks(state, i, r, get_request(state, r).computed, now)
     inst.partial = NONE
     _requeue(state, i, r)
 
@@ -303,7 +334,10 @@ def _requeue(state: State, i: int, r: int) -> None:
 def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
     """Whether blocks are free for `tokens` of a waiting request, and admission accepts it."""
     inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
-    if count_blocks(inst, tokens) > inst.free:
+    need = count_blocks(inst, tokens)
+    if has_caches():
+        need -= get_prompt(state, r).shared
+    if need > inst.free:
         return False
     if request.prefill == i:
         return True

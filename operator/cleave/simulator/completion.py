@@ -10,7 +10,8 @@ from cleave.simulator.iterations import (
     sum_leap_ms,
     wake_instance,
 )
-from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
+from cleave.simulator.kv_blocks import change_usage, count_growth
+from cleave.simulator.prefix_caches import free_blocks
 from cleave.simulator.queues import add_member, push, remove_key, remove_member
 from cleave.simulator.record_access import get_heap_key, get_instance, get_request, get_slot
 from cleave.simulator.records import NONE, State
@@ -104,7 +105,7 @@ def _advance_members(state: State, i: int, s: int, iterations: int, now: float) 
         remove_key(state, s, slot.batch, key)
         r = key & 0xFFFFFFFF
         tokens = remove_member(state, i, s, r)
-        change_usage(inst, now, -count_blocks(inst, tokens), -tokens)
+        free_blocks(state, i, r, tokens, now)
         inst.running -= 1
         complete_request(state, r, now)
 
@@ -127,7 +128,7 @@ def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
         request.transfer_end = now
     if request.generated == request.output:
         inst.running -= 1
-        change_usage(inst, now, -count_blocks(inst, request.computed), -request.computed)
+        free_blocks(state, i, r, request.computed, now)
         complete_request(state, r, now)
     else:
         add_member(state, i, s, r)
@@ -135,13 +136,13 @@ def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
 
 def _complete_prefill(state: State, i: int, r: int, now: float) -> None:
     """A prefill instance has computed a prompt: end the request or offer its KV for the pull."""
-    inst, request = get_instance(state, i), get_request(state, r)
+    request = get_request(state, r)
     if not state.has_decode or not state.first_by_decode:
         request.generated = 1
         request.to_compute = request.prompt + 1
         request.first_token = now
     if not state.has_decode or request.generated == request.output:
-        change_usage(inst, now, -count_blocks(inst, request.prompt), -request.prompt)
+        free_blocks(state, i, r, request.prompt, now)
         complete_request(state, r, now)
         return
     request.is_pulled = 1

@@ -20,6 +20,7 @@ from cleave.policy.best_fit import (
     measure_fullness,
 )
 from cleave.policy.dispatch import (
+    BY_WAIT,
     FULLEST,
     HEAVY_OUTPUT_TOKENS,
     LIGHTEST,
@@ -36,18 +37,33 @@ from cleave.policy.dispatch import (
     select_pair,
 )
 from cleave.policy.output_length import guess_progress
+from cleave.policy.prompt_cost import MAX_CANDIDATES, find_least_cost
 from cleave.policy.queue_model import add_completion, fit_prompt_times
 from cleave.simulator import records
 from cleave.simulator.kv_blocks import fits_instance
 from cleave.simulator.outcome import RequestOutcome
+from cleave.simulator.prefix_caches import has_caches
+from cleave.simulator.prefix_index import collect_candidates, count_known_tokens, record_prompt
 from cleave.simulator.record_access import (
+    get_candidate_numbers,
+    get_candidate_slots,
     get_instance,
+    get_prompt,
     get_request,
     get_score,
     get_scores,
     read_amounts,
 )
-from cleave.simulator.records import HEAVINESS, MIXED, NONE, PENDING_PROMPT, PREFILL, ROOM, State
+from cleave.simulator.records import (
+    HEAVINESS,
+    MIXED,
+    NONE,
+    NOTHING,
+    PENDING_PROMPT,
+    PREFILL,
+    ROOM,
+    State,
+)
 
 
 def dispatch_request(state: State, r: int) -> None:
@@ -58,7 +74,10 @@ def dispatch_request(state: State, r: int) -> None:
             request.outcome = RequestOutcome.TOO_LONG
         return
     first, second = NONE, NONE
-    if request.prompt <= state.short_prompt_tokens and state.has_prefill and state.has_decode:
+    limit = state.short_prompt_tokens
+    # Of a longer one enough may be cached.
+    is_short = limit > 0 and (request.prompt <= limit or knows_caches(state))
+    if is_short and state.has_prefill and state.has_decode:
         second = select_for_short_prompt(state, r)
     if second == NONE:
         first, second = select_instances(state, r)
@@ -70,6 +89,11 @@ def dispatch_request(state: State, r: int) -> None:
     request.prefill = first
     request.decode = second
     _add_load(state, r)
+
+
+def knows_caches(state: State) -> bool:
+    """Whether dispatch compares what prompts cost where they are cached."""
+    return has_caches() and state.cache_view != NOTHING
 
 
 def select_instances(state: State, r: int) -> tuple[int, int]:
@@ -97,8 +121,10 @@ def select_for_short_prompt(state: State, r: int) -> int:
     first = find_least(get_scores(state, TO_PREFILL * count, count))
     queue = get_instance(state, first).pending_prompt_tokens if first != NONE else math.inf
     pending = get_instance(state, i).pending_prompt_tokens
-    prompt = get_request(state, r).prompt
-    return i if computes_short(prompt, pending, queue, state.short_prompt_tokens) else NONE
+    uncached = get_request(state, r).prompt
+    if knows_caches(state):
+        uncached -= count_known_tokens(state, i, r)
+    return i if computes_short(uncached, pending, queue, state.short_prompt_tokens) else NONE
 
 
 def find(state: State, purpose: int, r: int, _: int) -> int:
@@ -109,6 +135,8 @@ def find(state: State, purpose: int, r: int, _: int) -> int:
 
 def _find_in(state: State, values: Scores, purpose: int, r: int) -> int:
     """The slot that the policy's rule picks by the scores `values`."""
+    if knows_caches(state) and purpose != TO_DECODE:
+        return _find_by_cost(state, values, purpose, r)
     count = state.num_instances
     pick = state.prefill_pick if purpose == TO_PREFILL else state.decode_pick
     request = get_request(state, r)
@@ -123,6 +151,24 @@ def _find_in(state: State, values: Scores, purpose: int, r: int) -> int:
         pick, values, room, heaviness, need, request.predicted, state.random
     )
     return slot
+
+
+def _find_by_cost(state: State, values: Scores, purpose: int, r: int) -> int:
+    """The slot where the prompt costs least, given what is known of caches."""
+    least = find_least(values)
+    if least == NONE:
+        return NONE
+    count = collect_candidates(state, r, values, least)
+    return find_least_cost(
+        get_candidate_slots(state, 0, count),
+        get_candidate_numbers(state, MAX_CANDIDATES, count),
+        get_candidate_numbers(state, 2 * MAX_CANDIDATES, count),
+        values,
+        get_scores(state, PENDING_PROMPT * state.num_instances, state.num_instances),
+        float(get_request(state, r).prompt),
+        purpose == TO_PREFILL and state.counts == BY_WAIT,
+        state.now,
+    )
 
 
 def _find_best_fit(state: State, values: Scores, r: int, prefills: bool) -> int:
@@ -209,7 +255,9 @@ def _add_load(state: State, r: int) -> None:
         inst = get_instance(state, i)
         if inst.pending_prompt_tokens == 0:
             inst.head_started_ms = state.now
-        inst.pending_prompt_tokens += request.prompt
+        if knows_caches(state):
+            _record_prompt(state, r, i)
+        inst.pending_prompt_tokens += _count_uncached(state, r)
         inst.waiting += 1
         inst.last_pick = state.num_picks
         if request.prefill != NONE:
@@ -222,6 +270,30 @@ def _add_load(state: State, r: int) -> None:
         inst.requests += 1
         _link_assigned(state, r)
         update_scores(state, request.decode)
+
+
+def _record_prompt(state: State, r: int, i: int) -> None:
+    """Record that instance `i` computes the prompt of request `r`, and what of it is cached."""
+    request, prompt = get_request(state, r), get_prompt(state, r)
+    prompt.uncached = request.prompt - count_known_tokens(state, i, r)
+    if request.decode == NONE or request.decode == i:
+        record_prompt(state, i, r, prompt.uncached + request.predicted)
+        return
+    record_prompt(state, i, r, float(prompt.uncached))
+    # What a decode instance caches matters only if it may compute prompts.
+    may_flip = state.next_flip_check < math.inf
+    is_mixed = get_instance(state, request.decode).role == MIXED
+    if is_mixed or may_flip or state.short_prompt_tokens > 0:
+        record_prompt(state, request.decode, r, request.prompt + request.predicted)
+
+
+def _count_uncached(state: State, r: int) -> int:
+    """Prompt tokens that the router expects to be computed."""
+    if knows_caches(state):
+        uncached: int = get_prompt(state, r).uncached
+        return uncached
+    tokens: int = get_request(state, r).prompt
+    return tokens
 
 
 def _link_assigned(state: State, r: int) -> None:
@@ -246,11 +318,23 @@ def remove_prompt_load(state: State, r: int) -> None:
     request = get_request(state, r)
     i = request.prefill if request.prefill != NONE else request.decode
     inst = get_instance(state, i)
-    inst.pending_prompt_tokens -= request.prompt
+    tokens = _count_uncached(state, r)
+    inst.pending_prompt_tokens -= tokens
     inst.waiting -= 1
-    inst.computed_tokens += request.prompt
+    inst.computed_tokens += tokens
     if request.decode != NONE:
         request.prompts_before = get_instance(state, request.decode).computed_tokens
+    if tokens > 0:
+        _learn_prompt_times(state, i, tokens)
+    inst.head_started_ms = state.now
+    if request.prefill != NONE:
+        inst.requests -= 1
+    update_scores(state, i)
+
+
+def _learn_prompt_times(state: State, i: int, tokens: int) -> None:
+    """Instance `i` has computed `tokens` of a prompt since its queue's first prompt started."""
+    inst = get_instance(state, i)
     sums = add_completion(
         (
             inst.sum_iterations,
@@ -263,10 +347,9 @@ def remove_prompt_load(state: State, r: int) -> None:
             inst.sum_last_tokens,
             inst.sum_last_ms,
         ),
-        float(request.prompt),
+        float(tokens),
         state.now - inst.head_started_ms,
     )
-    inst.head_started_ms = state.now
     inst.prompt_ms, inst.token_ms, inst.upper_token_ms = fit_prompt_times(sums)
     (
         inst.sum_iterations,
@@ -279,9 +362,6 @@ def remove_prompt_load(state: State, r: int) -> None:
         inst.sum_last_tokens,
         inst.sum_last_ms,
     ) = sums
-    if request.prefill != NONE:
-        inst.requests -= 1
-    update_scores(state, i)
 
 
 def remove_resident_load(state: State, r: int) -> None:

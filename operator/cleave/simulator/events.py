@@ -27,6 +27,11 @@ from cleave.simulator.role_flipping import check_flip
 from cleave.simulator.transfers import end_pull, pop_pull
 
 
+def run_events_with_caches(state: State) -> None:
+    """`run_events` for a trace whose prompts repeat: compiled separately, see `prefix_caches`."""
+    run_events(state)
+
+
 def run_events(state: State) -> None:
     """Serve all requests.
 

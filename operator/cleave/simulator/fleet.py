@@ -11,6 +11,18 @@ from cleave.policy.prompt_order import PrefillOrder as PrefillOrder
 from cleave.policy.role_flipping import FlipThresholds as FlipThresholds
 
 
+class CacheView(IntEnum):
+    """What dispatch by SHORTEST_WAIT and PREFIX_AWARE knows of the engines' prefix caches."""
+
+    NOTHING = 0
+    """Every prompt counts as new."""
+    SENT = 1
+    """The prompts that the router has sent to each instance, as in the router."""
+    CACHED = 2
+    """What each engine caches now, and prompts on their way there: the best that the engines' cache
+    events could yield."""
+
+
 class Batching(IntEnum):
     """How an instance forms its next iteration (Vidur, section 4.5, and current vLLM)."""
 
@@ -46,7 +58,8 @@ class SimulatedEngine:
     timing: EngineTiming
     """Latency model of iterations; `timing.stages` is the pipeline parallel size."""
     kv_capacity_tokens: int
-    """Tokens of KV that fit, rounded down to full blocks."""
+    """Tokens of KV that fit, rounded down to full blocks. Prefix caching is on, as in vLLM, except
+    where KV is reserved (ORCA, FASTER_TRANSFORMER)."""
     kv_block_size: int = 16
     batching: Batching = Batching.VLLM
     max_num_seqs: int = 256
@@ -110,7 +123,9 @@ class SimulatedFleet:
     mixed: tuple[SimulatedPool, ...] = ()
     transfer: SimulatedTransfer = SimulatedTransfer()
     dispatch: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
-    """The router's policy. PREFIX_AWARE finds no cached prefix: a trace contains no text."""
+    """The router's policy."""
+    cache_view: CacheView = CacheView.SENT
+    """Matters only with a trace whose prompts repeat (`Trace.blocks`)."""
     defers_dispatch: bool = False
     """True: deferred binding (Vidur, section 4.5) replaces `dispatch`: requests and handoffs wait
     in central queues, first come first served, until an instance has room between two iterations.

@@ -27,6 +27,7 @@ class SimulationResult:
     """The first decode iteration begins."""
     first_token_ms: Times
     end_ms: Times
+    prompt_tokens: Counts
     output_tokens: Counts
     num_preemptions: Counts
     prefill_instance: Counts
@@ -35,6 +36,10 @@ class SimulationResult:
     """Instance that generated output tokens; -1: none. Equal to the former on mixed instances."""
     outcome: Counts
     """A `RequestOutcome` per request: whether it was served, or why not."""
+    cached_tokens: Counts
+    """Prompt tokens that were in the prefix cache of the instance that computed the prompt."""
+    pull_cached_tokens: Counts
+    """Prompt tokens that were in the decode instance's own cache, which it did not pull."""
     instances: "InstanceStatistics"
     num_flips: int = 0
     """Number of role changes of all instances."""
@@ -49,6 +54,11 @@ class SimulationResult:
         """(end - first token) / (output tokens - 1); 0 for a single token."""
         tpot: Times = (self.end_ms - self.first_token_ms) / np.maximum(self.output_tokens - 1, 1)
         return tpot
+
+    @property
+    def cached_share(self) -> float:
+        """Share of all prompt tokens that were cached where the prompt was computed."""
+        return float(self.cached_tokens.sum() / self.prompt_tokens.sum())
 
     def compute_attainment(self, ttft_ms: float, tpot_ms: float) -> float:
         """Share of requests that meet both targets; unfinished requests meet neither."""

@@ -11,7 +11,13 @@ from cleave.policy.dispatch import RULES, TO_DECODE, TO_PREFILL, TO_WHOLE, is_by
 from cleave.policy.queue_model import DEFAULT_SUMS, DEFAULT_TOKEN_MS
 from cleave.policy.role_flipping import build_members
 from cleave.simulator import records
-from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet
+from cleave.simulator.fleet import (
+    Batching,
+    CacheView,
+    DispatchPolicy,
+    SimulatedEngine,
+    SimulatedFleet,
+)
 from cleave.simulator.role_flipping import CHECK_PERIOD_MS
 from cleave.simulator.validation import SimulationError, check_engine, check_fleet
 
@@ -148,6 +154,7 @@ def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.R
         "has_prefill": bool((role != records.DECODE).any()),
         "has_decode": bool((role != records.PREFILL).any()),
         "num_instances": len(instances),
+        "cache_view": _choose_view(fleet),
         "num_leaves": _count_leaves(len(instances)),
         "max_block": instances["block"].max(),
         "max_stages": instances["stages"].max(),
@@ -161,6 +168,12 @@ def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.R
     for name, value in values.items():
         row[name] = value
     return row
+
+
+def _choose_view(fleet: SimulatedFleet) -> CacheView:
+    """What dispatch knows of caches; NOTHING if its policy does not use it."""
+    uses_caches = fleet.dispatch in (DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PREFIX_AWARE)
+    return fleet.cache_view if uses_caches and not fleet.defers_dispatch else CacheView.NOTHING
 
 
 def _build_scores(instances: records.Records) -> NDArray[np.float64]:

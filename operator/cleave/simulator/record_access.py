@@ -54,7 +54,22 @@ get_stage = _declare_row("stages", records.TIME)
 get_node = _declare_row("tree", records.NUMBER)
 """The instance at that node of the tournament tree."""
 get_score = _declare_row("scores", records.TIME)
+get_prompt = _declare_row("prompts", records.PROMPT)
+get_cache = _declare_row("caches", records.CACHE)
+get_copy = _declare_row("copies", records.COPY)
+get_known = _declare_row("known", records.KNOWN)
+get_block = _declare_row("blocks", records.NUMBER)
+"""The number of the block in that row of the blocks of all prompts."""
+get_first_copy = _declare_row("first_copies", records.NUMBER)
+"""The head of the list of copies of a block."""
+get_first_known = _declare_row("first_known", records.NUMBER)
+"""The head of the list of the KNOWN of a block."""
+get_held_copy = _declare_row("held", records.NUMBER)
+"""The copy in that row of the copies that requests hold."""
 
+get_candidate_slots = _declare_slice("candidates", np.int64)
+get_candidate_numbers = _declare_slice("candidates", np.float64)
+"""The same memory as `get_candidate_slots`."""
 get_points = _declare_slice("tables", np.float64)
 """`count` points of the latency models, from `start` on."""
 get_scores = _declare_slice("scores", np.float64)

@@ -25,6 +25,9 @@ NONE = -1
 PENDING_PROMPT, ROOM, HEAVINESS, FULLNESS, NUM_COLUMNS = 3, 4, 5, 6, 7
 """Columns of scores after TO_PREFILL, TO_DECODE and TO_WHOLE of `policy.dispatch`."""
 
+NOTHING, SENT, CACHED = 0, 1, 2
+"""What dispatch knows of caches, `fleet.CacheView`."""
+
 HANDOFFS, PROMPTS = 1, 2
 """Bit flags: which central queues have a new head."""
 
@@ -56,6 +59,40 @@ REQUEST = _build_dtype(
     "prefill decode preemptions outcome",
 )
 """One request. Times in ms, nan until reached."""
+
+PROMPT = _build_dtype(
+    "",
+    # first_block, num_blocks: its part of `blocks`. uncached: prompt tokens that the router expects
+    # to be computed. hit, pull_hit: tokens found in the cache of the instance that computed it, and
+    # of the one that pulled it. found, shared: blocks that the latest search has found, and KV
+    # blocks of these that other requests hold. held_prefill, held_decode: number of copies held.
+    "first_block num_blocks uncached hit pull_hit found shared held_prefill held_decode",
+)
+"""What caches have to do with one request; only with a trace whose prompts repeat."""
+
+CACHE = _build_dtype(
+    # written: tokens of KV written so far, as far as the router knows.
+    "written",
+    # size: KV blocks that are cached and held by no request; oldest, newest: ends of the list of
+    # their copies; evicted: copies evicted so far. first_used, last_used: ends of the list of
+    # blocks that the router knows to be cached, by use; search: number of the latest search for
+    # candidates that found the instance.
+    "size oldest newest evicted first_used last_used search",
+)
+"""The prefix cache of an instance."""
+
+COPY = _build_dtype(
+    "",
+    # block: its number in the trace; NONE: content that no other prompt has. size: KV blocks.
+    # owners: requests that hold it. older, younger: links among copies without owners. next: link
+    # among the copies of its block on all instances.
+    "block instance size owners older younger next",
+)
+"""One cached copy of a block on an instance, see `prefix_caches`."""
+
+KNOWN = _build_dtype("written", "block instance older younger next")
+"""A block that the router knows to be cached on an instance. written: tokens written there before
+its latest use. Links as in COPY."""
 
 QUEUE = _build_dtype("", "head tail size")
 """Requests linked by `next`."""
@@ -125,6 +162,12 @@ STATE = _build_dtype(
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips first_counted end_counted counted_left "
     "misses_left "
+    # block_tokens: tokens per block of the trace; num_block_uses: length of `blocks`. cache_view:
+    # what dispatch knows of caches, NOTHING unless its policy uses it.
+    # num_copies, num_known: rows used so far; free_copy, free_known: lists of rows to use again.
+    # num_searches: searches for candidates so far.
+    "block_tokens num_block_uses cache_view num_copies free_copy num_known free_known "
+    "num_searches "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; handoffs in delivery;
     # then, with deferred dispatch, waiting handoffs and prompts. heaps (slot, heap_size):
     # `end_step << 32 | request` of the members, a binary heap. phases (slot, max_block): members by
@@ -133,6 +176,10 @@ STATE = _build_dtype(
     # compares. tree: tournament over the instances' next events, the winner at 1, instance i at
     # num_leaves + i. scratch: two numbers for each request and one more.
     # members, pressure_history: input of policy.role_flipping.
+    # blocks: numbers of the blocks of all prompts; first_copies, first_known: heads of the lists of
+    # a block's copies and KNOWN; held: copies that requests hold for `blocks`, first on prefill,
+    # then on decode instances; candidates: input of policy.prompt_cost.
+    "prompts caches blocks copies first_copies held known first_known candidates "
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
     "pressure_history",
 )

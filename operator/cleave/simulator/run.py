@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.policy.prompt_cost import MAX_CANDIDATES
 from cleave.policy.role_flipping import build_pressure_history
 from cleave.simulator import records
 from cleave.simulator.fleet import SimulatedFleet
@@ -20,8 +21,8 @@ from cleave.simulator.outcome import InstanceStatistics, SimulationResult, Times
 from cleave.simulator.prepared_fleet import PreparedFleet as PreparedFleet
 from cleave.simulator.prepared_fleet import prepare_fleet as prepare_fleet
 from cleave.simulator.records import Records
-from cleave.simulator.trace import Trace
-from cleave.simulator.validation import check_trace
+from cleave.simulator.trace import PromptBlocks, Trace
+from cleave.simulator.validation import check_blocks, check_trace
 
 Fleet = SimulatedFleet | PreparedFleet
 
@@ -59,7 +60,7 @@ def simulate(fleet: Fleet, trace: Trace, seed: int = 0) -> SimulationResult:
     SimulationError when the fleet or the trace cannot be simulated. The first call in a process
     loads the compiled code (a fraction of a second); the first one after a change compiles it.
     """
-    return _build_result(*_run_compiled(fleet, trace, seed))
+    return build_result(*_run_compiled(fleet, trace, seed))
 
 
 def measure_latencies(
@@ -67,7 +68,8 @@ def measure_latencies(
 ) -> Latencies:
     """Latencies as in the result of `simulate`, which takes longer. With `verdict`, the simulation
     ends when that is known."""
-    requests, _, state = _run_compiled(fleet, trace, seed, verdict)
+    arrays, state = _run_compiled(fleet, trace, seed, verdict)
+    requests = arrays["requests"]
     first = requests["first_token"]
     gaps = np.maximum(requests["output"] - 1, 1)
     tpot_ms = (requests["end"] - first) / gaps
@@ -77,14 +79,14 @@ def measure_latencies(
 def is_compiled() -> bool:
     """Whether the machine code is cached on disk; if not, the first call compiles for seconds."""
     from cleave.simulator import compiler
-    from cleave.simulator.events import run_events
+    from cleave.simulator.events import run_events, run_events_with_caches
 
-    return compiler.is_compiled(run_events)
+    return all(map(compiler.is_compiled, (run_events, run_events_with_caches)))
 
 
 def _run_compiled(
     fleet: Fleet, trace: Trace, seed: int, verdict: EarlyVerdict | None = None
-) -> tuple[Records, Records, Records]:
+) -> tuple[dict[str, NDArray[Any]], Records]:
     prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
     arrays, state = lay_out(prepared, trace, seed)
     if verdict is not None:
@@ -93,8 +95,8 @@ def _run_compiled(
         state["counted_left"] = verdict.counted.stop - verdict.counted.start
         state["misses_left"] = verdict.max_missed
         state["max_ttft"], state["max_tpot"] = verdict.max_ttft_ms, verdict.max_tpot_ms
-    _load_compiled()(state)
-    return arrays["requests"], arrays["instances"], state
+    _load_compiled(trace.blocks is not None)(state)
+    return arrays, state
 
 
 def lay_out(
@@ -102,6 +104,8 @@ def lay_out(
 ) -> tuple[dict[str, NDArray[Any]], Records]:
     """The memory of a simulation: arrays by name, and the STATE that holds their addresses."""
     check_trace(trace)
+    if trace.blocks is not None:
+        check_blocks(trace.blocks, trace.prompt_tokens, prepared.instances["block"])
     requests = np.zeros(len(trace), records.REQUEST)
     requests["arrival"] = trace.arrival_ms
     requests["prompt"] = trace.prompt_tokens
@@ -141,9 +145,43 @@ def lay_out(
     state["num_requests"] = len(trace)
     state["is_predicted"] = predicted is not None
     state["heap_size"] = batch
+    if trace.blocks is None:
+        state["cache_view"] = records.NOTHING
+    else:
+        arrays |= _lay_out_caches(trace.blocks, instances, state)
     for name, array in arrays.items():
         state[name] = array.ctypes.data
     return arrays, state
+
+
+def _lay_out_caches(
+    blocks: PromptBlocks, instances: Records, state: Records
+) -> dict[str, NDArray[Any]]:
+    """The arrays of the prefix caches. They cost address space; memory only where they are used."""
+    uses = len(blocks.numbers)
+    prompts = np.zeros(len(blocks.starts) - 1, records.PROMPT)
+    prompts["first_block"] = blocks.starts[:-1]
+    prompts["num_blocks"] = np.diff(blocks.starts)
+    caches = np.zeros(len(instances), records.CACHE)
+    for name in ("oldest", "newest", "first_used", "last_used"):
+        caches[name] = records.NONE
+    state["block_tokens"] = blocks.block_tokens
+    state["num_block_uses"] = uses
+    state["free_copy"] = state["free_known"] = records.NONE
+    if state["cache_view"][0] != records.NOTHING:
+        state["is_by_score"] = 0
+    return {
+        "prompts": prompts,
+        "caches": caches,
+        "blocks": np.ascontiguousarray(blocks.numbers, np.int64),
+        # Each copy has at least one KV block, and none is shared by two.
+        "copies": np.empty(int(instances["blocks"].sum()) + 1, records.COPY),
+        "first_copies": np.full(blocks.count, records.NONE),
+        "held": np.empty(2 * uses, np.int64),
+        "known": np.empty(2 * uses, records.KNOWN),
+        "first_known": np.full(blocks.count, records.NONE),
+        "candidates": np.empty(3 * MAX_CANDIDATES, np.int64),
+    }
 
 
 _TIME_FIELDS = (
@@ -154,45 +192,71 @@ _COUNT_FIELDS = ("iterations", "decode_iterations", "batch_peak", "prompt_tokens
 
 
 @functools.cache
-def _load_compiled() -> Callable[..., None]:
-    from cleave.simulator.events import run_events
+def _load_compiled(has_blocks: bool) -> Callable[..., None]:
+    from cleave.simulator.events import run_events, run_events_with_caches
 
-    return compile_loop(run_events)
+    function = run_events_with_caches if has_blocks else run_events
+    return compile_loop(function, has_blocks=has_blocks)
 
 
-def compile_loop(function: Callable[..., None], *scalars: type) -> Callable[..., None]:
+def compile_loop(
+    function: Callable[..., None], *scalars: type, has_blocks: bool = False
+) -> Callable[..., None]:
     """A compiled function of a STATE and of `scalars`, with the replacements that `policy` requires
-    of callers."""
+    of callers. `has_blocks`: it simulates prefix caches; no other value may be used for the same
+    function, because its code is cached by name."""
     from cleave.simulator.compiler import load_function
 
-    return load_function(function, _build_replacements, *scalars)
+    build = functools.partial(build_replacements, has_blocks)
+    return load_function(function, build, *scalars)
 
 
-def _build_replacements() -> dict[Callable[..., Any], Any]:
+def build_replacements(has_blocks: bool) -> dict[Callable[..., Any], Any]:
+    """What compiled code calls in place of functions that callers of `policy` have to supply."""
     from cleave.policy import best_fit
     from cleave.policy.dispatch import find_for
-    from cleave.simulator import dispatch
+    from cleave.simulator import dispatch, prefix_caches
     from cleave.simulator.record_access import build_intrinsics
 
-    return build_intrinsics() | {find_for: dispatch.find, best_fit.check: dispatch.check}
+    return build_intrinsics() | {
+        find_for: dispatch.find,
+        best_fit.check: dispatch.check,
+        prefix_caches.has_caches: _return_true if has_blocks else _return_false,
+    }
 
 
-def _build_result(requests: Records, instances: Records, state: Records) -> SimulationResult:
+def _return_true() -> bool:
+    return True
+
+
+def _return_false() -> bool:
+    return False
+
+
+def build_result(arrays: dict[str, NDArray[Any]], state: Records) -> SimulationResult:
+    """The result of a simulation whose memory is from `lay_out`."""
+    requests, instances = arrays["requests"], arrays["instances"]
+
     def column(name: str, of: Records = requests) -> Any:  # noqa: ANN401
         return np.ascontiguousarray(of[name])
 
     end = float(state["now"][0])
     area = instances["kv_area"] + instances["kv_tokens"] * (end - instances["kv_at"])
     prefill, decode = column("prefill"), column("decode")
+    nothing = np.zeros(len(requests), np.int64)
+    prompts = arrays.get("prompts")
     if state["has_prefill"][0]:
         prefill = np.where(prefill == records.NONE, decode, prefill)
     return SimulationResult(
         **{f"{name}_ms": column(name) for name in ("arrival", *_TIME_FIELDS)},
+        prompt_tokens=column("prompt"),
         output_tokens=column("output"),
         num_preemptions=column("preemptions"),
         prefill_instance=prefill,
         decode_instance=decode,
         outcome=column("outcome"),
+        cached_tokens=nothing if prompts is None else column("hit", prompts),
+        pull_cached_tokens=nothing if prompts is None else column("pull_hit", prompts),
         instances=InstanceStatistics(
             busy_ms=column("busy", instances),
             **{name: column(name, instances) for name in _COUNT_FIELDS},

@@ -6,6 +6,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptBlocks:
+    """Which blocks of the prompts of a trace are equal: what prefix caches can find again.
+
+    A block is `block_tokens` tokens of a prompt together with all tokens before them, so equal
+    blocks have equal predecessors. It has a number, below the number of different blocks. The last
+    block of a prompt may be shorter; a longer prompt never shares it, although engines would find
+    its full blocks of KV: up to `block_tokens` - 1 tokens per continued prompt count as new.
+    """
+
+    block_tokens: int
+    """A multiple of the KV block size of every engine."""
+    starts: NDArray[np.int64]
+    """By request the index of its first block in `numbers`, and at the end their total."""
+    numbers: NDArray[np.int64]
+    """Numbers of the blocks of all prompts; a prompt's are consecutive, from its first token on."""
+    count: int
+    """Number of different blocks."""
+
+    def select(self, order: NDArray[np.int64], lap: NDArray[np.int64]) -> "PromptBlocks":
+        """The blocks of the requests `order`; those of different `lap`s share nothing."""
+        counts = np.diff(self.starts)[order]
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        own = np.repeat(np.arange(len(order)), counts)
+        sources = np.arange(starts[-1]) - starts[own] + self.starts[order[own]]
+        numbers = self.numbers[sources] + lap[own] * self.count
+        laps = int(lap.max()) + 1
+        return PromptBlocks(self.block_tokens, starts, numbers, self.count * laps)
+
+    def cut(self, prompt_tokens: NDArray[np.int64]) -> "PromptBlocks":
+        """The blocks of prompts that are cut to `prompt_tokens`."""
+        counts = np.diff(self.starts)
+        left = np.minimum(counts, -(-prompt_tokens // self.block_tokens))
+        if (left == counts).all():
+            return self
+        starts = np.concatenate(([0], np.cumsum(left)))
+        own = np.repeat(np.arange(len(left)), left)
+        sources = np.arange(starts[-1]) - starts[own] + self.starts[own]
+        return PromptBlocks(self.block_tokens, starts, self.numbers[sources], self.count)
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Requests in order of arrival; arrays of equal length."""
@@ -18,6 +59,8 @@ class Trace:
     """At least 1 each."""
     predicted_tokens: NDArray[np.int64] | None = None
     """Output tokens that dispatch and admission assume; None: the actual ones."""
+    blocks: PromptBlocks | None = None
+    """Which prompts begin alike; None: no prompt repeats, so that nothing is found in caches."""
 
     def __len__(self) -> int:
         return len(self.arrival_ms)

@@ -6,21 +6,22 @@ time must be completed in the order in which they began.
 
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.iterations import wake_instance
-from cleave.simulator.kv_blocks import change_usage, count_blocks
+from cleave.simulator.prefix_caches import free_blocks, has_caches, store_prompt
 from cleave.simulator.queues import push
 from cleave.simulator.record_access import get_instance, get_pull, get_request, get_slot
 from cleave.simulator.records import NONE, State
 
 
-def start_pull(state: State, s: int, r: int, now: float) -> None:
+def start_pull(state: State, s: int, r: int, cached: int, now: float) -> None:
     """Start the transfer of request `r`, whose decode instance has reserved blocks for it. `s`: the
-    slot whose next iteration is being formed; the pull may lengthen that iteration."""
+    slot whose next iteration is being formed; the pull may lengthen that iteration. `cached`:
+    tokens that the decode instance has in its own cache; vLLM's connectors do not pull them."""
     request, slot = get_request(state, r), get_slot(state, s)
     end = now
     request.transfer_start = now
     if request.prefill != NONE:
         source = get_instance(state, request.prefill)
-        tokens = -(-request.prompt // source.block) * source.block
+        tokens = -(-(request.prompt - cached) // source.block) * source.block
         token_ms = state.token
         if request.prompt >= state.overlap_from:
             token_ms = max(token_ms - state.overlapped_token, 0.0)
@@ -43,11 +44,12 @@ def end_pull(state: State, r: int, now: float) -> None:
     request.transfer_end = now
     request.is_pulled = 0
     if request.prefill != NONE:
-        source = get_instance(state, request.prefill)
         # Freed blocks may admit waiting requests, and after a role flip this instance may decode.
         interrupt_leap(state, request.prefill, now, True)
-        change_usage(source, now, -count_blocks(source, request.prompt), -request.prompt)
+        free_blocks(state, request.prefill, r, request.prompt, now)
         wake_instance(state, request.prefill, now)
+    if has_caches():
+        store_prompt(state, request.decode, r, request.prompt)
     request.queued = now
     push(state, state.num_instances + request.decode, r)
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.simulator.fleet import DispatchPolicy, SimulatedEngine, SimulatedFleet
-from cleave.simulator.trace import Trace
+from cleave.simulator.trace import PromptBlocks, Trace
 
 _MAX_TOKENS = 1 << 24
 """Limit of a prompt or an output."""
@@ -42,6 +42,38 @@ def check_trace(trace: Trace) -> None:
             raise SimulationError(
                 f"{name}[{at}] of the trace is {tokens[at]}; it must be in 1..{_MAX_TOKENS}"
             )
+
+
+def check_blocks(
+    blocks: PromptBlocks, prompt_tokens: NDArray[np.int64], kv_block_sizes: NDArray[np.int64]
+) -> None:
+    """Reject blocks that are no multiple of an engine's, or more than the prompts have."""
+    tokens, starts, numbers = blocks.block_tokens, blocks.starts, blocks.numbers
+    for size in kv_block_sizes:
+        if tokens < 1 or tokens % size:
+            raise SimulationError(
+                f"block_tokens of the trace is {tokens}, no multiple of the kv_block_size {size} "
+                "of an engine; hash blocks of that size, or change the engine's"
+            )
+    if len(starts) != len(prompt_tokens) + 1 or starts[0] != 0 or starts[-1] != len(numbers):
+        raise SimulationError(
+            f"blocks.starts of the trace has {len(starts)} entries up to {starts[-1]}; it needs "
+            f"{len(prompt_tokens) + 1}, from 0 to the {len(numbers)} numbers"
+        )
+    counts = np.diff(starts)
+    most = -(-prompt_tokens // tokens)
+    if not ((counts >= 0) & (counts <= most)).all():
+        at = int(np.flatnonzero((counts < 0) | (counts > most))[0])
+        raise SimulationError(
+            f"request {at} of the trace has {counts[at]} blocks of {tokens} tokens; its prompt of "
+            f"{prompt_tokens[at]} tokens has 0 to {most[at]}"
+        )
+    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < blocks.count):
+        at = int(np.flatnonzero((numbers < 0) | (numbers >= blocks.count))[0])
+        raise SimulationError(
+            f"blocks.numbers[{at}] of the trace is {numbers[at]}; it must be in "
+            f"0..{blocks.count - 1}"
+        )
 
 
 def _refuse_arrivals(arrival: NDArray[np.float64]) -> None:

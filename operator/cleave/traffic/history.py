@@ -2,7 +2,8 @@
 
 Called for `spec.workload.trace` and by `cleave workload`. What is hard: files come from many tools,
 so columns have many names and times three units; and a fault must be reported with its line,
-although columns are converted at once, because converting single lines would take seconds.
+although columns are converted at once, because converting single lines would take seconds. Hashes
+of prompts' blocks chain: a file in which a block follows two different ones is not a recording.
 """
 
 import csv
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.simulator.trace import Trace
+from cleave.simulator.trace import PromptBlocks, Trace
 
 MAX_BYTES = 1 << 29
 """Larger files are rejected: a planner needs thousands of requests, not those of a year."""
@@ -37,6 +38,13 @@ ARRIVAL_NAMES = {
     **dict.fromkeys(("arrivaltime", "timestamp", "timestamps", "time"), 1.0),
 }
 """Names of the arrival column -> seconds per unit. Any of them may contain dates and times."""
+
+HASHES_NAME = "hashids"
+"""A list for each request: hashes of its prompt's leading blocks, each chained to those before."""
+BLOCK_TOKENS_NAME = "hashblocktokens"
+"""Tokens per hashed block, the same in all lines."""
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens per block of Mooncake's traces, which do not state it (FAST 2025)."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _MAX_VALUE_CHARACTERS = 40
@@ -69,7 +77,8 @@ def read_trace(path: Path) -> Trace:
 
     Accepts the columns of Azure's, Mooncake's, BurstGPT's and Vidur's traces and plain names
     (`arrival_s` or `arrival_ms`, `prompt_tokens`, `output_tokens`). Without a column of arrivals
-    all requests arrive at once; it supplies lengths for a given rate. Raises HistoryError.
+    all requests arrive at once; it supplies lengths for a given rate. `hash_ids` in JSONL, as in
+    Mooncake's traces, say which prompts begin alike. Raises HistoryError.
     """
     return _build_trace(_read_table(path))
 
@@ -122,11 +131,78 @@ def _read_table(path: Path) -> _Table:
 
 def _build_trace(table: _Table) -> Trace:
     prompt, output, arrival = _find_columns(table)
+    prompt_tokens = _read_tokens(table, prompt)
     return Trace(
         _read_arrivals(table, arrival) if arrival is not None else np.zeros(len(table.rows)),
-        _read_tokens(table, prompt),
+        prompt_tokens,
         _read_tokens(table, output),
+        blocks=_read_blocks(table, prompt_tokens),
     )
+
+
+def _read_blocks(table: _Table, prompt_tokens: NDArray[np.int64]) -> PromptBlocks | None:
+    """The blocks that prompts share; None: the file has no hashes."""
+    plain = _normalize_names(table)
+    if HASHES_NAME not in plain:
+        return None
+    block_tokens = _read_block_tokens(table, plain)
+    column = plain.index(HASHES_NAME)
+    # In order of appearance: the blocks of a prompt lie side by side in the simulator's memory.
+    found: dict[object, int] = {}
+    numbers: list[int] = []
+    starts = [0]
+    for at, row in enumerate(table.rows):
+        hashes = row[column]
+        name = table.names[column]
+        if not isinstance(hashes, list) or not set(map(type, hashes)) <= {int, str}:
+            what = f"{name} {_format_value(hashes)}: must be a list of numbers or texts"
+            raise table.build_error(at, f"{what}; correct it, or drop the column")
+        if len(hashes) > -(-int(prompt_tokens[at]) // block_tokens):
+            what = f"{name} has {len(hashes)} hashes, more than {prompt_tokens[at]} prompt tokens"
+            remedy = "state the tokens per hash as hash_block_tokens"
+            raise table.build_error(at, f"{what} have blocks of {block_tokens}; {remedy}")
+        numbers += [found.setdefault(each, len(found)) for each in hashes]
+        starts.append(len(numbers))
+    blocks = PromptBlocks(block_tokens, np.array(starts), np.array(numbers, np.int64), len(found))
+    _check_chains(table, blocks, prompt_tokens)
+    return blocks if found else None
+
+
+def _read_block_tokens(table: _Table, plain: Sequence[str]) -> int:
+    if BLOCK_TOKENS_NAME not in plain:
+        return MOONCAKE_BLOCK_TOKENS
+    column = plain.index(BLOCK_TOKENS_NAME)
+    tokens = _read_tokens(table, column)
+    other = np.flatnonzero(tokens != tokens[0])
+    if len(other):
+        at, name = int(other[0]), table.names[column]
+        raise table.build_error(
+            at, f"{name} {tokens[at]}: must be {tokens[0]} as in the lines above; hash all alike"
+        )
+    return int(tokens[0])
+
+
+def _check_chains(table: _Table, blocks: PromptBlocks, prompt_tokens: NDArray[np.int64]) -> None:
+    """Reject a block that follows different blocks, or has different lengths."""
+    numbers, starts = blocks.numbers, blocks.starts
+    owner = np.repeat(np.arange(len(prompt_tokens)), np.diff(starts))
+    position = np.arange(len(numbers)) - starts[owner]
+    previous = np.where(position > 0, np.roll(numbers, 1), -1)
+    length = np.minimum(blocks.block_tokens, prompt_tokens[owner] - position * blocks.block_tokens)
+    _, first = np.unique(numbers, return_index=True)
+    seen = first[numbers] if len(numbers) else first
+    wrong = np.flatnonzero((previous != previous[seen]) | (length != length[seen]))
+    if len(wrong):
+        at = int(wrong[0])
+        column = _normalize_names(table).index(HASHES_NAME)
+        value = table.rows[owner[at]][column][position[at]]
+        what = (
+            f"{table.names[column]}[{position[at]}] {_format_value(value)} is the hash of another"
+        )
+        remedy = "hash each block together with all blocks before it"
+        raise table.build_error(
+            int(owner[at]), f"{what} block in line {table.lines[owner[seen[at]]]}; {remedy}"
+        )
 
 
 def _read_text(path: Path) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api import workload as api
-from cleave.simulator.trace import Trace
+from cleave.simulator.trace import PromptBlocks, Trace
 from cleave.traffic import history
 
 TokenCounts = NDArray[np.int64]
@@ -148,6 +148,9 @@ class RequestSource(Hashable, Protocol):
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """Arrival times in seconds, prompt and output lengths of `num` requests."""
 
+    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
+        """Which of these prompts begin alike; None: unknown."""
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRequests:
@@ -160,6 +163,10 @@ class GeneratedRequests:
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """`num` requests."""
         return np.cumsum(self._draw_gaps(num, seed)), *self.lengths.draw(num, seed)
+
+    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:  # noqa: ARG002
+        """None: drawn lengths say nothing about reuse."""
+        return None
 
     def _draw_gaps(self, num: int, seed: int) -> Values:
         if self.burstiness == 0:
@@ -176,9 +183,7 @@ class TraceReplay:
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """`num` requests."""
-        recorded = len(self.trace)
-        start = int(_create_generator(seed, _GAPS).random() * recorded) if seed else 0
-        order = (start + np.arange(num)) % recorded
+        order = self._draw_positions(num, seed) % len(self.trace)
         gaps = np.diff(self.trace.arrival_ms) / 1000 * self.trace.rate
         # The loop is closed with a mean gap, since the gap before the first request is unknown.
         arrivals = np.cumsum(np.append(1.0, gaps)[order])
@@ -187,6 +192,19 @@ class TraceReplay:
             self.trace.prompt_tokens[order].astype(float),
             self.trace.output_tokens[order].astype(float),
         )
+
+    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
+        """The recorded blocks; prompts of the next lap of the loop are new ones."""
+        if self.trace.blocks is None:
+            return None
+        laps, order = np.divmod(self._draw_positions(num, seed), len(self.trace))
+        return self.trace.blocks.select(order, laps)
+
+    def _draw_positions(self, num: int, seed: int) -> TokenCounts:
+        """Positions of `num` requests in the endless loop."""
+        recorded = len(self.trace)
+        start = int(_create_generator(seed, _GAPS).random() * recorded) if seed else 0
+        return start + np.arange(num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +233,8 @@ class Demand:
         if num_requests < 1:
             raise DemandError(f"num_requests {num_requests}: must be at least 1")
         unit = _draw_unit(self.source, self.max_model_len, num_requests, seed)
-        return Trace(unit.arrival_ms / rate, unit.prompt_tokens.copy(), unit.output_tokens.copy())
+        prompt_tokens, output_tokens = unit.prompt_tokens.copy(), unit.output_tokens.copy()
+        return Trace(unit.arrival_ms / rate, prompt_tokens, output_tokens, blocks=unit.blocks)
 
     def with_rate(self, rate: float) -> "Demand":
         """The same requests at another rate."""
@@ -307,7 +326,10 @@ def _draw_unit(source: RequestSource, max_model_len: int | None, num: int, seed:
     if max_model_len is not None:
         prompt_tokens = np.minimum(prompt_tokens, max_model_len - 1)
         output_tokens = np.minimum(output_tokens, max_model_len - prompt_tokens)
-    return Trace(arrivals * 1000, prompt_tokens, output_tokens)
+    blocks = source.draw_blocks(num, seed)
+    if blocks is not None:
+        blocks = blocks.cut(prompt_tokens)
+    return Trace(arrivals * 1000, prompt_tokens, output_tokens, blocks=blocks)
 
 
 def _round_lengths(lengths: Values) -> TokenCounts:

@@ -117,3 +117,15 @@ def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(cli, file, old, ne
     (line,) = done.stderr.splitlines()
     assert done.exit_code == 2
     assert line.startswith(f"error: {fault}")
+
+
+def test_a_trace_with_hashes_shows_the_share_of_prompts_in_caches(cli, file, tmp_path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"input_length": 80, "output_length": 5, "hash_block_tokens": 16}
+    rows = [line | {"timestamp": 1_000 * at, "hash_ids": [1, 2, 3, 4, 5]} for at in range(10)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--trace", str(trace), "--requests", "10")
+    (figures,) = json.loads(run(cli, file, *options, "-o", "json").stdout)
+    # All but the first find all but the block of the last token.
+    assert figures["cached_share"] == pytest.approx(0.9 * 64 / 80)
+    assert "72 % of the prompt tokens were in prefix caches" in run(cli, file, *options).stdout

@@ -6,6 +6,8 @@ import pytest
 from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISION, Targets, Trials
+from cleave.simulator.trace import PromptBlocks, Trace
+from cleave.traffic import workload
 
 from tests.support import known_problems
 
@@ -99,3 +101,11 @@ def test_an_early_end_does_not_change_a_bisection() -> None:
     for seed in range(3):
         early = goodput.find_goodput(Trials(problem.demand, seed), fleet, targets)
         assert early == goodput.find_goodput(Complete(problem.demand, seed), fleet, targets)
+
+
+def test_trials_ignore_which_prompts_repeat_as_the_bounds_on_rates_do() -> None:
+    blocks = PromptBlocks(16, np.array([0, 1, 2]), np.array([0, 0]), 1)
+    tokens = np.array([16, 16])
+    demand = workload.build_from_trace(Trace(np.array([0.0, 9.0]), tokens, tokens, blocks=blocks))
+    assert demand.draw(2).blocks is not None
+    assert Trials(demand).build_trace(2, 1.0).blocks is None

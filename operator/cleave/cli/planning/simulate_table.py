@@ -34,6 +34,11 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if result.cached_share > 0:
+        console.print(
+            f"{format_percent(result.cached_share)} of the prompt tokens were in prefix caches",
+            highlight=False,
+        )
     for sentence in _describe_losses(result):
         console.print(sentence, style="red", highlight=False, soft_wrap=True)
     for build_table in (_build_latency_table, _build_stage_table, _build_instance_table):

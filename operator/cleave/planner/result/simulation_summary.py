@@ -68,6 +68,8 @@ class SimulationSummary:
     tpot_attainment: float
     throughput: float
     """Output tokens per second of simulated time."""
+    cached_share: float
+    """Share of prompt tokens found in prefix caches; 0 unless the trace has hashes of blocks."""
     ttft_ms: Percentiles
     tpot_ms: Percentiles
     latency_ms: Percentiles
@@ -91,6 +93,7 @@ def summarize(
         ttft_attainment=outcome.compute_attainment(slo.ttft_ms, math.inf),
         tpot_attainment=outcome.compute_attainment(math.inf, slo.tpot_ms),
         throughput=tokens / seconds if seconds else 0.0,
+        cached_share=outcome.cached_share,
         ttft_ms=compute_percentiles(outcome.ttft_ms),
         tpot_ms=compute_percentiles(outcome.tpot_ms),
         latency_ms=compute_percentiles(outcome.end_ms - outcome.arrival_ms),

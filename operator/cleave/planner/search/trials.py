@@ -209,7 +209,8 @@ class Trials:
             drawn = self.demand.draw(num, 1.0, self.seed)
             span_ms = float(drawn.arrival_ms[-1])
             stretch = num * 1000.0 / span_ms if span_ms else 1.0
-            unit = replace(drawn, arrival_ms=drawn.arrival_ms * stretch)
+            # Without reuse: the bounds on rates assume that every prompt token is computed.
+            unit = replace(drawn, arrival_ms=drawn.arrival_ms * stretch, blocks=None)
             self._unit_traces[self.seed, num] = unit
         return unit
 
