@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
 from cleave.router.pair_proofs import PairResult, merge_results, read_proofs
 from cleave.rpc.engine_key import compute_kv_key
@@ -84,8 +85,9 @@ class InFlightLoad:
     """The load of one boot of an engine, from this gateway's requests and from load reports."""
 
     __slots__ = (
-        "computed_tokens", "decoding_requests", "last_pick", "num_heavy", "num_prompts",
-        "num_remote_requests", "num_requests", "prompt", "queue", "resident", "weighted_context",
+        "cached_tokens", "computed_tokens", "decoding_requests", "last_pick", "num_heavy",
+        "num_prompts", "num_remote_requests", "num_requests", "prompt", "prompt_tokens", "queue",
+        "resident", "weighted_context", "written_tokens",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -111,6 +113,26 @@ class InFlightLoad:
         """Requests that decode there or will do so."""
         self.last_pick = 0
         """Number of the latest pick of this instance."""
+        self.prompt_tokens = 0.0
+        """Tokens of all own prompts sent there since this boot."""
+        self.cached_tokens = 0.0
+        """Those of them that were predicted to be cached there."""
+        self.written_tokens = 0.0
+        """Tokens that own requests have written to its KV, or will: its clock (`is_cached`)."""
+
+    def count_prompt(self, prompt_tokens: float, cached_tokens: float, written: float) -> None:
+        """Count a prompt that is computed there; it and its output write so many tokens."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.written_tokens += written
+
+    def read_clock(self) -> int:
+        """The clock of its cache: tokens written by all processes, in units of CLOCK_TOKENS."""
+        return int(self.written_tokens) // CLOCK_TOKENS
+
+    def predict_hits(self) -> tuple[float, float]:
+        """(prompt tokens sent there by all processes, those that were predicted to be cached)."""
+        return self.prompt_tokens, self.cached_tokens
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """(pending prompt tokens, number of these prompts, resident tokens); the second one is 0

@@ -6,24 +6,66 @@ all open ones are stale.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy import best_fit, dispatch, prefix_cache
+from cleave.policy import best_fit, dispatch
 from cleave.policy.best_fit import BestFitModel
-from cleave.policy.dispatch import NONE, TO_DECODE, TO_PREFILL, TO_WHOLE, CellNumbers, Scores
+from cleave.policy.dispatch import (
+    NONE,
+    TO_DECODE,
+    TO_PREFILL,
+    TO_WHOLE,
+    CellNumbers,
+    ScoreColumn,
+    Scores,
+)
 from cleave.policy.output_length import guess_progress
-from cleave.policy.prefix_cache import TOKENS_PER_BLOCK, PrefixIndex
-from cleave.policy.session_affinity import find_attached, goes_back, to_key
+from cleave.policy.prefix_cache import (
+    CLOCK_TOKENS,
+    FIRST_BLOCK_BYTES,
+    SAMPLED_MASK,
+    RepeatDetector,
+    estimate_cached_tokens,
+    hash_blocks,
+    hash_first_block,
+    is_cached,
+)
+from cleave.policy.prompt_cost import (
+    MAX_CANDIDATES,
+    find_least_cost,
+    predict_cost_ms,
+    predict_wait_ms,
+)
+from cleave.policy.session_affinity import (
+    ADAPTER_TOKENS,
+    find_attached,
+    find_session_instance,
+    goes_back,
+    to_key,
+)
 from cleave.router.instance import RoutedInstance
 from cleave.router.iteration_time_fit import IterationTimeEstimator
+from cleave.router.prefix_index import (
+    EVERYWHERE,
+    PrefixIndex,
+    PrefixMemory,
+    is_everywhere,
+    to_holder,
+)
 from cleave.router.registry import ServedModel
-from cleave.router.score_table import ScoreTable
+from cleave.router.score_table import ArrayScoreColumn, ScoreTable
 
 _INF = math.inf
+_REFRESHES = 4
+"""Stamps of used blocks are renewed after this part of the time for which they stay cached."""
+_UNKNOWN_KV_TOKENS = 1 << 17
+"""Assumed size of a KV that an agent has not reported."""
+_SHARE_WEIGHT = 1 / 64
+"""Weight of the newest prompt in the share of cached tokens."""
 
 
 class CachedPrompt(NamedTuple):
@@ -33,16 +75,34 @@ class CachedPrompt(NamedTuple):
     tokens: int
 
 
+class PrefixUse(NamedTuple):
+    """What an engine has probably cached of a prompt."""
+
+    blocks: int
+    """Leading blocks; 0: none."""
+    stamp: int
+    """When it used the last of them, by its clock."""
+
+
+_NOTHING = PrefixUse(0, 0)
+_NO_BLOCKS: list[int] = []
+
+
 class RoutingRequest:
     """The properties of a request that policies use."""
 
-    __slots__ = ("adapter", "cached", "hashes", "output_tokens", "prompt_tokens", "session")
+    __slots__ = (
+        "adapter", "blocks", "cached", "known", "output_tokens", "prompt_tokens", "seed", "session",
+        "text_bytes", "uses",
+    )  # fmt: skip
 
     def __init__(
         self,
         prompt_tokens: int,
         output_tokens: float,
-        hashes: Sequence[int] = (),
+        blocks: list[int] = _NO_BLOCKS,
+        seed: int = 0,
+        text_bytes: int = 0,
         session: int | None = None,
         adapter: int | None = None,
         cached: CachedPrompt | None = None,
@@ -50,13 +110,84 @@ class RoutingRequest:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         """Predicted."""
-        self.hashes = hashes
-        """Hashes of the prompt's blocks, for PrefixAware."""
+        self.blocks = blocks
+        """Its prompt's blocks in the index of cached prompts; empty: the index is not used."""
+        self.seed = seed
+        """By which these differ from the hashes of the text, see `PrefixIndex`."""
+        self.text_bytes = text_bytes
+        self.known = -1
+        """How many leading blocks any engine has used; -1: not looked up."""
+        self.uses: dict[int, PrefixUse] = {}
+        """What engines have cached, by holder, as far as it was looked up."""
         self.session = session
         """Key of its session, for session affinity; None: none."""
         self.adapter = adapter
         """Key of its adapter, if requests of an adapter stay together; else None."""
         self.cached = cached
+
+
+class Candidates:
+    """Instances that may compute a prompt, in parallel lists for `find_least_cost`."""
+
+    __slots__ = (
+        "_column", "_is_time", "_now_ms", "_prompt_tokens", "_table", "cached", "lowest_ms",
+        "pending", "scores", "slots", "token_ms",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        table: ScoreTable,
+        column: ScoreColumn,
+        prompt_tokens: float,
+        is_time: bool,
+        now_ms: float,
+    ) -> None:
+        """See `prompt_cost.find_least_cost`."""
+        self._table, self._column = table, column
+        self._prompt_tokens, self._is_time, self._now_ms = prompt_tokens, is_time, now_ms
+        self.slots: list[int] = []
+        self.cached: list[float] = []
+        self.token_ms: list[float] = []
+        self.scores: list[float] = []
+        self.pending: list[float] = []
+        self.lowest_ms = _INF
+        """The least cost so far."""
+
+    def add(self, slot: int, cached_tokens: float) -> None:
+        """Add an instance that has cached so many tokens of the prompt."""
+        self.slots.append(slot)
+        self.cached.append(cached_tokens)
+        self.token_ms.append(self._table.instances[slot].in_flight.queue.token_ms)
+        self.scores.append(self._column.get_score(slot))
+        self.pending.append(self._table.pending_prompt.get_score(slot))
+        self.lowest_ms = min(self.lowest_ms, self.predict_ms(len(self.slots) - 1, cached_tokens))
+
+    def set_cached(self, at: int, cached_tokens: float) -> None:
+        """Set the cached tokens of the candidate at this place of the lists."""
+        self.cached[at] = cached_tokens
+        self.lowest_ms = min(self.lowest_ms, self.predict_ms(at, cached_tokens))
+
+    def predict_ms(self, at: int, cached_tokens: float) -> float:
+        """The cost of the candidate at this place if it had cached so many tokens."""
+        token_ms = self.token_ms[at]
+        wait_ms = predict_wait_ms(
+            self.scores[at], self.pending[at], self._is_time, self._now_ms, token_ms
+        )
+        return predict_cost_ms(wait_ms, self._prompt_tokens - cached_tokens, token_ms)
+
+    def find_least(self) -> int:
+        """The slot at which the prompt costs least."""
+        at = find_least_cost(
+            range(len(self.slots)),
+            self.cached,
+            self.token_ms,
+            self.scores,
+            self.pending,
+            self._prompt_tokens,
+            self._is_time,
+            self._now_ms,
+        )
+        return self.slots[at] if at != NONE else NONE
 
 
 class EndpointSelector:
@@ -68,62 +199,98 @@ class EndpointSelector:
         iteration_times: IterationTimeEstimator,
         clock: Callable[[], float],
         seed: int,
+        prefix_memory: PrefixMemory,
     ) -> None:
-        """`clock`: seconds; `seed`: above 0, for random policies."""
+        """`clock`: seconds; `seed`: above 0, for random policies; `prefix_memory`: of the index."""
         rule = dispatch.RULES[policy]
         self._is_by_score = dispatch.is_by_score(rule)
         self._counts = rule.counts
         self._picks = rule.prefill, rule.decode
         self._keeps_adapters = rule.keeps_adapters
         self._prefers_own = rule.prefers_own
-        self._is_by_text = rule.prefill == dispatch.CACHED
+        self._always_reads = rule.prefill == dispatch.CACHED
+        self.reads_text = self._always_reads or (
+            self._is_by_score and rule.counts == dispatch.BY_WAIT
+        )
+        """Whether the policy looks at cached prompts, at least where prompts repeat."""
         self._iteration_times = iteration_times
         self._clock = clock
         self._seed = seed
-        self._prefix_index = PrefixIndex()
+        self._index = PrefixIndex(prefix_memory)
+        self._repeats = RepeatDetector()
+        self._cached_share = 0.0
+        """Share of recent prompts' tokens that was predicted to be cached."""
 
     def build_request(
         self,
+        model: str,
         prompt_tokens: int,
         output_tokens: float,
         session: bytes | None,
         text: bytes | memoryview,
+        salt: bytes,
         served: ServedModel,
         cached: CachedPrompt | None,
     ) -> RoutingRequest:
         """The properties that this policy uses; the others are not computed."""
         adapter = served.adapter
-        if self._is_by_score and session is None and adapter is None and cached is None:
-            return RoutingRequest(prompt_tokens, output_tokens)
+        blocks, seed, size = _NO_BLOCKS, 0, len(text)
+        if self.reads_text and size >= FIRST_BLOCK_BYTES:
+            first = hash_first_block(text)
+            repeats = self._repeats
+            if self._always_reads or repeats.is_repeating or not first & SAMPLED_MASK:
+                index = self._index
+                # The KV of one adapter cannot be used by another.
+                seed = index.find_seed(model, salt)
+                is_known = index.contains(first ^ seed)
+                repeats.observe(is_known)
+                if is_known or self._always_reads or repeats.is_repeating:
+                    blocks = [each ^ seed for each in hash_blocks(text, first)]
+                else:
+                    blocks = [first ^ seed]
+        if session is None and adapter is None:
+            return RoutingRequest(
+                prompt_tokens, output_tokens, blocks, seed, size, None, None, cached
+            )
         key = to_key(session) if session is not None else None
-        # The KV of one adapter cannot be used by another.
-        hashes = prefix_cache.hash_blocks(text, adapter or 0) if self._is_by_text else ()
         if not (served.is_crowded and self._keeps_adapters):
             adapter = None
-        return RoutingRequest(prompt_tokens, output_tokens, hashes, key, adapter, cached)
+        return RoutingRequest(
+            prompt_tokens, output_tokens, blocks, seed, size, key, adapter, cached
+        )
 
-    def count_cached(self, instance: RoutedInstance, request: RoutingRequest) -> int:
+    def count_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
         """Tokens of the prompt that the instance has probably computed before."""
         boot = instance.target.boot_id
         if request.cached is not None and request.cached.boot_id == boot:
             return min(request.cached.tokens, request.prompt_tokens)
-        for count, holders in self._prefix_index.find(request.hashes):
-            if boot in holders:
-                return min(count * TOKENS_PER_BLOCK, request.prompt_tokens)
-        return 0
+        blocks = self._find_use(instance, request).blocks
+        return estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
 
-    def record_prompt(
-        self, first: RoutedInstance, second: RoutedInstance, request: RoutingRequest
-    ) -> None:
-        """Record that both instances of a request will cache its prompt's KV."""
-        for instance in {first.name: first, second.name: second}.values():
-            registration = instance.registration
-            tokens = registration.kv_blocks_total * registration.kv_block_size
-            self._prefix_index.add(registration.boot_id, request.hashes, tokens // TOKENS_PER_BLOCK)
+    def count_most_cached(self, request: RoutingRequest) -> float:
+        """Tokens of the prompt that any engine has computed before."""
+        known = self._count_known(request)
+        return estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
+
+    def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> None:
+        """Record that an instance will cache the prompt's KV; after `InFlightLoad.count_prompt`."""
+        use = self._find_use(instance, request)
+        clock, now_s = instance.in_flight.read_clock(), int(self._clock())
+        # Rewriting the stamps of what was used lately would cost more than it improves.
+        is_recent = is_cached(clock, use.stamp, _measure_capacity(instance) / _REFRESHES)
+        start = use.blocks if is_recent else 0
+        holder = to_holder(instance.target.boot_id)
+        self._index.record(request.blocks, start, holder, clock, now_s)
+
+    def observe_cached(self, prompt_tokens: float, cached_tokens: float) -> None:
+        """Count a prompt whose blocks were looked up."""
+        if prompt_tokens > 0.0:
+            share = cached_tokens / prompt_tokens
+            self._cached_share += (share - self._cached_share) * _SHARE_WEIGHT
 
     def retain_boots(self, boots: Collection[str]) -> None:
-        """Drop the cached prompts of all other boots."""
-        self._prefix_index.retain(boots)
+        """Forget all other boots."""
+        self._index.retain(dict.fromkeys(map(to_holder, boots)))
 
     def select_pair(
         self, table: ScoreTable, closed: list[int], request: RoutingRequest
@@ -134,9 +301,12 @@ class EndpointSelector:
         is_plain = request.session is None and request.adapter is None and request.cached is None
         is_simple = is_plain and not closed and not table.is_shared and table.cells is None
         if self._is_by_score and is_simple:
-            if closed_pairs.count:
-                return _choose_open_pair(table)
-            return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
+            if self._count_known(request) == 0:
+                if closed_pairs.count:
+                    return _choose_open_pair(table)
+                return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
+            if not closed_pairs.count:
+                return self._choose_cheapest_pair(table, request)
 
         def find(purpose: int, request: RoutingRequest, first: int) -> int:
             scores = _read_scores(table, purpose, closed)
@@ -173,18 +343,28 @@ class EndpointSelector:
     def _find_by_rule(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
     ) -> int:
-        """The slot by session or adapter affinity, else by the policy's rule."""
-        session, adapter, prefixes = request.session, request.adapter, self._prefix_index
-        if adapter is not None and purpose != TO_DECODE and prefixes.contains(request.hashes):
-            adapter = None
+        """The slot by session or adapter affinity and cached prompts, else by the policy's rule."""
+        session, adapter = request.session, request.adapter
         if adapter is not None or (session is not None and purpose != TO_DECODE):
             queues = table.pending_prompt.to_array()
             tokens = request.prompt_tokens
-            return find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
+            slot = find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
+            if purpose == TO_DECODE or not self._count_known(request):
+                return slot
+            # A session's prompts are cached where it is pinned, also those that are not known here.
+            assumed = float(tokens) if session is not None else 0.0
+            return self._compare(table, ArrayScoreColumn(scores), slot, purpose, request, assumed)
+        if purpose != TO_DECODE and request.blocks:
+            is_shared = table.is_shared and self._prefers_own
+            slot = (
+                self._find_own(table, scores, purpose, request)
+                if is_shared
+                else dispatch.find_least(scores)
+            )
+            other, expected = self._find_first_copy(table, scores, request)
+            column = ArrayScoreColumn(scores)
+            return self._compare(table, column, slot, purpose, request, 0.0, other, expected)
         prefill, decode = self._picks
-        if prefill == dispatch.CACHED and purpose != TO_DECODE:
-            slots, found = table.slot_by_boot, prefixes.find(request.hashes)
-            return prefix_cache.find_least_uncached(scores, table.find_boot, slots, found)
         pick = prefill if purpose == TO_PREFILL else decode
         if pick == dispatch.FULLEST:
             slot = self._find_best_fit(table, scores, purpose == TO_WHOLE, request)
@@ -198,6 +378,121 @@ class EndpointSelector:
             pick, scores, room, heaviness, total, request.output_tokens, self._seed
         )
         return slot
+
+    def _count_known(self, request: RoutingRequest) -> int:
+        """How many leading blocks of the prompt any engine has used."""
+        if request.known < 0:
+            request.known = self._index.count_known(request.blocks) if request.blocks else 0
+        return request.known
+
+    def _find_use(self, instance: RoutedInstance, request: RoutingRequest) -> PrefixUse:
+        """What this instance has cached."""
+        if not self._count_known(request):
+            return _NOTHING
+        holder = to_holder(instance.target.boot_id)
+        use = request.uses.get(holder)
+        if use is None:
+            clock, now_s = instance.in_flight.read_clock(), int(self._clock())
+            known = request.blocks[: request.known]
+            blocks, stamp = self._index.find_use(known, holder, clock, now_s)
+            is_kept = is_cached(clock, stamp, _measure_capacity(instance))
+            use = request.uses[holder] = PrefixUse(blocks, stamp) if is_kept else _NOTHING
+        return use
+
+    def _choose_cheapest_pair(self, table: ScoreTable, request: RoutingRequest) -> tuple[int, int]:
+        """`dispatch.choose_least_pair` by the cost of the prompt, without arrays."""
+        first = table.prefill.find_least()
+        if first != NONE:
+            first = self._compare(table, table.prefill, first, TO_PREFILL, request)
+        second = table.decode.find_least() if first != NONE else NONE
+        whole = table.mixed.find_least() if table.mixed.size else NONE
+        if whole != NONE:
+            whole = self._compare(table, table.mixed, whole, TO_WHOLE, request)
+        return dispatch.settle(first, second, whole, table.decode, table.pending_prompt)
+
+    def _find_first_copy(
+        self, table: ScoreTable, scores: Scores, request: RoutingRequest
+    ) -> tuple[int, float]:
+        """(the instance to which all gateways prefer to send what none has computed, tokens that
+        are expected to be cached there); NONE: there is only this gateway.
+
+        Gateways do not know each other's prompts. So all rank the instances by the same hash of the
+        first block that is new to them, and the first in rank is expected to have cached what is
+        usual of the prompts that the others get.
+        """
+        known, routers = self._count_known(request), table.num_routers
+        if routers == 1 or known == len(request.blocks):
+            return NONE, 0.0
+        key = request.blocks[known] ^ request.seed
+        slot = find_session_instance(np.where(scores < _INF, 0.0, scores), table.keys, key, 0.0)
+        rest = request.prompt_tokens - self.count_most_cached(request)
+        return slot, self._cached_share * rest * (routers - 1) / routers
+
+    def _compare(
+        self,
+        table: ScoreTable,
+        column: ScoreColumn,
+        slot: int,
+        purpose: int,
+        request: RoutingRequest,
+        assumed: float = 0.0,
+        other: int = NONE,
+        expected: float = 0.0,
+    ) -> int:
+        """The slot at which the prompt costs least: `slot`, which has cached what is known and at
+        least `assumed` tokens, `other`, which has `expected` tokens, or one that is known to have
+        cached some of it. `slot`: the least score, or where a session or an adapter is pinned."""
+        known = self._count_known(request)
+        if slot == NONE or (not known and other == NONE):
+            return slot
+        is_time = purpose == TO_PREFILL and self._counts == dispatch.BY_WAIT
+        now_ms = self._clock() * 1000 if is_time else 0.0
+        # The adapter is loaded where it is pinned and where it has computed a prompt.
+        loaded = ADAPTER_TOKENS if request.adapter is not None else 0.0
+        prompt_tokens = request.prompt_tokens + loaded
+        found = Candidates(table, column, prompt_tokens, is_time, now_ms)
+        found.add(slot, assumed + loaded)
+        if other != NONE and other != slot:
+            found.add(other, expected)
+        least = column.find_least()
+        queue, pending = table.instances[least].in_flight.queue, table.pending_prompt
+        least_token_ms = queue.token_ms
+        least_wait_ms = predict_wait_ms(
+            column.get_score(least), pending.get_score(least), is_time, now_ms, least_token_ms
+        )
+        now_s, blocks = int(self._clock()), request.blocks
+        depth = known
+        is_complete = False
+        while depth and not is_complete:
+            tokens = estimate_cached_tokens(depth, request.text_bytes, request.prompt_tokens)
+            rest = request.prompt_tokens - tokens
+            if found.lowest_ms <= predict_cost_ms(least_wait_ms, rest, least_token_ms):
+                break
+            for holder, stamp in self._index.list_uses(blocks[depth - 1]):
+                if holder == EVERYWHERE:
+                    if not is_everywhere(stamp, now_s):
+                        continue
+                    holder = table.holders[slot]
+                    stamp = table.instances[slot].in_flight.read_clock()
+                at = table.slot_by_holder.get(holder, NONE)
+                if at == NONE or column.get_score(at) == _INF or (at in found.slots and at != slot):
+                    continue
+                instance = table.instances[at]
+                clock = instance.in_flight.read_clock()
+                if not is_cached(clock, stamp, _measure_capacity(instance)):
+                    continue
+                request.uses[holder] = PrefixUse(depth, stamp)
+                if at == slot:
+                    # All others with no more blocks have a longer queue.
+                    found.set_cached(0, max(assumed, tokens) + loaded)
+                    is_complete = True
+                else:
+                    found.add(at, tokens + loaded)
+                    is_complete = is_complete or len(found.slots) >= MAX_CANDIDATES
+            depth -= 1
+        if not depth:
+            request.uses.setdefault(table.holders[slot], _NOTHING)
+        return found.find_least()
 
     def _find_own(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
@@ -224,7 +519,9 @@ class EndpointSelector:
         crossing = 1.0 if counts_requests else float(request.prompt_tokens)
         unit = 1.0
         if self._counts == dispatch.BY_WAIT:
-            unit = table.instances[dispatch.find_least(prefill)].in_flight.queue.token_ms
+            queue = table.instances[dispatch.find_least(prefill)].in_flight.queue
+            # Above 0, which times the score of a closed slot would not be a number.
+            unit = max(queue.token_ms, dispatch.TIE_WEIGHT)
             # Idle instances have a score in the past: raise it to now before costs are added.
             prefill = np.maximum(prefill, self._clock() * 1000)
         weight = dispatch.RESIDENT_WEIGHT * unit
@@ -297,6 +594,13 @@ class EndpointSelector:
             model.coefficients,
             model,
         )
+
+
+def _measure_capacity(instance: RoutedInstance) -> float:
+    """What this gateway's prompts may fill of the KV of an instance, in units of CLOCK_TOKENS."""
+    registration = instance.registration
+    tokens = registration.kv_blocks_total * registration.kv_block_size or _UNKNOWN_KV_TOKENS
+    return tokens / (CLOCK_TOKENS * instance.num_routers)
 
 
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:
