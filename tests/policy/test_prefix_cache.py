@@ -28,11 +28,12 @@ def hash_all(prompt: bytes) -> list[int]:
 
 def test_only_whole_blocks_are_hashed() -> None:
     assert len(hash_all(text("a", "b") + b"rest")) == 2
-    assert len(hash_all(text("a"))) == 1
+    assert len(hash_all(text("a", "b"))) == 1, "the last byte closes the text"
+    assert len(hash_all(text("a", "b") + b"]")) == 2
 
 
 def test_equal_beginnings_have_equal_hashes_and_nothing_after_a_difference_has() -> None:
-    one, other = hash_all(text("a", "b", "c")), hash_all(text("a", "x", "c"))
+    one, other = hash_all(text("a", "b", "c", "]")), hash_all(text("a", "x", "c", "]"))
     assert one[0] == other[0]
     assert one[1] != other[1]
     assert one[2] != other[2], "hashes are chained"
@@ -52,7 +53,7 @@ def test_blocks_grow_with_the_prompt_to_an_eighth_of_the_position() -> None:
     assert all(
         size <= max(FIRST_BLOCK_BYTES, end / 8) for size, end in zip(sizes, BLOCK_ENDS, strict=True)
     )
-    assert len(BLOCK_ENDS) == 64
+    assert len(BLOCK_ENDS) == 56
     assert BLOCK_ENDS[-1] == MAX_PROMPT_BYTES
 
 
@@ -60,9 +61,11 @@ def test_text_beyond_the_limit_costs_nothing() -> None:
     assert len(hash_all(bytes(2 * MAX_PROMPT_BYTES))) == len(BLOCK_ENDS)
 
 
-def test_cached_tokens_are_the_blocks_share_of_the_prompt() -> None:
-    assert estimate_cached_tokens(2, 4_096, 1_000) == 250
+def test_cached_tokens_are_those_of_the_blocks_and_of_half_the_next_one() -> None:
     assert estimate_cached_tokens(0, 4_096, 1_000) == 0
+    assert estimate_cached_tokens(2, 4_096, 1_000) == 625
+    assert estimate_cached_tokens(4, 4_097, 1_000) == pytest.approx(1_000, rel=0.001)
+    assert estimate_cached_tokens(len(BLOCK_ENDS), 2 * MAX_PROMPT_BYTES, 1_000) == 750
 
 
 @pytest.mark.parametrize(

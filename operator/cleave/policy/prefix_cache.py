@@ -1,16 +1,16 @@
 """Prompts as blocks with chained hashes, whether prompts repeat, and how long engines cache blocks.
 
-Called by the router for each prompt of 512 bytes or more; `router.prefix_index` remembers where
+Called by the router for each prompt of more than 1 KiB; `router.prefix_index` remembers where
 blocks are. What is hard: a gateway has text, engines cache blocks of tokens and do not report what
 they evict. Tokenizing would cost more than all other work of the gateway, and hashing many small
-blocks about as much as the rest of a pick. So blocks grow with their position in the prompt, and
-traffic that does not repeat has one block hashed, of which a sample is remembered.
+blocks more than the rest of a pick. So blocks are large and grow with their position in the prompt,
+and of traffic that does not repeat only a sample is hashed.
 """
 
 from zlib import crc32
 
-FIRST_BLOCK_BYTES = 512
-"""Bytes of text in the first blocks: about eight blocks of vLLM's KV cache."""
+FIRST_BLOCK_BYTES = 1_024
+"""Bytes of text in the first blocks: about sixteen blocks of vLLM's KV cache."""
 MAX_PROMPT_BYTES = 512 << 10
 """Text beyond it is not hashed."""
 _BLOCKS_PER_DOUBLING = 8
@@ -21,8 +21,13 @@ CLOCK_TOKENS = 128
 CLOCK_BITS = 20
 """Clocks wrap around after 2^20 units, 134 million tokens: longer than any cache lasts."""
 
-SAMPLED_MASK = 3
-"""While prompts do not repeat, those whose first hash has none of these bits are remembered."""
+_SAMPLED_MASK = 15
+"""While prompts do not repeat, one of so many, plus one, is looked up and remembered: those with
+certain bytes, so that a prompt and its repetition are both in the sample."""
+_ALWAYS_SAMPLED_MASK = 31
+"""And one of so many, plus one, whatever its bytes: all prompts may begin like each other."""
+_SAMPLED_BYTES = FIRST_BLOCK_BYTES // 2, FIRST_BLOCK_BYTES - 1
+"""Positions of these bytes."""
 _REPEATING_SHARE = 0.05
 """Share of prompts with a known first block from which prompts repeat."""
 _SHARE_WEIGHT = 1 / 64
@@ -44,12 +49,13 @@ BLOCK_ENDS = _list_block_ends()
 
 
 def hash_first_block(text: bytes | memoryview) -> int:
-    """The first hash of `hash_blocks` alone; `text` has FIRST_BLOCK_BYTES or more."""
+    """The first hash of `hash_blocks` alone; `text` has more than FIRST_BLOCK_BYTES."""
     return crc32(text[:FIRST_BLOCK_BYTES])
 
 
 def hash_blocks(text: bytes | memoryview, first: int) -> list[int]:
-    """Chained hashes: one for each full block of `text` together with all text before it.
+    """Chained hashes: one for each full block of `text` together with all text before it. The last
+    byte, which closes a text or a list in JSON, belongs to no block.
 
     `first`: from `hash_first_block`. Hashes have 32 bits: a collision only leads to a pick that is
     not the best.
@@ -59,7 +65,7 @@ def hash_blocks(text: bytes | memoryview, first: int) -> list[int]:
     chained, start = first, FIRST_BLOCK_BYTES
     for number in range(1, len(BLOCK_ENDS)):
         end = BLOCK_ENDS[number]
-        if end > size:
+        if end >= size:
             break
         chained = crc32(text[start:end], chained)
         hashes.append(chained)
@@ -68,8 +74,14 @@ def hash_blocks(text: bytes | memoryview, first: int) -> list[int]:
 
 
 def estimate_cached_tokens(blocks: int, text_bytes: int, prompt_tokens: int) -> float:
-    """Tokens in the first `blocks` blocks of a prompt of `text_bytes` bytes."""
-    return prompt_tokens * BLOCK_ENDS[blocks - 1] / text_bytes if blocks > 0 else 0.0
+    """Tokens that are cached of a prompt of `text_bytes` bytes if its first `blocks` blocks are.
+    On average half of the next block, which is another one or incomplete, is cached, too."""
+    if blocks <= 0:
+        return 0.0
+    start, end = BLOCK_ENDS[blocks - 1], text_bytes
+    if blocks < len(BLOCK_ENDS):
+        end = min(end, BLOCK_ENDS[blocks])
+    return prompt_tokens * (start + end) / (2.0 * text_bytes)
 
 
 def is_cached(clock: int, stamp: int, capacity: float) -> bool:
@@ -89,16 +101,23 @@ class RepeatDetector:
     It begins as if they did, so that the first conversations after a start are noticed.
     """
 
-    __slots__ = ("share",)
+    __slots__ = ("_num_prompts", "share")
 
     def __init__(self) -> None:
         self.share = 0.5
+        self._num_prompts = 0
 
     @property
     def is_repeating(self) -> bool:
         """Whether it pays to look at caches."""
         return self.share > _REPEATING_SHARE
 
+    def samples(self, text: bytes | memoryview) -> bool:
+        """Whether to look at this prompt although prompts do not repeat."""
+        self._num_prompts = number = self._num_prompts + 1
+        middle, last = _SAMPLED_BYTES
+        return not number & _ALWAYS_SAMPLED_MASK or not (text[middle] + text[last]) & _SAMPLED_MASK
+
     def observe(self, is_known: bool) -> None:
-        """Count a prompt of which all blocks are remembered, or that is sampled."""
+        """Count a prompt that was looked up."""
         self.share += ((1.0 if is_known else 0.0) - self.share) * _SHARE_WEIGHT

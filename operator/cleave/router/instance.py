@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
 from cleave.router.pair_proofs import PairResult, merge_results, read_proofs
+from cleave.router.prefix_index import to_holder
 from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
@@ -23,6 +24,8 @@ from cleave.rpc.v1 import agent_pb2
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
 """The roles that this version knows, numbered in this order by `policy.role_flipping`. Agents of a
 newer version may report others."""
+_UNKNOWN_KV_TOKENS = 1 << 17
+"""Assumed size of a KV that an agent has not reported."""
 STALL_NS = 10_000_000_000
 """An engine without a step for this long has stalled, and its KV leases may have expired: they last
 20 s after a heartbeat, and heartbeats come every 5 s."""
@@ -44,6 +47,9 @@ class Target:
     """Port of rank 0 for layer-wise KV transfer during prefill; 0: not supported."""
     overlap_min_tokens: int = 0
     """Prompt tokens from which layer-wise transfer is worthwhile; 0: the plan determines it."""
+
+    holder: int = 0
+    """Number of the boot in `router.prefix_index`."""
 
     engine_key: str = field(default="", repr=False)
     """What the engine's HTTP API asks for; empty: nothing."""
@@ -191,7 +197,8 @@ class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_open_load", "agent", "closed_until", "connectivity", "in_flight", "last_event_at", "load",
+        "_open_load", "agent", "closed_until", "connectivity", "in_flight", "kv_tokens",
+        "last_event_at", "load",
         "name", "num_routers", "pairs", "registration", "router_rank", "score_table", "slot",
         "stalled_at", "target",
     )  # fmt: skip
@@ -210,6 +217,8 @@ class RoutedInstance:
         """Unique in the fleet."""
         self.agent = agent
         self.registration = registration
+        self.kv_tokens = _count_kv_tokens(registration)
+        """Tokens that its KV holds."""
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
         self.in_flight = open_load(self.name, registration.boot_id)
@@ -255,6 +264,7 @@ class RoutedInstance:
             self.set_pairs({})
         self.agent = agent
         self.registration = registration
+        self.kv_tokens = _count_kv_tokens(registration)
         self.target = target
 
     def update_pairs(self, proofs: agent_pb2.PairProofs, now: float) -> None:
@@ -288,6 +298,10 @@ class RoutedInstance:
         return True
 
 
+def _count_kv_tokens(registration: agent_pb2.Registration) -> int:
+    return registration.kv_blocks_total * registration.kv_block_size or _UNKNOWN_KV_TOKENS
+
+
 def to_target(registration: agent_pb2.Registration) -> Target:
     """The address of an engine; port 0: not known yet. Raises ValueError if its URL is invalid."""
     parts = urlsplit(registration.engine_url)
@@ -301,6 +315,7 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         role=get_enum_name(agent_pb2.Role, registration.role),
         kv_port=registration.kv_port,
         overlap_min_tokens=registration.ahead_from_tokens,
+        holder=to_holder(registration.boot_id),
         engine_key=registration.engine_key,
         kv_key=compute_kv_key(registration.engine_key),
     )

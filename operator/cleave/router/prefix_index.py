@@ -1,4 +1,4 @@
-"""Which engines probably cache which blocks of prompts, in memory of fixed size that processes share.
+"""Which engines probably cache which blocks of prompts, in memory that processes share.
 
 Used by `router.selection` for prompts that repeat. A block is known by 32 bits; a cell of 8 bytes
 says that one engine used it, and when. Eight cells are a bucket, one cache line, which the block's
@@ -24,7 +24,7 @@ NUM_BUCKETS = 1 << 16
 _CELLS = 8
 _BUCKET_BYTES = 8 * _CELLS
 INDEX_BYTES = NUM_BUCKETS * _BUCKET_BYTES
-"""4 MiB: half a million blocks of engines, which are at least 67 million tokens."""
+"""4 MiB: half a million blocks of engines, of 256 tokens and more."""
 _SECRET_BYTES = 16
 
 _BUCKET_MASK = NUM_BUCKETS - 1
@@ -107,7 +107,7 @@ class PrefixIndex:
         """Whether any engine has used this block."""
         tag = block >> _BUCKET_BITS
         bucket: Bucket = _read_bucket(self._memory, (block & _BUCKET_MASK) * _BUCKET_BYTES)
-        for cell in bucket:
+        for cell in bucket:  # noqa: SIM110 - compiled, a generator would cost an allocation
             if cell >> _TAG_SHIFT == tag and cell:
                 return True
         return False

@@ -28,7 +28,6 @@ from cleave.policy.dispatch import (
 from cleave.policy.session_affinity import to_key
 from cleave.router.closed_pairs import ClosedPairs
 from cleave.router.instance import BaseScoreTable, Connectivity, RoutedInstance
-from cleave.router.prefix_index import to_holder
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 _STALE_CONTACT = Connectivity.STALE
@@ -189,7 +188,7 @@ class ScoreTable(BaseScoreTable):
         self._role_ranks = _rank_by_role(instances)
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot by boot ID."""
-        self.holders = [to_holder(each.target.boot_id) for each in instances]
+        self.holders = [each.target.holder for each in instances]
         """By slot, its number in the index of cached prompts."""
         self.slot_by_holder = {holder: slot for slot, holder in enumerate(self.holders)}
         """The reverse."""

@@ -27,7 +27,6 @@ from cleave.policy.output_length import guess_progress
 from cleave.policy.prefix_cache import (
     CLOCK_TOKENS,
     FIRST_BLOCK_BYTES,
-    SAMPLED_MASK,
     RepeatDetector,
     estimate_cached_tokens,
     hash_blocks,
@@ -62,8 +61,6 @@ from cleave.router.score_table import ArrayScoreColumn, ScoreTable
 _INF = math.inf
 _REFRESHES = 4
 """Stamps of used blocks are renewed after this part of the time for which they stay cached."""
-_UNKNOWN_KV_TOKENS = 1 << 17
-"""Assumed size of a KV that an agent has not reported."""
 _SHARE_WEIGHT = 1 / 64
 """Weight of the newest prompt in the share of cached tokens."""
 
@@ -100,94 +97,24 @@ class RoutingRequest:
         self,
         prompt_tokens: int,
         output_tokens: float,
-        blocks: list[int] = _NO_BLOCKS,
-        seed: int = 0,
-        text_bytes: int = 0,
-        session: int | None = None,
-        adapter: int | None = None,
-        cached: CachedPrompt | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         """Predicted."""
-        self.blocks = blocks
+        self.blocks = _NO_BLOCKS
         """Its prompt's blocks in the index of cached prompts; empty: the index is not used."""
-        self.seed = seed
+        self.seed = 0
         """By which these differ from the hashes of the text, see `PrefixIndex`."""
-        self.text_bytes = text_bytes
-        self.known = -1
-        """How many leading blocks any engine has used; -1: not looked up."""
-        self.uses: dict[int, PrefixUse] = {}
+        self.text_bytes = 0
+        self.known = 0
+        """How many leading blocks any engine has used."""
+        self.uses: dict[int, PrefixUse] | None = None
         """What engines have cached, by holder, as far as it was looked up."""
-        self.session = session
+        self.session: int | None = None
         """Key of its session, for session affinity; None: none."""
-        self.adapter = adapter
+        self.adapter: int | None = None
         """Key of its adapter, if requests of an adapter stay together; else None."""
-        self.cached = cached
-
-
-class Candidates:
-    """Instances that may compute a prompt, in parallel lists for `find_least_cost`."""
-
-    __slots__ = (
-        "_column", "_is_time", "_now_ms", "_prompt_tokens", "_table", "cached", "lowest_ms",
-        "pending", "scores", "slots", "token_ms",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        table: ScoreTable,
-        column: ScoreColumn,
-        prompt_tokens: float,
-        is_time: bool,
-        now_ms: float,
-    ) -> None:
-        """See `prompt_cost.find_least_cost`."""
-        self._table, self._column = table, column
-        self._prompt_tokens, self._is_time, self._now_ms = prompt_tokens, is_time, now_ms
-        self.slots: list[int] = []
-        self.cached: list[float] = []
-        self.token_ms: list[float] = []
-        self.scores: list[float] = []
-        self.pending: list[float] = []
-        self.lowest_ms = _INF
-        """The least cost so far."""
-
-    def add(self, slot: int, cached_tokens: float) -> None:
-        """Add an instance that has cached so many tokens of the prompt."""
-        self.slots.append(slot)
-        self.cached.append(cached_tokens)
-        self.token_ms.append(self._table.instances[slot].in_flight.queue.token_ms)
-        self.scores.append(self._column.get_score(slot))
-        self.pending.append(self._table.pending_prompt.get_score(slot))
-        self.lowest_ms = min(self.lowest_ms, self.predict_ms(len(self.slots) - 1, cached_tokens))
-
-    def set_cached(self, at: int, cached_tokens: float) -> None:
-        """Set the cached tokens of the candidate at this place of the lists."""
-        self.cached[at] = cached_tokens
-        self.lowest_ms = min(self.lowest_ms, self.predict_ms(at, cached_tokens))
-
-    def predict_ms(self, at: int, cached_tokens: float) -> float:
-        """The cost of the candidate at this place if it had cached so many tokens."""
-        token_ms = self.token_ms[at]
-        wait_ms = predict_wait_ms(
-            self.scores[at], self.pending[at], self._is_time, self._now_ms, token_ms
-        )
-        return predict_cost_ms(wait_ms, self._prompt_tokens - cached_tokens, token_ms)
-
-    def find_least(self) -> int:
-        """The slot at which the prompt costs least."""
-        at = find_least_cost(
-            range(len(self.slots)),
-            self.cached,
-            self.token_ms,
-            self.scores,
-            self.pending,
-            self._prompt_tokens,
-            self._is_time,
-            self._now_ms,
-        )
-        return self.slots[at] if at != NONE else NONE
+        self.cached: CachedPrompt | None = None
 
 
 class EndpointSelector:
@@ -233,31 +160,17 @@ class EndpointSelector:
         cached: CachedPrompt | None,
     ) -> RoutingRequest:
         """The properties that this policy uses; the others are not computed."""
-        adapter = served.adapter
-        blocks, seed, size = _NO_BLOCKS, 0, len(text)
-        if self.reads_text and size >= FIRST_BLOCK_BYTES:
-            first = hash_first_block(text)
+        request = RoutingRequest(prompt_tokens, output_tokens)
+        request.cached = cached
+        if self.reads_text and len(text) > FIRST_BLOCK_BYTES:
             repeats = self._repeats
-            if self._always_reads or repeats.is_repeating or not first & SAMPLED_MASK:
-                index = self._index
-                # The KV of one adapter cannot be used by another.
-                seed = index.find_seed(model, salt)
-                is_known = index.contains(first ^ seed)
-                repeats.observe(is_known)
-                if is_known or self._always_reads or repeats.is_repeating:
-                    blocks = [each ^ seed for each in hash_blocks(text, first)]
-                else:
-                    blocks = [first ^ seed]
-        if session is None and adapter is None:
-            return RoutingRequest(
-                prompt_tokens, output_tokens, blocks, seed, size, None, None, cached
-            )
-        key = to_key(session) if session is not None else None
-        if not (served.is_crowded and self._keeps_adapters):
-            adapter = None
-        return RoutingRequest(
-            prompt_tokens, output_tokens, blocks, seed, size, key, adapter, cached
-        )
+            if self._always_reads or repeats.is_repeating or repeats.samples(text):
+                self._look_up(request, model, text, salt)
+        if session is not None:
+            request.session = to_key(session)
+        if served.adapter is not None and served.is_crowded and self._keeps_adapters:
+            request.adapter = served.adapter
+        return request
 
     def count_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
         """Tokens of the prompt that the instance has probably computed before."""
@@ -269,18 +182,19 @@ class EndpointSelector:
 
     def count_most_cached(self, request: RoutingRequest) -> float:
         """Tokens of the prompt that any engine has computed before."""
-        known = self._count_known(request)
+        known = request.known
         return estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
 
     def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> None:
         """Record that an instance will cache the prompt's KV; after `InFlightLoad.count_prompt`."""
         use = self._find_use(instance, request)
-        clock, now_s = instance.in_flight.read_clock(), int(self._clock())
+        clock = instance.in_flight.read_clock()
         # Rewriting the stamps of what was used lately would cost more than it improves.
         is_recent = is_cached(clock, use.stamp, _measure_capacity(instance) / _REFRESHES)
         start = use.blocks if is_recent else 0
-        holder = to_holder(instance.target.boot_id)
-        self._index.record(request.blocks, start, holder, clock, now_s)
+        if start < len(request.blocks):
+            holder, now_s = instance.target.holder, int(self._clock())
+            self._index.record(request.blocks, start, holder, clock, now_s)
 
     def observe_cached(self, prompt_tokens: float, cached_tokens: float) -> None:
         """Count a prompt whose blocks were looked up."""
@@ -301,7 +215,7 @@ class EndpointSelector:
         is_plain = request.session is None and request.adapter is None and request.cached is None
         is_simple = is_plain and not closed and not table.is_shared and table.cells is None
         if self._is_by_score and is_simple:
-            if self._count_known(request) == 0:
+            if request.known == 0:
                 if closed_pairs.count:
                     return _choose_open_pair(table)
                 return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
@@ -349,7 +263,7 @@ class EndpointSelector:
             queues = table.pending_prompt.to_array()
             tokens = request.prompt_tokens
             slot = find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
-            if purpose == TO_DECODE or not self._count_known(request):
+            if purpose == TO_DECODE or not request.known:
                 return slot
             # A session's prompts are cached where it is pinned, also those that are not known here.
             assumed = float(tokens) if session is not None else 0.0
@@ -379,25 +293,34 @@ class EndpointSelector:
         )
         return slot
 
-    def _count_known(self, request: RoutingRequest) -> int:
-        """How many leading blocks of the prompt any engine has used."""
-        if request.known < 0:
-            request.known = self._index.count_known(request.blocks) if request.blocks else 0
-        return request.known
+    def _look_up(
+        self, request: RoutingRequest, model: str, text: bytes | memoryview, salt: bytes
+    ) -> None:
+        """Find the blocks of a prompt in the index."""
+        index, repeats = self._index, self._repeats
+        # The KV of one adapter cannot be used by another.
+        request.seed = seed = index.find_seed(model, salt)
+        request.text_bytes = len(text)
+        first = hash_first_block(text)
+        if repeats.is_repeating or self._always_reads or index.contains(first ^ seed):
+            request.blocks = blocks = [each ^ seed for each in hash_blocks(text, first)]
+            request.known = index.count_known(blocks)
+        else:
+            request.blocks = [first ^ seed]
+        repeats.observe(request.known > 0)
 
     def _find_use(self, instance: RoutedInstance, request: RoutingRequest) -> PrefixUse:
         """What this instance has cached."""
-        if not self._count_known(request):
+        if not request.known:
             return _NOTHING
-        holder = to_holder(instance.target.boot_id)
-        use = request.uses.get(holder)
-        if use is None:
-            clock, now_s = instance.in_flight.read_clock(), int(self._clock())
-            known = request.blocks[: request.known]
-            blocks, stamp = self._index.find_use(known, holder, clock, now_s)
-            is_kept = is_cached(clock, stamp, _measure_capacity(instance))
-            use = request.uses[holder] = PrefixUse(blocks, stamp) if is_kept else _NOTHING
-        return use
+        holder = instance.target.holder
+        if request.uses is not None and holder in request.uses:
+            return request.uses[holder]
+        clock, now_s = instance.in_flight.read_clock(), int(self._clock())
+        known = request.blocks[: request.known]
+        blocks, stamp = self._index.find_use(known, holder, clock, now_s)
+        is_kept = is_cached(clock, stamp, _measure_capacity(instance))
+        return PrefixUse(blocks, stamp) if is_kept else _NOTHING
 
     def _choose_cheapest_pair(self, table: ScoreTable, request: RoutingRequest) -> tuple[int, int]:
         """`dispatch.choose_least_pair` by the cost of the prompt, without arrays."""
@@ -420,7 +343,7 @@ class EndpointSelector:
         first block that is new to them, and the first in rank is expected to have cached what is
         usual of the prompts that the others get.
         """
-        known, routers = self._count_known(request), table.num_routers
+        known, routers = request.known, table.num_routers
         if routers == 1 or known == len(request.blocks):
             return NONE, 0.0
         key = request.blocks[known] ^ request.seed
@@ -442,57 +365,78 @@ class EndpointSelector:
         """The slot at which the prompt costs least: `slot`, which has cached what is known and at
         least `assumed` tokens, `other`, which has `expected` tokens, or one that is known to have
         cached some of it. `slot`: the least score, or where a session or an adapter is pinned."""
-        known = self._count_known(request)
+        known = request.known
         if slot == NONE or (not known and other == NONE):
             return slot
         is_time = purpose == TO_PREFILL and self._counts == dispatch.BY_WAIT
-        now_ms = self._clock() * 1000 if is_time else 0.0
+        now_s = self._clock()
+        now_ms = now_s * 1000 if is_time else 0.0
+        instances, waiting = table.instances, table.pending_prompt
         # The adapter is loaded where it is pinned and where it has computed a prompt.
         loaded = ADAPTER_TOKENS if request.adapter is not None else 0.0
-        prompt_tokens = request.prompt_tokens + loaded
-        found = Candidates(table, column, prompt_tokens, is_time, now_ms)
-        found.add(slot, assumed + loaded)
+        total = request.prompt_tokens + loaded
+        slots, cached = [slot], [assumed + loaded]
         if other != NONE and other != slot:
-            found.add(other, expected)
-        least = column.find_least()
-        queue, pending = table.instances[least].in_flight.queue, table.pending_prompt
-        least_token_ms = queue.token_ms
+            slots.append(other)
+            cached.append(expected)
+        least = slot if not assumed and not loaded else column.find_least()
+        least_token_ms = instances[least].in_flight.queue.token_ms
         least_wait_ms = predict_wait_ms(
-            column.get_score(least), pending.get_score(least), is_time, now_ms, least_token_ms
+            column.get_score(least), waiting.get_score(least), is_time, now_ms, least_token_ms
         )
-        now_s, blocks = int(self._clock()), request.blocks
-        depth = known
-        is_complete = False
+        uses = request.uses = {} if request.uses is None else request.uses
+        depth, lowest_ms, is_complete = known, _INF, False
         while depth and not is_complete:
             tokens = estimate_cached_tokens(depth, request.text_bytes, request.prompt_tokens)
-            rest = request.prompt_tokens - tokens
-            if found.lowest_ms <= predict_cost_ms(least_wait_ms, rest, least_token_ms):
+            # No other one with at most so much of it has a shorter wait than the least.
+            if lowest_ms <= predict_cost_ms(
+                least_wait_ms, request.prompt_tokens - tokens, least_token_ms
+            ):
                 break
-            for holder, stamp in self._index.list_uses(blocks[depth - 1]):
-                if holder == EVERYWHERE:
-                    if not is_everywhere(stamp, now_s):
-                        continue
-                    holder = table.holders[slot]
-                    stamp = table.instances[slot].in_flight.read_clock()
+            for found, its_stamp in self._index.list_uses(request.blocks[depth - 1]):
+                holder, stamp = found, its_stamp
+                if found == EVERYWHERE and is_everywhere(stamp, int(now_s)):
+                    holder, stamp = table.holders[slot], instances[slot].in_flight.read_clock()
                 at = table.slot_by_holder.get(holder, NONE)
-                if at == NONE or column.get_score(at) == _INF or (at in found.slots and at != slot):
+                if at == NONE or (at != slot and at in slots):
                     continue
-                instance = table.instances[at]
-                clock = instance.in_flight.read_clock()
-                if not is_cached(clock, stamp, _measure_capacity(instance)):
+                score, instance = column.get_score(at), instances[at]
+                in_flight = instance.in_flight
+                if score == _INF or not is_cached(
+                    in_flight.read_clock(), stamp, _measure_capacity(instance)
+                ):
                     continue
-                request.uses[holder] = PrefixUse(depth, stamp)
+                uses[holder] = PrefixUse(depth, stamp)
                 if at == slot:
                     # All others with no more blocks have a longer queue.
-                    found.set_cached(0, max(assumed, tokens) + loaded)
+                    cached[0] = max(assumed, tokens) + loaded
                     is_complete = True
                 else:
-                    found.add(at, tokens + loaded)
-                    is_complete = is_complete or len(found.slots) >= MAX_CANDIDATES
+                    slots.append(at)
+                    cached.append(tokens + loaded)
+                    is_complete = is_complete or len(slots) >= MAX_CANDIDATES
+                    token_ms = in_flight.queue.token_ms
+                    wait_ms = predict_wait_ms(
+                        score, waiting.get_score(at), is_time, now_ms, token_ms
+                    )
+                    rest = total - cached[-1]
+                    lowest_ms = min(lowest_ms, predict_cost_ms(wait_ms, rest, token_ms))
             depth -= 1
         if not depth:
-            request.uses.setdefault(table.holders[slot], _NOTHING)
-        return found.find_least()
+            uses.setdefault(table.holders[slot], _NOTHING)
+        if len(slots) == 1:
+            return slot
+        at = find_least_cost(
+            range(len(slots)),
+            cached,
+            [instances[each].in_flight.queue.token_ms for each in slots],
+            [column.get_score(each) for each in slots],
+            [waiting.get_score(each) for each in slots],
+            total,
+            is_time,
+            now_ms,
+        )
+        return slots[at] if at != NONE else NONE
 
     def _find_own(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
@@ -598,9 +542,7 @@ class EndpointSelector:
 
 def _measure_capacity(instance: RoutedInstance) -> float:
     """What this gateway's prompts may fill of the KV of an instance, in units of CLOCK_TOKENS."""
-    registration = instance.registration
-    tokens = registration.kv_blocks_total * registration.kv_block_size or _UNKNOWN_KV_TOKENS
-    return tokens / (CLOCK_TOKENS * instance.num_routers)
+    return instance.kv_tokens / (CLOCK_TOKENS * instance.num_routers)
 
 
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:

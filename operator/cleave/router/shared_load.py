@@ -138,9 +138,10 @@ class SharedInFlightLoad(InFlightLoad):
     `publish`, which follows every change; their changes are read whenever values are needed."""
 
     __slots__ = (
-        "_cache_indices", "_cells", "_common_index", "_prompt_index", "_prompts_index", "_published_head_started_ms",
-        "_published_pick", "_published_prompt", "_published_prompts", "_published_requests",
-        "_published_resident", "_requests_index", "_resident_index", "_table", "_view", "row",
+        "_cache_indices", "_cells", "_common_index", "_prompt_index", "_prompts_index",
+        "_published_head_started_ms", "_published_pick", "_published_prompt",
+        "_published_prompts", "_published_requests", "_published_resident", "_requests_index",
+        "_resident_index", "_table", "_view", "row",
     )  # fmt: skip
 
     def __init__(self, table: SharedTable, row: int) -> None:

@@ -157,9 +157,9 @@ class BodyScan:
 
 
 def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
-    """The prompt's JSON without its closing character, so that it is a prefix of longer chats."""
+    """The prompt's JSON. Without its closing character it is a prefix of longer chats."""
     raw = completion.fields.get("messages") or completion.fields.get("prompt")
-    return b"" if raw is None else memoryview(raw)[:-1]
+    return b"" if raw is None else memoryview(raw)
 
 
 def get_cache_salt(completion: CompletionRequest) -> bytes:
