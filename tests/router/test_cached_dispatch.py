@@ -244,6 +244,41 @@ def test_hits_are_predicted_by_instance(routed) -> None:
     assert instances["d1"].in_flight.predict_hits() == (0, 0)
 
 
+def report(router: Router, loaded, name: str, queries: int, hits: int) -> None:
+    event = loaded(name, prefix_cache_queries=queries, prefix_cache_hits=hits)
+    router.registry.on_event(name, event, router._clock())
+
+
+def test_engines_without_prefix_cache_get_prompts_by_their_wait_alone(routed, loaded) -> None:
+    router = routed(MIXED)
+    text = make_text(1, 4_096)
+    home, _ = serve(router, text)
+    for name in MIXED:
+        report(router, loaded, name, 0, 0)
+    for _ in range(6):
+        assert serve(router, text) == (home, 0)
+    for name in MIXED:
+        report(router, loaded, name, 0, 0)
+    others = set(MIXED) - {home}
+    assert serve(router, text, excluded=others) == (home, 4_096), "it has looked nothing up"
+    assert serve(router, text)[0] != home
+    hits = router.registry.instances[home].hits
+    assert hits.predicted_share == pytest.approx(1.0, rel=0.01), "the guess stays visible"
+    assert hits.engine_share is None
+
+
+def test_predictions_count_as_much_as_the_engine_confirms(routed, loaded) -> None:
+    router = routed({"p1": "prefill", "d1": "decode"})
+    text = make_text(1, 4_096)
+    serve(router, text)
+    report(router, loaded, "p1", 4_096, 0)
+    for _ in range(6):
+        serve(router, text)
+    report(router, loaded, "p1", 7 * 4_096, 3 * 4_096)
+    assert serve(router, text)[1] == pytest.approx(2_048, abs=8)
+    assert router.registry.instances["p1"].hits.engine_share == 0.5
+
+
 def test_gateways_of_one_fleet_send_first_copies_to_the_same_instance(routed, loaded) -> None:
     routers = [routed(MIXED) for _ in range(2)]
     for rank, router in enumerate(routers):

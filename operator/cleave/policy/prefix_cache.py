@@ -21,13 +21,17 @@ CLOCK_TOKENS = 128
 CLOCK_BITS = 20
 """Clocks wrap around after 2^20 units, 134 million tokens: longer than any cache lasts."""
 
-_SAMPLED_MASK = 15
+_SAMPLED_MASK = 31
 """While prompts do not repeat, one of so many, plus one, is looked up and remembered: those with
 certain bytes, so that a prompt and its repetition are both in the sample."""
-_ALWAYS_SAMPLED_MASK = 31
+_ALWAYS_SAMPLED_MASK = 63
 """And one of so many, plus one, whatever its bytes: all prompts may begin like each other."""
 _SAMPLED_BYTES = FIRST_BLOCK_BYTES // 2, FIRST_BLOCK_BYTES - 1
 """Positions of these bytes."""
+_MIN_TRUST_TOKENS = 20_000.0
+"""Predicted tokens from which predictions are compared with what engines report."""
+_TRUST_TOLERANCE = 0.1
+"""Difference of the shares from which predictions are corrected."""
 _REPEATING_SHARE = 0.05
 """Share of prompts with a known first block from which prompts repeat."""
 _SHARE_WEIGHT = 1 / 64
@@ -93,6 +97,23 @@ def is_cached(clock: int, stamp: int, capacity: float) -> bool:
     KV holds has been written.
     """
     return (clock - stamp) % (1 << CLOCK_BITS) < capacity
+
+
+def compute_trust(
+    predicted_prompt: float, predicted_cached: float, engine_prompt: float, engine_cached: float
+) -> float:
+    """The factor on predictions of cached tokens that makes them agree with an engine, 0..1.
+
+    Tokens of recent prompts: sent there, and of these predicted to be cached; looked up in the
+    engine's prefix cache, and found there. An engine that looks nothing up has no cache. Small
+    differences are chance, and a prediction that is too low is corrected by nothing, because what
+    is cached beyond it is not known.
+    """
+    if predicted_cached < _MIN_TRUST_TOKENS:
+        return 1.0
+    predicted = predicted_cached / predicted_prompt
+    found = engine_cached / engine_prompt if engine_prompt > 0.0 else 0.0
+    return found / predicted if found < predicted - _TRUST_TOLERANCE else 1.0
 
 
 class RepeatDetector:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
+from cleave.router.cache_hits import HitCounts, HitWindow
 from cleave.router.pair_proofs import PairResult, merge_results, read_proofs
 from cleave.router.prefix_index import to_holder
 from cleave.rpc.engine_key import compute_kv_key
@@ -197,7 +198,7 @@ class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_open_load", "agent", "closed_until", "connectivity", "in_flight", "kv_tokens",
+        "_open_load", "agent", "closed_until", "connectivity", "hits", "in_flight", "kv_tokens",
         "last_event_at", "load",
         "name", "num_routers", "pairs", "registration", "router_rank", "score_table", "slot",
         "stalled_at", "target",
@@ -222,6 +223,8 @@ class RoutedInstance:
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
         self.in_flight = open_load(self.name, registration.boot_id)
+        self.hits = HitWindow()
+        """What share of its prompts was cached."""
         self.pairs: dict[str, PairResult] = {}
         """Results of handoffs to this boot, by the boot of the prefill engine."""
         self.closed_until: dict[str, float] = {}
@@ -260,6 +263,7 @@ class RoutedInstance:
         if registration.boot_id != self.registration.boot_id:
             self.in_flight.close()
             self.in_flight = self._open_load(self.name, registration.boot_id)
+            self.hits = HitWindow()
             self.load = agent_pb2.LoadReport()
             self.set_pairs({})
         self.agent = agent
@@ -295,6 +299,8 @@ class RoutedInstance:
         tokens = float(blocks * self.registration.kv_block_size)
         self.in_flight.resident.update_from_report(tokens)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
+        queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
+        self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, hits))
         return True
 
 

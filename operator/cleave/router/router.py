@@ -428,13 +428,14 @@ class Router:
         self, pick: Pick, first: RoutedInstance, decode: RoutedInstance, request: RoutingRequest
     ) -> float:
         """Record where a prompt will be cached; returns how many of its tokens are computed."""
-        selector, prompt, cached = self._selector, float(request.prompt_tokens), 0.0
+        selector, prompt, cached, predicted = self._selector, float(request.prompt_tokens), 0.0, 0.0
         has_blocks = bool(request.blocks)
         if has_blocks or request.cached is not None:
             cached = min(selector.count_cached(first, request), prompt)
+            predicted = selector.predict_cached(first, request)
         uncached = prompt - cached
         generated = pick.output_tokens if first is decode else 0.0
-        first.in_flight.count_prompt(prompt, cached, uncached + generated)
+        first.in_flight.count_prompt(prompt, predicted, uncached + generated)
         if has_blocks:
             selector.observe_cached(prompt, cached)
             selector.record_prompt(first, request)

@@ -178,6 +178,13 @@ class EndpointSelector:
         if request.cached is not None and request.cached.boot_id == boot:
             return min(request.cached.tokens, request.prompt_tokens)
         blocks = self._find_use(instance, request).blocks
+        tokens = estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
+        return tokens * instance.hits.trust
+
+    def predict_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
+        """Tokens of the prompt in blocks that the instance has used, which it is expected to have
+        cached; `count_cached` corrects this by what the engine reports."""
+        blocks = self._find_use(instance, request).blocks
         return estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
 
     def count_most_cached(self, request: RoutingRequest) -> float:
@@ -407,13 +414,14 @@ class EndpointSelector:
                 ):
                     continue
                 uses[holder] = PrefixUse(depth, stamp)
+                trusted = tokens * instance.hits.trust
                 if at == slot:
                     # All others with no more blocks have a longer queue.
-                    cached[0] = max(assumed, tokens) + loaded
+                    cached[0] = max(assumed, trusted) + loaded
                     is_complete = True
                 else:
                     slots.append(at)
-                    cached.append(tokens + loaded)
+                    cached.append(trusted + loaded)
                     is_complete = is_complete or len(slots) >= MAX_CANDIDATES
                     token_ms = in_flight.queue.token_ms
                     wait_ms = predict_wait_ms(
