@@ -109,6 +109,12 @@ def test_salts_and_models_have_blocks_of_their_own_and_a_secret_hides_them() -> 
     assert PrefixIndex(PrefixMemory()).find_seed("m", b"a") not in seeds, "gateways do not"
 
 
+def test_long_salts_are_not_kept(index) -> None:
+    seeds = {index.find_seed("m", b"x" * 100_000 + b"%d" % n) for n in range(10)}
+    assert len(seeds) == 10
+    assert all(len(salt) < 512 for _, salt in index._seeds)
+
+
 def test_the_number_of_salts_is_limited(index) -> None:
     before = index.find_seed("m", b"0")
     for number in range(5_000):

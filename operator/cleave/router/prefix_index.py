@@ -41,7 +41,9 @@ EVERYWHERE_S = 60
 _NUM_VICTIMS = 3
 """Cells of a full bucket of which the one used longest ago is overwritten."""
 _MAX_SEEDS = 4_096
-"""Limit of seeds that are kept; computing one takes a microsecond."""
+"""Limit of seeds that are kept, at most 3 MB; computing one takes a microsecond."""
+_MAX_SALT_BYTES = 512
+"""Of longer salts, which clients may send, a digest is kept."""
 
 Bucket = tuple[int, int, int, int, int, int, int, int]
 _read_bucket = struct.Struct(f"<{_CELLS}q").unpack_from
@@ -84,6 +86,8 @@ class PrefixIndex:
 
     def find_seed(self, model: str, salt: bytes) -> int:
         """What makes blocks of this model or adapter and `salt` differ from those of others."""
+        if len(salt) > _MAX_SALT_BYTES:
+            salt = blake2b(salt, digest_size=_SECRET_BYTES).digest()
         seed = self._seeds.get((model, salt))
         if seed is None:
             if len(self._seeds) >= _MAX_SEEDS:

@@ -34,7 +34,7 @@ _LARGE_BYTES = 64 << 10
 """Smaller bodies are decoded before their fields are counted: at most 13,000 fields, 8 ms."""
 _VALUE_BYTES = 1_024
 """Longer values are not decoded: no value that allows a split or a continuation is so long."""
-_TOOLS_BYTES = 512
+_TOOLS_BYTES = 128
 """Of the tools, their first and last bytes identify them."""
 _TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
