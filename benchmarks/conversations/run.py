@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+
+from cleave.rpc.engine_key import build_headers  # noqa: E402
+from cleave.rpc.v1.agent_pb2 import ROLE_DECODE  # noqa: E402
 
 from e2e.support.deployments import Deployment, deployed, emulated  # noqa: E402
 
@@ -161,6 +165,8 @@ def read_sources(deployment: Deployment) -> dict[str, float]:
     """Prompt tokens by source: computed, cached or pulled; of all engines that compute prompts."""
     found: dict[str, float] = {}
     for registration in deployment.instances().values():
+        if registration.role == ROLE_DECODE:
+            continue
         page = read_page(f"{registration.engine_url}/metrics", registration.engine_key)
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
@@ -184,10 +190,6 @@ def read_predicted_share(deployment: Deployment) -> float:
 
 def read_page(url: str, engine_key: str) -> str:
     """A page of metrics."""
-    import httpx
-
-    from cleave.rpc.engine_key import build_headers
-
     return httpx.get(url, headers=build_headers(engine_key), timeout=10).text
 
 

@@ -26,8 +26,8 @@ _SAMPLED_MASK = 31
 certain bytes, so that a prompt and its repetition are both in the sample."""
 _ALWAYS_SAMPLED_MASK = 63
 """And one of so many, plus one, whatever its bytes: all prompts may begin like each other."""
-_SAMPLED_BYTES = FIRST_BLOCK_BYTES // 2, FIRST_BLOCK_BYTES - 1
-"""Positions of these bytes."""
+_SAMPLED_MIDDLE, _SAMPLED_LAST = 511, 1_023
+"""Positions of these bytes, in the first block."""
 _MIN_TRUST_TOKENS = 20_000.0
 """Predicted tokens from which predictions are compared with what engines report."""
 _TRUST_TOLERANCE = 0.1
@@ -57,22 +57,22 @@ def hash_first_block(text: bytes | memoryview) -> int:
     return crc32(text[:FIRST_BLOCK_BYTES])
 
 
-def hash_blocks(text: bytes | memoryview, first: int) -> list[int]:
+def hash_blocks(text: bytes | memoryview, first: int, seed: int = 0) -> list[int]:
     """Chained hashes: one for each full block of `text` together with all text before it. The last
     byte, which closes a text or a list in JSON, belongs to no block.
 
-    `first`: from `hash_first_block`. Hashes have 32 bits: a collision only leads to a pick that is
-    not the best.
+    `first`: from `hash_first_block`; `seed`: XORed with all hashes. Hashes have 32 bits: a
+    collision only leads to a pick that is not the best.
     """
     size = len(text)
-    hashes = [first]
+    hashes = [first ^ seed]
     chained, start = first, FIRST_BLOCK_BYTES
     for number in range(1, len(BLOCK_ENDS)):
         end = BLOCK_ENDS[number]
         if end >= size:
             break
         chained = crc32(text[start:end], chained)
-        hashes.append(chained)
+        hashes.append(chained ^ seed)
         start = end
     return hashes
 
@@ -136,8 +136,9 @@ class RepeatDetector:
     def samples(self, text: bytes | memoryview) -> bool:
         """Whether to look at this prompt although prompts do not repeat."""
         self._num_prompts = number = self._num_prompts + 1
-        middle, last = _SAMPLED_BYTES
-        return not number & _ALWAYS_SAMPLED_MASK or not (text[middle] + text[last]) & _SAMPLED_MASK
+        if not number & _ALWAYS_SAMPLED_MASK:
+            return True
+        return not (text[_SAMPLED_MIDDLE] + text[_SAMPLED_LAST]) & _SAMPLED_MASK
 
     def observe(self, is_known: bool) -> None:
         """Count a prompt that was looked up."""

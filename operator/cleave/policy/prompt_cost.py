@@ -10,6 +10,7 @@ Mooncake's conductor (FAST 2025, section 6.1, cache-aware prefill scheduling), b
 `policy.queue_model`.
 """
 
+import math
 from collections.abc import Sequence
 
 from cleave.policy.dispatch import NONE, RESIDENT_WEIGHT, Scores
@@ -59,7 +60,7 @@ def find_least_cost(
     lowest_ms = 0.0
     for at in range(len(slots)):
         slot = slots[at]
-        if scores[slot] < float("inf"):
+        if scores[slot] < math.inf:
             wait_ms = predict_wait_ms(scores[slot], pending[slot], is_time, now_ms, token_ms[at])
             cost_ms = predict_cost_ms(wait_ms, prompt_tokens - cached[at], token_ms[at])
             if best == NONE or cost_ms < lowest_ms:

@@ -403,8 +403,11 @@ class Router:
         first = decode if prefill is None else prefill
         first.in_flight.last_pick = decode.in_flight.last_pick = self._num_picks
         prefill_load, uncached = first.in_flight, float(request.prompt_tokens)
-        if self.uses_prompt_text or request.cached is not None:
+        if request.blocks or request.cached is not None:
             uncached = self._record_prompt(pick, first, decode, request)
+        elif self.uses_prompt_text:
+            generated = pick.output_tokens if first is decode else 0.0
+            prefill_load.count_prompt(uncached, 0.0, uncached + generated)
         if prefill_load.prompt.pending < 1.0:
             prefill_load.queue.head_started_ms = self._clock() * 1000
         prefill_load.prompt.add(uncached)
@@ -428,15 +431,13 @@ class Router:
         self, pick: Pick, first: RoutedInstance, decode: RoutedInstance, request: RoutingRequest
     ) -> float:
         """Record where a prompt will be cached; returns how many of its tokens are computed."""
-        selector, prompt, cached, predicted = self._selector, float(request.prompt_tokens), 0.0, 0.0
-        has_blocks = bool(request.blocks)
-        if has_blocks or request.cached is not None:
-            cached = min(selector.count_cached(first, request), prompt)
-            predicted = selector.predict_cached(first, request)
+        selector, prompt = self._selector, float(request.prompt_tokens)
+        cached = min(selector.count_cached(first, request), prompt)
+        predicted = selector.predict_cached(first, request)
         uncached = prompt - cached
         generated = pick.output_tokens if first is decode else 0.0
         first.in_flight.count_prompt(prompt, predicted, uncached + generated)
-        if has_blocks:
+        if request.blocks:
             selector.observe_cached(prompt, cached)
             selector.record_prompt(first, request)
             if self._rules.short_prompt_tokens and first is not decode:

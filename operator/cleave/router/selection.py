@@ -310,7 +310,7 @@ class EndpointSelector:
         request.text_bytes = len(text)
         first = hash_first_block(text)
         if repeats.is_repeating or self._always_reads or index.contains(first ^ seed):
-            request.blocks = blocks = [each ^ seed for each in hash_blocks(text, first)]
+            request.blocks = blocks = hash_blocks(text, first, seed)
             request.known = index.count_known(blocks)
         else:
             request.blocks = [first ^ seed]
