@@ -180,13 +180,13 @@ def test_prompts_that_do_not_repeat_are_sampled_and_then_noticed_again(routed) -
     router = routed(SPLIT)
     for number in range(1_000):
         serve(router, make_text(number, 256))
-    index, texts = router._selector._index, [make_text(5_000 + n, 300) for n in range(256)]
+    index, texts = router._selector._index, [make_text(5_000 + n, 300) for n in range(100)]
     for text in texts:
         serve(router, text)
     seed = index.find_seed("m", b"")
     known = sum(index.contains(hash_first_block(text) ^ seed) for text in texts)
-    assert 0 < known < 64
-    for _ in range(3):
+    assert 0 < known < 30
+    for _ in range(8):
         for text in texts:
             serve(router, text)
     assert all(serve(router, text)[1] < 100 for text in texts)

@@ -34,6 +34,8 @@ _TRUST_TOLERANCE = 0.1
 """Difference of the shares from which predictions are corrected."""
 _REPEATING_SHARE = 0.05
 """Share of prompts with a known first block from which prompts repeat."""
+_FIRST_SHARE = 0.5
+"""The share at first: prompts count as repeating for at least 150 of them."""
 _SHARE_WEIGHT = 1 / 64
 """Weight of the newest prompt in this share."""
 
@@ -119,13 +121,14 @@ def compute_trust(
 class RepeatDetector:
     """Whether prompts repeat: the share of recent prompts whose first block was known.
 
-    It begins as if they did, so that the first conversations after a start are noticed.
+    It begins as if they did, so that the first conversations after a start are noticed. The same
+    holds whenever prompts of a sample repeat: those that were not in it are not known yet.
     """
 
     __slots__ = ("_num_prompts", "share")
 
     def __init__(self) -> None:
-        self.share = 0.5
+        self.share = _FIRST_SHARE
         self._num_prompts = 0
 
     @property
@@ -142,4 +145,7 @@ class RepeatDetector:
 
     def observe(self, is_known: bool) -> None:
         """Count a prompt that was looked up."""
+        was_repeating = self.is_repeating
         self.share += ((1.0 if is_known else 0.0) - self.share) * _SHARE_WEIGHT
+        if self.is_repeating and not was_repeating:
+            self.share = _FIRST_SHARE
