@@ -319,6 +319,10 @@ def test_processes_of_one_gateway_share_what_they_know(routed) -> None:
     assert other.registry.instances[home].in_flight.predict_hits() == pytest.approx(
         (2_048, 1_024), rel=0.001
     )
+    heir = routed(SPLIT, memory=memory, shared_load=SharedLoad(table.for_process(1)))
+    assert serve(heir, text) == (home, 0), "a process that replaces another one counts on"
+    hits = heir.registry.instances[home].in_flight.predict_hits()
+    assert hits == pytest.approx((3_072, 2_048), rel=0.001)
     for number in range(18):
         serve(one, make_text(200 + number, 1_000), excluded=set(SPLIT) - {home, "d1"})
     assert serve(other, text)[1] == 1_024, "what one process has sent evicts what another has"

@@ -138,8 +138,8 @@ class SharedInFlightLoad(InFlightLoad):
     `publish`, which follows every change; their changes are read whenever values are needed."""
 
     __slots__ = (
-        "_cache_indices", "_cells", "_common_index", "_prompt_index", "_prompts_index",
-        "_published_head_started_ms", "_published_pick", "_published_prompt",
+        "_cache_indices", "_cells", "_common_index", "_own_cache_index", "_prompt_index",
+        "_prompts_index", "_published_head_started_ms", "_published_pick", "_published_prompt",
         "_published_prompts", "_published_requests", "_published_resident", "_requests_index",
         "_resident_index", "_table", "_view", "row",
     )  # fmt: skip
@@ -158,6 +158,11 @@ class SharedInFlightLoad(InFlightLoad):
             table.locate_common(row, _NUM_COMMON_CELLS + _NUM_CACHE_CELLS * process)
             for process in range(table.processes)
         ]
+        # A process that replaces another one counts on.
+        self._own_cache_index = own = self._cache_indices[table.process]
+        self.prompt_tokens = self._cells[own + _PROMPT_SUM]
+        self.cached_tokens = self._cells[own + _CACHED_SUM]
+        self.written_tokens = self._cells[own + _WRITTEN_SUM]
         self.prompt = SharedOutstandingTokens(table, row, _PROMPT_TOKENS, _REMOTE_PROMPT)
         self.resident = SharedOutstandingTokens(table, row, _RESIDENT_TOKENS, _REMOTE_RESIDENT)
         self.queue: PrefillQueueModel = SharedPrefillQueueModel(table, row)
@@ -170,10 +175,12 @@ class SharedInFlightLoad(InFlightLoad):
         """As in the base class, in the cells of this process."""
         if self.row == _CLOSED:
             return
-        cells, start = self._cells, self._cache_indices[self._table.process]
-        cells[start + _PROMPT_SUM] += prompt_tokens
-        cells[start + _CACHED_SUM] += cached_tokens
-        cells[start + _WRITTEN_SUM] += written
+        super().count_prompt(prompt_tokens, cached_tokens, written)
+        cells, start = self._cells, self._own_cache_index
+        cells[start + _PROMPT_SUM] = self.prompt_tokens
+        cells[start + _WRITTEN_SUM] = self.written_tokens
+        if cached_tokens:
+            cells[start + _CACHED_SUM] = self.cached_tokens
 
     def read_clock(self) -> int:
         """As in the base class, over all processes."""
