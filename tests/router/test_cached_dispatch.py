@@ -192,7 +192,7 @@ def test_prompts_that_do_not_repeat_are_sampled_and_then_noticed_again(routed) -
     assert all(serve(router, text)[1] < 100 for text in texts)
 
 
-def test_a_beginning_that_all_prompts_share_is_noticed_whatever_its_bytes(routed) -> None:
+def test_a_beginning_that_all_prompts_share_is_noticed_with_any_bytes(routed) -> None:
     router = routed(SPLIT)
     for number in range(1_000):
         serve(router, make_text(number, 300))

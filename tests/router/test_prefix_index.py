@@ -89,7 +89,7 @@ def test_in_a_full_bucket_the_oldest_of_three_is_overwritten(index, clock: int) 
     assert left[-2:] == [True, True], "there are always two older ones"
 
 
-def test_the_index_takes_no_more_memory_whatever_is_recorded(index) -> None:
+def test_the_index_takes_no_more_memory_as_more_is_recorded(index) -> None:
     assert INDEX_BYTES == 4 << 20
     rng = random.Random(2)
     for holder in range(50):

@@ -25,7 +25,7 @@ _SAMPLED_MASK = 31
 """While prompts do not repeat, one of so many, plus one, is looked up and remembered: those with
 certain bytes, so that a prompt and its repetition are both in the sample."""
 _ALWAYS_SAMPLED_MASK = 63
-"""And one of so many, plus one, whatever its bytes: all prompts may begin like each other."""
+"""And one of so many, plus one, with any bytes: all prompts may begin like each other."""
 _SAMPLED_MIDDLE, _SAMPLED_LAST = 511, 1_023
 """Positions of these bytes, in the first block."""
 _MIN_TRUST_TOKENS = 20_000.0

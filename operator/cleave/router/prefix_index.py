@@ -7,8 +7,8 @@ written at once, and a lost one only leads to a pick that is not the best.
 
 What is hard: tenants must not find out by the instance that serves them, or by the time that takes,
 what others have sent. Engines keep their caches apart by salt (`cache_salt`). The index does so by
-a seed that depends on the salt and on a secret of this gateway: a tenant who wanted to meet another
-one's block would have to guess 32 bits.
+a seed that depends on the salt and on a secret of this gateway: to meet the block of another one, a
+tenant would have to guess 32 bits.
 """
 
 import mmap
