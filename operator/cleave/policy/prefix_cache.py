@@ -136,7 +136,7 @@ class RepeatDetector:
         """Whether it pays to look at caches."""
         return self.share > _REPEATING_SHARE
 
-    def samples(self, text: bytes | memoryview) -> bool:
+    def is_sampled(self, text: bytes | memoryview) -> bool:
         """Whether to look at this prompt although prompts do not repeat."""
         self._num_prompts = number = self._num_prompts + 1
         if not number & _ALWAYS_SAMPLED_MASK:

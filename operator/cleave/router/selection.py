@@ -164,8 +164,8 @@ class EndpointSelector:
         request.cached = cached
         if self.reads_text and len(text) > FIRST_BLOCK_BYTES:
             repeats = self._repeats
-            if self._always_reads or repeats.is_repeating or repeats.samples(text):
-                self._look_up(request, model, text, salt)
+            if self._always_reads or repeats.is_repeating or repeats.is_sampled(text):
+                self._find_blocks(request, model, text, salt)
         if session is not None:
             request.session = to_key(session)
         if served.adapter is not None and served.is_crowded and self._keeps_adapters:
@@ -300,7 +300,7 @@ class EndpointSelector:
         )
         return slot
 
-    def _look_up(
+    def _find_blocks(
         self, request: RoutingRequest, model: str, text: bytes | memoryview, salt: bytes
     ) -> None:
         """Find the blocks of a prompt in the index."""
