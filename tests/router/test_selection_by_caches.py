@@ -104,6 +104,19 @@ def test_what_is_cached_in_part_is_worth_that_part(routed) -> None:
     assert serve(router, text)[0] != home
 
 
+def test_an_instance_whose_times_do_not_follow_the_tokens_attracts_no_more_than_others(
+    routed,
+) -> None:
+    router = routed(MIXED)
+    text = make_text(1, 1_024)
+    home, _ = serve(router, text)
+    router.registry.instances[home].in_flight.queue.token_ms = 0.0
+    add_queue(router, home, 900)
+    assert serve(router, text) == (home, 0)
+    add_queue(router, home, 200)
+    assert serve(router, text)[0] != home
+
+
 def test_of_two_that_have_it_the_one_with_the_shorter_queue_computes_it(routed) -> None:
     router = routed(SPLIT)
     text = make_text(1, 1_024)

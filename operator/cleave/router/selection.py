@@ -387,7 +387,8 @@ class EndpointSelector:
             slots.append(other)
             cached.append(expected)
         least = slot if not assumed and not loaded else column.find_least()
-        least_token_ms = instances[least].in_flight.queue.token_ms
+        # The lower estimate may be 0: then an instance would seem to compute all prompts at once.
+        least_token_ms = instances[least].in_flight.queue.upper_token_ms
         least_wait_ms = predict_wait_ms(
             column.get_score(least), waiting.get_score(least), is_time, now_ms, least_token_ms
         )
@@ -423,7 +424,7 @@ class EndpointSelector:
                     slots.append(at)
                     cached.append(trusted + loaded)
                     is_complete = is_complete or len(slots) >= MAX_CANDIDATES
-                    token_ms = in_flight.queue.token_ms
+                    token_ms = in_flight.queue.upper_token_ms
                     wait_ms = predict_wait_ms(
                         score, waiting.get_score(at), is_time, now_ms, token_ms
                     )
@@ -437,7 +438,7 @@ class EndpointSelector:
         at = find_least_cost(
             range(len(slots)),
             cached,
-            [instances[each].in_flight.queue.token_ms for each in slots],
+            [instances[each].in_flight.queue.upper_token_ms for each in slots],
             [column.get_score(each) for each in slots],
             [waiting.get_score(each) for each in slots],
             total,
