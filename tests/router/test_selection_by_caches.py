@@ -318,6 +318,12 @@ def test_gateways_of_one_fleet_send_first_copies_to_the_same_instance(routed, lo
         for number in range(50)
     ]
     assert all(agree)
+    for number in range(50):
+        text = make_text(number, 1_024)
+        homes = [serve(router, text)[0] for router in routers]
+        for router, home in zip(routers, homes, strict=True):
+            longer = text[:-1] + make_text(number + 100, 300)
+            assert serve(router, longer)[0] == home, "what is known comes before what is expected"
 
 
 def test_processes_of_one_gateway_share_what_they_know(routed) -> None:

@@ -383,17 +383,15 @@ class EndpointSelector:
         loaded = ADAPTER_TOKENS if request.adapter is not None else 0.0
         total = request.prompt_tokens + loaded
         slots, cached = [slot], [assumed + loaded]
-        if other != NONE and other != slot:
-            slots.append(other)
-            cached.append(expected)
-        least = slot if not assumed and not loaded else column.find_least()
+        is_plain = not assumed and not loaded and not table.is_shared
+        least = slot if is_plain else column.find_least()
         # The lower estimate may be 0: then an instance would seem to compute all prompts at once.
         least_token_ms = instances[least].in_flight.queue.upper_token_ms
         least_wait_ms = predict_wait_ms(
             column.get_score(least), waiting.get_score(least), is_time, now_ms, least_token_ms
         )
         uses = request.uses = {} if request.uses is None else request.uses
-        depth, lowest_ms, is_complete = known, _INF, False
+        depth, lowest_ms, is_complete, is_found = known, _INF, False, False
         while depth and not is_complete:
             tokens = estimate_cached_tokens(depth, request.text_bytes, request.prompt_tokens)
             # No other one with at most so much of it has a shorter wait than the least.
@@ -406,7 +404,8 @@ class EndpointSelector:
                 if found == EVERYWHERE and is_everywhere(stamp, int(now_s)):
                     holder, stamp = table.holders[slot], instances[slot].in_flight.read_clock()
                 at = table.slot_by_holder.get(holder, NONE)
-                if at == NONE or (at != slot and at in slots):
+                # Of each the deepest use counts; the first one is among the slots from the start.
+                if at == NONE or (at in slots and (at != slot or is_found)):
                     continue
                 score, instance = column.get_score(at), instances[at]
                 in_flight = instance.in_flight
@@ -417,9 +416,10 @@ class EndpointSelector:
                 uses[holder] = PrefixUse(depth, stamp)
                 trusted = tokens * instance.hits.trust
                 if at == slot:
-                    # All others with no more blocks have a longer queue.
+                    is_found = True
                     cached[0] = max(assumed, trusted) + loaded
-                    is_complete = True
+                    # All others with no more blocks have a longer queue than the least.
+                    is_complete = slot == least
                 else:
                     slots.append(at)
                     cached.append(trusted + loaded)
@@ -433,6 +433,9 @@ class EndpointSelector:
             depth -= 1
         if not depth:
             uses.setdefault(table.holders[slot], _NOTHING)
+        if other != NONE and other not in slots:
+            slots.append(other)
+            cached.append(expected)
         if len(slots) == 1:
             return slot
         at = find_least_cost(
