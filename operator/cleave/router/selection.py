@@ -72,13 +72,17 @@ class CachedPrompt(NamedTuple):
     tokens: int
 
 
-class PrefixUse(NamedTuple):
+class PrefixUse:
     """What an engine has probably cached of a prompt."""
 
-    blocks: int
-    """Leading blocks; 0: none."""
-    stamp: int
-    """When it used the last of them, by its clock."""
+    # No NamedTuple: compiled, these take ten times as long to make.
+    __slots__ = ("blocks", "stamp")
+
+    def __init__(self, blocks: int, stamp: int) -> None:
+        self.blocks = blocks
+        """Leading blocks; 0: none."""
+        self.stamp = stamp
+        """When it used the last of them, by its clock."""
 
 
 _NOTHING = PrefixUse(0, 0)
@@ -383,13 +387,17 @@ class EndpointSelector:
         loaded = ADAPTER_TOKENS if request.adapter is not None else 0.0
         total = request.prompt_tokens + loaded
         slots, cached = [slot], [assumed + loaded]
+        scores, pending = [column.get_score(slot)], [waiting.get_score(slot)]
+        # The lower estimate may be 0: then an instance would seem to compute all prompts at once.
+        token_ms = [instances[slot].in_flight.queue.upper_token_ms]
         is_plain = not assumed and not loaded and not table.is_shared
         least = slot if is_plain else column.find_least()
-        # The lower estimate may be 0: then an instance would seem to compute all prompts at once.
-        least_token_ms = instances[least].in_flight.queue.upper_token_ms
-        least_wait_ms = predict_wait_ms(
-            column.get_score(least), waiting.get_score(least), is_time, now_ms, least_token_ms
-        )
+        least_token_ms = token_ms[0]
+        least_score, least_pending = scores[0], pending[0]
+        if least != slot:
+            least_token_ms = instances[least].in_flight.queue.upper_token_ms
+            least_score, least_pending = column.get_score(least), waiting.get_score(least)
+        least_wait_ms = predict_wait_ms(least_score, least_pending, is_time, now_ms, least_token_ms)
         uses = request.uses = {} if request.uses is None else request.uses
         depth, lowest_ms, is_complete, is_found = known, _INF, False, False
         while depth and not is_complete:
@@ -424,29 +432,26 @@ class EndpointSelector:
                     slots.append(at)
                     cached.append(trusted + loaded)
                     is_complete = is_complete or len(slots) >= MAX_CANDIDATES
-                    token_ms = in_flight.queue.upper_token_ms
-                    wait_ms = predict_wait_ms(
-                        score, waiting.get_score(at), is_time, now_ms, token_ms
-                    )
-                    rest = total - cached[-1]
-                    lowest_ms = min(lowest_ms, predict_cost_ms(wait_ms, rest, token_ms))
+                    scores.append(score)
+                    pending.append(waiting.get_score(at))
+                    token_ms.append(in_flight.queue.upper_token_ms)
+                    wait_ms = predict_wait_ms(score, pending[-1], is_time, now_ms, token_ms[-1])
+                    cost_ms = predict_cost_ms(wait_ms, total - cached[-1], token_ms[-1])
+                    if cost_ms < lowest_ms:
+                        lowest_ms = cost_ms
             depth -= 1
         if not depth:
             uses.setdefault(table.holders[slot], _NOTHING)
         if other != NONE and other not in slots:
             slots.append(other)
             cached.append(expected)
+            scores.append(column.get_score(other))
+            pending.append(waiting.get_score(other))
+            token_ms.append(instances[other].in_flight.queue.upper_token_ms)
         if len(slots) == 1:
             return slot
         at = find_least_cost(
-            range(len(slots)),
-            cached,
-            [instances[each].in_flight.queue.upper_token_ms for each in slots],
-            [column.get_score(each) for each in slots],
-            [waiting.get_score(each) for each in slots],
-            total,
-            is_time,
-            now_ms,
+            range(len(slots)), cached, token_ms, scores, pending, total, is_time, now_ms
         )
         return slots[at] if at != NONE else NONE
 
