@@ -10,7 +10,7 @@ from cleave.policy.prefix_cache import FIRST_BLOCK_BYTES
 from cleave.router.errors import NoInstance
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import RequestPhase, Router, RoutingRules
-from cleave.router.selection import CachedPrompt
+from cleave.router.routing_request import CachedPrompt
 from cleave.rpc.v1 import agent_pb2
 
 from tests.support.doubles import Clock

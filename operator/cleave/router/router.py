@@ -26,8 +26,9 @@ from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, T
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.prefix_index import PrefixMemory
 from cleave.router.registry import InstanceRegistry, ServedModel
+from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import ScoreTable, WritableScoreColumn
-from cleave.router.selection import CachedPrompt, EndpointSelector, RoutingRequest, find_slots
+from cleave.router.selection import EndpointSelector, find_slots
 from cleave.router.shared_score_table import ChangeLogScoreTable
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2

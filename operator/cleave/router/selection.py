@@ -7,7 +7,6 @@ all open ones are stale.
 
 import math
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 import numpy as np
 
@@ -56,6 +55,7 @@ from cleave.router.prefix_index import (
     to_holder,
 )
 from cleave.router.registry import ServedModel
+from cleave.router.routing_request import CachedPrompt, PrefixUse, RoutingRequest
 from cleave.router.score_table import ArrayScoreColumn, ScoreTable
 
 _INF = math.inf
@@ -65,60 +65,7 @@ _SHARE_WEIGHT = 1 / 64
 """Weight of the newest prompt in the share of cached tokens."""
 
 
-class CachedPrompt(NamedTuple):
-    """Where a prompt was computed before that must be computed again."""
-
-    boot_id: str
-    tokens: int
-
-
-class PrefixUse:
-    """What an engine has probably cached of a prompt."""
-
-    # No NamedTuple: compiled, these take ten times as long to make.
-    __slots__ = ("blocks", "stamp")
-
-    def __init__(self, blocks: int, stamp: int) -> None:
-        self.blocks = blocks
-        """Leading blocks; 0: none."""
-        self.stamp = stamp
-        """When it used the last of them, by its clock."""
-
-
 _NOTHING = PrefixUse(0, 0)
-_NO_BLOCKS: list[int] = []
-
-
-class RoutingRequest:
-    """The properties of a request that policies use."""
-
-    __slots__ = (
-        "adapter", "blocks", "cached", "known", "output_tokens", "prompt_tokens", "seed", "session",
-        "text_bytes", "uses",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        prompt_tokens: int,
-        output_tokens: float,
-    ) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        """Predicted."""
-        self.blocks = _NO_BLOCKS
-        """Its prompt's blocks in the index of cached prompts; empty: the index is not used."""
-        self.seed = 0
-        """By which these differ from the hashes of the text, see `PrefixIndex`."""
-        self.text_bytes = 0
-        self.known = 0
-        """How many leading blocks any engine has used."""
-        self.uses: dict[int, PrefixUse] | None = None
-        """What engines have cached, by holder, as far as it was looked up."""
-        self.session: int | None = None
-        """Key of its session, for session affinity; None: none."""
-        self.adapter: int | None = None
-        """Key of its adapter, if requests of an adapter stay together; else None."""
-        self.cached: CachedPrompt | None = None
 
 
 class EndpointSelector:

@@ -15,7 +15,7 @@ from cleave.gateway.http.completion_request import (
     get_prompt_text,
 )
 from cleave.router.router import Pick, Router
-from cleave.router.selection import CachedPrompt
+from cleave.router.routing_request import CachedPrompt
 
 PREFILL_BUDGET = 2
 """Retries of one request after prefill failures."""
