@@ -23,6 +23,7 @@ def build_fleet(
     count: int = 3, tokens: int = 4_000, is_split: bool = False, **more: object
 ) -> SimulatedFleet:
     pool = (SimulatedPool(build_engine(tokens), count),)
+    more.setdefault("cache_view", CacheView.SENT)
     if is_split:
         return SimulatedFleet(prefill=pool, decode=pool, **more)
     return SimulatedFleet(mixed=pool, **more)

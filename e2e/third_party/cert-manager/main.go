@@ -69,7 +69,10 @@ func injectCAs(ctx context.Context) {
 	scheme := runtime.NewScheme()
 	check(clientgoscheme.AddToScheme(scheme))
 	check(cmapi.AddToScheme(scheme))
-	manager, err := ctrl.NewManager(ctrl.GetConfigOrDie(), ctrl.Options{
+	config := ctrl.GetConfigOrDie()
+	// The injector's field manager is the part before the slash.
+	config.UserAgent = "cainjector/test"
+	manager, err := ctrl.NewManager(config, ctrl.Options{
 		Scheme:  scheme,
 		Metrics: server.Options{BindAddress: "0"},
 	})

@@ -76,12 +76,12 @@ def measure_latencies(
     return Latencies(first - requests["arrival"], tpot_ms, int(state["num_arrived"][0]))
 
 
-def is_compiled() -> bool:
-    """Whether the machine code is cached on disk; if not, the first call compiles for seconds."""
+def is_compiled(has_blocks: bool = False) -> bool:
+    """Whether the machine code is cached on disk; if not, the first call compiles for seconds.
+    `has_blocks`: that of traces with the blocks of prompts."""
     from cleave.simulator import compiler
-    from cleave.simulator.events import run_events, run_events_with_caches
 
-    return all(map(compiler.is_compiled, (run_events, run_events_with_caches)))
+    return compiler.is_compiled(_find_loop(has_blocks))
 
 
 def _run_compiled(
@@ -193,10 +193,14 @@ _COUNT_FIELDS = ("iterations", "decode_iterations", "batch_peak", "prompt_tokens
 
 @functools.cache
 def _load_compiled(has_blocks: bool) -> Callable[..., None]:
+    return compile_loop(_find_loop(has_blocks), has_blocks=has_blocks)
+
+
+def _find_loop(has_blocks: bool) -> Callable[..., None]:
+    """The uncompiled loop; the imports take time, which readers of results do not have."""
     from cleave.simulator.events import run_events, run_events_with_caches
 
-    function = run_events_with_caches if has_blocks else run_events
-    return compile_loop(function, has_blocks=has_blocks)
+    return run_events_with_caches if has_blocks else run_events
 
 
 def compile_loop(

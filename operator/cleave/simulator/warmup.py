@@ -8,19 +8,18 @@ import numpy as np
 from cleave.perf.timing import EngineTiming
 from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import is_compiled, simulate
-from cleave.simulator.trace import PromptBlocks, Trace
+from cleave.simulator.trace import Trace
 
 
 def warm_up() -> None:
-    """Compile unless the machine code is cached on disk."""
+    """Compile unless the machine code is cached on disk. That of traces with the blocks of prompts
+    is compiled when it is needed."""
     if is_compiled():
         return
-    print("cleave: compiling the simulator, once for this version (about 30 seconds)")  # noqa: T201
+    print("cleave: compiling the simulator, once for this version (about 10 seconds)")  # noqa: T201
     engine = SimulatedEngine(EngineTiming(1.0, (1.0, 2.0), 0.0, (1.0, 1.0), (0.0,)), 64)
     one = np.ones(1, np.int64)
-    fleet = SimulatedFleet(mixed=(SimulatedPool(engine, 1),))
-    for blocks in (None, PromptBlocks(16, np.zeros(2, np.int64), np.zeros(0, np.int64), 1)):
-        simulate(fleet, Trace(np.zeros(1), one, one, blocks=blocks))
+    simulate(SimulatedFleet(mixed=(SimulatedPool(engine, 1),)), Trace(np.zeros(1), one, one))
 
 
 if __name__ == "__main__":

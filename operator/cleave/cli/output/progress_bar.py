@@ -29,12 +29,15 @@ def show_progress(description: str) -> Iterator[ProgressCallback]:
 
 
 @contextmanager
-def show_simulation_progress(description: str) -> Iterator[ProgressCallback]:
-    """`show_progress` for simulations; announces when the simulator has to be compiled first."""
+def show_simulation_progress(
+    description: str, has_blocks: bool = False
+) -> Iterator[ProgressCallback]:
+    """`show_progress` for simulations; announces when the simulator has to be compiled first.
+    `has_blocks`: of a trace with the blocks of prompts."""
     if find_spec("numba"):
         from cleave.simulator.run import is_compiled
 
-        if not is_compiled():
-            typer.echo("compiling the simulator once for this version: about 10 seconds", err=True)
+        if not is_compiled(has_blocks):
+            typer.echo("compiling the simulator once for this version: 10 to 20 s", err=True)
     with show_progress(description) as tick:
         yield tick

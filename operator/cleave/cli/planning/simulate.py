@@ -117,7 +117,8 @@ def _print_figures(
 
     problem, results = simulator.problem, []
     slo, fleet = problem.slo, pool_simulation.build_fleet(problem, pools)
-    with _report_simulation_errors(), show_simulation_progress("simulating") as tick:
+    has_blocks = problem.demand.source.draw_blocks(1, 0) is not None
+    with _report_simulation_errors(), show_simulation_progress("simulating", has_blocks) as tick:
         for done, rate in enumerate(rates):
             tick(done, len(rates), f"simulating {rate:g} req/s")
             outcome = simulator.simulate(fleet, rate)
