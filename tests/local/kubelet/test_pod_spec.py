@@ -53,6 +53,13 @@ def test_probes_take_kubernetes_defaults_and_named_ports() -> None:
     assert spec.startup is None
 
 
+def test_the_scheme_of_a_probe_is_read() -> None:
+    probe = {"httpGet": {"port": 8443, "path": "/health", "scheme": "HTTPS"}}
+    spec = parse_pod(pod(readinessProbe=probe))
+    assert spec.readiness is not None
+    assert (spec.readiness.kind, spec.readiness.target) == (ProbeKind.HTTPS, "/health")
+
+
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [

@@ -1,6 +1,8 @@
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -8,6 +10,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cleave.local.kubelet.pod_spec import Probe, ProbeKind
 from cleave.local.kubelet.probes import ProbeState, build_prober
+
+from tests.support.certificates import Files
 
 PROBE = Probe(ProbeKind.HTTP, 1, "/", failure_threshold=2, success_threshold=2)
 
@@ -80,6 +84,25 @@ async def test_an_http_probe_goes_by_the_status(answer: bytes, passes: bool) -> 
     async with server:
         port = server.sockets[0].getsockname()[1]
         probe = Probe(ProbeKind.HTTP, port, "/health", timeout_s=10)
+        assert await build_prober(probe, "127.0.0.1").check() is passes
+
+
+@pytest.mark.parametrize(("kind", "passes"), [(ProbeKind.HTTPS, True), (ProbeKind.HTTP, False)])
+async def test_a_server_with_tls_is_probed_over_https(
+    tmp_path: Path, kind: ProbeKind, passes: bool
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+
+    files = Files(tmp_path).write()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        probe = Probe(kind, port, "/health", timeout_s=10)
         assert await build_prober(probe, "127.0.0.1").check() is passes
 
 

@@ -33,7 +33,8 @@ class ProbeKind(StrEnum):
     """The protocol of a probe."""
 
     GRPC = "grpc"
-    HTTP = "httpGet"
+    HTTP = "HTTP"
+    HTTPS = "HTTPS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,5 +164,5 @@ def _parse_probe_target(probe: Manifest) -> tuple[ProbeKind, str, int | str]:
     if grpc := probe.get("grpc"):
         return ProbeKind.GRPC, grpc.get("service") or "", grpc["port"]
     if http := probe.get("httpGet"):
-        return ProbeKind.HTTP, http.get("path", "/"), http["port"]
+        return ProbeKind(http.get("scheme") or "HTTP"), http.get("path", "/"), http["port"]
     raise ValueError("only grpc and httpGet probes can be run")
