@@ -14,12 +14,13 @@ from cleave_worker.transfer.transport import Transport
 from e2e.support import kv_fault_plugin
 from e2e.support.deployments import Deployment, deployed, until
 from e2e.support.handoffs import tiny_with_connector
-from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url
+from e2e.support.vllm_prompts import Case, ask, engine_url
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
-FOUND_S = 60
-"""What a fault may take to be found."""
+PATIENCE_S = 240
+"""What a fault may take to be found, on a machine on which much else runs; `benchmarks/witness`
+measures how long it takes."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,13 @@ def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_damaged_kv_is_found_and_requests_are_served_whole_until_it_is_mended(
     vllm: Faulty, kind: str
 ) -> None:
-    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_PROVEN}, TIMEOUT_S, "it is proven")
+    vllm.damage("")
+    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_PROVEN}, PATIENCE_S, "it is proven")
     vllm.damage(kind)
-    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_FAILED}, FOUND_S, "it is found")
+    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_FAILED}, PATIENCE_S, "it is found")
     cases = [Case(40_000 + n, 200 + 150 * n, chat=False, stream=False) for n in range(6)]
     for case in cases:
         answer = ask(vllm.deployment.url, case)
         assert answer.tokens == ask(engine_url(vllm.deployment, "prefill"), case).tokens
     vllm.damage("")
-    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_PROVEN}, 2 * FOUND_S, "it is back")
+    until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_PROVEN}, PATIENCE_S, "it is back")

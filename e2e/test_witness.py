@@ -12,8 +12,10 @@ from cleave.rpc.v1 import agent_pb2
 
 from e2e.support.deployments import Deployment, deployed, emulated, until
 
-FOUND_S = 60
-"""What a fault may take to be found."""
+pytestmark = pytest.mark.timeout(600)
+
+PATIENCE_S = 150
+"""What a fault may take to be found, on a machine on which much else runs."""
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +55,12 @@ def ask(deployment: Deployment, number: int, **fields: object) -> httpx.Response
 
 
 def test_a_bad_pair_is_avoided_by_all_processes_and_shown(four: Deployment) -> None:
-    until(lambda: are_proven(four), FOUND_S, "all pairs are proven")
+    until(lambda: are_proven(four), PATIENCE_S, "all pairs are proven")
     instances = four.instances()
     prefill, decode = "witnessed-prefill-0", "witnessed-decode-1"
     inject(instances[decode], {instances[prefill].boot_id: "layout"})
     bad = {(prefill, decode): agent_pb2.TRUST_FAILED}
-    until(lambda: bad.items() <= find_trusts(four).items(), FOUND_S, "it is found")
+    until(lambda: bad.items() <= find_trusts(four).items(), PATIENCE_S, "it is found")
     # Each on a new connection, which the kernel gives to any process; several at a time, so that
     # both decode instances are needed.
     with ThreadPoolExecutor(8) as pool:
@@ -73,7 +75,7 @@ def test_a_bad_pair_is_avoided_by_all_processes_and_shown(four: Deployment) -> N
     assert f"{decode}: 1 of 2 pairs proven" in shown
     assert f"{prefill} -> {decode}: the first token after" in shown
     inject(instances[decode], {})
-    until(lambda: are_proven(four), 2 * FOUND_S, "it is back")
+    until(lambda: are_proven(four), PATIENCE_S, "it is back")
 
 
 def test_streams_of_clients_are_audited(four: Deployment) -> None:
@@ -84,4 +86,4 @@ def test_streams_of_clients_are_audited(four: Deployment) -> None:
 
     for number in range(100, 112):
         ask(four, number, temperature=0, stream=True)
-    until(lambda: count() >= 3, 60, "some are computed again")
+    until(lambda: count() >= 3, PATIENCE_S, "some are computed again")
