@@ -9,10 +9,8 @@ RERUN = --reruns 1 --rerun-show-tracebacks
 # Tests wait more than they compute. Those of one file share fixtures, so they stay together.
 PARALLEL = -n $(or $(TEST_WORKERS),3) --dist loadfile --no-loadscope-reorder
 
-LANES = fast-tests engine-tests handoff-tests cluster-tests operator-tests
+LANES = fast-tests engine-tests cluster-tests operator-tests
 ENGINE_TESTS = e2e/vllm_pair $(wildcard e2e/test_vllm*.py)
-# The others of them run beside these.
-HANDOFF_TESTS = e2e/vllm_pair e2e/test_vllm_connector.py e2e/test_vllm_transfer.py
 CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
 # The others of them run beside these, on a control plane of their own.
 OPERATOR_TESTS = $(foreach name,operator placement prometheus replan resources scaling,e2e/test_cluster_$(name).py)
@@ -39,17 +37,15 @@ quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
-	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j5 $(LANES))
+	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j4 $(LANES))
 
 # These run side by side. The first shows its progress, the others print their output at the end. It is
 # as nice as agents make their engines, which would otherwise starve: those tests take longest.
 fast-tests: # all but those below; end-to-end tests first, as they wait
 	nice -n 10 .venv/bin/pytest $(RERUN) $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(CLUSTER_TESTS)) e2e tests
 
-engine-tests: SUITE = $(filter-out $(HANDOFF_TESTS),$(ENGINE_TESTS))
-handoff-tests: SUITE = $(HANDOFF_TESTS)
-engine-tests handoff-tests: # with vLLM; the lanes' locks on cores are apart. Kernels are compiled once
-	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(SUITE) $(IN_LOG)
+engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines. Kernels are compiled once
+	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)
 
 cluster-tests: SUITE = $(filter-out $(OPERATOR_TESTS),$(CLUSTER_TESTS))
 operator-tests: SUITE = $(OPERATOR_TESTS)

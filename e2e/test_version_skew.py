@@ -127,7 +127,14 @@ def test_a_vllm_engine_takes_kv_from_one_with_plugins_of_the_previous_version(
     # Not the other way round: engines give KV to those that prove their key only (decision 065).
     choice = previous.choose_for("-prefill-", tmp_path / "choice")
     env = [{"name": "PYTHONPATH", "value": str(choice)}]
-    manifest = tiny_vllm(tiny_model, pools={"flipping": "Off"}, engine=start_fast(env=env))
+    # Less than is usual for vLLM: the model is small, and other tests run engines as well.
+    room = {"requests": {"memory": "4Gi"}, "limits": {"memory": "4Gi"}}
+    manifest = tiny_vllm(
+        tiny_model,
+        pools={"flipping": "Off"},
+        engine=start_fast(env=env),
+        template={"resources": room},
+    )
     with deployed(manifest, tmp_path, 420) as deployment:
         assert set((choice / "chosen").read_text().split()) == {"tiny-prefill-0"}
         decode = engine_url(deployment, "decode")
