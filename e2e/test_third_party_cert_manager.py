@@ -20,17 +20,16 @@ WAIT_S = 60
 WEBHOOK = "cleave-webhook"
 VALIDATIONS = 30
 """Dry runs right after a renewal, a few seconds' worth."""
-WRONG_ARGUMENT = """
+THREE_GPUS = """
 apiVersion: cleave.dev/v1alpha1
 kind: LLMDeployment
 metadata: {name: wrong}
 spec:
   model: {source: facebook/opt-13b}
   slo: {ttftMs: 400, tpotMs: 40}
-  engine: {type: Emulated, args: ["--max-num-seqs=x"]}
-  placement: {manual: [{role: mixed, replicas: 1}]}
+  placement: {manual: [{role: mixed, replicas: 1, parallelism: {tensor: 3}}]}
 """
-"""The CRD admits it; the webhook, which reads the engine's arguments, does not."""
+"""The CRD admits it; the webhook, which knows the model's 40 attention heads, does not."""
 ISSUER = """
 apiVersion: cert-manager.io/v1
 kind: Issuer
@@ -111,7 +110,7 @@ def test_the_webhook_serves_with_a_certificate_that_the_api_server_trusts(
     webhook = Webhook(certified)
     wait_until(lambda: webhook.validate(CHAT) == "", WAIT_S, "a valid resource is admitted")
     assert webhook.bundle() == secret_file(certified, SYSTEM, WEBHOOK, "ca.crt")
-    assert 'admission webhook "validate.cleave.dev" denied' in webhook.validate(WRONG_ARGUMENT)
+    assert 'admission webhook "validate.cleave.dev" denied' in webhook.validate(THREE_GPUS)
 
 
 def test_no_validation_fails_while_the_webhooks_certificate_is_renewed(certified: Cluster) -> None:
