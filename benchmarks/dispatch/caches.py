@@ -64,7 +64,7 @@ class Policy:
 
 
 SHORTEST_WAIT = Policy("shortest wait", DispatchPolicy.SHORTEST_WAIT)
-COST = Policy("least cost (Cleave)", DispatchPolicy.SHORTEST_WAIT, CacheView.SENT)
+COST = Policy("least cost (studied)", DispatchPolicy.SHORTEST_WAIT, CacheView.SENT)
 COMPARED = (
     Policy("random", DispatchPolicy.RANDOM),
     SHORTEST_WAIT,

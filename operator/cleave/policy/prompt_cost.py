@@ -1,9 +1,9 @@
 """What a prompt costs on an instance, in ms: the predicted wait, and computing what is not cached.
 
-Called by the router for prompts that repeat and by the simulator, which compiles it. What is hard:
-a cached prefix must attract prompts, but not all of them. In one unit both follow from the cost:
-while a queue takes longer than recomputing the prefix elsewhere, the prompt goes elsewhere, and
-from then on the prefix is cached there, too.
+Called by the simulator, which compiles it, in studies of dispatch by caches; routers do not count
+caches so yet (decision 088). What is hard: a cached prefix must attract prompts, but not all of
+them. In one unit both follow from the cost: while a queue takes longer than recomputing the prefix
+elsewhere, the prompt goes elsewhere, and from then on the prefix is cached there, too.
 
 Sources: Mooncake's Conductor adds up the queue and the prefill of what is not cached (FAST 2025,
 cache-aware scheduling); Preble weighs reuse against load in one cost (ICLR 2025, E2). The wait here

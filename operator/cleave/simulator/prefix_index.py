@@ -1,10 +1,10 @@
-"""What the router knows of the caches of the fleet's engines. Compiled.
+"""What a router can know of the caches of the fleet's engines. Compiled.
 
-Called by `dispatch`, and by `prefix_caches` where dispatch sees what engines cache. The router
-records the blocks of each prompt at the instances that it sends it to, and assumes that a block
-stays there until as many tokens were written as the KV cache holds since it was last used
-(`cleave.router`). What is hard: common prefixes are known at all instances, so the comparison of
-instances stops as soon as no other can cost less.
+Called by `dispatch`, and by `prefix_caches` where dispatch sees what engines cache. The blocks of
+each prompt are recorded at the instances that it is sent to; a block is assumed to stay there until
+as many tokens were written as the KV cache holds since it was last used. `cleave.router` does not
+do so yet (decision 088). What is hard: common prefixes are known at all instances, so the
+comparison of instances stops as soon as no other can cost less.
 """
 
 import math
