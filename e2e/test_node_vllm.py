@@ -21,6 +21,7 @@ from e2e.cluster.cluster import Cluster, wait_until
 from e2e.real_nodes.fault_report import FaultReport, is_whole
 from e2e.real_nodes.processes import find_process
 from e2e.real_nodes.sandbox import FOLDER_VARIABLE
+from e2e.support.deployments import start_fast
 from e2e.test_cluster_operator import Chat, condition, installation, message, placement
 from e2e.test_node_faults import STREAMS, has_ended
 
@@ -69,7 +70,7 @@ def build(model: Path, connector: str) -> dict:
             "cache": {"hostPath": {"path": str(model)}},
         },
         "slo": {"ttftMs": 1000, "tpotMs": 200},
-        "engine": {"image": get_image("vllm"), "connector": connector},
+        "engine": start_fast(image=get_image("vllm"), connector=connector),
         "template": {
             "volumes": [environment],
             "volumeMounts": [mount],
@@ -160,7 +161,7 @@ def test_a_drained_node(chat: Chat, report: FaultReport) -> None:
 def test_a_rollout(chat: Chat, report: FaultReport) -> None:
     before = {pod["metadata"]["uid"] for pod in chat.workers()}
     with report.observe(chat, "vLLM: rollout of all instances", START_S) as seen:
-        chat.edit({"engine": {"env": [{"name": "EDITED", "value": "1"}]}})
+        chat.edit({"engine": start_fast(env=[{"name": "EDITED", "value": "1"}])})
         wait_until(
             lambda: not before & {pod["metadata"]["uid"] for pod in chat.workers()},
             START_S,

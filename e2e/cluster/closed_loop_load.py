@@ -25,8 +25,8 @@ class Load:
         self._users = [threading.Thread(target=self._use) for _ in range(users)]
         self.answered = 0
         self.failures: list[str] = []
-        self.durations_s: list[float] = []
-        """Of all questions, in the order of their ends."""
+        self.durations_s: list[tuple[float, float]] = []
+        """Of all questions, in the order of their ends; with the Unix time of each question."""
 
     def __enter__(self) -> Self:
         for user in self._users:
@@ -44,7 +44,7 @@ class Load:
         while not self._over.is_set():
             began = time.time()
             fault = ask(self._address, self._question)
-            self.durations_s.append(time.time() - began)
+            self.durations_s.append((time.time() - began, began))
             if fault:
                 self.failures.append(f"at {began:.1f} after {time.time() - began:.1f} s: {fault}")
                 time.sleep(0.5)

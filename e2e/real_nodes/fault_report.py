@@ -74,7 +74,7 @@ class FaultReport:
         before, retries = _list_remains(chat), _count_retries(chat)
         with Load(chat.address, "chat") as load:
             wait_until(lambda: load.answered > _ANSWERS, 60, "the load is on")
-            begun = time.monotonic()
+            begun, harmed = time.monotonic(), time.time()
             observation = Observation(load)
             yield observation
             _wait_until_whole(chat, begun + whole_s - time.monotonic(), fault)
@@ -88,14 +88,16 @@ class FaultReport:
             answered=load.answered,
             failed=len(load.failures),
             repeated=_subtract(repeated, retries),
-            slow=sum(each > SLOW_S for each in load.durations_s),
-            slowest_s=f"{max(load.durations_s):.1f}",
+            slow=sum(took_s > SLOW_S for took_s, _ in load.durations_s),
+            slowest_s=f"{max(load.durations_s)[0]:.1f}",
             whole_after_s=f"{whole_after_s:.0f}",
             left=", ".join(f"{count} {what}" for what, count in sorted(left.items())) or "nothing",
         )
         self.add(observation.row)
         # Waits of seconds without a cause here are those of a machine that does other work.
         print(f"  load average of the machine: {os.getloadavg()[0]:.0f}")
+        for took_s, began in sorted(load.durations_s, reverse=True)[:3]:
+            print(f"  {took_s:.1f} s for a question of {began - harmed:+.1f} s")
         for failure in load.failures[:5]:
             print(f"  {failure}")
 
