@@ -1,12 +1,15 @@
-"""Hooks of all test runs: one that hangs after its last test ends, and reruns cost no time.
+"""Hooks of all test runs: one that hangs after its last test ends, and neither reruns nor garbage
+collection cost time.
 
 `timeout` in pyproject.toml ends a test that waits in Python, `faulthandler_timeout` one that hangs
 in compiled code or in its cleanup.
 """
 
 import faulthandler
+import gc
 import signal
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +18,18 @@ _LEAVE_S = 120
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As under nohup. Child processes of tests would inherit it and ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep modules and tests from garbage collection: they stay to the end, and are a million
+    objects, which each full collection would look through, now and between tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
