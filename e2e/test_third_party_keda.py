@@ -29,7 +29,12 @@ def with_keda(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
         pytest.skip("needs a control plane and process nodes of its own")
     install(cluster, built / "manifests" / "config" / "minimal")
     account = cluster.control_plane.service_account(HOME, "keda-operator")
-    env = {"KUBECONFIG": str(account), "POD_NAMESPACE": HOME, "WATCH_NAMESPACE": ""}
+    env = {
+        "KUBECONFIG": str(account),
+        "POD_NAMESPACE": HOME,
+        "KEDA_CLUSTER_OBJECT_NAMESPACE": HOME,
+        "WATCH_NAMESPACE": "",
+    }
     address, certificates = third_party.ADDRESS, folder / "certificates"
     certificates.mkdir()
     operator = [
@@ -50,13 +55,14 @@ def with_keda(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
             for what in ("lister", "authentication", "authorization")
         ),
     ]
-    with (
-        third_party.mounted(cluster, HOME, "kedaorg-certs", certificates),
-        third_party.running(operator, folder / "operator.log", env),
-    ):
-        wait_until((certificates / "tls.crt").exists, WAIT_S, "KEDA issues its certificate")
+    with third_party.mounted(cluster, HOME, "kedaorg-certs", certificates):
+        with third_party.running(operator, folder / "operator.log", env):
+            wait_until((certificates / "tls.crt").exists, WAIT_S, "KEDA issues its certificate")
+        # It ends with that, and a kubelet starts it again.
+        serving = third_party.running(operator, folder / "operator.log", env)
         third_party.lead_service(cluster, HOME, "keda-metrics-apiserver", {"https": 6443})
         with (
+            serving,
             third_party.running(adapter, folder / "adapter.log", env),
             installation(cluster),
         ):

@@ -40,7 +40,11 @@ def queued(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         third_party.served_webhook(cluster, HOME, "kueue", config, folder) as file,
         (
             third_party.running(
-                [built / "kueue", f"--config={file}", "--zap-log-level=2"],
+                [
+                    *(built / "kueue", f"--config={file}", "--zap-log-level=2"),
+                    # Its API server finds accounts by what a pod has only.
+                    "--feature-gates=VisibilityOnDemand=false",
+                ],
                 folder / "kueue.log",
                 {"KUBECONFIG": str(account), "POD_NAMESPACE": HOME},
             )
@@ -49,6 +53,9 @@ def queued(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         wait_until(lambda: try_apply(cluster, queue(3)), WAIT_S, "Kueue's webhooks serve")
         with installation(cluster):
             yield cluster
+        # Kueue has to be there to remove its finalizers.
+        cluster.kubectl("delete", "localqueues", "--all", "--all-namespaces")
+        cluster.kubectl("delete", "clusterqueues,resourceflavors", "--all")
     cluster.helm("uninstall", "kueue", "-n", HOME, "--wait")
 
 

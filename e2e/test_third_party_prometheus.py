@@ -29,6 +29,8 @@ WAIT_S = 60
 MONITORING = "monitoring"
 LABELS = {"release": "monitoring"}
 """What the Prometheus of kube-prometheus-stack, installed under that name, selects by."""
+RELOADED = {"POD_NAME": "prometheus-main-0", "SHARD": "0"}
+"""What the config-reloader beside Prometheus puts in from its environment."""
 TARGETS = {"operator": 2, "gateways": 2, "engines": 3}
 PATIENT = """
 apiVersion: cleave.dev/v1alpha1
@@ -66,11 +68,13 @@ class Stack:
         return float(found.split()[-1])
 
     def targets(self) -> dict[str, list[str]]:
-        """Health of the targets by the last word of their PodMonitor's name."""
+        """"up" or the last error of the targets, by the last word of their PodMonitor's name."""
         found: dict[str, list[str]] = {}
         for target in self.prometheus.targets():
             monitor = target["scrapePool"].split("/")[2]
-            found.setdefault(monitor.removeprefix("cleave-"), []).append(target["health"])
+            found.setdefault(monitor.removeprefix("cleave-"), []).append(
+                "up" if target["health"] == "up" else target["lastError"] or target["health"]
+            )
         return found
 
 
@@ -159,7 +163,10 @@ def generated(cluster: Cluster, folder: Path) -> dict[str, Any] | None:
     rules = cluster.get("configmap", "prometheus-main-rulefiles-0", MONITORING) or {}
     if packed is None or not rules.get("data"):
         return None
-    config = dict(yaml.safe_load(gzip.decompress(base64.b64decode(packed))))
+    text = gzip.decompress(base64.b64decode(packed)).decode()
+    for name, value in RELOADED.items():
+        text = text.replace(f"$({name})", value)
+    config = dict(yaml.safe_load(text))
     if len({job["job_name"].split("/")[2] for job in config["scrape_configs"]}) < len(TARGETS):
         return None
     for name, text in rules["data"].items():
@@ -169,7 +176,10 @@ def generated(cluster: Cluster, folder: Path) -> dict[str, Any] | None:
 
 def test_every_monitor_finds_its_pods_and_all_are_scraped(stack: Stack) -> None:
     expected = {name: ["up"] * count for name, count in TARGETS.items()}
-    wait_until(lambda: stack.targets() == expected, WAIT_S, f"targets are {expected}")
+    try:
+        wait_until(lambda: stack.targets() == expected, WAIT_S, "all targets are up")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {stack.targets()}") from error
     found = stack.prometheus.ask("cleave_gateway_requests_total")
     assert {sample["metric"]["namespace"] for sample in found} == {stack.chat.namespace}
     assert stack.prometheus.ask("sum(rate(vllm:num_requests_running[1m]))")

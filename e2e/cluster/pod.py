@@ -29,6 +29,8 @@ from e2e.cluster.tools import REPOSITORY
 from e2e.cluster.volumes import NotYetError
 
 _AGAIN_S = 0.5
+_REFRESH_S = 10
+"""Between two looks at the Secrets and ConfigMaps of volumes; a kubelet takes about a minute."""
 _REACHABLE = (sys.prefix, sys.base_prefix, str(REPOSITORY))
 """What every process needs, wherever volumes are mounted."""
 
@@ -95,10 +97,22 @@ class Runner:
         try:
             self._life = await self._started()
             if self._life is not None:
-                await self._report()
+                refreshing = asyncio.create_task(self._refresh_volumes())
+                try:
+                    await self._report()
+                finally:
+                    refreshing.cancel()
             await self._remove()
         finally:
             self._done(self)
+
+    async def _refresh_volumes(self) -> None:
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            with contextlib.suppress(
+                NotYetError, ApiError, aiohttp.ClientError, TimeoutError, OSError
+            ):
+                await volumes.refresh(self._api, self._pod, self.place.folder)
 
     async def _started(self) -> PodWorker | None:
         """The pod's life; None when it was deleted before it began."""

@@ -1,11 +1,12 @@
 """What a pod gets from other objects, brought to this machine: volumes as folders, values for env.
 
-Called by the pod's runner before the process starts. Secrets and ConfigMaps are read once: a pod
-sees those of its start.
+Called by the pod's runner before the process starts, and then for what Secrets and ConfigMaps hold
+since: a volume follows them, as a kubelet's does.
 """
 
 import asyncio
 import base64
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ async def folders(api: Client, pod: Manifest, at: Path) -> dict[str, str | None]
     volumes = pod["spec"].get("volumes") or []
     volumes_created = await asyncio.gather(*(_volume(api, pod, volume, at) for volume in volumes))
     return {volume["name"]: source for volume, source in zip(volumes, volumes_created, strict=True)}
+
+
+async def refresh(api: Client, pod: Manifest, at: Path) -> None:
+    """Bring the volumes that `folders` filled up to what their Secrets and ConfigMaps hold now.
+
+    Raises NotYetError where one is gone; its files stay. Mounts with a subPath of a file do not
+    follow, which is so with a kubelet, too.
+    """
+    for volume in pod["spec"].get("volumes") or []:
+        for source in (volume.get("projected") or {}).get("sources") or [volume]:
+            if "secret" in source or "configMap" in source:
+                await _fill(api, pod, source, at / volume["name"])
 
 
 def mounts(pod: Manifest, sources: dict[str, str | None]) -> list[Manifest]:
@@ -134,8 +147,13 @@ def _write(folder: Path, reference: Manifest, data: dict[str, bytes]) -> None:
             if reference.get("optional"):
                 continue
             raise NotYetError(f"{_name(reference)} has no key {key}")
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(data[key])
+        file = folder / path
+        if file.exists() and file.read_bytes() == data[key]:
+            continue
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"..{file.name}")
+        new.write_bytes(data[key])
+        os.replace(new, file)
 
 
 async def _data(api: Client, namespace: str, kind: str, reference: Manifest) -> dict[str, bytes]:

@@ -107,6 +107,7 @@ def test_names_of_models_and_adapters_outlive_their_fleet(registry, make_event) 
     assert registry.known_models == {"m", "sql"}
 
 
+@pytest.mark.interpreted
 def test_the_number_of_remembered_models_is_bounded(registry, make_event, monkeypatch) -> None:
     monkeypatch.setattr("cleave.router.registry.MAX_KNOWN_MODELS", 3)
     registry.on_event("a", make_event("d", "decode", adapters=["a", "b", "c", "d"]), 0.0)

@@ -178,6 +178,18 @@ def test_a_new_revision_moves_all_roles_together() -> None:
     assert condition(actions, "Progressing") == ("True", "RollingOut")
 
 
+def test_old_instances_that_fail_go_at_once_and_count_as_leaving() -> None:
+    pools = build_pools(deployment())
+    after = deployment(engine={"type": "Emulated", "args": ["--seed", "1"]})
+    (prefill, *decode) = pods(pools, ready=False)
+    failing = replace(prefill, start_fault="ErrImagePull: no such image")
+    actions = reconcile(view(after, pools=pools, pods=(failing, *decode)))
+    steps, old = rollouts(actions), pools[0].spec.revision
+    assert steps["chat-prefill"] == {"new": 1, "old": 0}
+    # Those that load may get there.
+    assert steps["chat-decode"] == {"new": 1, "old": 2, "older": {old: 2}}
+
+
 def test_a_number_that_is_another_owners_stays() -> None:
     desired = deployment()
     pools = build_pools(desired, owner="Autoscaler", replicas=9)

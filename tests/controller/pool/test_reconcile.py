@@ -134,6 +134,27 @@ def test_another_template_is_rolled_out_one_by_one() -> None:
     assert [kind for kind, _ in then] == ["delete"]
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"scheduled": False, "node": ""},
+        {"start_fault": "ErrImagePull: no such image"},
+        {"restarts": 3, "last_end": "exit code 1"},
+        {"restarts": 1, "last_end": "OOMKilled"},
+    ],
+)
+def test_what_the_old_template_cannot_run_makes_room_for_the_new(fault: dict[str, Any]) -> None:
+    desired = pool(replicas=1)
+    failing = pod("a", desired, template="other", ready=False, **fault)
+    done = pods_only(reconcile(view(desired, failing)))
+    assert [kind for kind, _ in done] == ["create", "delete"]
+    # Ready all the same, loading, or not ready for a moment: it stays until the new one is ready.
+    for staying in (replace(failing, ready=True), pod("a", desired, template="other", ready=False)):
+        if staying.scheduled:
+            done = pods_only(reconcile(view(desired, staying)))
+            assert [kind for kind, _ in done] == ["create"]
+
+
 def test_while_the_deployment_rolls_out_its_numbers_count() -> None:
     desired = pool(rollout={"new": 1, "old": 1, "older": {"o1": 0, "o2": 1}})
     old = [pod(name, desired, revision=name[:2]) for name in ("o1-a", "o2-a", "o2-b")]

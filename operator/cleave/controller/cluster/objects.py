@@ -54,6 +54,7 @@ _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff")
 _MAX_FAULT_LENGTH = 400
 OUT_OF_MEMORY = "OOMKilled"
 """Kubernetes' reason for the end of a container that exceeded its memory limit."""
+_RESTARTS_TO_REPORT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,22 @@ class ObservedPod:
     def is_alive(self) -> bool:
         """Whether it is neither being deleted nor over."""
         return not (self.deleting or self.is_over)
+
+    @property
+    def keeps_ending(self) -> bool:
+        """Whether it ends again and again; one without enough memory will, after the first time."""
+        least = 1 if self.last_end == OUT_OF_MEMORY else _RESTARTS_TO_REPORT
+        return not self.ready and self.restarts >= least
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it will not become ready as it is: no node, no start, or one end after another.
+
+        An instance that is loading, or not ready for a moment, is none of these.
+        """
+        return not self.ready and (
+            not self.scheduled or bool(self.start_fault) or self.keeps_ending
+        )
 
     @property
     def instance_name(self) -> str:

@@ -258,14 +258,20 @@ def _plan_rollout_steps(
 
 
 def _build_role_state(view: DeploymentView, role: Role, desired: InstancePool) -> RoleState:
-    """Count the instances of a role by revision."""
+    """Count the instances of a role by revision.
+
+    Old ones that fail count as leaving: they serve nothing, and may hold the only GPUs on which a
+    corrected spec can run.
+    """
     pods = [pod for pod in view.pods if pod.role is role and not pod.is_over]
-    present = [pod for pod in pods if not pod.deleting]
     revision = desired.spec.revision
-    new = [pod for pod in present if pod.revision == revision]
+    new = [pod for pod in pods if pod.revision == revision and not pod.deleting]
+    leaving = 0
     older: dict[str, InstanceCount] = {}
-    for pod in present:
-        if pod.revision != revision:
+    for pod in pods:
+        if pod.deleting or (pod.revision != revision and pod.is_failing):
+            leaving += 1
+        elif pod.revision != revision:
             earlier = older.get(pod.revision, InstanceCount(0, 0))
             older[pod.revision] = InstanceCount(earlier.total + 1, earlier.ready + pod.ready)
     return RoleState(
@@ -274,7 +280,7 @@ def _build_role_state(view: DeploymentView, role: Role, desired: InstancePool) -
         old_ready=sum(count.ready for count in older.values()),
         new=len(new),
         new_ready=sum(pod.ready for pod in new),
-        leaving=sum(pod.deleting for pod in pods),
+        leaving=leaving,
         older=older,
     )
 

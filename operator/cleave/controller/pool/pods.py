@@ -88,16 +88,16 @@ def choose_victims(pods: Sequence[ObservedPod], count: int) -> tuple[ObservedPod
     """Choose `count` pods to delete, of those that are not being deleted; fewer if too few.
 
     A deleted pod drains: it takes no new requests and ends once its running requests have. So first
-    come pods without a node, then pods that are not ready, then the least loaded; among equals the
-    youngest. A pod of unknown load counts as the most loaded.
+    come pods without a node, then those that fail, then pods that are not ready, then the least
+    loaded; among equals the youngest. A pod of unknown load counts as the most loaded.
     """
     candidates = sorted((pod for pod in pods if not pod.deleting), key=_rank)
     return tuple(candidates[: max(0, count)])
 
 
-def _rank(pod: ObservedPod) -> tuple[bool, bool, float, float, str]:
+def _rank(pod: ObservedPod) -> tuple[bool, bool, bool, float, float, str]:
     load = math.inf if pod.load is None else pod.load
-    return pod.scheduled, pod.ready, load if pod.ready else 0.0, -pod.created_s, pod.name
+    return pod.scheduled, not pod.is_failing, pod.ready, load if pod.ready else 0.0, -pod.created_s, pod.name
 
 
 def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:

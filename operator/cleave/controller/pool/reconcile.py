@@ -108,13 +108,15 @@ def _compute_target(view: PoolView, fleet: PoolInstances) -> RolloutStep:
         return RolloutStep(spec.rollout.new, spec.rollout.old, spec.rollout.older)
     if not fleet.old:
         return RolloutStep(new=spec.replicas, old=0)
+    # What the old spec cannot get to run makes room, as in a rollout of the deployment.
+    failing = sum(pod.is_failing for pod in fleet.old)
     state = RoleState(
         replicas=spec.replicas,
-        old=len(fleet.old),
+        old=len(fleet.old) - failing,
         old_ready=sum(pod.ready for pod in fleet.old),
         new=len(fleet.new),
         new_ready=sum(pod.ready for pod in fleet.new),
-        leaving=sum(pod.deleting for pod in view.instances),
+        leaving=sum(pod.deleting for pod in view.instances) + failing,
     )
     return plan_next_step({spec.role: state}, _OWN_ROLLOUT_LIMITS)[spec.role]
 

@@ -12,8 +12,6 @@ from cleave.controller.rollout.planner import RolloutStep
 from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests.labels import COMPONENT, POOL, WORKER, Manifest
 
-_RESTARTS_TO_REPORT = 3
-
 
 def report(
     view: PoolView, fleet: PoolInstances, target: RolloutStep, limited: SchedulingLimit
@@ -90,16 +88,10 @@ def _build_degraded(view: PoolView, fleet: PoolInstances, message: str) -> Condi
     if stuck := next((pod for pod in fleet.all if pod.start_fault), None):
         text = f"{stuck.name} cannot start: {stuck.start_fault}"
         return ConditionState("Degraded", True, conditions.NOT_STARTING, text)
-    if failing := next(filter(_keeps_ending, fleet.all), None):
+    if failing := next((pod for pod in fleet.all if pod.keeps_ending), None):
         text = f"{failing.name} was started again {failing.restarts} times"
         text += f"; the last time it ended: {failing.last_end}" if failing.last_end else ""
         return ConditionState("Degraded", True, "Restarting", text)
     if 0 < fleet.num_ready < view.pool.spec.replicas and len(fleet.all) >= view.pool.spec.replicas:
         return ConditionState("Degraded", True, "TooFew", message)
     return ConditionState("Degraded", False, "Complete", "no instance keeps failing")
-
-
-def _keeps_ending(pod: ObservedPod) -> bool:
-    """Whether a pod ends again and again; one without enough memory will, after the first time."""
-    least = 1 if pod.last_end == objects.OUT_OF_MEMORY else _RESTARTS_TO_REPORT
-    return not pod.ready and pod.restarts >= least
