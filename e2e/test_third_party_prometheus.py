@@ -68,7 +68,7 @@ class Stack:
         return float(found.split()[-1])
 
     def targets(self) -> dict[str, list[str]]:
-        """"up" or the last error of the targets, by the last word of their PodMonitor's name."""
+        """ "up" or the last error of the targets, by the last word of their PodMonitor's name."""
         found: dict[str, list[str]] = {}
         for target in self.prometheus.targets():
             monitor = target["scrapePool"].split("/")[2]

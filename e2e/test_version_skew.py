@@ -20,14 +20,10 @@ from e2e.support.vllm_prompts import CASES, ask, engine_url, metric
 from tests.support.previous_version import PreviousVersion, extract
 
 READY_S = 60
-REQUESTS = 40
-PREVIOUS = {
-    "all workers": "-(prefill|decode)-",
-    "prefill": "-prefill-",
-    "decode": "-decode-",
-    "no worker": "^$",
-}
-"""Which pods run the previous version, as a pattern for their names."""
+REQUESTS = 60
+PREVIOUS = {"skew-prefill-0", "skew-decode-0"}
+"""Instances of the previous version; PRESENT are the others, so each version hands KV to both."""
+PRESENT = {"skew-prefill-1", "skew-decode-1"}
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +31,17 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> PreviousVersion:
     return extract(tmp_path_factory.mktemp("previous"))
 
 
-@pytest.fixture(scope="module", params=PREVIOUS)
+@pytest.fixture(scope="module")
 def gateways(
-    previous: PreviousVersion, tmp_path_factory: pytest.TempPathFactory, request
+    previous: PreviousVersion, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Gateway]]:
     """A gateway of each version in front of the same emulated instances."""
     folder = tmp_path_factory.mktemp("skew")
-    choice = previous.choose_for(PREVIOUS[request.param], folder / "choice")
-    manifest: dict[str, Any] = emulated("skew", 1, 1)
+    choice = previous.choose_for("|".join(PREVIOUS), folder / "choice")
+    manifest: dict[str, Any] = emulated("skew", 2, 2)
     manifest["spec"]["engine"]["env"] = [{"name": "PYTHONPATH", "value": str(choice)}]
     with deployed(manifest, folder, READY_S) as deployment:
-        assert_chosen(choice, request.param)
+        assert set((choice / "chosen").read_text().split()) == PREVIOUS
         env = {"PYTHONPATH": str(previous.sources)}
         found = {
             "present": Gateway("present", deployment, folder),
@@ -62,18 +58,10 @@ def gateways(
                     gateway.kill()
 
 
-def assert_chosen(choice: Path, previous: str) -> None:
-    """Whether exactly the pods that should have run the previous version."""
-    file = choice / "chosen"
-    ran = set(file.read_text().split()) if file.exists() else set()
-    names = {"skew-prefill-0", "skew-decode-0"}
-    expected = {"no worker": set(), "all workers": names}
-    assert ran == expected.get(previous, {name for name in names if previous in name})
-
-
 def sees_all(gateway: Gateway) -> bool:
     instances = gateway.fleet().instances
-    return len(instances) == 2 and all(each.selectable for each in instances)
+    names = {each.name for each in instances}
+    return names == PREVIOUS | PRESENT and all(each.selectable for each in instances)
 
 
 @pytest.mark.timeout(180)
@@ -95,17 +83,20 @@ def test_every_answer_is_right_and_every_handoff_is_used(
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda body: complete(gateway, body), bodies))
     for body, answer in zip(bodies, answers, strict=True):
-        assert answer == expect(COMPLETIONS, body, "skew").texts[0]
+        text = answer.json()["choices"][0]["text"]
+        assert text == expect(COMPLETIONS, body, "skew").texts[0]
     counted = {name: n - before.get(name, 0) for name, n in gateway.count().items()}
     counted = {name: number for name, number in counted.items() if number}
     assert counted.pop('handoffs{result="used"}') == REQUESTS
     assert not [name for name in counted if name.startswith(("retries", "recoveries", "handoffs"))]
+    served = {(a.headers["x-cleave-prefill"], a.headers["x-cleave-decode"]) for a in answers}
+    assert len(served) == 4, "KV went from either version to either version"
 
 
-def complete(gateway: Gateway, body: dict[str, Any]) -> str:
+def complete(gateway: Gateway, body: dict[str, Any]) -> httpx.Response:
     response = httpx.post(f"{gateway.url}{COMPLETIONS}", json=body, timeout=60)
     assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["text"]
+    return response
 
 
 def test_agents_of_both_versions_are_read_and_none_was_restarted(
@@ -113,7 +104,7 @@ def test_agents_of_both_versions_are_read_and_none_was_restarted(
 ) -> None:
     deployment: Deployment = gateways["present"].deployment
     registrations = deployment.instances()
-    assert len(registrations) == 2
+    assert registrations.keys() == PREVIOUS | PRESENT
     for each in registrations.values():
         assert each.kv_path.verified, each.kv_path.detail
         assert each.restarts == 0

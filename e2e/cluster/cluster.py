@@ -33,6 +33,7 @@ from e2e.cluster.nodes import Nodes, Shape
 from e2e.cluster.services import endpoints
 from e2e.real_nodes.real_cluster import open_real_cluster
 from e2e.real_nodes.sandbox import FOLDER_VARIABLE
+from e2e.support.deployments import compute_pause_s
 
 CRDS = tools.REPOSITORY / "crds"
 _COMMAND_TIMEOUT_S = 120
@@ -223,13 +224,14 @@ def wait_until(condition: Callable[[], T], timeout_s: float, what: str) -> T:
 
     Errors of kubectl count as "not yet": the API server may be away.
     """
-    end = time.monotonic() + timeout_s
+    began, waited_s = time.monotonic(), 0.0
     last: Any = None
-    while time.monotonic() < end:
+    while waited_s < timeout_s:
         try:
             if last := condition():
                 return last
         except CommandError as error:
             last = error
-        time.sleep(0.1)
+        waited_s = time.monotonic() - began
+        time.sleep(compute_pause_s(waited_s))
     raise AssertionError(f"{what}: not within {timeout_s:g} s; last: {last}")

@@ -111,10 +111,17 @@ def command(process: psutil.Process) -> str:
 
 def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
     """Wait for something to come true; fail with its name when it does not."""
-    end = time.monotonic() + timeout_s
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, f"{what}: not within {timeout_s:.0f} s"
-        time.sleep(0.1)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(compute_pause_s(waited_s))
+
+
+def compute_pause_s(waited_s: float) -> float:
+    """Time until the next look: a tenth of the wait, so that long ones leave the machine to what
+    they wait for. Conditions call servers, which are busy with that meanwhile."""
+    return min(max(0.05, 0.1 * waited_s), 0.3)
 
 
 def free_port() -> int:

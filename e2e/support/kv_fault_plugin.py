@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 SWITCH = "KV_FAULT_FILE"
-"""Environment variable with the path of the file; its content: empty, zeros, swapped or lost."""
+"""Environment variable with the path of the file; its content: empty, swapped or lost."""
 TARGET = "cleave_worker.transfer.transports.shared_memory"
 
 
@@ -40,17 +40,15 @@ class Finder(MetaPathFinder):
 
 def damage(read: Callable[..., None]) -> Callable[..., None]:
     def read_damaged(self: Any, copies: Any, seconds: float) -> None:
-        kind, copies = Path(os.environ[SWITCH]).read_text(), list(copies)
+        kind = Path(os.environ[SWITCH]).read_text()
         if kind == "lost":
             raise OSError("lost by the test")
         if kind == "swapped":
+            copies = list(copies)
             remotes = [each.remote for each in copies]
             pairs = zip(remotes[1:] + remotes[:1], copies, strict=True)
             copies = [each._replace(remote=remote) for remote, each in pairs]
         read(self, copies, seconds)
-        if kind == "zeros":
-            for each in copies:
-                self._local.view(each.local).zero_()
 
     return read_damaged
 

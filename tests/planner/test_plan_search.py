@@ -1,6 +1,7 @@
 """The whole search: verdicts, reasons, limits, known outcomes."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -26,9 +27,14 @@ def best(answer: PlanningResult) -> Plan:
     return answer.selected
 
 
+@cache
+def answer_blog(rate: float) -> PlanningResult:
+    return plan_search.plan(known_problems.blog(rate))
+
+
 def test_the_blogs_13b_case_is_disaggregated_at_ten_requests_per_second() -> None:
     # "Throughput is not all you need": split, one GPU per phase beats colocated GPUs.
-    answer = plan_search.plan(known_problems.blog(rate=10.0))
+    answer = answer_blog(10.0)
     assert answer.verdict is PlanVerdict.DISAGGREGATE
     assert replicas(best(answer)) == {Role.PREFILL: 1, Role.DECODE: 1}
     (colocated,) = (plan for plan in answer.alternatives if not plan.is_disaggregated)
@@ -38,7 +44,7 @@ def test_the_blogs_13b_case_is_disaggregated_at_ten_requests_per_second() -> Non
 
 
 def test_one_request_per_second_is_not_worth_splitting() -> None:
-    answer = plan_search.plan(known_problems.blog(rate=1.0))
+    answer = answer_blog(1.0)
     assert answer.verdict is PlanVerdict.COLOCATE
     assert best(answer).gpus == 1
     assert answer.reason.startswith("do not disaggregate: ")
@@ -47,8 +53,12 @@ def test_one_request_per_second_is_not_worth_splitting() -> None:
 
 
 def test_the_selected_plan_holds_the_rate_and_its_prediction_hangs_together() -> None:
-    for problem in (known_problems.blog(rate=10.0), known_problems.problem(policies=Policies())):
-        plan = best(plan_search.plan(problem))
+    chat = known_problems.problem(policies=Policies())
+    for problem, answer in (
+        (known_problems.blog(rate=10.0), answer_blog(10.0)),
+        (chat, plan_search.plan(chat)),
+    ):
+        plan = best(answer)
         seen = plan.prediction
         low, high = seen.goodput_interval
         assert seen.attainment >= 0.9
@@ -61,7 +71,7 @@ def test_the_selected_plan_holds_the_rate_and_its_prediction_hangs_together() ->
 
 
 def test_predicted_percentiles_and_attainment_agree() -> None:
-    plan = best(plan_search.plan(known_problems.blog(rate=10.0)))
+    plan = best(answer_blog(10.0))
     seen = plan.prediction
     assert (seen.ttft_ms.p90 <= 400 and seen.tpot_ms.p90 <= 40) == (seen.attainment >= 0.9)
 
@@ -218,9 +228,14 @@ def mixed_problem(objective: Objective) -> Problem:
     )
 
 
+@cache
+def answer_mixed(objective: Objective) -> PlanningResult:
+    return plan_search.plan(mixed_problem(objective))
+
+
 def test_different_gpus_for_prefill_and_decode_are_chosen_where_they_cost_least() -> None:
     # Splitwise, section VI: H100 for prompts, A100 for tokens (Splitwise-HA).
-    plan = best(plan_search.plan(mixed_problem(Objective.COST)))
+    plan = best(answer_mixed(Objective.COST))
     assert {pool.role: pool.gpu for pool in plan.pools} == {
         Role.PREFILL: "H100",
         Role.DECODE: "A100",
@@ -255,7 +270,7 @@ def test_different_gpus_fill_the_nodes_where_one_kind_has_no_room_for_both_phase
 
 
 def test_the_objective_decides() -> None:
-    plans = {each: best(plan_search.plan(mixed_problem(each))) for each in Objective}
+    plans = {each: best(answer_mixed(each)) for each in Objective}
     least_gpus, cheapest = plans[Objective.GOODPUT_PER_GPU], plans[Objective.COST]
     least_power = plans[Objective.POWER]
     assert least_gpus.gpus <= min(cheapest.gpus, least_power.gpus)

@@ -8,6 +8,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -22,7 +23,6 @@ MODULES = {
     for path in sorted(top.rglob("*.py"))
     if path.name != "__init__.py" and "rpc/v1" not in path.as_posix()
 }
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 _BANNED = """
 afresh ahead anew apart asked basis beat book books chooser course desk doubt draft draw drawn
@@ -125,11 +125,16 @@ def find_banned(name: str) -> list[str]:
     return [word for word in words.split("_") if word in BANNED]
 
 
+@cache
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
 def iter_definitions(
     module: str, kinds: type[ast.AST] | tuple[type[ast.AST], ...]
 ) -> Iterator[tuple[str, ast.AST]]:
     """What stands at the top of a module or of a class; functions inside functions are private."""
-    queue = [TREES[module]]
+    queue: list[ast.AST] = [parse(module)]
     while queue:
         for node in ast.iter_child_nodes(queue.pop()):
             if isinstance(node, kinds):

@@ -14,9 +14,17 @@ class Block:
 
 class PrefixCache:
     def __init__(self, total: int) -> None:
-        self.free = deque(Block() for _ in range(total))
-        """The first is allocated next."""
+        self.empty: deque[Block] = deque()
+        """Free blocks without content; the first is allocated next, of all."""
+        self.num_unused = total
+        """Blocks that were never allocated: they come after the empty ones, and are made then."""
+        self.cached: deque[Block] = deque()
+        """Free blocks with content; the first of them is allocated when there are no others."""
         self.copies: dict[object, list[Block]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self.empty) + self.num_unused + len(self.cached)
 
     def find(self, contents: Sequence[int]) -> list[Block]:
         """Blocks of the longest cached prefix; of several copies the oldest."""
@@ -28,7 +36,7 @@ class PrefixCache:
         return found
 
     def allocate(self, count: int) -> list[Block]:
-        blocks = [self.free.popleft() for _ in range(count)]
+        blocks = [self._take_one() for _ in range(count)]
         for block in blocks:
             if block.content is not None:
                 self.copies[block.content].remove(block)
@@ -36,12 +44,18 @@ class PrefixCache:
             block.owners = 1
         return blocks
 
+    def _take_one(self) -> Block:
+        if not self.empty and self.num_unused:
+            self.num_unused -= 1
+            return Block()
+        return (self.empty or self.cached).popleft()
+
     def hold(self, blocks: Sequence[Block]) -> int:
         """Hold cached blocks; return how many were free."""
         count = 0
         for block in blocks:
             if block.owners == 0:
-                self.free.remove(block)
+                self.cached.remove(block)
                 count += 1
             block.owners += 1
         return count
@@ -62,6 +76,6 @@ class PrefixCache:
             block.owners -= 1
             if block.owners == 0:
                 (empty if block.content is None else cached).append(block)
-        self.free.extendleft(reversed(empty))
-        self.free.extend(cached)
+        self.empty.extendleft(reversed(empty))
+        self.cached.extend(cached)
         return len(empty) + len(cached)

@@ -150,7 +150,7 @@ class Instance:
             request.blocks += blocks
             request.held += self.cache.allocate(blocks)
         assert self.free >= 0
-        assert self.free == len(self.cache.free)
+        assert self.free == self.cache.num_free
 
     def find_cached(self, request: Request) -> list[Block]:
         """The blocks of a request that are cached here."""

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,18 @@ from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import Boot, build_engine_launch
 
 CHOICES = Path(__file__).parents[2] / "support" / "vllm_cuda_choices.py"
-MODULE = "vllm.entrypoints.openai.api_server"
+MODULE = "cleave_worker.vllm.api_server"
 WITHOUT_NVCC = {**os.environ, "CUDA_HOME": "/nonexistent", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-def choices(env: Mapping[str, str]) -> dict[str, dict[str, object]]:
-    """What an engine chooses, by compute capability, which an agent with `env` starts."""
+@pytest.fixture(scope="module")
+def choices() -> dict[str, dict[str, object]]:
+    """What an engine chooses, by compute capability, which an agent without nvcc starts.
+
+    Once for all tests: to import vLLM takes 10 s of a core.
+    """
     pytest.importorskip("vllm")
     config = AgentConfig(
         name="w",
@@ -33,7 +36,8 @@ def choices(env: Mapping[str, str]) -> dict[str, dict[str, object]]:
         host="127.0.0.1",
         connector="cleave",
     )
-    launch = build_engine_launch(config, Boot("boot", 8001, 5601, Path("/dev/null"), gpu=True), env)
+    boot = Boot("boot", 8001, 5601, Path("/dev/null"), gpu=True)
+    launch = build_engine_launch(config, boot, WITHOUT_NVCC)
     arguments = launch.argv[launch.argv.index(MODULE) + 1 :]
     done = subprocess.run(
         [sys.executable, CHOICES, *arguments],
@@ -48,10 +52,11 @@ def choices(env: Mapping[str, str]) -> dict[str, dict[str, object]]:
     return found
 
 
-def test_without_nvcc_engines_choose_no_kernels_that_it_compiles() -> None:
-    found = choices(WITHOUT_NVCC)
+def test_without_nvcc_engines_choose_no_kernels_that_it_compiles(
+    choices: dict[str, dict[str, object]],
+) -> None:
     for capability, first in (("9.0", "FLASH_ATTN_MLA"), ("10.0", "CUTLASS_MLA")):
-        chosen = found[capability]
+        chosen = choices[capability]
         assert chosen["attention"][0] == "FLASH_ATTN"  # type: ignore[index]
         assert chosen["latent attention"][0] == first  # type: ignore[index]
         assert not [name for kernels in chosen.values() for name in _names(kernels)], chosen
@@ -61,9 +66,11 @@ def test_without_nvcc_engines_choose_no_kernels_that_it_compiles() -> None:
         assert not chosen["all-reduce"]
 
 
-def test_engines_schedule_one_iteration_ahead_also_with_our_connector() -> None:
+def test_engines_schedule_one_iteration_ahead_also_with_our_connector(
+    choices: dict[str, dict[str, object]],
+) -> None:
     """As `cleave.perf` prices them."""
-    for chosen in choices(WITHOUT_NVCC).values():
+    for chosen in choices.values():
         assert chosen["connector"] == "CleaveConnector"
         assert chosen["asynchronous scheduling"]
         assert chosen["iterations in flight"] == 2

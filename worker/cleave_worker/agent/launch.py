@@ -109,7 +109,7 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
                 f"remove {_API_KEY} and {_API_KEY_ENV}: gateways send the key that the agent makes"
             )
     module = {
-        "vllm": "vllm.entrypoints.openai.api_server",
+        "vllm": "cleave_worker.vllm.api_server",
         "emulated": "cleave_worker.emulator.main",
     }[config.engine]
     argv = (sys.executable, "-P", "-m", module, *arguments, *user_arguments)

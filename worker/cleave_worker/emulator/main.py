@@ -1,6 +1,6 @@
 """Command line of the emulated engine: `python -m cleave_worker.emulator.main` with vLLM's flags.
 
-The agent starts it instead of `vllm.entrypoints.openai.api_server`. Flags of vLLM without a meaning
+The agent starts it instead of `cleave_worker.vllm.api_server`. Flags of vLLM without a meaning
 here are accepted where the agent or its users pass them; all others are rejected.
 """
 

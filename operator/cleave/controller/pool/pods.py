@@ -97,7 +97,14 @@ def choose_victims(pods: Sequence[ObservedPod], count: int) -> tuple[ObservedPod
 
 def _rank(pod: ObservedPod) -> tuple[bool, bool, bool, float, float, str]:
     load = math.inf if pod.load is None else pod.load
-    return pod.scheduled, not pod.is_failing, pod.ready, load if pod.ready else 0.0, -pod.created_s, pod.name
+    return (
+        pod.scheduled,
+        not pod.is_failing,
+        pod.ready,
+        load if pod.ready else 0.0,
+        -pod.created_s,
+        pod.name,
+    )
 
 
 def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:

@@ -6,7 +6,6 @@ from cleave.api.pool import InstancePoolStatus
 from cleave.controller.cluster import apply, conditions, objects
 from cleave.controller.cluster.actions import Action, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
-from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool.unschedulable import CapacityProbe, SchedulingLimit
 from cleave.controller.rollout.planner import RolloutStep
 from cleave.controller.views import PoolInstances, PoolView
