@@ -45,3 +45,16 @@ async def test_silence_is_an_error_after_the_time_out(serve: Answering) -> None:
 async def test_a_closed_port_is_an_error() -> None:
     with pytest.raises(HttpError):
         await engine_api.request("GET", "http://127.0.0.1:1", seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", ""),
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 6\r\n\r\nlength", "400: b'length'"),
+    ],
+)
+async def test_a_first_request_that_is_refused_is_reported(
+    serve: Answering, answer: bytes, fault: str
+) -> None:
+    assert await engine_api.warm_up(await serve(answer), "m", seconds=10) == fault

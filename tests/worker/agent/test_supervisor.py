@@ -1,16 +1,22 @@
 """When an engine is started again, and when it is taken for stalled."""
 
+import asyncio
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cleave.rpc.http_client import HttpError
 from cleave.shm.load_page import LoadSnapshot
-from cleave_worker.agent.config import AgentTiming
+from cleave_worker.agent import engine_api, supervisor
+from cleave_worker.agent.config import AgentConfig, AgentTiming
 from cleave_worker.agent.supervisor import (
     EngineFault,
+    EngineSupervisor,
     compute_restart_delay,
     is_stalled,
     open_pages,
@@ -55,3 +61,47 @@ def test_a_full_disk_is_a_fault_of_this_boot_and_leaves_nothing(
     with open_pages() as (folder, pages):
         assert folder.parent == tmp_path
         assert pages.load.read().num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "answer", "steps"),
+    [
+        ("vllm", "", ["warm up", "info", "verify"]),
+        ("vllm", "400: no", ["warm up", "info", "verify"]),
+        ("vllm", HttpError("no answer"), ["warm up"]),
+        ("emulated", "", ["info", "verify"]),
+    ],
+)
+async def test_vllm_answers_a_request_before_it_may_become_ready(
+    config_of: Callable[..., AgentConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    answer: str | HttpError,
+    steps: list[str],
+) -> None:
+    taken: list[str] = []
+
+    async def check_health(*_: object) -> str:
+        return ""
+
+    async def fetch_info(*_: object) -> str:
+        return "info"
+
+    async def warm_up(*_: object) -> str:
+        taken.append("warm up")
+        if isinstance(answer, HttpError):
+            raise answer
+        return answer
+
+    async def keep_verified(*_: object) -> None:
+        taken.append("verify")
+        raise EngineFault("enough")
+
+    for function in (check_health, fetch_info, warm_up):
+        monkeypatch.setattr(engine_api, function.__name__, function)
+    monkeypatch.setattr(supervisor, "keep_verified", keep_verified)
+    instance = SimpleNamespace(set_engine_info=taken.append)
+    supervised = EngineSupervisor(config_of(engine=engine), instance, (), gpu=False)
+    with pytest.raises(EngineFault):
+        await asyncio.wait_for(supervised._supervise("http://e", "key"), 10)
+    assert taken == steps

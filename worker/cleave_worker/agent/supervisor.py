@@ -144,6 +144,9 @@ class EngineSupervisor:
 
     async def _supervise(self, url: str, engine_key: str) -> None:
         await self._wait_until_healthy(url)
+        if self._config.engine == "vllm":
+            # Before peers learn that it responds and test with it.
+            await self._warm_up(url, engine_key)
         await self._wait_for_engine_info(url, engine_key)
         verification = keep_verified(self._config, self._instance)
         await _run_until_first_ends(verification, self._watch_health(url))
@@ -169,6 +172,18 @@ class EngineSupervisor:
         except HttpError as error:
             raise EngineFault(f"does not say what it serves: {error}") from error
         self._instance.set_engine_info(info)
+
+    async def _warm_up(self, url: str, engine_key: str) -> None:
+        config = self._config
+        try:
+            fault = await engine_api.warm_up(
+                *(url, config.served_model_name, config.timing.start_timeout),
+                build_headers(engine_key),
+            )
+        except HttpError as error:
+            raise EngineFault(f"does not answer its first request: {error}") from error
+        if fault:
+            _log.warning("the first request, which only warms the engine up, failed: %s", fault)
 
     async def _watch_health(self, url: str) -> None:
         timing = self._config.timing
