@@ -35,8 +35,11 @@ MODULES = {
     "gateway.proxy": "attempt proxied_request request_observer sse_relay",
     "gateway.tracing": "recording_observer",
     "gateway.upstream": "circuit_breaker connection_pool kv_transfer_params stream_start",
-    "policy": "dispatch output_length queue_model",
-    "router": "instance registry router score_table selection shared_load shared_score_table",
+    "policy": "dispatch output_length prefix_cache prompt_cost queue_model",
+    "router": (
+        "instance prefix_index registry router routing_request score_table selection shared_load"
+        " shared_score_table"
+    ),
     "shm": "change_log",
 }
 """Modules by package. They are compiled together, so that they call each other directly."""

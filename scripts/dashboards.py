@@ -263,6 +263,23 @@ def pools() -> Dashboard:
             ),
         ),
         Graph(
+            "Cached share of prompts",
+            "percentunit",
+            tuple(
+                Line(
+                    f"{{{{engine}}}} {source}",
+                    " / ".join(
+                        f"{join} by (model, engine) (rate("
+                        f'cleave_gateway_cache_{tokens}_tokens_total{{source="{source}",{MODEL}}}'
+                        f"{RATE}))"
+                        for tokens in ("hit", "prompt")
+                    ),
+                )
+                for source, join in (("engine", "max"), ("predicted", "sum"))
+            ),
+            "As engines report it and as gateways predict it when they choose instances.",
+        ),
+        Graph(
             "P90 of a handoff",
             "s",
             (

@@ -29,6 +29,11 @@ WELL: Series = {
     "vllm:nixl_num_failed_transfers_total": 1,
     '=vllm:num_requests_running{model_name="m"}': 2,
     'cleave_gateway_flips_total{model="m",from="decode",to="mixed"}': 0.1,
+    **{
+        f'cleave_gateway_cache_{kind}_tokens_total{{model="m",engine="a",source="{source}"}}': count
+        for source, prompt, hit in (("predicted", 50_000, 20_000), ("engine", 60_000, 22_000))
+        for kind, count in (("prompt", prompt), ("hit", hit))
+    },
     "cleave_gateway_process_restarts_total": 0,
     'cleave_gateway_suspects_total{model="m"}': 0,
     "=cleave_gateway_keys_stale": 0,
@@ -63,6 +68,9 @@ ILL: dict[str, Series] = {
     "CleaveProofsAreStale": {'=cleave_gateway_kv_proof_age_seconds_max{model="m"}': 700},
     "CleaveAnswersDiffer": {'cleave_gateway_kv_audits_total{result="different"}': 1},
     "CleaveEnginesUnscraped": {'=vllm:num_requests_running{model_name="m"}': None},
+    "CleaveCachesAreNotAsPredicted": {
+        'cleave_gateway_cache_hit_tokens_total{model="m",engine="a",source="engine"}': 10_000
+    },
     "CleavePoolsFlap": {'cleave_gateway_flips_total{model="m",from="decode",to="mixed"}': 2},
     "CleaveGatewayProcessesDie": {"cleave_gateway_process_restarts_total": 1},
     "CleaveRequestsEndEngines": {'cleave_gateway_suspects_total{model="m"}': 1},

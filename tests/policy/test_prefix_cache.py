@@ -1,96 +1,91 @@
-"""Who has computed the beginning of a prompt."""
+"""Prompts as blocks, whether prompts repeat, and how long blocks stay cached."""
 
-import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+import itertools
+import random
 
-from cleave.policy.dispatch import NONE
+import pytest
+
 from cleave.policy.prefix_cache import (
-    BLOCK_BYTES,
-    TOKENS_PER_BLOCK,
-    PrefixIndex,
-    find_least_uncached,
+    BLOCK_ENDS,
+    CLOCK_BITS,
+    FIRST_BLOCK_BYTES,
+    MAX_PROMPT_BYTES,
+    RepeatDetector,
+    estimate_cached_tokens,
     hash_blocks,
+    hash_first_block,
+    is_cached,
 )
 
 
 def text(*blocks: str) -> bytes:
-    return b"".join(block.encode() * BLOCK_BYTES for block in blocks)
+    return b"".join(block.encode() * FIRST_BLOCK_BYTES for block in blocks)
 
 
-def count(index: PrefixIndex, holder: str, prompt: bytes) -> int:
-    found = index.find(hash_blocks(prompt))
-    return next((depth for depth, holders in found if holder in holders), 0)
+def hash_all(prompt: bytes) -> list[int]:
+    return hash_blocks(memoryview(prompt), hash_first_block(memoryview(prompt)))
 
 
 def test_only_whole_blocks_are_hashed() -> None:
-    assert len(hash_blocks(text("a", "b") + b"rest")) == 2
-    assert hash_blocks(b"short") == []
+    assert len(hash_all(text("a", "b") + b"rest")) == 2
+    assert len(hash_all(text("a", "b"))) == 1, "the last byte closes the text"
+    assert len(hash_all(text("a", "b") + b"]")) == 2
 
 
 def test_equal_beginnings_have_equal_hashes_and_nothing_after_a_difference_has() -> None:
-    one, other = hash_blocks(text("a", "b", "c")), hash_blocks(text("a", "x", "c"))
+    one, other = hash_all(text("a", "b", "c", "]")), hash_all(text("a", "x", "c", "]"))
     assert one[0] == other[0]
     assert one[1] != other[1]
     assert one[2] != other[2], "hashes are chained"
 
 
-def test_the_longest_known_beginning_is_found_for_each_holder() -> None:
-    index = PrefixIndex()
-    index.add("p1", hash_blocks(text("a", "b", "c")), 100)
-    index.add("p2", hash_blocks(text("a", "x")), 100)
-    prompt = text("a", "b", "c", "d")
-    assert [count(index, holder, prompt) for holder in ("p1", "p2", "p3")] == [3, 1, 0]
+def test_a_longer_prompt_has_the_blocks_of_the_shorter_one() -> None:
+    rng = random.Random(1)
+    prompt = rng.randbytes(100_000)
+    short, long = hash_all(prompt[:61_000]), hash_all(prompt)
+    assert long[: len(short)] == short
 
 
-def test_the_oldest_blocks_go_first_and_the_first_of_a_prompt_last() -> None:
-    index = PrefixIndex()
-    index.add("p", hash_blocks(text("a", "b", "c")), 4)
-    index.add("p", hash_blocks(text("k", "l")), 4)
-    assert count(index, "p", text("a", "b", "c")) == 2
-    assert count(index, "p", text("k", "l")) == 2
+def test_blocks_grow_with_the_prompt_to_an_eighth_of_the_position() -> None:
+    ends = [0, *BLOCK_ENDS]
+    sizes = [end - start for start, end in itertools.pairwise(ends)]
+    assert sizes == sorted(sizes)
+    assert all(
+        size <= max(FIRST_BLOCK_BYTES, end / 8) for size, end in zip(sizes, BLOCK_ENDS, strict=True)
+    )
+    assert len(BLOCK_ENDS) == 56
+    assert BLOCK_ENDS[-1] == MAX_PROMPT_BYTES
 
 
-def test_engines_that_are_gone_are_forgotten() -> None:
-    index = PrefixIndex()
-    for holder in ("p1", "p2"):
-        index.add(holder, hash_blocks(text("a")), 10)
-    index.retain({"p2"})
-    assert (count(index, "p1", text("a")), count(index, "p2", text("a"))) == (0, 1)
-    index.retain(())
-    assert len(index) == 0
-    assert list(index.find(hash_blocks(text("a")))) == []
+def test_text_beyond_the_limit_costs_nothing() -> None:
+    assert len(hash_all(bytes(2 * MAX_PROMPT_BYTES))) == len(BLOCK_ENDS)
 
 
-def test_cached_tokens_are_subtracted_from_the_queue() -> None:
-    found = [(4, {"p2"}), (1, {"p1", "p2"})]
-    slots = {"p1": 0, "p2": 1, "p3": 2}
-    cached = 4 * TOKENS_PER_BLOCK
-    for scores, slot in (
-        ([100.0, cached + 50.0, 60.0], 0),
-        ([900.0, cached + 50.0, 60.0], 1),
-        ([900.0, cached + 90.0, 60.0], 2),
-        ([90.0, cached + 50.0, 160.0], 0),
-    ):
-        assert find_least_uncached(np.array(scores), list(slots).__getitem__, slots, found) == slot
+def test_cached_tokens_are_those_of_the_blocks_and_of_half_the_next_one() -> None:
+    assert estimate_cached_tokens(0, 4_096, 1_000) == 0
+    assert estimate_cached_tokens(2, 4_096, 1_000) == 625
+    assert estimate_cached_tokens(4, 4_097, 1_000) == pytest.approx(1_000, rel=0.001)
+    assert estimate_cached_tokens(len(BLOCK_ENDS), 2 * MAX_PROMPT_BYTES, 1_000) == 750
 
 
-def test_a_closed_holder_is_not_found() -> None:
-    slots, found = {"p1": 0, "p2": 1}, [(9, {"p1"})]
-    assert find_least_uncached(np.array([np.inf, 5.0]), ["p1", "p2"].__getitem__, slots, found) == 1
-    assert find_least_uncached(np.array([np.inf]), ["p1"].__getitem__, slots, found) == NONE
-
-
-@given(
-    st.lists(st.floats(0, 5_000), min_size=1, max_size=8),
-    st.lists(st.sets(st.integers(0, 7)), max_size=6),
+@pytest.mark.parametrize(
+    ("clock", "stamp", "expected"),
+    [(10, 10, True), (109, 10, True), (110, 10, False), (5, (1 << CLOCK_BITS) - 5, True)],
 )
-def test_no_open_instance_is_better(values: list[float], levels: list[set[int]]) -> None:
-    # Who has a block has those before it.
-    holders = [set.union(*levels[at:]) for at in range(len(levels))]
-    found = [(at + 1, {str(i) for i in holders[at]}) for at in reversed(range(len(levels)))]
-    depth = [sum(i in each for each in holders) for i in range(len(values))]
-    slots = {str(i): i for i in range(len(values))}
-    slot = find_least_uncached(np.array(values), str, slots, found)
-    effort = [value - TOKENS_PER_BLOCK * d for value, d in zip(values, depth, strict=True)]
-    assert effort[slot] == min(effort)
+def test_a_block_is_cached_until_the_kv_was_filled_again(
+    clock: int, stamp: int, expected: bool
+) -> None:
+    assert is_cached(clock, stamp, 100) is expected
+
+
+def test_new_prompts_switch_it_off_and_repeated_ones_on_again() -> None:
+    detector = RepeatDetector()
+    assert detector.is_repeating, "the first conversations count"
+    for _ in range(200):
+        detector.observe(False)
+    assert not detector.is_repeating
+    for _ in range(5):
+        detector.observe(True)
+    for _ in range(100):
+        detector.observe(False)
+        assert detector.is_repeating, "most are not known yet"

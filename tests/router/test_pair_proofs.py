@@ -13,7 +13,7 @@ from cleave.router.errors import NoInstance
 from cleave.router.pair_proofs import PairResult
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
-from cleave.router.selection import RoutingRequest
+from cleave.router.routing_request import RoutingRequest
 from cleave.rpc.v1 import agent_pb2
 
 FAILED, SUSPECT, PROVEN = (

@@ -14,6 +14,8 @@ LOAD = LoadSnapshot(
     kv_blocks_free=10,
     kv_blocks_total=100,
     num_preemptions=7,
+    prefix_cache_queries=2_000,
+    prefix_cache_hits=1_024,
     kv_cache_usage=0.9,
 )
 

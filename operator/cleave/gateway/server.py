@@ -66,7 +66,8 @@ class GatewayServer:
         if config.tls_certificate is not None and config.tls_key is not None:
             self._certificate = TlsCertificate(config.tls_certificate, config.tls_key)
         router_class = SharedRouter if shared else Router
-        router = router_class(registry, config.fallback, rules)
+        prefixes = shared.prefix_memory if shared else None
+        router = router_class(registry, config.fallback, rules, prefix_memory=prefixes)
         if config.output_length_model is not None:
             _load_output_length_model(config.output_length_model, router)
         self.context = GatewayContext(config, router, self._api_keys_file.keys, shared)

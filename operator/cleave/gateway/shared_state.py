@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Self
 
+from cleave.router.prefix_index import PrefixMemory
 from cleave.router.shared_load import SharedLoad, build_table
 from cleave.shm.table import SharedTable
 
@@ -43,6 +44,8 @@ class SharedGatewayState:
         self._has_warned = False
         """Whether it has been logged that the counters cannot be written."""
         self._load_table = build_table(count)
+        self.prefix_memory = PrefixMemory()
+        """Cached prompts by engine, for the router."""
         self.tenant_usage = SharedTable(MAX_TENANTS, count, own=1, common=2)
         """Usage of tenants."""
         self._process_table = SharedTable(1, count, own=4, common=1)

@@ -47,8 +47,9 @@ of the last pick that chose the instance.
 
 LEAST, RANDOM, OF_TWO, LIGHTEST, FULLEST, CACHED = 0, 1, 2, 3, 4, 5
 """How a slot is picked: least score; at random; the lesser of two at random; the lighter of two at
-random (`sample_least_heavy`); the fullest that keeps its targets (`best_fit`); least score minus
-cached tokens (`prefix_cache`). RANDOM and OF_TWO equal the number of slots drawn.
+random (`sample_least_heavy`); the fullest that keeps its targets (`best_fit`); least cost of
+waiting and of computing what is not cached (`prompt_cost`), which the router also takes in place of
+LEAST by wait where prompts repeat. RANDOM and OF_TWO equal the number of slots drawn.
 """
 
 TO_PREFILL, TO_DECODE, TO_WHOLE = 0, 1, 2

@@ -1,115 +1,151 @@
-"""Estimates which instances have cached the prefix of a prompt, in bounded memory.
+"""Prompts as blocks with chained hashes, whether prompts repeat, and how long engines cache blocks.
 
-Called by the router for the policy PrefixAware. What is hard: a gateway has text, engines cache
-blocks of tokens and do not report evictions. So text is split into blocks with chained hashes, and
-the index keeps the latest blocks of each instance, as many as its KV cache can hold. Hashing text
-takes a few microseconds; tokenizing would cost more than all other work of the gateway.
+Called by the router for each prompt of more than 1 KiB; `router.prefix_index` remembers where
+blocks are. What is hard: a gateway has text, engines cache blocks of tokens and do not report what
+they evict. Tokenizing would cost more than all other work of the gateway, and hashing many small
+blocks more than the rest of a pick. So blocks are large and grow with their position in the prompt,
+and of traffic that does not repeat only a sample is hashed.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from zlib import crc32
 
-from cleave.policy.dispatch import NONE, Scores, find_least
+FIRST_BLOCK_BYTES = 1_024
+"""Bytes of text in the first blocks: about sixteen blocks of vLLM's KV cache."""
+MAX_PROMPT_BYTES = 512 << 10
+"""Text beyond it is not hashed."""
+_BLOCKS_PER_DOUBLING = 8
+"""Blocks between a position and twice that position: what is cached is known to an eighth."""
 
-BLOCK_BYTES = 512
-"""Bytes of text per block."""
-TOKENS_PER_BLOCK = 128
-"""Approximate tokens per block: eight blocks of vLLM's KV cache."""
-_MAX_BLOCKS = 256
-"""Blocks per prompt; text beyond 128 KiB is hardly ever shared."""
+CLOCK_TOKENS = 128
+"""Unit of the clocks of caches, see `is_cached`."""
+CLOCK_BITS = 20
+"""Clocks wrap around after 2^20 units, 134 million tokens: longer than any cache lasts."""
+
+_SAMPLED_MASK = 31
+"""While prompts do not repeat, one of so many, plus one, is looked up and remembered: those with
+certain bytes, so that a prompt and its repetition are both in the sample."""
+_ALWAYS_SAMPLED_MASK = 63
+"""And one of so many, plus one, with any bytes: all prompts may begin like each other."""
+_SAMPLED_MIDDLE, _SAMPLED_LAST = 511, 1_023
+"""Positions of these bytes, in the first block."""
+_MIN_TRUST_TOKENS = 20_000.0
+"""Predicted tokens from which predictions are compared with what engines report."""
+_TRUST_TOLERANCE = 0.1
+"""Difference of the shares from which predictions are corrected."""
+_REPEATING_SHARE = 0.05
+"""Share of prompts with a known first block from which prompts repeat."""
+_FIRST_SHARE = 0.5
+"""The share at first: prompts count as repeating for at least 150 of them."""
+_SHARE_WEIGHT = 1 / 64
+"""Weight of the newest prompt in this share."""
 
 
-def hash_blocks(text: bytes | memoryview, adapter: int = 0) -> list[int]:
-    """Chained hashes: one for each full block of `text` together with all text before it.
+def _list_block_ends() -> tuple[int, ...]:
+    ends = [0]
+    step = FIRST_BLOCK_BYTES
+    while ends[-1] < MAX_PROMPT_BYTES:
+        if ends[-1] >= 2 * _BLOCKS_PER_DOUBLING * step:
+            step *= 2
+        ends.append(ends[-1] + step)
+    return tuple(ends[1:])
 
-    `adapter`: key of the adapter that computes the KV; 0: the base model. Hashes have 32 bits: a
-    collision only leads to a suboptimal pick.
+
+BLOCK_ENDS = _list_block_ends()
+"""Where blocks end, in bytes of the prompt's text."""
+
+
+def hash_first_block(text: bytes | memoryview) -> int:
+    """The first hash of `hash_blocks` alone; `text` has more than FIRST_BLOCK_BYTES."""
+    return crc32(text[:FIRST_BLOCK_BYTES])
+
+
+def hash_blocks(text: bytes | memoryview, first: int, seed: int = 0) -> list[int]:
+    """Chained hashes: one for each full block of `text` together with all text before it. The last
+    byte, which closes a text or a list in JSON, belongs to no block.
+
+    `first`: from `hash_first_block`; `seed`: XORed with all hashes. Hashes have 32 bits: a
+    collision only leads to a pick that is not the best.
     """
-    hashes: list[int] = []
-    chained = adapter
-    view = memoryview(text)
-    for end in range(BLOCK_BYTES, min(len(view), _MAX_BLOCKS * BLOCK_BYTES) + 1, BLOCK_BYTES):
-        chained = crc32(view[end - BLOCK_BYTES : end], chained)
-        hashes.append(chained)
+    size = len(text)
+    hashes = [first ^ seed]
+    chained, start = first, FIRST_BLOCK_BYTES
+    for number in range(1, len(BLOCK_ENDS)):
+        end = BLOCK_ENDS[number]
+        if end >= size:
+            break
+        chained = crc32(text[start:end], chained)
+        hashes.append(chained ^ seed)
+        start = end
     return hashes
 
 
-class PrefixIndex:
-    """Which holders probably cache which blocks. A holder is the boot ID of an engine."""
+def estimate_cached_tokens(blocks: int, text_bytes: int, prompt_tokens: int) -> float:
+    """Tokens that are cached of a prompt of `text_bytes` bytes if its first `blocks` blocks are.
+    On average half of the next block, which is another one or incomplete, is cached, too."""
+    if blocks <= 0:
+        return 0.0
+    start, end = BLOCK_ENDS[blocks - 1], text_bytes
+    if blocks < len(BLOCK_ENDS):
+        end = min(end, BLOCK_ENDS[blocks])
+    return prompt_tokens * (start + end) / (2.0 * text_bytes)
+
+
+def is_cached(clock: int, stamp: int, capacity: float) -> bool:
+    """Whether an engine probably still has a block that was used when its clock was at `stamp`.
+
+    `clock`: tokens written to its KV since it started, computed or generated, in units of
+    CLOCK_TOKENS; it wraps around. `capacity`: what its KV holds, in the same unit. Engines evict
+    the block that was used longest ago (vLLM's block pool), so a block lasts until as much as their
+    KV holds has been written.
+    """
+    return (clock - stamp) % (1 << CLOCK_BITS) < capacity
+
+
+def compute_trust(
+    predicted_prompt: float, predicted_cached: float, engine_prompt: float, engine_cached: float
+) -> float:
+    """The factor on predictions of cached tokens that makes them agree with an engine, 0..1.
+
+    Tokens of recent prompts: sent there, and of these predicted to be cached; looked up in the
+    engine's prefix cache, and found there. An engine that looks nothing up has no cache. Small
+    differences are chance, and a prediction that is too low is corrected by nothing, because what
+    is cached beyond it is not known.
+    """
+    if predicted_cached < _MIN_TRUST_TOKENS:
+        return 1.0
+    predicted = predicted_cached / predicted_prompt
+    found = engine_cached / engine_prompt if engine_prompt > 0.0 else 0.0
+    return found / predicted if found < predicted - _TRUST_TOLERANCE else 1.0
+
+
+class RepeatDetector:
+    """Whether prompts repeat: the share of recent prompts whose first block was known.
+
+    It begins as if they did, so that the first conversations after a start are noticed. The same
+    holds whenever prompts of a sample repeat: those that were not in it are not known yet.
+    """
+
+    __slots__ = ("_num_prompts", "share")
 
     def __init__(self) -> None:
-        self._holders: dict[int, set[str]] = {}
-        self._recent: dict[str, OrderedDict[int, None]] = {}
+        self.share = _FIRST_SHARE
+        self._num_prompts = 0
 
-    def __len__(self) -> int:
-        return len(self._recent)
+    @property
+    def is_repeating(self) -> bool:
+        """Whether it pays to look at caches."""
+        return self.share > _REPEATING_SHARE
 
-    def add(self, holder: str, hashes: Sequence[int], most_blocks: int) -> None:
-        """Record that a prompt was sent to `holder`, whose KV cache holds `most_blocks` blocks."""
-        recent = self._recent.setdefault(holder, OrderedDict())
-        # The first blocks are shared most, so they become the most recently used ones.
-        for each in reversed(hashes):
-            if each in recent:
-                recent.move_to_end(each)
-            else:
-                recent[each] = None
-                self._holders.setdefault(each, set()).add(holder)
-        while len(recent) > max(most_blocks, 1):
-            self._drop(recent.popitem(last=False)[0], holder)
+    def is_sampled(self, text: bytes | memoryview) -> bool:
+        """Whether to look at this prompt although prompts do not repeat."""
+        self._num_prompts = number = self._num_prompts + 1
+        if not number & _ALWAYS_SAMPLED_MASK:
+            return True
+        return not (text[_SAMPLED_MIDDLE] + text[_SAMPLED_LAST]) & _SAMPLED_MASK
 
-    def retain(self, holders: Collection[str]) -> None:
-        """Remove all other holders."""
-        for gone in self._recent.keys() - set(holders):
-            for each in self._recent.pop(gone):
-                self._drop(each, gone)
-
-    def contains(self, hashes: Sequence[int]) -> bool:
-        """Whether any holder has the first block of the prompt."""
-        return bool(hashes) and hashes[0] in self._holders
-
-    def find(self, hashes: Sequence[int]) -> Iterator[tuple[int, set[str]]]:
-        """(number of leading blocks, holders that have them), in descending order of blocks."""
-        # A holder of a block has all blocks before it: later blocks of a prompt are evicted first.
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if hashes[middle - 1] in self._holders:
-                low = middle
-            else:
-                high = middle - 1
-        for count in range(low, 0, -1):
-            yield count, self._holders.get(hashes[count - 1], set())
-
-    def _drop(self, block: int, holder: str) -> None:
-        holders = self._holders[block]
-        holders.discard(holder)
-        if not holders:
-            del self._holders[block]
-
-
-def find_least_uncached(
-    scores: Scores,
-    holder_at: Callable[[int], str],
-    slots: Mapping[str, int],
-    matches: Iterable[tuple[int, set[str]]],
-) -> int:
-    """Slot with the least score minus cached tokens; NONE when all are closed. `holder_at`,
-    `slots`: holder by slot, and slot by holder; `matches`: from `PrefixIndex.find`."""
-    best = least = find_least(scores)
-    if least == NONE:
-        return NONE
-    shortest = lowest = float(scores[least])
-    its_holder = holder_at(least)
-    for count, holders in matches:
-        tokens = count * TOKENS_PER_BLOCK
-        if shortest - tokens >= lowest:
-            break
-        if its_holder in holders:
-            # No other slot can be better. Common prefixes are cached nearly everywhere.
-            return least
-        for holder in holders:
-            slot = slots.get(holder, NONE)
-            if slot != NONE and scores[slot] - tokens < lowest:
-                best, lowest = slot, float(scores[slot]) - tokens
-    return best
+    def observe(self, is_known: bool) -> None:
+        """Count a prompt that was looked up."""
+        was_repeating = self.is_repeating
+        self.share += ((1.0 if is_known else 0.0) - self.share) * _SHARE_WEIGHT
+        if self.is_repeating and not was_repeating:
+            self.share = _FIRST_SHARE

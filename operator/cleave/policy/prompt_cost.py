@@ -10,6 +10,7 @@ cache-aware scheduling); Preble weighs reuse against load in one cost (ICLR 2025
 is that of `policy.queue_model`.
 """
 
+import math
 from collections.abc import Sequence
 
 from cleave.policy.dispatch import NONE, RESIDENT_WEIGHT, Scores
@@ -43,8 +44,8 @@ def find_least_cost(
     slots: Sequence[int],
     cached: Sequence[float],
     token_ms: Sequence[float],
-    scores: Scores,
-    pending: Scores,
+    scores: Scores | Sequence[float],
+    pending: Scores | Sequence[float],
     prompt_tokens: float,
     is_time: bool,
     now_ms: float,
@@ -61,7 +62,7 @@ def find_least_cost(
     lowest_ms = 0.0
     for at in range(len(slots)):
         slot = slots[at]
-        if scores[slot] < float("inf"):
+        if scores[slot] < math.inf:
             wait_ms = predict_wait_ms(scores[slot], pending[slot], is_time, now_ms, token_ms[at])
             cost_ms = predict_cost_ms(wait_ms, prompt_tokens - cached[at], token_ms[at])
             if best == NONE or cost_ms < lowest_ms:

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
+from cleave.router.cache_hits import HitCounts, HitWindow
 from cleave.router.pair_proofs import PairResult, merge_results, read_proofs
+from cleave.router.prefix_index import to_holder
 from cleave.rpc.engine_key import compute_kv_key
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
@@ -22,6 +25,8 @@ from cleave.rpc.v1 import agent_pb2
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
 """The roles that this version knows, numbered in this order by `policy.role_flipping`. Agents of a
 newer version may report others."""
+_UNKNOWN_KV_TOKENS = 1 << 17
+"""Assumed size of a KV that an agent has not reported."""
 STALL_NS = 10_000_000_000
 """An engine without a step for this long has stalled, and its KV leases may have expired: they last
 20 s after a heartbeat, and heartbeats come every 5 s."""
@@ -43,6 +48,9 @@ class Target:
     """Port of rank 0 for layer-wise KV transfer during prefill; 0: not supported."""
     overlap_min_tokens: int = 0
     """Prompt tokens from which layer-wise transfer is worthwhile; 0: the plan determines it."""
+
+    holder: int = 0
+    """Number of the boot in `router.prefix_index`."""
 
     engine_key: str = field(default="", repr=False)
     """What the engine's HTTP API asks for; empty: nothing."""
@@ -84,8 +92,9 @@ class InFlightLoad:
     """The load of one boot of an engine, from this gateway's requests and from load reports."""
 
     __slots__ = (
-        "computed_tokens", "decoding_requests", "last_pick", "num_heavy", "num_prompts",
-        "num_remote_requests", "num_requests", "prompt", "queue", "resident", "weighted_context",
+        "cached_tokens", "computed_tokens", "decoding_requests", "last_pick", "num_heavy",
+        "num_prompts", "num_remote_requests", "num_requests", "prompt", "prompt_tokens", "queue",
+        "resident", "weighted_context", "written_tokens",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -111,6 +120,26 @@ class InFlightLoad:
         """Requests that decode there or will do so."""
         self.last_pick = 0
         """Number of the latest pick of this instance."""
+        self.prompt_tokens = 0.0
+        """Tokens of all own prompts sent there since this boot."""
+        self.cached_tokens = 0.0
+        """Those of them that were predicted to be cached there."""
+        self.written_tokens = 0.0
+        """Tokens that own requests have written to its KV, or will: its clock (`is_cached`)."""
+
+    def count_prompt(self, prompt_tokens: float, cached_tokens: float, written: float) -> None:
+        """Count a prompt that is computed there; it and its output write so many tokens."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.written_tokens += written
+
+    def read_clock(self) -> int:
+        """The clock of its cache: tokens written by all processes, in units of CLOCK_TOKENS."""
+        return int(self.written_tokens) // CLOCK_TOKENS
+
+    def predict_hits(self) -> tuple[float, float]:
+        """(prompt tokens sent there by all processes, those that were predicted to be cached)."""
+        return self.prompt_tokens, self.cached_tokens
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """(pending prompt tokens, number of these prompts, resident tokens); the second one is 0
@@ -169,7 +198,8 @@ class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_open_load", "agent", "closed_until", "connectivity", "in_flight", "last_event_at", "load",
+        "_open_load", "agent", "closed_until", "connectivity", "hits", "in_flight", "kv_tokens",
+        "last_event_at", "load",
         "name", "num_routers", "pairs", "registration", "router_rank", "score_table", "slot",
         "stalled_at", "target",
     )  # fmt: skip
@@ -188,9 +218,13 @@ class RoutedInstance:
         """Unique in the fleet."""
         self.agent = agent
         self.registration = registration
+        self.kv_tokens = _count_kv_tokens(registration)
+        """Tokens that its KV holds."""
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
         self.in_flight = open_load(self.name, registration.boot_id)
+        self.hits = HitWindow()
+        """What share of its prompts was cached."""
         self.pairs: dict[str, PairResult] = {}
         """Results of handoffs to this boot, by the boot of the prefill engine."""
         self.closed_until: dict[str, float] = {}
@@ -229,10 +263,12 @@ class RoutedInstance:
         if registration.boot_id != self.registration.boot_id:
             self.in_flight.close()
             self.in_flight = self._open_load(self.name, registration.boot_id)
+            self.hits = HitWindow()
             self.load = agent_pb2.LoadReport()
             self.set_pairs({})
         self.agent = agent
         self.registration = registration
+        self.kv_tokens = _count_kv_tokens(registration)
         self.target = target
 
     def update_pairs(self, proofs: agent_pb2.PairProofs, now: float) -> None:
@@ -263,7 +299,13 @@ class RoutedInstance:
         tokens = float(blocks * self.registration.kv_block_size)
         self.in_flight.resident.update_from_report(tokens)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
+        queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
+        self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, hits))
         return True
+
+
+def _count_kv_tokens(registration: agent_pb2.Registration) -> int:
+    return registration.kv_blocks_total * registration.kv_block_size or _UNKNOWN_KV_TOKENS
 
 
 def to_target(registration: agent_pb2.Registration) -> Target:
@@ -279,6 +321,7 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         role=get_enum_name(agent_pb2.Role, registration.role),
         kv_port=registration.kv_port,
         overlap_min_tokens=registration.ahead_from_tokens,
+        holder=to_holder(registration.boot_id),
         engine_key=registration.engine_key,
         kv_key=compute_kv_key(registration.engine_key),
     )

@@ -24,9 +24,11 @@ from cleave.policy.output_length import ConditionalMean, LengthPredictor
 from cleave.router.errors import NoInstance
 from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, Target
 from cleave.router.iteration_time_fit import IterationTimeEstimator
+from cleave.router.prefix_index import PrefixMemory
 from cleave.router.registry import InstanceRegistry, ServedModel
+from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import ScoreTable, WritableScoreColumn
-from cleave.router.selection import CachedPrompt, EndpointSelector, RoutingRequest, find_slots
+from cleave.router.selection import EndpointSelector, find_slots
 from cleave.router.shared_score_table import ChangeLogScoreTable
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
@@ -51,7 +53,7 @@ class RoutingRules:
 _MAX_ATTEMPTS = 3
 """Limit of selections per request in a shared router; other processes may be faster each time."""
 _PRUNE_EVERY = 4096
-"""Number of picks after which cached prompts of engines that are gone are dropped."""
+"""Number of picks after which engines that are gone are forgotten."""
 
 _ALWAYS_OBSERVED = 1024
 """Number of first completions that all train the length predictor."""
@@ -123,8 +125,10 @@ class Router:
         rules: RoutingRules | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
+        prefix_memory: PrefixMemory | None = None,
     ) -> None:
-        """`clock`: seconds; `seed`: above 0, for random policies."""
+        """`clock`: seconds; `seed`: above 0, for random policies; `prefix_memory`: shared with the
+        other processes of a gateway; None: there are none."""
         self.registry = registry
         self.length_predictor: LengthPredictor = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
         """Predicts output lengths; `observe_completion` trains it."""
@@ -133,10 +137,14 @@ class Router:
         self._iteration_times = IterationTimeEstimator(self._rules.ttft_ms, self._rules.tpot_ms)
         self._clock = clock
         self._selector = EndpointSelector(
-            registry.policy, self._iteration_times, clock, seed or random.randrange(1, 2147483647)
+            registry.policy,
+            self._iteration_times,
+            clock,
+            seed or random.randrange(1, 2147483647),
+            prefix_memory or PrefixMemory(),
         )
         rule = dispatch.RULES[registry.policy]
-        self.uses_prompt_text = rule.prefill == dispatch.CACHED
+        self.uses_prompt_text = self._selector.reads_text
         """Whether the policy uses the prompt's text."""
         # For other policies the accounting of these two would add a few percent to a request.
         self._tracks_decoding = rule.decode in (dispatch.LIGHTEST, dispatch.FULLEST)
@@ -158,6 +166,7 @@ class Router:
         prefill_lost: bool = False,
         session: bytes | None = None,
         text: bytes | memoryview = b"",
+        salt: bytes = b"",
         cached: CachedPrompt | None = None,
     ) -> Pick:
         """Pick the instances of a request and add its load.
@@ -166,15 +175,17 @@ class Router:
         not be split. `excluded`: instances that failed it; `suspect`: instances that rejected it,
         used only if no other one is left. `prefill_lost`: a prefill instance failed during it.
         `session`: requests with equal values go to one instance where that costs little. `text`:
-        the prompt, for policies that track cached prefixes. `cached`: where the prompt was computed
-        before. Raises RouterError.
+        the prompt, for policies that track cached prefixes; `salt`: only requests with an equal one
+        share them. `cached`: where the prompt was computed before. Raises RouterError.
         """
         served = self.registry.models.get(model)
         if served is None:
             raise self.registry.build_error(model)
         exclusions = [{*excluded, *suspect}, excluded] if suspect else [excluded]
         length = self.length_predictor.predict(prompt_tokens, output_tokens)
-        request = self._selector.build_request(prompt_tokens, length, session, text, served, cached)
+        request = self._selector.build_request(
+            model, prompt_tokens, length, session, text, salt, served, cached
+        )
         selection = self._select(model, served, request, colocated, exclusions, prefill_lost)
         prefill, decode, reason = selection
         picked = Pick(prefill, decode, reason, prompt_tokens, length)
@@ -277,19 +288,22 @@ class Router:
     ) -> Selection | None:
         """A decode instance for a short or mostly cached prompt, if prefill takes longer."""
         limit = self._rules.short_prompt_tokens
-        if request.prompt_tokens > limit and not request.hashes:
+        uncached = request.prompt_tokens
+        if request.blocks:
+            uncached -= int(self._selector.count_most_cached(request))
+        if uncached > limit:
             return None
         instance = self._find_colocated(served, "colocated", request, exclusions[:1])
         if instance is None or instance.connectivity is Connectivity.STALE:
             return None
-        uncached = request.prompt_tokens - self._selector.count_cached(instance, request)
+        left = request.prompt_tokens - int(self._selector.count_cached(instance, request))
         queues = [
             table.pending_prompt.get_score(slot)
             for table in served.score_tables
             if (slot := table.prefill.find_least()) != NONE
         ]
         queue = min(queues, default=math.inf)
-        if not dispatch.computes_short(uncached, instance.in_flight.prompt.pending, queue, limit):
+        if not dispatch.computes_short(left, instance.in_flight.prompt.pending, queue, limit):
             return None
         return None, instance, "short-prompt"
 
@@ -389,14 +403,12 @@ class Router:
         self._num_picks = self._count_pick()
         first = decode if prefill is None else prefill
         first.in_flight.last_pick = decode.in_flight.last_pick = self._num_picks
-        uncached = request.prompt_tokens
-        if request.hashes or request.cached is not None:
-            uncached = max(uncached - self._selector.count_cached(first, request), 0)
-            self._selector.record_prompt(first, decode, request)
-            if self._num_picks % _PRUNE_EVERY == 0:
-                instances = self.registry.instances.values()
-                self._selector.retain_boots({each.target.boot_id for each in instances})
-        prefill_load = first.in_flight
+        prefill_load, uncached = first.in_flight, float(request.prompt_tokens)
+        if request.blocks or request.cached is not None:
+            uncached = self._record_prompt(pick, first, decode, request)
+        elif self.uses_prompt_text:
+            generated = pick.output_tokens if first is decode else 0.0
+            prefill_load.count_prompt(uncached, 0.0, uncached + generated)
         if prefill_load.prompt.pending < 1.0:
             prefill_load.queue.head_started_ms = self._clock() * 1000
         prefill_load.prompt.add(uncached)
@@ -415,6 +427,28 @@ class Router:
         if prefill is not None:
             prefill.in_flight.num_requests += 1
             self.registry.refresh(prefill)
+
+    def _record_prompt(
+        self, pick: Pick, first: RoutedInstance, decode: RoutedInstance, request: RoutingRequest
+    ) -> float:
+        """Record where a prompt will be cached; returns how many of its tokens are computed."""
+        selector, prompt = self._selector, float(request.prompt_tokens)
+        cached = min(selector.count_cached(first, request), prompt)
+        predicted = selector.predict_cached(first, request)
+        uncached = prompt - cached
+        generated = pick.output_tokens if first is decode else 0.0
+        first.in_flight.count_prompt(prompt, predicted, uncached + generated)
+        if request.blocks:
+            selector.observe_cached(prompt, cached)
+            selector.record_prompt(first, request)
+            if self._rules.short_prompt_tokens and first is not decode:
+                # Only then is it of interest what a decode instance has cached.
+                decode.in_flight.count_prompt(0.0, 0.0, prompt + pick.output_tokens)
+                selector.record_prompt(decode, request)
+            if self._num_picks % _PRUNE_EVERY == 0:
+                instances = self.registry.instances.values()
+                selector.retain_boots({each.target.boot_id for each in instances})
+        return uncached
 
     def _remove_decoding(self, pick: Pick, in_flight: InFlightLoad) -> None:
         del in_flight.decoding_requests[pick]

@@ -136,9 +136,9 @@ class ScoreTable(BaseScoreTable):
 
     __slots__ = (
         "_counts", "_has_extra_columns", "_instance_columns", "_role_ranks", "batch", "cells",
-        "closed_pairs", "colocated", "context", "decode", "heaviness", "instances", "is_remote",
-        "is_shared", "keys", "mixed", "pending_prompt", "prefill", "prompt_slots", "room",
-        "slot_by_boot", "spare",
+        "closed_pairs", "colocated", "context", "decode", "heaviness", "holders", "instances",
+        "is_remote", "is_shared", "keys", "mixed", "num_routers", "pending_prompt", "prefill",
+        "prompt_slots", "room", "slot_by_boot", "slot_by_holder", "spare",
     )  # fmt: skip
 
     def __init__(
@@ -179,6 +179,8 @@ class ScoreTable(BaseScoreTable):
         """Instances in the share of another router; routers divide the instances among them."""
         self.is_shared = False
         """Whether other routers use these instances."""
+        self.num_routers = 1
+        """How many do, and this one."""
         self.cells = _number_cells(instances)
         """Cell number of each slot; None: no instance has a cell."""
         self.closed_pairs = ClosedPairs(np.array(["decode" in each for each in uses], np.bool_))
@@ -186,6 +188,10 @@ class ScoreTable(BaseScoreTable):
         self._role_ranks = _rank_by_role(instances)
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot by boot ID."""
+        self.holders = [each.target.holder for each in instances]
+        """By slot, its number in the index of cached prompts."""
+        self.slot_by_holder = {holder: slot for slot, holder in enumerate(self.holders)}
+        """The reverse."""
         use = "prefill" if self.prefill.size else "colocated"
         self.prompt_slots = [slot for slot, each in enumerate(uses) if use in each]
         """Slots of the instances that compute prompts."""
@@ -217,10 +223,6 @@ class ScoreTable(BaseScoreTable):
             shortest = min(shortest, pending[slot])
         return shortest
 
-    def find_boot(self, slot: int) -> str:
-        """Boot ID of the engine on a slot."""
-        return self.instances[slot].target.boot_id
-
     def update(self, slot: int) -> None:
         """Recompute the scores of an instance from its load."""
         instance = self.instances[slot]
@@ -251,6 +253,7 @@ class ScoreTable(BaseScoreTable):
             rank = self._role_ranks[slot] % instance.num_routers
             self.is_remote[slot] = rank != instance.router_rank
             self.is_shared = True
+            self.num_routers = instance.num_routers
         if not self._has_extra_columns:
             return
         in_flight, registration = instance.in_flight, instance.registration

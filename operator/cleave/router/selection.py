@@ -6,57 +6,66 @@ all open ones are stale.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection
 
 import numpy as np
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy import best_fit, dispatch, prefix_cache
+from cleave.policy import best_fit, dispatch
 from cleave.policy.best_fit import BestFitModel
-from cleave.policy.dispatch import NONE, TO_DECODE, TO_PREFILL, TO_WHOLE, CellNumbers, Scores
+from cleave.policy.dispatch import (
+    NONE,
+    TO_DECODE,
+    TO_PREFILL,
+    TO_WHOLE,
+    CellNumbers,
+    ScoreColumn,
+    Scores,
+)
 from cleave.policy.output_length import guess_progress
-from cleave.policy.prefix_cache import TOKENS_PER_BLOCK, PrefixIndex
-from cleave.policy.session_affinity import find_attached, goes_back, to_key
+from cleave.policy.prefix_cache import (
+    CLOCK_TOKENS,
+    FIRST_BLOCK_BYTES,
+    RepeatDetector,
+    estimate_cached_tokens,
+    hash_blocks,
+    hash_first_block,
+    is_cached,
+)
+from cleave.policy.prompt_cost import (
+    MAX_CANDIDATES,
+    find_least_cost,
+    predict_cost_ms,
+    predict_wait_ms,
+)
+from cleave.policy.session_affinity import (
+    ADAPTER_TOKENS,
+    find_attached,
+    find_session_instance,
+    goes_back,
+    to_key,
+)
 from cleave.router.instance import RoutedInstance
 from cleave.router.iteration_time_fit import IterationTimeEstimator
+from cleave.router.prefix_index import (
+    EVERYWHERE,
+    PrefixIndex,
+    PrefixMemory,
+    is_everywhere,
+    to_holder,
+)
 from cleave.router.registry import ServedModel
-from cleave.router.score_table import ScoreTable
+from cleave.router.routing_request import CachedPrompt, PrefixUse, RoutingRequest
+from cleave.router.score_table import ArrayScoreColumn, ScoreTable
 
 _INF = math.inf
+_REFRESHES = 4
+"""Stamps of used blocks are renewed after this part of the time for which they stay cached."""
+_SHARE_WEIGHT = 1 / 64
+"""Weight of the newest prompt in the share of cached tokens."""
 
 
-class CachedPrompt(NamedTuple):
-    """Where a prompt was computed before that must be computed again."""
-
-    boot_id: str
-    tokens: int
-
-
-class RoutingRequest:
-    """The properties of a request that policies use."""
-
-    __slots__ = ("adapter", "cached", "hashes", "output_tokens", "prompt_tokens", "session")
-
-    def __init__(
-        self,
-        prompt_tokens: int,
-        output_tokens: float,
-        hashes: Sequence[int] = (),
-        session: int | None = None,
-        adapter: int | None = None,
-        cached: CachedPrompt | None = None,
-    ) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        """Predicted."""
-        self.hashes = hashes
-        """Hashes of the prompt's blocks, for PrefixAware."""
-        self.session = session
-        """Key of its session, for session affinity; None: none."""
-        self.adapter = adapter
-        """Key of its adapter, if requests of an adapter stay together; else None."""
-        self.cached = cached
+_NOTHING = PrefixUse(0, 0)
 
 
 class EndpointSelector:
@@ -68,62 +77,92 @@ class EndpointSelector:
         iteration_times: IterationTimeEstimator,
         clock: Callable[[], float],
         seed: int,
+        prefix_memory: PrefixMemory,
     ) -> None:
-        """`clock`: seconds; `seed`: above 0, for random policies."""
+        """`clock`: seconds; `seed`: above 0, for random policies; `prefix_memory`: of the index."""
         rule = dispatch.RULES[policy]
         self._is_by_score = dispatch.is_by_score(rule)
         self._counts = rule.counts
         self._picks = rule.prefill, rule.decode
         self._keeps_adapters = rule.keeps_adapters
         self._prefers_own = rule.prefers_own
-        self._is_by_text = rule.prefill == dispatch.CACHED
+        self._always_reads = rule.prefill == dispatch.CACHED
+        self.reads_text = self._always_reads or (
+            self._is_by_score and rule.counts == dispatch.BY_WAIT
+        )
+        """Whether the policy looks at cached prompts, at least where prompts repeat."""
         self._iteration_times = iteration_times
         self._clock = clock
         self._seed = seed
-        self._prefix_index = PrefixIndex()
+        self._index = PrefixIndex(prefix_memory)
+        self._repeats = RepeatDetector()
+        self._cached_share = 0.0
+        """Share of recent prompts' tokens that was predicted to be cached."""
 
     def build_request(
         self,
+        model: str,
         prompt_tokens: int,
         output_tokens: float,
         session: bytes | None,
         text: bytes | memoryview,
+        salt: bytes,
         served: ServedModel,
         cached: CachedPrompt | None,
     ) -> RoutingRequest:
         """The properties that this policy uses; the others are not computed."""
-        adapter = served.adapter
-        if self._is_by_score and session is None and adapter is None and cached is None:
-            return RoutingRequest(prompt_tokens, output_tokens)
-        key = to_key(session) if session is not None else None
-        # The KV of one adapter cannot be used by another.
-        hashes = prefix_cache.hash_blocks(text, adapter or 0) if self._is_by_text else ()
-        if not (served.is_crowded and self._keeps_adapters):
-            adapter = None
-        return RoutingRequest(prompt_tokens, output_tokens, hashes, key, adapter, cached)
+        request = RoutingRequest(prompt_tokens, output_tokens)
+        request.cached = cached
+        if self.reads_text and len(text) > FIRST_BLOCK_BYTES:
+            repeats = self._repeats
+            if self._always_reads or repeats.is_repeating or repeats.is_sampled(text):
+                self._find_blocks(request, model, text, salt)
+        if session is not None:
+            request.session = to_key(session)
+        if served.adapter is not None and served.is_crowded and self._keeps_adapters:
+            request.adapter = served.adapter
+        return request
 
-    def count_cached(self, instance: RoutedInstance, request: RoutingRequest) -> int:
+    def count_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
         """Tokens of the prompt that the instance has probably computed before."""
         boot = instance.target.boot_id
         if request.cached is not None and request.cached.boot_id == boot:
             return min(request.cached.tokens, request.prompt_tokens)
-        for count, holders in self._prefix_index.find(request.hashes):
-            if boot in holders:
-                return min(count * TOKENS_PER_BLOCK, request.prompt_tokens)
-        return 0
+        blocks = self._find_use(instance, request).blocks
+        tokens = estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
+        return tokens * instance.hits.trust
 
-    def record_prompt(
-        self, first: RoutedInstance, second: RoutedInstance, request: RoutingRequest
-    ) -> None:
-        """Record that both instances of a request will cache its prompt's KV."""
-        for instance in {first.name: first, second.name: second}.values():
-            registration = instance.registration
-            tokens = registration.kv_blocks_total * registration.kv_block_size
-            self._prefix_index.add(registration.boot_id, request.hashes, tokens // TOKENS_PER_BLOCK)
+    def predict_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
+        """Tokens of the prompt in blocks that the instance has used, which it is expected to have
+        cached; `count_cached` corrects this by what the engine reports."""
+        blocks = self._find_use(instance, request).blocks
+        return estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
+
+    def count_most_cached(self, request: RoutingRequest) -> float:
+        """Tokens of the prompt that any engine has computed before."""
+        known = request.known
+        return estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
+
+    def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> None:
+        """Record that an instance will cache the prompt's KV; after `InFlightLoad.count_prompt`."""
+        use = self._find_use(instance, request)
+        clock = instance.in_flight.read_clock()
+        # Rewriting the stamps of what was used lately would cost more than it improves.
+        is_recent = is_cached(clock, use.stamp, _measure_capacity(instance) / _REFRESHES)
+        start = use.blocks if is_recent else 0
+        if start < len(request.blocks):
+            holder, now_s = instance.target.holder, int(self._clock())
+            self._index.record(request.blocks, start, holder, clock, now_s)
+
+    def observe_cached(self, prompt_tokens: float, cached_tokens: float) -> None:
+        """Count a prompt whose blocks were looked up."""
+        if prompt_tokens > 0.0:
+            share = cached_tokens / prompt_tokens
+            self._cached_share += (share - self._cached_share) * _SHARE_WEIGHT
 
     def retain_boots(self, boots: Collection[str]) -> None:
-        """Drop the cached prompts of all other boots."""
-        self._prefix_index.retain(boots)
+        """Forget all other boots."""
+        self._index.retain(dict.fromkeys(map(to_holder, boots)))
 
     def select_pair(
         self, table: ScoreTable, closed: list[int], request: RoutingRequest
@@ -134,9 +173,12 @@ class EndpointSelector:
         is_plain = request.session is None and request.adapter is None and request.cached is None
         is_simple = is_plain and not closed and not table.is_shared and table.cells is None
         if self._is_by_score and is_simple:
-            if closed_pairs.count:
-                return _choose_open_pair(table)
-            return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
+            if request.known == 0:
+                if closed_pairs.count:
+                    return _choose_open_pair(table)
+                return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
+            if not closed_pairs.count:
+                return self._choose_cheapest_pair(table, request)
 
         def find(purpose: int, request: RoutingRequest, first: int) -> int:
             scores = _read_scores(table, purpose, closed)
@@ -173,18 +215,28 @@ class EndpointSelector:
     def _find_by_rule(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
     ) -> int:
-        """The slot by session or adapter affinity, else by the policy's rule."""
-        session, adapter, prefixes = request.session, request.adapter, self._prefix_index
-        if adapter is not None and purpose != TO_DECODE and prefixes.contains(request.hashes):
-            adapter = None
+        """The slot by session or adapter affinity and cached prompts, else by the policy's rule."""
+        session, adapter = request.session, request.adapter
         if adapter is not None or (session is not None and purpose != TO_DECODE):
             queues = table.pending_prompt.to_array()
             tokens = request.prompt_tokens
-            return find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
+            slot = find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
+            if purpose == TO_DECODE or not request.known:
+                return slot
+            # A session's prompts are cached where it is pinned, also those that are not known here.
+            assumed = float(tokens) if session is not None else 0.0
+            return self._compare(table, ArrayScoreColumn(scores), slot, purpose, request, assumed)
+        if purpose != TO_DECODE and request.blocks:
+            is_shared = table.is_shared and self._prefers_own
+            slot = (
+                self._find_own(table, scores, purpose, request)
+                if is_shared
+                else dispatch.find_least(scores)
+            )
+            other, expected = self._find_first_copy(table, scores, request)
+            column = ArrayScoreColumn(scores)
+            return self._compare(table, column, slot, purpose, request, 0.0, other, expected)
         prefill, decode = self._picks
-        if prefill == dispatch.CACHED and purpose != TO_DECODE:
-            slots, found = table.slot_by_boot, prefixes.find(request.hashes)
-            return prefix_cache.find_least_uncached(scores, table.find_boot, slots, found)
         pick = prefill if purpose == TO_PREFILL else decode
         if pick == dispatch.FULLEST:
             slot = self._find_best_fit(table, scores, purpose == TO_WHOLE, request)
@@ -198,6 +250,157 @@ class EndpointSelector:
             pick, scores, room, heaviness, total, request.output_tokens, self._seed
         )
         return slot
+
+    def _find_blocks(
+        self, request: RoutingRequest, model: str, text: bytes | memoryview, salt: bytes
+    ) -> None:
+        """Find the blocks of a prompt in the index."""
+        index, repeats = self._index, self._repeats
+        # The KV of one adapter cannot be used by another.
+        request.seed = seed = index.find_seed(model, salt)
+        request.text_bytes = len(text)
+        first = hash_first_block(text)
+        if repeats.is_repeating or self._always_reads or index.contains(first ^ seed):
+            request.blocks = blocks = hash_blocks(text, first, seed)
+            request.known = index.count_known(blocks)
+        else:
+            request.blocks = [first ^ seed]
+        repeats.observe(request.known > 0)
+
+    def _find_use(self, instance: RoutedInstance, request: RoutingRequest) -> PrefixUse:
+        """What this instance has cached."""
+        if not request.known:
+            return _NOTHING
+        holder = instance.target.holder
+        if request.uses is not None and holder in request.uses:
+            return request.uses[holder]
+        clock, now_s = instance.in_flight.read_clock(), int(self._clock())
+        known = request.blocks[: request.known]
+        blocks, stamp = self._index.find_use(known, holder, clock, now_s)
+        is_kept = is_cached(clock, stamp, _measure_capacity(instance))
+        return PrefixUse(blocks, stamp) if is_kept else _NOTHING
+
+    def _choose_cheapest_pair(self, table: ScoreTable, request: RoutingRequest) -> tuple[int, int]:
+        """`dispatch.choose_least_pair` by the cost of the prompt, without arrays."""
+        first = table.prefill.find_least()
+        if first != NONE:
+            first = self._compare(table, table.prefill, first, TO_PREFILL, request)
+        second = table.decode.find_least() if first != NONE else NONE
+        whole = table.mixed.find_least() if table.mixed.size else NONE
+        if whole != NONE:
+            whole = self._compare(table, table.mixed, whole, TO_WHOLE, request)
+        return dispatch.settle(first, second, whole, table.decode, table.pending_prompt)
+
+    def _find_first_copy(
+        self, table: ScoreTable, scores: Scores, request: RoutingRequest
+    ) -> tuple[int, float]:
+        """(the instance to which all gateways prefer to send what none has computed, tokens that
+        are expected to be cached there); NONE: there is only this gateway.
+
+        Gateways do not know each other's prompts. So all rank the instances by the same hash of the
+        first block that is new to them, and the first in rank is expected to have cached what is
+        usual of the prompts that the others get.
+        """
+        known, routers = request.known, table.num_routers
+        if routers == 1 or known == len(request.blocks):
+            return NONE, 0.0
+        key = request.blocks[known] ^ request.seed
+        slot = find_session_instance(np.where(scores < _INF, 0.0, scores), table.keys, key, 0.0)
+        rest = request.prompt_tokens - self.count_most_cached(request)
+        return slot, self._cached_share * rest * (routers - 1) / routers
+
+    def _compare(
+        self,
+        table: ScoreTable,
+        column: ScoreColumn,
+        slot: int,
+        purpose: int,
+        request: RoutingRequest,
+        assumed: float = 0.0,
+        other: int = NONE,
+        expected: float = 0.0,
+    ) -> int:
+        """The slot at which the prompt costs least: `slot`, which has cached what is known and at
+        least `assumed` tokens, `other`, which has `expected` tokens, or one that is known to have
+        cached some of it. `slot`: the least score, or where a session or an adapter is pinned."""
+        known = request.known
+        if slot == NONE or (not known and other == NONE):
+            return slot
+        is_time = purpose == TO_PREFILL and self._counts == dispatch.BY_WAIT
+        now_s = self._clock()
+        now_ms = now_s * 1000 if is_time else 0.0
+        instances, waiting = table.instances, table.pending_prompt
+        # The adapter is loaded where it is pinned and where it has computed a prompt.
+        loaded = ADAPTER_TOKENS if request.adapter is not None else 0.0
+        total = request.prompt_tokens + loaded
+        slots, cached = [slot], [assumed + loaded]
+        scores, pending = [column.get_score(slot)], [waiting.get_score(slot)]
+        # The lower estimate may be 0: then an instance would seem to compute all prompts at once.
+        token_ms = [instances[slot].in_flight.queue.upper_token_ms]
+        is_plain = not assumed and not loaded and not table.is_shared
+        least = slot if is_plain else column.find_least()
+        least_token_ms = token_ms[0]
+        least_score, least_pending = scores[0], pending[0]
+        if least != slot:
+            least_token_ms = instances[least].in_flight.queue.upper_token_ms
+            least_score, least_pending = column.get_score(least), waiting.get_score(least)
+        least_wait_ms = predict_wait_ms(least_score, least_pending, is_time, now_ms, least_token_ms)
+        uses = request.uses = {} if request.uses is None else request.uses
+        depth, lowest_ms, is_complete, is_found = known, _INF, False, False
+        while depth and not is_complete:
+            tokens = estimate_cached_tokens(depth, request.text_bytes, request.prompt_tokens)
+            # No other one with at most so much of it has a shorter wait than the least.
+            if lowest_ms <= predict_cost_ms(
+                least_wait_ms, request.prompt_tokens - tokens, least_token_ms
+            ):
+                break
+            for found, its_stamp in self._index.list_uses(request.blocks[depth - 1]):
+                holder, stamp = found, its_stamp
+                if found == EVERYWHERE and is_everywhere(stamp, int(now_s)):
+                    holder, stamp = table.holders[slot], instances[slot].in_flight.read_clock()
+                at = table.slot_by_holder.get(holder, NONE)
+                # Of each the deepest use counts; the first one is among the slots from the start.
+                if at == NONE or (at in slots and (at != slot or is_found)):
+                    continue
+                score, instance = column.get_score(at), instances[at]
+                in_flight = instance.in_flight
+                if score == _INF or not is_cached(
+                    in_flight.read_clock(), stamp, _measure_capacity(instance)
+                ):
+                    continue
+                uses[holder] = PrefixUse(depth, stamp)
+                trusted = tokens * instance.hits.trust
+                if at == slot:
+                    is_found = True
+                    cached[0] = max(assumed, trusted) + loaded
+                    # All others with no more blocks have a longer queue than the least.
+                    is_complete = slot == least
+                else:
+                    slots.append(at)
+                    cached.append(trusted + loaded)
+                    is_complete = is_complete or len(slots) >= MAX_CANDIDATES
+                    scores.append(score)
+                    pending.append(waiting.get_score(at))
+                    token_ms.append(in_flight.queue.upper_token_ms)
+                    wait_ms = predict_wait_ms(score, pending[-1], is_time, now_ms, token_ms[-1])
+                    cost_ms = predict_cost_ms(wait_ms, total - cached[-1], token_ms[-1])
+                    if cost_ms < lowest_ms:
+                        lowest_ms = cost_ms
+            depth -= 1
+        if not depth:
+            uses.setdefault(table.holders[slot], _NOTHING)
+        if other != NONE and other not in slots:
+            slots.append(other)
+            cached.append(expected)
+            scores.append(column.get_score(other))
+            pending.append(waiting.get_score(other))
+            token_ms.append(instances[other].in_flight.queue.upper_token_ms)
+        if len(slots) == 1:
+            return slot
+        at = find_least_cost(
+            range(len(slots)), cached, token_ms, scores, pending, total, is_time, now_ms
+        )
+        return slots[at] if at != NONE else NONE
 
     def _find_own(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
@@ -224,7 +427,9 @@ class EndpointSelector:
         crossing = 1.0 if counts_requests else float(request.prompt_tokens)
         unit = 1.0
         if self._counts == dispatch.BY_WAIT:
-            unit = table.instances[dispatch.find_least(prefill)].in_flight.queue.token_ms
+            queue = table.instances[dispatch.find_least(prefill)].in_flight.queue
+            # Above 0, which times the score of a closed slot would not be a number.
+            unit = max(queue.token_ms, dispatch.TIE_WEIGHT)
             # Idle instances have a score in the past: raise it to now before costs are added.
             prefill = np.maximum(prefill, self._clock() * 1000)
         weight = dispatch.RESIDENT_WEIGHT * unit
@@ -297,6 +502,11 @@ class EndpointSelector:
             model.coefficients,
             model,
         )
+
+
+def _measure_capacity(instance: RoutedInstance) -> float:
+    """What this gateway's prompts may fill of the KV of an instance, in units of CLOCK_TOKENS."""
+    return instance.kv_tokens / (CLOCK_TOKENS * instance.num_routers)
 
 
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:

@@ -11,6 +11,7 @@ import functools
 import logging
 import struct
 
+from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
 from cleave.router.instance import InFlightLoad
 from cleave.shm.table import CELL_BYTES, SharedTable
@@ -34,7 +35,10 @@ _SUMS, _NUM_SUMS = 8, 9
 _SUM_OF_PROMPTS, _SUM_OF_TOKENS = 1, 2
 """Indices in these sums: prompts and their tokens."""
 _NUM_COMMON_CELLS = _SUMS + _NUM_SUMS
-"""Number of common cells."""
+"""Number of common cells, before those of the cache."""
+_PROMPT_SUM, _CACHED_SUM, _WRITTEN_SUM, _NUM_CACHE_CELLS = 0, 1, 2, 3
+"""Cells of each process for the cache, after the common ones, because scores do not need them. What
+they count never decreases, also when a process dies: the engine still has what it wrote."""
 _OVERFLOW_ROW, _PICK_COUNTER_ROW = 0, 1
 """Rows that belong to no boot: for all boots beyond MAX_BOOTS, and for the counter of picks."""
 _CLOSED = -1
@@ -43,7 +47,8 @@ _CLOSED = -1
 
 def build_table(processes: int) -> SharedTable:
     """The table; to be created before the processes are forked."""
-    table = SharedTable(MAX_BOOTS, processes, own=_NUM_OWN_CELLS, common=_NUM_COMMON_CELLS)
+    common = _NUM_COMMON_CELLS + _NUM_CACHE_CELLS * processes
+    table = SharedTable(MAX_BOOTS, processes, own=_NUM_OWN_CELLS, common=common)
     table.claim(b"overflow")
     table.claim(b"pick counter")
     return table
@@ -133,9 +138,10 @@ class SharedInFlightLoad(InFlightLoad):
     `publish`, which follows every change; their changes are read whenever values are needed."""
 
     __slots__ = (
-        "_cells", "_common_index", "_prompt_index", "_prompts_index", "_published_head_started_ms",
-        "_published_pick", "_published_prompt", "_published_prompts", "_published_requests",
-        "_published_resident", "_requests_index", "_resident_index", "_table", "_view", "row",
+        "_cache_indices", "_cells", "_common_index", "_own_cache_index", "_prompt_index",
+        "_prompts_index", "_published_head_started_ms", "_published_pick", "_published_prompt",
+        "_published_prompts", "_published_requests", "_published_resident", "_requests_index",
+        "_resident_index", "_table", "_view", "row",
     )  # fmt: skip
 
     def __init__(self, table: SharedTable, row: int) -> None:
@@ -148,6 +154,15 @@ class SharedInFlightLoad(InFlightLoad):
         self._requests_index = table.locate_own(row, _NUM_REQUESTS)
         self._resident_index = table.locate_own(row, _RESIDENT_TOKENS)
         self._common_index = table.locate_common(row, 0)
+        self._cache_indices = [
+            table.locate_common(row, _NUM_COMMON_CELLS + _NUM_CACHE_CELLS * process)
+            for process in range(table.processes)
+        ]
+        # A process that replaces another one counts on.
+        self._own_cache_index = own = self._cache_indices[table.process]
+        self.prompt_tokens = self._cells[own + _PROMPT_SUM]
+        self.cached_tokens = self._cells[own + _CACHED_SUM]
+        self.written_tokens = self._cells[own + _WRITTEN_SUM]
         self.prompt = SharedOutstandingTokens(table, row, _PROMPT_TOKENS, _REMOTE_PROMPT)
         self.resident = SharedOutstandingTokens(table, row, _RESIDENT_TOKENS, _REMOTE_RESIDENT)
         self.queue: PrefillQueueModel = SharedPrefillQueueModel(table, row)
@@ -155,6 +170,25 @@ class SharedInFlightLoad(InFlightLoad):
         self._published_prompt = self._published_resident = 0.0
         self._published_head_started_ms = self.queue.head_started_ms
         self._published_requests = self._published_prompts = self._published_pick = 0
+
+    def count_prompt(self, prompt_tokens: float, cached_tokens: float, written: float) -> None:
+        """As in the base class, in the cells of this process."""
+        if self.row == _CLOSED:
+            return
+        super().count_prompt(prompt_tokens, cached_tokens, written)
+        cells, start = self._cells, self._own_cache_index
+        cells[start + _PROMPT_SUM] = self.prompt_tokens
+        cells[start + _WRITTEN_SUM] = self.written_tokens
+        if cached_tokens:
+            cells[start + _CACHED_SUM] = self.cached_tokens
+
+    def read_clock(self) -> int:
+        """As in the base class, over all processes."""
+        return int(self._sum_cache_cells(_WRITTEN_SUM)) // CLOCK_TOKENS
+
+    def predict_hits(self) -> tuple[float, float]:
+        """As in the base class, over all processes."""
+        return self._sum_cache_cells(_PROMPT_SUM), self._sum_cache_cells(_CACHED_SUM)
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """As in the base class, over all processes; also loads what they have published."""
@@ -229,6 +263,12 @@ class SharedInFlightLoad(InFlightLoad):
             self.row = _CLOSED
             self.prompt, self.resident = OutstandingTokens(), OutstandingTokens()
             self.queue = PrefillQueueModel()
+
+    def _sum_cache_cells(self, field: int) -> float:
+        cells, total = self._cells, 0.0
+        for start in self._cache_indices:
+            total += cells[start + field]
+        return total
 
     def _count_prompts(self, values: tuple[float, ...]) -> float:
         own = self._view.sum_own(values, _NUM_PROMPTS)

@@ -47,6 +47,15 @@ class KvPairs(msgspec.Struct, frozen=True):
     """What was wrong with the first closed pair."""
 
 
+class CacheHits(msgspec.Struct, frozen=True):
+    """What share of an instance's prompt tokens was cached in the last two minutes, 0..1."""
+
+    predicted: float | None = None
+    """As this gateway predicted; None: it sent no prompt there."""
+    engine: float | None = None
+    """As the engine reports; None: it does not, or there was no prompt."""
+
+
 class FleetInstance(msgspec.Struct, frozen=True):
     """One instance in the registry of this gateway."""
 
@@ -83,6 +92,7 @@ class FleetInstance(msgspec.Struct, frozen=True):
     """Time since the last event from the agent."""
     kv_path: KvPath = KvPath()
     kv_pairs: KvPairs = KvPairs()
+    cache_hits: CacheHits = CacheHits()
 
 
 class FleetStatus(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from cleave.shm.page import Page
 ENV = "CLEAVE_LOAD_PAGE"
 """Environment variable that names the page to the engine."""
 
-_BODY = struct.Struct("<IIQIIQdQ")
+_BODY = struct.Struct("<IIQIIQdQQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,10 @@ class LoadSnapshot:
     """Since the engine started."""
     kv_cache_usage: float = 0.0
     """Used share, 0..1."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens that were looked up in the prefix cache since the engine started."""
+    prefix_cache_hits: int = 0
+    """Those of them that it had."""
     sampled_ns: int = 0
     """CLOCK_MONOTONIC; 0 until the engine has written once."""
 
@@ -53,6 +57,8 @@ class LoadPage:
             load.kv_blocks_total,
             load.num_preemptions,
             load.kv_cache_usage,
+            load.prefix_cache_queries,
+            load.prefix_cache_hits,
             time.monotonic_ns(),
         )
 

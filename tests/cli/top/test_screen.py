@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cleave.cli.top.screen import print_plain, render_screen
 from cleave.cli.top.view import TopView, ViewBuilder, build_document
-from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
+from cleave.rpc.fleet_status import CacheHits, FleetInstance, FleetStatus, KvPath
 from cleave.traffic.counters import Buckets, GatewayCounters
 
 NOON = 1_800_000_000.0
@@ -134,6 +134,28 @@ def test_the_kv_bar_is_empty_full_or_between(view: TopView) -> None:
     lines = draw(replace(view, fleet=page))
     bars = {name: find(lines, name)[7].count("█") for name in shares}
     assert bars == {"none": 0, "little": 1, "half": 5, "full": 10, "wrong": 10}
+
+
+@pytest.mark.parametrize(
+    ("hits", "shown"),
+    [
+        (CacheHits(None, None), []),
+        (CacheHits(0.5, None), []),
+        (CacheHits(None, 0.62), ["62"]),
+        (CacheHits(0.7, 0.62), ["62"]),
+        (CacheHits(0.81, 0.3), ["30", "not", "81"]),
+    ],
+)
+def test_the_hit_share_is_shown_with_the_predicted_one_where_they_part(
+    view: TopView, hits: CacheHits, shown: list[str]
+) -> None:
+    page = FleetStatus((make_instance("a", cache_hits=hits),))
+    lines = draw(replace(view, fleet=page))
+    (heading,) = [line for line in lines if line.startswith("INSTANCE")]
+    assert "HIT%" in heading
+    cells = find(lines, "a")
+    assert cells[8 : 8 + len(shown)] == shown
+    assert len(cells) == 15 + len(shown)
 
 
 def test_a_gateway_that_has_gone_leaves_what_it_said_last(view: TopView) -> None:

@@ -6,7 +6,7 @@ from cleave.gateway.failover.retry_policy import (
     Failure,
     FailureHistory,
 )
-from cleave.router.selection import CachedPrompt
+from cleave.router.routing_request import CachedPrompt
 
 
 def test_prefill_attempts_are_budgeted_then_one_instance_does_it_all() -> None:

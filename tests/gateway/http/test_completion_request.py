@@ -16,6 +16,7 @@ from cleave.gateway.http.completion_request import (
     build_colocated_body,
     build_decode_body,
     build_prefill_body,
+    get_cache_salt,
     parse_completion,
     parse_engine_request,
     set_cache_salt,
@@ -400,3 +401,22 @@ def test_a_client_cannot_choose_another_tenants_salt(own: dict) -> None:
     forged = read(cache_salt="one")
     set_cache_salt(forged, "two")
     assert json.loads(build_colocated_body(forged))["cache_salt"] != "one"
+
+
+def test_prompts_share_cached_kv_only_with_equal_salt_and_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    other = [{"type": "function", "function": {"name": "look_down", "parameters": {}}}]
+    salts = [
+        get_cache_salt(read(**fields))
+        for fields in (
+            {},
+            {"cache_salt": "a"},
+            {"cache_salt": "b"},
+            {"tools": tools},
+            {"tools": other},
+            {"tools": tools, "cache_salt": "a"},
+        )
+    ]
+    assert len({*salts}) == len(salts)
+    assert get_cache_salt(read(tools=tools, temperature=1)) == salts[3]
+    assert len(get_cache_salt(read(tools=tools * 10_000))) < 300

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Reference
 
@@ -67,6 +68,31 @@ async def test_instances_are_exported_by_role_and_state_even_when_none_is_ready(
     assert f'{name}{{model="m",role="prefill",state="draining"}} 1.0' in page
     assert f'{name}{{model="m",role="prefill",state="ready"}} 0.0' in page
     assert f'{name}{{model="m",role="decode",state="ready"}} 1.0' in page
+
+
+async def test_predicted_and_real_cache_hits_are_exported_by_instance(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"})
+    for _ in range(2):
+        await stage.ask({"model": "m", "prompt": "s" * 4_095})
+    (instance,) = stage.context.router.registry.instances.values()
+    load = agent_pb2.LoadReport(
+        boot_id=instance.registration.boot_id, prefix_cache_queries=2_000, prefix_cache_hits=500
+    )
+    instance.update_load(load, stage.context.clock())
+    page = await read_page(stage)
+    labels = 'engine="x",model="m",role="mixed",source='
+    found = {
+        (kind, source): float(
+            page.partition(f'cleave_gateway_cache_{kind}_tokens_total{{{labels}"{source}"}} ')[
+                2
+            ].split()[0]
+        )
+        for kind in ("prompt", "hit")
+        for source in ("predicted", "engine")
+    }
+    assert (found["prompt", "engine"], found["hit", "engine"]) == (2_000, 500)
+    assert found["prompt", "predicted"] == pytest.approx(2_050, abs=10)
+    assert found["hit", "predicted"] == pytest.approx(1_025, abs=10)
 
 
 async def test_lengths_are_exported_for_answered_requests(pair) -> None:

@@ -38,6 +38,30 @@ async def test_a_conversation_goes_back_to_where_its_beginning_was_computed(make
         assert len(await prefills(stage, turns)) == 1
 
 
+async def test_the_default_policy_returns_to_cached_prompts_too(make_stage) -> None:
+    stage = await make_stage(FLEET)
+    for start in ("a", "b", "c"):
+        turns = [{"prompt": start * 4_000 + "next" * n} for n in range(4)]
+        assert len(await prefills(stage, turns)) == 1
+
+
+async def test_tenants_do_not_see_each_others_cached_prompts(make_stage, tmp_path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(
+        "tenants:\n- {name: one, keys: [key-of-tenant-one]}\n"
+        "- {name: two, keys: [key-of-tenant-two]}\n"
+    )
+    stage = await make_stage(FLEET, api_keys=keys)
+    router, computed = stage.context.router, []
+    for name in ("one", "one", "two", "two"):
+        before = sum(each.in_flight.cached_tokens for each in router.registry.instances.values())
+        body = [{"prompt": "a" * 4_095}]
+        await prefills(stage, body, authorization=f"Bearer key-of-tenant-{name}")
+        after = sum(each.in_flight.cached_tokens for each in router.registry.instances.values())
+        computed.append(after > before)
+    assert computed == [False, True, False, True]
+
+
 async def test_answers_teach_the_router_how_long_answers_are(make_stage) -> None:
     stage = await make_stage({"x": "mixed"})
     before = stage.context.router.length_predictor.predict(2)

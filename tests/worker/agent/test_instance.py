@@ -30,6 +30,17 @@ def instance(config: AgentConfig, tmp_path: Path):
         yield worker
 
 
+async def test_load_reports_have_the_hits_of_the_prefix_cache(
+    config: AgentConfig, tmp_path: Path
+) -> None:
+    with LoadPage(tmp_path / "hits") as page:
+        page.write(LoadSnapshot(prefix_cache_queries=100, prefix_cache_hits=48))
+        worker = WorkerInstance(config)
+        worker.start_boot("b1", "http://h:1", EnginePages(page))
+        load = worker.build_load_report()
+    assert (load.prefix_cache_queries, load.prefix_cache_hits) == (100, 48)
+
+
 async def test_the_way_to_ready_leads_through_verifying(instance: WorkerInstance) -> None:
     seen = [instance.state]
     instance.set_engine_info(FACTS)

@@ -230,6 +230,8 @@ async def test_metrics_count_tokens_under_vllms_names(serve) -> None:
     assert samples["vllm:num_requests_running"] == 0
     assert samples["vllm:kv_cache_usage_perc"] == 0
     assert samples["vllm:num_preemptions_total"] == 0
+    assert samples["vllm:prefix_cache_queries_total"] == samples["vllm:prompt_tokens_total"]
+    assert samples["vllm:prefix_cache_hits_total"] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -56,6 +56,7 @@ async def test_the_load_page_is_exact_at_every_moment(config, tmp_path: Path) ->
         assert (load.num_running, load.num_waiting, load.pending_prompt_tokens) == (0, 0, 0)
         assert load.kv_blocks_free == load.kv_blocks_total
         assert load.kv_cache_usage == 0
+        assert (load.prefix_cache_queries, load.prefix_cache_hits) == (600, 0)
         await engine.stop()
     assert len(one.tokens) == 3
     assert other.tokens == []

@@ -186,6 +186,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     scheduler.add(second)
     step = scheduler.schedule()
     assert second.cached_tokens == 16
+    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (36, 16)
     assert [count for _, count in step.scheduled] == [2]
     scheduler.complete(step)
     run(scheduler)
@@ -209,6 +210,7 @@ def test_the_prefix_cache_can_be_switched_off() -> None:
         scheduler.add(one)
         run(scheduler)
     assert one.cached_tokens == 0
+    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (0, 0)
 
 
 def pulled(contents: list[int] | None = None, edit=None) -> list[int]:

@@ -97,6 +97,20 @@ def test_preemptions_are_counted_since_boot(stats: ModuleType, page: LoadPage) -
     assert page.read().num_preemptions == 3
 
 
+def test_lookups_in_the_prefix_cache_are_counted_since_boot(
+    stats: ModuleType, page: LoadPage
+) -> None:
+    from vllm.v1.metrics.stats import PrefixCacheStats
+
+    logger = stats.LoadPageStatLogger(CONFIG)
+    for queries, hits in ((100, 16), (50, 32)):
+        cache = PrefixCacheStats(requests=1, queries=queries, hits=hits)
+        logger.record(scheduler(prefix_cache_stats=cache), iteration())
+    logger.record(scheduler(prefix_cache_stats=None), iteration())
+    load = page.read()
+    assert (load.prefix_cache_queries, load.prefix_cache_hits) == (150, 48)
+
+
 def test_missing_statistics_leave_the_page_alone(stats: ModuleType, page: LoadPage) -> None:
     logger = stats.LoadPageStatLogger(CONFIG)
     logger.record(None, None)

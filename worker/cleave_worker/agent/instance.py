@@ -159,6 +159,8 @@ class WorkerInstance:
             kv_cache_usage=load.kv_cache_usage,
             num_preemptions=load.num_preemptions,
             sampled_ns=load.sampled_ns,
+            prefix_cache_queries=load.prefix_cache_queries,
+            prefix_cache_hits=load.prefix_cache_hits,
         )
 
     async def wait_for_change(self, seconds: float | None = None) -> None:

@@ -170,6 +170,8 @@ class EmulatedEngine:
         now = time.monotonic()
         self.metrics.iteration_tokens.observe(step.num_tokens)
         self.metrics.num_preemptions = self.scheduler.num_preemptions
+        self.metrics.prefix_queries = self.scheduler.prefix_queries
+        self.metrics.prefix_hits = self.scheduler.prefix_hits
         outputs = self.scheduler.complete(step)
         self.metrics.generation_tokens += len(outputs)
         self._publish()
@@ -301,6 +303,8 @@ class EmulatedEngine:
             kv_blocks_total=pool.num_blocks,
             num_preemptions=scheduler.num_preemptions,
             kv_cache_usage=1 - pool.num_free / pool.num_blocks,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
         )
 
     def _publish(self) -> None:

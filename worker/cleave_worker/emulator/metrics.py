@@ -71,6 +71,8 @@ class EngineMetrics:
         self.generation_tokens = 0
         self.prompt_tokens_by_source = dict.fromkeys(_SOURCES, 0)
         self.finished = dict.fromkeys(_REASONS, 0)
+        self.prefix_queries = 0
+        self.prefix_hits = 0
         self.external_queries = 0
         self.external_hits = 0
         self.failed_transfers = 0
@@ -94,6 +96,8 @@ class EngineMetrics:
         yield "num_preemptions", self.num_preemptions
         yield "prompt_tokens", self.prompt_tokens
         yield "generation_tokens", self.generation_tokens
+        yield "prefix_cache_queries", self.prefix_queries
+        yield "prefix_cache_hits", self.prefix_hits
         yield "external_prefix_cache_queries", self.external_queries
         yield "external_prefix_cache_hits", self.external_hits
         yield "nixl_num_failed_transfers", self.failed_transfers

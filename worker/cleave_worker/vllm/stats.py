@@ -39,6 +39,7 @@ class LoadPageStatLogger(StatLoggerBase):
         self._cache_config = vllm_config.cache_config
         self._tokens_per_prompt = 0.0
         self._num_preemptions = 0
+        self._prefix_queries = self._prefix_hits = 0
 
     def log_engine_initialized(self) -> None:
         """Write the load of an idle engine once the KV cache is allocated."""
@@ -59,6 +60,10 @@ class LoadPageStatLogger(StatLoggerBase):
             prompts = len(iteration_stats.time_to_first_tokens_iter)
             self._update_prompt_length(iteration_stats.prompt_token_stats.computed, prompts)
         if scheduler_stats is not None:
+            cache = scheduler_stats.prefix_cache_stats
+            if cache is not None:
+                self._prefix_queries += cache.queries
+                self._prefix_hits += cache.hits
             # Skipped requests wait as well, for instance for KV from another instance.
             waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             running, usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
@@ -80,6 +85,14 @@ class LoadPageStatLogger(StatLoggerBase):
         pending = estimate_pending_prompt_tokens(num_waiting, self._tokens_per_prompt)
         free = round(total * (1 - usage))
         snapshot = LoadSnapshot(
-            num_running, num_waiting, pending, free, total, self._num_preemptions, usage
+            num_running,
+            num_waiting,
+            pending,
+            free,
+            total,
+            self._num_preemptions,
+            usage,
+            self._prefix_queries,
+            self._prefix_hits,
         )
         self._page.write(snapshot)

@@ -19,6 +19,8 @@ _GAP = 2
 _BAR_CELLS = 10
 _FULL_USAGE = 0.9
 """Used share of the KV cache from which the bar is red."""
+_HIT_TOLERANCE = 0.1
+"""Difference of predicted and real hit shares that is not shown, as in the alert."""
 _CONNECTED = ("", "heard")
 _STYLES = dict.fromkeys(("starting", "draining", "stale"), "yellow")
 _STYLES |= {"ready": "green", "verifying": "cyan"}
@@ -102,6 +104,17 @@ def _draw_bar(instance: FleetInstance) -> Text:
     return bar.append("░" * (_BAR_CELLS - filled), style="dim")
 
 
+def _describe_hits(instance: FleetInstance) -> Text:
+    """The engine's share of cached prompt tokens, and the predicted one where that differs."""
+    engine, predicted = instance.cache_hits.engine, instance.cache_hits.predicted
+    if engine is None:
+        return Text("")
+    shown = f"{engine:.0%}"
+    if predicted is None or abs(predicted - engine) <= _HIT_TOLERANCE:
+        return Text(shown[:-1])
+    return Text(f"{shown[:-1]} not {predicted:.0%}"[:-1], style="yellow")
+
+
 def _describe_path(instance: FleetInstance) -> Text:
     path = instance.kv_path
     if not path.verified:
@@ -121,6 +134,7 @@ _COLUMNS = (
     _Column("PENDING", lambda each: Text(f"{each.pending_tokens:,}"), drop_order=5),
     _Column("KV%", lambda each: Text(f"{each.kv_cache_usage:.0%}"[:-1])),
     _Column("KV", _draw_bar, justify="left", drop_order=3),
+    _Column("HIT%", _describe_hits, drop_order=6),
     _Column("HERE", lambda each: Text(str(each.requests_in_flight)), drop_order=4),
     _Column("AGE s", lambda each: Text(f"{each.report_age_s:.1f}"), drop_order=2),
     _Column("KV PATH", _describe_path, justify="left", drop_order=1),

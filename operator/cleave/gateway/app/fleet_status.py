@@ -7,7 +7,14 @@ from cleave.router.instance import RoutedInstance
 from cleave.router.pair_summary import PairSummary, summarize_pairs
 from cleave.rpc import fleet_status
 from cleave.rpc.enum_names import get_enum_name
-from cleave.rpc.fleet_status import MAX_CLOSED, MAX_INSTANCES, FleetStatus, KvPairs, KvPath
+from cleave.rpc.fleet_status import (
+    MAX_CLOSED,
+    MAX_INSTANCES,
+    CacheHits,
+    FleetStatus,
+    KvPairs,
+    KvPath,
+)
 from cleave.rpc.v1 import agent_pb2
 
 _TEXT_LIMIT = 300
@@ -79,6 +86,7 @@ def _describe_instance(
             pull_ms=_to_finite(registration.kv_path.pull_ms),
         ),
         kv_pairs=pairs,
+        cache_hits=CacheHits(instance.hits.predicted_share, instance.hits.engine_share),
     )
 
 

@@ -13,7 +13,11 @@ from http import HTTPStatus
 from cleave.gateway.admission.controller import AdmissionTicket
 from cleave.gateway.admission.tenants import Tenant
 from cleave.gateway.context import GatewayContext
-from cleave.gateway.http.completion_request import CompletionRequest, get_prompt_text
+from cleave.gateway.http.completion_request import (
+    CompletionRequest,
+    get_cache_salt,
+    get_prompt_text,
+)
 from cleave.gateway.http.errors import GatewayError, build_engine_error, convert_router_error
 from cleave.gateway.metrics.gateway_metrics import record_completed
 from cleave.router.errors import QueueFull
@@ -83,6 +87,7 @@ class DirectRequest:
             suspect=context.circuit_breaker.list_suspects(context.clock()),
             session=session,
             text=get_prompt_text(completion) if router.uses_prompt_text else b"",
+            salt=get_cache_salt(completion) if router.uses_prompt_text else b"",
         )
         context.metrics.dispatches[completion.model, self._pick.reason] += 1
         return self._pick.decode

@@ -9,9 +9,13 @@ import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from cleave.gateway.http.completion_request import CompletionRequest, get_prompt_text
+from cleave.gateway.http.completion_request import (
+    CompletionRequest,
+    get_cache_salt,
+    get_prompt_text,
+)
 from cleave.router.router import Pick, Router
-from cleave.router.selection import CachedPrompt
+from cleave.router.routing_request import CachedPrompt
 
 PREFILL_BUDGET = 2
 """Retries of one request after prefill failures."""
@@ -111,10 +115,20 @@ def pick_instances(
     `suspects`: instances that currently fail other requests."""
     model, prompt = completion.model, completion.prompt_tokens
     output, colocated = completion.output_tokens, not completion.can_disaggregate
-    text = get_prompt_text(completion) if router.uses_prompt_text else b""
+    text: bytes | memoryview = b""
+    salt = b""
+    if router.uses_prompt_text:
+        text, salt = get_prompt_text(completion), get_cache_salt(completion)
     if history is None:
         return router.pick(
-            model, prompt, output, colocated=colocated, suspect=suspects, session=session, text=text
+            model,
+            prompt,
+            output,
+            colocated=colocated,
+            suspect=suspects,
+            session=session,
+            text=text,
+            salt=salt,
         )
     lost = history.num_prefill_failures > 0
     return router.pick(
@@ -127,5 +141,6 @@ def pick_instances(
         prefill_lost=lost,
         session=session,
         text=text,
+        salt=salt,
         cached=history.cached,
     )

@@ -34,6 +34,8 @@ _LARGE_BYTES = 64 << 10
 """Smaller bodies are decoded before their fields are counted: at most 13,000 fields, 8 ms."""
 _VALUE_BYTES = 1_024
 """Longer values are not decoded: no value that allows a split or a continuation is so long."""
+_TOOLS_BYTES = 128
+"""Of the tools, their first and last bytes identify them."""
 _TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
@@ -155,9 +157,22 @@ class BodyScan:
 
 
 def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
-    """The prompt's JSON without its closing character, so that it is a prefix of longer chats."""
+    """The prompt's JSON. Without its closing character it is a prefix of longer chats."""
     raw = completion.fields.get("messages") or completion.fields.get("prompt")
-    return b"" if raw is None else memoryview(raw)[:-1]
+    return b"" if raw is None else memoryview(raw)
+
+
+def get_cache_salt(completion: CompletionRequest) -> bytes:
+    """What must be equal, besides the text, for two prompts to share cached KV: the salt, and the
+    tools, which chat templates put first; of these the length and both ends."""
+    fields = completion.fields
+    salt = bytes(fields["cache_salt"]) if "cache_salt" in fields else b""
+    tools = fields.get("tools")
+    if tools is None:
+        return salt
+    view = memoryview(tools)
+    ends = bytes(view[:_TOOLS_BYTES]) + bytes(view[-_TOOLS_BYTES:])
+    return b"%b/%d/%b" % (salt, len(view), ends)
 
 
 def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:

@@ -7,7 +7,7 @@ ports of engines are not fixed, so their load is scraped from the gateway instea
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cleave.router.instance import Connectivity, RoutedInstance
@@ -42,7 +42,32 @@ class InstanceCollector:
         yield _build_gauge("engine_requests", text, requests, "state")
         text = "KV memory in use at the fullest instance, 0 to 1"
         yield _build_gauge("engine_kv_usage_max", text, fullest)
+        yield from self._collect_hits()
         yield from self._collect_pairs()
+
+    def _collect_hits(self) -> Iterable[Metric]:
+        """What engines were expected to have cached of prompts, and what they had, by instance."""
+        labels = ("model", "role", "engine", "source")
+        prompts = CounterMetricFamily(
+            "cleave_gateway_cache_prompt_tokens",
+            "Prompt tokens since the engine started: as this gateway sent them (source"
+            " `predicted`), as the engine looked them up (`engine`)",
+            labels=labels,
+        )
+        cached = CounterMetricFamily(
+            "cleave_gateway_cache_hit_tokens", "Those of them that were cached", labels=labels
+        )
+        for instance in self._registry.instances.values():
+            registration, load = instance.registration, instance.load
+            predicted_prompt, predicted_cached = instance.in_flight.predict_hits()
+            role = get_enum_name(agent_pb2.Role, registration.role)
+            key = registration.model, role, instance.name
+            prompts.add_metric([*key, "predicted"], predicted_prompt)
+            prompts.add_metric([*key, "engine"], load.prefix_cache_queries)
+            cached.add_metric([*key, "predicted"], predicted_cached)
+            cached.add_metric([*key, "engine"], load.prefix_cache_hits)
+        yield prompts
+        yield cached
 
     def _collect_pairs(self) -> Iterable[Metric]:
         """What canary handoffs have shown, by model."""

@@ -419,6 +419,8 @@ class LoadReport(_message.Message):
     SAMPLED_NS_FIELD_NUMBER: _builtins.int
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
     ROUTER_RANK_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     epoch: _builtins.int
     num_running: _builtins.int
@@ -436,6 +438,10 @@ class LoadReport(_message.Message):
     """that follow and send requests; 0: the caller is none"""
     router_rank: _builtins.int
     """of the caller among them, by name, from 0"""
+    prefix_cache_queries: _builtins.int
+    """prompt tokens looked up in the engine's prefix cache, since boot"""
+    prefix_cache_hits: _builtins.int
+    """those of them that it had; 0 and 0: not reported, or no cache"""
     def __init__(
         self,
         *,
@@ -450,10 +456,12 @@ class LoadReport(_message.Message):
         sampled_ns: _builtins.int = ...,
         num_routers: _builtins.int = ...,
         router_rank: _builtins.int = ...,
+        prefix_cache_queries: _builtins.int = ...,
+        prefix_cache_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
