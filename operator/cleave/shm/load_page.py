@@ -34,7 +34,8 @@ class LoadSnapshot:
     kv_cache_usage: float = 0.0
     """Used share, 0..1."""
     prefix_cache_queries: int = 0
-    """Prompt tokens that were looked up in the prefix cache since the engine started."""
+    """Prompt tokens that were looked up in the prefix cache since the engine started; all prompt
+    tokens if it has no prefix cache."""
     prefix_cache_hits: int = 0
     """Those of them that it had."""
     sampled_ns: int = 0

@@ -13,7 +13,9 @@ pytestmark = [
     # vLLM and what it imports warn of their own future.
     pytest.mark.filterwarnings("ignore"),
 ]
-CONFIG = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=100))
+CONFIG = SimpleNamespace(
+    cache_config=SimpleNamespace(num_gpu_blocks=100, enable_prefix_caching=True)
+)
 
 
 @pytest.fixture
@@ -109,6 +111,18 @@ def test_lookups_in_the_prefix_cache_are_counted_since_boot(
     logger.record(scheduler(prefix_cache_stats=None), iteration())
     load = page.read()
     assert (load.prefix_cache_queries, load.prefix_cache_hits) == (150, 48)
+
+
+def test_an_engine_without_prefix_cache_counts_its_prompts_as_not_found(
+    stats: ModuleType, page: LoadPage
+) -> None:
+    cache = SimpleNamespace(num_gpu_blocks=100, enable_prefix_caching=False)
+    logger = stats.LoadPageStatLogger(SimpleNamespace(cache_config=cache))
+    prompts = iteration(computed=300)
+    for _ in range(2):
+        logger.record(scheduler(prefix_cache_stats=None), prompts)
+    load = page.read()
+    assert (load.prefix_cache_queries, load.prefix_cache_hits) == (600, 0)
 
 
 def test_missing_statistics_leave_the_page_alone(stats: ModuleType, page: LoadPage) -> None:

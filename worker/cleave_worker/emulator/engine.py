@@ -170,7 +170,9 @@ class EmulatedEngine:
         now = time.monotonic()
         self.metrics.iteration_tokens.observe(step.num_tokens)
         self.metrics.num_preemptions = self.scheduler.num_preemptions
-        self.metrics.prefix_queries = self.scheduler.prefix_queries
+        # Without a prefix cache vLLM's metric counts nothing; load reports count all prompts.
+        if self.scheduler.limits.prefix_caching:
+            self.metrics.prefix_queries = self.scheduler.prefix_queries
         self.metrics.prefix_hits = self.scheduler.prefix_hits
         outputs = self.scheduler.complete(step)
         self.metrics.generation_tokens += len(outputs)

@@ -80,7 +80,8 @@ class EmulatedScheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
-        """Tokens of prompts that were looked up in the prefix cache, and those that it had."""
+        """Tokens of prompts that were looked up in the prefix cache, all if there is none, and
+        those that it had."""
         self.pending_prompt_tokens = 0
         self._waiting: deque[Sequence] = deque()
         self._loaded: deque[Sequence] = deque()
@@ -279,9 +280,8 @@ class EmulatedScheduler:
         sequence.blocks = cached_blocks + self.pool.allocate(missing)
         if not sequence.num_preemptions:
             sequence.cached_tokens = cached
-            if self.limits.prefix_caching:
-                self.prefix_queries += num_tokens
-                self.prefix_hits += cached
+            self.prefix_queries += num_tokens
+            self.prefix_hits += cached
         if cached and not sequence.handoff:
             before = sequence.pending_prompt_tokens
             sequence.adopt(cached, self.pool)

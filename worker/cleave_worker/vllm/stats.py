@@ -58,10 +58,14 @@ class LoadPageStatLogger(StatLoggerBase):
         if iteration_stats is not None:
             self._num_preemptions += iteration_stats.num_preempted_reqs
             prompts = len(iteration_stats.time_to_first_tokens_iter)
-            self._update_prompt_length(iteration_stats.prompt_token_stats.computed, prompts)
+            computed = iteration_stats.prompt_token_stats.computed
+            self._update_prompt_length(computed, prompts)
+            if not self._cache_config.enable_prefix_caching:
+                # An engine without prefix cache looks nothing up; its prompts are all computed.
+                self._prefix_queries += computed
         if scheduler_stats is not None:
             cache = scheduler_stats.prefix_cache_stats
-            if cache is not None:
+            if cache is not None and self._cache_config.enable_prefix_caching:
                 self._prefix_queries += cache.queries
                 self._prefix_hits += cache.hits
             # Skipped requests wait as well, for instance for KV from another instance.

@@ -439,9 +439,10 @@ class LoadReport(_message.Message):
     router_rank: _builtins.int
     """of the caller among them, by name, from 0"""
     prefix_cache_queries: _builtins.int
-    """prompt tokens looked up in the engine's prefix cache, since boot"""
+    """Prompt tokens that the engine looked up in its prefix cache since boot, all if it has none, and
+    those of them that it had. Absent: an agent that does not report them.
+    """
     prefix_cache_hits: _builtins.int
-    """those of them that it had; 0 and 0: not reported, or no cache"""
     def __init__(
         self,
         *,
@@ -456,14 +457,21 @@ class LoadReport(_message.Message):
         sampled_ns: _builtins.int = ...,
         num_routers: _builtins.int = ...,
         router_rank: _builtins.int = ...,
-        prefix_cache_queries: _builtins.int = ...,
-        prefix_cache_hits: _builtins.int = ...,
+        prefix_cache_queries: _builtins.int | None = ...,
+        prefix_cache_hits: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "boot_id", b"boot_id", "epoch", b"epoch", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prefix_cache_hits: _TypeAlias = _typing.Literal["prefix_cache_hits"]  # noqa: Y015
+    _WhichOneofArgType__prefix_cache_hits: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_cache_queries: _TypeAlias = _typing.Literal["prefix_cache_queries"]  # noqa: Y015
+    _WhichOneofArgType__prefix_cache_queries: _TypeAlias = _typing.Literal["_prefix_cache_queries", b"_prefix_cache_queries"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache_hits) -> _WhichOneofReturnType__prefix_cache_hits | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache_queries) -> _WhichOneofReturnType__prefix_cache_queries | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
