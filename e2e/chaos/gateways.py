@@ -54,6 +54,8 @@ class Gateway:
     processes: int = 1
     env: dict[str, str] = field(default_factory=dict)
     """Variables of its processes, besides those of the deployment."""
+    options: tuple[str, ...] = ()
+    """More of its command line."""
     port: int = field(default_factory=free_port)
     internal_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
@@ -83,7 +85,7 @@ class Gateway:
         command = [sys.executable, "-m", "cleave.gateway.main", "--agents", f"file:{agents}"]
         command += ["--port", str(self.port), "--internal-port", str(self.internal_port)]
         command += ["--processes", str(self.processes)]
-        command += ["--max-body", str(MAX_BODY)]
+        command += ["--max-body", str(MAX_BODY), *self.options]
         if not self.env:  # with sources of the version before, which has no such flag
             command += ["--max-buffered", str(MAX_BUFFERED)]
         if self.keys:

@@ -34,6 +34,7 @@ WELL: Series = {
         for source, prompt, hit in (("predicted", 50_000, 20_000), ("engine", 60_000, 22_000))
         for kind, count in (("prompt", prompt), ("hit", hit))
     },
+    'cleave_gateway_cache_prompt_tokens_total{model="m",engine="a",source="sent"}': 55_000,
     "cleave_gateway_process_restarts_total": 0,
     'cleave_gateway_suspects_total{model="m"}': 0,
     "=cleave_gateway_keys_stale": 0,
@@ -172,6 +173,37 @@ def test_kv_that_engines_lose_fires_though_every_hand_off_was_used(program, rule
 def test_operators_that_are_all_gone_are_noticed(program, rules) -> None:
     gone = {name: value for name, value in WELL.items() if "operator" not in name}
     assert "CleaveOperatorDoesNotLead" in find_firing(program, rules, gone)
+
+
+def count_hits(sent: int, predicted: tuple[int, int], engine: tuple[int, int] | None) -> Series:
+    """(prompt tokens, those cached) by source."""
+    name = 'cleave_gateway_cache_{}_tokens_total{{model="m",engine="a",source="{}"}}'
+    by_source = {"predicted": predicted, "engine": engine or (None, None)}
+    return {name.format("prompt", "sent"): sent} | {
+        name.format(kind, source): count
+        for source, counts in by_source.items()
+        for kind, count in zip(("prompt", "hit"), counts, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sent", "predicted", "engine", "fires"),
+    [
+        (50_000, (50_000, 20_000), (50_000, 0), True),  # without prefix cache
+        (50_000, (50_000, 20_000), (50_000, 14_000), True),
+        (50_000, (50_000, 20_000), (50_000, 16_000), False),
+        (50_000, (50_000, 20_000), (60_000, 40_000), False),  # more than predicted
+        (50_000, (20_000, 1_000), (50_000, 45_000), False),  # short prompts that begin alike
+        (50_000, (20_000, 12_000), (50_000, 4_000), True),  # even if all hits were of long ones
+        (50_000, (5_000, 4_000), (50_000, 0), False),  # too few
+        (50_000, (50_000, 20_000), None, False),  # not reported
+    ],
+)
+def test_caches_that_have_less_than_predicted_are_noticed(
+    program, rules, sent, predicted, engine, fires
+) -> None:
+    fired = find_firing(program, rules, WELL | count_hits(sent, predicted, engine))
+    assert fired == ({"CleaveCachesAreNotAsPredicted"} if fires else set())
 
 
 def test_a_fleet_scaled_to_zero_raises_no_alert(program, rules) -> None:

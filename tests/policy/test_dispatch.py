@@ -24,6 +24,7 @@ from cleave.policy.dispatch import (
     sample_least,
     sample_least_heavy,
     select_pair,
+    settle,
 )
 
 INF = np.inf
@@ -54,7 +55,10 @@ def least_pair(*columns: Column) -> tuple[int, int]:
     def find(purpose: int, request: None, first: int) -> int:
         return by_purpose[purpose].find_least()
 
-    assert select_pair(find, None, columns[1], columns[3]) == chosen
+    def count(request: None, slot: int) -> float:
+        return 0.0
+
+    assert select_pair(find, count, None, columns[1], columns[3]) == chosen
     return chosen
 
 
@@ -95,6 +99,13 @@ def test_a_mixed_instance_serves_whole_when_its_prompt_queue_is_shorter() -> Non
     mixed = Column(INF, INF, 5_000)
     assert least_pair(Column(400, INF, INF), decode, mixed, Column(400, 0, 100)) == (NONE, 2)
     assert least_pair(Column(400, INF, INF), decode, mixed, Column(400, 0, 500)) == (0, 1)
+
+
+def test_what_a_mixed_or_prefill_instance_has_cached_of_the_prompt_shortens_its_queue() -> None:
+    decode, waiting = Column(INF, 0, 9), Column(400, 0, 500)
+    assert settle(0, 1, 2, decode, waiting, 0.0, 0.0) == (0, 1)
+    assert settle(0, 1, 2, decode, waiting, 0.0, 102.0) == (NONE, 2)
+    assert settle(0, 1, 2, decode, waiting, 50.0, 102.0) == (0, 1)
 
 
 def test_equal_queues_are_split_as_planned() -> None:

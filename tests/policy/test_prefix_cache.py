@@ -79,13 +79,23 @@ def test_a_block_is_cached_until_the_kv_was_filled_again(
 
 
 def test_new_prompts_switch_it_off_and_repeated_ones_on_again() -> None:
+    for tokens in (100.0, 10_000.0):
+        detector = RepeatDetector()
+        assert detector.is_repeating, "the first conversations count"
+        for number in range(200):
+            assert detector.is_repeating is (number < 147)
+            detector.observe(tokens, 0.0)
+        for _ in range(5):
+            detector.observe(tokens, tokens)
+        for _ in range(100):
+            detector.observe(tokens, 0.0)
+            assert detector.is_repeating, "most are not known yet"
+
+
+def test_a_few_long_prompts_that_repeat_count_more_than_many_short_new_ones() -> None:
     detector = RepeatDetector()
-    assert detector.is_repeating, "the first conversations count"
-    for _ in range(200):
-        detector.observe(False)
-    assert not detector.is_repeating
-    for _ in range(5):
-        detector.observe(True)
     for _ in range(100):
-        detector.observe(False)
-        assert detector.is_repeating, "most are not known yet"
+        for _ in range(30):
+            detector.observe(300.0, 0.0)
+        detector.observe(3_000.0, 2_900.0)
+    assert detector.is_repeating

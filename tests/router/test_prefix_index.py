@@ -6,11 +6,12 @@ import random
 import pytest
 
 from cleave.router.prefix_index import (
-    EVERYWHERE_S,
     INDEX_BYTES,
     NUM_BUCKETS,
     PrefixIndex,
     PrefixMemory,
+    get_holder,
+    get_stamp,
     to_holder,
 )
 
@@ -25,27 +26,32 @@ def make_blocks(count: int, seed: int = 1) -> list[int]:
     return [rng.getrandbits(32) for _ in range(count)]
 
 
+def list_uses(index: PrefixIndex, block: int) -> list[tuple[int, int]]:
+    return sorted((get_holder(cell), get_stamp(cell)) for cell in index.list_uses(block))
+
+
 def test_the_leading_blocks_of_each_engine_are_found_with_their_stamps(index) -> None:
     blocks = make_blocks(9)
-    index.record(blocks[:7], 0, 11, 100, 0)
-    index.record(blocks[:3], 0, 12, 200, 0)
+    index.record(blocks[:7], 0, 11, 100)
+    index.record(blocks[:3], 0, 12, 200)
     assert index.count_known(blocks) == 7
-    assert index.find_use(blocks, 11, 100, 0) == (7, 100)
-    assert index.find_use(blocks, 12, 200, 0) == (3, 200)
-    assert index.find_use(blocks, 13, 0, 0) == (0, 0)
-    assert sorted(index.list_uses(blocks[2])) == [(11, 100), (12, 200)]
+    assert index.find_use(blocks, 9, 11) == (7, 100)
+    assert index.find_use(blocks, 5, 11) == (5, 100)
+    assert index.find_use(blocks, 9, 12) == (3, 200)
+    assert index.find_use(blocks, 9, 13) == (0, 0)
+    assert list_uses(index, blocks[2]) == [(11, 100), (12, 200)]
 
 
 def test_a_repeated_use_replaces_the_stamp(index) -> None:
     blocks = make_blocks(2)
     for clock in (1, 9):
-        index.record(blocks, 0, 11, clock, 0)
-    assert index.list_uses(blocks[0]) == [(11, 9)]
+        index.record(blocks, 0, 11, clock)
+    assert list_uses(index, blocks[0]) == [(11, 9)]
 
 
 def test_blocks_before_the_start_are_not_written(index) -> None:
     blocks = make_blocks(3)
-    index.record(blocks, 2, 11, 5, 0)
+    index.record(blocks, 2, 11, 5)
     assert [index.contains(each) for each in blocks] == [False, False, True]
 
 
@@ -54,25 +60,42 @@ def test_a_restarted_engine_has_another_number() -> None:
     assert len(numbers) > 997
 
 
-def test_a_block_of_more_engines_than_cells_counts_as_cached_by_all_for_a_while(index) -> None:
+@pytest.mark.parametrize("count", [4, 5, 9, 40, 200])
+def test_a_hot_block_is_found_at_each_of_its_engines_and_at_no_other(index, count: int) -> None:
+    blocks = make_blocks(3)
+    holders = range(1_000, 1_000 + count)
+    for clock, holder in enumerate(holders):
+        index.record(blocks, 0, holder, clock)
+    found = [index.find_use(blocks, 3, holder) for holder in holders]
+    assert found == [(3, clock) for clock in range(count)]
+    assert not any(index.find_use(blocks, 3, holder)[0] for holder in range(5_000, 6_000))
+    listed = {holder for holder, _ in list_uses(index, blocks[0])}
+    assert min(count, 4) == len(listed)
+    assert listed <= set(holders)
+
+
+def test_of_a_hot_block_engines_that_used_it_lately_are_listed(index) -> None:
     (block,) = make_blocks(1)
-    for holder in range(1, 10):
-        index.record([block], 0, holder, 10 * holder, 1_000)
-    assert index.find_use([block], 77, 5, 1_001) == (1, 5)
-    assert index.find_use([block], 77, 5, 1_000 + EVERYWHERE_S) == (0, 0)
-    index.record([block], 0, 77, 5, 1_001)
-    assert 77 not in dict(index.list_uses(block)), "nothing needs to be written"
-    index.record([block], 0, 77, 6, 1_000 + EVERYWHERE_S)
-    assert dict(index.list_uses(block))[77] == 6
+    for clock in range(64):
+        index.record([block], 0, 1_000 + clock, clock)
+        assert 1_000 + clock in dict(list_uses(index, block))
+
+
+def test_an_engine_uses_a_hot_block_again_with_a_new_stamp(index) -> None:
+    (block,) = make_blocks(1)
+    for round_ in range(3):
+        for holder in range(1, 21):
+            index.record([block], 0, holder, 100 * round_ + holder)
+    assert [index.find_stamp(block, holder) for holder in range(1, 21)] == list(range(201, 221))
 
 
 @pytest.mark.parametrize("clock", range(120, 128))
 def test_in_a_full_bucket_engines_that_are_gone_are_overwritten_first(index, clock: int) -> None:
     blocks = [5 | tag << 16 for tag in range(1, 9)]
     for number, block in enumerate(blocks):
-        index.record([block], 0, 1 + number % 2, 100 + number, 0)
+        index.record([block], 0, 1 + number % 2, 100 + number)
     index.retain({2: None})
-    index.record([5 | 20 << 16], 0, 2, clock, 0)
+    index.record([5 | 20 << 16], 0, 2, clock)
     left = [index.contains(each) for each in blocks]
     assert left[1::2] == [True] * 4, "those of engine 2 stay"
     assert left[::2].count(False) == 1
@@ -82,8 +105,8 @@ def test_in_a_full_bucket_engines_that_are_gone_are_overwritten_first(index, clo
 def test_in_a_full_bucket_the_oldest_of_three_is_overwritten(index, clock: int) -> None:
     blocks = [5 | tag << 16 for tag in range(1, 9)]
     for number, block in enumerate(blocks):
-        index.record([block], 0, 1, 100 + number, 0)
-    index.record([5 | 20 << 16], 0, 1, clock, 0)
+        index.record([block], 0, 1, 100 + number)
+    index.record([5 | 20 << 16], 0, 1, clock)
     left = [index.contains(each) for each in blocks]
     assert left.count(False) == 1
     assert left[-2:] == [True, True], "there are always two older ones"
@@ -93,10 +116,10 @@ def test_the_index_takes_no_more_memory_as_more_is_recorded(index) -> None:
     assert INDEX_BYTES == 4 << 20
     rng = random.Random(2)
     for holder in range(50):
-        index.record([rng.getrandbits(32) for _ in range(200)], 0, holder, holder, 0)
+        index.record([rng.getrandbits(32) for _ in range(200)], 0, holder, holder)
     assert NUM_BUCKETS * 64 == INDEX_BYTES == len(index._memory)
     recent = make_blocks(4, 9)
-    index.record(recent, 0, 3, 900, 0)
+    index.record(recent, 0, 3, 900)
     assert index.count_known(recent) == 4
 
 
@@ -128,7 +151,7 @@ def test_processes_see_what_another_one_records() -> None:
     index, blocks = PrefixIndex(memory), make_blocks(5)
     pid = os.fork()
     if not pid:
-        PrefixIndex(memory).record(blocks, 0, 11, 7, 0)
+        PrefixIndex(memory).record(blocks, 0, 11, 7)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert index.find_use(blocks, 11, 7, 0) == (5, 7)
+    assert index.find_use(blocks, 5, 11) == (5, 7)

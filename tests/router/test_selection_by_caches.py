@@ -1,4 +1,4 @@
-"""The default policy where prompts repeat: one cost of waiting and computing."""
+"""PrefixAware: one cost of waiting and computing."""
 
 import random
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy.prefix_cache import FIRST_BLOCK_BYTES, hash_first_block
+from cleave.policy.prefix_cache import FIRST_BLOCK_BYTES, MAX_DETECTORS, hash_first_block
 from cleave.router.prefix_index import PrefixMemory
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import RequestPhase, Router, RoutingRules, SharedRouter
@@ -16,15 +16,16 @@ from cleave.rpc.v1 import agent_pb2
 SPLIT = {"p1": "prefill", "p2": "prefill", "p3": "prefill", "d1": "decode"}
 MIXED = {"m1": "mixed", "m2": "mixed", "m3": "mixed"}
 BYTES_PER_TOKEN = 4
+OUTPUT_TOKENS = 100
 
 
 @pytest.fixture
 def routed(make_event, clock):
-    """A router with the default policy over `name=role` instances."""
+    """A router with PrefixAware over `name=role` instances."""
 
     def make(roles: dict[str, str], rules: RoutingRules | None = None, **fields: object) -> Router:
         memory, shared = fields.pop("memory", None), fields.pop("shared_load", None)
-        registry = InstanceRegistry(DispatchPolicy.SHORTEST_WAIT, shared)
+        registry = InstanceRegistry(DispatchPolicy.PREFIX_AWARE, shared)
         for name, role in roles.items():
             registry.on_event(name, make_event(name, role, **fields), 0.0)
         router = SharedRouter if shared else Router
@@ -39,7 +40,8 @@ def make_text(seed: int, tokens: int) -> bytes:
 
 
 def send(router: Router, text: bytes, model: str = "m", **request: object):
-    return router.pick(model, len(text) // BYTES_PER_TOKEN, 100, text=text, **request)
+    tokens = len(text) // BYTES_PER_TOKEN
+    return router.pick(model, tokens, OUTPUT_TOKENS, text=text, **request)
 
 
 def first_instance(pick) -> str:
@@ -50,6 +52,7 @@ def serve(router: Router, text: bytes, **request: object) -> tuple[str, float]:
     """(the instance that computes the prompt, tokens it computes) of a request that ends at once"""
     pick = send(router, text, **request)
     computed = round(pick._prefill_entry[2])
+    router.observe_completion(pick, OUTPUT_TOKENS)
     router.release(pick)
     return first_instance(pick), computed
 
@@ -265,8 +268,10 @@ def test_hits_are_predicted_by_instance(routed) -> None:
     for _ in range(4):
         serve(router, text)
     instances = router.registry.instances
-    assert instances["p1"].in_flight.predict_hits() == pytest.approx((4_096, 3_072), rel=0.001)
-    assert instances["d1"].in_flight.predict_hits() == (0, 0)
+    assert instances["p1"].in_flight.predict_hits() == pytest.approx(
+        (4_096, 4_096, 3_072), rel=0.001
+    )
+    assert instances["d1"].in_flight.predict_hits() == (0, 0, 0)
 
 
 def report(router: Router, loaded, name: str, queries: int, hits: int) -> None:
@@ -274,34 +279,64 @@ def report(router: Router, loaded, name: str, queries: int, hits: int) -> None:
     router.registry.on_event(name, event, router._clock())
 
 
-def test_engines_without_prefix_cache_get_prompts_by_their_wait_alone(routed, loaded) -> None:
+def test_engines_without_prefix_cache_get_prompts_by_their_wait_alone(
+    routed, loaded, clock
+) -> None:
     router = routed(MIXED)
     text = make_text(1, 4_096)
     home, _ = serve(router, text)
-    for name in MIXED:
-        report(router, loaded, name, 0, 0)
-    for _ in range(6):
-        assert serve(router, text) == (home, 0)
-    for name in MIXED:
-        report(router, loaded, name, 0, 0)
     others = set(MIXED) - {home}
-    assert serve(router, text, excluded=others) == (home, 4_096), "it has looked nothing up"
+    report(router, loaded, home, 0, 0)
+    for number in range(100):
+        serve(router, text, excluded=others)
+        clock.now_s += 1.0
+        report(router, loaded, home, 4_096 * (number + 2), 0)
+    assert serve(router, text, excluded=others)[1] > 4_000
+    add_queue(router, home, 200)
     assert serve(router, text)[0] != home
     hits = router.registry.instances[home].hits
     assert hits.predicted_share == pytest.approx(1.0, rel=0.01), "the guess stays visible"
-    assert hits.engine_share is None
+    assert hits.engine_share == 0
 
 
-def test_predictions_count_as_much_as_the_engine_confirms(routed, loaded) -> None:
+def test_predictions_count_as_much_as_the_engine_confirms(routed, loaded, clock) -> None:
     router = routed({"p1": "prefill", "d1": "decode"})
     text = make_text(1, 4_096)
     serve(router, text)
     report(router, loaded, "p1", 4_096, 0)
-    for _ in range(6):
+    for number in range(1, 101):
         serve(router, text)
-    report(router, loaded, "p1", 7 * 4_096, 3 * 4_096)
-    assert serve(router, text)[1] == pytest.approx(2_048, abs=8)
+        clock.now_s += 1.0
+        report(router, loaded, "p1", 4_096 * (number + 1), 2_048 * number)
+    assert serve(router, text)[1] == pytest.approx(2_048, abs=60)
     assert router.registry.instances["p1"].hits.engine_share == 0.5
+
+
+def test_one_early_report_takes_no_trust_away(routed, loaded, clock) -> None:
+    router = routed({"p1": "prefill", "d1": "decode"})
+    text = make_text(1, 4_096)
+    serve(router, text)
+    report(router, loaded, "p1", 0, 0)
+    for _ in range(20):
+        serve(router, text)
+    clock.now_s += 0.5
+    # Most of these prompts are computed, and their lookups not yet reported.
+    report(router, loaded, "p1", 4_096, 0)
+    assert serve(router, text)[1] == 0
+    clock.now_s += 0.5
+    report(router, loaded, "p1", 15 * 4_096, 0)
+    assert serve(router, text)[1] < 200, "one judgment counts little"
+
+
+def test_agents_that_report_no_hits_are_believed_to_have_a_cache(routed, loaded, clock) -> None:
+    router = routed({"p1": "prefill", "d1": "decode"})
+    text = make_text(1, 4_096)
+    for _ in range(60):
+        serve(router, text)
+        clock.now_s += 1.0
+        router.registry.on_event("p1", loaded("p1"), clock.now_s)
+    assert serve(router, text)[1] == 0
+    assert router.registry.instances["p1"].hits.engine_share is None
 
 
 def test_gateways_of_one_fleet_send_first_copies_to_the_same_instance(routed, loaded) -> None:
@@ -336,12 +371,12 @@ def test_processes_of_one_gateway_share_what_they_know(routed) -> None:
     home, _ = serve(one, text)
     assert serve(other, text) == (home, 0)
     assert other.registry.instances[home].in_flight.predict_hits() == pytest.approx(
-        (2_048, 1_024), rel=0.001
+        (2_048, 2_048, 1_024), rel=0.001
     )
     heir = routed(SPLIT, memory=memory, shared_load=SharedLoad(table.for_process(1)))
     assert serve(heir, text) == (home, 0), "a process that replaces another one counts on"
     hits = heir.registry.instances[home].in_flight.predict_hits()
-    assert hits == pytest.approx((3_072, 2_048), rel=0.001)
+    assert hits == pytest.approx((3_072, 3_072, 2_048), rel=0.001)
     for number in range(18):
         serve(one, make_text(200 + number, 1_000), excluded=set(SPLIT) - {home, "d1"})
     assert serve(other, text)[1] == 1_024, "what one process has sent evicts what another has"
@@ -387,3 +422,136 @@ def test_an_agent_that_reports_no_kv_size_is_assumed_to_have_some(routed) -> Non
     text = make_text(1, 1_024)
     home, _ = serve(router, text)
     assert serve(router, text) == (home, 0)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "refused"])
+def test_prompts_that_were_not_computed_do_not_age_what_is_cached(routed, ends) -> None:
+    router = routed({"p1": "prefill", "d1": "decode"}, max_model_len=8_000)
+    text = make_text(1, 1_024)
+    serve(router, text)
+    for number in range(5):
+        # Each is longer than the whole KV.
+        router.release(send(router, make_text(10 + number, 100_000)))
+    assert serve(router, text)[1] == 0
+    instance = router.registry.instances["p1"]
+    assert instance.in_flight.predict_hits()[0] == pytest.approx(2_048), ends
+
+
+def test_one_prompt_ages_a_cache_by_no_more_than_the_longest_that_the_engine_takes(routed) -> None:
+    router = routed({"p1": "prefill", "d1": "decode"}, max_model_len=2_000)
+    text = make_text(1, 1_024)
+    serve(router, text)
+    for number in range(6):  # of 16,000 tokens of KV
+        serve(router, make_text(10 + number, 100_000))
+    assert serve(router, text)[1] == 0
+
+
+def test_an_overdue_instance_does_not_attract_all_that_it_has_cached(routed, clock) -> None:
+    router = routed(SPLIT)
+    text = make_text(1, 1_024)
+    home, _ = serve(router, text)
+    add_queue(router, home, 5_000)
+    # 500 ms of work, and nothing has ended for ten seconds.
+    clock.now_s += 10.0
+    assert serve(router, text)[0] != home
+
+
+def test_the_fixed_time_of_a_prompt_counts(routed) -> None:
+    router = routed(SPLIT)
+    text = make_text(1, 1_024)
+    home, _ = serve(router, text)
+    queue = router.registry.instances[home].in_flight.queue
+    queue.prompt_ms = 90.0
+    assert serve(router, text) == (home, 0), "102 ms elsewhere"
+    queue.prompt_ms = 110.0
+    assert serve(router, text)[0] != home
+
+
+def test_a_hot_prefix_is_cached_where_it_was_computed_and_nowhere_else(routed) -> None:
+    roles = {f"m{number}": "mixed" for number in range(40)}
+    router = routed(roles)
+    text = make_text(1, 1_024)
+    used = [f"m{number}" for number in range(20)]
+    for name in used:
+        assert serve(router, text, excluded=set(roles) - {name}) == (name, 1_024)
+    assert serve(router, text)[1] == 0, "hot prefixes are found"
+    for name in used:
+        assert serve(router, text, excluded=set(roles) - {name}) == (name, 0)
+    for number in range(20, 40):
+        name = f"m{number}"
+        assert serve(router, text, excluded=set(roles) - {name}) == (name, 1_024)
+
+
+def test_mixed_and_prefill_instances_are_compared_by_what_they_have_to_compute(routed) -> None:
+    roles = {"p1": "prefill", "d1": "decode", "m1": "mixed"}
+    for home in ("p1", "m1"):
+        router = routed(roles)
+        text = make_text(1, 1_024)
+        serve(router, text, excluded={"p1", "m1"} - {home})
+        add_queue(router, home, 500)
+        assert serve(router, text) == (home, 0)
+        add_queue(router, home, 600)
+        assert serve(router, text)[0] != home
+
+
+def test_revisions_are_compared_by_what_they_have_to_compute(routed, make_event) -> None:
+    router = routed({})
+    for name, revision in (("a", "one"), ("b", "two")):
+        router.registry.on_event(name, make_event(name, "mixed", revision=revision), 0.0)
+    text = make_text(1, 1_024)
+    for home in ("a", "b"):
+        other = {"a": "b", "b": "a"}[home]
+        text = make_text(ord(home), 1_024)
+        serve(router, text, excluded={other})
+        for colocated in (False, True):
+            assert serve(router, text, colocated=colocated) == (home, 0)
+
+
+def test_one_tenants_new_prompts_leave_the_caches_of_others_in_use(routed) -> None:
+    router = routed(SPLIT)
+    for number in range(1_000):
+        serve(router, make_text(number, 300), salt=b"busy")
+    text = make_text(5_000, 1_024)
+    serve(router, text, salt=b"calm")
+    assert serve(router, text, salt=b"calm")[1] == 0
+
+
+def test_a_majority_of_short_new_prompts_leaves_long_ones_that_repeat_in_use(routed) -> None:
+    router = routed(SPLIT)
+    text = make_text(5_000, 3_000)
+    serve(router, text)
+    for number in range(1_000):
+        serve(router, make_text(number, 300))
+        if number % 40 == 39:
+            assert serve(router, text)[1] < 100
+
+
+def test_requests_with_new_salts_take_bounded_memory(routed) -> None:
+    router = routed(SPLIT)
+    text = make_text(1, 256)
+    for number in range(2 * MAX_DETECTORS):
+        serve(router, text, salt=b"%d" % number)
+    repeats = router._selector._repeats
+    assert len(repeats._by_seed) == MAX_DETECTORS
+    for _ in range(2):
+        repeats.forget_unused()
+    assert not repeats._by_seed
+
+
+def test_the_cost_of_a_cell_counts_once(routed, make_event) -> None:
+    # p2 and p3 have other tokens in their cell's decode instance than p1: a tenth of them counts.
+    router = routed({})
+    roles = {**SPLIT, "d2": "decode"}
+    for name, role in roles.items():
+        event = make_event(name, role, cell=f"c{name in ('p1', 'd1')}")
+        router.registry.on_event(name, event, 0.0)
+    text = make_text(1, 1_024)
+    serve(router, text, excluded={"p2", "p3"})
+    instance = router.registry.instances["d1"]
+    for tokens, home in ((9_000, {"p1"}), (3_000, {"p2", "p3"})):
+        instance.in_flight.resident.add(tokens)
+        router.registry.refresh(instance)
+        router.registry.refresh(router.registry.instances["p1"])
+        pick = send(router, text)
+        router.release(pick)
+        assert first_instance(pick) in home

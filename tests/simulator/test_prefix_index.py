@@ -17,27 +17,28 @@ from cleave.simulator.trace import Trace
 from tests.simulator.test_prefix_caches import build_engine, build_trace
 
 LONG = "abcdefghij" * 2
+KNOWN_SPEED = [(80, letter * 20) for letter in "klm"]
+"""Prompts that show how fast each of three instances is."""
 
 
 def build_fleet(
     count: int = 3, tokens: int = 4_000, is_split: bool = False, **more: object
 ) -> SimulatedFleet:
     pool = (SimulatedPool(build_engine(tokens), count),)
-    more.setdefault("cache_view", CacheView.SENT)
+    more.setdefault("dispatch", DispatchPolicy.PREFIX_AWARE)
     if is_split:
         return SimulatedFleet(prefill=pool, decode=pool, **more)
     return SimulatedFleet(mixed=pool, **more)
 
 
-@pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PREFIX_AWARE])
 @pytest.mark.parametrize("is_split", [False, True])
-def test_a_prompt_returns_to_the_instance_that_caches_its_beginning(policy, is_split) -> None:
-    trace = build_trace([(80, LONG), (80, LONG.upper()), (83, LONG), (83, LONG.upper())])
-    result = simulate(build_fleet(is_split=is_split, dispatch=policy), trace)
-    first, second, third, fourth = result.prefill_instance
+def test_a_prompt_returns_to_the_instance_that_caches_its_beginning(is_split) -> None:
+    turns = [(80, LONG), (80, LONG.upper()), (83, LONG), (83, LONG.upper())]
+    result = simulate(build_fleet(is_split=is_split), build_trace([*KNOWN_SPEED, *turns]))
+    first, second, third, fourth = result.prefill_instance[3:]
     assert first != second
     assert (third, fourth) == (first, second)
-    assert result.cached_tokens.tolist() == [0, 0, 80, 80]
+    assert result.cached_tokens[3:].tolist() == [0, 0, 80, 80]
 
 
 def test_where_dispatch_knows_nothing_of_caches_the_fleet_is_used_in_turn() -> None:
@@ -46,16 +47,15 @@ def test_where_dispatch_knows_nothing_of_caches_the_fleet_is_used_in_turn() -> N
     assert len(set(result.prefill_instance.tolist())) == 3
 
 
-def test_other_policies_ignore_caches() -> None:
+@pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.LEAST_REQUESTS])
+def test_other_policies_ignore_caches(policy) -> None:
     trace = build_trace([(80, LONG)] * 3)
-    result = simulate(build_fleet(dispatch=DispatchPolicy.LEAST_REQUESTS), trace)
+    result = simulate(build_fleet(dispatch=policy), trace)
     assert len(set(result.prefill_instance.tolist())) == 3
 
 
 def test_a_hot_prefix_spreads_once_its_queue_takes_longer_than_computing_it() -> None:
-    # The first three prompts show how fast each instance is.
-    first = [(80, letter * 20) for letter in "klm"]
-    trace = build_trace([*first, (80, LONG), *[(200, LONG)] * 8])
+    trace = build_trace([*KNOWN_SPEED, (80, LONG), *[(200, LONG)] * 8])
     at_once = np.minimum(trace.arrival_ms, 4_000.0)
     result = simulate(build_fleet(is_split=True), replace(trace, arrival_ms=at_once))
     used = np.bincount(result.prefill_instance[4:], minlength=3)
@@ -84,12 +84,13 @@ def test_a_block_that_is_known_no_more_attracts_no_prompt(view) -> None:
 
 def test_only_tokens_that_are_not_cached_count_as_waiting() -> None:
     # Both prompts wait behind the same work, but one of them is cached at the first instance.
-    warm = build_trace([(80, LONG), (80, LONG), (20, "xyxyx"), (20, "zyzyz")], gap_ms=0.0)
-    trace = replace(warm, arrival_ms=np.array([0.0, 1_000.0, 1_000.0, 1_000.0]))
+    warm = [*KNOWN_SPEED[:2], (80, LONG)]
+    trace = build_trace([*warm, (80, LONG), (20, "xyxyx"), (20, "zyzyz")])
+    trace = replace(trace, arrival_ms=np.minimum(trace.arrival_ms, 3_000.0))
     result = simulate(build_fleet(2, is_split=True), trace)
-    cached, second, third = result.prefill_instance[1:]
+    home, cached, second, third = result.prefill_instance[2:]
     # The cached prompt leaves 0 tokens, so that both others may follow it or use the other one.
-    assert cached == result.prefill_instance[0]
+    assert cached == home
     assert second != cached
     assert third == cached
 

@@ -98,13 +98,13 @@ class Routing(ApiModel):
 
     policy: Annotated[DispatchPolicy, Field(strict=False)] = DispatchPolicy.SHORTEST_WAIT
     """How instances are selected for a request. ShortestWait: prefill where the queue is predicted
-    to drain first, or, where prompts repeat, where that and computing what the instance's prefix
-    cache lacks end first; decode where the fewest KV tokens are held. PendingTokens: the fewest
-    tokens that are queued or held. PrefixAware: as PendingTokens, minus tokens that the instance's
-    prefix cache holds. LeastRequests: the fewest requests. PowerOfTwo: the less loaded of two
-    random instances. RoundRobin and Random ignore the load. LeastHeavy: decode where the ratio of
-    long to short outputs is lowest and memory suffices. BestFit: decode at the fullest instance
-    that still meets the SLO, so that fewer instances are used."""
+    to drain first, decode where the fewest KV tokens are held. PendingTokens: the fewest tokens
+    that are queued or held. PrefixAware: as ShortestWait; where prompts repeat, prefill where
+    the queue and computing what the instance's prefix cache lacks end first. LeastRequests: the
+    fewest requests. PowerOfTwo: the less loaded of two random instances. RoundRobin and Random
+    ignore the load. LeastHeavy: decode where the ratio of long to short outputs is lowest and
+    memory suffices. BestFit: decode at the fullest instance that still meets the SLO, so that fewer
+    instances are used."""
     session_header: (
         Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None
     ) = None

@@ -48,8 +48,8 @@ of the last pick that chose the instance.
 LEAST, RANDOM, OF_TWO, LIGHTEST, FULLEST, CACHED = 0, 1, 2, 3, 4, 5
 """How a slot is picked: least score; at random; the lesser of two at random; the lighter of two at
 random (`sample_least_heavy`); the fullest that keeps its targets (`best_fit`); least cost of
-waiting and of computing what is not cached (`prompt_cost`), which the router also takes in place of
-LEAST by wait where prompts repeat. RANDOM and OF_TWO equal the number of slots drawn.
+waiting and of computing what is not cached (`prompt_cost`), LEAST where prompts do not repeat.
+RANDOM and OF_TWO equal the number of slots drawn.
 """
 
 TO_PREFILL, TO_DECODE, TO_WHOLE = 0, 1, 2
@@ -79,7 +79,7 @@ RULES = {
     DispatchPolicy.POWER_OF_TWO: Rule(BY_TOKENS, OF_TWO, OF_TWO, True),
     DispatchPolicy.LEAST_HEAVY: Rule(BY_TOKENS, LEAST, LIGHTEST),
     DispatchPolicy.BEST_FIT: Rule(BY_TOKENS, LEAST, FULLEST),
-    DispatchPolicy.PREFIX_AWARE: Rule(BY_TOKENS, CACHED, LEAST, True),
+    DispatchPolicy.PREFIX_AWARE: Rule(BY_WAIT, CACHED, LEAST, True, True),
 }
 
 HEAVY_OUTPUT_TOKENS = 128
@@ -101,6 +101,8 @@ Request = TypeVar("Request")
 Finder = Callable[[int, Request, int], int]
 """(purpose, request, prefill slot for TO_DECODE) -> slot; NONE: all are closed. Callers implement
 it with `find_slot` and rules of their own."""
+CachedCounter = Callable[[Request, int], float]
+"""(request, slot) -> tokens of its prompt that the slot has cached."""
 
 
 class ScoreColumn:
@@ -122,8 +124,8 @@ class ScoreColumn:
 
 
 def is_by_score(rule: Rule) -> bool:
-    """Whether the rule picks by the least score alone."""
-    return rule.prefill == LEAST and rule.decode == LEAST
+    """Whether the rule picks by the least score alone, but for prompts that are cached."""
+    return rule.prefill in (LEAST, CACHED) and rule.decode == LEAST
 
 
 def score(
@@ -269,7 +271,11 @@ def find_slot(
 
 
 def select_pair(
-    finder: Finder[Request], request: Request, decode: ScoreColumn, pending_prompt: ScoreColumn
+    finder: Finder[Request],
+    counter: CachedCounter[Request],
+    request: Request,
+    decode: ScoreColumn,
+    pending_prompt: ScoreColumn,
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) of a request that may be split; (NONE, slot): not split.
 
@@ -278,13 +284,22 @@ def select_pair(
     first = find_for(finder, TO_PREFILL, request, NONE)
     second = find_for(finder, TO_DECODE, request, first) if first != NONE else NONE
     whole = find_for(finder, TO_WHOLE, request, NONE)
-    return settle(first, second, whole, decode, pending_prompt)
+    cached, cached_whole = 0.0, 0.0
+    if second != NONE and whole != NONE:
+        cached = count_cached_for(counter, request, first)
+        cached_whole = count_cached_for(counter, request, whole)
+    return settle(first, second, whole, decode, pending_prompt, cached, cached_whole)
 
 
 def find_for(finder: Finder[Request], purpose: int, request: Request, first: int) -> int:
     """The caller's slot for a purpose. The simulator replaces this function (`simulator.run`),
     because numba cannot cache compiled code that holds functions as values."""
     return finder(purpose, request, first)
+
+
+def count_cached_for(counter: CachedCounter[Request], request: Request, slot: int) -> float:
+    """The caller's count for a slot; replaced as `find_for` is."""
+    return counter(request, slot)
 
 
 def choose_least_pair(
@@ -298,16 +313,25 @@ def choose_least_pair(
     first = prefill.find_least()
     second = decode.find_least() if first != NONE else NONE
     whole = mixed.find_least() if mixed.size else NONE
-    return settle(first, second, whole, decode, pending_prompt)
+    return settle(first, second, whole, decode, pending_prompt, 0.0, 0.0)
 
 
 def settle(
-    first: int, second: int, mixed: int, decode: ScoreColumn, pending_prompt: ScoreColumn
+    first: int,
+    second: int,
+    mixed: int,
+    decode: ScoreColumn,
+    pending_prompt: ScoreColumn,
+    cached: float,
+    cached_mixed: float,
 ) -> tuple[int, int]:
-    """(`first`, `second`) for a split, or (NONE, `mixed`); arguments may be NONE."""
+    """(`first`, `second`) for a split, or (NONE, `mixed`); slots may be NONE. `cached`,
+    `cached_mixed`: tokens of the prompt that `first` and `mixed` have cached."""
     if first == NONE or second == NONE or mixed == NONE:
         return (first, second) if second != NONE else (NONE, mixed)
-    queue, queue_mixed = pending_prompt.get_score(first), pending_prompt.get_score(mixed)
+    # Each has to compute what waits there and the rest of the prompt.
+    queue = pending_prompt.get_score(first) - cached
+    queue_mixed = pending_prompt.get_score(mixed) - cached_mixed
     if prefers_mixed(queue, decode.get_score(second), queue_mixed):
         return NONE, mixed
     return first, second
@@ -335,7 +359,8 @@ def measure_backlog(pending: float, resident: float, last_pick: float) -> float:
 def prefers_mixed(queue: float, decode: float, queue_mixed: float) -> bool:
     """Whether a mixed instance serves a request instead of a split.
 
-    `queue`, `queue_mixed`: waiting prompt tokens of the prefill and of the mixed instance;
+    `queue`, `queue_mixed`: waiting prompt tokens of the prefill and of the mixed instance, less
+    those of this prompt that it has cached;
     `decode`: score of the decode instance; each includes STALE_PENALTY if the instance is stale.
     The mixed instance is taken if its prompt queue is shorter, which saves the transfer; if equal,
     the split is taken because the placement was planned for it. The mixed instance is also taken if

@@ -30,14 +30,18 @@ _SAMPLED_MIDDLE, _SAMPLED_LAST = 511, 1_023
 """Positions of these bytes, in the first block."""
 _MIN_TRUST_TOKENS = 20_000.0
 """Predicted tokens from which predictions are compared with what engines report."""
+_MIN_REPORTED_SHARE = 0.5
+"""Share of the prompt tokens sent there of which the engine must have reported the lookup."""
 _TRUST_TOLERANCE = 0.1
 """Difference of the shares from which predictions are corrected."""
 _REPEATING_SHARE = 0.05
-"""Share of prompts with a known first block from which prompts repeat."""
+"""Share of prompt tokens in known blocks from which prompts repeat."""
 _FIRST_SHARE = 0.5
-"""The share at first: prompts count as repeating for at least 150 of them."""
-_SHARE_WEIGHT = 1 / 64
-"""Weight of the newest prompt in this share."""
+"""The share at first: prompts count as repeating for about 150 of equal length."""
+MAX_DETECTORS = 1_024
+"""Limit of tenants with a detector of their own, 0.2 MB."""
+_NUM_RECENT = 64
+"""About so many prompts determine the share."""
 
 
 def _list_block_ends() -> tuple[int, ...]:
@@ -101,40 +105,59 @@ def is_cached(clock: int, stamp: int, capacity: float) -> bool:
     return (clock - stamp) % (1 << CLOCK_BITS) < capacity
 
 
-def compute_trust(
-    predicted_prompt: float, predicted_cached: float, engine_prompt: float, engine_cached: float
+def bound_hit_share(
+    sent: float, looked_up: float, engine_prompt: float, engine_cached: float
 ) -> float:
-    """The factor on predictions of cached tokens that makes them agree with an engine, 0..1.
+    """The most that an engine can have cached of the prompts that a gateway looked up, 0..1.
 
-    Tokens of recent prompts: sent there, and of these predicted to be cached; looked up in the
-    engine's prefix cache, and found there. An engine that looks nothing up has no cache. Small
-    differences are chance, and a prediction that is too low is corrected by nothing, because what
-    is cached beyond it is not known.
+    Tokens of recent prompts: `sent` there by the gateway, estimated, and `looked_up` of these, as
+    short prompts are not; looked up in the engine's prefix cache, and found there, as the engine
+    counts all prompts. Its hits are not known by prompt, so all count as hits of these.
     """
-    if predicted_cached < _MIN_TRUST_TOKENS:
-        return 1.0
-    predicted = predicted_cached / predicted_prompt
-    found = engine_cached / engine_prompt if engine_prompt > 0.0 else 0.0
+    if looked_up <= 0.0 or engine_prompt <= 0.0:
+        return 0.0
+    return min(engine_cached / engine_prompt * max(sent / looked_up, 1.0), 1.0)
+
+
+def compute_trust(
+    sent: float,
+    looked_up: float,
+    predicted_cached: float,
+    engine_prompt: float,
+    engine_cached: float,
+) -> float | None:
+    """The factor on predictions of cached tokens that makes them agree with an engine, 0..1.
+    None: cannot be judged, too few prompts or too few of their lookups reported.
+
+    Counts as in `bound_hit_share`, and tokens of the prompts looked up that were predicted to be
+    cached. Small differences are chance, and a prediction that is too low is corrected by nothing,
+    because what is cached beyond it is not known.
+    """
+    if predicted_cached < _MIN_TRUST_TOKENS or engine_prompt < _MIN_REPORTED_SHARE * sent:
+        return None
+    predicted = predicted_cached / looked_up
+    found = bound_hit_share(sent, looked_up, engine_prompt, engine_cached)
     return found / predicted if found < predicted - _TRUST_TOLERANCE else 1.0
 
 
 class RepeatDetector:
-    """Whether prompts repeat: the share of recent prompts whose first block was known.
+    """Whether the prompts of one tenant repeat: the share of recent prompts' tokens that was known.
 
-    It begins as if they did, so that the first conversations after a start are noticed. The same
-    holds whenever prompts of a sample repeat: those that were not in it are not known yet.
+    By tokens, because what caches save is tokens: most prompts may be short and new while the long
+    ones are conversations. It begins as if they repeated, so that the first conversations after a
+    start are noticed. The same holds whenever prompts of a sample repeat: those that were not in it
+    are not known yet.
     """
 
-    __slots__ = ("_num_prompts", "share")
+    __slots__ = ("_known", "_num_prompts", "_tokens", "is_repeating", "is_used")
 
     def __init__(self) -> None:
-        self.share = _FIRST_SHARE
         self._num_prompts = 0
-
-    @property
-    def is_repeating(self) -> bool:
+        self._tokens = self._known = 0.0
+        self.is_repeating = True
         """Whether it pays to look at caches."""
-        return self.share > _REPEATING_SHARE
+        self.is_used = True
+        """Set by each lookup, for owners that forget detectors."""
 
     def is_sampled(self, text: bytes | memoryview) -> bool:
         """Whether to look at this prompt although prompts do not repeat."""
@@ -143,9 +166,43 @@ class RepeatDetector:
             return True
         return not (text[_SAMPLED_MIDDLE] + text[_SAMPLED_LAST]) & _SAMPLED_MASK
 
-    def observe(self, is_known: bool) -> None:
-        """Count a prompt that was looked up."""
-        was_repeating = self.is_repeating
-        self.share += ((1.0 if is_known else 0.0) - self.share) * _SHARE_WEIGHT
-        if self.is_repeating and not was_repeating:
-            self.share = _FIRST_SHARE
+    def observe(self, tokens: float, known: float) -> None:
+        """Count a prompt that was looked up, of which `known` tokens were in known blocks."""
+        if not self._tokens:
+            self._tokens, self._known = _NUM_RECENT * tokens, _FIRST_SHARE * _NUM_RECENT * tokens
+        decay = 1 - 1 / _NUM_RECENT
+        self._tokens = self._tokens * decay + tokens
+        self._known = self._known * decay + known
+        is_repeating = self._known > _REPEATING_SHARE * self._tokens
+        if is_repeating and not self.is_repeating:
+            self._known = _FIRST_SHARE * self._tokens
+        self.is_repeating = is_repeating
+
+
+class RepeatDetectors:
+    """The detectors of tenants, so that one with prompts that do not repeat takes nothing from the
+    others. Tenants differ by the seed of their blocks."""
+
+    __slots__ = ("_by_seed", "_common")
+
+    def __init__(self) -> None:
+        self._by_seed: dict[int, RepeatDetector] = {}
+        self._common = RepeatDetector()
+        """Of all tenants beyond the limit."""
+
+    def find(self, seed: int) -> RepeatDetector:
+        """The detector of one tenant."""
+        detector = self._by_seed.get(seed)
+        if detector is None:
+            if len(self._by_seed) >= MAX_DETECTORS:
+                return self._common
+            detector = self._by_seed[seed] = RepeatDetector()
+        detector.is_used = True
+        return detector
+
+    def forget_unused(self) -> None:
+        """Forget the tenants of which there was no prompt since the last call."""
+        for seed, detector in list(self._by_seed.items()):
+            if not detector.is_used:
+                del self._by_seed[seed]
+            detector.is_used = False

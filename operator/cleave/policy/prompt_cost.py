@@ -1,9 +1,10 @@
-"""What a prompt costs on an instance, in ms: the predicted wait, and computing what is not cached.
+"""Where a prompt costs least, in ms: the predicted wait, and computing what is not cached there.
 
-Called by the simulator, which compiles it, in studies of dispatch by caches; routers do not count
-caches so yet (decision 088). What is hard: a cached prefix must attract prompts, but not all of
-them. In one unit both follow from the cost: while a queue takes longer than recomputing the prefix
-elsewhere, the prompt goes elsewhere, and from then on the prefix is cached there, too.
+Called by the router, and by the simulator, which compiles it. What is hard: a cached prefix must
+attract prompts, but not all of them. In one unit both follow from the cost: while a queue takes
+longer than recomputing the prefix elsewhere, the prompt goes elsewhere, and from then on the prefix
+is cached there, too. And the search must not look at every instance for every block: it stops where
+no other instance can cost less.
 
 Sources: Mooncake's Conductor adds up the queue and the prefill of what is not cached (FAST 2025,
 cache-aware scheduling); Preble weighs reuse against load in one cost (ICLR 2025, E2). The wait here
@@ -11,60 +12,158 @@ is that of `policy.queue_model`.
 """
 
 import math
-from collections.abc import Sequence
 
 from cleave.policy.dispatch import NONE, RESIDENT_WEIGHT, Scores
 
-MAX_CANDIDATES = 16
-"""Most instances that are compared for one prompt: the least loaded, and those that cache most."""
+MAX_COMPARED = 16
+"""Most comparisons of one search, after the first instance."""
 
 
-def predict_cost_ms(wait_ms: float, uncached_tokens: float, token_ms: float) -> float:
-    """ms until a prompt is computed: the wait before it, and its `uncached_tokens` at `token_ms`
-    each."""
-    return wait_ms + max(uncached_tokens, 0.0) * token_ms
+class PromptView:
+    """One prompt, and what is known of the instances that may compute it; the router's implements
+    it. The simulator has functions in place of the methods, which take its state and a request."""
+
+    __slots__ = ()
+
+    def find_depth(self, request: int, purpose: int, slot: int) -> int:
+        """Number of leading blocks of the prompt that the instance has cached."""
+        raise NotImplementedError
+
+    def find_holder(self, request: int, purpose: int, depth: int, after: int) -> int:
+        """The next open instance that has cached the first `depth` blocks, as a number for
+        `get_holder`; `after`: the one before, NONE at first. NONE: there are no more."""
+        raise NotImplementedError
+
+    def get_holder(self, handle: int) -> int:
+        """The slot of an instance from `find_holder`."""
+        raise NotImplementedError
+
+    def predict_at(self, request: int, purpose: int, slot: int, depth: int) -> float:
+        """`predict_cost_ms` of the prompt there, if its first `depth` blocks are cached."""
+        raise NotImplementedError
+
+    def predict_bound(self, request: int, purpose: int, least: int, depth: int) -> float:
+        """Lower bound of `predict_at` of all instances if they have cached so much; `least`: the
+        slot with the shortest wait."""
+        raise NotImplementedError
 
 
-def predict_wait_ms(
-    score: float, pending: float, is_time: bool, now_ms: float, token_ms: float
-) -> float:
-    """ms of work before a new prompt, from the score of ShortestWait.
-
-    `is_time`: the score is when the queue ends, in ms of the clock that says `now_ms` (prefill
-    instances); otherwise it is a sum of tokens (mixed instances), of which `pending` are prompt
-    tokens that wait. The rest is resident: it lengthens the iterations that compute the prompt, and
-    counts as much as in comparisons of cells (`RESIDENT_WEIGHT`).
-    """
-    if is_time:
-        return max(score - now_ms, 0.0)
-    return (pending + RESIDENT_WEIGHT * (score - pending)) * token_ms
+def find_depth(view: PromptView, request: int, purpose: int, slot: int) -> int:
+    """Of the view; as the next four, replaced in compiled code: see `dispatch.find_for`."""
+    return view.find_depth(request, purpose, slot)
 
 
-def find_least_cost(
-    slots: Sequence[int],
-    cached: Sequence[float],
-    token_ms: Sequence[float],
-    scores: Scores | Sequence[float],
-    pending: Scores | Sequence[float],
-    prompt_tokens: float,
-    is_time: bool,
-    now_ms: float,
+def find_holder(view: PromptView, request: int, purpose: int, depth: int, after: int) -> int:
+    """Of the view."""
+    return view.find_holder(request, purpose, depth, after)
+
+
+def get_holder(view: PromptView, handle: int) -> int:
+    """Of the view."""
+    return view.get_holder(handle)
+
+
+def predict_at(view: PromptView, request: int, purpose: int, slot: int, depth: int) -> float:
+    """Of the view."""
+    return view.predict_at(request, purpose, slot, depth)
+
+
+def predict_bound(view: PromptView, request: int, purpose: int, least: int, depth: int) -> float:
+    """Of the view."""
+    return view.predict_bound(request, purpose, least, depth)
+
+
+def find_cheapest(
+    view: PromptView, request: int, purpose: int, first: int, least: int, depth: int
 ) -> int:
-    """The slot at which the prompt costs least; of equal ones the first; NONE: all are closed.
+    """The slot at which the prompt costs least.
 
-    Candidates, of equal length: `slots`, first the one with the least score, then those that cache
-    most; `cached`: how many of the `prompt_tokens` each has; `token_ms`: of each, ms per prompt
-    token, `upper_token_ms` of its queue model: the lower estimate is 0 where times do not follow
-    the tokens, so that everything there would seem to cost nothing. `scores`, `pending`: by slot,
-    see `predict_wait_ms`; +inf: closed.
+    Compared are `first` and instances that have cached more of the prompt than the least one.
+    `least`: the slot with the shortest wait, which is `first` unless a session or an adapter is
+    pinned there. `depth`: leading blocks of the prompt that any instance may have cached.
     """
-    best = NONE
-    lowest_ms = 0.0
-    for at in range(len(slots)):
-        slot = slots[at]
-        if scores[slot] < math.inf:
-            wait_ms = predict_wait_ms(scores[slot], pending[slot], is_time, now_ms, token_ms[at])
-            cost_ms = predict_cost_ms(wait_ms, prompt_tokens - cached[at], token_ms[at])
-            if best == NONE or cost_ms < lowest_ms:
-                best, lowest_ms = slot, cost_ms
+    best, lowest_ms, compared = first, math.inf, 0
+    favoured = first if first == least else NONE
+    # Those with the deepest use: often one, and nothing waits there.
+    while depth > 0 and lowest_ms == math.inf:
+        best, lowest_ms, compared = compare_holders(
+            view, request, purpose, favoured, depth, first, math.inf, 0
+        )
+        if lowest_ms <= predict_bound(view, request, purpose, least, depth):
+            return best
+        depth -= 1
+    known = find_depth(view, request, purpose, first)
+    first_ms = predict_at(view, request, purpose, first, known)
+    if first_ms <= lowest_ms:
+        best, lowest_ms = first, first_ms
+    # Others that have no more than the least one have a longer wait as well.
+    floor = known if first == least else 0
+    while depth > floor and compared < MAX_COMPARED:
+        if lowest_ms <= predict_bound(view, request, purpose, least, depth):
+            break
+        best, lowest_ms, compared = compare_holders(
+            view, request, purpose, favoured, depth, best, lowest_ms, compared
+        )
+        depth -= 1
     return best
+
+
+def compare_holders(
+    view: PromptView,
+    request: int,
+    purpose: int,
+    favoured: int,
+    depth: int,
+    best: int,
+    lowest_ms: float,
+    compared: int,
+) -> tuple[int, float, int]:
+    """(best slot, its cost, comparisons so far), with the instances that have cached `depth`
+    blocks; of these the `favoured` one, the least one, is chosen, as without caches."""
+    holder = find_holder(view, request, purpose, depth, NONE)
+    while holder != NONE and compared < MAX_COMPARED:
+        slot = get_holder(view, holder)
+        cost_ms = predict_at(view, request, purpose, slot, depth)
+        if slot == favoured:
+            return slot, predict_bound(view, request, purpose, slot, depth), compared
+        if cost_ms < lowest_ms:
+            best, lowest_ms = slot, cost_ms
+        compared += 1
+        holder = find_holder(view, request, purpose, depth, holder)
+    return best, lowest_ms, compared
+
+
+def predict_cost_ms(
+    wait_ms: float, uncached_tokens: float, prompt_ms: float, token_ms: float
+) -> float:
+    """ms until a prompt is computed: the wait before it, and its time as the instance's queue model
+    states it, `prompt_ms` for the prompt and `token_ms` for each of its `uncached_tokens`.
+
+    `token_ms` is the upper estimate: the lower one is 0 where times do not follow the tokens, so
+    that everything there would seem to cost nothing.
+    """
+    return wait_ms + prompt_ms + max(uncached_tokens, 0.0) * token_ms
+
+
+def predict_queue_ms(end_ms: float, pending: float, now_ms: float, token_ms: float) -> float:
+    """ms until the queue of a prefill instance with `pending` tokens ends, which was predicted for
+    `end_ms` of the clock that says `now_ms`.
+
+    Of an overdue queue the time until its end is not known. If it counted as none, an instance that
+    is late, or has stopped, would attract all that it has cached.
+    """
+    return max(end_ms - now_ms, pending * token_ms)
+
+
+def count_mixed(pending: float, total: float) -> float:
+    """Tokens before a new prompt on a mixed instance, where prompts and decoding alternate. Of its
+    `total` tokens, `pending` ones wait; the others are resident, lengthen the iterations that
+    compute the prompt, and count as much as in comparisons of cells (`RESIDENT_WEIGHT`). So the
+    least score, in which both count alike, is not the shortest wait."""
+    return pending + RESIDENT_WEIGHT * (total - pending)
+
+
+def count_all_mixed(pending: Scores, total: Scores) -> Scores:
+    """`count_mixed` of all instances."""
+    counted: Scores = pending + RESIDENT_WEIGHT * (total - pending)
+    return counted

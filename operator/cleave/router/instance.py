@@ -92,9 +92,21 @@ class InFlightLoad:
     """The load of one boot of an engine, from this gateway's requests and from load reports."""
 
     __slots__ = (
-        "cached_tokens", "computed_tokens", "decoding_requests", "last_pick", "num_heavy",
-        "num_prompts", "num_remote_requests", "num_requests", "prompt", "prompt_tokens", "queue",
-        "resident", "weighted_context", "written_tokens",
+        "cached_tokens",
+        "computed_tokens",
+        "decoding_requests",
+        "last_pick",
+        "looked_up_tokens",
+        "num_heavy",
+        "num_prompts",
+        "num_remote_requests",
+        "num_requests",
+        "prompt",
+        "prompt_tokens",
+        "queue",
+        "resident",
+        "weighted_context",
+        "written_tokens",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -121,25 +133,33 @@ class InFlightLoad:
         self.last_pick = 0
         """Number of the latest pick of this instance."""
         self.prompt_tokens = 0.0
-        """Tokens of all own prompts sent there since this boot."""
+        """Tokens of all own prompts computed there since this boot."""
+        self.looked_up_tokens = 0.0
+        """Those of prompts whose blocks were looked up."""
         self.cached_tokens = 0.0
         """Those of them that were predicted to be cached there."""
         self.written_tokens = 0.0
-        """Tokens that own requests have written to its KV, or will: its clock (`is_cached`)."""
+        """Tokens that own requests have written to its KV: its clock (`is_cached`)."""
 
-    def count_prompt(self, prompt_tokens: float, cached_tokens: float, written: float) -> None:
-        """Count a prompt that is computed there; it and its output write so many tokens."""
+    def count_prompt(self, prompt_tokens: float, looked_up: float, cached_tokens: float) -> None:
+        """Count a prompt that was computed there: its tokens, those looked up (all or none), and
+        how many of them were predicted to be cached."""
         self.prompt_tokens += prompt_tokens
+        self.looked_up_tokens += looked_up
         self.cached_tokens += cached_tokens
-        self.written_tokens += written
+
+    def count_written(self, tokens: float) -> None:
+        """Count tokens that a request has written to the KV there: computed, pulled or output."""
+        self.written_tokens += tokens
 
     def read_clock(self) -> int:
         """The clock of its cache: tokens written by all processes, in units of CLOCK_TOKENS."""
         return int(self.written_tokens) // CLOCK_TOKENS
 
-    def predict_hits(self) -> tuple[float, float]:
-        """(prompt tokens sent there by all processes, those that were predicted to be cached)."""
-        return self.prompt_tokens, self.cached_tokens
+    def predict_hits(self) -> tuple[float, float, float]:
+        """(prompt tokens that it has computed for all processes, those looked up, of these those
+        predicted to be cached)."""
+        return self.prompt_tokens, self.looked_up_tokens, self.cached_tokens
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """(pending prompt tokens, number of these prompts, resident tokens); the second one is 0
@@ -199,9 +219,8 @@ class RoutedInstance:
 
     __slots__ = (
         "_open_load", "agent", "closed_until", "connectivity", "hits", "in_flight", "kv_tokens",
-        "last_event_at", "load",
-        "name", "num_routers", "pairs", "registration", "router_rank", "score_table", "slot",
-        "stalled_at", "target",
+        "last_event_at", "load", "max_prompt_tokens", "name", "num_routers", "pairs",
+        "registration", "router_rank", "score_table", "slot", "stalled_at", "target",
     )  # fmt: skip
 
     def __init__(
@@ -220,6 +239,8 @@ class RoutedInstance:
         self.registration = registration
         self.kv_tokens = _count_kv_tokens(registration)
         """Tokens that its KV holds."""
+        self.max_prompt_tokens = _limit_prompt_tokens(registration, self.kv_tokens)
+        """Most tokens that one request can write to its KV."""
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
         self.in_flight = open_load(self.name, registration.boot_id)
@@ -269,6 +290,7 @@ class RoutedInstance:
         self.agent = agent
         self.registration = registration
         self.kv_tokens = _count_kv_tokens(registration)
+        self.max_prompt_tokens = _limit_prompt_tokens(registration, self.kv_tokens)
         self.target = target
 
     def update_pairs(self, proofs: agent_pb2.PairProofs, now: float) -> None:
@@ -299,13 +321,19 @@ class RoutedInstance:
         tokens = float(blocks * self.registration.kv_block_size)
         self.in_flight.resident.update_from_report(tokens)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
-        queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
-        self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, hits))
+        # Agents of an older version do not report hits, which says nothing of the cache.
+        if load.HasField("prefix_cache_queries"):
+            queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
+            self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, hits))
         return True
 
 
 def _count_kv_tokens(registration: agent_pb2.Registration) -> int:
     return registration.kv_blocks_total * registration.kv_block_size or _UNKNOWN_KV_TOKENS
+
+
+def _limit_prompt_tokens(registration: agent_pb2.Registration, kv_tokens: int) -> int:
+    return min(registration.max_model_len or kv_tokens, kv_tokens)
 
 
 def to_target(registration: agent_pb2.Registration) -> Target:

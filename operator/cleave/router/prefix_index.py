@@ -2,8 +2,9 @@
 
 Used by `router.selection` for prompts that repeat. A block is known by 32 bits; a cell of 8 bytes
 says that one engine used it, and when. Eight cells are a bucket, one cache line, which the block's
-hash selects. All processes of a gateway read and write the same cells without locks: a cell is
-written at once, and a lost one only leads to a pick that is not the best.
+hash selects; further engines of a hot block have cells in other buckets. So an engine counts only
+for what it has used. All processes of a gateway read and write the same cells without locks: a cell
+is written at once, and a lost one only leads to a pick that is not the best.
 
 What is hard: tenants must not find out by the instance that serves them, or by the time that takes,
 what others have sent. Engines keep their caches apart by salt (`cache_salt`). The index does so by
@@ -34,10 +35,11 @@ _HOLDER_BITS = 26
 _HOLDER_MASK = (1 << _HOLDER_BITS) - 1
 _TAG_SHIFT = CLOCK_BITS + _HOLDER_BITS
 """A cell: 16 bits of the block's hash that do not select the bucket, 26 of the holder, a stamp."""
-EVERYWHERE = _HOLDER_MASK
-"""The holder of blocks that more engines use than a bucket has cells; stamped with seconds."""
-EVERYWHERE_S = 60
-"""How long such a block counts as cached by all engines."""
+_LISTED = 4
+"""Cells of one block in its own bucket. The cells of further holders are in buckets that the block
+and the holder select together: they are found for a given engine, not listed."""
+_SPREAD = 0x9E3779B1
+"""An odd number with bits at random, which spreads holders over buckets."""
 _NUM_VICTIMS = 3
 """Cells of a full bucket of which the one used longest ago is overwritten."""
 _MAX_SEEDS = 4_096
@@ -63,12 +65,7 @@ class PrefixMemory:
 def to_holder(boot_id: str) -> int:
     """The number of one boot of an engine in cells. After a restart nothing of it is found any
     more. Two of a thousand engines have the same one with a probability below 1 %."""
-    return crc32(boot_id.encode()) % EVERYWHERE
-
-
-def is_everywhere(stamp: int, now_s: int) -> bool:
-    """Whether a block with this stamp of EVERYWHERE counts as cached by all engines now."""
-    return (now_s - stamp) & _STAMP_MASK < EVERYWHERE_S
+    return crc32(boot_id.encode()) & _HOLDER_MASK
 
 
 class PrefixIndex:
@@ -124,82 +121,106 @@ class PrefixIndex:
                 return True
         return False
 
-    def list_uses(self, block: int) -> list[tuple[int, int]]:
-        """(holder, stamp) of the engines that have used this block, in no order."""
+    def list_uses(self, block: int) -> list[int]:
+        """Cells of up to eight engines that have used this block, in no order: see `get_holder` and
+        `get_stamp`. Of a block of more engines these are the latest, but for chance."""
         tag = block >> _BUCKET_BITS
         bucket: Bucket = _read_bucket(self._memory, (block & _BUCKET_MASK) * _BUCKET_BYTES)
-        uses: list[tuple[int, int]] = []
-        for cell in bucket:
-            if cell >> _TAG_SHIFT == tag and cell:
-                uses.append((cell >> CLOCK_BITS & _HOLDER_MASK, cell & _STAMP_MASK))
-        return uses
+        return [cell for cell in bucket if cell >> _TAG_SHIFT == tag and cell]
 
-    def find_use(self, blocks: list[int], holder: int, clock: int, now_s: int) -> tuple[int, int]:
-        """(number of leading blocks that this engine has used, stamp of the last of them); `clock`:
-        its clock."""
-        low, high, last = 0, len(blocks), 0
+    def find_stamp(self, block: int, holder: int) -> int:
+        """When this engine used the block; -1: it has not."""
+        key = block >> _BUCKET_BITS << _HOLDER_BITS | holder
+        tag = block >> _BUCKET_BITS
+        bucket: Bucket = _read_bucket(self._memory, (block & _BUCKET_MASK) * _BUCKET_BYTES)
+        listed = 0
+        for cell in bucket:
+            if cell >> CLOCK_BITS == key:
+                return cell & _STAMP_MASK
+            if cell >> _TAG_SHIFT == tag:
+                listed += 1
+        if listed < _LISTED:
+            return -1
+        bucket = _read_bucket(self._memory, _locate(block, holder) * _BUCKET_BYTES)
+        for cell in bucket:
+            if cell >> CLOCK_BITS == key:
+                return cell & _STAMP_MASK
+        return -1
+
+    def find_use(self, blocks: list[int], count: int, holder: int) -> tuple[int, int]:
+        """(number of leading blocks, of the first `count`, that this engine has used, stamp of the
+        last of them)."""
+        low, high, last = 0, count, 0
+        # Often all of them.
+        middle = high
         while low < high:
-            middle = (low + high + 1) // 2
-            stamp = -1
-            for found, its_stamp in self.list_uses(blocks[middle - 1]):
-                if found == holder:
-                    stamp = its_stamp
-                elif found == EVERYWHERE and is_everywhere(its_stamp, now_s):
-                    stamp = clock & _STAMP_MASK
+            stamp = self.find_stamp(blocks[middle - 1], holder)
             if stamp >= 0:
                 low, last = middle, stamp
             else:
                 high = middle - 1
+            middle = (low + high + 1) // 2
         return low, last
 
-    def record(self, blocks: list[int], start: int, holder: int, clock: int, now_s: int) -> None:
-        """Note that an engine uses the blocks of a prompt from number `start` on, at this `clock`;
-        `now_s`: seconds."""
-        clocks = self._clocks
+    def record(self, blocks: list[int], start: int, holder: int, clock: int) -> None:
+        """Note that an engine uses the blocks of a prompt from number `start` on, at this
+        `clock`."""
         clock &= _STAMP_MASK
-        clocks[holder] = clock
-        cells = self._cells
+        self._clocks[holder] = clock
         for at in range(start, len(blocks)):
             block = blocks[at]
-            number = (block & _BUCKET_MASK) * _CELLS
-            tag = block >> _BUCKET_BITS
-            cell = ((tag << _HOLDER_BITS | holder) << CLOCK_BITS) | clock
-            place = self._find_place(number, cell, tag, clocks, now_s)
-            if place >= 0:
-                cells[number + place] = cell
-            elif place == _TO_EVERYWHERE:
-                seconds = now_s & _STAMP_MASK
-                cells[number] = ((tag << _HOLDER_BITS | EVERYWHERE) << CLOCK_BITS) | seconds
+            cell = ((block >> _BUCKET_BITS << _HOLDER_BITS | holder) << CLOCK_BITS) | clock
+            self._write(block, cell)
 
     def retain(self, holders: Mapping[int, object]) -> None:
         """Forget the clocks of all other engines, whose cells are then overwritten first."""
         for holder in self._clocks.keys() - holders.keys():
             del self._clocks[holder]
 
-    def _find_place(
-        self, number: int, cell: int, tag: int, clocks: dict[int, int], now_s: int
-    ) -> int:
-        """The place in a bucket for a cell; _NOT_NEEDED or _TO_EVERYWHERE: none."""
+    def _write(self, block: int, cell: int) -> None:
+        """Write a cell into its block's bucket. If that has `_LISTED` of the block, the cell takes
+        the place of one of these, which moves to the bucket of the block and its holder: so listed
+        are engines that have used the block lately, and none counts that has not used it."""
+        cells, number = self._cells, (block & _BUCKET_MASK) * _CELLS
         bucket: Bucket = _read_bucket(self._memory, number * 8)
-        empty, same_tag = -1, 0
-        key = cell >> CLOCK_BITS
-        everywhere = tag << _HOLDER_BITS | EVERYWHERE
+        key, tag = cell >> CLOCK_BITS, block >> _BUCKET_BITS
+        empty, listed, chosen = -1, 0, -1
         for place in range(_CELLS):
             each = bucket[place]
             if each >> CLOCK_BITS == key:
-                return place
+                cells[number + place] = cell
+                return
             if not each:
                 empty = place
             elif each >> _TAG_SHIFT == tag:
-                if each >> CLOCK_BITS == everywhere:
-                    if is_everywhere(each, now_s):
-                        return _NOT_NEEDED
-                    empty = place
-                else:
-                    same_tag += 1
-        if empty >= 0:
-            return empty
-        victim, oldest = 0, -1
+                # One of those listed: by the clock, which is as good as by chance.
+                if listed <= cell & (_LISTED - 1):
+                    chosen = place
+                listed += 1
+        if listed < _LISTED:
+            cells[number + (empty if empty >= 0 else self._find_victim(bucket, cell))] = cell
+            return
+        moved = bucket[chosen]
+        cells[number + chosen] = cell
+        self._write_spilled(block, moved)
+
+    def _write_spilled(self, block: int, cell: int) -> None:
+        """Write a cell into the bucket of its block and its holder."""
+        key = cell >> CLOCK_BITS
+        number = _locate(block, key & _HOLDER_MASK) * _CELLS
+        bucket: Bucket = _read_bucket(self._memory, number * 8)
+        empty = -1
+        for place in range(_CELLS):
+            if bucket[place] >> CLOCK_BITS == key:
+                empty = place
+                break
+            if not bucket[place]:
+                empty = place
+        self._cells[number + (empty if empty >= 0 else self._find_victim(bucket, cell))] = cell
+
+    def _find_victim(self, bucket: Bucket, cell: int) -> int:
+        """The place in a full bucket of the oldest of three cells."""
+        clocks, victim, oldest = self._clocks, 0, -1
         for step in range(_NUM_VICTIMS):
             place = (cell + step) & (_CELLS - 1)
             each = bucket[place]
@@ -209,11 +230,22 @@ class PrefixIndex:
             age = (clock - each) & _STAMP_MASK
             if age > oldest:
                 victim, oldest = place, age
-        return _TO_EVERYWHERE if same_tag == _CELLS else victim
+        return victim
 
 
-_NOT_NEEDED, _TO_EVERYWHERE = -1, -2
-"""In place of a place: all engines have the block, or count as such from now on."""
+def get_holder(cell: int) -> int:
+    """The engine of a cell, by `to_holder`."""
+    return cell >> CLOCK_BITS & _HOLDER_MASK
+
+
+def get_stamp(cell: int) -> int:
+    """When the engine of a cell used its block last."""
+    return cell & _STAMP_MASK
+
+
+def _locate(block: int, holder: int) -> int:
+    """The bucket of a block that many engines hold, for one of them."""
+    return (block ^ holder * _SPREAD >> 8) & _BUCKET_MASK
 
 
 def _shorten(model: str) -> bytes:

@@ -77,8 +77,9 @@ class Pick:
     """The instances picked for a request; counts as load in flight until released."""
 
     __slots__ = (
-        "_decode_entry", "_prefill_entry", "decode", "decoding_since", "output_tokens", "prefill",
-        "prompt_tokens", "prompts_before", "reason",
+        "_decode_entry", "_is_counted", "_is_looked_up", "_prefill_entry", "decode",
+        "decoding_since", "output_tokens", "predicted_cached", "prefill", "prompt_tokens",
+        "prompts_before", "reason",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +101,12 @@ class Pick:
         """Seconds of the router's clock; None: its prompt is not computed yet."""
         self.prompts_before = 0.0
         """`computed_tokens` of its decode instance at that time; for BestFit only."""
+        self.predicted_cached = 0.0
+        """Tokens of its prompt that were predicted to be cached where it is computed."""
+        self._is_looked_up = False
+        """Whether the prompt's blocks were looked up."""
+        self._is_counted = False
+        """Whether the prompt counts as computed, in the clock of the cache."""
         self._prefill_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
         """(instance, its load accounting, uncached prompt tokens); None: released."""
         self._decode_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
@@ -211,6 +218,8 @@ class Router:
             in_flight.prompt.remove(tokens)
             in_flight.num_prompts -= 1
             if phase is _PREFILL_PHASE:
+                if self.uses_prompt_text:
+                    self._count_computed(pick, instance, in_flight, tokens)
                 ms = in_flight.queue.observe_completion(tokens, now * 1000, in_flight.prompt.remote)
                 if self._fits_iteration_times:
                     self._iteration_times.add_prompt(tokens, ms)
@@ -239,6 +248,8 @@ class Router:
         if self._num_completed < _ALWAYS_OBSERVED or self._num_completed % _OBSERVE_EVERY == 0:
             self.length_predictor.observe(pick.prompt_tokens, output_tokens)
         entry = pick._decode_entry
+        if self.uses_prompt_text and entry is not None:
+            self._count_output(pick, output_tokens)
         if self._fits_iteration_times and entry is not None and pick.decoding_since is not None:
             _, in_flight, _ = entry
             ms = (self._clock() - pick.decoding_since) * 1000
@@ -333,8 +344,11 @@ class Router:
                 best = 0.0, table, first, second
                 break
             prefill = second if first == NONE else first
+            pending = table.pending_prompt.get_score(prefill)
+            if request.known:
+                pending -= self._selector.count_cached(table.instances[prefill], request)
             backlog = dispatch.measure_backlog(
-                table.pending_prompt.get_score(prefill),
+                pending,
                 table.instances[second].in_flight.resident.pending,
                 table.instances[prefill].in_flight.last_pick,
             )
@@ -387,8 +401,13 @@ class Router:
                 if closed:
                     scores = dispatch.close_slots(scores, closed)
                 slot = self._selector.find_slot(table, scores, TO_WHOLE, request)
-                if slot != NONE and (best is None or scores[slot] < best[0]):
-                    best = float(scores[slot]), table.instances[slot]
+                if slot == NONE:
+                    continue
+                score, instance = float(scores[slot]), table.instances[slot]
+                if request.known:
+                    score -= self._selector.count_cached(instance, request)
+                if best is None or score < best[0]:
+                    best = score, instance
             if best is not None:
                 return best[1]
         return None
@@ -406,9 +425,6 @@ class Router:
         prefill_load, uncached = first.in_flight, float(request.prompt_tokens)
         if request.blocks or request.cached is not None:
             uncached = self._record_prompt(pick, first, decode, request)
-        elif self.uses_prompt_text:
-            generated = pick.output_tokens if first is decode else 0.0
-            prefill_load.count_prompt(uncached, 0.0, uncached + generated)
         if prefill_load.prompt.pending < 1.0:
             prefill_load.queue.head_started_ms = self._clock() * 1000
         prefill_load.prompt.add(uncached)
@@ -433,22 +449,44 @@ class Router:
     ) -> float:
         """Record where a prompt will be cached; returns how many of its tokens are computed."""
         selector, prompt = self._selector, float(request.prompt_tokens)
-        cached = min(selector.count_cached(first, request), prompt)
-        predicted = selector.predict_cached(first, request)
-        uncached = prompt - cached
-        generated = pick.output_tokens if first is decode else 0.0
-        first.in_flight.count_prompt(prompt, predicted, uncached + generated)
+        cached = selector.count_cached(first, request)
+        pick.predicted_cached = selector.predict_cached(first, request)
         if request.blocks:
+            pick._is_looked_up = True
             selector.observe_cached(prompt, cached)
             selector.record_prompt(first, request)
             if self._rules.short_prompt_tokens and first is not decode:
                 # Only then is it of interest what a decode instance has cached.
-                decode.in_flight.count_prompt(0.0, 0.0, prompt + pick.output_tokens)
                 selector.record_prompt(decode, request)
             if self._num_picks % _PRUNE_EVERY == 0:
                 instances = self.registry.instances.values()
                 selector.retain_boots({each.target.boot_id for each in instances})
-        return uncached
+        return prompt - cached
+
+    def _count_computed(
+        self, pick: Pick, instance: RoutedInstance, in_flight: InFlightLoad, uncached: float
+    ) -> None:
+        """A prompt was computed: only such ones fill caches, and are compared with what engines
+        report. Refused and cancelled ones do neither."""
+        if pick._is_counted:
+            return
+        pick._is_counted = True
+        tokens = float(pick.prompt_tokens)
+        looked_up = tokens if pick._is_looked_up else 0.0
+        in_flight.count_prompt(tokens, looked_up, pick.predicted_cached)
+        in_flight.count_written(min(uncached, instance.max_prompt_tokens))
+
+    def _count_output(self, pick: Pick, output_tokens: int) -> None:
+        """A request has ended: its output is in the KV of the instance that decoded it, with the
+        prompt if that was computed elsewhere."""
+        computed, decoded = pick._prefill_entry, pick._decode_entry
+        if computed is not None:
+            # Its response was not streamed.
+            self._count_computed(pick, *computed)
+        if decoded is not None:
+            instance, in_flight, _ = decoded
+            written = output_tokens + (pick.prompt_tokens if pick.prefill is not None else 0)
+            in_flight.count_written(float(min(written, instance.max_prompt_tokens)))
 
     def _remove_decoding(self, pick: Pick, in_flight: InFlightLoad) -> None:
         del in_flight.decoding_requests[pick]

@@ -10,6 +10,7 @@ few instances are kept in a list, those of many in an array.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -25,6 +26,7 @@ from cleave.policy.dispatch import (
     ScoreColumn,
     Scores,
 )
+from cleave.policy.prompt_cost import count_all_mixed, count_mixed
 from cleave.policy.session_affinity import to_key
 from cleave.router.closed_pairs import ClosedPairs
 from cleave.router.instance import BaseScoreTable, Connectivity, RoutedInstance
@@ -35,6 +37,8 @@ _STALE_CONTACT = Connectivity.STALE
 
 _USES = ("prefill", "decode", "mixed", "colocated", "spare")
 """The columns of a score table."""
+_POINTS = 16
+"""Points of an instance on the ring of keys."""
 MAX_LIST_INSTANCES = 24
 """Number of instances up to which lists are faster than arrays."""
 
@@ -135,10 +139,10 @@ class ScoreTable(BaseScoreTable):
     """
 
     __slots__ = (
-        "_counts", "_has_extra_columns", "_instance_columns", "_role_ranks", "batch", "cells",
-        "closed_pairs", "colocated", "context", "decode", "heaviness", "holders", "instances",
-        "is_remote", "is_shared", "keys", "mixed", "num_routers", "pending_prompt", "prefill",
-        "prompt_slots", "room", "slot_by_boot", "slot_by_holder", "spare",
+        "_counts", "_has_extra_columns", "_instance_columns", "_ring", "_role_ranks", "batch",
+        "cells", "closed_pairs", "colocated", "context", "decode", "heaviness", "holders",
+        "instances", "is_remote", "is_shared", "keys", "mixed", "num_routers", "pending_prompt",
+        "prefill", "prompt_slots", "room", "slot_by_boot", "slot_by_holder", "spare",
     )  # fmt: skip
 
     def __init__(
@@ -181,6 +185,8 @@ class ScoreTable(BaseScoreTable):
         """Whether other routers use these instances."""
         self.num_routers = 1
         """How many do, and this one."""
+        self._ring: tuple[list[int], list[int]] | None = None
+        """Points of the instances in ascending order, and their slots; None: not needed so far."""
         self.cells = _number_cells(instances)
         """Cell number of each slot; None: no instance has a cell."""
         self.closed_pairs = ClosedPairs(np.array(["decode" in each for each in uses], np.bool_))
@@ -211,6 +217,39 @@ class ScoreTable(BaseScoreTable):
         if until or closed.count:
             boots = {boot: end for boot, end in until.items() if now < end and boot in slots}
             closed.update(slot, {slots[boot]: end for boot, end in boots.items()})
+
+    def find_shortest_wait(self) -> int:
+        """The mixed instance with the shortest wait, see `prompt_cost.count_mixed`; NONE: none."""
+        pending, mixed = self.pending_prompt, self.mixed
+        if not mixed.size:
+            return NONE
+        if mixed.size > MAX_LIST_INSTANCES:
+            return dispatch.find_least(count_all_mixed(pending.to_array(), mixed.to_array()))
+        shortest, slot = math.inf, NONE
+        for at in range(mixed.size):
+            wait = count_mixed(pending.get_score(at), mixed.get_score(at))
+            if wait < shortest:
+                shortest, slot = wait, at
+        return slot
+
+    def find_preferred(self, key: int, scores: WritableScoreColumn) -> int:
+        """The open instance that all gateways prefer for a key of 32 bits; NONE: all are closed.
+
+        By consistent hashing of the instances' names: when one is added or removed, only its keys
+        move. A search costs no more with more instances, unlike rendezvous hashing.
+        """
+        if self._ring is None:
+            names = enumerate(each.name for each in self.instances)
+            points = [(to_key(f"{n}/{name}"), slot) for slot, name in names for n in range(_POINTS)]
+            points.sort()
+            self._ring = [point for point, _ in points], [slot for _, slot in points]
+        keys, slots = self._ring
+        start = bisect_left(keys, key)
+        for at in range(len(slots)):
+            slot = slots[(start + at) % len(slots)]
+            if scores.get_score(slot) < math.inf:
+                return slot
+        return NONE
 
     def refresh(self) -> None:
         """Load changes of other processes; without shared load there are none."""

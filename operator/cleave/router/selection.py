@@ -19,53 +19,44 @@ from cleave.policy.dispatch import (
     TO_PREFILL,
     TO_WHOLE,
     CellNumbers,
-    ScoreColumn,
     Scores,
 )
 from cleave.policy.output_length import guess_progress
 from cleave.policy.prefix_cache import (
-    CLOCK_TOKENS,
     FIRST_BLOCK_BYTES,
     RepeatDetector,
+    RepeatDetectors,
     estimate_cached_tokens,
     hash_blocks,
     hash_first_block,
     is_cached,
 )
 from cleave.policy.prompt_cost import (
-    MAX_CANDIDATES,
-    find_least_cost,
-    predict_cost_ms,
-    predict_wait_ms,
+    count_all_mixed,
+    find_cheapest,
 )
 from cleave.policy.session_affinity import (
-    ADAPTER_TOKENS,
     find_attached,
-    find_session_instance,
     goes_back,
     to_key,
 )
+from cleave.router.cached_prompts import CachedPromptView, find_use, measure_capacity
 from cleave.router.instance import RoutedInstance
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.prefix_index import (
-    EVERYWHERE,
     PrefixIndex,
     PrefixMemory,
-    is_everywhere,
     to_holder,
 )
 from cleave.router.registry import ServedModel
-from cleave.router.routing_request import CachedPrompt, PrefixUse, RoutingRequest
-from cleave.router.score_table import ArrayScoreColumn, ScoreTable
+from cleave.router.routing_request import CachedPrompt, RoutingRequest
+from cleave.router.score_table import ArrayScoreColumn, ScoreTable, WritableScoreColumn
 
 _INF = math.inf
 _REFRESHES = 4
 """Stamps of used blocks are renewed after this part of the time for which they stay cached."""
 _SHARE_WEIGHT = 1 / 64
 """Weight of the newest prompt in the share of cached tokens."""
-
-
-_NOTHING = PrefixUse(0, 0)
 
 
 class EndpointSelector:
@@ -86,16 +77,13 @@ class EndpointSelector:
         self._picks = rule.prefill, rule.decode
         self._keeps_adapters = rule.keeps_adapters
         self._prefers_own = rule.prefers_own
-        self._always_reads = rule.prefill == dispatch.CACHED
-        self.reads_text = self._always_reads or (
-            self._is_by_score and rule.counts == dispatch.BY_WAIT
-        )
-        """Whether the policy looks at cached prompts, at least where prompts repeat."""
+        self.reads_text = rule.prefill == dispatch.CACHED
+        """Whether the policy looks at cached prompts, where prompts repeat."""
         self._iteration_times = iteration_times
         self._clock = clock
         self._seed = seed
         self._index = PrefixIndex(prefix_memory)
-        self._repeats = RepeatDetector()
+        self._repeats = RepeatDetectors()
         self._cached_share = 0.0
         """Share of recent prompts' tokens that was predicted to be cached."""
 
@@ -114,9 +102,11 @@ class EndpointSelector:
         request = RoutingRequest(prompt_tokens, output_tokens)
         request.cached = cached
         if self.reads_text and len(text) > FIRST_BLOCK_BYTES:
-            repeats = self._repeats
-            if self._always_reads or repeats.is_repeating or repeats.is_sampled(text):
-                self._find_blocks(request, model, text, salt)
+            # The KV of one adapter cannot be used by another.
+            seed = self._index.find_seed(model, salt)
+            repeats = self._repeats.find(seed)
+            if repeats.is_repeating or repeats.is_sampled(text):
+                self._find_blocks(request, repeats, seed, text)
         if session is not None:
             request.session = to_key(session)
         if served.adapter is not None and served.is_crowded and self._keeps_adapters:
@@ -128,14 +118,14 @@ class EndpointSelector:
         boot = instance.target.boot_id
         if request.cached is not None and request.cached.boot_id == boot:
             return min(request.cached.tokens, request.prompt_tokens)
-        blocks = self._find_use(instance, request).blocks
+        blocks = find_use(self._index, instance, request).blocks
         tokens = estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
         return tokens * instance.hits.trust
 
     def predict_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
         """Tokens of the prompt in blocks that the instance has used, which it is expected to have
         cached; `count_cached` corrects this by what the engine reports."""
-        blocks = self._find_use(instance, request).blocks
+        blocks = find_use(self._index, instance, request).blocks
         return estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
 
     def count_most_cached(self, request: RoutingRequest) -> float:
@@ -144,15 +134,14 @@ class EndpointSelector:
         return estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
 
     def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> None:
-        """Record that an instance will cache the prompt's KV; after `InFlightLoad.count_prompt`."""
-        use = self._find_use(instance, request)
+        """Record that an instance will cache the prompt's KV."""
+        use = find_use(self._index, instance, request)
         clock = instance.in_flight.read_clock()
         # Rewriting the stamps of what was used lately would cost more than it improves.
-        is_recent = is_cached(clock, use.stamp, _measure_capacity(instance) / _REFRESHES)
+        is_recent = is_cached(clock, use.stamp, measure_capacity(instance) / _REFRESHES)
         start = use.blocks if is_recent else 0
         if start < len(request.blocks):
-            holder, now_s = instance.target.holder, int(self._clock())
-            self._index.record(request.blocks, start, holder, clock, now_s)
+            self._index.record(request.blocks, start, instance.target.holder, clock)
 
     def observe_cached(self, prompt_tokens: float, cached_tokens: float) -> None:
         """Count a prompt whose blocks were looked up."""
@@ -161,7 +150,8 @@ class EndpointSelector:
             self._cached_share += (share - self._cached_share) * _SHARE_WEIGHT
 
     def retain_boots(self, boots: Collection[str]) -> None:
-        """Forget all other boots."""
+        """Forget all other boots, and tenants without prompts since the last call."""
+        self._repeats.forget_unused()
         self._index.retain(dict.fromkeys(map(to_holder, boots)))
 
     def select_pair(
@@ -194,7 +184,10 @@ class EndpointSelector:
                 scores = dispatch.restrict_to_cell(scores, cells, first)
             return self.find_slot(table, scores, purpose, request)
 
-        return dispatch.select_pair(find, request, table.decode, queues)
+        def count(request: RoutingRequest, slot: int) -> float:
+            return self._count_cached_at(table, request, slot)
+
+        return dispatch.select_pair(find, count, request, table.decode, queues)
 
     def find_slot(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
@@ -225,17 +218,13 @@ class EndpointSelector:
                 return slot
             # A session's prompts are cached where it is pinned, also those that are not known here.
             assumed = float(tokens) if session is not None else 0.0
-            return self._compare(table, ArrayScoreColumn(scores), slot, purpose, request, assumed)
+            column, waits = ArrayScoreColumn(scores), scores
+            if purpose != TO_PREFILL:
+                waits = count_all_mixed(queues, scores)
+            least = dispatch.find_least(waits)
+            return self._find_cheapest(table, column, slot, least, purpose, request, slot, assumed)
         if purpose != TO_DECODE and request.blocks:
-            is_shared = table.is_shared and self._prefers_own
-            slot = (
-                self._find_own(table, scores, purpose, request)
-                if is_shared
-                else dispatch.find_least(scores)
-            )
-            other, expected = self._find_first_copy(table, scores, request)
-            column = ArrayScoreColumn(scores)
-            return self._compare(table, column, slot, purpose, request, 0.0, other, expected)
+            return self._find_by_caches(table, scores, purpose, request)
         prefill, decode = self._picks
         pick = prefill if purpose == TO_PREFILL else decode
         if pick == dispatch.FULLEST:
@@ -251,156 +240,105 @@ class EndpointSelector:
         )
         return slot
 
+    def _find_by_caches(
+        self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
+    ) -> int:
+        """The slot where a prompt costs least, among this router's own if several share a fleet,
+        unless another one's costs less."""
+        waits = scores
+        if purpose != TO_PREFILL:
+            waits = count_all_mixed(table.pending_prompt.to_array(), scores)
+        is_shared = table.is_shared and self._prefers_own
+        slot = (
+            self._find_own(table, waits, purpose, request)
+            if is_shared
+            else dispatch.find_least(waits)
+        )
+        if slot == NONE:
+            return NONE
+        column = ArrayScoreColumn(scores)
+        other, expected = self._find_first_copy(table, column, request)
+        return self._find_cheapest(table, column, slot, slot, purpose, request, other, expected)
+
     def _find_blocks(
-        self, request: RoutingRequest, model: str, text: bytes | memoryview, salt: bytes
+        self, request: RoutingRequest, repeats: RepeatDetector, seed: int, text: bytes | memoryview
     ) -> None:
         """Find the blocks of a prompt in the index."""
-        index, repeats = self._index, self._repeats
-        # The KV of one adapter cannot be used by another.
-        request.seed = seed = index.find_seed(model, salt)
-        request.text_bytes = len(text)
+        index = self._index
+        request.seed, request.text_bytes = seed, len(text)
         first = hash_first_block(text)
-        if repeats.is_repeating or self._always_reads or index.contains(first ^ seed):
+        if repeats.is_repeating or index.contains(first ^ seed):
             request.blocks = blocks = hash_blocks(text, first, seed)
             request.known = index.count_known(blocks)
         else:
             request.blocks = [first ^ seed]
-        repeats.observe(request.known > 0)
+        repeats.observe(float(request.prompt_tokens), self.count_most_cached(request))
 
-    def _find_use(self, instance: RoutedInstance, request: RoutingRequest) -> PrefixUse:
-        """What this instance has cached."""
-        if not request.known:
-            return _NOTHING
-        holder = instance.target.holder
-        if request.uses is not None and holder in request.uses:
-            return request.uses[holder]
-        clock, now_s = instance.in_flight.read_clock(), int(self._clock())
-        known = request.blocks[: request.known]
-        blocks, stamp = self._index.find_use(known, holder, clock, now_s)
-        is_kept = is_cached(clock, stamp, _measure_capacity(instance))
-        return PrefixUse(blocks, stamp) if is_kept else _NOTHING
+    def _count_cached_at(self, table: ScoreTable, request: RoutingRequest, slot: int) -> float:
+        """`count_cached` of a slot."""
+        return self.count_cached(table.instances[slot], request) if request.known else 0.0
 
     def _choose_cheapest_pair(self, table: ScoreTable, request: RoutingRequest) -> tuple[int, int]:
         """`dispatch.choose_least_pair` by the cost of the prompt, without arrays."""
         first = table.prefill.find_least()
         if first != NONE:
-            first = self._compare(table, table.prefill, first, TO_PREFILL, request)
+            column = table.prefill
+            first = self._find_cheapest(table, column, first, first, TO_PREFILL, request, NONE, 0.0)
         second = table.decode.find_least() if first != NONE else NONE
-        whole = table.mixed.find_least() if table.mixed.size else NONE
+        whole = table.find_shortest_wait()
         if whole != NONE:
-            whole = self._compare(table, table.mixed, whole, TO_WHOLE, request)
-        return dispatch.settle(first, second, whole, table.decode, table.pending_prompt)
+            column = table.mixed
+            whole = self._find_cheapest(table, column, whole, whole, TO_WHOLE, request, NONE, 0.0)
+        cached, cached_whole = 0.0, 0.0
+        if second != NONE and whole != NONE:
+            cached = self._count_cached_at(table, request, first)
+            cached_whole = self._count_cached_at(table, request, whole)
+        queues = table.pending_prompt
+        return dispatch.settle(first, second, whole, table.decode, queues, cached, cached_whole)
 
     def _find_first_copy(
-        self, table: ScoreTable, scores: Scores, request: RoutingRequest
+        self, table: ScoreTable, column: WritableScoreColumn, request: RoutingRequest
     ) -> tuple[int, float]:
         """(the instance to which all gateways prefer to send what none has computed, tokens that
         are expected to be cached there); NONE: there is only this gateway.
 
-        Gateways do not know each other's prompts. So all rank the instances by the same hash of the
-        first block that is new to them, and the first in rank is expected to have cached what is
-        usual of the prompts that the others get.
+        Gateways do not know each other's prompts. So all prefer the same instance for the first
+        block that is new to them, and it is expected to have cached what is usual of the prompts
+        that the others get.
         """
         known, routers = request.known, table.num_routers
         if routers == 1 or known == len(request.blocks):
             return NONE, 0.0
-        key = request.blocks[known] ^ request.seed
-        slot = find_session_instance(np.where(scores < _INF, 0.0, scores), table.keys, key, 0.0)
+        slot = table.find_preferred(request.blocks[known] ^ request.seed, column)
         rest = request.prompt_tokens - self.count_most_cached(request)
         return slot, self._cached_share * rest * (routers - 1) / routers
 
-    def _compare(
+    def _find_cheapest(
         self,
         table: ScoreTable,
-        column: ScoreColumn,
+        column: WritableScoreColumn,
         slot: int,
+        least: int,
         purpose: int,
         request: RoutingRequest,
-        assumed: float = 0.0,
-        other: int = NONE,
-        expected: float = 0.0,
+        other: int,
+        assumed: float,
     ) -> int:
-        """The slot at which the prompt costs least: `slot`, which has cached what is known and at
-        least `assumed` tokens, `other`, which has `expected` tokens, or one that is known to have
-        cached some of it. `slot`: the least score, or where a session or an adapter is pinned."""
+        """The slot at which the prompt costs least: `slot`, or one that is known to have cached
+        more of it, or `other`, which is assumed to have cached at least `assumed` tokens; `other`:
+        NONE, or `slot` if a session or an adapter is pinned there. `column`: scores, with the
+        cost of cells; `least`: the slot with the shortest wait."""
         known = request.known
-        if slot == NONE or (not known and other == NONE):
+        if slot == NONE or (not known and other in (NONE, slot)):
             return slot
-        is_time = purpose == TO_PREFILL and self._counts == dispatch.BY_WAIT
-        now_s = self._clock()
-        now_ms = now_s * 1000 if is_time else 0.0
-        instances, waiting = table.instances, table.pending_prompt
-        # The adapter is loaded where it is pinned and where it has computed a prompt.
-        loaded = ADAPTER_TOKENS if request.adapter is not None else 0.0
-        total = request.prompt_tokens + loaded
-        slots, cached = [slot], [assumed + loaded]
-        scores, pending = [column.get_score(slot)], [waiting.get_score(slot)]
-        # The lower estimate may be 0: then an instance would seem to compute all prompts at once.
-        token_ms = [instances[slot].in_flight.queue.upper_token_ms]
-        is_plain = not assumed and not loaded and not table.is_shared
-        least = slot if is_plain else column.find_least()
-        least_token_ms = token_ms[0]
-        least_score, least_pending = scores[0], pending[0]
-        if least != slot:
-            least_token_ms = instances[least].in_flight.queue.upper_token_ms
-            least_score, least_pending = column.get_score(least), waiting.get_score(least)
-        least_wait_ms = predict_wait_ms(least_score, least_pending, is_time, now_ms, least_token_ms)
-        uses = request.uses = {} if request.uses is None else request.uses
-        depth, lowest_ms, is_complete, is_found = known, _INF, False, False
-        while depth and not is_complete:
-            tokens = estimate_cached_tokens(depth, request.text_bytes, request.prompt_tokens)
-            # No other one with at most so much of it has a shorter wait than the least.
-            if lowest_ms <= predict_cost_ms(
-                least_wait_ms, request.prompt_tokens - tokens, least_token_ms
-            ):
-                break
-            for found, its_stamp in self._index.list_uses(request.blocks[depth - 1]):
-                holder, stamp = found, its_stamp
-                if found == EVERYWHERE and is_everywhere(stamp, int(now_s)):
-                    holder, stamp = table.holders[slot], instances[slot].in_flight.read_clock()
-                at = table.slot_by_holder.get(holder, NONE)
-                # Of each the deepest use counts; the first one is among the slots from the start.
-                if at == NONE or (at in slots and (at != slot or is_found)):
-                    continue
-                score, instance = column.get_score(at), instances[at]
-                in_flight = instance.in_flight
-                if score == _INF or not is_cached(
-                    in_flight.read_clock(), stamp, _measure_capacity(instance)
-                ):
-                    continue
-                uses[holder] = PrefixUse(depth, stamp)
-                trusted = tokens * instance.hits.trust
-                if at == slot:
-                    is_found = True
-                    cached[0] = max(assumed, trusted) + loaded
-                    # All others with no more blocks have a longer queue than the least.
-                    is_complete = slot == least
-                else:
-                    slots.append(at)
-                    cached.append(trusted + loaded)
-                    is_complete = is_complete or len(slots) >= MAX_CANDIDATES
-                    scores.append(score)
-                    pending.append(waiting.get_score(at))
-                    token_ms.append(in_flight.queue.upper_token_ms)
-                    wait_ms = predict_wait_ms(score, pending[-1], is_time, now_ms, token_ms[-1])
-                    cost_ms = predict_cost_ms(wait_ms, total - cached[-1], token_ms[-1])
-                    if cost_ms < lowest_ms:
-                        lowest_ms = cost_ms
-            depth -= 1
-        if not depth:
-            uses.setdefault(table.holders[slot], _NOTHING)
-        if other != NONE and other not in slots:
-            slots.append(other)
-            cached.append(expected)
-            scores.append(column.get_score(other))
-            pending.append(waiting.get_score(other))
-            token_ms.append(instances[other].in_flight.queue.upper_token_ms)
-        if len(slots) == 1:
-            return slot
-        at = find_least_cost(
-            range(len(slots)), cached, token_ms, scores, pending, total, is_time, now_ms
+        view = CachedPromptView(
+            self._index, table, column, request, other, assumed, purpose, self._clock() * 1000
         )
-        return slots[at] if at != NONE else NONE
+        if other != NONE and other != slot:
+            before_ms = view.predict_at(0, purpose, slot, view.find_depth(0, purpose, slot))
+            ms = view.predict_at(0, purpose, other, view.find_depth(0, purpose, other))
+            slot = other if ms < before_ms else slot
+        return find_cheapest(view, 0, purpose, slot, least, known) if known else slot
 
     def _find_own(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
@@ -431,7 +369,12 @@ class EndpointSelector:
             # Above 0, which times the score of a closed slot would not be a number.
             unit = max(queue.token_ms, dispatch.TIE_WEIGHT)
             # Idle instances have a score in the past: raise it to now before costs are added.
-            prefill = np.maximum(prefill, self._clock() * 1000)
+            now_ms = self._clock() * 1000
+            prefill = np.maximum(prefill, now_ms)
+            if request.known:
+                # And overdue ones to what `predict_queue_ms` says of them.
+                queues = [each.in_flight.queue.upper_token_ms for each in table.instances]
+                prefill = np.maximum(prefill, now_ms + table.pending_prompt.to_array() * queues)
         weight = dispatch.RESIDENT_WEIGHT * unit
         return dispatch.add_cell_costs(prefill, decode, cells, weight, crossing * unit)
 
@@ -504,11 +447,6 @@ class EndpointSelector:
         )
 
 
-def _measure_capacity(instance: RoutedInstance) -> float:
-    """What this gateway's prompts may fill of the KV of an instance, in units of CLOCK_TOKENS."""
-    return instance.kv_tokens / (CLOCK_TOKENS * instance.num_routers)
-
-
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:
     """The slots of named instances."""
     return [s for s, i in enumerate(table.instances) if i.name in names] if names else []
@@ -526,7 +464,7 @@ def _choose_open_pair(table: ScoreTable) -> tuple[int, int]:
         open_decode = dispatch.close_slots(decode.to_array(), pairs.get_decodes(first))
         second = dispatch.find_least(open_decode)
     whole = mixed.find_least() if mixed.size else NONE
-    return dispatch.settle(first, second, whole, decode, table.pending_prompt)
+    return dispatch.settle(first, second, whole, decode, table.pending_prompt, 0.0, 0.0)
 
 
 def _close_pairs(

@@ -36,7 +36,7 @@ _SUM_OF_PROMPTS, _SUM_OF_TOKENS = 1, 2
 """Indices in these sums: prompts and their tokens."""
 _NUM_COMMON_CELLS = _SUMS + _NUM_SUMS
 """Number of common cells, before those of the cache."""
-_PROMPT_SUM, _CACHED_SUM, _WRITTEN_SUM, _NUM_CACHE_CELLS = 0, 1, 2, 3
+_PROMPT_SUM, _LOOKED_UP_SUM, _CACHED_SUM, _WRITTEN_SUM, _NUM_CACHE_CELLS = 0, 1, 2, 3, 4
 """Cells of each process for the cache, after the common ones, because scores do not need them. What
 they count never decreases, also when a process dies: the engine still has what it wrote."""
 _OVERFLOW_ROW, _PICK_COUNTER_ROW = 0, 1
@@ -161,6 +161,7 @@ class SharedInFlightLoad(InFlightLoad):
         # A process that replaces another one counts on.
         self._own_cache_index = own = self._cache_indices[table.process]
         self.prompt_tokens = self._cells[own + _PROMPT_SUM]
+        self.looked_up_tokens = self._cells[own + _LOOKED_UP_SUM]
         self.cached_tokens = self._cells[own + _CACHED_SUM]
         self.written_tokens = self._cells[own + _WRITTEN_SUM]
         self.prompt = SharedOutstandingTokens(table, row, _PROMPT_TOKENS, _REMOTE_PROMPT)
@@ -171,24 +172,32 @@ class SharedInFlightLoad(InFlightLoad):
         self._published_head_started_ms = self.queue.head_started_ms
         self._published_requests = self._published_prompts = self._published_pick = 0
 
-    def count_prompt(self, prompt_tokens: float, cached_tokens: float, written: float) -> None:
+    def count_prompt(self, prompt_tokens: float, looked_up: float, cached_tokens: float) -> None:
         """As in the base class, in the cells of this process."""
         if self.row == _CLOSED:
             return
-        super().count_prompt(prompt_tokens, cached_tokens, written)
+        super().count_prompt(prompt_tokens, looked_up, cached_tokens)
         cells, start = self._cells, self._own_cache_index
         cells[start + _PROMPT_SUM] = self.prompt_tokens
-        cells[start + _WRITTEN_SUM] = self.written_tokens
-        if cached_tokens:
+        if looked_up:
+            cells[start + _LOOKED_UP_SUM] = self.looked_up_tokens
             cells[start + _CACHED_SUM] = self.cached_tokens
+
+    def count_written(self, tokens: float) -> None:
+        """As in the base class, in the cell of this process."""
+        if self.row != _CLOSED:
+            super().count_written(tokens)
+            self._cells[self._own_cache_index + _WRITTEN_SUM] = self.written_tokens
 
     def read_clock(self) -> int:
         """As in the base class, over all processes."""
         return int(self._sum_cache_cells(_WRITTEN_SUM)) // CLOCK_TOKENS
 
-    def predict_hits(self) -> tuple[float, float]:
+    def predict_hits(self) -> tuple[float, float, float]:
         """As in the base class, over all processes."""
-        return self._sum_cache_cells(_PROMPT_SUM), self._sum_cache_cells(_CACHED_SUM)
+        fields = _PROMPT_SUM, _LOOKED_UP_SUM, _CACHED_SUM
+        sent, looked_up, cached = map(self._sum_cache_cells, fields)
+        return sent, looked_up, cached
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """As in the base class, over all processes; also loads what they have published."""

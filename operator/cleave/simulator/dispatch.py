@@ -20,7 +20,6 @@ from cleave.policy.best_fit import (
     measure_fullness,
 )
 from cleave.policy.dispatch import (
-    BY_WAIT,
     FULLEST,
     HEAVY_OUTPUT_TOKENS,
     LIGHTEST,
@@ -37,16 +36,19 @@ from cleave.policy.dispatch import (
     select_pair,
 )
 from cleave.policy.output_length import guess_progress
-from cleave.policy.prompt_cost import MAX_CANDIDATES, find_least_cost
+from cleave.policy.prompt_cost import find_cheapest
 from cleave.policy.queue_model import add_completion, fit_prompt_times
 from cleave.simulator import records
 from cleave.simulator.kv_blocks import fits_instance
 from cleave.simulator.outcome import RequestOutcome
 from cleave.simulator.prefix_caches import has_caches
-from cleave.simulator.prefix_index import collect_candidates, count_known_tokens, record_prompt
+from cleave.simulator.prefix_index import (
+    count_known_tokens,
+    find_known_depth,
+    find_shortest,
+    record_prompt,
+)
 from cleave.simulator.record_access import (
-    get_candidate_numbers,
-    get_candidate_slots,
     get_instance,
     get_prompt,
     get_request,
@@ -106,7 +108,7 @@ def select_instances(state: State, r: int) -> tuple[int, int]:
             prefill = get_scores(state, TO_PREFILL * count, count)
             mixed = get_scores(state, TO_WHOLE * count, count)
             return choose_least_pair(prefill, decode, mixed, pending_prompt)
-        return select_pair(state, r, decode, pending_prompt)
+        return select_pair(state, state, r, decode, pending_prompt)
     if state.has_prefill:
         return find(state, TO_PREFILL, r, NONE), NONE
     return NONE, find(state, TO_DECODE, r, NONE)
@@ -115,7 +117,10 @@ def select_instances(state: State, r: int) -> tuple[int, int]:
 def select_for_short_prompt(state: State, r: int) -> int:
     """A decode instance that computes a short prompt itself; NONE: none does."""
     count = state.num_instances
-    i = _find_in(state, get_scores(state, TO_DECODE * count, count), TO_WHOLE, r)
+    if knows_caches(state):
+        i = _find_by_cost(state, TO_DECODE, r)
+    else:
+        i = _find_in(state, get_scores(state, TO_DECODE * count, count), TO_WHOLE, r)
     if i == NONE:
         return NONE
     first = find_least(get_scores(state, TO_PREFILL * count, count))
@@ -133,10 +138,16 @@ def find(state: State, purpose: int, r: int, _: int) -> int:
     return _find_in(state, get_scores(state, purpose * count, count), purpose, r)
 
 
+def count_cached(state: State, r: int, i: int) -> float:
+    """Tokens of the prompt that instance `i` is known to cache; replaces
+    `policy.dispatch.count_cached_for`."""
+    return float(count_known_tokens(state, i, r)) if knows_caches(state) else 0.0
+
+
 def _find_in(state: State, values: Scores, purpose: int, r: int) -> int:
     """The slot that the policy's rule picks by the scores `values`."""
     if knows_caches(state) and purpose != TO_DECODE:
-        return _find_by_cost(state, values, purpose, r)
+        return _find_by_cost(state, purpose, r)
     count = state.num_instances
     pick = state.prefill_pick if purpose == TO_PREFILL else state.decode_pick
     request = get_request(state, r)
@@ -153,22 +164,14 @@ def _find_in(state: State, values: Scores, purpose: int, r: int) -> int:
     return slot
 
 
-def _find_by_cost(state: State, values: Scores, purpose: int, r: int) -> int:
+def _find_by_cost(state: State, column: int, r: int) -> int:
     """The slot where the prompt costs least, given what is known of caches."""
-    least = find_least(values)
-    if least == NONE:
-        return NONE
-    count = collect_candidates(state, r, values, least)
-    return find_least_cost(
-        get_candidate_slots(state, 0, count),
-        get_candidate_numbers(state, MAX_CANDIDATES, count),
-        get_candidate_numbers(state, 2 * MAX_CANDIDATES, count),
-        values,
-        get_scores(state, PENDING_PROMPT * state.num_instances, state.num_instances),
-        float(get_request(state, r).prompt),
-        purpose == TO_PREFILL and state.counts == BY_WAIT,
-        state.now,
-    )
+    depth = find_known_depth(state, r)
+    count = state.num_instances
+    if not depth:
+        return find_least(get_scores(state, column * count, count))
+    least = find_shortest(state, column)
+    return find_cheapest(state, r, column, least, least, depth) if least != NONE else NONE
 
 
 def _find_best_fit(state: State, values: Scores, r: int, prefills: bool) -> int:

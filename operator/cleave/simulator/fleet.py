@@ -12,12 +12,12 @@ from cleave.policy.role_flipping import FlipThresholds as FlipThresholds
 
 
 class CacheView(IntEnum):
-    """What dispatch by SHORTEST_WAIT and PREFIX_AWARE knows of the engines' prefix caches."""
+    """What dispatch by PREFIX_AWARE knows of the engines' prefix caches."""
 
     NOTHING = 0
     """Every prompt counts as new."""
     SENT = 1
-    """The prompts that were sent to each instance, which is all that a router can know."""
+    """The prompts that were sent to each instance, as in the router."""
     CACHED = 2
     """What each engine caches now, and prompts on their way there: the best that the engines' cache
     events could yield."""
@@ -124,9 +124,8 @@ class SimulatedFleet:
     transfer: SimulatedTransfer = SimulatedTransfer()
     dispatch: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     """The router's policy."""
-    cache_view: CacheView = CacheView.NOTHING
-    """Matters only with a trace whose prompts repeat (`Trace.blocks`). Gateways count no caches in
-    ShortestWait; the study of `benchmarks/dispatch` shows what it would bring."""
+    cache_view: CacheView = CacheView.SENT
+    """Matters only with a trace whose prompts repeat (`Trace.blocks`)."""
     defers_dispatch: bool = False
     """True: deferred binding (Vidur, section 4.5) replaces `dispatch`: requests and handoffs wait
     in central queues, first come first served, until an instance has room between two iterations.

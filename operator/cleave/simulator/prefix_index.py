@@ -2,63 +2,43 @@
 
 Called by `dispatch`, and by `prefix_caches` where dispatch sees what engines cache. The blocks of
 each prompt are recorded at the instances that it is sent to; a block is assumed to stay there until
-as many tokens were written as the KV cache holds since it was last used. `cleave.router` does not
-do so yet (decision 088). What is hard: common prefixes are known at all instances, so the
-comparison of instances stops as soon as no other can cost less.
+as many tokens were written as the KV cache holds since it was last used. `cleave.router`
+does so in blocks of its own (`router.prefix_index`). What is hard: these blocks are forgotten one
+by one, and each is in two lists, of its instance by use and of all that cache it.
 """
 
 import math
 
-from cleave.policy.dispatch import Scores
-from cleave.policy.prompt_cost import MAX_CANDIDATES
+from cleave.policy.dispatch import TO_PREFILL
+from cleave.policy.prompt_cost import count_mixed, predict_cost_ms, predict_queue_ms
 from cleave.simulator.record_access import (
     get_block,
     get_cache,
-    get_candidate_numbers,
-    get_candidate_slots,
     get_first_known,
     get_instance,
     get_known,
     get_prompt,
     get_request,
+    get_score,
 )
 from cleave.simulator.records import NONE, SENT, State
 
 
-def collect_candidates(state: State, r: int, scores: Scores, least: int) -> int:
-    """Write the candidates of `prompt_cost.find_least_cost` for request `r`; return their number.
-
-    The first is `least`, the open instance with the least score; then those that cache most.
-    """
-    prompt, first = get_prompt(state, r), get_instance(state, least)
-    slots = get_candidate_slots(state, 0, MAX_CANDIDATES)
-    cached = get_candidate_numbers(state, MAX_CANDIDATES, MAX_CANDIDATES)
-    token_ms = get_candidate_numbers(state, 2 * MAX_CANDIDATES, MAX_CANDIDATES)
-    slots[0], cached[0], token_ms[0] = least, 0.0, first.upper_token_ms
-    state.num_searches += 1
-    count = 1
-    for depth in range(_find_depth(state, r), 0, -1):
-        tokens = min(depth * state.block_tokens, get_request(state, r).prompt)
-        k = get_first_known(state, get_block(state, prompt.first_block + depth - 1).value).value
-        while k != NONE:
-            known = get_known(state, k)
-            cache = get_cache(state, known.instance)
-            if known.instance == least:
-                cached[0] = tokens
-            elif cache.search != state.num_searches and count < MAX_CANDIDATES:
-                cache.search = state.num_searches
-                if scores[known.instance] < math.inf:
-                    slots[count], cached[count] = known.instance, tokens
-                    token_ms[count] = get_instance(state, known.instance).upper_token_ms
-                    count += 1
-            k = known.next
-        if cached[0] > 0.0 or count == MAX_CANDIDATES:
-            break
-    return count
+def find_shortest(state: State, column: int) -> int:
+    """The open instance with the shortest wait by the scores of a column; NONE: all are closed."""
+    shortest, tokens = NONE, math.inf
+    for i in range(state.num_instances):
+        score = get_score(state, column * state.num_instances + i).value
+        if column != TO_PREFILL:
+            score = count_mixed(get_instance(state, i).pending_prompt_tokens, score)
+        if score < tokens:
+            shortest, tokens = i, score
+    return shortest
 
 
-def count_known_tokens(state: State, i: int, r: int) -> int:
-    """Tokens of the prompt of request `r` that instance `i` is known to cache."""
+def find_depth(state: State, r: int, _: int, i: int) -> int:
+    """Leading blocks of the prompt of request `r` that instance `i` is known to cache; replaces
+    `policy.prompt_cost.find_depth`, as the next four replace others there."""
     prompt = get_prompt(state, r)
     low, high = 0, prompt.num_blocks
     while low < high:
@@ -68,7 +48,70 @@ def count_known_tokens(state: State, i: int, r: int) -> int:
             low = middle
         else:
             high = middle - 1
-    return min(low * state.block_tokens, get_request(state, r).prompt)
+    return low
+
+
+def find_holder(state: State, r: int, column: int, depth: int, after: int) -> int:
+    """The next KNOWN of block number `depth` at an instance that is open in this column."""
+    if after == NONE:
+        block = get_block(state, get_prompt(state, r).first_block + depth - 1).value
+        k = get_first_known(state, block).value
+    else:
+        k = get_known(state, after).next
+    while k != NONE:
+        i = get_known(state, k).instance
+        if get_score(state, column * state.num_instances + i).value < math.inf:
+            break
+        k = get_known(state, k).next
+    return int(k)
+
+
+def get_holder(state: State, k: int) -> int:
+    """The instance of a KNOWN."""
+    return int(get_known(state, k).instance)
+
+
+def predict_at(state: State, r: int, column: int, i: int, depth: int) -> float:
+    """What the prompt of request `r` costs at instance `i` if so many of its blocks are cached."""
+    inst, score = get_instance(state, i), get_score(state, column * state.num_instances + i).value
+    uncached = float(get_request(state, r).prompt - depth * state.block_tokens)
+    pending = inst.pending_prompt_tokens
+    if column != TO_PREFILL:
+        wait_ms = count_mixed(pending, score) * inst.upper_token_ms
+    else:
+        wait_ms = predict_queue_ms(score, pending, state.now, inst.upper_token_ms)
+    return predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms)
+
+
+def find_known_depth(state: State, r: int) -> int:
+    """Number of leading blocks of a prompt that any instance is known to cache."""
+    prompt = get_prompt(state, r)
+    # Where a block is known, all blocks before it are: later ones are forgotten first.
+    low, high = 0, prompt.num_blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        block = get_block(state, prompt.first_block + middle - 1).value
+        if get_first_known(state, block).value != NONE:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def predict_bound(state: State, r: int, column: int, least: int, depth: int) -> float:
+    """Lower bound of what the prompt costs anywhere if so many of its blocks are cached."""
+    inst, score = get_instance(state, least), get_score(state, column * state.num_instances + least)
+    uncached = float(get_request(state, r).prompt - depth * state.block_tokens)
+    if column != TO_PREFILL:
+        wait_ms = count_mixed(inst.pending_prompt_tokens, score.value) * inst.upper_token_ms
+    else:
+        wait_ms = predict_queue_ms(score.value, 0.0, state.now, inst.upper_token_ms)
+    return predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms)
+
+
+def count_known_tokens(state: State, i: int, r: int) -> int:
+    """Tokens of the prompt of request `r` that instance `i` is known to cache."""
+    return min(find_depth(state, r, NONE, i) * state.block_tokens, get_request(state, r).prompt)
 
 
 def record_prompt(state: State, i: int, r: int, written: float) -> None:
@@ -126,21 +169,6 @@ def forget_block(state: State, i: int, block: int) -> None:
         get_known(state, before).next = known.next
     known.next = state.free_known
     state.free_known = k
-
-
-def _find_depth(state: State, r: int) -> int:
-    """Number of leading blocks of a prompt that any instance is known to cache."""
-    prompt = get_prompt(state, r)
-    # Where a block is known, all blocks before it are: later ones are forgotten first.
-    low, high = 0, prompt.num_blocks
-    while low < high:
-        middle = (low + high + 1) // 2
-        block = get_block(state, prompt.first_block + middle - 1).value
-        if get_first_known(state, block).value != NONE:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _find_known(state: State, i: int, block: int) -> int:

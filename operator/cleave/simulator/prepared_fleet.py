@@ -172,7 +172,7 @@ def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.R
 
 def _choose_view(fleet: SimulatedFleet) -> CacheView:
     """What dispatch knows of caches; NOTHING if its policy does not use it."""
-    uses_caches = fleet.dispatch in (DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PREFIX_AWARE)
+    uses_caches = fleet.dispatch is DispatchPolicy.PREFIX_AWARE
     return fleet.cache_view if uses_caches and not fleet.defers_dispatch else CacheView.NOTHING
 
 

@@ -67,9 +67,6 @@ get_first_known = _declare_row("first_known", records.NUMBER)
 get_held_copy = _declare_row("held", records.NUMBER)
 """The copy in that row of the copies that requests hold."""
 
-get_candidate_slots = _declare_slice("candidates", np.int64)
-get_candidate_numbers = _declare_slice("candidates", np.float64)
-"""The same memory as `get_candidate_slots`."""
 get_points = _declare_slice("tables", np.float64)
 """`count` points of the latency models, from `start` on."""
 get_scores = _declare_slice("scores", np.float64)

@@ -75,9 +75,8 @@ CACHE = _build_dtype(
     "written",
     # size: KV blocks that are cached and held by no request; oldest, newest: ends of the list of
     # their copies; evicted: copies evicted so far. first_used, last_used: ends of the list of
-    # blocks that the router knows to be cached, by use; search: number of the latest search for
-    # candidates that found the instance.
-    "size oldest newest evicted first_used last_used search",
+    # blocks that the router knows to be cached, by use.
+    "size oldest newest evicted first_used last_used",
 )
 """The prefix cache of an instance."""
 
@@ -165,9 +164,7 @@ STATE = _build_dtype(
     # block_tokens: tokens per block of the trace; num_block_uses: length of `blocks`. cache_view:
     # what dispatch knows of caches, NOTHING unless its policy uses it.
     # num_copies, num_known: rows used so far; free_copy, free_known: lists of rows to use again.
-    # num_searches: searches for candidates so far.
     "block_tokens num_block_uses cache_view num_copies free_copy num_known free_known "
-    "num_searches "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; handoffs in delivery;
     # then, with deferred dispatch, waiting handoffs and prompts. heaps (slot, heap_size):
     # `end_step << 32 | request` of the members, a binary heap. phases (slot, max_block): members by
@@ -178,8 +175,8 @@ STATE = _build_dtype(
     # members, pressure_history: input of policy.role_flipping.
     # blocks: numbers of the blocks of all prompts; first_copies, first_known: heads of the lists of
     # a block's copies and KNOWN; held: copies that requests hold for `blocks`, first on prefill,
-    # then on decode instances; candidates: input of policy.prompt_cost.
-    "prompts caches blocks copies first_copies held known first_known candidates "
+    # then on decode instances.
+    "prompts caches blocks copies first_copies held known first_known "
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
     "pressure_history",
 )

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.prompt_cost import MAX_CANDIDATES
 from cleave.policy.role_flipping import build_pressure_history
 from cleave.simulator import records
 from cleave.simulator.fleet import SimulatedFleet
@@ -180,7 +179,6 @@ def _lay_out_caches(
         "held": np.empty(2 * uses, np.int64),
         "known": np.empty(2 * uses, records.KNOWN),
         "first_known": np.full(blocks.count, records.NONE),
-        "candidates": np.empty(3 * MAX_CANDIDATES, np.int64),
     }
 
 
@@ -217,14 +215,20 @@ def compile_loop(
 
 def build_replacements(has_blocks: bool) -> dict[Callable[..., Any], Any]:
     """What compiled code calls in place of functions that callers of `policy` have to supply."""
-    from cleave.policy import best_fit
-    from cleave.policy.dispatch import find_for
-    from cleave.simulator import dispatch, prefix_caches
+    from cleave.policy import best_fit, prompt_cost
+    from cleave.policy.dispatch import count_cached_for, find_for
+    from cleave.simulator import dispatch, prefix_caches, prefix_index
     from cleave.simulator.record_access import build_intrinsics
 
     return build_intrinsics() | {
         find_for: dispatch.find,
+        count_cached_for: dispatch.count_cached,
         best_fit.check: dispatch.check,
+        prompt_cost.find_depth: prefix_index.find_depth,
+        prompt_cost.find_holder: prefix_index.find_holder,
+        prompt_cost.get_holder: prefix_index.get_holder,
+        prompt_cost.predict_at: prefix_index.predict_at,
+        prompt_cost.predict_bound: prefix_index.predict_bound,
         prefix_caches.has_caches: _return_true if has_blocks else _return_false,
     }
 

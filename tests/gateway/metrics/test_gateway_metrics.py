@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Reference
 
+from cleave.api.enums import DispatchPolicy
 from cleave.gateway.metrics.gateway_metrics import TTFT_BOUNDS_S, GatewayCollector, GatewayMetrics
 from cleave.rpc.v1 import agent_pb2
 
@@ -71,7 +72,7 @@ async def test_instances_are_exported_by_role_and_state_even_when_none_is_ready(
 
 
 async def test_predicted_and_real_cache_hits_are_exported_by_instance(make_stage) -> None:
-    stage = await make_stage({"x": "mixed"})
+    stage = await make_stage({"x": "mixed"}, policy=DispatchPolicy.PREFIX_AWARE)
     for _ in range(2):
         await stage.ask({"model": "m", "prompt": "s" * 4_095})
     (instance,) = stage.context.router.registry.instances.values()

@@ -65,6 +65,10 @@ class Watched:
     async def scrape(self) -> None:
         """A minute later."""
         self.now += MINUTE_S
+        for instance in self.stage.context.router.registry.instances.values():
+            tokens, boot_id = round(50 * self.now), instance.registration.boot_id
+            hits = {"prefix_cache_queries": tokens, "prefix_cache_hits": tokens // 2}
+            instance.update_load(agent_pb2.LoadReport(boot_id=boot_id, **hits), self.now)
         urls = {name: engine.url for name, engine in self.engines.items()}
         urls["gateway"] = f"http://127.0.0.1:{self.internal_port}"
         async with aiohttp.ClientSession() as session:

@@ -38,11 +38,10 @@ async def test_a_conversation_goes_back_to_where_its_beginning_was_computed(make
         assert len(await prefills(stage, turns)) == 1
 
 
-async def test_the_default_policy_returns_to_cached_prompts_too(make_stage) -> None:
+async def test_the_default_policy_does_not_look_at_prompts(make_stage) -> None:
     stage = await make_stage(FLEET)
-    for start in ("a", "b", "c"):
-        turns = [{"prompt": start * 4_000 + "next" * n} for n in range(4)]
-        assert len(await prefills(stage, turns)) == 1
+    turns = [{"prompt": "a" * 4_000 + "next" * n} for n in range(4)]
+    assert await prefills(stage, turns) == {"p1": 2, "p2": 2}
 
 
 async def test_tenants_do_not_see_each_others_cached_prompts(make_stage, tmp_path) -> None:
@@ -51,7 +50,7 @@ async def test_tenants_do_not_see_each_others_cached_prompts(make_stage, tmp_pat
         "tenants:\n- {name: one, keys: [key-of-tenant-one]}\n"
         "- {name: two, keys: [key-of-tenant-two]}\n"
     )
-    stage = await make_stage(FLEET, api_keys=keys)
+    stage = await make_stage(FLEET, api_keys=keys, policy=DispatchPolicy.PREFIX_AWARE)
     router, computed = stage.context.router, []
     for name in ("one", "one", "two", "two"):
         before = sum(each.in_flight.cached_tokens for each in router.registry.instances.values())

@@ -143,7 +143,8 @@ class DirectRequest:
         if self._first_byte_at is None and piece:
             self._first_byte_at = now
             context.num_awaiting_first_byte -= 1
-            if self._pick is not None:
+            # An error is no proof that the prompt has been computed.
+            if self._pick is not None and self._status < HTTPStatus.BAD_REQUEST:
                 context.router.release(self._pick, RequestPhase.PREFILL)
             if self._ticket is not None:
                 context.admission.observe_first_token(self._ticket, now)

@@ -17,6 +17,7 @@ from cleave.gateway.http.bounded_json import TooManyMembersError
 from cleave.gateway.http.errors import GatewayError, build_bad_request
 from cleave.gateway.http.large_json import MIN_BYTES, MemberScanner
 from cleave.gateway.http.token_estimate import estimate_tokens
+from cleave.policy.prefix_cache import MAX_PROMPT_BYTES
 
 Fields = dict[str, msgspec.Raw]
 
@@ -34,8 +35,8 @@ _LARGE_BYTES = 64 << 10
 """Smaller bodies are decoded before their fields are counted: at most 13,000 fields, 8 ms."""
 _VALUE_BYTES = 1_024
 """Longer values are not decoded: no value that allows a split or a continuation is so long."""
-_TOOLS_BYTES = 128
-"""Of the tools, their first and last bytes identify them."""
+MAX_SALT_BYTES = 1_024
+"""Limit of `cache_salt` as JSON, which is hashed; vLLM recommends 43 characters, of 256 bits."""
 _TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
@@ -157,22 +158,23 @@ class BodyScan:
 
 
 def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
-    """The prompt's JSON. Without its closing character it is a prefix of longer chats."""
-    raw = completion.fields.get("messages") or completion.fields.get("prompt")
-    return b"" if raw is None else memoryview(raw)
+    """The prompt's JSON, after the tools, which chat templates put before the messages: so two
+    prompts with the same tools and system prompt begin alike. Without its closing character it is a
+    prefix of longer chats."""
+    fields = completion.fields
+    raw = fields.get("messages") or fields.get("prompt")
+    if raw is None:
+        return b""
+    tools = fields.get("tools")
+    if tools is None:
+        return memoryview(raw)
+    return b"".join((memoryview(tools)[:MAX_PROMPT_BYTES], memoryview(raw)[:MAX_PROMPT_BYTES]))
 
 
 def get_cache_salt(completion: CompletionRequest) -> bytes:
-    """What must be equal, besides the text, for two prompts to share cached KV: the salt, and the
-    tools, which chat templates put first; of these the length and both ends."""
+    """What must be equal, besides the text, for two prompts to share cached KV; empty: nothing."""
     fields = completion.fields
-    salt = bytes(fields["cache_salt"]) if "cache_salt" in fields else b""
-    tools = fields.get("tools")
-    if tools is None:
-        return salt
-    view = memoryview(tools)
-    ends = bytes(view[:_TOOLS_BYTES]) + bytes(view[-_TOOLS_BYTES:])
-    return b"%b/%d/%b" % (salt, len(view), ends)
+    return bytes(fields["cache_salt"]) if "cache_salt" in fields else b""
 
 
 def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:
@@ -295,6 +297,9 @@ def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
     fields.pop(KV_PARAMS_KEY, None)
     if "vllm_xargs" in fields:
         _drop_nested_kv_params(fields, "vllm_xargs")
+    if "cache_salt" in fields and len(fields["cache_salt"]) > MAX_SALT_BYTES:
+        message = f"cache_salt is longer than {MAX_SALT_BYTES} bytes: send a hash of it"
+        raise build_bad_request(message, param="cache_salt")
     return fields
 
 

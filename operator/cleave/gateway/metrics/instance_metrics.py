@@ -50,8 +50,9 @@ class InstanceCollector:
         labels = ("model", "role", "engine", "source")
         prompts = CounterMetricFamily(
             "cleave_gateway_cache_prompt_tokens",
-            "Prompt tokens since the engine started: as this gateway sent them (source"
-            " `predicted`), as the engine looked them up (`engine`)",
+            "Prompt tokens since the engine started: computed for this gateway (source `sent`),"
+            " in prompts of these that it looked up (`predicted`), looked up by the engine"
+            " (`engine`)",
             labels=labels,
         )
         cached = CounterMetricFamily(
@@ -59,13 +60,15 @@ class InstanceCollector:
         )
         for instance in self._registry.instances.values():
             registration, load = instance.registration, instance.load
-            predicted_prompt, predicted_cached = instance.in_flight.predict_hits()
+            sent, looked_up, predicted_cached = instance.in_flight.predict_hits()
             role = get_enum_name(agent_pb2.Role, registration.role)
             key = registration.model, role, instance.name
-            prompts.add_metric([*key, "predicted"], predicted_prompt)
-            prompts.add_metric([*key, "engine"], load.prefix_cache_queries)
+            prompts.add_metric([*key, "sent"], sent)
+            prompts.add_metric([*key, "predicted"], looked_up)
             cached.add_metric([*key, "predicted"], predicted_cached)
-            cached.add_metric([*key, "engine"], load.prefix_cache_hits)
+            if load.HasField("prefix_cache_queries"):
+                prompts.add_metric([*key, "engine"], load.prefix_cache_queries)
+                cached.add_metric([*key, "engine"], load.prefix_cache_hits)
         yield prompts
         yield cached
 
