@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from cleave.rpc.engine_key import build_headers  # noqa: E402
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE  # noqa: E402
 
+from e2e.chaos.gateways import Gateway  # noqa: E402
 from e2e.support.deployments import Deployment, deployed, emulated  # noqa: E402
 
 NAME = "conversations"
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--mixed", type=int, default=4)
     parser.add_argument("--prefill", type=int, default=0, help="with as many decode instances")
     parser.add_argument("--processes", type=int, default=1, help="of the gateway")
+    parser.add_argument("--gateways", type=int, default=1, help="a turn goes to any of them")
     parser.add_argument("--sessions", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args()
@@ -65,13 +67,24 @@ def main() -> int:
     )
     print("|---|---|---|---|---|---|---|---|")
     failed = 0
-    for policy in options.policy or ["PendingTokens", "ShortestWait"]:
+    for policy in options.policy or ["ShortestWait", "PrefixAware"]:
         with (
             tempfile.TemporaryDirectory() as folder,
             deployed(build_manifest(options, policy), Path(folder), UP_S) as deployment,
         ):
-            measured = asyncio.run(converse(deployment, options))
-            show(policy, measured, read_predicted_share(deployment))
+            others = [
+                Gateway(f"other-{number}", deployment, Path(folder), options=("--policy", policy))
+                for number in range(1, options.gateways)
+            ]
+            try:
+                for gateway in others:
+                    gateway.start()
+                urls = [deployment.url, *(each.url for each in others)]
+                measured = asyncio.run(converse(deployment, urls, options))
+                show(policy, measured, read_predicted_share(deployment))
+            finally:
+                for gateway in others:
+                    gateway.kill()
             failed += measured.failed
     return 1 if failed else 0
 
@@ -88,7 +101,9 @@ def build_manifest(options: argparse.Namespace, policy: str) -> dict[str, object
     return manifest
 
 
-async def converse(deployment: Deployment, options: argparse.Namespace) -> Measured:
+async def converse(
+    deployment: Deployment, urls: list[str], options: argparse.Namespace
+) -> Measured:
     """Hold conversations for a while, several at a time."""
     measured = Measured()
     half_s = options.seconds / 2
@@ -97,9 +112,7 @@ async def converse(deployment: Deployment, options: argparse.Namespace) -> Measu
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         talks = [
-            asyncio.create_task(
-                talk(session, deployment.url, number, measured, counts_from, ends_at)
-            )
+            asyncio.create_task(talk(session, urls, number, measured, counts_from, ends_at))
             for number in range(options.sessions)
         ]
         await asyncio.sleep(half_s)
@@ -113,7 +126,7 @@ async def converse(deployment: Deployment, options: argparse.Namespace) -> Measu
 
 async def talk(
     session: aiohttp.ClientSession,
-    url: str,
+    urls: list[str],
     number: int,
     measured: Measured,
     counts_from: float,
@@ -129,7 +142,7 @@ async def talk(
             if time.monotonic() > ends_at:
                 return
             messages.append({"role": "user", "content": make_words(rng, rng.randint(*TURN_BYTES))})
-            answer, ttft_ms = await ask(session, url, messages)
+            answer, ttft_ms = await ask(session, rng.choice(urls), messages)
             if time.monotonic() > counts_from:
                 measured.failed += not answer
                 measured.ttft_ms.append(ttft_ms)

@@ -64,14 +64,14 @@ class Policy:
 
 
 SHORTEST_WAIT = Policy("shortest wait", DispatchPolicy.SHORTEST_WAIT)
-COST = Policy("least cost (studied)", DispatchPolicy.SHORTEST_WAIT, CacheView.SENT)
+COST = Policy("least cost (PrefixAware)", DispatchPolicy.PREFIX_AWARE, CacheView.SENT)
 COMPARED = (
     Policy("random", DispatchPolicy.RANDOM),
     SHORTEST_WAIT,
     Policy("session pinned", DispatchPolicy.SHORTEST_WAIT, is_foreign=True),
     Policy("radix tree (sglang)", DispatchPolicy.LEAST_REQUESTS, is_foreign=True),
     COST,
-    Policy("least cost, caches seen", DispatchPolicy.SHORTEST_WAIT, CacheView.CACHED),
+    Policy("least cost, caches seen", DispatchPolicy.PREFIX_AWARE, CacheView.CACHED),
 )
 
 
@@ -89,6 +89,8 @@ class Row:
     """Highest rate at which the targets hold, req/s."""
     mean_ttft_ratios: tuple[float, ...]
     """Mean TTFT over that of shortest wait, by load."""
+    p99_ttft_ratios: tuple[float, ...]
+    """The same of the 99th percentile."""
 
 
 def read() -> Trace:
@@ -130,7 +132,7 @@ def compare(name: str, fleet: SimulatedFleet, trace: Trace, targets: Targets) ->
     """A row for each policy."""
     served = {each: _build_server(each, fleet, trace) for each in COMPARED}
     base = find_goodput(served[SHORTEST_WAIT], targets)
-    plain = [served[SHORTEST_WAIT](load * base).ttft_ms.mean() for load in LOADS]
+    plain = [_measure_ttft(served[SHORTEST_WAIT](load * base)) for load in LOADS]
     rows = []
     for policy, serve in served.items():
         goodput = base if policy is SHORTEST_WAIT else find_goodput(serve, targets)
@@ -138,10 +140,15 @@ def compare(name: str, fleet: SimulatedFleet, trace: Trace, targets: Targets) ->
         shown = results[LOADS.index(SHOWN_LOAD)]
         computed = shown.instances.prompt_tokens.sum() / trace.prompt_tokens.sum()
         p50, p99 = np.percentile(shown.ttft_ms, (50, 99))
-        ratios = [float(each.ttft_ms.mean()) for each in results]
-        ratios = [ms / other for ms, other in zip(ratios, plain, strict=True)]
-        rows.append(Row(name, policy.name, computed, p50, p99, goodput, tuple(ratios)))
+        pairs = zip(map(_measure_ttft, results), plain, strict=True)
+        means, p99s = zip(*((a / c, b / d) for (a, b), (c, d) in pairs), strict=True)
+        rows.append(Row(name, policy.name, computed, p50, p99, goodput, means, p99s))
     return rows
+
+
+def _measure_ttft(result: SimulationResult) -> tuple[float, float]:
+    """(mean, 99th percentile) in ms."""
+    return float(result.ttft_ms.mean()), float(np.percentile(result.ttft_ms, 99))
 
 
 def find_goodput(serve: Callable[[float], SimulationResult], targets: Targets) -> float:

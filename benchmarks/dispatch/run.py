@@ -292,7 +292,14 @@ def cached(console: Console, quick: bool) -> Rows:
     console.print(f"one cache without limit: {caches.compute_least_share(trace):.3f} computed")
     rows: Rows = []
     for name, fleet in caches.list_fleets(one, (4,) if quick else (4, 8, 16)):
-        columns = ("computed", "TTFT p50", "p99", "req/s", *(f"at {at:g}" for at in caches.LOADS))
+        columns = (
+            "computed",
+            "TTFT p50",
+            "p99",
+            "req/s",
+            *(f"at {at:g}" for at in caches.LOADS),
+            "p99",
+        )
         table = _table("policy", *columns)
         for row in caches.compare(name, fleet, trace, targets):
             table.add_row(
@@ -302,6 +309,7 @@ def cached(console: Console, quick: bool) -> Rows:
                 f"{row.ttft_p99_ms:.0f}",
                 f"{row.goodput:.2f}",
                 *(f"{ratio:.3f}" for ratio in row.mean_ttft_ratios),
+                " ".join(f"{ratio:.3f}" for ratio in row.p99_ttft_ratios),
             )
             rows.append(asdict(row))
         title = f"{name}: {one.name}; Mooncake conversation, TTFT 10 s, TPOT 200 ms, 90 %"
