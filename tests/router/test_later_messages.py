@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import grpc
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cleave.controller.cluster.gateway_client import merge, summarize_kv_paths
@@ -75,7 +75,11 @@ def test_requests_go_to_instances_whose_role_and_state_are_known(events, tokens)
         router.release(pick)
 
 
+HUGE = agent_pb2.WatchEvent(load=agent_pb2.LoadReport(pending_prompt_tokens=(1 << 64) - 1))
+
+
 @given(EVENTS)
+@example([("known", HUGE)])
 @settings(max_examples=100, deadline=None)
 def test_the_fleet_can_be_shown_to_operators_and_other_gateways(events) -> None:
     registry = registry_with_one()

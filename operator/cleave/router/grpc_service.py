@@ -22,6 +22,8 @@ DEFAULT_LEASE_S = 600.0
 MAX_TICKETS = 65_536
 EXPIRY_PERIOD_S = 1.0
 STOP_GRACE_S = 1.0
+_MAX_TOKENS = 1 << 63
+"""Agents may report any number, and the message has 64 bits."""
 
 _PHASES = {
     router_pb2.PHASE_UNSPECIFIED: RequestPhase.ALL,
@@ -167,6 +169,7 @@ def _serves_model(instance: RoutedInstance, model: str) -> bool:
 
 def _describe_instance(instance: RoutedInstance, now: float) -> router_pb2.Instance:
     in_flight = instance.in_flight
+    pending = in_flight.prompt.pending + in_flight.resident.pending
     registration = agent_pb2.Registration()
     registration.CopyFrom(instance.registration)
     # Callers of this service are not authenticated.
@@ -174,7 +177,7 @@ def _describe_instance(instance: RoutedInstance, now: float) -> router_pb2.Insta
     return router_pb2.Instance(
         registration=registration,
         load=instance.load,
-        pending_tokens=int(in_flight.prompt.pending + in_flight.resident.pending),
+        pending_tokens=int(min(max(pending, 0.0), _MAX_TOKENS)),
         requests_in_flight=in_flight.count_requests(),
         report_age_ms=int(max(now - instance.last_event_at, 0.0) * 1_000),
         selectable=instance.selectable,
