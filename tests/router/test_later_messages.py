@@ -75,11 +75,12 @@ def test_requests_go_to_instances_whose_role_and_state_are_known(events, tokens)
         router.release(pick)
 
 
-HUGE = agent_pb2.WatchEvent(load=agent_pb2.LoadReport(pending_prompt_tokens=(1 << 64) - 1))
+OTHER = agent_pb2.WatchEvent(registration=agent_pb2.Registration())
+HUGE = agent_pb2.WatchEvent(load=agent_pb2.LoadReport(pending_prompt_tokens=(1 << 64) - 1024))
 
 
 @given(EVENTS)
-@example([("known", HUGE)])
+@example([("other-1", OTHER), ("other-1", HUGE)])
 @settings(max_examples=100, deadline=None)
 def test_the_fleet_can_be_shown_to_operators_and_other_gateways(events) -> None:
     registry = registry_with_one()
