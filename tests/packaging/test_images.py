@@ -51,6 +51,15 @@ def test_everything_from_outside_is_pinned_by_a_hash() -> None:
     assert all("--require-hashes" in line for line in pip)
 
 
+@pytest.mark.parametrize("file", ["images/Dockerfile", "scripts/node-vllm"])
+def test_cleave_is_built_of_the_sources_that_are_there(file: str) -> None:
+    # uv takes a cached wheel of other sources where pyproject.toml is the same.
+    text = (ROOT / file).read_text().replace("\\\n", "")
+    installs = re.findall(r"uv sync .*--no-editable.*", text)
+    assert installs
+    assert all("--reinstall-package cleave-serving" in each for each in installs)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_images_run_as_the_user_that_pods_name(target) -> None:
     users = [line.split()[1] for line in lineage(target) if line.startswith("USER ")]
