@@ -58,6 +58,7 @@ EMPTY_PANELS = {
     "Failures hidden from clients": "no engine fails",
     "KV lost": "these engines are not vLLM with connector Cleave",
     "Not ready": "every instance is ready",
+    "Cached share of prompts": "the policy does not look at caches",
     "Flips in an hour": "pools keep to themselves",
     "Prediction error": MANUAL_REASON,
     "Correction of the latency model": MANUAL_REASON,

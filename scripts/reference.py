@@ -146,7 +146,7 @@ def metrics() -> Lines:
     yield ""
     yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
     counted = gateway_metrics.GatewayCollector(gateway_metrics.GatewayMetrics())
-    fleet = InstanceCollector(InstanceRegistry())
+    fleet = InstanceCollector(InstanceRegistry(), reports_hits=True)
     yield from _families([*counted.collect(), *fleet.collect()], texts=True)
     yield from ("", f"TTFT buckets (s): {_numbers(gateway_metrics.TTFT_BOUNDS_S)}.")
     yield from ("", f"TPOT buckets (s): {_numbers(gateway_metrics.TPOT_BOUNDS_S)}.")

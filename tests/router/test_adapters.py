@@ -149,6 +149,7 @@ def test_kv_of_one_adapter_does_not_match_another(routed) -> None:
     for model, todo in (("m", 500), ("sql", 500), ("sql", 0), ("law", 500), ("m", 0)):
         pick = router.pick(model, 500, text=text)
         assert round(pick._prefill_entry[2]) == todo, model
+        router.observe_completion(pick, 1)
         router.release(pick)
 
 

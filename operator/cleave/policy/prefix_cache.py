@@ -116,7 +116,7 @@ def bound_hit_share(
     """
     if looked_up <= 0.0 or engine_prompt <= 0.0:
         return 0.0
-    return min(engine_cached / engine_prompt * max(sent / looked_up, 1.0), 1.0)
+    return min(max(engine_cached / engine_prompt, 0.0) * max(sent / looked_up, 1.0), 1.0)
 
 
 def compute_trust(
@@ -135,6 +135,9 @@ def compute_trust(
     """
     if predicted_cached < _MIN_TRUST_TOKENS or engine_prompt < _MIN_REPORTED_SHARE * sent:
         return None
+    if looked_up <= 0.0:
+        # The counts are read one by one while other processes write.
+        return None
     predicted = predicted_cached / looked_up
     found = bound_hit_share(sent, looked_up, engine_prompt, engine_cached)
     return found / predicted if found < predicted - _TRUST_TOLERANCE else 1.0
@@ -149,15 +152,13 @@ class RepeatDetector:
     are not known yet.
     """
 
-    __slots__ = ("_known", "_num_prompts", "_tokens", "is_repeating", "is_used")
+    __slots__ = ("_known", "_num_prompts", "_tokens", "is_repeating")
 
     def __init__(self) -> None:
         self._num_prompts = 0
         self._tokens = self._known = 0.0
         self.is_repeating = True
         """Whether it pays to look at caches."""
-        self.is_used = True
-        """Set by each lookup, for owners that forget detectors."""
 
     def is_sampled(self, text: bytes | memoryview) -> bool:
         """Whether to look at this prompt although prompts do not repeat."""
@@ -183,26 +184,23 @@ class RepeatDetectors:
     """The detectors of tenants, so that one with prompts that do not repeat takes nothing from the
     others. Tenants differ by the seed of their blocks."""
 
-    __slots__ = ("_by_seed", "_common")
+    __slots__ = ("_by_seed",)
 
     def __init__(self) -> None:
         self._by_seed: dict[int, RepeatDetector] = {}
-        self._common = RepeatDetector()
-        """Of all tenants beyond the limit."""
+        """Those used longest ago first."""
 
     def find(self, seed: int) -> RepeatDetector:
-        """The detector of one tenant."""
-        detector = self._by_seed.get(seed)
-        if detector is None:
-            if len(self._by_seed) >= MAX_DETECTORS:
-                return self._common
-            detector = self._by_seed[seed] = RepeatDetector()
-        detector.is_used = True
-        return detector
+        """The detector of one tenant.
 
-    def forget_unused(self) -> None:
-        """Forget the tenants of which there was no prompt since the last call."""
-        for seed, detector in list(self._by_seed.items()):
-            if not detector.is_used:
-                del self._by_seed[seed]
-            detector.is_used = False
+        Beyond the limit the one used longest ago is dropped: its tenant's prompts count as
+        repeating again, so a client with many salts makes others cost more and takes no hit away.
+        """
+        detectors = self._by_seed
+        detector = detectors.pop(seed, None)
+        if detector is None:
+            if len(detectors) >= MAX_DETECTORS:
+                del detectors[next(iter(detectors))]
+            detector = RepeatDetector()
+        detectors[seed] = detector
+        return detector

@@ -128,7 +128,7 @@ class AgentWatcher:
                     try:
                         if await self._read_stream(address, channel):
                             delay = MIN_DELAY_S
-                    except ValueError as error:
+                    except (ValueError, ArithmeticError) as error:
                         # The agent may be of a newer version; other agents are not affected.
                         log.warning("agent %s sent an invalid event: %s", address, error)
                     self._mark_registered(address)

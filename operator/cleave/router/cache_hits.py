@@ -14,8 +14,8 @@ from cleave.policy.prefix_cache import bound_hit_share, compute_trust
 WINDOW_S = 120.0
 _STEP_S = 20.0
 """Time between two counts that are kept."""
-
-
+SAMPLE_S = 1.0
+"""Time between two reports that are looked at: agents send ten a second."""
 _SMOOTHED_S = 20.0
 """Time after which most of a new judgment counts."""
 
@@ -46,9 +46,18 @@ class HitWindow:
         self.trust = 1.0
         """Factor on predictions for this engine, see `compute_trust`."""
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether a report is to be included now."""
+        return not self._counts or now_s - self._counts[-1].at_s >= SAMPLE_S
+
     def update(self, counts: HitCounts) -> None:
-        """Include a load report."""
+        """Include a load report. Counts of an engine that fall begin the window again."""
         kept = self._counts
+        if kept and (
+            counts.engine_prompt < kept[-1].engine_prompt
+            or counts.engine_cached < kept[-1].engine_cached
+        ):
+            kept.clear()
         passed_s = counts.at_s - kept[-1].at_s if kept else 0.0
         if len(kept) > 1 and counts.at_s - kept[-2].at_s < _STEP_S:
             kept[-1] = counts

@@ -322,7 +322,7 @@ class RoutedInstance:
         self.in_flight.resident.update_from_report(tokens)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
         # Agents of an older version do not report hits, which says nothing of the cache.
-        if load.HasField("prefix_cache_queries"):
+        if self.hits.is_due(now) and load.HasField("prefix_cache_queries"):
             queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
             self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, hits))
         return True

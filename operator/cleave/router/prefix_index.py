@@ -172,6 +172,16 @@ class PrefixIndex:
             cell = ((block >> _BUCKET_BITS << _HOLDER_BITS | holder) << CLOCK_BITS) | clock
             self._write(block, cell)
 
+    def forget(self, blocks: list[int], holder: int) -> None:
+        """Take back what was recorded of a prompt that this engine has not computed."""
+        cells = self._cells
+        for block in blocks:
+            key = block >> _BUCKET_BITS << _HOLDER_BITS | holder
+            for bucket in (block & _BUCKET_MASK, _locate(block, holder)):
+                for number in range(bucket * _CELLS, (bucket + 1) * _CELLS):
+                    if cells[number] >> CLOCK_BITS == key:
+                        cells[number] = 0
+
     def retain(self, holders: Mapping[int, object]) -> None:
         """Forget the clocks of all other engines, whose cells are then overwritten first."""
         for holder in self._clocks.keys() - holders.keys():

@@ -77,8 +77,8 @@ class Pick:
     """The instances picked for a request; counts as load in flight until released."""
 
     __slots__ = (
-        "_decode_entry", "_is_counted", "_is_looked_up", "_prefill_entry", "decode",
-        "decoding_since", "output_tokens", "predicted_cached", "prefill", "prompt_tokens",
+        "_decode_entry", "_is_counted", "_is_looked_up", "_new_blocks", "_prefill_entry",
+        "decode", "decoding_since", "output_tokens", "predicted_cached", "prefill", "prompt_tokens",
         "prompts_before", "reason",
     )  # fmt: skip
 
@@ -105,6 +105,9 @@ class Pick:
         """Tokens of its prompt that were predicted to be cached where it is computed."""
         self._is_looked_up = False
         """Whether the prompt's blocks were looked up."""
+        self._new_blocks: tuple[tuple[list[int], int], ...] = ()
+        """(blocks, engine) that its prompt has added to the index: of the engine that computes it,
+        and of the one that decodes."""
         self._is_counted = False
         """Whether the prompt counts as computed, in the clock of the cache."""
         self._prefill_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
@@ -226,6 +229,10 @@ class Router:
                     in_flight.computed_tokens += tokens
                     if pick._decode_entry is not None:
                         pick.prompts_before = pick._decode_entry[1].computed_tokens
+            elif not pick._is_counted:
+                # Refused or cancelled: an engine that does not answer must not keep what it gets.
+                for blocks, holder in pick._new_blocks:
+                    self._selector.forget_prompt(blocks, holder)
             if pick.prefill is not None:
                 in_flight.num_requests -= 1
             # If both phases end on one instance, its scores are updated once, below.
@@ -454,10 +461,11 @@ class Router:
         if request.blocks:
             pick._is_looked_up = True
             selector.observe_cached(prompt, cached)
-            selector.record_prompt(first, request)
+            pick._new_blocks = ((selector.record_prompt(first, request), first.target.holder),)
             if self._rules.short_prompt_tokens and first is not decode:
                 # Only then is it of interest what a decode instance has cached.
-                selector.record_prompt(decode, request)
+                new = selector.record_prompt(decode, request)
+                pick._new_blocks += ((new, decode.target.holder),)
             if self._num_picks % _PRUNE_EVERY == 0:
                 instances = self.registry.instances.values()
                 selector.retain_boots({each.target.boot_id for each in instances})

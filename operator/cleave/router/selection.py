@@ -133,8 +133,8 @@ class EndpointSelector:
         known = request.known
         return estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
 
-    def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> None:
-        """Record that an instance will cache the prompt's KV."""
+    def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> list[int]:
+        """Record that an instance will cache the prompt's KV; the blocks that are new to it."""
         use = find_use(self._index, instance, request)
         clock = instance.in_flight.read_clock()
         # Rewriting the stamps of what was used lately would cost more than it improves.
@@ -142,6 +142,11 @@ class EndpointSelector:
         start = use.blocks if is_recent else 0
         if start < len(request.blocks):
             self._index.record(request.blocks, start, instance.target.holder, clock)
+        return request.blocks[use.blocks :]
+
+    def forget_prompt(self, blocks: list[int], holder: int) -> None:
+        """Take back new blocks of a prompt that was not computed."""
+        self._index.forget(blocks, holder)
 
     def observe_cached(self, prompt_tokens: float, cached_tokens: float) -> None:
         """Count a prompt whose blocks were looked up."""
@@ -150,8 +155,7 @@ class EndpointSelector:
             self._cached_share += (share - self._cached_share) * _SHARE_WEIGHT
 
     def retain_boots(self, boots: Collection[str]) -> None:
-        """Forget all other boots, and tenants without prompts since the last call."""
-        self._repeats.forget_unused()
+        """Forget all other boots."""
         self._index.retain(dict.fromkeys(map(to_holder, boots)))
 
     def select_pair(

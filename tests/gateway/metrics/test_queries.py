@@ -30,13 +30,15 @@ PANELS = [
 """Of Grafana's dashboards."""
 GRAFANA = {"$model": ".*", "$__rate_interval": "5m"}
 EMPTY_PANELS = {
+    "pools: Cached share of prompts",
     "pools: Not ready",
     "pools: Flips in an hour",
     "pools: KV lost",
     "pools: Rate of the slowest pair",
     "serving: What was missed",
 }
-"""Panels that have nothing to show of a fleet in which all goes well."""
+"""Panels that have nothing to show of a fleet in which all goes well, and which is not dispatched
+by caches."""
 NAMES = re.compile(r"\b(?:cleave_gateway_|vllm:)\w+")
 SELECTORS = re.compile(r"\b((?:cleave_gateway_|vllm:)\w+)\{(.*?)\}")
 TENANTS = """

@@ -92,7 +92,9 @@ class GatewayRequestHandler:
             ProcessCollector(registry=self._registry)
         else:
             self._registry.register(MultiprocessCollector(context.metrics, context.shared_state))
-        self._registry.register(InstanceCollector(context.router.registry))
+        self._registry.register(
+            InstanceCollector(context.router.registry, reports_hits=context.router.uses_prompt_text)
+        )
 
     def check(self, request: HttpRequest) -> GatewayError | None:
         """Validate the head of a request: path, method and API key; the error to respond with."""
