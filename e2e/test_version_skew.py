@@ -75,7 +75,7 @@ def test_every_answer_is_right_and_every_handoff_is_used(
     before = gateway.count()
     rng = random.Random(version)
     served: set[tuple[str, str]] = set()
-    asked = 0
+    num_requests = 0
     # Where a busy machine is slow in step, few clients may meet the same pairs again and again.
     for clients in CLIENTS:
         bodies = [
@@ -92,12 +92,12 @@ def test_every_answer_is_right_and_every_handoff_is_used(
             text = answer.json()["choices"][0]["text"]
             assert text == expect(COMPLETIONS, body, "skew").texts[0]
             served.add((answer.headers["x-cleave-prefill"], answer.headers["x-cleave-decode"]))
-        asked += REQUESTS
+        num_requests += REQUESTS
         if len(served) == 4:
             break
     counted = {name: n - before.get(name, 0) for name, n in gateway.count().items()}
     counted = {name: number for name, number in counted.items() if number}
-    assert counted.pop('handoffs{result="used"}') == asked
+    assert counted.pop('handoffs{result="used"}') == num_requests
     assert not [name for name in counted if name.startswith(("retries", "recoveries", "handoffs"))]
     assert len(served) == 4, "KV went from either version to either version"
 
