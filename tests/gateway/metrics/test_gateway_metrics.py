@@ -81,7 +81,7 @@ async def test_predicted_and_real_cache_hits_are_exported_by_instance(make_stage
     )
     instance.update_load(load, stage.context.clock())
     page = await read_page(stage)
-    labels = 'engine="x",model="m",role="mixed",source='
+    labels = 'engine="x",model="m",source='
     found = {
         (kind, source): float(
             page.partition(f'cleave_gateway_cache_{kind}_tokens_total{{{labels}"{source}"}} ')[

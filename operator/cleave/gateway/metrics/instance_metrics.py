@@ -52,7 +52,7 @@ class InstanceCollector:
 
     def _collect_hits(self) -> Iterable[Metric]:
         """What engines were expected to have cached of prompts, and what they had, by instance."""
-        labels = ("model", "role", "engine", "source")
+        labels = ("model", "engine", "source")
         prompts = CounterMetricFamily(
             "cleave_gateway_cache_prompt_tokens",
             "Prompt tokens since the engine started: computed for this gateway (source `sent`),"
@@ -66,8 +66,8 @@ class InstanceCollector:
         for instance in self._registry.instances.values():
             registration, load = instance.registration, instance.load
             sent, looked_up, predicted_cached = instance.in_flight.predict_hits()
-            role = get_enum_name(agent_pb2.Role, registration.role)
-            key = registration.model, role, instance.name
+            # Not by role: after a flip the counts go on.
+            key = registration.model, instance.name
             prompts.add_metric([*key, "sent"], sent)
             prompts.add_metric([*key, "predicted"], looked_up)
             cached.add_metric([*key, "predicted"], predicted_cached)
