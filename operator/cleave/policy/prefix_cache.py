@@ -135,8 +135,8 @@ def compute_trust(
     """
     if predicted_cached < _MIN_TRUST_TOKENS or engine_prompt < _MIN_REPORTED_SHARE * sent:
         return None
+    # The counts are read one by one while other processes write.
     if looked_up <= 0.0:
-        # The counts are read one by one while other processes write.
         return None
     predicted = predicted_cached / looked_up
     found = bound_hit_share(sent, looked_up, engine_prompt, engine_cached)

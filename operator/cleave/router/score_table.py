@@ -236,7 +236,8 @@ class ScoreTable(BaseScoreTable):
         """The open instance that all gateways prefer for a key of 32 bits; NONE: all are closed.
 
         By consistent hashing of the instances' names: when one is added or removed, only its keys
-        move. A search costs no more with more instances, unlike rendezvous hashing.
+        move. With more instances a search costs the same; rendezvous hashing would
+        cost more.
         """
         if self._ring is None:
             names = enumerate(each.name for each in self.instances)

@@ -109,10 +109,10 @@ def _describe_hits(instance: FleetInstance) -> Text:
     engine, predicted = instance.cache_hits.engine, instance.cache_hits.predicted
     if engine is None:
         return Text("")
-    shown = f"{engine:.0%}"
+    shown = f"{engine * 100:.0f}"
     if predicted is None or abs(predicted - engine) <= _HIT_TOLERANCE:
-        return Text(shown[:-1])
-    return Text(f"{shown[:-1]} not {predicted:.0%}"[:-1], style="yellow")
+        return Text(shown)
+    return Text(f"{shown} not {predicted * 100:.0f}", style="yellow")
 
 
 def _describe_path(instance: FleetInstance) -> Text:
