@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,10 @@ SOURCES = "vllm:prompt_tokens_by_source_total"
 
 
 @pytest.fixture
-def checkpoint_folder(tmp_path: Path) -> Path:
-    return tmp_path / "kept"
+def checkpoint_folder() -> Iterator[Path]:
+    """A folder in memory: no checkpoint is written to a disk that is nearly full."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ ROOM = 1 << 20
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kept"
+def folder(checkpoint_folder: Path) -> Path:
+    return checkpoint_folder
 
 
 def opened(

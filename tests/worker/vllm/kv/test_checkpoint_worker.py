@@ -31,7 +31,7 @@ def caches(start: int) -> list[Any]:
 
 
 @pytest.fixture
-def saver_of(tmp_path: Path) -> Iterator[Callable[[list[Any]], Any]]:
+def saver_of(checkpoint_folder: Path) -> Iterator[Callable[[list[Any]], Any]]:
     pytest.importorskip("vllm", reason="needs the group worker-cpu")
     from cleave_worker.vllm.kv.checkpoint_worker import CheckpointWorker
 
@@ -39,7 +39,7 @@ def saver_of(tmp_path: Path) -> Iterator[Callable[[list[Any]], Any]]:
 
     def make(tensors: list[Any]) -> CheckpointWorker:
         memory, planes = register_tensors(tensors, BLOCKS)
-        store = CheckpointStore(tmp_path / "kept", 0, bytes(32), 1 << 20)
+        store = CheckpointStore(checkpoint_folder, 0, bytes(32), 1 << 20)
         workers.append(CheckpointWorker(memory, planes, store))
         return workers[-1]
 
@@ -71,12 +71,14 @@ def restored(saver: Any, *keys: str, block: int = 4) -> tuple[set[str], set[str]
     return found[-1]
 
 
-def test_what_one_engine_saved_another_has_in_other_blocks(saver_of, tmp_path: Path) -> None:
+def test_what_one_engine_saved_another_has_in_other_blocks(
+    saver_of, checkpoint_folder: Path
+) -> None:
     theirs, ours = caches(1000), caches(0)
     writer, reader = saver_of(theirs), saver_of(ours)
     writer.start_step(orders(save={KEYS[0]: 1, KEYS[1]: 3}))
     theirs[0].zero_()  # The blocks are somebody else's with the step.
-    until(lambda: len(list((tmp_path / "kept").glob("*-0"))) == 2)
+    until(lambda: len(list(checkpoint_folder.glob("*-0"))) == 2)
     assert restored(reader, *KEYS) == ({"r"}, set())
     for layer, expected in enumerate(caches(1000)):
         assert torch.equal(ours[layer][4], expected[1])
@@ -84,24 +86,24 @@ def test_what_one_engine_saved_another_has_in_other_blocks(saver_of, tmp_path: P
         assert torch.equal(ours[layer][:4], caches(0)[layer][:4]), "nothing else is touched"
 
 
-def test_what_is_gone_or_changed_is_refused_and_counted(saver_of, tmp_path: Path) -> None:
+def test_what_is_gone_or_changed_is_refused_and_counted(saver_of, checkpoint_folder: Path) -> None:
     saver = saver_of(caches(0))
     assert restored(saver, KEYS[0]) == ({"r"}, {"r"})
     saver.start_step(orders(save={KEYS[0]: 1}))
-    path = tmp_path / "kept" / f"{KEYS[0]}-0"
+    path = checkpoint_folder / f"{KEYS[0]}-0"
     until(path.exists)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert restored(saver, KEYS[0]) == ({"r"}, {"r"})
     assert saver.take_stats().data["ended"] == {"not_held": 1, "checksum": 1}
 
 
-def test_what_ends_does_not_take_along_what_begins_alike(saver_of, tmp_path: Path) -> None:
+def test_what_ends_does_not_take_along_what_begins_alike(saver_of, checkpoint_folder: Path) -> None:
     saver = saver_of(caches(0))
     saver.start_step(orders(save={KEYS[0]: 1}))
     saver.start_step(orders(drop=[KEYS[0]], save={KEYS[0]: 1}))
     saver.start_step(orders(save={KEYS[1]: 1}))
-    until((tmp_path / "kept" / f"{KEYS[1]}-0").exists)
-    assert (tmp_path / "kept" / f"{KEYS[0]}-0").exists()
+    until((checkpoint_folder / f"{KEYS[1]}-0").exists)
+    assert (checkpoint_folder / f"{KEYS[0]}-0").exists()
 
 
 def test_an_unexpected_error_is_no_success(saver_of) -> None:
@@ -113,13 +115,13 @@ def test_an_unexpected_error_is_no_success(saver_of) -> None:
 
 
 def test_the_end_of_a_stream_removes_its_files_even_those_not_written_yet(
-    saver_of, tmp_path: Path
+    saver_of, checkpoint_folder: Path
 ) -> None:
     saver = saver_of(caches(0))
     saver.start_step(orders(save={KEYS[0]: 1}))
     saver.start_step(orders(drop=[KEYS[0]], save={KEYS[1]: 1}))
-    until((tmp_path / "kept" / f"{KEYS[1]}-0").exists)
-    assert not (tmp_path / "kept" / f"{KEYS[0]}-0").exists()
+    until((checkpoint_folder / f"{KEYS[1]}-0").exists)
+    assert not (checkpoint_folder / f"{KEYS[0]}-0").exists()
 
 
 def test_settings_have_defaults_and_faults_are_named() -> None:
