@@ -18,7 +18,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu tools e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -57,15 +57,17 @@ check-compiled: setup ## tests of gateway and router, compiled as in images
 	.venv/bin/python scripts/compile.py build/compiled
 	PYTHONPATH=build/compiled .venv/bin/pytest -m 'not interpreted' tests/gateway tests/router $(ARGS)
 
-tools: # Kubernetes, helm, Prometheus and its query engine, built once
-	@scripts/bootstrap --cluster && scripts/cluster-tools >/dev/null && scripts/promql >/dev/null
-	@scripts/prometheus >/dev/null
+cluster-tools: # Kubernetes and helm, built once
+	@scripts/bootstrap --cluster && scripts/cluster-tools >/dev/null
+
+tools: cluster-tools # those, Prometheus and its query engine
+	@scripts/promql >/dev/null && scripts/prometheus >/dev/null
 
 e2e: setup ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
 
-e2e-node: setup tools ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
+e2e-node: setup cluster-tools ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
 	@scripts/bootstrap --nodes
 	@scripts/node-tools >/dev/null
 	CLEAVE_ARCHIVES=$$(scripts/node-images) && export CLEAVE_ARCHIVES && \
@@ -77,7 +79,7 @@ e2e-node-cold: ## README's lines on real nodes from a fresh clone, with empty ca
 e2e-node-faults: NODE_TESTS = e2e/test_node_faults.py e2e/test_node_outages.py e2e/test_node_limits.py
 e2e-node-faults: e2e-node ## faults on real nodes, and what clients see of them: build/test_node_*.md; 20 min, ARGS='-s -k dns'
 
-e2e-node-vllm: setup tools ## vLLM on CPU in containers of two real nodes; root
+e2e-node-vllm: setup cluster-tools ## vLLM on CPU in containers of two real nodes; root
 	@scripts/bootstrap --nodes
 	@scripts/node-tools >/dev/null
 	CLEAVE_VLLM=$$(scripts/node-vllm) && CLEAVE_ARCHIVES=$$(scripts/node-images):$$CLEAVE_VLLM && \
