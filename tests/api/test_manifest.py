@@ -288,3 +288,9 @@ def test_what_the_api_server_returns_can_be_read_back(manifest: Make) -> None:
     )
     assert status.status is not None
     assert status.status.roles[0].role is Role.PREFILL
+
+
+def test_aliases_of_aliases_are_refused_before_they_are_written_out() -> None:
+    rows = "\n".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))
+    with pytest.raises(ManifestError, match="holds more than 100,000 values once aliases"):
+        load(f"spec:\n  a0: &a0 [1]\n{rows}\n")

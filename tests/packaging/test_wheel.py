@@ -39,7 +39,7 @@ BASE = {
     "rollout": ("-f emulated.yaml --from emulated.yaml --dry-run", ""),
     "gateway": ("--agents 127.0.0.1:1", "gateway"),
     "operator": ("", "operator"),
-    "lengths": ("train trace.csv -o lengths.json", "lengths"),
+    "lengths": ("train trace.csv -O lengths.json", "lengths"),
 }
 """Commands -> arguments that they accept, and extras that are then missing."""
 

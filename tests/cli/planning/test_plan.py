@@ -159,7 +159,7 @@ def test_cells_that_are_one_pod_are_planned_without_a_named_connector(cli, file)
 def test_prices_have_a_currency_a_source_and_a_date(cli, file, said) -> None:
     said()
     output = run(cli, file).stdout
-    assert "USD/H" in output.splitlines()[3]
+    assert "USD/H" in output.splitlines()[2]
     (line,) = (line for line in output.splitlines() if line.startswith("USD/H: "))
     assert "AWS us-east-1" in line
     assert "2025, for a GPU's share" in line

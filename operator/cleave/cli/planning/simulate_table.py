@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cleave.cli.output.tables import build_plain_table, print_full_width
+from cleave.cli.output.tables import build_plain_table, convert_keys, print_full_width
 from cleave.planner.plan import Percentiles
 from cleave.planner.result.simulation_summary import InstanceLoad, SimulationSummary
 from cleave.planner.result.text import format_ms, format_number, format_percent
@@ -68,7 +68,7 @@ def show_many(console: "Console", results: Sequence[SimulationSummary], slo: "Sl
 
 def build_document(results: Sequence[SimulationSummary]) -> list[dict[str, Any]]:
     """The figures of every rate for JSON; values that are not finite become null."""
-    return [_replace_non_finite(asdict(result)) for result in results]
+    return [convert_keys(_replace_non_finite(asdict(result))) for result in results]
 
 
 def write_csv(file: TextIO, outcome: "SimulationResult", names: Sequence[str]) -> None:
