@@ -267,13 +267,17 @@ class Controller:
     async def _decide_deployment(
         self, key: ResourceKey, cached: CachedResource, resource: LLMDeployment
     ) -> list[Action]:
-        ready = frozenset(
-            pod.name
+        present = [
+            pod
             for pod in self.cache.list_pods(key)
-            if pod.ready and not (pod.deleting or pod.is_multi_node_worker)
-        )
+            if not (pod.deleting or pod.is_multi_node_worker)
+        ]
         reported = await self._gateways.get_or_refresh(
-            key, self.cache.list_gateways(key), ready, self._count_engines(key)
+            key,
+            self.cache.list_gateways(key),
+            frozenset(pod.name for pod in present if pod.ready),
+            self._count_engines(key),
+            has_starting=any(not pod.ready and pod.is_alive for pod in present),
         )
         pods = _with_load(self.cache.list_pods(key), reported or {})
         pools = [
