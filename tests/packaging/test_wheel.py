@@ -36,7 +36,7 @@ BASE = {
     "workload": ("trace.csv", "planner"),
     "provision": ("-f planned.yaml --cluster cluster.yaml", "planner"),
     "render": ("-f planned.yaml --cluster cluster.yaml", "planner"),
-    "rollout": ("-f emulated.yaml --from emulated.yaml --dry-run", ""),
+    "rollout": ("-f emulated.yaml --from emulated.yaml", ""),
     "gateway": ("--agents 127.0.0.1:1", "gateway"),
     "operator": ("", "operator"),
     "lengths": ("train trace.csv -O lengths.json", "lengths"),

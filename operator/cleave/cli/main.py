@@ -68,7 +68,7 @@ class CommandGroup(TyperGroup):
             self._fail(ctx, error)
 
     def _fail(self, context: typer.Context, error: distribution.MissingExtraError) -> NoReturn:
-        fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
+        fail([f"'{context.command_path} {context.invoked_subcommand}' {error}"], FAILED)
 
 
 class ManifestCommand(TyperCommand):
@@ -159,9 +159,14 @@ def cleave(
 
 
 def main() -> None:
-    """Run the command line; an internal error prints one line, and with -v its traceback."""
+    """Run the command line."""
+    run_app(app, "cleave")
+
+
+def run_app(program: typer.Typer, name: str) -> None:
+    """Run a command line; an internal error prints one line, and with -v its traceback."""
     try:
-        app()
+        program(prog_name=name)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

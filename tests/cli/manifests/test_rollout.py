@@ -1,4 +1,4 @@
-"""`cleave rollout --dry-run`: the steps of a change, from two files or from a status."""
+"""`cleave rollout`: the steps of a change, from two files or from a status."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def seen(rev: str, *counts: tuple[str, int, int, int]) -> dict[str, Any]:
 
 
 def run(cli: CliRunner, new: Path, *arguments: object, **options: Any) -> Result:
-    line = ["rollout", "-f", str(new), "--dry-run", *map(str, arguments)]
+    line = ["rollout", "-f", str(new), *map(str, arguments)]
     return cli.invoke(app, line, **options)
 
 
@@ -204,12 +204,11 @@ def test_a_planned_deployment_is_planned(cli: CliRunner, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--from", "{old}"], "--dry-run: is required"),
-        (["--dry-run"], "--from: is required, because {new} has no status"),
-        (["--dry-run", "--from", "{other}"], "--from: is for other, but {new} is for chat"),
-        (["--dry-run", "--from", "{old}x"], "{old}x: No such file or directory"),
+        ([], "--from: is required, because {new} has no status"),
+        (["--from", "{other}"], "--from: is for other, but {new} is for chat"),
+        (["--from", "{old}x"], "{old}x: No such file or directory"),
         (
-            ["--dry-run", "--from", "{old}", "--max-surge", "0"],
+            ["--from", "{old}", "--max-surge", "0"],
             "maxSurge and maxUnavailable must not both be 0",
         ),
     ],

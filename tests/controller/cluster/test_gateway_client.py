@@ -90,7 +90,7 @@ async def test_without_addresses_nothing_is_queried(
     assert not gateways.requests
 
 
-async def test_while_instances_start_gateways_are_asked_why_they_are_not_ready(
+async def test_while_instances_start_gateways_are_polled_for_the_reasons(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:
     async def look(ready: frozenset[str], has_starting: bool) -> None:

@@ -33,6 +33,13 @@ _MAX_KEYS = 64
 """Keys that are read at a time."""
 
 Draw = Callable[["TopView"], None]
+Interval = Annotated[float, Option(min=0.2, max=60, help="Seconds between two refreshes.")]
+Once = Annotated[
+    bool, Option("--once", help="Poll twice, one interval apart, print the result and exit.")
+]
+LineOutput = Annotated[
+    TableFormat, Option("--output", "-o", help="Output format; json prints one object per line.")
+]
 
 
 def top(
@@ -44,16 +51,9 @@ def top(
             show_default=False,
         ),
     ] = None,
-    interval: Annotated[
-        float, Option(min=0.2, max=60, help="Seconds between two refreshes.")
-    ] = 1.0,
-    once: Annotated[
-        bool, Option("--once", help="Poll twice, one interval apart, print the result and exit.")
-    ] = False,
-    output: Annotated[
-        TableFormat,
-        Option("--output", "-o", help="Output format; json prints one object per line."),
-    ] = TableFormat.TABLE,
+    interval: Interval = 1.0,
+    once: Once = False,
+    output: LineOutput = TableFormat.TABLE,
 ) -> None:
     """Show live traffic against its SLO and the load of each instance, until q or Ctrl-C.
 

@@ -39,7 +39,9 @@ def report_traffic(view: DeploymentView) -> Manifest | None:
     if previous is None or _has_changed(previous, current):
         return current
     slo = view.deployment.spec.slo
-    return previous if _judge(previous, slo) == _judge(current, slo) else current
+    return (
+        previous if _compare_with_slo(previous, slo) == _compare_with_slo(current, slo) else current
+    )
 
 
 def build_slo_condition(
@@ -49,7 +51,7 @@ def build_slo_condition(
     if observed is None:
         return []
     slo = deployment.spec.slo
-    is_met, reason = _judge(observed, slo)
+    is_met, reason = _compare_with_slo(observed, slo)
     targets = f"TTFT {slo.ttft_ms:g} ms and TPOT {slo.tpot_ms:g} ms"
     share = observed.get("attainment")
     if share is None:
@@ -60,7 +62,7 @@ def build_slo_condition(
     return [ConditionState(SLO_ATTAINED, is_met, reason, text)]
 
 
-def _judge(observed: Manifest, slo: Slo) -> tuple[bool | None, str]:
+def _compare_with_slo(observed: Manifest, slo: Slo) -> tuple[bool | None, str]:
     """Status and reason of the condition."""
     share = observed.get("attainment")
     if share is None:
