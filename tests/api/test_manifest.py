@@ -197,6 +197,8 @@ def test_yaml_without_a_json_form_is_an_error_and_no_crash(manifest: Make) -> No
     (fault,) = faults(head + "spec: &spec {model: *spec}\n")
     assert fault == "an anchor (&) holds an alias (*) of itself; write the values out"
     assert faults(head + "spec: {[1, 2]: 3}\n") == ("manifest:3: found unhashable key",)
+    (fault,) = faults(head + "spec: {model: {{ .Values.model }}}\n")
+    assert fault.endswith("; is this a template? render it first, as helm template does")
 
 
 @pytest.mark.parametrize(

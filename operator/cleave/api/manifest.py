@@ -122,7 +122,10 @@ def _read_documents(source: str | Path) -> list[object]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"{name}:{mark.line + 1}" if mark else name
-        raise ManifestError([f"{location}: {error.problem or error.context}"]) from error
+        hint = (
+            "; is this a template? render it first, as helm template does" if "{{" in text else ""
+        )
+        raise ManifestError([f"{location}: {error.problem or error.context}{hint}"]) from error
     except yaml.YAMLError as error:
         raise ManifestError([f"{name}: {str(error).splitlines()[0]}"]) from error
     except RecursionError as error:

@@ -170,8 +170,9 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
 
 
 def dump_metadata(deployment: "LLMDeployment") -> dict[str, Any]:
-    """Name and namespace, the latter only where the manifest has one."""
-    fields = {"name", "namespace"} & deployment.metadata.model_fields_set
+    """What the manifest has of name, namespace, labels and annotations: without these kubectl
+    would remove them from an object."""
+    fields = {"name", "namespace", "labels", "annotations"} & deployment.metadata.model_fields_set
     return deployment.metadata.model_dump(mode="json", include=fields)
 
 
