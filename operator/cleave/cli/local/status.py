@@ -75,7 +75,8 @@ async def collect(name: str | None) -> list[dict[str, Any]]:
         {
             "deployment": snapshot.deployment,
             "url": snapshot.url,
-            "plan": snapshot.plan or None,
+            "plan": {key: part for key, part in snapshot.plan.items() if part not in ("", [])}
+            or None,
             "instances": [asdict(row) for row in instance_rows],
         }
         for snapshot, instance_rows in zip(snapshots, rows, strict=True)

@@ -150,10 +150,12 @@ def _describe_events(view: TopView) -> list[Text]:
 
 
 def _describe_unmeasured(view: TopView) -> list[Text]:
-    """A line where ATTAINED and GOODPUT are not of all requests of the last minute."""
-    share = view.minute.measured_share if view.minute else None
+    """A line where ATTAINED and GOODPUT are not of all requests of a window."""
+    windows = [traffic for traffic in (view.minute, view.total) if traffic]
+    shares = [each.measured_share for each in windows if each.measured_share is not None]
+    share = min(shares, default=1.0)
     has_targets = view.counts.ttft_target_ms or view.counts.tpot_target_ms
-    if share is None or share > _FULLY_MEASURED or not has_targets:
+    if share > _FULLY_MEASURED or not has_targets:
         return []
     why = "responses that are not streamed have no time to the first token"
     return [Text(f"ATTAINED and GOODPUT are of {share:.0%} of the requests: {why}", style="dim")]
