@@ -18,7 +18,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -67,7 +67,7 @@ e2e: setup ## on a real control plane with process nodes, or on the cluster of K
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
 
-e2e-node: setup cluster-tools ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
+e2e-node: $(if $(VLLM),setup,setup-tests) cluster-tools ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
 	@scripts/bootstrap --nodes
 	@scripts/node-tools >/dev/null
 	CLEAVE_ARCHIVES=$$(scripts/node-images) && export CLEAVE_ARCHIVES && \
@@ -136,6 +136,10 @@ setup: ## uv, system libraries, .venv with vLLM and the development tools, the c
 setup-emulated: # gateway, workers with the emulated engine, planner: 0.1 GB
 	@scripts/bootstrap --emulated
 	@$(SYNC) --inexact --no-default-groups --extra gateway --extra worker --extra planner $(SHORTLY)
+
+setup-tests: # the development tools, without vLLM
+	@scripts/bootstrap --emulated
+	@$(SYNC) $(SHORTLY)
 
 UV = PATH="$$PATH:.tools/bin" uv
 SYNC = $(UV) sync --frozen
