@@ -448,7 +448,8 @@ def test_nodes_that_cannot_run_cleaves_image_are_said(image: str | None, is_said
     found = status_of(reconcile(here))["conditions"]
     (limited,) = [each for each in found if each["type"] == "ScalingLimited"]
     assert limited["status"] == "False"
-    assert limited.get("message") == (f"not used: node n1 {fault}" if is_said else "")
+    more = f"; not used: node n1 {fault}" if is_said else ""
+    assert limited["message"] == f"no instance lacks room{more}"
 
 
 def test_a_fault_is_reported() -> None:

@@ -84,7 +84,7 @@ def _build_conditions(
     present = _list_roles(view, desired)
     roles = [_build_role_condition(view, role, desired.get(role)) for role in present]
     gateway, limited = _build_gateway_condition(view), _find_true_in_pools(view, "ScalingLimited")
-    limited = limited or ConditionState("ScalingLimited", False, "Fits")
+    limited = limited or ConditionState("ScalingLimited", False, "Fits", "no instance lacks room")
     if view.inventory.unusable and needs_own_image(view.deployment.spec.engine):
         text = "; ".join(filter(None, (limited.message, view.inventory.unusable)))
         limited = replace(limited, message=text)
