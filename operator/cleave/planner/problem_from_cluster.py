@@ -15,8 +15,8 @@ from cleave.perf import estimator
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
-from cleave.perf.model import model_shape
-from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model import model_source
+from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner import deployment_checks
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies
@@ -116,9 +116,15 @@ def load_shape(deployment: LLMDeployment) -> ModelShape:
     """The model's dimensions as its engines load it. Raises PlanError."""
     model_spec = deployment.spec.model
     try:
-        shape = model_shape.load_shape(model_spec.folder or model_spec.locator)
-    except model_shape.UnknownModelError as error:
-        raise PlanError([f"spec.model.source: {error}"]) from error
+        shape = model_source.load_shape(model_spec)
+    except UnknownModelError as error:
+        why = str(error)
+        if why == model_source.NOT_IN_TABLE:
+            why = (
+                f"{model_spec.source!r} is not in Cleave's model table; {model_source.REMEDY}, or "
+                "give a folder that holds it as source"
+            )
+        raise PlanError([f"{model_spec.shape_field}: {why}"]) from error
     engine = deployment.spec.engine
     for flag, change in _SHAPE_FLAGS.items():
         value = engine.get_flag_value(flag)
@@ -132,7 +138,7 @@ def load_shape(deployment: LLMDeployment) -> ModelShape:
 def _describe_unplanned(deployment: LLMDeployment) -> str | None:
     """A sentence about a quantisation with which the plan does not count; None: there is none."""
     model, engine = deployment.spec.model, deployment.spec.engine
-    shape = model_shape.load_shape(model.folder or model.locator)
+    shape = model_source.load_shape(model)
     for flag in ("--quantization", "-q"):
         value = engine.get_flag_value(flag)
         if value is not None and (why := shape.explain_unplanned(value)):
