@@ -20,6 +20,7 @@ from cleave.planner.search.candidates import build_decode, build_prefill, list_c
 from cleave.simulator.fleet import Admission, PrefillOrder
 
 from tests.support import known_problems
+from tests.support.model_configs import HYBRID
 
 SMALL = "Qwen/Qwen2.5-7B"
 WORKLOAD = {"rate": 4, "promptTokens": {"mean": 512}, "outputTokens": {"mean": 64}}
@@ -320,3 +321,19 @@ def test_kv_over_nccl_leaves_less_memory_on_small_gpus(
     assert own is not None
     assert chosen is not None
     assert (chosen.kv_capacity_tokens < own.kv_capacity_tokens) is is_smaller
+
+
+def test_a_model_of_the_resources_config_is_planned_with_room_for_its_mean_request() -> None:
+    model = {"source": "/models/new", "config": {"inline": HYBRID}}
+    h100 = cluster("nodes: [{count: 2, gpu: H100-SXM}]")
+    rooms = []
+    for prompt in (512, 32_768):
+        workload = {"rate": 1, "promptTokens": {"mean": prompt}, "outputTokens": {"mean": 64}}
+        problem = problem_from_cluster.build_problem(
+            deployment(model=model, workload=workload), h100
+        )
+        assert problem.shape.name == "new"
+        estimate = problem.estimator.estimate("H100-SXM-80GB", 4, 1)
+        assert estimate is not None
+        rooms.append(estimate.kv_capacity_tokens)
+    assert rooms[1] > 2 * rooms[0]

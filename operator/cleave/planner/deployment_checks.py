@@ -60,7 +60,7 @@ def list_parallelism_faults(
     heads = shape.shardable_kv_heads if shape else None
     connector = choose_connector(deployment, reads_files=reads_files).connector
     # Cleave's connector takes any sizes, but one kind of KV.
-    has_other = shape is None or shape.sliding_window is None
+    has_other = shape is None or shape.has_one_kind_of_cache
     remedy = ", or spec.engine.connector Cleave" if has_other else ""
     for prefill in (pool for pool in pools if pool.role is Role.PREFILL):
         for index, other in enumerate(pools):

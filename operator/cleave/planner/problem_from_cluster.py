@@ -47,7 +47,10 @@ def build_problem(
     reserve = memory.NCCL_RESERVE if spec.engine.uses_nccl else memory.VLLM_RESERVE
     try:
         estimates = estimator.build_estimator(
-            shape, cluster, spec.planning.gpus, folder, longest, reserve
+            *(shape, cluster, spec.planning.gpus, folder, longest, reserve),
+            context_tokens=min(
+                longest, round(traffic.mean_prompt_tokens + traffic.mean_output_tokens)
+            ),
         )
     except ManifestError as error:
         raise PlanError(error.faults) from error
