@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -27,6 +27,8 @@ FOLDER = Path(__file__).parent
 MODELS, RECORDED, README = FOLDER / "models.yaml", FOLDER / "vllm.yaml", FOLDER / "README.md"
 _BLOCK = 128
 _MAX_MODEL_LEN = 4096
+_MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_SHARED = ("embed_tokens.weight", "head.weight")
 _BEGIN, _END = "<!-- table -->\n", "<!-- end of the table -->\n"
 _GIB = 2**30
 
@@ -44,6 +46,9 @@ class Allocation:
     window_tokens: int
     state_bytes: int
     """Of one request, whatever its length."""
+    mtp_weight_bytes: int
+    """Of multi-token prediction layers, without embedding and LM head, which are the model's."""
+    mtp_kv_bytes_per_token: int
 
 
 def read_configs() -> dict[str, dict[str, Any]]:
@@ -67,6 +72,7 @@ def compute_allocation(shape: ModelShape) -> Allocation:
     """What Cleave computes."""
     (window, windowed), *_ = shape.list_windows() if shape.sliding_window else ((0, 0),)
     per_layer = shape.kv_bytes_per_token // shape.attention_layers
+    speculating = replace(shape, mtp_layers=shape.stored_mtp_layers)
     return Allocation(
         parameters=shape.parameters,
         weight_bytes=shape.weight_bytes,
@@ -74,6 +80,8 @@ def compute_allocation(shape: ModelShape) -> Allocation:
         window_bytes_per_token=windowed * per_layer,
         window_tokens=window,
         state_bytes=shape.compute_state_bytes(),
+        mtp_weight_bytes=speculating.compute_mtp_bytes(),
+        mtp_kv_bytes_per_token=speculating.kv_bytes_per_token - shape.kv_bytes_per_token,
     )
 
 
@@ -145,6 +153,19 @@ def run_vllm() -> Iterator[None]:
 
 def measure(config: Mapping[str, Any]) -> Allocation:
     """What vLLM allocates for a config, within `run_vllm`."""
+    found = _instantiate(config, speculates=False)
+    if not any(config.get(name) for name in _MTP_FIELDS):
+        return found
+    draft = _instantiate(config, speculates=True)
+    return replace(
+        found,
+        mtp_weight_bytes=draft.weight_bytes,
+        mtp_kv_bytes_per_token=draft.kv_bytes_per_token,
+    )
+
+
+def _instantiate(config: Mapping[str, Any], *, speculates: bool) -> Allocation:
+    """The model, or its layers of multi-token prediction without embedding and LM head."""
     import torch
     from vllm.config import (
         CacheConfig,
@@ -152,6 +173,7 @@ def measure(config: Mapping[str, Any]) -> Allocation:
         LoadConfig,
         ModelConfig,
         ParallelConfig,
+        SpeculativeConfig,
         VllmConfig,
         set_current_vllm_config,
     )
@@ -165,22 +187,32 @@ def measure(config: Mapping[str, Any]) -> Allocation:
             model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="bfloat16",
             max_model_len=_MAX_MODEL_LEN, enforce_eager=True,
         )  # fmt: skip
+        parallel, draft = ParallelConfig(), None
+        if speculates:
+            draft = SpeculativeConfig(
+                method="mtp", num_speculative_tokens=1, target_model_config=model,
+                target_parallel_config=parallel,
+            )  # fmt: skip
+        cache = CacheConfig(
+            block_size=_BLOCK,
+            enable_prefix_caching=False,
+            cache_dtype=resolve_kv_cache_dtype_string("auto", model),
+        )
         vllm = VllmConfig(
             model_config=model,
-            cache_config=CacheConfig(
-                block_size=_BLOCK,
-                enable_prefix_caching=False,
-                cache_dtype=resolve_kv_cache_dtype_string("auto", model),
-            ),
-            parallel_config=ParallelConfig(),
+            cache_config=cache,
+            parallel_config=parallel,
             device_config=DeviceConfig("cpu"),
             load_config=LoadConfig(load_format="dummy"),
+            speculative_config=draft,
         )
         with set_current_vllm_config(vllm):
             initialize_model_parallel(1, 1)
             try:
                 with torch.device("meta"):
-                    weights = [*initialize_model(vllm, prefix="").parameters()]
+                    built = initialize_model(
+                        vllm, prefix="", model_config=draft.draft_model_config if draft else model
+                    )
                 layers = vllm.compilation_config.static_forward_context.values()
                 specs = [
                     layer.get_kv_cache_spec(vllm)
@@ -189,6 +221,11 @@ def measure(config: Mapping[str, Any]) -> Allocation:
                 ]
             finally:
                 destroy_model_parallel()
+    weights = [
+        weight
+        for name, weight in built.named_parameters()
+        if not (speculates and name.endswith(_SHARED))
+    ]
     return _sum_up(weights, [spec for spec in specs if spec is not None])
 
 
@@ -215,6 +252,8 @@ def _sum_up(weights: list[Any], specs: list[Any]) -> Allocation:
         window_bytes_per_token=size,
         window_tokens=tokens,
         state_bytes=state_bytes,
+        mtp_weight_bytes=0,
+        mtp_kv_bytes_per_token=0,
     )
 
 
@@ -223,9 +262,9 @@ def build_table(recorded: Mapping[str, Allocation]) -> str:
     rows = [
         (
             "| model | weights GiB | vLLM | difference | KV bytes per token | vLLM "
-            "| of these in a window | bytes of states | vLLM |"
+            "| of these in a window | bytes of states | vLLM | GiB of MTP layers | vLLM |"
         ),
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, config in read_configs().items():
         ours, theirs = compute_allocation(build_shape(name, config)), recorded.get(name)
@@ -240,6 +279,8 @@ def build_table(recorded: Mapping[str, Allocation]) -> str:
             window if ours.window_tokens else "",
             f"{ours.state_bytes:,}" if ours.state_bytes else "",
             f"{theirs.state_bytes:,}" if theirs and theirs.state_bytes else "",
+            f"{ours.mtp_weight_bytes / _GIB:,.2f}" if ours.mtp_weight_bytes else "",
+            f"{theirs.mtp_weight_bytes / _GIB:,.2f}" if theirs and theirs.mtp_weight_bytes else "",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

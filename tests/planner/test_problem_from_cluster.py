@@ -337,3 +337,22 @@ def test_a_model_of_the_resources_config_is_planned_with_room_for_its_mean_reque
         assert estimate is not None
         rooms.append(estimate.kv_capacity_tokens)
     assert rooms[1] > 2 * rooms[0]
+
+
+def test_multi_token_prediction_takes_memory_and_the_plan_says_what_it_leaves_out() -> None:
+    config = {"inline": {**HYBRID, "num_nextn_predict_layers": 1}}
+    model = {"source": "org/new", "config": config}
+    h100 = cluster("nodes: [{count: 2, gpu: H100-SXM}]")
+    engine = {"args": ["--speculative-config", '{"method": "mtp"}']}
+    plain, drafting = (
+        problem_from_cluster.build_problem(deployment(model=model, engine=each), h100)
+        for each in ({}, engine)
+    )
+    assert drafting.shape.weight_bytes > plain.shape.weight_bytes
+    (note,) = (note for note in drafting.notes if "--speculative-config" in note)
+    assert "no accepted tokens" in note
+    engine = {"args": ['--speculative-config={"method": "mtp"}']}
+    with pytest.raises(PlanError) as raised:
+        problem_from_cluster.build_problem(deployment(engine=engine), h100)
+    (fault,) = raised.value.faults
+    assert fault.startswith("spec.engine.args: --speculative-config mtp: opt-13b states no ")

@@ -27,6 +27,7 @@ _SHAPE_FLAGS = {
     "--quantization": ModelShape.with_quantization,
     "-q": ModelShape.with_quantization,
     "--kv-cache-dtype": ModelShape.with_kv_dtype,
+    "--speculative-config": ModelShape.with_speculation,
 }
 """Engine arguments that change what a model's weights and KV take."""
 
@@ -75,6 +76,7 @@ def build_problem(
                     deployment_checks.describe_connector(deployment),
                     deployment_checks.describe_gpu_parts(spec.template),
                     _describe_unplanned(deployment),
+                    _describe_speculation(deployment),
                     inventory.describe_assumed_network(cluster),
                 ],
             ),
@@ -147,6 +149,16 @@ def _describe_unplanned(deployment: LLMDeployment) -> str | None:
         if value is not None and (why := shape.explain_unplanned(value)):
             return f"spec.engine.args: {flag} {why}"
     return None
+
+
+def _describe_speculation(deployment: LLMDeployment) -> str | None:
+    """A sentence about drafted tokens, with which the plan does not count; None: there are none."""
+    if deployment.spec.engine.get_flag_value("--speculative-config") is None:
+        return None
+    return (
+        "spec.engine.args: --speculative-config: the plan counts the weights and KV of multi-token "
+        "prediction layers, no other drafts, and no accepted tokens"
+    )
 
 
 def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:

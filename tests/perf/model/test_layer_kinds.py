@@ -160,3 +160,30 @@ def test_heads_of_states_are_shared_evenly_and_do_not_limit_pairs() -> None:
     assert why == "state layers of 8 heads cannot be shared by 16 GPUs"
     assert shape.shardable_kv_heads is None
     assert replace(shape, states=None).shardable_kv_heads == 4
+
+
+SPECULATION = '{"method": "mtp", "num_speculative_tokens": 1}'
+
+
+@pytest.mark.parametrize("field", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_layers_of_multi_token_prediction_count_when_engines_load_them(field: str) -> None:
+    shape = build(**{field: 1})
+    more = shape.with_speculation(SPECULATION)
+    layer = (shape.parameters - 2 * 32000 * 1024) // 8 + 2 * 1024**2
+    assert more.weight_bytes - shape.weight_bytes == 2 * layer
+    assert more.kv_bytes_per_token - shape.kv_bytes_per_token == PER_LAYER
+    assert more.compute_kv_bytes_on_gpu(1, 1) == 9 * PER_LAYER
+    assert more.parameters == shape.parameters
+
+
+@pytest.mark.parametrize(
+    "config", ['{"method": "ngram"}', '{"model": "org/draft"}', "no JSON", "3"]
+)
+def test_other_drafts_change_nothing(config: str) -> None:
+    shape = build(num_nextn_predict_layers=1)
+    assert shape.with_speculation(config) == shape
+
+
+def test_layers_that_the_config_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="states no num_nextn_predict_layers or mtp_num_hidden"):
+        build().with_speculation(SPECULATION)

@@ -51,7 +51,7 @@ def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int) -> int:
     else:
         tables = max(embedding, head)
     layers = _compute_layer_bytes(shape, tensor, pipeline)
-    return round(tables * shape.dtype_bytes + layers)
+    return round(tables * shape.dtype_bytes + layers) + shape.compute_mtp_bytes(tensor)
 
 
 def compute_activation_bytes(

@@ -118,7 +118,7 @@ def _read_names(config: ConfigFields, layers: int) -> list[str] | None:
 def _read_intervals(config: ConfigFields, layers: int) -> tuple[LayerKind, ...]:
     """The kinds of a model that names an interval, or the layers of one kind."""
     if (interval := config.get_optional_number("full_attention_interval")) is not None:
-        return _repeat(layers, interval, LayerKind.RECURRENT)
+        return _build_interval(layers, interval, LayerKind.RECURRENT)
     if (linear := config.get_object("linear_attn_config")) is not None:
         # Kimi Linear counts from 1.
         full = linear.values.get("full_attn_layers")
@@ -131,15 +131,15 @@ def _read_intervals(config: ConfigFields, layers: int) -> tuple[LayerKind, ...]:
     if config.get_optional_number("attention_chunk_size") is not None:
         ropes = config.values.get("no_rope_layers")
         if not isinstance(ropes, Sequence) or len(ropes) < layers:
-            return _repeat(layers, _NO_ROPE_INTERVAL, LayerKind.CHUNKED)
+            return _build_interval(layers, _NO_ROPE_INTERVAL, LayerKind.CHUNKED)
         return tuple(LayerKind.CHUNKED if has_rope else LayerKind.FULL for has_rope in ropes)
     has_window = config.get_optional_number("sliding_window") is not None
     interval = config.get_optional_number("sliding_window_pattern") if has_window else None
     if interval is not None:
-        return _repeat(layers, interval, LayerKind.SLIDING)
+        return _build_interval(layers, interval, LayerKind.SLIDING)
     return (LayerKind.FULL,) * layers
 
 
-def _repeat(layers: int, interval: int, other: LayerKind) -> tuple[LayerKind, ...]:
+def _build_interval(layers: int, interval: int, other: LayerKind) -> tuple[LayerKind, ...]:
     """Full attention in every `interval`-th layer."""
     return tuple(LayerKind.FULL if i % interval == 0 else other for i in range(1, layers + 1))

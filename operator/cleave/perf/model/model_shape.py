@@ -5,6 +5,7 @@ declarative description from which operators and their sharding follow). Standar
 Norms and biases are neglected: they are under 0.1 % of the weights.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ _TIED_EMBEDDINGS = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", 
 """Model types that share embedding and LM head by default."""
 _OUTPUT_GATES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Model types whose attention has a gate by default."""
+_MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _OPT_POSITION_OFFSET = 2
 """OPT's learned positions start at 2."""
 
@@ -82,6 +84,10 @@ class ModelShape:
     layers_without_mlp: int = 0
     has_output_gate: bool = False
     """Whether attention has a gate as wide as its queries (Qwen3-Next)."""
+    stored_mtp_layers: int = 0
+    """Layers of multi-token prediction in the checkpoint (DeepSeek-V3, section 2.2)."""
+    mtp_layers: int = 0
+    """Those of them that engines load; their weights and KV count, and no accepted tokens do."""
 
     def with_kv_dtype(self, name: str) -> "ModelShape":
         """A copy whose KV has the type that vLLM's `--kv-cache-dtype` names; auto: the checkpoint's
@@ -104,6 +110,21 @@ class ModelShape:
         if is_alike or {name, own.method} == _NAMES_OF_FP8_COPIES:
             return self
         raise ValueError(f"{name}: {self.name} has weights of {own.method} already; remove it")
+
+    def with_speculation(self, config: str) -> "ModelShape":
+        """A copy with the layers of multi-token prediction if vLLM's `--speculative-config` asks
+        for them; this one with other methods. Raises ValueError when there are none."""
+        try:
+            method = json.loads(config)["method"]
+        except (ValueError, TypeError, LookupError):
+            # Without a method vLLM derives it from the draft's own config.
+            return self
+        if method != "mtp" and not str(method).endswith("_mtp"):
+            return self
+        if not self.stored_mtp_layers:
+            fields = " or ".join(_MTP_FIELDS)
+            raise ValueError(f"{method}: {self.name} states no {fields} in its config; remove it")
+        return replace(self, mtp_layers=self.stored_mtp_layers)
 
     def explain_unplanned(self, quantization: str) -> str | None:
         """Why plans do not count with this value of vLLM's `--quantization`; None: they do."""
@@ -209,7 +230,19 @@ class ModelShape:
         attention = self.num_layers * self.count_attention_parameters()
         mlps = self.parameters - self._table_parameters - attention
         in_layers = attention * self.bytes_per_attention_weight + mlps * self.bytes_per_weight
-        return round(self._table_parameters * self.dtype_bytes + in_layers)
+        return (
+            round(self._table_parameters * self.dtype_bytes + in_layers) + self.compute_mtp_bytes()
+        )
+
+    def compute_mtp_bytes(self, tensor: int = 1) -> int:
+        """Bytes of the layers of multi-token prediction on one of `tensor` GPUs: each a layer of
+        attention and experts, and the projection that joins its inputs, which every GPU keeps.
+        Embedding and LM head are the model's own."""
+        attention = self._count_own_attention_parameters(tensor) * self.bytes_per_attention_weight
+        dense, sparse = self.count_layer_mlp_parameters(tensor)
+        joined = 2 * self.hidden_size**2 * self.dtype_bytes
+        own = attention + (sparse or dense) * self.bytes_per_weight + joined
+        return round(self.mtp_layers * own)
 
     @property
     def _table_parameters(self) -> int:
@@ -221,12 +254,12 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all attention layers, as long as it is in their
         windows; with MLA latent and rotated key, and the indexer's key."""
-        return self.attention_layers * self._compute_layer_kv_bytes(1)
+        return (self.attention_layers + self.mtp_layers) * self._compute_layer_kv_bytes(1)
 
     def compute_kv_bytes_on_gpu(self, tensor: int, pipeline: int) -> int:
         """The same on one GPU of the stage with the most layers. KV heads are replicated if there
         are fewer than GPUs; MLA's latent is always replicated."""
-        layers = self.attention_layers
+        layers = self.attention_layers + self.mtp_layers
         return -(-layers // pipeline) * self._compute_layer_kv_bytes(tensor)
 
     def compute_context_bytes_on_gpu(self, tokens: int, tensor: int = 1, pipeline: int = 1) -> int:
@@ -235,7 +268,8 @@ class ModelShape:
         window = self.sliding_window
         windowed = window.layers if window else 0
         kept = min(tokens, window.tokens) if window else 0
-        layer_tokens = (self.attention_layers - windowed) * tokens + windowed * kept
+        layers = self.attention_layers + self.mtp_layers
+        layer_tokens = (layers - windowed) * tokens + windowed * kept
         own = layer_tokens * self._compute_layer_kv_bytes(tensor)
         return -(-(own + self.compute_state_bytes(tensor)) // pipeline)
 
@@ -411,6 +445,7 @@ def _build_shape(name: str, config: ConfigFields) -> ModelShape:
         states=read_state_layers(config, kinds.count(LayerKind.RECURRENT), dtype_bytes),
         layers_without_attention=without_attention,
         layers_without_mlp=len(kinds.kinds) - without_attention if without_attention else 0,
+        stored_mtp_layers=config.get_optional_number(*_MTP_FIELDS, least=0) or 0,
         has_output_gate=config.get_flag("attn_output_gate", default=model_type in _OUTPUT_GATES),
     )
 
