@@ -4,6 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
@@ -136,6 +138,36 @@ def test_indexers_cache_keys_of_their_own() -> None:
 )
 def test_kinds_that_cannot_be_planned_are_refused(more: dict[str, Any], fault: str) -> None:
     assert fault in refuse(**more)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=9,
+)
+KIND_FIELDS = (
+    *("layer_types", "layers_block_type", "hybrid_override_pattern", "full_attention_interval"),
+    *("linear_attn_config", "attention_chunk_size", "no_rope_layers", "sliding_window"),
+    *("sliding_window_pattern", "mlp_layer_types", "mlp_only_layers", "decoder_sparse_step"),
+    *("num_hidden_layers", "num_nextn_predict_layers", "index_n_heads", "mamba_ssm_dtype"),
+    *DELTA_NET,
+)
+
+
+@given(st.dictionaries(st.sampled_from(KIND_FIELDS), json_values, min_size=1, max_size=3))
+def test_any_values_give_a_shape_or_one_line(more: dict[str, Any]) -> None:
+    try:
+        message = f"{build(**{"full_attention_interval": 4, **DELTA_NET, **more}).parameters} parameters"
+    except UnknownModelError as error:
+        message = str(error)
+    assert 0 < len(message) < 300
+    assert "\n" not in message
+
+
+def test_the_number_of_layers_is_bounded() -> None:
+    assert "num_hidden_layers is 10001; write a number up to 10000" in refuse(
+        num_hidden_layers=10_001
+    )
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ _KIND_BY_LETTER = {
 _DENSE_NAMES = ("mlp", "-")
 _STATE_FIELDS = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "linear_attn_config")
 """Fields that only models with state layers have."""
+_MAX_LAYERS = 10_000
+"""Each layer is looked at; the deepest models have some hundreds."""
 _NO_ROPE_INTERVAL = 4
 """Llama 4: every fourth layer attends to everything unless `no_rope_layers` says otherwise."""
 
@@ -63,11 +65,15 @@ class LayerKinds:
 
 def count_layers(config: ConfigFields) -> int:
     """Number of layers. Raises ModelConfigError."""
-    number = config.get_optional_number("num_hidden_layers", "n_layer", "n_layers")
+    fields = ("num_hidden_layers", "n_layer", "n_layers")
+    number = config.get_optional_number(*fields)
+    if number is not None and number > _MAX_LAYERS:
+        field = next(name for name in fields if config.values.get(name) is not None)
+        raise config.build_error(field, f"write a number up to {_MAX_LAYERS}")
     names = config.values.get("layers_block_type")
     if number is None and isinstance(names, Sequence) and not isinstance(names, str) and names:
         return len(names)
-    return config.get_number("num_hidden_layers", "n_layer", "n_layers")
+    return number if number is not None else config.get_number(*fields)
 
 
 def read_layer_kinds(config: ConfigFields) -> LayerKinds:
@@ -122,7 +128,7 @@ def _read_intervals(config: ConfigFields, layers: int) -> tuple[LayerKind, ...]:
     if (linear := config.get_object("linear_attn_config")) is not None:
         # Kimi Linear counts from 1.
         full = linear.values.get("full_attn_layers")
-        if not isinstance(full, Sequence):
+        if not isinstance(full, Sequence) or isinstance(full, str):
             raise linear.build_error("full_attn_layers", "write the numbers of these layers")
         return tuple(
             LayerKind.FULL if number in full else LayerKind.RECURRENT
