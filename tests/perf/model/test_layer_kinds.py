@@ -145,6 +145,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=9,
 )
+HYBRID: dict[str, Any] = {"full_attention_interval": 4, **DELTA_NET}
 KIND_FIELDS = (
     *("layer_types", "layers_block_type", "hybrid_override_pattern", "full_attention_interval"),
     *("linear_attn_config", "attention_chunk_size", "no_rope_layers", "sliding_window"),
@@ -157,7 +158,7 @@ KIND_FIELDS = (
 @given(st.dictionaries(st.sampled_from(KIND_FIELDS), json_values, min_size=1, max_size=3))
 def test_any_values_give_a_shape_or_one_line(more: dict[str, Any]) -> None:
     try:
-        message = f"{build(**{"full_attention_interval": 4, **DELTA_NET, **more}).parameters} parameters"
+        message = f"{build(**(HYBRID | more)).parameters} parameters"
     except UnknownModelError as error:
         message = str(error)
     assert 0 < len(message) < 300
