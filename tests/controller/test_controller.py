@@ -1,6 +1,7 @@
 """What the controller hands to the decisions."""
 
 import json
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -117,3 +118,39 @@ async def test_a_config_map_is_read_once_a_period_and_when_the_reference_changes
     controller.on_change(declare_config("other", version=2))
     await refresh()
     assert reads == [("default", "new"), ("default", "new"), ("default", "other")]
+
+
+async def test_a_deployment_waits_for_its_config_map_and_is_planned_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, found, submitted = [1_000.0], ReadConfigMap("new", fault="it does not exist"), []
+
+    async def read(namespace: str, name: str) -> ReadConfigMap:
+        assert (namespace, name) == ("default", "new")
+        return found
+
+    controller = Controller(
+        OperatorSettings(), OperatorMetrics(), clock=lambda: now[0], read_config_map=read
+    )
+    monkeypatch.setattr(controller.planner, "submit", lambda *job: submitted.append(job))
+    workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+    declared = declare_config("new")
+    declared["spec"]["workload"] = workload
+    controller.on_change(declared)
+    controller.on_change(node("n1", product="H100"))
+    key = ResourceKey("LLMDeployment", "default", "chat")
+
+    executor = AsyncMock()
+    await controller._reconcile(key, executor)
+    (actions,) = executor.carry_out.await_args.args
+    (status,) = (each.status for each in actions if isinstance(each, PatchStatus))
+    (ready,) = (each for each in status["conditions"] if each["type"] == "PlanReady")
+    assert ready["reason"] == "ModelUnknown"
+    assert "it does not exist" in ready["message"]
+    assert not submitted
+    found = ReadConfigMap("new", {"config.json": json.dumps(CONFIGS["qwen3-8b"])})
+    now[0] += CONFIG_PERIOD_S
+    await controller._reconcile(key, executor)
+    ((_, planned, cluster, _),) = submitted
+    assert planned.spec.model.config.inline == CONFIGS["qwen3-8b"]
+    assert cluster is not None
