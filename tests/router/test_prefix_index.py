@@ -34,7 +34,8 @@ def test_the_leading_blocks_of_each_engine_are_found_with_their_stamps(index) ->
     blocks = make_blocks(9)
     index.record(blocks[:7], 0, 11, 100)
     index.record(blocks[:3], 0, 12, 200)
-    assert index.count_known(blocks) == 7
+    known, uses = index.find_known(blocks)
+    assert (known, [get_holder(cell) for cell in uses]) == (7, [11])
     assert index.find_use(blocks, 9, 11) == (7, 100)
     assert index.find_use(blocks, 5, 11) == (5, 100)
     assert index.find_use(blocks, 9, 12) == (3, 200)
@@ -120,7 +121,7 @@ def test_the_index_takes_no_more_memory_as_more_is_recorded(index) -> None:
     assert NUM_BUCKETS * 64 == INDEX_BYTES == len(index._memory)
     recent = make_blocks(4, 9)
     index.record(recent, 0, 3, 900)
-    assert index.count_known(recent) == 4
+    assert index.find_known(recent)[0] == 4
 
 
 def test_salts_and_models_have_blocks_of_their_own_and_a_secret_hides_them() -> None:

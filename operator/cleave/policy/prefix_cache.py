@@ -184,11 +184,14 @@ class RepeatDetectors:
     """The detectors of tenants, so that one with prompts that do not repeat takes nothing from the
     others. Tenants differ by the seed of their blocks."""
 
-    __slots__ = ("_by_seed",)
+    __slots__ = ("_by_seed", "_latest", "_latest_seed")
 
     def __init__(self) -> None:
         self._by_seed: dict[int, RepeatDetector] = {}
         """Those used longest ago first."""
+        self._latest_seed = -1
+        self._latest = RepeatDetector()
+        """The one used last: a gateway often has one tenant."""
 
     def find(self, seed: int) -> RepeatDetector:
         """The detector of one tenant.
@@ -196,11 +199,14 @@ class RepeatDetectors:
         Beyond the limit the one used longest ago is dropped: its tenant's prompts count as
         repeating again, so a client with many salts makes others cost more and takes no hit away.
         """
+        if seed == self._latest_seed:
+            return self._latest
         detectors = self._by_seed
         detector = detectors.pop(seed, None)
         if detector is None:
             if len(detectors) >= MAX_DETECTORS:
                 del detectors[next(iter(detectors))]
             detector = RepeatDetector()
-        detectors[seed] = detector
+        detectors[seed] = self._latest = detector
+        self._latest_seed = seed
         return detector

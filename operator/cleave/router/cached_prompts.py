@@ -21,15 +21,14 @@ from cleave.router.routing_request import PrefixUse, RoutingRequest
 from cleave.router.score_table import ScoreTable
 
 _INF = math.inf
-_NOTHING = PrefixUse(0, 0)
 
 
 class CachedPromptView(PromptView):
     """One prompt and the instances of a table; `request`, a number, is not used."""
 
     __slots__ = (
-        "_assumed", "_column", "_holders", "_index", "_is_wait", "_loaded", "_now_ms", "_other",
-        "_request", "_seen", "_table",
+        "_assumed", "_column", "_first", "_holders", "_index", "_is_wait", "_loaded", "_now_ms",
+        "_other", "_request", "_seen", "_table",
     )  # fmt: skip
 
     def __init__(
@@ -38,14 +37,16 @@ class CachedPromptView(PromptView):
         table: ScoreTable,
         column: ScoreColumn,
         request: RoutingRequest,
+        first: int,
         other: int,
         assumed: float,
         purpose: int,
         now_ms: float,
     ) -> None:
-        """See `EndpointSelector._find_cheapest`."""
+        """See `EndpointSelector._find_cheapest`; `first`: where its search begins."""
         self._index, self._table, self._column = index, table, column
         self._request, self._other, self._assumed = request, other, assumed
+        self._first = first
         self._is_wait = purpose == TO_PREFILL
         self._now_ms = now_ms
         # The adapter is loaded where it is pinned and where it has computed a prompt.
@@ -96,7 +97,6 @@ class CachedPromptView(PromptView):
         del request, purpose
         queue, prompt = self._table.instances[least].in_flight.queue, self._request
         cached = estimate_cached_tokens(depth, prompt.text_bytes, prompt.prompt_tokens)
-        cached = max(cached, self._assumed)
         score, token_ms = self._column.get_score(least), queue.upper_token_ms
         if self._is_wait:
             wait_ms = predict_queue_ms(score, 0.0, self._now_ms, token_ms)
@@ -107,40 +107,44 @@ class CachedPromptView(PromptView):
 
     def _list_holders(self, depth: int) -> None:
         self._holders = holders = []
-        table, request = self._table, self._request
-        uses = request.uses
-        for cell in self._index.list_uses(request.blocks[depth - 1]):
-            holder = get_holder(cell)
-            slot = table.slot_by_holder.get(holder, NONE)
-            # Of each the deepest use counts.
-            if slot == NONE or slot in self._seen or self._column.get_score(slot) == _INF:
-                continue
-            instance, stamp = table.instances[slot], get_stamp(cell)
-            if not is_cached(instance.in_flight.read_clock(), stamp, measure_capacity(instance)):
-                continue
-            holders.append(slot)
-            self._seen.append(slot)
-            if uses is not None and holder not in uses:
-                uses[holder] = PrefixUse(depth, stamp)
+        table, request, index = self._table, self._request, self._index
+        block = request.blocks[depth - 1]
+        # The deepest ones were read when the prompt's blocks were looked up.
+        cells = request.known_uses if depth == request.known else index.list_uses(block)
+        for cell in cells:
+            slot = table.slot_by_holder.get(get_holder(cell), NONE)
+            if slot != NONE and self._has_cached(slot, depth, get_stamp(cell)):
+                holders.append(slot)
+        if not index.are_all(cells) and self._first not in holders:
+            stamp = index.find_spilled(block, table.instances[self._first].target.holder)
+            if stamp >= 0 and self._has_cached(self._first, depth, stamp):
+                holders.append(self._first)
+        self._seen += holders
+
+    def _has_cached(self, slot: int, depth: int, stamp: int) -> bool:
+        """Whether an instance that has used the first `depth` blocks takes part in the search."""
+        # Of each the deepest use counts.
+        if slot in self._seen or self._column.get_score(slot) == _INF:
+            return False
+        instance = self._table.instances[slot]
+        if not is_cached(instance.in_flight.read_clock(), stamp, measure_capacity(instance)):
+            return False
+        self._request.use = PrefixUse(instance.target.holder, depth, stamp)
+        return True
 
 
 def find_use(index: PrefixIndex, instance: RoutedInstance, request: RoutingRequest) -> PrefixUse:
     """What this instance has cached of the prompt."""
-    if not request.known:
-        return _NOTHING
-    holder = instance.target.holder
-    uses = request.uses
-    if uses is None:
-        uses = request.uses = {}
-    use = uses.get(holder)
-    if use is None:
+    use, holder = request.use, instance.target.holder
+    if use.holder != holder:
         blocks, stamp = index.find_use(request.blocks, request.known, holder)
         clock = instance.in_flight.read_clock()
-        is_kept = blocks > 0 and is_cached(clock, stamp, measure_capacity(instance))
-        use = uses[holder] = PrefixUse(blocks, stamp) if is_kept else _NOTHING
+        if not is_cached(clock, stamp, measure_capacity(instance)):
+            blocks = 0
+        use = request.use = PrefixUse(holder, blocks, stamp)
     return use
 
 
 def measure_capacity(instance: RoutedInstance) -> float:
     """What this gateway's prompts may fill of the KV of an instance, in units of CLOCK_TOKENS."""
-    return instance.kv_tokens / (CLOCK_TOKENS * instance.num_routers)
+    return float(instance.kv_tokens) / float(CLOCK_TOKENS * instance.num_routers)

@@ -456,8 +456,8 @@ class Router:
     ) -> float:
         """Record where a prompt will be cached; returns how many of its tokens are computed."""
         selector, prompt = self._selector, float(request.prompt_tokens)
-        cached = selector.count_cached(first, request)
-        pick.predicted_cached = selector.predict_cached(first, request)
+        pick.predicted_cached = predicted = selector.predict_cached(first, request)
+        cached = selector.correct(first, request, predicted)
         if request.blocks:
             pick._is_looked_up = True
             selector.observe_cached(prompt, cached)

@@ -14,9 +14,11 @@ class PrefixUse:
     """What an engine has probably cached of a prompt."""
 
     # No NamedTuple: compiled, these take ten times as long to make.
-    __slots__ = ("blocks", "stamp")
+    __slots__ = ("blocks", "holder", "stamp")
 
-    def __init__(self, blocks: int, stamp: int) -> None:
+    def __init__(self, holder: int, blocks: int, stamp: int) -> None:
+        self.holder = holder
+        """The engine's number in the index of cached prompts."""
         self.blocks = blocks
         """Leading blocks; 0: none."""
         self.stamp = stamp
@@ -24,14 +26,15 @@ class PrefixUse:
 
 
 _NO_BLOCKS: list[int] = []
+_UNKNOWN = PrefixUse(-1, 0, 0)
 
 
 class RoutingRequest:
     """The properties of a request that policies use."""
 
     __slots__ = (
-        "adapter", "blocks", "cached", "known", "output_tokens", "prompt_tokens", "seed", "session",
-        "text_bytes", "uses",
+        "adapter", "blocks", "cached", "known", "known_uses", "output_tokens", "prompt_tokens",
+        "seed", "session", "text_bytes", "use",
     )  # fmt: skip
 
     def __init__(
@@ -49,8 +52,10 @@ class RoutingRequest:
         self.text_bytes = 0
         self.known = 0
         """How many leading blocks any engine has used."""
-        self.uses: dict[int, PrefixUse] | None = None
-        """What engines have cached, by holder, as far as it was looked up."""
+        self.known_uses = _NO_BLOCKS
+        """`PrefixIndex.list_uses` of the last of these."""
+        self.use = _UNKNOWN
+        """What one engine has cached, the one that was looked up last."""
         self.session: int | None = None
         """Key of its session, for session affinity; None: none."""
         self.adapter: int | None = None

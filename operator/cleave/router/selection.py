@@ -31,15 +31,8 @@ from cleave.policy.prefix_cache import (
     hash_first_block,
     is_cached,
 )
-from cleave.policy.prompt_cost import (
-    count_all_mixed,
-    find_cheapest,
-)
-from cleave.policy.session_affinity import (
-    find_attached,
-    goes_back,
-    to_key,
-)
+from cleave.policy.prompt_cost import count_all_mixed, find_cheapest
+from cleave.policy.session_affinity import find_attached, goes_back, to_key
 from cleave.router.cached_prompts import CachedPromptView, find_use, measure_capacity
 from cleave.router.instance import RoutedInstance
 from cleave.router.iteration_time_fit import IterationTimeEstimator
@@ -115,16 +108,22 @@ class EndpointSelector:
 
     def count_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
         """Tokens of the prompt that the instance has probably computed before."""
-        boot = instance.target.boot_id
-        if request.cached is not None and request.cached.boot_id == boot:
-            return min(request.cached.tokens, request.prompt_tokens)
-        blocks = find_use(self._index, instance, request).blocks
-        tokens = estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
-        return tokens * instance.hits.trust
+        return self.correct(instance, request, self.predict_cached(instance, request))
+
+    def correct(
+        self, instance: RoutedInstance, request: RoutingRequest, predicted: float
+    ) -> float:
+        """`count_cached`, given `predict_cached`."""
+        cached = request.cached
+        if cached is not None and cached.boot_id == instance.target.boot_id:
+            return min(cached.tokens, request.prompt_tokens)
+        return predicted * instance.hits.trust
 
     def predict_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
         """Tokens of the prompt in blocks that the instance has used, which it is expected to have
         cached; `count_cached` corrects this by what the engine reports."""
+        if not request.known:
+            return 0.0
         blocks = find_use(self._index, instance, request).blocks
         return estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
 
@@ -165,14 +164,14 @@ class EndpointSelector:
         `closed`: slots to exclude."""
         queues, closed_pairs = table.pending_prompt, table.closed_pairs
         is_plain = request.session is None and request.adapter is None and request.cached is None
-        is_simple = is_plain and not closed and not table.is_shared and table.cells is None
-        if self._is_by_score and is_simple:
-            if request.known == 0:
-                if closed_pairs.count:
-                    return _choose_open_pair(table)
+        if self._is_by_score and is_plain and not closed and table.cells is None:
+            is_least = not request.known and not table.is_shared
+            if is_least and not closed_pairs.count:
                 return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
+            if is_least:
+                return _choose_open_pair(table)
             if not closed_pairs.count:
-                return self._choose_cheapest_pair(table, request)
+                return self._choose_plain_pair(table, request)
 
         def find(purpose: int, request: RoutingRequest, first: int) -> int:
             scores = _read_scores(table, purpose, closed)
@@ -228,7 +227,7 @@ class EndpointSelector:
             least = dispatch.find_least(waits)
             return self._find_cheapest(table, column, slot, least, purpose, request, slot, assumed)
         if purpose != TO_DECODE and request.blocks:
-            return self._find_by_caches(table, scores, purpose, request)
+            return self._find_by_caches(table, ArrayScoreColumn(scores), purpose, request)
         prefill, decode = self._picks
         pick = prefill if purpose == TO_PREFILL else decode
         if pick == dispatch.FULLEST:
@@ -236,7 +235,7 @@ class EndpointSelector:
             if slot != NONE:
                 return slot
         if table.is_shared and self._prefers_own:
-            return self._find_own(table, scores, purpose, request)
+            return self._find_own(table, ArrayScoreColumn(scores), purpose, request)
         room, heaviness = table.room, table.heaviness
         total = request.prompt_tokens + request.output_tokens
         slot, self._seed = dispatch.find_slot(
@@ -245,22 +244,17 @@ class EndpointSelector:
         return slot
 
     def _find_by_caches(
-        self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
+        self, table: ScoreTable, column: WritableScoreColumn, purpose: int, request: RoutingRequest
     ) -> int:
         """The slot where a prompt costs least, among this router's own if several share a fleet,
-        unless another one's costs less."""
-        waits = scores
-        if purpose != TO_PREFILL:
-            waits = count_all_mixed(table.pending_prompt.to_array(), scores)
-        is_shared = table.is_shared and self._prefers_own
-        slot = (
-            self._find_own(table, waits, purpose, request)
-            if is_shared
-            else dispatch.find_least(waits)
-        )
+        unless another one's costs less. `column`: scores, with the cost of cells."""
+        waits = column if purpose == TO_PREFILL else table.measure_waits(column)
+        if table.is_shared and self._prefers_own:
+            slot = self._find_own(table, waits, purpose, request)
+        else:
+            slot = waits.find_least()
         if slot == NONE:
             return NONE
-        column = ArrayScoreColumn(scores)
         other, expected = self._find_first_copy(table, column, request)
         return self._find_cheapest(table, column, slot, slot, purpose, request, other, expected)
 
@@ -273,7 +267,7 @@ class EndpointSelector:
         first = hash_first_block(text)
         if repeats.is_repeating or index.contains(first ^ seed):
             request.blocks = blocks = hash_blocks(text, first, seed)
-            request.known = index.count_known(blocks)
+            request.known, request.known_uses = index.find_known(blocks)
         else:
             request.blocks = [first ^ seed]
         repeats.observe(float(request.prompt_tokens), self.count_most_cached(request))
@@ -282,23 +276,31 @@ class EndpointSelector:
         """`count_cached` of a slot."""
         return self.count_cached(table.instances[slot], request) if request.known else 0.0
 
-    def _choose_cheapest_pair(self, table: ScoreTable, request: RoutingRequest) -> tuple[int, int]:
-        """`dispatch.choose_least_pair` by the cost of the prompt, without arrays."""
-        first = table.prefill.find_least()
+    def _choose_plain_pair(self, table: ScoreTable, request: RoutingRequest) -> tuple[int, int]:
+        """`dispatch.select_pair` by scores or caches, without arrays for few instances."""
+        first = self._find_plain(table, table.prefill, TO_PREFILL, request)
+        second = NONE
         if first != NONE:
-            column = table.prefill
-            first = self._find_cheapest(table, column, first, first, TO_PREFILL, request, NONE, 0.0)
-        second = table.decode.find_least() if first != NONE else NONE
-        whole = table.find_shortest_wait()
-        if whole != NONE:
-            column = table.mixed
-            whole = self._find_cheapest(table, column, whole, whole, TO_WHOLE, request, NONE, 0.0)
+            second = self._find_plain(table, table.decode, TO_DECODE, request)
+        whole = self._find_plain(table, table.mixed, TO_WHOLE, request)
         cached, cached_whole = 0.0, 0.0
         if second != NONE and whole != NONE:
             cached = self._count_cached_at(table, request, first)
             cached_whole = self._count_cached_at(table, request, whole)
         queues = table.pending_prompt
         return dispatch.settle(first, second, whole, table.decode, queues, cached, cached_whole)
+
+    def _find_plain(
+        self, table: ScoreTable, column: WritableScoreColumn, purpose: int, request: RoutingRequest
+    ) -> int:
+        """`find_slot` of a request that has neither a session nor an adapter."""
+        if not column.size:
+            return NONE
+        if purpose != TO_DECODE and request.blocks:
+            return self._find_by_caches(table, column, purpose, request)
+        if table.is_shared and self._prefers_own:
+            return self._find_own(table, column, purpose, request)
+        return column.find_least()
 
     def _find_first_copy(
         self, table: ScoreTable, column: WritableScoreColumn, request: RoutingRequest
@@ -335,25 +337,32 @@ class EndpointSelector:
         known = request.known
         if slot == NONE or (not known and other in (NONE, slot)):
             return slot
+        now_ms = self._clock() * 1000
         view = CachedPromptView(
-            self._index, table, column, request, other, assumed, purpose, self._clock() * 1000
+            self._index, table, column, request, slot, other, assumed, purpose, now_ms
         )
-        if other != NONE and other != slot:
-            before_ms = view.predict_at(0, purpose, slot, view.find_depth(0, purpose, slot))
-            ms = view.predict_at(0, purpose, other, view.find_depth(0, purpose, other))
-            slot = other if ms < before_ms else slot
-        return find_cheapest(view, 0, purpose, slot, least, known) if known else slot
+        best = find_cheapest(view, 0, purpose, slot, least, known) if known else slot
+        if other in (NONE, slot, best):
+            return best
+        # What it has cached is looked up only if it would cost less if it had cached all.
+        ms = view.predict_at(0, purpose, best, view.find_depth(0, purpose, best))
+        if view.predict_at(0, purpose, other, known) >= ms:
+            return best
+        depth = view.find_depth(0, purpose, other)
+        return other if view.predict_at(0, purpose, other, depth) < ms else best
 
     def _find_own(
-        self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
+        self, table: ScoreTable, column: WritableScoreColumn, purpose: int, request: RoutingRequest
     ) -> int:
         """The lowest score in this router's share; another's must be lower by the load added."""
         added = request.prompt_tokens + (request.output_tokens if purpose != TO_PREFILL else 0.0)
         if purpose != TO_PREFILL or self._counts != dispatch.BY_WAIT:
-            return dispatch.prefer_own(scores, table.is_remote, added, 0.0)
-        queue = table.instances[dispatch.find_least(scores)].in_flight.queue
-        added_ms = queue.predict_ms(request.prompt_tokens, 1.0)
-        return dispatch.prefer_own(scores, table.is_remote, added_ms, self._clock() * 1000)
+            return table.find_own(column, added, 0.0)
+        least = column.find_least()
+        if least == NONE:
+            return NONE
+        added_ms = table.instances[least].in_flight.queue.predict_ms(request.prompt_tokens, 1.0)
+        return table.find_own(column, added_ms, self._clock() * 1000)
 
     def _add_cell_costs(
         self,
