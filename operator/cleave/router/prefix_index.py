@@ -215,11 +215,11 @@ class PrefixIndex:
         empty, listed, chosen, moved = -1, 0, -1, 0
         for place in range(_CELLS):
             at = place * _CELL_BYTES
-            if not (bucket[at + 7] or bucket[at + 6]):
-                if not _read_cell(bucket, at):
-                    empty = place
-                    continue
-            elif bucket[at + 7] != high or bucket[at + 6] != low:
+            first, second = bucket[at + 7], bucket[at + 6]
+            if empty < 0 and not (first or second) and not _read_cell(bucket, at):
+                empty = place
+                continue
+            if first != high or second != low:
                 continue
             each = _read_cell(bucket, at)
             if each >> CLOCK_BITS == key:

@@ -461,7 +461,9 @@ class Router:
         if request.blocks:
             pick._is_looked_up = True
             selector.observe_cached(prompt, cached)
-            pick._new_blocks = ((selector.record_prompt(first, request), first.target.holder),)
+            new = selector.record_prompt(first, request)
+            if new:
+                pick._new_blocks = ((new, first.target.holder),)
             if self._rules.short_prompt_tokens and first is not decode:
                 # Only then is it of interest what a decode instance has cached.
                 new = selector.record_prompt(decode, request)

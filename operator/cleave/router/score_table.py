@@ -11,9 +11,9 @@ few instances are kept in a list, those of many in an array.
 
 import math
 from bisect import bisect_left
-from functools import lru_cache
 from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -225,6 +225,18 @@ class ScoreTable(BaseScoreTable):
         if until or closed.count:
             boots = {boot: end for boot, end in until.items() if now < end and boot in slots}
             closed.update(slot, {slots[boot]: end for boot, end in boots.items()})
+
+    def find_shortest_wait(self, totals: WritableScoreColumn) -> int:
+        """The slot with the least of `measure_waits`; NONE: all are closed."""
+        if totals.size > MAX_LIST_INSTANCES:
+            pending = self.pending_prompt.to_array()
+            return dispatch.find_least(count_all_mixed(pending, totals.to_array()))
+        tokens, shortest, least = self.pending_prompt.to_list(), math.inf, NONE
+        for slot, total in enumerate(totals.to_list()):
+            wait = count_mixed(tokens[slot], total)
+            if wait < shortest:
+                shortest, least = wait, slot
+        return least
 
     def measure_waits(self, totals: WritableScoreColumn) -> WritableScoreColumn:
         """`prompt_cost.count_mixed` of a column that counts the load of both phases."""

@@ -24,16 +24,18 @@ from cleave.policy.dispatch import (
 from cleave.policy.output_length import guess_progress
 from cleave.policy.prefix_cache import (
     FIRST_BLOCK_BYTES,
+    MAX_PROMPT_BYTES,
     RepeatDetector,
     RepeatDetectors,
     estimate_cached_tokens,
+    hash_alike,
     hash_blocks,
     hash_first_block,
     is_cached,
 )
 from cleave.policy.prompt_cost import count_all_mixed, find_cheapest
 from cleave.policy.session_affinity import find_attached, goes_back, to_key
-from cleave.router.cached_prompts import CachedPromptView, find_use, measure_capacity
+from cleave.router.cached_prompts import CachedPromptView, count_blocks, measure_capacity
 from cleave.router.instance import RoutedInstance
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.prefix_index import (
@@ -110,9 +112,7 @@ class EndpointSelector:
         """Tokens of the prompt that the instance has probably computed before."""
         return self.correct(instance, request, self.predict_cached(instance, request))
 
-    def correct(
-        self, instance: RoutedInstance, request: RoutingRequest, predicted: float
-    ) -> float:
+    def correct(self, instance: RoutedInstance, request: RoutingRequest, predicted: float) -> float:
         """`count_cached`, given `predict_cached`."""
         cached = request.cached
         if cached is not None and cached.boot_id == instance.target.boot_id:
@@ -124,7 +124,7 @@ class EndpointSelector:
         cached; `count_cached` corrects this by what the engine reports."""
         if not request.known:
             return 0.0
-        blocks = find_use(self._index, instance, request).blocks
+        blocks = count_blocks(self._index, instance, request)
         return estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
 
     def count_most_cached(self, request: RoutingRequest) -> float:
@@ -134,14 +134,14 @@ class EndpointSelector:
 
     def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> list[int]:
         """Record that an instance will cache the prompt's KV; the blocks that are new to it."""
-        use = find_use(self._index, instance, request)
+        known = count_blocks(self._index, instance, request)
         clock = instance.in_flight.read_clock()
         # Rewriting the stamps of what was used lately would cost more than it improves.
-        is_recent = is_cached(clock, use.stamp, measure_capacity(instance) / _REFRESHES)
-        start = use.blocks if is_recent else 0
+        capacity = measure_capacity(instance) / _REFRESHES
+        start = known if is_cached(clock, request.use_stamp, capacity) else 0
         if start < len(request.blocks):
             self._index.record(request.blocks, start, instance.target.holder, clock)
-        return request.blocks[use.blocks :]
+        return request.blocks[known:] if known < len(request.blocks) else []
 
     def forget_prompt(self, blocks: list[int], holder: int) -> None:
         """Take back new blocks of a prompt that was not computed."""
@@ -217,15 +217,16 @@ class EndpointSelector:
             queues = table.pending_prompt.to_array()
             tokens = request.prompt_tokens
             slot = find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
-            if purpose == TO_DECODE or not request.known:
+            if purpose == TO_DECODE or not request.known or slot == NONE:
                 return slot
-            # A session's prompts are cached where it is pinned, also those that are not known here.
-            assumed = float(tokens) if session is not None else 0.0
             column, waits = ArrayScoreColumn(scores), scores
             if purpose != TO_PREFILL:
                 waits = count_all_mixed(queues, scores)
             least = dispatch.find_least(waits)
-            return self._find_cheapest(table, column, slot, least, purpose, request, slot, assumed)
+            view = self._view(table, column, request, slot, purpose)
+            # A session's prompts are cached where it is pinned, also those that are not known here.
+            view.assume(slot, float(tokens) if session is not None else 0.0)
+            return find_cheapest(view, 0, purpose, slot, least, request.known)
         if purpose != TO_DECODE and request.blocks:
             return self._find_by_caches(table, ArrayScoreColumn(scores), purpose, request)
         prefill, decode = self._picks
@@ -248,28 +249,37 @@ class EndpointSelector:
     ) -> int:
         """The slot where a prompt costs least, among this router's own if several share a fleet,
         unless another one's costs less. `column`: scores, with the cost of cells."""
-        waits = column if purpose == TO_PREFILL else table.measure_waits(column)
         if table.is_shared and self._prefers_own:
+            waits = column if purpose == TO_PREFILL else table.measure_waits(column)
             slot = self._find_own(table, waits, purpose, request)
+        elif purpose == TO_PREFILL:
+            slot = column.find_least()
         else:
-            slot = waits.find_least()
-        if slot == NONE:
-            return NONE
-        other, expected = self._find_first_copy(table, column, request)
-        return self._find_cheapest(table, column, slot, slot, purpose, request, other, expected)
+            slot = table.find_shortest_wait(column)
+        known = request.known
+        is_partly_new = table.num_routers > 1 and known < len(request.blocks)
+        if slot == NONE or not (known or is_partly_new):
+            return slot
+        view = self._view(table, column, request, slot, purpose)
+        best = find_cheapest(view, 0, purpose, slot, slot, known) if known else slot
+        if is_partly_new:
+            best = self._compare_first_copy(table, column, view, purpose, request, slot, best)
+        return best
 
     def _find_blocks(
         self, request: RoutingRequest, repeats: RepeatDetector, seed: int, text: bytes | memoryview
     ) -> None:
         """Find the blocks of a prompt in the index."""
         index = self._index
-        request.seed, request.text_bytes = seed, len(text)
-        first = hash_first_block(text)
-        if repeats.is_repeating or index.contains(first ^ seed):
-            request.blocks = blocks = hash_blocks(text, first, seed)
+        request.text_bytes = len(text)
+        if len(text) > MAX_PROMPT_BYTES + 1:
+            text = text[: MAX_PROMPT_BYTES + 1]
+        request.text = prompt = bytes(text)
+        if repeats.is_repeating or index.contains(hash_first_block(prompt, seed)):
+            request.blocks = blocks = hash_blocks(prompt, seed)
             request.known, request.known_uses = index.find_known(blocks)
         else:
-            request.blocks = [first ^ seed]
+            request.blocks = [hash_first_block(prompt, seed)]
         repeats.observe(float(request.prompt_tokens), self.count_most_cached(request))
 
     def _count_cached_at(self, table: ScoreTable, request: RoutingRequest, slot: int) -> float:
@@ -302,50 +312,47 @@ class EndpointSelector:
             return self._find_own(table, column, purpose, request)
         return column.find_least()
 
-    def _find_first_copy(
-        self, table: ScoreTable, column: WritableScoreColumn, request: RoutingRequest
-    ) -> tuple[int, float]:
-        """(the instance to which all gateways prefer to send what none has computed, tokens that
-        are expected to be cached there); NONE: there is only this gateway.
+    def _view(
+        self,
+        table: ScoreTable,
+        column: WritableScoreColumn,
+        request: RoutingRequest,
+        first: int,
+        purpose: int,
+    ) -> CachedPromptView:
+        """A view for a search that begins at slot `first`."""
+        now_ms = self._clock() * 1000 if purpose == TO_PREFILL else 0.0
+        return CachedPromptView(self._index, table, column, request, first, purpose, now_ms)
+
+    def _compare_first_copy(
+        self,
+        table: ScoreTable,
+        column: WritableScoreColumn,
+        view: CachedPromptView,
+        purpose: int,
+        request: RoutingRequest,
+        least: int,
+        best: int,
+    ) -> int:
+        """`best`, or the instance to which all gateways prefer to send what none has computed, if
+        the prompt costs less there. `least`: the slot with the shortest wait.
 
         Gateways do not know each other's prompts. So all prefer the same instance for the first
         block that is new to them, and it is expected to have cached what is usual of the prompts
         that the others get.
         """
         known, routers = request.known, table.num_routers
-        if routers == 1 or known == len(request.blocks):
-            return NONE, 0.0
-        slot = table.find_preferred(request.blocks[known] ^ request.seed, column)
-        rest = request.prompt_tokens - self.count_most_cached(request)
-        return slot, self._cached_share * rest * (routers - 1) / routers
-
-    def _find_cheapest(
-        self,
-        table: ScoreTable,
-        column: WritableScoreColumn,
-        slot: int,
-        least: int,
-        purpose: int,
-        request: RoutingRequest,
-        other: int,
-        assumed: float,
-    ) -> int:
-        """The slot at which the prompt costs least: `slot`, or one that is known to have cached
-        more of it, or `other`, which is assumed to have cached at least `assumed` tokens; `other`:
-        NONE, or `slot` if a session or an adapter is pinned there. `column`: scores, with the
-        cost of cells; `least`: the slot with the shortest wait."""
-        known = request.known
-        if slot == NONE or (not known and other in (NONE, slot)):
-            return slot
-        now_ms = self._clock() * 1000
-        view = CachedPromptView(
-            self._index, table, column, request, slot, other, assumed, purpose, now_ms
-        )
-        best = find_cheapest(view, 0, purpose, slot, least, known) if known else slot
-        if other in (NONE, slot, best):
-            return best
-        # What it has cached is looked up only if it would cost less if it had cached all.
+        most = self.count_most_cached(request)
+        rest = request.prompt_tokens - most
+        expected = self._cached_share * rest * (routers - 1) / routers
         ms = view.predict_at(0, purpose, best, view.find_depth(0, purpose, best))
+        if expected <= most and ms <= view.predict_bound(0, purpose, least, known):
+            return best
+        other = table.find_preferred(hash_alike(request.text, known), column)
+        if other in (NONE, least, best):
+            return best
+        view.assume(other, expected)
+        # What it has cached is looked up only if it would cost less with all that is known.
         if view.predict_at(0, purpose, other, known) >= ms:
             return best
         depth = view.find_depth(0, purpose, other)
