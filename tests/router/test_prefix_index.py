@@ -43,6 +43,32 @@ def test_the_leading_blocks_of_each_engine_are_found_with_their_stamps(index) ->
     assert list_uses(index, blocks[2]) == [(11, 100), (12, 200)]
 
 
+def test_the_last_known_block_is_found_wherever_it_is(index) -> None:
+    for count in range(1, 57):
+        blocks = make_blocks(count, seed=count)
+        for known in range(count + 1):
+            index.record(blocks[:known], max(known - 1, 0), 11, known)
+            found, uses = index.find_known(blocks)
+            assert found == known
+            stamps = [get_stamp(cell) for cell in uses]
+            assert stamps == ([known] if known else [])
+            assert index.contains(blocks[0]) is (known > 0)
+
+
+@pytest.mark.parametrize("tag", [0, 1, 3, 4, 0xFFFF])
+def test_blocks_are_told_apart_by_all_their_bits(index, tag: int) -> None:
+    block = tag << 16 | 9
+    index.record([block], 0, 11, 100)
+    for bit in range(32):
+        other = block ^ 1 << bit
+        assert not index.contains(other)
+        index.record([other], 0, 12, 200)
+        assert (list_uses(index, block), list_uses(index, other)) == ([(11, 100)], [(12, 200)])
+        index.forget([other], 12)
+    index.forget([block], 11)
+    assert not index.contains(block)
+
+
 def test_a_repeated_use_replaces_the_stamp(index) -> None:
     blocks = make_blocks(2)
     for clock in (1, 9):
