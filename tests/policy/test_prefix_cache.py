@@ -51,6 +51,22 @@ def test_tenants_have_hashes_of_their_own() -> None:
     assert not set(hash_blocks(prompt, 1)) & set(hash_blocks(prompt, 2))
 
 
+def test_a_view_of_a_text_has_the_hashes_of_the_text() -> None:
+    prompt = random.Random(1).randbytes(50_000)
+    assert hash_blocks(memoryview(prompt), 7) == hash_all(prompt)
+    assert hash_first_block(memoryview(prompt), 7) == hash_all(prompt)[0]
+
+
+@pytest.mark.parametrize("position", [3_000, 20_000, 47_000, 200_000])
+def test_text_that_is_inserted_anywhere_changes_all_hashes_from_there_on(position: int) -> None:
+    prompt = random.Random(1).randbytes(300_000)
+    before = sum(end <= position for end in BLOCK_ENDS)
+    for size in (1, 40, 5_000):
+        other = prompt[:position] + bytes(size) + prompt[position:]
+        pairs = list(zip(hash_all(prompt), hash_all(other), strict=False))
+        assert [one == two for one, two in pairs] == [at < before for at in range(len(pairs))]
+
+
 def test_what_gateways_compare_depends_on_one_block() -> None:
     one, other = text("a", "b", "c"), text("x", "b", "y")
     assert hash_alike(one, 1) == hash_alike(other, 1) == crc32(text("b"))

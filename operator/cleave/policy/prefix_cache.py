@@ -13,6 +13,8 @@ FIRST_BLOCK_BYTES = 1_024
 """Bytes of text in the first blocks: about sixteen blocks of vLLM's KV cache."""
 MAX_PROMPT_BYTES = 512 << 10
 """Text beyond it is not hashed."""
+COPIED_BYTES = 32 << 10
+"""A text up to this length is hashed in less time if it is copied first."""
 _BLOCKS_PER_DOUBLING = 8
 """Blocks between a position and twice that position: what is cached is known to an eighth."""
 
@@ -60,38 +62,46 @@ BLOCK_ENDS = _list_block_ends()
 """Where blocks end, in bytes of the prompt's text."""
 
 
-def hash_blocks(text: bytes, seed: int) -> list[int]:
-    """Chained hashes of 32 bits: one for each full block of `text` together with all text before
+def hash_blocks(text: bytes | memoryview, seed: int) -> list[int]:
+    """Chained hashes of 32 bits: one for each full block of `text` together with all blocks before
     it. The last byte, which closes a text or a list in JSON, belongs to no block.
 
-    `seed`: of the tenant. Python's hash of bytes (SipHash) takes three quarters of the time of
-    CRC-32 for a block, and its key is a secret that forked processes share. A collision only leads
-    to a pick that is not the best.
+    Of a block only its last FIRST_BLOCK_BYTES are hashed: a difference before them moves what
+    follows, unless the text in its place is as long. `seed`: of the tenant. Python's hash of bytes
+    (SipHash) takes three quarters of the time of CRC-32, and its key is a secret that forked
+    processes share. A collision only leads to a pick that is not the best.
     """
-    size, start, chained = len(text), 0, seed
+    size, chained = len(text), seed
     hashes: list[int] = []
     for end in BLOCK_ENDS:
         if end >= size:
             break
-        chained = _chain(chained, text[start:end])
+        chained = _chain(chained, _cut(text, end))
         hashes.append(chained)
-        start = end
     return hashes
 
 
-def hash_first_block(text: bytes, seed: int) -> int:
-    """The first hash of `hash_blocks`; `text` has more than FIRST_BLOCK_BYTES."""
-    return _chain(seed, text[:FIRST_BLOCK_BYTES])
+def hash_first_block(text: bytes | memoryview, seed: int) -> int:
+    """The first hash of `hash_blocks`; `text` has at least FIRST_BLOCK_BYTES."""
+    return _chain(seed, _cut(text, FIRST_BLOCK_BYTES))
+
+
+def hash_alike(text: bytes | memoryview, number: int) -> int:
+    """A hash of one full block that is the same in all gateways; `number`: from 0."""
+    return crc32(_cut(text, BLOCK_ENDS[number]))
+
+
+def _cut(text: bytes | memoryview, end: int) -> bytes:
+    """What is hashed of the block that ends there."""
+    # Compiled, bytes are cut in a third of the time.
+    if isinstance(text, bytes):
+        return text[end - FIRST_BLOCK_BYTES : end]
+    return bytes(text[end - FIRST_BLOCK_BYTES : end])
 
 
 def _chain(before: int, block: bytes) -> int:
     """33 times the hash before, by a shift: compiled, a product of such numbers is an object."""
     return (before << 5) + before + (hash(block) & _HASH_MASK) & _HASH_MASK
-
-
-def hash_alike(text: bytes, number: int) -> int:
-    """A hash of one full block that is the same in all gateways; `number`: from 0."""
-    return crc32(text[BLOCK_ENDS[number - 1] if number else 0 : BLOCK_ENDS[number]])
 
 
 def estimate_cached_tokens(blocks: int, text_bytes: int, prompt_tokens: int) -> float:

@@ -31,8 +31,8 @@ class RoutingRequest:
         """Predicted."""
         self.blocks = _NO_BLOCKS
         """Its prompt's blocks in the index of cached prompts; empty: the index is not used."""
-        self.text = b""
-        """The prompt, as far as these reach."""
+        self.text: bytes | memoryview = b""
+        """The prompt, if these are looked up."""
         self.text_bytes = 0
         self.known = 0
         """How many leading blocks any engine has used."""

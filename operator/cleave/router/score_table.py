@@ -152,7 +152,7 @@ class ScoreTable(BaseScoreTable):
     )  # fmt: skip
 
     def __init__(
-        self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
+        self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.PREFIX_AWARE
     ) -> None:
         self.instances = instances
         rule = dispatch.RULES[policy]

@@ -23,8 +23,8 @@ from cleave.policy.dispatch import (
 )
 from cleave.policy.output_length import guess_progress
 from cleave.policy.prefix_cache import (
+    COPIED_BYTES,
     FIRST_BLOCK_BYTES,
-    MAX_PROMPT_BYTES,
     RepeatDetector,
     RepeatDetectors,
     estimate_cached_tokens,
@@ -272,14 +272,14 @@ class EndpointSelector:
         """Find the blocks of a prompt in the index."""
         index = self._index
         request.text_bytes = len(text)
-        if len(text) > MAX_PROMPT_BYTES + 1:
-            text = text[: MAX_PROMPT_BYTES + 1]
-        request.text = prompt = bytes(text)
-        if repeats.is_repeating or index.contains(hash_first_block(prompt, seed)):
-            request.blocks = blocks = hash_blocks(prompt, seed)
+        if len(text) <= COPIED_BYTES:
+            text = bytes(text)
+        request.text = text
+        if repeats.is_repeating or index.contains(hash_first_block(text, seed)):
+            request.blocks = blocks = hash_blocks(text, seed)
             request.known, request.known_uses = index.find_known(blocks)
         else:
-            request.blocks = [hash_first_block(prompt, seed)]
+            request.blocks = [hash_first_block(text, seed)]
         repeats.observe(float(request.prompt_tokens), self.count_most_cached(request))
 
     def _count_cached_at(self, table: ScoreTable, request: RoutingRequest, slot: int) -> float:
