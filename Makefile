@@ -18,7 +18,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools node-tools node-images e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -67,11 +67,17 @@ e2e: setup ## on a real control plane with process nodes, or on the cluster of K
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
 
-e2e-node: setup cluster-tools ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
-	@scripts/bootstrap --nodes
-	@scripts/node-tools >/dev/null
+e2e-node: $(if $(VLLM),setup,setup-tests) ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
+	@scripts/bootstrap --cluster && scripts/bootstrap --nodes
+	@$(MAKE) --no-print-directory --jobs=2 node-tools node-images
 	CLEAVE_ARCHIVES=$$(scripts/node-images) && export CLEAVE_ARCHIVES && \
 	  .venv/bin/python -m e2e.real_nodes.sandbox .venv/bin/pytest $(NODE_TESTS) $(ARGS)
+
+node-tools: cluster-tools # what nodes run: kubelet, containerd and others, built once
+	@scripts/node-tools >/dev/null
+
+node-images: # Cleave's images
+	@scripts/node-images >/dev/null
 
 e2e-node-cold: ## README's lines on real nodes from a fresh clone, with empty caches; root, 20 GB; TIMES=3
 	scripts/cold-start $(TIMES)
@@ -79,9 +85,9 @@ e2e-node-cold: ## README's lines on real nodes from a fresh clone, with empty ca
 e2e-node-faults: NODE_TESTS = e2e/test_node_faults.py e2e/test_node_outages.py e2e/test_node_limits.py
 e2e-node-faults: e2e-node ## faults on real nodes, and what clients see of them: build/test_node_*.md; 20 min, ARGS='-s -k dns'
 
-e2e-node-vllm: setup cluster-tools ## vLLM on CPU in containers of two real nodes; root
-	@scripts/bootstrap --nodes
-	@scripts/node-tools >/dev/null
+e2e-node-vllm: setup ## vLLM on CPU in containers of two real nodes; root
+	@scripts/bootstrap --cluster && scripts/bootstrap --nodes
+	@$(MAKE) --no-print-directory --jobs=2 node-tools node-images
 	CLEAVE_VLLM=$$(scripts/node-vllm) && CLEAVE_ARCHIVES=$$(scripts/node-images):$$CLEAVE_VLLM && \
 	  export CLEAVE_VLLM CLEAVE_ARCHIVES && \
 	  .venv/bin/python -m e2e.real_nodes.sandbox .venv/bin/pytest e2e/test_node_vllm.py $(ARGS)
@@ -136,6 +142,10 @@ setup: ## uv, system libraries, .venv with vLLM and the development tools, the c
 setup-emulated: # gateway, workers with the emulated engine, planner: 0.1 GB
 	@scripts/bootstrap --emulated
 	@$(SYNC) --inexact --no-default-groups --extra gateway --extra worker --extra planner $(SHORTLY)
+
+setup-tests: # the development tools, without vLLM
+	@scripts/bootstrap --emulated
+	@$(SYNC) $(SHORTLY)
 
 UV = PATH="$$PATH:.tools/bin" uv
 SYNC = $(UV) sync --frozen

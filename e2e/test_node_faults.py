@@ -62,7 +62,8 @@ def deployed(installed: Cluster) -> Iterator[Chat]:
         yield chat
     finally:
         installed.kubectl("delete", "llmd", "--all", "-n", chat.namespace, timeout_s=180)
-        installed.kubectl("delete", "namespace", chat.namespace, "--wait=false")
+        # The next module makes one of the same name.
+        installed.kubectl("delete", "namespace", chat.namespace, timeout_s=180)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import yaml
 
 from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, CommandError, wait_until
+from e2e.real_nodes.real_cluster import NODES
 from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 from e2e.test_cluster_operator import CHAT, Chat, condition, installed, message
 
@@ -30,8 +31,11 @@ READY_S = 120
 
 
 @contextmanager
-def deployed(cluster: Cluster, namespace: str) -> Iterator[Chat]:
-    cluster.kubectl("apply", "-n", namespace, "-f", "-", input=CHAT)
+def deployed(cluster: Cluster, namespace: str, **spec: object) -> Iterator[Chat]:
+    """CHAT, with other fields of its spec."""
+    manifest = yaml.safe_load(CHAT)
+    manifest["spec"] |= spec
+    cluster.kubectl("apply", "-n", namespace, "-f", "-", input=yaml.safe_dump(manifest))
     try:
         yield Chat(cluster, namespace)
     finally:
@@ -81,8 +85,7 @@ def test_a_quota_that_is_too_small_is_named_and_a_larger_one_suffices(
 def test_a_limit_range_below_a_workers_memory_is_named(installed: Cluster, namespace: str) -> None:
     installed.apply(limit_range(max={"memory": "256Mi"}), namespace=namespace)
     with deployed(installed, namespace) as chat:
-        text = until_degraded(chat, "maximum memory usage per Container is 256Mi")
-        assert "limit is 512Mi" in text
+        until_degraded(chat, "maximum memory usage per Container is 256Mi, but limit is 512Mi")
 
 
 def test_defaults_of_a_limit_range_apply_and_do_no_harm(installed: Cluster, namespace: str) -> None:
@@ -97,6 +100,50 @@ def test_defaults_of_a_limit_range_apply_and_do_no_harm(installed: Cluster, name
         time.sleep(5)
         assert names == {pod["metadata"]["name"] for pod in chat.workers()}, "none is replaced"
         assert chat.ask() == ""
+
+
+def test_the_overhead_of_a_runtime_class_is_no_drift(installed: Cluster, namespace: str) -> None:
+    """The API server adds it to the pods; the operator does not replace them for it."""
+    overhead = {"podFixed": {"cpu": "50m", "memory": "64Mi"}}
+    runtime = {
+        "apiVersion": "node.k8s.io/v1",
+        "kind": "RuntimeClass",
+        "metadata": {"name": "heavier"},
+        "handler": "runc",
+        "overhead": overhead,
+    }
+    installed.apply(runtime)
+    try:
+        with deployed(installed, namespace, template={"runtimeClassName": "heavier"}) as chat:
+            chat.until_ready(READY_S)
+            assert chat.ask() == ""
+            pods = {pod["metadata"]["uid"] for pod in chat.workers()}
+            assert {json.dumps(pod["spec"]["overhead"]) for pod in chat.workers()} == {
+                json.dumps(overhead["podFixed"])
+            }
+            chat.edit({"pools": {"flipping": "Off"}})
+            wait_until(lambda: chat.is_ready(), SEEN_S, "the edit is reconciled")
+            assert {pod["metadata"]["uid"] for pod in chat.workers()} == pods
+    finally:
+        installed.kubectl("delete", "runtimeclass", "heavier")
+
+
+def test_a_worker_with_a_core_of_its_own(installed: Cluster, namespace: str) -> None:
+    """The static CPU manager of a node gives whole cores to pods of class Guaranteed."""
+    core = {"cpu": "1", "memory": "512Mi"}
+    template = {
+        "nodeSelector": {"kubernetes.io/hostname": NODES[-1]},
+        "resources": {"requests": core, "limits": core},
+    }
+    placement = {"manual": [{"role": "mixed", "replicas": 1}]}
+    with deployed(installed, namespace, template=template, placement=placement) as chat:
+        chat.until_ready(READY_S)
+        assert chat.ask() == ""
+        (pod,) = chat.workers()
+        assert pod["status"]["qosClass"] == "Guaranteed"
+        script = "import os; print(len(os.sched_getaffinity(0)))"
+        shell = ("exec", pod["metadata"]["name"], "-n", namespace, "--", "python", "-c", script)
+        assert installed.kubectl(*shell).strip() == "1"
 
 
 def test_pod_security_baseline_admits_everything(installed: Cluster, namespace: str) -> None:

@@ -56,6 +56,8 @@ class HostPlan:
     images: tuple[str, ...] = ()
     """Archives to import before pods start."""
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_static_cpus: bool = False
+    """Whether containers that ask for whole cores get them for themselves."""
 
 
 def main(plan: HostPlan) -> None:
@@ -201,6 +203,7 @@ def _build_kubelet_config(plan: HostPlan) -> dict[str, object]:
         "nodeStatusUpdateFrequency": "4s",
         "nodeLeaseDurationSeconds": 10,
         "kubeReserved": {"cpu": "100m", "memory": "200Mi"},
+        "cpuManagerPolicy": "static" if plan.has_static_cpus else "none",
     }
 
 

@@ -36,6 +36,8 @@ while count_kills() == before:
 _BALLOON_TIMEOUT_S = 60
 _THROTTLE_PERIOD_S = 0.1
 """As of the kernel's quotas."""
+_NEW_GROUPS_S = 0.05
+"""How often control groups of new containers are looked for."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,41 @@ def _freeze_and_thaw(node: str, share: float, over: threading.Event) -> None:
             file.write_text(thawed)
     finally:
         file.write_text(thawed)
+
+
+@contextlib.contextmanager
+def slow_disk(node: str, folder: Path, bytes_per_s: int) -> Iterator[None]:
+    """Each container of a node reads at most that fast from the disk of `folder`, of which nothing
+    is in memory, while the block lasts."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    over = threading.Event()
+    throttle = threading.Thread(target=_throttle_reads, args=(node, folder, bytes_per_s, over))
+    throttle.start()
+    try:
+        yield
+    finally:
+        over.set()
+        throttle.join()
+
+
+def _throttle_reads(node: str, folder: Path, bytes_per_s: int, over: threading.Event) -> None:
+    """Version 1 of control groups throttles the processes of a group, not those below it."""
+    (hierarchy,) = (each for each in find_hierarchies() if each.name in ("blkio", "cgroup"))
+    name, line, unlimited = "blkio.throttle.read_bps_device", "{} {}", "{} 0"
+    if not (hierarchy / name).exists():
+        name, line, unlimited = "io.max", "{} rbps={}", "{} rbps=max"
+    device = folder.stat().st_dev
+    disk = f"{os.major(device)}:{os.minor(device)}"
+    limited: set[Path] = set()
+    while not over.wait(_NEW_GROUPS_S):
+        for file in {*(hierarchy / CGROUP / node).rglob(name)} - limited:
+            with contextlib.suppress(FileNotFoundError):
+                file.write_text(line.format(disk, bytes_per_s))
+                limited.add(file)
+    for file in limited:
+        with contextlib.suppress(OSError):
+            file.write_text(unlimited.format(disk))
 
 
 def kill_node(node: str) -> None:

@@ -55,6 +55,7 @@ def open_real_cluster(programs: Path, folder: Path) -> Iterator[ControlPlane]:
                 kubeconfig=str(control_plane.register_node(name, address)),
                 proxy_kubeconfig=str(proxy),
                 images=tuple(map(str, archives)),
+                has_static_cpus=name == NODES[-1],
             )
             stack.enter_context(_started(plan))
         _wait_for_nodes(programs, control_plane.kubeconfig())
