@@ -56,7 +56,7 @@ def test_the_last_known_block_is_found_wherever_it_is(index) -> None:
 
 
 @pytest.mark.parametrize("tag", [0, 1, 3, 4, 0xFFFF])
-def test_blocks_are_told_apart_by_all_their_bits(index, tag: int) -> None:
+def test_blocks_differ_by_all_their_bits(index, tag: int) -> None:
     block = tag << 16 | 9
     index.record([block], 0, 11, 100)
     for bit in range(32):

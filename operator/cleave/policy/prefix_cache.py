@@ -76,14 +76,14 @@ def hash_blocks(text: bytes | memoryview, seed: int) -> list[int]:
     for end in BLOCK_ENDS:
         if end >= size:
             break
-        chained = _chain(chained, _cut(text, end))
+        chained = _hash_after(chained, _cut(text, end))
         hashes.append(chained)
     return hashes
 
 
 def hash_first_block(text: bytes | memoryview, seed: int) -> int:
     """The first hash of `hash_blocks`; `text` has at least FIRST_BLOCK_BYTES."""
-    return _chain(seed, _cut(text, FIRST_BLOCK_BYTES))
+    return _hash_after(seed, _cut(text, FIRST_BLOCK_BYTES))
 
 
 def hash_alike(text: bytes | memoryview, number: int) -> int:
@@ -99,7 +99,7 @@ def _cut(text: bytes | memoryview, end: int) -> bytes:
     return bytes(text[end - FIRST_BLOCK_BYTES : end])
 
 
-def _chain(before: int, block: bytes) -> int:
+def _hash_after(before: int, block: bytes) -> int:
     """33 times the hash before, by a shift: compiled, a product of such numbers is an object."""
     return (before << 5) + before + (hash(block) & _HASH_MASK) & _HASH_MASK
 

@@ -57,7 +57,7 @@ class CachedPromptView(PromptView):
         self._seen = 0
         """The bits of all slots that were found."""
 
-    def assume(self, slot: int, tokens: float) -> None:
+    def set_assumed(self, slot: int, tokens: float) -> None:
         """Assume that this instance has cached at least so many tokens of the prompt."""
         self._other, self._assumed = slot, tokens
 

@@ -262,7 +262,7 @@ class ScoreTable(BaseScoreTable):
                 local, least = slot, score
         if local == NONE or remote == NONE:
             return local if remote == NONE else remote
-        return remote if dispatch.leaves_own(least, least_remote, margin, now) else local
+        return remote if dispatch.prefers_remote(least, least_remote, margin, now) else local
 
     def find_preferred(self, key: int, scores: WritableScoreColumn) -> int:
         """The open instance that all gateways prefer for a key of 32 bits; NONE: all are closed.

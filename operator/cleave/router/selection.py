@@ -225,7 +225,7 @@ class EndpointSelector:
             least = dispatch.find_least(waits)
             view = self._view(table, column, request, slot, purpose)
             # A session's prompts are cached where it is pinned, also those that are not known here.
-            view.assume(slot, float(tokens) if session is not None else 0.0)
+            view.set_assumed(slot, float(tokens) if session is not None else 0.0)
             return find_cheapest(view, 0, purpose, slot, least, request.known)
         if purpose != TO_DECODE and request.blocks:
             return self._find_by_caches(table, ArrayScoreColumn(scores), purpose, request)
@@ -351,7 +351,7 @@ class EndpointSelector:
         other = table.find_preferred(hash_alike(request.text, known), column)
         if other in (NONE, least, best):
             return best
-        view.assume(other, expected)
+        view.set_assumed(other, expected)
         # What it has cached is looked up only if it would cost less with all that is known.
         if view.predict_at(0, purpose, other, known) >= ms:
             return best
