@@ -238,7 +238,7 @@ def simulate(setup: Setup, part: str) -> Iterator[Row]:
             yield Row(part, "simulator", note=f"not run: {done.stderr.strip()[-200:]}")
             return
         (simulated,) = json.loads(done.stdout)
-        for name, key in (("first token", "ttft_ms"), ("each further token", "tpot_ms")):
+        for name, key in (("first token", "ttftMs"), ("each further token", "tpotMs")):
             what = f"simulated time to {name}, {tokens} tokens"
             yield Row(part, what, simulated[key]["p50"], "ms", "from the engine's profile")
 

@@ -215,6 +215,7 @@ def test_the_full_example_sets_every_field() -> None:
     assert absent == [
         "spec.model.cache.hostPath",  # a volume stands in for both
         "spec.model.cache.image",
+        "spec.model.config.configMapKeyRef",  # it is inline
         "spec.workload.trace",  # lengths do
         "spec.placement.manual[].perCell",  # mixed instances are in no cell
         "spec.engine.env[].valueFrom",  # one variable has a value, the other a source

@@ -197,6 +197,8 @@ def test_yaml_without_a_json_form_is_an_error_and_no_crash(manifest: Make) -> No
     (fault,) = faults(head + "spec: &spec {model: *spec}\n")
     assert fault == "an anchor (&) holds an alias (*) of itself; write the values out"
     assert faults(head + "spec: {[1, 2]: 3}\n") == ("manifest:3: found unhashable key",)
+    (fault,) = faults(head + "spec: {model: {{ .Values.model }}}\n")
+    assert fault.endswith("; is this a template? render it first, as helm template does")
 
 
 @pytest.mark.parametrize(
@@ -288,3 +290,9 @@ def test_what_the_api_server_returns_can_be_read_back(manifest: Make) -> None:
     )
     assert status.status is not None
     assert status.status.roles[0].role is Role.PREFILL
+
+
+def test_aliases_of_aliases_are_refused_before_they_are_written_out() -> None:
+    rows = "\n".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))
+    with pytest.raises(ManifestError, match="holds more than 100,000 values once aliases"):
+        load(f"spec:\n  a0: &a0 [1]\n{rows}\n")

@@ -35,3 +35,39 @@ def test_other_sources_are_refused(source: str) -> None:
 
 def test_a_served_name_wins_over_the_source() -> None:
     assert ModelSpec(source="/models/llama", served_name="chat").name == "chat"
+
+
+CONFIG = {"num_hidden_layers": 2, "quantization_config": {"ignore": ["lm_head"]}}
+
+
+def test_a_config_is_an_object_or_an_entry_of_a_config_map() -> None:
+    inline = ModelSpec.model_validate({"source": "org/new", "config": {"inline": CONFIG}})
+    assert inline.config is not None
+    # Names of Hugging Face, which Kubernetes' spelling does not concern.
+    assert inline.config.inline == CONFIG
+    nulls = {**CONFIG, "head_dim": None, "rope_scaling": {"factor": None, "list": [{"a": None}]}}
+    stored = ModelSpec.model_validate({"source": "org/new", "config": {"inline": nulls}})
+    assert stored.config is not None
+    assert stored.config.inline == {**CONFIG, "rope_scaling": {"list": [{}]}}
+    assert inline.shape_field == "spec.model.config.inline"
+    reference = {"configMapKeyRef": {"name": "new-config"}}
+    model = ModelSpec.model_validate({"source": "org/new", "config": reference}, by_alias=True)
+    assert model.config is not None
+    assert model.config.config_map_key_ref is not None
+    assert model.config.config_map_key_ref.key == "config.json"
+    assert model.shape_field == "spec.model.config.configMapKeyRef"
+    assert ModelSpec(source="org/new").shape_field == "spec.model.source"
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"inline": CONFIG, "configMapKeyRef": {"name": "new-config"}}]
+)
+def test_exactly_one_of_them_is_given(config: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="exactly one of inline and configMapKeyRef"):
+        ModelSpec.model_validate({"source": "org/new", "config": config}, by_alias=True)
+
+
+def test_the_length_of_a_config_is_bounded_and_the_remedy_is_named() -> None:
+    config = {"quantization_config": {"ignore": ["model.layers.0.mlp.gate"] * 3_000}}
+    with pytest.raises(ValidationError, match=r"above 65,536.*quantization_config\.ignore"):
+        ModelSpec.model_validate({"source": "org/new", "config": {"inline": config}})

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from cleave.cli.main import app
@@ -69,12 +71,30 @@ def test_a_manifest_without_its_option_is_one_line_with_the_command_to_write(
 
 
 def test_two_manifests_and_a_folder_are_refused(cli: CliRunner, manifest: Path) -> None:
-    result = cli.invoke(app, ["validate", "-f", str(manifest), "-f", "other.yaml"])
+    result = cli.invoke(app, ["plan", "-f", str(manifest), "-f", "other.yaml"])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: -f: given more than once; name one file")
-    result = cli.invoke(app, ["validate", "-f", str(manifest.parent)])
+    result = cli.invoke(app, ["plan", "-f", str(manifest.parent)])
     assert result.exit_code == 2
     assert result.stderr == f"error: {manifest.parent}: is a folder; name one file of it\n"
+
+
+def test_options_are_spelled_alike_in_all_commands() -> None:
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    nested = [each for each in group.commands.values() if isinstance(each, TyperGroup)]
+    commands = [
+        *group.commands.values(),
+        *(sub for each in nested for sub in each.commands.values()),
+    ]
+    meanings: dict[str, set[str]] = {}
+    for command in commands:
+        for option in command.params:
+            for short in (name for name in option.opts if len(name) == 2):
+                meanings.setdefault(short, set()).add(option.opts[0])
+    assert meanings.pop("-f") == {"--file", "--follow"}
+    assert all(len(longs) == 1 for longs in meanings.values()), meanings
+    assert meanings["-o"] == {"--output"}
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -280,6 +300,8 @@ def test_a_deployment_that_is_not_up_is_reported_in_one_line(cli: CliRunner) -> 
             1,
             "error: chat is not running on this machine\n",
         )
+    both = cli.invoke(app, ["down", "chat", "code"])
+    assert (both.exit_code, both.stderr.startswith("error: chat is not running")) == (1, True)
     assert cli.invoke(app, ["down"]).stderr == "error: no deployments running on this machine\n"
 
 
@@ -312,7 +334,12 @@ def test_a_deployment_with_a_killed_supervisor_is_reported_until_it_is_removed(
     assert result.stderr.startswith("chat: its supervisor was killed")
     named = cli.invoke(app, ["status", "chat"])
     assert (named.exit_code, named.stderr.count("was killed")) == (1, 1)
-    assert cli.invoke(app, ["down", "chat"]).output == "chat stopped\n"
+    with state.get_folder("code").lock():
+        state.get_folder("code").write(DeploymentSnapshot("code", 1, "http://127.0.0.1:1"))
+    wrong = cli.invoke(app, ["down", "chat", "cod"])
+    assert (wrong.exit_code, wrong.stdout) == (1, ""), "nothing is stopped"
+    stopped = cli.invoke(app, ["down", "chat", "code", "chat"]).output
+    assert stopped == "chat stopped\ncode stopped\n"
     assert cli.invoke(app, ["status"]).output == "no deployments running on this machine\n"
 
 

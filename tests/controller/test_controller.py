@@ -1,15 +1,21 @@
 """What the controller hands to the decisions."""
 
+import json
+from unittest.mock import AsyncMock
+
 import pytest
 
 from cleave.api.engine import EngineSpec, EngineType
 from cleave.controller.cluster.actions import Action, PatchStatus, SetFinalizers
 from cleave.controller.cluster.apply import FINALIZER
-from cleave.controller.controller import Controller
+from cleave.controller.cluster.cache import CachedResource, ReadConfigMap, ResourceKey
+from cleave.controller.controller import CONFIG_PERIOD_S, Controller
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.settings import OperatorSettings
+from cleave.manifests.labels import Manifest
+from cleave.perf.model.known_models import CONFIGS
 
-from tests.support.fake_cluster import node
+from tests.support.fake_cluster import chat, node
 
 
 @pytest.mark.parametrize(
@@ -75,3 +81,76 @@ async def test_a_stored_resource_that_rules_refuse_now_says_so_and_can_be_delete
     assert action.finalizers == ("own/f",), (
         "pods and gateways are collected, and drain by themselves"
     )
+
+
+def declare_config(name: str, version: int = 1) -> Manifest:
+    model = {"source": "org/new", "config": {"configMapKeyRef": {"name": name}}}
+    declared = chat(engine={"type": "vLLM"}, model=model)
+    meta = {**declared["metadata"], "uid": "u", "resourceVersion": str(version)}
+    return {**declared, "metadata": meta}
+
+
+async def test_a_config_map_is_read_once_a_period_and_when_the_reference_changes() -> None:
+    now, text, reads = [1_000.0], json.dumps(CONFIGS["qwen3-8b"]), []
+
+    async def read(namespace: str, name: str) -> ReadConfigMap:
+        reads.append((namespace, name))
+        return ReadConfigMap(name, {"config.json": text})
+
+    controller = Controller(
+        OperatorSettings(), OperatorMetrics(), clock=lambda: now[0], read_config_map=read
+    )
+
+    async def refresh() -> CachedResource:
+        key = ResourceKey("LLMDeployment", "default", "chat")
+        cached = controller.cache.get(key)
+        assert cached is not None
+        return await controller._refresh_config(key, cached)
+
+    controller.on_change(declare_config("new"))
+    for _ in range(2):
+        assert (await refresh()).model_fault == ""
+    assert reads == [("default", "new")]
+    # Deleted or changed since: nothing has reported that.
+    text = "{}"
+    now[0] += CONFIG_PERIOD_S
+    assert (await refresh()).model_fault.startswith("ConfigMap new, key config.json: ")
+    controller.on_change(declare_config("other", version=2))
+    await refresh()
+    assert reads == [("default", "new"), ("default", "new"), ("default", "other")]
+
+
+async def test_a_deployment_waits_for_its_config_map_and_is_planned_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, found, submitted = [1_000.0], ReadConfigMap("new", fault="it does not exist"), []
+
+    async def read(namespace: str, name: str) -> ReadConfigMap:
+        assert (namespace, name) == ("default", "new")
+        return found
+
+    controller = Controller(
+        OperatorSettings(), OperatorMetrics(), clock=lambda: now[0], read_config_map=read
+    )
+    monkeypatch.setattr(controller.planner, "submit", lambda *job: submitted.append(job))
+    workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+    declared = declare_config("new")
+    declared["spec"]["workload"] = workload
+    controller.on_change(declared)
+    controller.on_change(node("n1", product="H100"))
+    key = ResourceKey("LLMDeployment", "default", "chat")
+
+    executor = AsyncMock()
+    await controller._reconcile(key, executor)
+    (actions,) = executor.carry_out.await_args.args
+    (status,) = (each.status for each in actions if isinstance(each, PatchStatus))
+    (ready,) = (each for each in status["conditions"] if each["type"] == "PlanReady")
+    assert ready["reason"] == "ModelUnknown"
+    assert "it does not exist" in ready["message"]
+    assert not submitted
+    found = ReadConfigMap("new", {"config.json": json.dumps(CONFIGS["qwen3-8b"])})
+    now[0] += CONFIG_PERIOD_S
+    await controller._reconcile(key, executor)
+    ((_, planned, cluster, _),) = submitted
+    assert planned.spec.model.config.inline == CONFIGS["qwen3-8b"]
+    assert cluster is not None

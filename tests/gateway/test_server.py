@@ -1,5 +1,6 @@
 """Start, end, and the command itself."""
 
+import argparse
 import asyncio
 import os
 import signal
@@ -101,7 +102,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "16MB", "-1", "1.5Gi"])
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="size"):
         parse_size(text)
 
 
@@ -114,6 +115,26 @@ def test_bad_usage_is_exit_code_2(tmp_path, monkeypatch) -> None:
     assert main(["--port", "0", "--agents", "", "--api-keys", str(tmp_path / "none")]) == 2
     (tmp_path / "empty").write_text("# nothing\n")
     assert main(["--port", "0", "--agents", "", "--api-keys", str(tmp_path / "empty")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "fault"),
+    [
+        ("--port", "99999999", "99999999 is not a port: it must be from 0 to 65535"),
+        ("--max-body", "5parsecs", "'5parsecs' is not a size such as 16MiB"),
+        ("--queue-limit", "0", "0 is not at least 1"),
+        ("--min-decode", "-1", "-1 is not a whole number between 0 and"),
+        ("--idle-timeout", "nan", "nan is not between 0 and"),
+        ("--ttft-ms", "soon", "'soon' is not a number"),
+    ],
+)
+def test_a_value_out_of_bounds_is_two_lines(option, value, fault, capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["--agents", "", f"{option}={value}"])
+    assert refused.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.endswith("--help lists the options")
+    assert f"error: argument {option}: {fault}" in error
 
 
 def test_a_body_must_fit_into_what_may_be_received(capsys) -> None:
@@ -136,7 +157,7 @@ def test_the_help_names_the_command_that_was_called(
     monkeypatch.setattr(sys, "argv", ["x", *arguments])
     with pytest.raises(SystemExit):
         command_main()
-    assert capsys.readouterr().out.startswith(f"usage: {program} [-h]")
+    assert capsys.readouterr().out.startswith(f"usage: {program} ")
 
 
 def test_an_occupied_port_is_exit_code_1() -> None:

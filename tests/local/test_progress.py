@@ -40,6 +40,17 @@ def test_states_other_than_ready_have_readable_names() -> None:
     assert shown == PodProgress("p", "prefill", "loading", 7.0, "loading weights", 1)
 
 
+def test_the_stage_of_a_start_is_known_from_the_agent() -> None:
+    row = InstanceRow("p", "prefill", "starting", reason="engine starts: loads weights, 40 %")
+    shown = local_progress.build_progress(LOADING, row, "a line", 107.0)
+    assert (shown.stage, shown.detail) == ("loads weights, 40 %", "a line")
+    line = local_progress.describe_waiting([shown])
+    assert line == "still waiting: p loading 7 s, loads weights, 40 % (last log line: a line)"
+    for reason in ("engine starts", "engine starts again: no such model: x", "engine: y"):
+        row = InstanceRow("p", "prefill", "starting", reason=reason)
+        assert local_progress.build_progress(LOADING, row, "a line", 107.0).stage == ""
+
+
 def test_the_last_failure_of_an_engine_goes_with_its_pod() -> None:
     registration = agent_pb2.Registration(restarts=2, last_failure="engine ended with status 1: oh")
     health = agent_pb2.HealthResponse(registration=registration)

@@ -11,6 +11,7 @@ from cleave.manifests.resources import (
     needs_whole_cards,
 )
 from cleave.manifests.worker import build_worker_pod
+from cleave.perf.model.known_models import CONFIGS
 
 
 def resources(pool, device: str = "cpu"):
@@ -201,3 +202,10 @@ def test_the_template_decides_about_rdma_and_emulated_engines_have_none(pool) ->
     emulated = pool(engine={"type": "Emulated"}).spec
     assert add_rdma_device(emulated, "rdma/hca") == emulated
     assert pool().spec.template.resources == Resources()
+
+
+def test_a_config_gives_the_weights_of_any_model(pool) -> None:
+    config = {"inline": dict(CONFIGS["llama-3.1-70b"])}
+    manual = [{"role": "decode", "parallelism": {"tensor": 4}}]
+    placed = {"model": {"source": "org/new", "config": config}, "placement": {"manual": manual}}
+    assert resources(pool(**placed), "gpu")["limits"]["memory"] == "172Gi"

@@ -41,6 +41,7 @@ RIGHTS = {
     ("policy", "poddisruptionbudgets"): {"get", *APPLIED},
     ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "create", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"get", *APPLIED},
+    ("", "configmaps"): {"get"},
     ("", "serviceaccounts"): {"get", *APPLIED},
     ("rbac.authorization.k8s.io", "rolebindings"): {"get", *APPLIED},
     ("rbac.authorization.k8s.io", "clusterroles"): {"bind"},

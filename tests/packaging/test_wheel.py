@@ -36,10 +36,10 @@ BASE = {
     "workload": ("trace.csv", "planner"),
     "provision": ("-f planned.yaml --cluster cluster.yaml", "planner"),
     "render": ("-f planned.yaml --cluster cluster.yaml", "planner"),
-    "rollout": ("-f emulated.yaml --from emulated.yaml --dry-run", ""),
+    "rollout": ("-f emulated.yaml --from emulated.yaml", ""),
     "gateway": ("--agents 127.0.0.1:1", "gateway"),
     "operator": ("", "operator"),
-    "lengths": ("train trace.csv -o lengths.json", "lengths"),
+    "lengths": ("train trace.csv -O lengths.json", "lengths"),
 }
 """Commands -> arguments that they accept, and extras that are then missing."""
 

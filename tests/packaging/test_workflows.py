@@ -104,3 +104,22 @@ def test_updates_are_proposed_for_all_that_is_pinned() -> None:
     for each in updates:
         for directory in each.get("directories", [each.get("directory")]):
             assert (FOLDER.parent / directory.strip("/")).is_dir()
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=str)
+def test_forms_for_issues_are_of_the_forges_schema(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert form.keys() <= {"name", "description", "labels", "body"}
+    fields = [each for each in form["body"] if each["type"] != "markdown"]
+    assert {each["type"] for each in fields} <= {"input", "textarea", "dropdown", "checkboxes"}
+    assert len({each["id"] for each in fields}) == len(fields)
+    assert all(each["attributes"]["label"] for each in fields)
+    assert any(each.get("validations", {}).get("required") for each in fields)
+
+
+def test_code_owners_are_named_for_paths_that_exist() -> None:
+    lines = (FOLDER / "CODEOWNERS").read_text().splitlines()
+    rules = [line.split() for line in lines if line and not line.startswith("#")]
+    assert all(owner.startswith("@") for _, *owners in rules for owner in owners)
+    named = [path for path, *_ in rules if path != "*"]
+    assert [path for path in named if not (FOLDER.parent / path.strip("/")).exists()] == []

@@ -11,10 +11,14 @@ from cleave.manifests.pool import build_pools, build_selected_plan, hash_revisio
 from cleave.planner import deployment_checks
 from cleave.planner.placement import choose_placement
 
+from tests.support.model_configs import HYBRID, INDEXED
+
 WINDOWS, PLAIN = "openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B"
 
 
-def deployment(model: str, *pools: dict[str, Any], **spec: Any) -> LLMDeployment:
+def deployment(
+    model: str, *pools: dict[str, Any], config: Any = None, **spec: Any
+) -> LLMDeployment:
     placement = {"placement": {"manual": list(pools)}} if pools else {}
     return validate(
         {
@@ -22,7 +26,7 @@ def deployment(model: str, *pools: dict[str, Any], **spec: Any) -> LLMDeployment
             "kind": "LLMDeployment",
             "metadata": {"name": "chat"},
             "spec": {
-                "model": {"source": model},
+                "model": {"source": model, **({"config": {"inline": config}} if config else {})},
                 "slo": {"ttftMs": 400, "tpotMs": 40},
                 **placement,
                 **spec,
@@ -50,6 +54,20 @@ def test_models_with_windows_get_nixl_and_others_cleaves_connector() -> None:
     assert choose(WINDOWS) is Connector.NIXL
     assert choose(PLAIN) is Connector.CLEAVE
     assert choose("org/unknown") is Connector.CLEAVE
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [(HYBRID, "layers with states"), (INDEXED, "an indexer with own keys")],
+)
+def test_models_with_several_kinds_of_caches_get_nixl(config: dict[str, Any], why: str) -> None:
+    chosen = deployment_checks.choose_connector(deployment("org/new", config=config))
+    assert chosen.connector is Connector.NIXL
+    assert chosen.reason == f"new has {why}, which Cleave's connector does not move"
+    named = deployment("org/new", config=config, engine={"connector": "Cleave"})
+    assert deployment_checks.choose_connector(named).fault == (
+        f"spec.engine.connector: {chosen.reason}; set it to Nixl, or remove it"
+    )
 
 
 def test_emulated_engines_keep_theirs_and_arguments_replace_the_choice() -> None:

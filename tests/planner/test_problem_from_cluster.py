@@ -20,6 +20,7 @@ from cleave.planner.search.candidates import build_decode, build_prefill, list_c
 from cleave.simulator.fleet import Admission, PrefillOrder
 
 from tests.support import known_problems
+from tests.support.model_configs import HYBRID
 
 SMALL = "Qwen/Qwen2.5-7B"
 WORKLOAD = {"rate": 4, "promptTokens": {"mean": 512}, "outputTokens": {"mean": 64}}
@@ -320,3 +321,38 @@ def test_kv_over_nccl_leaves_less_memory_on_small_gpus(
     assert own is not None
     assert chosen is not None
     assert (chosen.kv_capacity_tokens < own.kv_capacity_tokens) is is_smaller
+
+
+def test_a_model_of_the_resources_config_is_planned_with_room_for_its_mean_request() -> None:
+    model = {"source": "/models/new", "config": {"inline": HYBRID}}
+    h100 = cluster("nodes: [{count: 2, gpu: H100-SXM}]")
+    rooms = []
+    for prompt in (512, 32_768):
+        workload = {"rate": 1, "promptTokens": {"mean": prompt}, "outputTokens": {"mean": 64}}
+        problem = problem_from_cluster.build_problem(
+            deployment(model=model, workload=workload), h100
+        )
+        assert problem.shape.name == "new"
+        estimate = problem.estimator.estimate("H100-SXM-80GB", 4, 1)
+        assert estimate is not None
+        rooms.append(estimate.kv_capacity_tokens)
+    assert rooms[1] > 2 * rooms[0]
+
+
+def test_multi_token_prediction_takes_memory_and_the_plan_says_what_it_leaves_out() -> None:
+    config = {"inline": {**HYBRID, "num_nextn_predict_layers": 1}}
+    model = {"source": "org/new", "config": config}
+    h100 = cluster("nodes: [{count: 2, gpu: H100-SXM}]")
+    engine = {"args": ["--speculative-config", '{"method": "mtp"}']}
+    plain, drafting = (
+        problem_from_cluster.build_problem(deployment(model=model, engine=each), h100)
+        for each in ({}, engine)
+    )
+    assert drafting.shape.weight_bytes > plain.shape.weight_bytes
+    (note,) = (note for note in drafting.notes if "--speculative-config" in note)
+    assert "no accepted tokens" in note
+    engine = {"args": ['--speculative-config={"method": "mtp"}']}
+    with pytest.raises(PlanError) as raised:
+        problem_from_cluster.build_problem(deployment(engine=engine), h100)
+    (fault,) = raised.value.faults
+    assert fault.startswith("spec.engine.args: --speculative-config mtp: opt-13b states no ")

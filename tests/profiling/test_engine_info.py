@@ -33,3 +33,12 @@ async def test_counters_wait_until_the_request_is_counted(
     assert after.iterations - before.iterations == 2, "600 tokens are two passes of up to 512"
     assert after.prefill_s > before.prefill_s
     assert await count_requests(client) == 0
+
+
+async def test_a_gateway_is_not_measured_as_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*_: object) -> dict[str, object]:
+        return {"data": [{"id": "m", "owned_by": "cleave"}]}
+
+    monkeypatch.setattr(OpenAIClient, "get_json", answer)
+    with pytest.raises(ProfilingError, match="is a gateway of Cleave: give the URL of one of its"):
+        await inspect_engine(OpenAIClient("http://127.0.0.1:1"), None)

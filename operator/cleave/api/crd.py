@@ -24,8 +24,8 @@ _HEADER = "# Generated from operator/cleave/api by scripts/generate; changes her
 
 _READY = '.status.conditions[?(@.type=="Ready")]'
 _IS_READY = f"{_READY}.status"
-_AVAILABLE = '.status.conditions[?(@.type=="Available")].status'
-_DRIFTED = '.status.conditions[?(@.type=="PlanDrifted")].status'
+_CONDITION = '.status.conditions[?(@.type=="{}")].status'
+_ATTAINED = ".status.observed.attainment"
 _GOODPUT = ".status.plan.predicted.goodput"
 _ROLE = '.status.roles[?(@.role=="{}")].ready'
 
@@ -34,6 +34,7 @@ _DEPLOYMENT_COLUMNS = (
     ("Model", "string", ".status.model", "Model name that clients request."),
     ("Ready", "string", _IS_READY, "Whether the spec is rolled out and requests are served."),
     ("Reason", "string", f"{_READY}.reason", "Why it is ready or not."),
+    ("SLO", "string", _CONDITION.format("SLOAttained"), "Whether recent requests met the targets."),
     ("P", "integer", _ROLE.format("prefill"), "Ready prefill instances."),
     ("D", "integer", _ROLE.format("decode"), "Ready decode instances."),
     ("Mixed", "integer", _ROLE.format("mixed"), "Ready mixed instances."),
@@ -41,11 +42,19 @@ _DEPLOYMENT_COLUMNS = (
     _AGE,
 )
 _WIDE_DEPLOYMENT_COLUMNS = (
-    ("Available", "string", _AVAILABLE, "Whether requests are served, including during a rollout."),
+    (
+        "Available",
+        "string",
+        _CONDITION.format("Available"),
+        "Whether requests are served, including during a rollout.",
+    ),
     ("Plan", "string", ".status.plan.verdict", "The planner's verdict."),
     ("Goodput", "number", _GOODPUT, "Predicted requests per second within the latency targets."),
     ("Rate", "number", ".status.observed.rate", "Observed requests per second."),
-    ("Drifted", "string", _DRIFTED, "Whether traffic differs from the planned traffic."),
+    ("Attained", "number", _ATTAINED, "Share of recent requests that met both targets."),
+    ("Drifted", "string", _CONDITION.format("PlanDrifted"), "Whether the traffic has changed."),
+    ("Predicted", "string", _CONDITION.format("PredictionHolds"), "Whether predictions hold."),
+    ("Proven", "string", _CONDITION.format("KVPathProven"), "Whether KV moves in every pair."),
     ("URL", "string", ".status.url", "Base URL for clients."),
     ("Revision", "string", ".status.plan.revision", "Hash of engine and model."),
 )

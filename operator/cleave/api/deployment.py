@@ -320,7 +320,8 @@ class LLMDeploymentStatus(ApiModel):
     or the nodes give. KVPathProven: the newest canary handoff between every two engines was good,
     at most ten minutes ago. PlanReady: a plan, or the placement in spec.placement, is in force.
     PlanFeasible: the latency targets can be met. PlanDrifted: traffic differs from the planned
-    traffic. PredictionHolds: instances are as fast as the planner predicts."""
+    traffic. PredictionHolds: instances are as fast as the planner predicts. SLOAttained: recent
+    requests met spec.slo; absent where the operator does not read the gateways' traffic."""
     model: str | None = None
     """Model name that clients request. A changed name appears once its rollout is complete."""
     plan: SelectedPlan | None = None

@@ -19,6 +19,7 @@ _MAX_FAULTS = 100
 _MAX_SUGGESTIONS = 10
 """Faults for which similar names are searched: that takes longer than all else."""
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,2}")
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 
 _MESSAGES = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
@@ -68,7 +69,8 @@ def _explain(
     got = "" if _is_secret(detail["loc"]) else f" (got {format_value(detail['input'])})"
     kind = detail["type"]
     if kind in _MESSAGES:
-        return _MESSAGES[kind] + got + _explain_reference(kind, detail["input"])
+        hint = _explain_text if kind.startswith("int") else _explain_reference
+        return _MESSAGES[kind] + got + hint(kind, detail["input"])
     match kind:
         case "missing":
             return "required"
@@ -83,7 +85,7 @@ def _explain(
         case "less_than_equal":
             return f"must be <= {_format_bound(context['le'])}{got}"
         case "float_type" | "finite_number":
-            return "must be a number" + got + _explain_exponent(detail["input"])
+            return "must be a number" + got + _explain_text(kind, detail["input"])
         case "too_long":
             return f"must have at most {context['max_length']} entries"
         case "too_short":
@@ -102,11 +104,15 @@ def _format_bound(bound: float) -> str:
     return f"{bound:,.0f}" if bound == round(bound) else f"{bound:g}"
 
 
-def _explain_exponent(value: object) -> str:
-    """Explain that YAML 1.1 reads numbers such as 1e9 as text."""
-    if not (isinstance(value, str) and _WITH_EXPONENT.fullmatch(value)):
+def _explain_text(kind: str, value: object) -> str:
+    """Explain that numbers in quotes are text, as are for YAML 1.1 those such as 1e9."""
+    if not isinstance(value, str) or len(value) > _MAX_VALUE_LENGTH:
         return ""
-    return f"; YAML reads this as text: write {float(value):.15g}"
+    if _NUMBER.fullmatch(value) and not (kind.startswith("int") and "." in value):
+        return f"; write it without quotes: {value}"
+    if _WITH_EXPONENT.fullmatch(value):
+        return f"; YAML reads this as text: write {float(value):.15g}"
+    return ""
 
 
 def _explain_reference(kind: str, value: object) -> str:

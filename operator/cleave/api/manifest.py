@@ -15,8 +15,10 @@ from pydantic import BaseModel, ValidationError
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import KIND, LLMDeployment
 from cleave.api.faults import format_faults, format_value
-from cleave.api.resource import API_VERSION
+from cleave.api.resource import API_VERSION, GROUP
 
+_MAX_VALUES = 100_000
+"""Above, a few aliases of aliases would take memory and minutes."""
 _M = TypeVar("_M", bound=BaseModel)
 
 
@@ -38,10 +40,15 @@ def load(source: str | Path) -> LLMDeployment:
     return deployments[0]
 
 
-def load_all(source: str | Path) -> list[LLMDeployment]:
-    """Load the LLMDeployments of all documents and lists. Raises ManifestError with all faults."""
+def load_all(source: str | Path, *, skip_others: bool = False) -> list[LLMDeployment]:
+    """Load the LLMDeployments of all documents and lists. Raises ManifestError with all faults.
+
+    `skip_others`: objects of other APIs, and documents that are no objects, are no faults.
+    """
     documents = list(_expand_lists(_read_documents(source)))
-    if not documents:
+    if skip_others:
+        documents = [each for each in documents if _is_meant_as_deployment(each)]
+    elif not documents:
         raise ManifestError([f"{_format_source(source)} holds no {KIND}"])
     deployments: list[LLMDeployment] = []
     faults: list[str] = []
@@ -111,11 +118,14 @@ def _read_documents(source: str | Path) -> list[object]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ManifestError([f"{source}: {reason}"]) from error
     try:
-        return [d for d in yaml.load_all(text, _Loader) if d is not None]
+        documents = [d for d in yaml.load_all(text, _Loader) if d is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"{name}:{mark.line + 1}" if mark else name
-        raise ManifestError([f"{location}: {error.problem or error.context}"]) from error
+        hint = (
+            "; is this a template? render it first, as helm template does" if "{{" in text else ""
+        )
+        raise ManifestError([f"{location}: {error.problem or error.context}{hint}"]) from error
     except yaml.YAMLError as error:
         raise ManifestError([f"{name}: {str(error).splitlines()[0]}"]) from error
     except RecursionError as error:
@@ -123,6 +133,22 @@ def _read_documents(source: str | Path) -> list[object]:
     except ValueError as error:
         # YAML's own types raise this for impossible dates and endless numbers.
         raise ManifestError([f"{name}: {error}"]) from error
+    if _count_values(documents, {}) > _MAX_VALUES:
+        why = f"holds more than {_MAX_VALUES:,} values once aliases (*) are written out"
+        raise ManifestError([f"{name}: {why}; use fewer aliases"])
+    return documents
+
+
+def _count_values(document: object, counts: dict[int, int]) -> int:
+    """Values of the document once aliases are written out. `counts`: of objects met so far, by id;
+    an object that holds itself counts as one there, and is refused later."""
+    if not isinstance(document, Mapping | list):
+        return 1
+    if id(document) not in counts:
+        counts[id(document)] = 1
+        children = document.values() if isinstance(document, Mapping) else document
+        counts[id(document)] = 1 + sum(_count_values(each, counts) for each in children)
+    return counts[id(document)]
 
 
 class _Loader(yaml.SafeLoader):
@@ -146,6 +172,14 @@ def _expand_lists(documents: Sequence[object]) -> Iterator[object]:
             yield from document.get("items") or ()
         else:
             yield document
+
+
+def _is_meant_as_deployment(document: object) -> bool:
+    """Whether version or kind is of this API; the other one may be misspelled."""
+    if not isinstance(document, Mapping):
+        return False
+    version, kind = document.get("apiVersion"), document.get("kind")
+    return str(version).startswith(f"{GROUP}/") or kind == KIND
 
 
 def _list_identity_faults(document: Mapping[Any, Any]) -> Iterator[str]:

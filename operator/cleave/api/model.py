@@ -1,5 +1,6 @@
 """The model to serve. Part of both resources."""
 
+import json
 import re
 from enum import StrEnum
 from pathlib import PurePosixPath
@@ -15,6 +16,8 @@ _HF = "hf://"
 _SOURCE = r"^((hf://)?[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?|/[^:\n]+)$"
 _CACHES = ("host_path", "persistent_volume_claim", "image")
 _WORD = r"^[A-Za-z0-9][A-Za-z0-9_./:@-]*$"
+MAX_CONFIG_LENGTH = 1 << 16
+"""Characters of a config.json; the longest ones list each layer that is not quantised."""
 
 
 def _check_source(source: str) -> str:
@@ -86,6 +89,72 @@ class ModelCache(ApiModel):
         return schema
 
 
+def _check_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Bound the length. Fields without a value are left out, as the API server may do."""
+    length = len(json.dumps(config, separators=(",", ":")))
+    if length > MAX_CONFIG_LENGTH:
+        fault = (
+            f"has {length:,} characters as JSON, above {MAX_CONFIG_LENGTH:,}: leave out lists that "
+            "plans do not read, such as quantization_config.ignore"
+        )
+        raise PydanticCustomError("config_length", "{fault}", {"fault": fault})
+    return {name: _drop_nulls(value) for name, value in config.items() if value is not None}
+
+
+def _drop_nulls(value: object) -> object:
+    if isinstance(value, list):
+        return [*map(_drop_nulls, value)]
+    if isinstance(value, dict):
+        return {name: _drop_nulls(each) for name, each in value.items() if each is not None}
+    return value
+
+
+class _AnyObject:
+    """Schema of an object with any fields, which the API server keeps as they are."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        del core_schema, handler
+        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+class ConfigMapKeyRef(ApiModel):
+    """One entry of a ConfigMap in the deployment's namespace."""
+
+    name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
+    """Name of the ConfigMap."""
+    key: Annotated[str, Field(max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = "config.json"
+    """Key of the entry."""
+
+
+class ModelConfig(ApiModel):
+    """The model's config.json, from which plans take its dimensions: exactly one of two."""
+
+    inline: Annotated[dict[str, Any], AfterValidator(_check_config), _AnyObject()] | None = None
+    """The content of the config.json, as an object."""
+    config_map_key_ref: ConfigMapKeyRef | None = None
+    """A ConfigMap with the config.json, as `kubectl create configmap NAME
+    --from-file=config.json` makes it. Only the operator reads it, once a minute."""
+
+    @model_validator(mode="after")
+    def _check_exactly_one(self) -> Self:
+        if (self.inline is None) == (self.config_map_key_ref is None):
+            fault = "state exactly one of inline and configMapKeyRef"
+            raise PydanticCustomError("one_config", fault)
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Bound the number of fields, as of `cache`."""
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        handler.resolve_ref_schema(schema).update(minProperties=1, maxProperties=1)
+        return schema
+
+
 class ModelSpec(ApiModel):
     """The weights to serve, and the name under which clients request them."""
 
@@ -106,6 +175,9 @@ class ModelSpec(ApiModel):
     cache: ModelCache | None = None
     """Where workers store or find the model's files; absent: each pod downloads them, or reads the
     folder on its node."""
+    config: ModelConfig | None = None
+    """The model's config.json, for plans and checks; engines read their own. Absent: Cleave's model
+    table has the dimensions of well-known models, and others are not planned."""
 
     @property
     def locator(self) -> str:
@@ -116,6 +188,13 @@ class ModelSpec(ApiModel):
     def folder(self) -> str | None:
         """The absolute folder; None for a Hugging Face id."""
         return self.source if self.source.startswith("/") else None
+
+    @property
+    def shape_field(self) -> str:
+        """The field, as in YAML, from which plans take the model's dimensions."""
+        if self.config is None:
+            return "spec.model.source"
+        return f"spec.model.config.{'configMapKeyRef' if self.config.inline is None else 'inline'}"
 
     @property
     def name(self) -> str:

@@ -24,7 +24,7 @@ from cleave.cli.local.up import up
 from cleave.cli.manifests.render import render
 from cleave.cli.manifests.rollout import rollout
 from cleave.cli.manifests.validate import validate
-from cleave.cli.options import MANIFEST, File
+from cleave.cli.options import MANIFEST, File, Files
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
 from cleave.cli.planning.plan import plan
 from cleave.cli.planning.provision import provision
@@ -68,11 +68,13 @@ class CommandGroup(TyperGroup):
             self._fail(ctx, error)
 
     def _fail(self, context: typer.Context, error: distribution.MissingExtraError) -> NoReturn:
-        fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
+        fail([f"'{context.command_path} {context.invoked_subcommand}' {error}"], FAILED)
 
 
 class ManifestCommand(TyperCommand):
-    """A command that reads one manifest; says how where it is named without -f, or twice."""
+    """A command that reads manifests; says how where one is named without -f."""
+
+    takes_several = False
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse as the base class does, which would report only that -f is missing."""
@@ -82,9 +84,15 @@ class ManifestCommand(TyperCommand):
             if others and not num_named:
                 how = f"name the manifest with -f: {ctx.command_path} -f {others[0]}"
                 fail([f"{others[0]}: {how}"], BAD_INPUT)
-            if num_named > 1:
+            if num_named > 1 and not self.takes_several:
                 fail(["-f: given more than once; name one file, with one LLMDeployment"], BAD_INPUT)
         return super().parse_args(ctx, args)
+
+
+class ManifestsCommand(ManifestCommand):
+    """A command that reads any number of manifests."""
+
+    takes_several = True
 
 
 app = typer.Typer(
@@ -103,10 +111,10 @@ _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
 for heading, commands in _GROUPS.items():
     for command in commands:
         file = inspect.signature(command).parameters.get(MANIFEST)
-        reads_manifest = file is not None and file.annotation is File
-        app.command(cls=ManifestCommand if reads_manifest else None, rich_help_panel=heading)(
-            command
-        )
+        # By identity: `profile --output-file` and `lengths --with` are files, too.
+        classes = {id(File): ManifestCommand, id(Files): ManifestsCommand}
+        kind = classes.get(id(file.annotation)) if file else None
+        app.command(cls=kind, rich_help_panel=heading)(command)
 for forwarded in (gateway, operator):
     app.command(context_settings=PASSTHROUGH_SETTINGS, rich_help_panel="Run components")(forwarded)
 app.add_typer(lengths, name="lengths", rich_help_panel="Plan capacity")
@@ -151,9 +159,14 @@ def cleave(
 
 
 def main() -> None:
-    """Run the command line; an internal error prints one line, and with -v its traceback."""
+    """Run the command line."""
+    run_app(app, "cleave")
+
+
+def run_app(program: typer.Typer, name: str) -> None:
+    """Run a command line; an internal error prints one line, and with -v its traceback."""
     try:
-        app()
+        program(prog_name=name)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

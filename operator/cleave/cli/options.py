@@ -38,11 +38,19 @@ def complete_logged(incomplete: str) -> list[str]:
 
 
 MANIFEST = "file"
-"""The parameter of type File of all commands that read a manifest."""
+"""The parameter of type File or Files of all commands that read manifests."""
 RunningName = Annotated[
     str | None,
     Argument(
         help="Name of the deployment. May be omitted when only one is running.",
+        autocompletion=complete_running,
+    ),
+]
+RunningNames = Annotated[
+    list[str] | None,
+    Argument(
+        help="Names of the deployments. May be omitted when only one is running.",
+        show_default=False,
         autocompletion=complete_running,
     ),
 ]
@@ -52,6 +60,16 @@ File = Annotated[
         "--file",
         "-f",
         help="Manifest of an LLMDeployment; - reads standard input.",
+        show_default=False,
+    ),
+]
+Files = Annotated[
+    list[Path],
+    Option(
+        "--file",
+        "-f",
+        help="Manifests of LLMDeployments: a file, a folder or - for standard input. May be "
+        "repeated.",
         show_default=False,
     ),
 ]

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
@@ -28,7 +28,13 @@ from cleave.controller.cluster.actions import (
     SetFinalizers,
 )
 from cleave.controller.cluster.apply import FINALIZER
-from cleave.controller.cluster.cache import DEPLOYMENTS, CachedResource, ObjectCache, ResourceKey
+from cleave.controller.cluster.cache import (
+    DEPLOYMENTS,
+    CachedResource,
+    ObjectCache,
+    ReadConfigMap,
+    ResourceKey,
+)
 from cleave.controller.cluster.client import KubeApiError
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
@@ -61,6 +67,11 @@ _MAX_DEBOUNCE_S = 2.0
 """Large objects take long to reconcile, so they wait longer and handle more changes at a time:
 `_DEBOUNCE_FACTOR` times the last decision, at most this long."""
 _STALE_RETRY_S = 0.2
+CONFIG_PERIOD_S = 60.0
+"""A ConfigMap with a model's config.json is read again after this time."""
+
+ConfigMapReader = Callable[[str, str], Awaitable[ReadConfigMap]]
+"""Reads a ConfigMap by namespace and name."""
 
 
 class Controller:
@@ -75,7 +86,10 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
         gateways: GatewayClient[ResourceKey] | None = None,
         debounce_s: float = DEBOUNCE_S,
+        read_config_map: ConfigMapReader | None = None,
     ) -> None:
+        """`read_config_map`: of a namespace and a name; absent: deployments that refer to one wait.
+        It raises KubeApiError."""
         self.settings = settings
         """Called for each decision."""
         self._metrics = metrics
@@ -91,6 +105,9 @@ class Controller:
         self._faults: dict[ResourceKey, str] = {}
         self._idle_since: dict[ResourceKey, float] = {}
         self._decision_s: dict[ResourceKey, float] = {}
+        self._read_config_map = read_config_map
+        self._config_read: dict[ResourceKey, tuple[str, float]] = {}
+        """Name of each deployment's ConfigMap, and when it was read last."""
         self._repurposing: set[ResourceKey] = set()
         """Deployments with instances that are changing their role at this moment."""
         self._inventories: tuple[object, dict[tuple[bool, bool], Inventory]] = (), {}
@@ -190,6 +207,7 @@ class Controller:
             self._faults.pop(key, None)
             self._idle_since.pop(key, None)
             self._decision_s.pop(key, None)
+            self._config_read.pop(key, None)
             self._metrics.record_reconcile(key.kind, "gone", 0.0)
             return
         pool = cached.resource
@@ -198,6 +216,7 @@ class Controller:
             self.queue.add_after(key, _STALE_RETRY_S)
             return
         try:
+            cached = await self._refresh_config(key, cached)
             actions = await self._decide(key, cached)
             await self._carry_out(key, executor, actions)
         except (NotLeadingError, StaleError) as error:
@@ -218,6 +237,20 @@ class Controller:
         else:
             outcome = self._finish(key, cached, actions)
         self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)
+
+    async def _refresh_config(self, key: ResourceKey, cached: CachedResource) -> CachedResource:
+        """The deployment with the ConfigMap that it takes its model's config.json from, which is
+        read again once a period. Raises KubeApiError."""
+        reference = cached.config_reference
+        if reference is None or self._read_config_map is None or "deletionTimestamp" in cached.meta:
+            return cached
+        name, read_s = self._config_read.get(key, ("", 0.0))
+        if name != reference.name or self._clock() - read_s >= CONFIG_PERIOD_S:
+            read = await self._read_config_map(key.namespace, reference.name)
+            self._config_read[key] = reference.name, self._clock()
+            self.cache.set_config_map(key, read)
+        self.queue.add_after(key, CONFIG_PERIOD_S)
+        return self.cache.get(key) or cached
 
     async def _carry_out(self, key: ResourceKey, executor: Executor, actions: list[Action]) -> None:
         if not any(isinstance(action, Repurpose) for action in actions):
@@ -267,13 +300,17 @@ class Controller:
     async def _decide_deployment(
         self, key: ResourceKey, cached: CachedResource, resource: LLMDeployment
     ) -> list[Action]:
-        ready = frozenset(
-            pod.name
+        present = [
+            pod
             for pod in self.cache.list_pods(key)
-            if pod.ready and not (pod.deleting or pod.is_multi_node_worker)
-        )
+            if not (pod.deleting or pod.is_multi_node_worker)
+        ]
         reported = await self._gateways.get_or_refresh(
-            key, self.cache.list_gateways(key), ready, self._count_engines(key)
+            key,
+            self.cache.list_gateways(key),
+            frozenset(pod.name for pod in present if pod.ready),
+            self._count_engines(key),
+            has_starting=any(not pod.ready and pod.is_alive for pod in present),
         )
         pods = _with_load(self.cache.list_pods(key), reported or {})
         pools = [
@@ -298,6 +335,7 @@ class Controller:
             drift=self.traffic_poller.update_drift(key, resource, cached.status),
             demand=self.traffic_poller.measure_demand(key, resource),
             fault=self._faults.get(key, ""),
+            model_fault=cached.model_fault,
             gateway_fault=self.cache.find_gateway_fault(key),
             settings=self.settings,
         )

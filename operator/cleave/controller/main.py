@@ -20,7 +20,7 @@ from cleave.controller.cluster.leader_election import LeaseConfig
 from cleave.controller.manager import Manager, ManagerOptions, WebhookOptions
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.network_policies import NetworkIsolation
-from cleave.rpc.listen_addresses import parse_hosts
+from cleave.rpc.listen_addresses import parse_hosts, parse_port
 
 log = logging.getLogger("cleave.controller")
 
@@ -120,7 +120,9 @@ def _set_up_logging(level: str, log_format: str) -> None:
 
 def _build_parser(program: str) -> argparse.ArgumentParser:
     description = "Reconcile the LLMDeployments and InstancePools of a Kubernetes cluster."
-    parser = argparse.ArgumentParser(program, description=description, epilog=_EXIT_CODES)
+    # Not all options in each error: their list is a screen long.
+    usage = f"{program} [options]; {program} --help lists the options"
+    parser = argparse.ArgumentParser(program, usage, description, _EXIT_CODES)
     add = parser.add_argument
     add(
         "--host",
@@ -129,7 +131,7 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         metavar="HOST,...",
         help="addresses of /healthz, /readyz, /metrics and the webhook",
     )
-    add("--port", type=int, default=8081)
+    add("--port", type=parse_port, default=8081)
     add("--namespace", action="append", default=[], help="watch this namespace only; repeatable")
     add("--lease", default="cleave-operator", help="name of the leader election's Lease")
     defaults = LeaseConfig()
@@ -190,11 +192,11 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         "--egress-port",
         action="append",
         default=[],
-        type=int,
+        type=parse_port,
         metavar="PORT",
         help="that workers may connect to besides 443, such as a model mirror's; repeatable",
     )
-    add("--api-server-port", type=int, default=6443, help="of the API server, besides 443")
+    add("--api-server-port", type=parse_port, default=6443, help="of the API server, besides 443")
     add(
         "--watch-interval",
         type=_parse_interval,
@@ -228,7 +230,7 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         help="cluster file with network, own GPUs and measured profiles",
     )
     add("--webhook", default="", metavar="NAME", help="serve the validating webhook of this name")
-    add("--webhook-port", type=int, default=9443)
+    add("--webhook-port", type=parse_port, default=9443)
     add(
         "--webhook-certificate",
         choices=["operator", "cert-manager"],

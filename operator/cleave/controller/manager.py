@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import kopf
@@ -20,6 +21,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from cleave.controller import handlers
 from cleave.controller.cluster.client import KubeApiError, KubeClient
+from cleave.controller.cluster.config_maps import read_config_map
 from cleave.controller.cluster.executor import Executor
 from cleave.controller.cluster.leader_election import LeaderElector, LeaseConfig
 from cleave.controller.controller import WORKERS, Controller
@@ -72,7 +74,9 @@ class Manager:
     def __init__(self, kube: KubeClient, options: ManagerOptions) -> None:
         self._kube, self._options = kube, options
         self._metrics = OperatorMetrics()
-        self._controller = Controller(options.settings, self._metrics)
+        self._controller = Controller(
+            options.settings, self._metrics, read_config_map=partial(read_config_map, kube)
+        )
         self._leader = LeaderElector(
             kube, options.namespace, options.lease, options.identity, options.lease_config
         )

@@ -98,6 +98,9 @@ class DeploymentView:
     """The rate that instances are scaled by; None: not known, or scaling is off."""
     fault: str = ""
     """Why the writes of the last reconcile failed; empty: they did not."""
+    model_fault: str = ""
+    """Why the ConfigMap with its model's config.json is not usable; empty: it is, or it has
+    none."""
     gateway_fault: str = ""
     """Why the kubelet cannot start a gateway; empty: it can."""
     settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
@@ -110,7 +113,7 @@ class DeploymentView:
     @cached_property
     def plan_inputs(self) -> PlanInputs:
         """Inputs of its plan."""
-        return PlanInputs(self.deployment, self.inventory)
+        return PlanInputs(self.deployment, self.inventory, self.model_fault)
 
     @property
     def gateway(self) -> ObservedChild | None:

@@ -13,26 +13,59 @@ from pathlib import Path
 from typing import Any
 
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
-from cleave.rpc.listen_addresses import parse_hosts
+from cleave.rpc.listen_addresses import parse_hosts, parse_port
 
 MAX_PROCESSES = 64
+_MAX_COUNT = 1_000_000_000
+_MAX_DURATION = 1e9
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `16MiB`, `512Ki`, `1000`. Raises ValueError."""
+    """Bytes of `16MiB`, `512Ki`, `1000`. Raises argparse.ArgumentTypeError."""
     match = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)B?", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size such as 16MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16MiB")
     return int(match[1]) * _UNITS[match[2]]
 
 
 def parse_ratio(text: str) -> float:
     """A number from 0 to 1. Raises argparse.ArgumentTypeError."""
-    ratio = float(text)
+    ratio = _parse_float(text)
     if not 0 <= ratio <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return ratio
+
+
+def parse_duration(text: str) -> float:
+    """A number of seconds or milliseconds, 0 or more. Raises argparse.ArgumentTypeError."""
+    duration = _parse_float(text)
+    if not 0 <= duration <= _MAX_DURATION:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {_MAX_DURATION:,.0f}")
+    return duration
+
+
+def parse_count(text: str) -> int:
+    """A whole number, 0 or more. Raises argparse.ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit() and int(text) <= _MAX_COUNT):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a whole number between 0 and {_MAX_COUNT:,}"
+        )
+    return int(text)
+
+
+def parse_limit(text: str) -> int:
+    """A whole number, 1 or more: 0 would let nothing through. Raises argparse.ArgumentTypeError."""
+    if (limit := parse_count(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return limit
+
+
+def _parse_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def _declare(
@@ -115,7 +148,7 @@ class GatewayConfig:
         parse=parse_hosts,
         metavar="HOST,...",
     )
-    port: int = _declare("--port", 8080, "0: any free port, written to the log")
+    port: int = _declare("--port", 8080, "0: any free port, written to the log", parse=parse_port)
     processes: int = _declare(
         "--processes",
         1,
@@ -125,12 +158,14 @@ class GatewayConfig:
         "--internal-port",
         0,
         "/fleet, /health, /metrics and /livez without keys, for the operator and scrapers; 0: off",
+        parse=parse_port,
     )
-    router_port: int = _declare("--router-port", 0, "gRPC Router service; 0: off")
+    router_port: int = _declare("--router-port", 0, "gRPC Router service; 0: off", parse=parse_port)
     endpoint_picker_port: int = _declare(
         "--endpoint-picker-port",
         0,
         "endpoint picker (Envoy's ext_proc) for gateways that route to an InferencePool; 0: off",
+        parse=parse_port,
     )
     endpoint_picker_direct: bool = _declare(
         "--endpoint-picker-direct",
@@ -225,6 +260,7 @@ class GatewayConfig:
         "--queue-limit",
         1_024,
         "requests that wait for the first byte of their response; more are refused with 429",
+        parse=parse_limit,
     )
     max_body_bytes: int = _declare(
         "--max-body", 16 << 20, "largest request body", parse=parse_size, metavar="SIZE"
@@ -238,7 +274,10 @@ class GatewayConfig:
         metavar="SIZE",
     )
     max_clients: int = _declare(
-        "--max-clients", 16_384, "open connections; beyond that, idle ones are closed"
+        "--max-clients",
+        16_384,
+        "open connections; beyond that, idle ones are closed",
+        parse=parse_limit,
     )
     retry_share: float = _declare(
         "--retry-share",
@@ -249,7 +288,7 @@ class GatewayConfig:
         metavar="SHARE",
     )
     engine_connections: int = _declare(
-        "--engine-connections", 1_024, "open connections to each engine"
+        "--engine-connections", 1_024, "open connections to each engine", parse=parse_limit
     )
     witness_share: float = _declare(
         "--witness-share",
@@ -273,6 +312,10 @@ class GatewayConfig:
     def host(self) -> str:
         """The address under which others reach this gateway; all other ports listen on it alone."""
         return self.hosts[0]
+
+
+_PARSERS: dict[type, Callable[[str], Any]] = {int: parse_count, float: parse_duration}
+"""Parsers by the type of the default, where the type itself would take any number."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -299,7 +342,8 @@ def _add_option(parser: argparse.ArgumentParser, declared: Field[Any]) -> None:
         return
     if isinstance(default, Enum):
         metavar = "{" + ",".join(each.value for each in type(default)) + "}"
-    parse = option["parse"] or (str if default is None else type(default))
+    kind = str if default is None else type(default)
+    parse = option["parse"] or _PARSERS.get(kind, kind)
     parser.add_argument(flag, dest=name, type=parse, default=default, metavar=metavar, help=text)
 
 

@@ -157,7 +157,9 @@ def raise_open_file_limit(clients: int) -> None:
 
 
 def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(program, description=_DESCRIPTION, epilog=_EXIT_CODES)
+    # Not all options in each error: their list is a screen long.
+    usage = f"{program} --agents AGENTS [options]; {program} --help lists the options"
+    parser = argparse.ArgumentParser(program, usage, _DESCRIPTION, _EXIT_CODES)
     parser.add_argument(
         "--agents",
         default=os.environ.get(ENV),

@@ -27,7 +27,7 @@ from cleave.manifests.labels import ROLE, Manifest
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import Device
-from cleave.perf.model import model_shape
+from cleave.perf.model import model_source
 from cleave.planner.deployment_checks import explain_unknown_model, resolve_connector
 from cleave.planner.placement import Placement, choose_placement
 from cleave.planner.result.text import strip_verdict
@@ -149,7 +149,7 @@ def _list_memory_faults(
     would take minutes to fail, or be killed while they load."""
     if explain_unknown_model(deployment) or deployment.spec.engine.type is EngineType.EMULATED:
         return
-    shape = model_shape.load_shape(deployment.spec.model.locator)
+    shape = model_source.load_shape(deployment.spec.model)
     limits = {
         worker["metadata"]["labels"][ROLE]: worker["spec"]["containers"][0]["resources"]["limits"]
         for worker in workers

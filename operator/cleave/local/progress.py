@@ -32,6 +32,8 @@ _LOG_PREFIX = re.compile(
     r"|\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.-]+: )*"
 )
 """The prefix of messages in the logs of agents and vLLM."""
+_STARTS = "engine starts: "
+"""Begins the reason of an agent whose engine has said what it does."""
 READY = "ready"
 LOADING = "loading"
 
@@ -68,6 +70,8 @@ class PodProgress:
     """Restarts of the pod and of its engine."""
     last_failure: str = ""
     """Reason of the last restart."""
+    stage: str = ""
+    """What its engine does while it starts, such as `loads weights, 40 %`; empty: not known."""
 
 
 ShowProgress = Callable[[Sequence[PodProgress]], None]
@@ -159,7 +163,8 @@ def _describe_pod(step: PodProgress) -> str:
         detail = f"{detail[: _DETAIL_WIDTH - 3]}..."
     start = f", restart {step.restarts}" if step.restarts else ""
     last = f" (last log line: {detail})" if detail else ""
-    return f"{step.state} {step.elapsed_s:.0f} s{start}{last}"
+    stage = f", {step.stage}" if step.stage else ""
+    return f"{step.state} {step.elapsed_s:.0f} s{stage}{start}{last}"
 
 
 def describe_changes(before: DeploymentSnapshot, after: DeploymentSnapshot) -> list[str]:
@@ -204,8 +209,17 @@ def build_progress(pod: PodView, row: InstanceRow, last_log_line: str, now: floa
     if state == "starting" and pod.role != GATEWAY:
         state = LOADING
     detail = (last_log_line if state == LOADING else "") or row.reason
-    elapsed_s = now - pod.admitted_at
-    return PodProgress(pod.name, pod.role, state, elapsed_s, detail, row.restarts, row.last_failure)
+    is_staged = state == LOADING and row.reason.startswith(_STARTS)
+    return PodProgress(
+        pod=pod.name,
+        role=pod.role,
+        state=state,
+        elapsed_s=now - pod.admitted_at,
+        detail=detail,
+        restarts=row.restarts,
+        last_failure=row.last_failure,
+        stage=row.reason.removeprefix(_STARTS) if is_staged else "",
+    )
 
 
 async def _collect_progress(

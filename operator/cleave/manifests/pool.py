@@ -56,14 +56,14 @@ def build_pools(
 def hash_revision(deployment: LLMDeployment) -> str:
     """Hash the fields that prefill and decode instances must share: model and engine.
 
-    Parallelism is left out, as instances of different parallelism can exchange KV, and so is where
-    the model's files are kept. Cleave's version is included through the default image, as it
-    decides the version of vLLM.
+    Parallelism is left out, as instances of different parallelism can exchange KV, and so are where
+    the model's files are kept and spec.model.config, which engines do not read. Cleave's version is
+    included through the default image, as it decides the version of vLLM.
     """
     spec = resolve_connector(deployment, reads_files=False).spec
     # Without defaults, so that a field which a later version adds changes no revision.
     parts = (
-        spec.model.model_dump_json(exclude_defaults=True, exclude={"cache"}),
+        spec.model.model_dump_json(exclude_defaults=True, exclude={"cache", "config"}),
         spec.engine.model_dump_json(exclude_defaults=True, exclude={"connector"}),
         # The one in use, so that pairs have the same after a later version changes the default.
         str(spec.engine.kv_connector),

@@ -16,7 +16,8 @@ from cleave.api.pool import InstancePoolSpec
 from cleave.manifests.labels import Manifest
 from cleave.manifests.quantity import format_quantity, parse_quantity
 from cleave.manifests.storage import is_downloaded
-from cleave.perf.model import model_shape
+from cleave.perf.model import model_source
+from cleave.perf.model.model_shape import UnknownModelError
 
 Device = Literal["gpu", "cpu"]
 """What the nodes compute on."""
@@ -177,11 +178,9 @@ def _is_shared(name: str) -> bool:
 
 def find_weight_bytes(model: ModelSpec) -> int | None:
     """Bytes of a known model's weights; None: not known, as the operator reads no folder."""
-    if model.folder is not None:
-        return None
     try:
-        return model_shape.load_shape(model.locator).weight_bytes
-    except model_shape.UnknownModelError:
+        return model_source.load_shape(model, reads_files=False).weight_bytes
+    except UnknownModelError:
         return None
 
 

@@ -73,13 +73,17 @@ class ModelEstimator:
         profiles: Sequence[MeasuredProfile] = (),
         reserve: memory.MemoryReserve = memory.VLLM_RESERVE,
         max_model_len: int | None = None,
+        context_tokens: int | None = None,
     ) -> None:
-        """`machines`: by GPU name; `max_model_len`: limit, at most the model's own is used."""
+        """`machines`: by GPU name; `max_model_len`: limit, at most the model's own is used;
+        `context_tokens`: of a mean request, for caches that do not grow with it; None: the limit.
+        """
         self.shape = shape
         self.machines = machines
         self._profiles = [each for each in profiles if _is_profile_of(each, shape)]
         self._reserve = reserve
         self._max_model_len = min(max_model_len or shape.max_model_len, shape.max_model_len)
+        self._context_tokens = context_tokens or self._max_model_len
         self._cache: dict[tuple[str, int, int], Estimate | None] = {}
         self._unpipelined: dict[tuple[str, int], _TimingSource] = {}
 
@@ -117,7 +121,7 @@ class ModelEstimator:
         capacity = self._find_measured_capacity(machine.gpu, tensor, stages)
         if capacity is None:
             capacity = memory.compute_kv_capacity_tokens(
-                self.shape, machine.gpu, tensor, stages, self._reserve
+                self.shape, machine.gpu, tensor, stages, self._reserve, self._context_tokens
             )
         gpus, longest = tensor * stages, self._max_model_len
         return Estimate(
@@ -202,9 +206,11 @@ def build_estimator(
     folder: Path = Path(),
     max_model_len: int | None = None,
     reserve: memory.MemoryReserve = memory.VLLM_RESERVE,
+    context_tokens: int | None = None,
 ) -> ModelEstimator:
-    """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`. Raises
-    ManifestError with a line for each unknown GPU or unusable profile."""
+    """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`;
+    `context_tokens`: of a mean request. Raises ManifestError with a line for each unknown GPU or
+    unusable profile."""
     gpus = inventory.list_gpus(cluster, choices)
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     per_node: dict[str, int] = {}
@@ -216,7 +222,7 @@ def build_estimator(
         for name, gpu in gpus.items()
     }
     profiles = _read_profiles(cluster.profiles, folder)
-    return ModelEstimator(shape, machines, profiles, reserve, max_model_len)
+    return ModelEstimator(shape, machines, profiles, reserve, max_model_len, context_tokens)
 
 
 def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:

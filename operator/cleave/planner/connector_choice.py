@@ -36,11 +36,8 @@ def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> Conne
     is_replaced = any(arg.startswith("--kv-transfer-config") for arg in engine.args)
     if engine.type is EngineType.EMULATED or is_replaced or engine.connector is Connector.NIXL:
         return ConnectorChoice(engine.kv_connector)
-    if shape is not None and shape.sliding_window is not None:
-        why = (
-            f"{shape.name} has layers with a sliding window, whose KV Cleave's connector does not "
-            "move"
-        )
+    if shape is not None and not shape.has_one_kind_of_cache:
+        why = f"{shape.name} has {_describe_caches(shape)}, which Cleave's connector does not move"
         if is_free:
             return ConnectorChoice(Connector.NIXL, reason=why)
         if engine.connector is None:
@@ -53,6 +50,13 @@ def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> Conne
         why = "the engines of a cell in one pod read each other's GPU memory through NIXL only"
         return ConnectorChoice(Connector.NIXL, reason=why)
     return ConnectorChoice(engine.kv_connector, may_be_nixl=has_gpus)
+
+
+def _describe_caches(shape: ModelShape) -> str:
+    """What a model with several kinds of caches has besides those of full attention."""
+    if shape.states is not None:
+        return "layers with states"
+    return "layers with a sliding window" if shape.sliding_window else "an indexer with own keys"
 
 
 def _are_one_pod_cells(spec: LLMDeploymentSpec, shape: ModelShape | None) -> bool:

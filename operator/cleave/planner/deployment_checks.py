@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Connector, EngineSpec, EngineType, WorkerTemplate
 from cleave.api.role import Role
-from cleave.perf.model import model_shape
+from cleave.perf.model import model_source
+from cleave.perf.model.model_shape import UnknownModelError
 from cleave.planner import connector_choice
 from cleave.planner.connector_choice import ConnectorChoice
 
@@ -28,12 +29,10 @@ def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True
     model_spec = deployment.spec.model
     if deployment.spec.engine.type is EngineType.EMULATED:
         return None
-    if model_spec.folder is not None and not reads_files:
-        return "it is a folder, which the operator does not read"
     try:
-        model_shape.load_shape(model_spec.locator)
-    except model_shape.UnknownModelError as error:
-        return str(error) if model_spec.folder else "it is not in Cleave's model table"
+        model_source.load_shape(model_spec, reads_files=reads_files)
+    except UnknownModelError as error:
+        return str(error)
     return None
 
 
@@ -45,7 +44,7 @@ def list_parallelism_faults(
     if spec.placement is None or spec.engine.type is EngineType.EMULATED:
         return
     unknown = explain_unknown_model(deployment, reads_files=reads_files)
-    shape = None if unknown else model_shape.load_shape(spec.model.locator)
+    shape = None if unknown else model_source.load_shape(spec.model, reads_files=reads_files)
     pools = spec.placement.manual
     is_mig = "/mig-" in spec.template.gpu_resource
     for index, pool in enumerate(pools):
@@ -61,7 +60,7 @@ def list_parallelism_faults(
     heads = shape.shardable_kv_heads if shape else None
     connector = choose_connector(deployment, reads_files=reads_files).connector
     # Cleave's connector takes any sizes, but one kind of KV.
-    has_other = shape is None or shape.sliding_window is None
+    has_other = shape is None or shape.has_one_kind_of_cache
     remedy = ", or spec.engine.connector Cleave" if has_other else ""
     for prefill in (pool for pool in pools if pool.role is Role.PREFILL):
         for index, other in enumerate(pools):
@@ -108,7 +107,8 @@ def choose_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> 
     unknown = explain_unknown_model(deployment, reads_files=reads_files)
     is_emulated = deployment.spec.engine.type is EngineType.EMULATED
     is_known = unknown is None and not is_emulated
-    shape = model_shape.load_shape(deployment.spec.model.locator) if is_known else None
+    model = deployment.spec.model
+    shape = model_source.load_shape(model, reads_files=reads_files) if is_known else None
     return connector_choice.choose_connector(deployment.spec, shape)
 
 
@@ -143,16 +143,19 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
     if chosen := describe_connector(deployment, reads_files=reads_files):
         yield f"spec.engine.connector: {chosen}; name it to leave out this warning"
     why = explain_unknown_model(deployment, reads_files=reads_files)
-    if why is None:
+    config = spec.model.config
+    # The operator reads the ConfigMap, which may come later, and says in the status if it cannot.
+    is_read_later = not reads_files and config is not None and config.inline is None
+    if why is None or is_read_later:
         return
     if spec.placement is None and spec.workload is not None:
         yield (
-            f"spec.model.source: {why}: nothing is planned; one prefill and one decode instance of "
-            "one GPU each serve, and whether the weights fit is not known"
+            f"{spec.model.shape_field}: {why}: nothing is planned; one prefill and one decode "
+            "instance of one GPU each serve, and whether the weights fit is not known"
         )
         yield (
-            "spec.placement.manual: set other instances or GPUs there; to have them planned, run "
-            "`cleave plan` with a folder that holds the model's config.json as spec.model"
+            f"spec.model.config: to have the model planned, {model_source.REMEDY}; or set the "
+            "instances in spec.placement.manual"
         )
     connector = choose_connector(deployment, reads_files=reads_files).connector
     if spec.placement is None or connector is not Connector.NIXL:

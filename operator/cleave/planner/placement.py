@@ -14,6 +14,7 @@ from cleave.api.engine import Connector, EngineSpec, EngineType
 from cleave.api.plan import ManualPool
 from cleave.api.role import Role
 from cleave.perf import named_profiles
+from cleave.perf.model import model_source
 from cleave.planner import deployment_checks
 from cleave.planner.plan import PlannedKvLink, PlannedPool, PlanningResult
 
@@ -61,6 +62,8 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
     engine = deployment.spec.engine
     if reads_files or not named_profiles.is_profile_file(engine.emulation.latency):
         _check_latency_profile(engine)
+    if fault := model_source.find_config_fault(deployment.spec.model):
+        raise PlanError([fault])
     choice = deployment_checks.choose_connector(deployment, reads_files=reads_files)
     if choice.fault:
         raise PlanError([choice.fault])
@@ -121,8 +124,7 @@ def _explain_default(deployment: LLMDeployment, *, reads_files: bool) -> str:
     return (
         f"{default}, one GPU each: nothing is planned, as the planner does not know the model "
         f"{deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not known "
-        "either. To plan it: `cleave plan` with a folder that holds its config.json as spec.model, "
-        "and its placement in spec.placement.manual; or set instances there"
+        f"either. To plan it, {model_source.REMEDY}; or set instances in spec.placement.manual"
     )
 
 

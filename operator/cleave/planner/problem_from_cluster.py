@@ -15,8 +15,8 @@ from cleave.perf import estimator
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
-from cleave.perf.model import model_shape
-from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model import model_source
+from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner import deployment_checks
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies
@@ -27,6 +27,7 @@ _SHAPE_FLAGS = {
     "--quantization": ModelShape.with_quantization,
     "-q": ModelShape.with_quantization,
     "--kv-cache-dtype": ModelShape.with_kv_dtype,
+    "--speculative-config": ModelShape.with_speculation,
 }
 """Engine arguments that change what a model's weights and KV take."""
 
@@ -47,7 +48,10 @@ def build_problem(
     reserve = memory.NCCL_RESERVE if spec.engine.uses_nccl else memory.VLLM_RESERVE
     try:
         estimates = estimator.build_estimator(
-            shape, cluster, spec.planning.gpus, folder, longest, reserve
+            *(shape, cluster, spec.planning.gpus, folder, longest, reserve),
+            context_tokens=min(
+                longest, round(traffic.mean_prompt_tokens + traffic.mean_output_tokens)
+            ),
         )
     except ManifestError as error:
         raise PlanError(error.faults) from error
@@ -72,6 +76,7 @@ def build_problem(
                     deployment_checks.describe_connector(deployment),
                     deployment_checks.describe_gpu_parts(spec.template),
                     _describe_unplanned(deployment),
+                    _describe_speculation(deployment),
                     inventory.describe_assumed_network(cluster),
                 ],
             ),
@@ -116,9 +121,15 @@ def load_shape(deployment: LLMDeployment) -> ModelShape:
     """The model's dimensions as its engines load it. Raises PlanError."""
     model_spec = deployment.spec.model
     try:
-        shape = model_shape.load_shape(model_spec.folder or model_spec.locator)
-    except model_shape.UnknownModelError as error:
-        raise PlanError([f"spec.model.source: {error}"]) from error
+        shape = model_source.load_shape(model_spec)
+    except UnknownModelError as error:
+        why = str(error)
+        if why == model_source.NOT_IN_TABLE:
+            why = (
+                f"{model_spec.source!r} is not in Cleave's model table; {model_source.REMEDY}, or "
+                "give a folder that holds it as source"
+            )
+        raise PlanError([f"{model_spec.shape_field}: {why}"]) from error
     engine = deployment.spec.engine
     for flag, change in _SHAPE_FLAGS.items():
         value = engine.get_flag_value(flag)
@@ -132,12 +143,22 @@ def load_shape(deployment: LLMDeployment) -> ModelShape:
 def _describe_unplanned(deployment: LLMDeployment) -> str | None:
     """A sentence about a quantisation with which the plan does not count; None: there is none."""
     model, engine = deployment.spec.model, deployment.spec.engine
-    shape = model_shape.load_shape(model.folder or model.locator)
+    shape = model_source.load_shape(model)
     for flag in ("--quantization", "-q"):
         value = engine.get_flag_value(flag)
         if value is not None and (why := shape.explain_unplanned(value)):
             return f"spec.engine.args: {flag} {why}"
     return None
+
+
+def _describe_speculation(deployment: LLMDeployment) -> str | None:
+    """A sentence about drafted tokens, with which the plan does not count; None: there are none."""
+    if deployment.spec.engine.get_flag_value("--speculative-config") is None:
+        return None
+    return (
+        "spec.engine.args: --speculative-config: the plan counts the weights and KV of multi-token "
+        "prediction layers, no other drafts, and no accepted tokens"
+    )
 
 
 def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:

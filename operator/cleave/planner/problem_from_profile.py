@@ -12,8 +12,8 @@ from cleave.api.deployment import LLMDeployment
 from cleave.perf import named_profiles, pipeline
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware.link import Link, LinkKind
-from cleave.perf.model import model_shape
-from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model import model_shape, model_source
+from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU
 from cleave.planner.problem import Problem, Supply, build_policies
@@ -102,8 +102,8 @@ def build_problem(
 
 def _load_shape(deployment: LLMDeployment) -> ModelShape:
     try:
-        return model_shape.load_shape(deployment.spec.model.locator)
-    except model_shape.UnknownModelError:
+        return model_source.load_shape(deployment.spec.model)
+    except UnknownModelError:
         return model_shape.load_shape(_DEFAULT_SHAPE)
 
 

@@ -58,6 +58,9 @@ async def inspect_engine(client: OpenAIClient, model: str | None) -> EngineInfo:
         remedy = "name one with --model" if model is None else f"there is no {model!r}"
         raise ProfilingError(f"{client.url} serves {', '.join(names) or 'no model'}: {remedy}")
     card = cards[names.index(model)]
+    if card.get("owned_by") == "cleave":
+        remedy = "give the URL of one of its engines, as cleave status shows them"
+        raise ProfilingError(f"{client.url} is a gateway of Cleave: {remedy}")
     version = await client.get_json("/version")
     cache = _find_labels(await client.get("/metrics"), "vllm:cache_config_info")
     return EngineInfo(

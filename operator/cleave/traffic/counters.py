@@ -196,9 +196,12 @@ class TrafficRates:
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     """Of completed requests."""
+    measured_share: float | None
+    """Share of requests that were measured against the targets: streamed responses, and requests
+    that got none."""
     slo_attainment: float | None
     goodput: float | None
-    """Requests per second that met both targets; only streamed responses are measured."""
+    """Requests per second that met both targets."""
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None
     tpot_p50_ms: float | None
@@ -214,6 +217,7 @@ def compute_rates(before: GatewayCounters, after: GatewayCounters) -> TrafficRat
     window_s = after.at_s - before.at_s
     if window_s <= 0:
         return None
+    requests = after.requests - before.requests
     measured, attained = after.measured - before.measured, after.attained - before.attained
     ttft, tpot = after.ttft - before.ttft, after.tpot - before.tpot
     counts = {
@@ -222,9 +226,10 @@ def compute_rates(before: GatewayCounters, after: GatewayCounters) -> TrafficRat
     }
     return TrafficRates(
         window_s=window_s,
-        requests_per_s=(after.requests - before.requests) / window_s,
+        requests_per_s=requests / window_s,
         prompt_tokens_per_s=(after.prompt_tokens - before.prompt_tokens) / window_s,
         output_tokens_per_s=(after.output_tokens - before.output_tokens) / window_s,
+        measured_share=min(measured / requests, 1.0) if requests > 0 else None,
         slo_attainment=attained / measured if measured else None,
         goodput=attained / window_s if measured else None,
         ttft_p50_ms=ttft.compute_quantile_ms(0.5),

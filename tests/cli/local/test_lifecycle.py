@@ -103,7 +103,7 @@ def test_up_reports_a_failed_engine_at_once_and_status_keeps_it(
             failure = "engine ended with status 137"
             assert any(line.startswith(f"chat-prefill-0: {failure}") for line in up.stdout)
             (found,) = json.loads(cleave("status", "-o", "json").stdout)
-            failures = {row["instance"]: row["last_failure"] for row in found["instances"]}
+            failures = {row["instance"]: row["lastFailure"] for row in found["instances"]}
             assert failures.pop("chat-prefill-0").startswith(failure)
             assert set(failures.values()) == {""}
             assert f"chat-prefill-0: last failure: {failure}" in cleave("status").stdout

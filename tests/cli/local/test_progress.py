@@ -45,6 +45,19 @@ def test_where_there_is_no_terminal_each_change_is_a_line() -> None:
     assert out.getvalue() == "p  loading  0 s\np  ready  3 s\n"
 
 
+def test_each_stage_of_a_start_is_a_line() -> None:
+    out = io.StringIO()
+    lines = LineProgress(Console(file=out, width=80), lambda: 0.0)
+    loading = PodProgress("p", "prefill", "loading", 3.0, "x")
+    for stage in ("", "downloads the model", "loads weights", "loads weights"):
+        lines.show([replace(loading, stage=stage)])
+    assert out.getvalue().splitlines() == [
+        "p  loading  3 s",
+        "p  loading  3 s  downloads the model",
+        "p  loading  3 s  loads weights",
+    ]
+
+
 def test_a_line_is_printed_at_least_every_15_s() -> None:
     out, now = io.StringIO(), 0.0
     lines = LineProgress(Console(file=out, width=80), lambda: now)

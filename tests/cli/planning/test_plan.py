@@ -159,7 +159,7 @@ def test_cells_that_are_one_pod_are_planned_without_a_named_connector(cli, file)
 def test_prices_have_a_currency_a_source_and_a_date(cli, file, said) -> None:
     said()
     output = run(cli, file).stdout
-    assert "USD/H" in output.splitlines()[3]
+    assert "USD/H" in output.splitlines()[2]
     (line,) = (line for line in output.splitlines() if line.startswith("USD/H: "))
     assert "AWS us-east-1" in line
     assert "2025, for a GPU's share" in line
@@ -184,15 +184,18 @@ def test_without_a_plan_no_manifest_is_printed(cli, file, said, infeasible) -> N
     assert done.stderr.startswith("error: infeasible: no plan meets TTFT 20 ms")
 
 
+TEAMS = "name: chat, namespace: team, labels: {team_a: b}, annotations: {example.org/c: d}"
+
+
 @pytest.mark.parametrize("options", [(), ("--rate", "9")])
 def test_yaml_has_the_namespace_of_the_file_or_none(cli, file, said, options) -> None:
     said()
     done = run(cli, file, "-o", "yaml", *options)
     assert yaml.safe_load(done.stdout)["metadata"] == {"name": "chat"}
     assert "plans no more" in done.stderr
-    file.write_text(MANIFEST.replace("name: chat", "name: chat, namespace: team"))
+    file.write_text(MANIFEST.replace("name: chat", TEAMS))
     done = run(cli, file, "-o", "yaml", *options)
-    assert yaml.safe_load(done.stdout)["metadata"] == {"name": "chat", "namespace": "team"}
+    assert yaml.safe_load(done.stdout)["metadata"] == yaml.safe_load(f"{{{TEAMS}}}")
 
 
 def test_only_a_terminal_sees_the_progress_bar(cli, file, said) -> None:

@@ -40,7 +40,7 @@ def test_the_cheapest_cluster_for_the_rate_comes_first(
     result = run(cli, *files, "--max-machines", "12", "-o", "json")
     assert result.exit_code == 0, result.output
     designs = json.loads(result.stdout)
-    costs = [design["cost_per_hour"] for design in designs]
+    costs = [design["costPerHour"] for design in designs]
     assert costs == sorted(costs)
     assert {design["rate"] for design in designs} == {6.0}
     assert designs[0]["slowdowns"]["ttft"]["p90"] <= 3
@@ -54,7 +54,7 @@ def test_a_budget_of_power_may_be_spent_on_capped_machines(
     assert result.exit_code == 0, result.output
     designs = yaml.safe_load(result.stdout)
     assert any(design["name"].endswith("at 50%") for design in designs)
-    assert all(design["power_watts"] <= 25_000 for design in designs)
+    assert all(design["powerWatts"] <= 25_000 for design in designs)
 
 
 def test_the_table_names_machines_and_slowdowns(cli: CliRunner, files: tuple[str, ...]) -> None:

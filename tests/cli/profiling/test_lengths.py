@@ -22,7 +22,7 @@ def run(cli: CliRunner, *arguments: str | Path) -> Result:
 
 def test_training_writes_a_file_and_says_how_good_it_is(cli, trace, tmp_path) -> None:
     file = tmp_path / "lengths.json"
-    result = run(cli, "train", trace, "-o", file, "--prompt-error", "0")
+    result = run(cli, "train", trace, "-O", file, "--prompt-error", "0")
     assert result.exit_code == 0, result.output
     assert "trained on 1,400 requests, evaluated on 600" in result.stdout
     assert "classifier" in result.stdout
@@ -33,9 +33,9 @@ def test_training_writes_a_file_and_says_how_good_it_is(cli, trace, tmp_path) ->
 
 def test_another_trace_judges_the_file(cli, trace, tmp_path) -> None:
     file, later = tmp_path / "lengths.json", tmp_path / "later.csv"
-    run(cli, "train", trace, "-o", file)
+    run(cli, "train", trace, "-O", file)
     later.write_text("prompt_tokens,output_tokens\n" + "600,300\n" * 2_000)
-    result = run(cli, "evaluate", later, "--with", file, "--json")
+    result = run(cli, "evaluate", later, "--with", file, "-o", "json")
     assert result.exit_code == 0, result.output
     scores = json.loads(result.stdout)
     mean, classifier = scores["conditionalMean"], scores["classifier"]
@@ -46,8 +46,8 @@ def test_another_trace_judges_the_file(cli, trace, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("train", "none.csv", "-o", "x.json"), "none.csv: cannot be read"),
-        (("train", "{trace}", "-o", "no/folder/x.json"), "no/folder/x.json: cannot be written"),
+        (("train", "none.csv", "-O", "x.json"), "none.csv: cannot be read"),
+        (("train", "{trace}", "-O", "no/folder/x.json"), "no/folder/x.json: cannot be written"),
         (("evaluate", "{trace}", "--with", "none.json"), "none.json: cannot be read"),
         (("evaluate", "{trace}", "--with", "{trace}"), "not a file of trained lengths"),
     ],

@@ -76,8 +76,8 @@ def test_distributions_are_printed_on_request(
 def test_json_carries_the_diagnosis_beside_the_block(cli: CliRunner, recording: Path) -> None:
     answer = json.loads(run(cli, recording, "-o", "json").stdout)
     assert answer["workload"] == {"trace": {"path": str(recording)}}
-    assert answer["diagnosis"]["num_requests"] == 2000
-    assert answer["diagnosis"]["prompts_above"][1] == [2048, 0.5]
+    assert answer["diagnosis"]["numRequests"] == 2000
+    assert answer["diagnosis"]["promptsAbove"][1] == [2048, 0.5]
     assert answer["diagnosis"]["arrivals"]["rate"] == pytest.approx(4, rel=0.1)
 
 

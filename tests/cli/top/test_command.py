@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +31,11 @@ FLEET = FleetStatus(
         FleetInstance("chat-decode-0", "chat", "m", role="mixed", home="decode", state="ready"),
     )
 )
+OF_ITS_OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 PATIENCE_S = 30
 
 
@@ -110,9 +116,9 @@ def test_programs_get_an_object(cli: CliRunner, gateway: Gateway) -> None:
     (line,) = done.stdout.splitlines()
     output = json.loads(line)
     assert output["deployments"] == ["chat"]
-    assert output["slo"] == {"ttft_ms": 400, "tpot_ms": 40}
-    assert output["minute"]["slo_attainment"] == 1.0
-    assert output["minute"]["tpot_p50_ms"] is None
+    assert output["slo"] == {"ttftMs": 400, "tpotMs": 40}
+    assert output["minute"]["sloAttainment"] == 1.0
+    assert output["minute"]["tpotP50Ms"] is None
     assert [each["home"] for each in output["instances"]] == ["prefill", "decode"]
 
 
@@ -191,22 +197,30 @@ def test_a_gateway_may_go_away_and_come_back(gateway: Gateway) -> None:
             top.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, b"q"])
 def test_the_terminal_is_left_as_it_was(
-    gateway: Gateway, number: signal.Signals, tmp_path: Path
+    gateway: Gateway, end: signal.Signals | bytes, tmp_path: Path
 ) -> None:
     ours, its = pty.openpty()
+    before = termios.tcgetattr(ours)
     environment = os.environ | {"TERM": "xterm-256color", "CLEAVE_STATE_DIR": str(tmp_path)}
     command = [*COMMAND, "--gateway", gateway.url, "--interval", "0.2"]
-    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment) as top:
+    wrapped = [sys.executable, "-c", OF_ITS_OWN_TERMINAL, *command]
+    with subprocess.Popen(
+        wrapped, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True
+    ) as top:
         os.close(its)
         try:
             seen = read_until(ours, b"", b"chat-decode-0")
             assert b"\x1b[?1049h" in seen, "a screen of its own"
-            top.send_signal(number)
+            if isinstance(end, bytes):
+                os.write(ours, b"x" + end)
+            else:
+                top.send_signal(end)
             seen = read_until(ours, seen, b"\x1b[?1049l")
-            assert top.wait(PATIENCE_S) == 130
+            assert top.wait(PATIENCE_S) == (0 if end == b"q" else 130)
             seen = read_until(ours, seen, b"\x1b[?25h")
+            assert termios.tcgetattr(ours) == before
             assert b"Traceback" not in seen
         finally:
             top.kill()

@@ -72,7 +72,8 @@ def test_traffic_stands_beside_its_targets(view: TopView) -> None:
     assert lines[0] == "chat  m"
     assert "in flight 23  waiting 4  instances ready 2 of 2" in lines[1]
     row = ["10", "s", "10.0", "200", "90.0%", "9.0", "300", "460", "30.0", "38.0"]
-    assert [line.split() for line in lines].count(row) == 2, "of both windows"
+    assert [line.split() for line in lines].count(row) == 1, "both windows reach as far back"
+    assert not any("are of" in line for line in lines), "all were measured"
     assert find(lines, "all")[:3] == ["all", "11.0", "220"]
     assert find(lines, "target") == ["target", "400", "40.0"]
 
@@ -84,6 +85,29 @@ def test_after_one_look_there_are_no_rates_but_the_instances() -> None:
         assert set(find(lines, window)[1:]) - {"s"} == {"-"}
     assert find(lines, "chat-decode-0")
     assert build_document(view)["now"] is None
+
+
+def test_both_windows_are_shown_as_soon_as_they_differ() -> None:
+    watcher = ViewBuilder()
+    for at_s in (0.0, 10.0, 16.0):
+        view = watcher.update(FleetStatus(PAIR), count(at_s, 100 * at_s), NOON + at_s)
+    lines = draw(view)
+    assert find(lines, "6")
+    assert find(lines, "16")
+
+
+def test_it_is_said_of_how_many_requests_targets_are_measured() -> None:
+    watcher = ViewBuilder()
+    watcher.update(FleetStatus(PAIR), GatewayCounters(started_s=NOON - 100), NOON)
+    whole = replace(count(10.0, 100), measured=0, attained=0)
+    for measured, line in ((0, "0% of the requests"), (40, "40% of the requests")):
+        view = watcher.update(FleetStatus(PAIR), replace(whole, measured=measured), NOON + 10)
+        lines = draw(view)
+        assert any(line in each for each in lines)
+        assert find(lines, "10")[4:6] == (["-", "-"] if not measured else ["0.0%", "0.0"])
+    untargeted = replace(whole, ttft_target_ms=None, tpot_target_ms=None)
+    lines = draw(watcher.update(FleetStatus(PAIR), untargeted, NOON + 10))
+    assert not any("of the requests" in line for line in lines)
 
 
 def test_a_flipped_instance_is_marked_and_its_change_is_shown() -> None:

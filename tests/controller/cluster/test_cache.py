@@ -1,11 +1,15 @@
 """The index: what it keeps, whom a change concerns, and what it forgets."""
 
+import json
 from typing import Any
 
 import pytest
 
-from cleave.controller.cluster.cache import ObjectCache, ResourceKey
+from cleave.api.model import ModelSpec
+from cleave.controller.cluster.cache import ObjectCache, ReadConfigMap, ResourceKey
 from cleave.manifests.labels import Manifest
+from cleave.perf.model import model_source
+from cleave.perf.model.known_models import CONFIGS
 
 from tests.support.fake_cluster import chat, node
 
@@ -200,3 +204,52 @@ def test_a_faulty_resource_is_stored_with_its_faults() -> None:
     assert seen is not None
     assert seen.resource is None
     assert seen.faults == ("spec.slo.ttftMs: must be a number (got 'soon')",)
+
+
+def declare_config(key: str = "config.json", name: str = "new", version: int = 1) -> Manifest:
+    config = {"configMapKeyRef": {"name": name, "key": key}}
+    return build_object(chat(model={"source": "org/new", "config": config}), version)
+
+
+def get_model(cache: ObjectCache) -> ModelSpec:
+    cached = cache.get(CHAT)
+    assert cached is not None
+    assert cached.resource is not None
+    return cached.resource.spec.model
+
+
+def get_fault(cache: ObjectCache) -> str:
+    cached = cache.get(CHAT)
+    assert cached is not None
+    return cached.model_fault
+
+
+def test_a_deployment_gets_the_config_map_that_it_refers_to() -> None:
+    cache, text = ObjectCache(), json.dumps(CONFIGS["qwen3-8b"])
+    cache.upsert(declare_config())
+    assert get_fault(cache) == "ConfigMap new has not been read yet"
+    cache.set_config_map(CHAT, ReadConfigMap("new", {"config.json": text, "b": "{}"}))
+    assert model_source.load_shape(get_model(cache), reads_files=False).num_layers == 36
+    assert get_fault(cache) == ""
+    # Other edits keep it, another name does not.
+    cache.upsert(declare_config(version=2))
+    assert get_fault(cache) == ""
+    assert get_model(cache).shape_field == "spec.model.config.inline"
+    cache.upsert(declare_config(key="b", version=3))
+    assert get_fault(cache).startswith("ConfigMap new, key b: new: hidden_size")
+    cache.upsert(declare_config(name="other", version=4))
+    assert get_fault(cache) == "ConfigMap other has not been read yet"
+    cache.delete(declare_config())
+    cache.set_config_map(CHAT, ReadConfigMap("other"))
+    assert cache.get(CHAT) is None
+
+
+def test_a_config_map_that_is_gone_takes_the_config_with_it() -> None:
+    cache, text = ObjectCache(), json.dumps(CONFIGS["qwen3-8b"])
+    cache.upsert(declare_config())
+    cache.set_config_map(CHAT, ReadConfigMap("new", {"config.json": text}))
+    cache.set_config_map(CHAT, ReadConfigMap("new", fault="it does not exist"))
+    assert get_fault(cache) == "it does not exist"
+    assert get_model(cache).shape_field == "spec.model.config.configMapKeyRef"
+    cache.upsert(build_object(chat(), version=2))
+    assert get_fault(cache) == ""

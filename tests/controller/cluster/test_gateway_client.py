@@ -90,6 +90,25 @@ async def test_without_addresses_nothing_is_queried(
     assert not gateways.requests
 
 
+async def test_while_instances_start_gateways_are_polled_for_the_reasons(
+    client: GatewayClient[str], gateways: Gateways
+) -> None:
+    async def look(ready: frozenset[str], has_starting: bool) -> None:
+        await client.get_or_refresh("chat", GATEWAYS, ready, {}, has_starting=has_starting)
+
+    await look(frozenset(), True)
+    assert len(gateways.requests) == 1, "though none is ready"
+    assert client.get_retry_delay_s("chat") == 10
+    gateways.now_s = 9
+    await look(frozenset(), True)
+    assert len(gateways.requests) == 1
+    gateways.now_s = 11
+    await look(frozenset(), True)
+    assert len(gateways.requests) == 2
+    await look(READY, False)
+    assert client.get_retry_delay_s("chat") is None
+
+
 async def test_gateways_that_do_not_answer_have_said_nothing_new(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:

@@ -13,6 +13,7 @@ from cleave.controller.cluster.objects import ObservedNode
 from cleave.controller.deployment.placement import PlacementDecision, decide
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.manifests.labels import Manifest
+from cleave.perf.model.known_models import CONFIGS
 
 from tests.support.fake_cluster import chat, manual_placement
 
@@ -276,3 +277,28 @@ def test_the_engines_environment_and_image_change_no_plan() -> None:
     assert hash_of(plain) == hash_of(deployment(workload=WORKLOAD, engine=engine))
     assert hash_of(plain) != hash_of(deployment(workload=WORKLOAD, engine=args))
     assert hash_of(plain) == hash_of(plain, replace(INVENTORY, node_counts_hash="other"))
+
+
+def test_without_its_config_map_everything_stays_as_it_is() -> None:
+    config = {"configMapKeyRef": {"name": "new"}}
+    model, fault = {"source": "org/new", "config": config}, "ConfigMap new does not exist"
+    for spec in ({"workload": WORKLOAD}, {"placement": manual_placement(prefill=2, decode=1)}, {}):
+        inputs = PlanInputs(deployment(model=model, **spec), INVENTORY, fault)
+        decision = decide(inputs, {"plan": plan("before")}, None, is_limited=False)
+        assert (decision.placement, decision.plan_request) == (None, None)
+        assert decision.plan == plan("before")
+        assert read_condition(decision) == (False, "ModelUnknown")
+        assert decision.conditions[0].message.startswith(
+            "spec.model.config.configMapKeyRef: ConfigMap new does not exist"
+        )
+
+
+def test_a_folder_with_a_config_is_planned() -> None:
+    config = {"inline": dict(CONFIGS["qwen3-8b"])}
+    model = {"source": "/models/new", "config": config}
+    decision = ask(deployment(model=model, workload=WORKLOAD))
+    assert decision.plan_request is not None
+    other = {"source": "/models/new", "config": {"inline": {**config["inline"], "x": 1}}}
+    changed = ask(deployment(model=other, workload=WORKLOAD)).plan_request
+    assert changed is not None
+    assert changed.inputs_hash != decision.plan_request.inputs_hash

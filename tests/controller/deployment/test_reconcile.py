@@ -329,6 +329,29 @@ def test_gateways_that_do_not_start_are_reported_with_the_cause() -> None:
         assert message(actions, "GatewayReady") == f"1 of 2 gateways are ready; {cause}"
 
 
+def test_the_cause_of_an_engine_that_does_not_start_is_in_the_conditions() -> None:
+    desired = deployment()
+    pools = build_pools(desired)
+    here = view(desired, pools=pools, pods=pods(pools, ready=False))
+    first = FleetInstance("chat-prefill-0", reason="engine starts")
+    starting = replace(here, instances={first.name: first})
+    actions = reconcile(starting)
+    said = "0 of 1 prefill instances are ready; chat-prefill-0: engine starts"
+    assert message(actions, "PrefillReady") == said
+    assert condition(actions, "Degraded") == ("False", "Complete")
+    cause = "engine starts again: engine ended with status 1: no such model"
+    failed = FleetInstance("chat-prefill-0", reason=cause, restarts=2)
+    actions = reconcile(replace(here, instances={failed.name: failed}))
+    assert condition(actions, "Degraded") == ("True", "EngineFailed")
+    assert message(actions, "Degraded") == f"chat-prefill-0: {cause} (started again 2 times)"
+    for kind in ("PrefillReady", "Available", "Ready"):
+        assert f"chat-prefill-0: {cause}" in message(actions, kind)
+    serving = replace(here, pods=pods(pools), instances={failed.name: failed})
+    actions = reconcile(serving)
+    assert condition(actions, "Degraded") == ("False", "Complete"), "it has started since"
+    assert message(actions, "PrefillReady") == "1 of 1 prefill instances are ready"
+
+
 def both(here: DeploymentView) -> list[tuple[str, str]]:
     actions = reconcile(here)
     return [condition(actions, kind) for kind in ("Ready", "Available")]
@@ -425,7 +448,8 @@ def test_nodes_that_cannot_run_cleaves_image_are_said(image: str | None, is_said
     found = status_of(reconcile(here))["conditions"]
     (limited,) = [each for each in found if each["type"] == "ScalingLimited"]
     assert limited["status"] == "False"
-    assert limited.get("message") == (f"not used: node n1 {fault}" if is_said else "")
+    more = f"; not used: node n1 {fault}" if is_said else ""
+    assert limited["message"] == f"no instance lacks room{more}"
 
 
 def test_a_fault_is_reported() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cleave.controller.deployment.traffic_status import report_traffic
+from cleave.controller.deployment.traffic_status import build_slo_condition, report_traffic
 from cleave.controller.views import DeploymentView
 from cleave.traffic.window import TrafficWindow, join_windows
 
@@ -55,3 +55,43 @@ def test_values_that_are_no_longer_known_stay_reported() -> None:
 def test_without_a_poller_no_traffic_is_reported() -> None:
     off = deployment({"mode": "Off"})
     assert report_traffic(replace(seen(), deployment=off)) is None
+
+
+def measured(share: float, rate: float = 4) -> DeploymentView:
+    window = replace(join_windows(ask(rate, 60)), measured=1_000, attained=1_000 * share)
+    return replace(seen(), traffic=window)
+
+
+def test_the_condition_compares_the_reported_share_with_the_target() -> None:
+    for share, is_met, reason in ((0.9, True, "Attained"), (0.899, False, "Missed")):
+        here = measured(share)
+        (condition,) = build_slo_condition(here.deployment, report_traffic(here))
+        assert (condition.type, condition.status, condition.reason) == (
+            "SLOAttained",
+            is_met,
+            reason,
+        )
+        assert f"{share:.1%} of the measured requests were within TTFT " in condition.message
+        assert "target 90.0%" in condition.message
+
+
+def test_few_and_unmeasured_requests_prove_nothing() -> None:
+    few = replace(measured(0.5), traffic=TrafficWindow(NOW_S, 60.0, 9.0, measured=9, attained=4))
+    whole = seen()
+    for here, reason in ((few, "TooFewRequests"), (whole, "NotMeasured")):
+        (condition,) = build_slo_condition(here.deployment, report_traffic(here))
+        assert (condition.status, condition.reason) == (None, reason)
+    assert build_slo_condition(whole.deployment, None) == []
+
+
+def test_a_small_change_across_the_target_is_reported() -> None:
+    before = measured(0.905)
+    reported = report_traffic(before)
+    assert reported is not None
+    later = replace(before, status={"observed": reported}, now_s=NOW_S + LATER_S)
+    assert report_traffic(later) == reported
+    assert before.traffic is not None
+    missed = replace(later, traffic=replace(before.traffic, attained=895))
+    now = report_traffic(missed)
+    assert now is not None
+    assert now["attainment"] == 0.895

@@ -63,7 +63,7 @@ def test_what_cannot_be_planned_and_what_looks_like_seconds_is_let_in_with_whole
     resource = deployment(model="example/unknown-9b", workload=workload, slo=slo)
     said = review_admission(review(resource), CLUSTER)["response"]
     assert said["allowed"] is True
-    fields = ["spec.slo.ttftMs", "spec.slo.tpotMs", "spec.model.source", "spec.placement.manual"]
+    fields = ["spec.slo.ttftMs", "spec.slo.tpotMs", "spec.model.source", "spec.model.config"]
     assert [each.partition(":")[0] for each in said["warnings"]] == fields
     assert not any(each.endswith("...") for each in said["warnings"])
 

@@ -8,6 +8,7 @@ from cleave.api.cluster import Cluster, NodeGroup
 from cleave.api.manifest import validate
 from cleave.api.pool import InstancePool
 from cleave.controller.webhook.validation import ValidationFindings, check_deployment, check_pool
+from cleave.perf.model.known_models import CONFIGS
 from cleave.planner import deployment_checks
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -123,7 +124,8 @@ def test_a_model_of_unknown_size_is_valid_and_its_defaults_are_reported() -> Non
         said, remedy = found.warnings
         assert said.startswith("spec.model.source: it is not in Cleave's model table")
         assert "one prefill and one decode instance of one GPU each" in said
-        assert remedy.startswith("spec.placement.manual: ")
+        assert remedy.startswith("spec.model.config: ")
+        assert "spec.placement.manual" in remedy
     assert find(model=unknown) == ValidationFindings()
     manual_placement = manual(parallel("mixed", tensor=3))
     assert (
@@ -280,3 +282,50 @@ def test_a_pool_by_hand_is_held_to_the_same_rules() -> None:
         *deployment_checks.list_gpu_overrides(pool.spec.template),
         "spec.gpu: no node has H100-SXM-80GB now, there is A100-SXM-80GB; instances will wait",
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"source": "org/new"},
+        {"source": "/models/new"},
+        {"source": "/models/new", "cache": {"hostPath": {"path": "/models"}}},
+        {"source": "/cache/new", "cache": {"persistentVolumeClaim": {"claimName": "weights"}}},
+        {"source": "org/new", "cache": {"image": {"reference": "registry/new"}}},
+    ],
+)
+def test_with_a_config_any_source_is_checked_and_planned(source) -> None:
+    model = {**source, "config": {"inline": dict(CONFIGS["qwen3-32b"])}}
+    for cluster in (None, A100):
+        assert find(cluster, model=model, workload=WORKLOAD) == ValidationFindings()
+    (said,) = find(model=model, placement=manual(parallel("mixed", tensor=3))).faults
+    assert "64 attention heads cannot be shared by 3 GPUs" in said
+    (said,) = find(SMALL, model=model, workload=WORKLOAD).warnings
+    assert said.startswith("spec.model.source: no instance fits the nodes there are now")
+
+
+def test_what_is_wrong_with_a_config_is_a_fault_of_its_field() -> None:
+    inline = {**CONFIGS["qwen3-8b"], "num_attention_heads": 7}
+    model = {"source": "org/new", "config": {"inline": inline}}
+    for spec in ({"workload": WORKLOAD}, {}, {"engine": {"type": "Emulated"}}):
+        (said,) = find(A100, model=model, **spec).faults
+        assert said.startswith("spec.model.config.inline: new: ")
+    pool = InstancePool.model_validate_json(
+        json.dumps(
+            {
+                "apiVersion": "cleave.dev/v1alpha1",
+                "kind": "InstancePool",
+                "metadata": {"name": "p"},
+                "spec": {"deployment": "chat", "role": "mixed", "revision": "r", "model": model},
+            }
+        ),
+        by_alias=True,
+    )
+    (said,) = check_pool(pool, None).faults
+    assert said.startswith("spec.model.config.inline: new: ")
+
+
+def test_a_config_map_may_come_later() -> None:
+    model = {"source": "org/new", "config": {"configMapKeyRef": {"name": "new"}}}
+    found = find(A100, model=model, workload=WORKLOAD)
+    assert found == ValidationFindings()

@@ -107,6 +107,22 @@ async def test_anything_else_does_not(locked, value: str) -> None:
     assert not locked.engines["x"].requests
 
 
+async def test_a_key_may_come_as_anthropics_clients_send_it(locked) -> None:
+    named = {"X-Api-Key": "secret-of-a-client-1"}
+    assert (await locked.ask(ASK, **named)).status == 200
+    for wrong in ({"X-Api-Key": "other"}, {**named, "Authorization": "Bearer other"}):
+        assert (await locked.ask(ASK, **wrong)).status == 401
+
+
+async def test_a_compressed_body_is_refused_by_its_encoding(pair) -> None:
+    client = await pair.connect()
+    response = await client.ask(ASK, **{"Content-Encoding": "gzip"})
+    assert (response.status, response.error["code"]) == (415, "unsupported_content_encoding")
+    assert not any(engine.requests for engine in pair.engines.values())
+    again = await pair.connect()
+    assert (await again.ask(ASK, **{"Content-Encoding": "identity"})).status == 200
+
+
 KEY = {"Authorization": "Bearer secret-of-a-client-1"}
 
 

@@ -9,6 +9,8 @@ from cleave.perf.hardware.kv_transfer import KvTransferModel, build_kv_transfer
 from cleave.perf.hardware.link import Link, LinkKind, build_network_link, build_node_link
 from cleave.perf.model import model_shape
 
+from tests.support.model_configs import HYBRID
+
 A100 = find_gpu("A100-SXM-80GB")
 H100 = find_gpu("H100-SXM-80GB")
 OPT_66B = model_shape.load_shape("opt-66b")
@@ -113,3 +115,15 @@ def test_a_link_slower_than_the_prompt_shows_the_rest() -> None:
 def test_a_single_layer_hides_nothing() -> None:
     transfer = KvTransferModel(latency_ms=0, token_ms=1.0, num_layers=1, compute_token_ms=5)
     assert transfer.overlap_from_tokens is None
+
+
+def test_states_go_with_a_prompt_of_any_length() -> None:
+    hybrid, link = model_shape.from_config("m", HYBRID), Link(LinkKind.INFINIBAND, 25)
+    transfer = build_kv_transfer(hybrid, link, (1, 1), (1, 1), 0.3)
+    rate = link.effective_gb_per_s * 1e6
+    assert transfer.latency_ms - link.start_ms == pytest.approx(hybrid.compute_state_bytes() / rate)
+    assert transfer.token_ms == pytest.approx(hybrid.kv_bytes_per_token / rate)
+    halved = build_kv_transfer(hybrid, link, (2, 1), (2, 1), 0.3)
+    assert halved.latency_ms - link.start_ms == pytest.approx(
+        (transfer.latency_ms - link.start_ms) / 2
+    )

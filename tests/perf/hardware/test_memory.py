@@ -19,6 +19,8 @@ from cleave.perf.model import model_shape
 from cleave.perf.model.known_models import CONFIGS
 from cleave.perf.published import distserve
 
+from tests.support.model_configs import HYBRID
+
 A100 = find_gpu("A100-SXM-80GB")
 H100 = find_gpu("H100-SXM-80GB")
 GIB = 2**30
@@ -176,3 +178,28 @@ def test_communicators_of_nccl_take_kv_only_where_the_rest_of_the_gpu_is_too_sma
         if is_smaller:
             missing = NCCL_RESERVE.outside_gib * 2**30 - 0.1 * device.memory_bytes
             assert own - nccl == pytest.approx(missing / shape.kv_bytes_per_token, rel=0.01)
+
+
+def test_room_for_states_and_windows_depends_on_the_length_of_requests() -> None:
+    hybrid = model_shape.from_config("m", HYBRID)
+    # Four GPUs share the states, and keep each of the two KV heads twice.
+    state, per_token = hybrid.compute_state_bytes() / 4, hybrid.kv_bytes_per_token / 2
+    rooms = [
+        compute_kv_capacity_tokens(hybrid, H100, 4, 1, context_tokens=tokens)
+        for tokens in (100, 1_000, 100_000)
+    ]
+    assert rooms == sorted(rooms)
+    # A request of 1,000 tokens takes its states and its KV.
+    requests = [room / tokens for room, tokens in zip(rooms, (100, 1_000, 100_000), strict=True)]
+    expected = (state + 100_000 * per_token) / (state + 1_000 * per_token)
+    assert requests[1] / requests[2] == pytest.approx(expected, rel=0.001)
+    windows = model_shape.load_shape("openai/gpt-oss-120b")
+    short, long = (
+        compute_kv_capacity_tokens(windows, H100, 2, 1, context_tokens=tokens)
+        for tokens in (128, 100_000)
+    )
+    assert long / short == pytest.approx(2, rel=0.01)
+    plain = model_shape.load_shape("Qwen/Qwen3-8B")
+    assert compute_kv_capacity_tokens(plain, H100, 1, 1, context_tokens=10) == (
+        compute_kv_capacity_tokens(plain, H100, 1, 1)
+    )

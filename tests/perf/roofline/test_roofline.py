@@ -19,6 +19,8 @@ from cleave.perf.roofline.efficiency import select_efficiency, select_efficiency
 from cleave.perf.roofline.roofline import Roofline
 from cleave.perf.timing import EngineTiming
 
+from tests.support.model_configs import HYBRID
+
 A100, H100 = gpu.find_gpu("A100-SXM-80GB"), gpu.find_gpu("H100-SXM-80GB")
 PROMPTS = ((128,), (512,), (1024,), (2048,), (512,) * 4)
 BATCHES = tuple((batch, batch * mean) for batch in (1, 16, 64, 128) for mean in (128, 1024))
@@ -145,3 +147,16 @@ def test_an_engine_whose_host_starts_the_kernels_is_no_faster_than_its_host() ->
     engine = roofline.EngineOverhead("slow", 5.0, 0.5)
     found = replace(build(shape, A100, 8), engine=engine).to_timing()
     assert found.predict_decode_ms(1, 0) == pytest.approx(5.0 + 80 * 0.5)
+
+
+def test_state_layers_take_time_by_request_and_none_by_context() -> None:
+    hybrid = model_shape.from_config("m", HYBRID)
+    timed, without = (
+        build(each, H100).to_timing() for each in (hybrid, replace(hybrid, states=None))
+    )
+    # Twelve of 48 layers attend.
+    assert timed.decode_context_ms[0] * 4 == pytest.approx(without.decode_context_ms[0])
+    assert timed.prompt_square_ms * 4 == pytest.approx(without.prompt_square_ms)
+    read_ms = 2 * hybrid.compute_state_bytes() / (H100.memory_gbps * 1e6)
+    rows = build(hybrid, H100).predict_rows_ms(64, 64)
+    assert timed.decode_ms[64] - rows >= 64 * read_ms

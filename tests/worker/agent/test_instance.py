@@ -114,6 +114,26 @@ async def test_the_last_failure_of_an_engine_is_reported_as_long_as_its_agent_li
     assert registration.last_failure == "engine ended with status 1: OSError: no such model"
 
 
+async def test_what_a_starting_engine_does_is_a_part_of_the_reason(
+    instance: WorkerInstance, tmp_path: Path
+) -> None:
+    with LoadPage(tmp_path / "first") as page:
+        instance.start_boot("b1", "http://h:1", EnginePages(page))
+        instance.report_start_stage("")
+        version = instance.version
+        for _ in range(3):
+            instance.report_start_stage("loads weights, 40 %")
+        assert instance.version == version + 1, "watchers hear only of changes"
+        assert instance.copy_registration().reason == "engine starts: loads weights, 40 %"
+        instance.mark_engine_lost("it ended")
+        instance.start_boot("b2", "http://h:1", EnginePages(page))
+        instance.report_start_stage("compiles")
+        assert instance.copy_registration().reason == "engine starts again (compiles): it ended"
+        instance.set_engine_info(FACTS)
+        instance.report_start_stage("compiles")
+        assert instance.state == agent_pb2.STATE_VERIFYING
+
+
 async def test_a_failed_test_keeps_a_new_worker_from_ready(instance: WorkerInstance) -> None:
     instance.set_engine_info(FACTS)
     instance.mark_verification_failed("wrong tokens")

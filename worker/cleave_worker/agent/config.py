@@ -13,6 +13,7 @@ from pathlib import Path
 from cleave import logs
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
 from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.listen_addresses import parse_port
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import ROLES, Role, RoleSchedulingConfig, SchedulingConfigError
 from cleave_worker.scheduling.config import parse as parse_terms
@@ -171,8 +172,8 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--served-model-name", metavar="NAME", help="default: --model")
     add("--engine", choices=("vllm", "emulated"), default="vllm")
     add("--host", default=env.get("POD_IP", ""), help="default: $POD_IP")
-    add("--port", type=_parse_port, default=9000)
-    add("--engine-port", type=_parse_port, default=0, help="0: a free one")
+    add("--port", type=parse_port, default=9000)
+    add("--engine-port", type=parse_port, default=0, help="0: a free one")
     add("--peers", metavar="SOURCE", default=env.get(AGENTS_ENV, ""))
     add("--cell", default="", help="co-location group with fast KV transfers")
     add("--cores", default="auto", help="auto, none or a list: 0,2-3")
@@ -235,13 +236,6 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
 
 def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
-
-
-def _parse_port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is not a port")
-    return port
 
 
 def _parse_count(text: str) -> int:

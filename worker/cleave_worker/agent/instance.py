@@ -22,6 +22,8 @@ from cleave_worker.scheduling import config as scheduling_config
 from cleave_worker.scheduling.config import Role
 from cleave_worker.scheduling.config_page import SchedulingPage
 
+STARTING = "engine starts"
+"""The reason of an instance whose engine starts."""
 _MAX_PAIRS = 1_024
 """Pairs whose newest results are kept; beyond that the oldest are dropped."""
 
@@ -103,7 +105,7 @@ class WorkerInstance:
             max_model_len=config.max_model_len,
             max_adapters=read_max_adapters(config),
             ahead_from_tokens=int(config.is_overlapped and config.transfer != "auto"),
-            reason="engine starts",
+            reason=STARTING,
         )
         self._scheduling = config.scheduling
         self._pages: EnginePages | None = None
@@ -191,9 +193,19 @@ class WorkerInstance:
         state.ClearField("kv_path")
         self._verified_paths.clear()
         self._pairs.clear()
-        failure = state.last_failure
-        reason = f"engine starts again: {failure}" if failure else "engine starts"
-        self._enter_state(agent_pb2.STATE_STARTING, reason)
+        self._enter_state(agent_pb2.STATE_STARTING, self._describe_start(""))
+
+    def report_start_stage(self, stage: str) -> None:
+        """Report what the engine does while it starts; empty: not known."""
+        reason = self._describe_start(stage)
+        if self.state == agent_pb2.STATE_STARTING and self._registration.reason != reason:
+            self._enter_state(agent_pb2.STATE_STARTING, reason)
+
+    def _describe_start(self, stage: str) -> str:
+        """The failure of the last engine is more important than what this one does."""
+        if failure := self._registration.last_failure:
+            return f"engine starts again{f' ({stage})' if stage else ''}: {failure}"
+        return f"{STARTING}: {stage}" if stage else STARTING
 
     def set_engine_info(self, info: ServedEngineInfo) -> None:
         """Record that the engine responds; the KV test comes next."""

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Self
 
 from cleave_worker.agent import subreaper
-from cleave_worker.agent.exit_reason import ExitReason
+from cleave_worker.agent.engine_output import ExitReason, StartStage
 from cleave_worker.agent.launch import Launch
 
 _engine_log = logging.getLogger("engine")
 _PREFIX = b"[engine] "
 _CHUNK_BYTES = 65536
+_BAR_BYTES = 1024
 _REAP_SECONDS = 5.0
 Sink = Callable[[bytes], object]
 
@@ -53,6 +54,7 @@ class EngineProcess:
         self._process = process
         self._stop_seconds = stop_seconds
         self._exit_reason = exit_reason
+        self._start_stage = StartStage()
         self._output = asyncio.create_task(self._copy(sink))
 
     @classmethod
@@ -86,6 +88,11 @@ class EngineProcess:
     def exit_reason(self) -> str:
         """Why it ended, from its own output; empty when there was none."""
         return self._exit_reason.describe()
+
+    @property
+    def start_stage(self) -> str:
+        """What it does while it starts, such as `loads weights, 40 %`; empty: not known."""
+        return self._start_stage.text
 
     async def wait(self) -> int:
         """Wait until it and all its descendants have ended; return its exit status."""
@@ -126,6 +133,9 @@ class EngineProcess:
             if len(partial) > _CHUNK_BYTES:
                 lines, partial = [*lines, partial], b""
             self._handle_lines(lines, sink)
+            if partial:
+                # A progress bar is one line for minutes.
+                self._start_stage.feed(partial[-_BAR_BYTES:].decode(errors="replace"))
         if partial:
             self._handle_lines([partial], sink)
 
@@ -134,4 +144,6 @@ class EngineProcess:
             return
         sink(b"".join(_PREFIX + line + b"\n" for line in lines))
         for line in lines:
-            self._exit_reason.feed(line.decode(errors="replace"))
+            text = line.decode(errors="replace")
+            self._exit_reason.feed(text)
+            self._start_stage.feed(text)

@@ -158,6 +158,8 @@ class EngineSupervisor:
                 while True:
                     if not await engine_api.check_health(url, timing.health_timeout):
                         return
+                    if self._process is not None:
+                        self._instance.report_start_stage(self._process.start_stage)
                     await asyncio.sleep(timing.start_poll)
         except TimeoutError:
             raise EngineFault(f"did not answer within {timing.start_timeout:g} s") from None

@@ -128,12 +128,12 @@ def build_iteration_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator
 def _build_mlp_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator[LinearOperator]:
     shape, experts = shard.shape, shard.shape.experts
     gated = shape.has_gated_mlp
-    dense = 1.0 if experts is None else experts.dense_layers / shape.num_layers
+    dense = shape.dense_mlp_layers / shape.num_layers
     if dense:
         yield from _build_dense(shard, device_spec, "mlp", shape.intermediate_size, dense)
-    if experts is None or dense == 1.0:
+    sparse = shape.expert_layers / shape.num_layers
+    if experts is None or not sparse:
         return
-    sparse = 1 - dense
     hidden, width = shape.hidden_size, shard.get_mlp_width(experts.intermediate_size)
     inner = width * (2 if gated else 1)
     routing = _EvenRouting(experts.count, experts.per_token)

@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from cleave.cli.options import RunningName
+from cleave.cli.options import RunningNames
 from cleave.cli.output.errors import report_local_errors
 
 
 def down(
-    name: RunningName = None,
+    names: RunningNames = None,
     timeout: Annotated[
         float,
         Option(
@@ -19,20 +19,23 @@ def down(
         ),
     ] = 45,
 ) -> None:
-    """Stop a deployment: drain the gateway first, then the decode and the prefill workers.
+    """Stop deployments: drain the gateway first, then the decode and the prefill workers.
 
     \b
     Examples:
       # Stop the only running deployment
       cleave down
-      # Stop the deployment chat and give its requests two minutes
-      cleave down chat --timeout 120
+      # Stop two deployments and give their requests two minutes
+      cleave down chat code --timeout 120
     """
     from cleave.local import state
     from cleave.local import up as local
 
     with report_local_errors():
         orphaned = {folder.name: folder for folder in state.list_orphaned()}
-        folder = orphaned.get(name or "") or state.find_running(name)
-        asyncio.run(local.stop_deployment(folder, timeout))
-    typer.echo(f"{folder.name} stopped")
+        # All names are looked up first: a wrong one stops nothing.
+        found = [orphaned.get(name) or state.find_running(name) for name in names or ()]
+        folders = {folder.name: folder for folder in found or [state.find_running(None)]}
+        for folder in folders.values():
+            asyncio.run(local.stop_deployment(folder, timeout))
+            typer.echo(f"{folder.name} stopped")

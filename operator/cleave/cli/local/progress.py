@@ -66,7 +66,8 @@ def build_table(steps: Sequence[PodProgress], width: int) -> Table:
     for step in shown:
         state = Text(step.state, style=_STYLES.get(step.state, ""))
         # Text, not markup: engines print brackets.
-        detail = Text(step.detail, style="dim")
+        detail = Text(f"{step.stage}  ") if step.stage else Text()
+        detail.append(step.detail, style="dim")
         detail.truncate(room, overflow="ellipsis")
         grid.add_row(step.pod, state, f"{step.elapsed_s:.0f} s".rjust(_TIME_WIDTH), detail)
     if len(steps) > _MAX_ROWS:
@@ -86,11 +87,11 @@ class LineProgress:
 
     def show(self, steps: Sequence[PodProgress]) -> None:
         """Print the changes since the previous call."""
-        states = {step.pod: step.state for step in self._previous}
+        states = {step.pod: (step.state, step.stage) for step in self._previous}
         lines = [
-            f"{step.pod}  {step.state}  {step.elapsed_s:.0f} s"
+            f"{step.pod}  {step.state}  {step.elapsed_s:.0f} s  {step.stage}".rstrip()
             for step in steps
-            if states.get(step.pod) != step.state
+            if states.get(step.pod) != (step.state, step.stage)
         ]
         lines += progress.describe_restarts(self._previous, steps)
         if not lines and self._clock() - self._printed_at >= _MAX_SILENCE_S:

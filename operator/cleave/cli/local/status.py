@@ -75,7 +75,8 @@ async def collect(name: str | None) -> list[dict[str, Any]]:
         {
             "deployment": snapshot.deployment,
             "url": snapshot.url,
-            "plan": snapshot.plan or None,
+            "plan": {key: part for key, part in snapshot.plan.items() if part not in ("", [])}
+            or None,
             "instances": [asdict(row) for row in instance_rows],
         }
         for snapshot, instance_rows in zip(snapshots, rows, strict=True)
@@ -99,9 +100,9 @@ async def _collect_rows(snapshot: "DeploymentSnapshot") -> list["InstanceRow"]:
 
 def _print(deployments: list[dict[str, Any]], output: DocumentFormat) -> None:
     if output is DocumentFormat.JSON:
-        tables.print_json(deployments)
+        tables.print_json(tables.convert_keys(deployments))
     elif output is DocumentFormat.YAML:
-        tables.print_yaml(deployments)
+        tables.print_yaml(tables.convert_keys(deployments))
     else:
         from rich.console import Console
 
@@ -127,13 +128,16 @@ def _watch_table(name: str | None) -> None:
 
 
 def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
-    """Print the table in its full width, then failures and plans."""
+    """Print the table in its full width, then failures and plans. Where the console is no terminal,
+    a row is one line, and reasons follow the table."""
     if not deployments:
         console.print(_NOTHING_RUNS)
         return
-    tables.print_full_width(console, build_table(deployments))
+    tables.print_full_width(console, build_table(deployments, with_reasons=console.is_terminal))
     for deployment in deployments:
         for row in deployment["instances"]:
+            if row["reason"] and not console.is_terminal:
+                tables.print_line(console, f"{row['instance']}: {row['reason']}")
             if failure := row["last_failure"]:
                 tables.print_line(console, f"{row['instance']}: last failure: {failure}")
             if pairs := row["kv_pairs"]:
@@ -151,8 +155,8 @@ def _describe_plan(plan: dict[str, Any]) -> str:
     return f"{plan['verdict'].lower()}, {expected} predicted. {plan['reason']}"
 
 
-def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
-    """The rows of all deployments in one table."""
+def build_table(deployments: Sequence[dict[str, Any]], *, with_reasons: bool = True) -> "Table":
+    """The rows of all deployments in one table, with the reasons of states on second lines."""
     from rich.text import Text
 
     table = tables.build_plain_table(
@@ -161,7 +165,7 @@ def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
     table.add_column("URL", no_wrap=True)
     for row in (row for deployment in deployments for row in deployment["instances"]):
         state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
-        if row["reason"]:
+        if with_reasons and row["reason"]:
             reason = Text(f"\n{row['reason']}", style="dim")
             reason.truncate(_REASON_WIDTH, overflow="ellipsis")
             state.append_text(reason)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from cleave.manifests.topology import NodeTopology
     from cleave.planner.placement import Placement
 
+MaxSurge = Annotated[int | None, Option(min=0, help="Overrides spec.rollout.maxSurge.")]
+MaxUnavailable = Annotated[int | None, Option(min=0, help="Overrides spec.rollout.maxUnavailable.")]
+
 
 def rollout(
     file: File,
@@ -32,15 +35,12 @@ def rollout(
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only show the steps. Required.")] = False,
     output: TableOutput = TableFormat.TABLE,
     cluster: ClusterFile = None,
-    max_surge: Annotated[int | None, Option(min=0, help="Overrides spec.rollout.maxSurge.")] = None,
-    max_unavailable: Annotated[
-        int | None, Option(min=0, help="Overrides spec.rollout.maxUnavailable.")
-    ] = None,
+    max_surge: MaxSurge = None,
+    max_unavailable: MaxUnavailable = None,
 ) -> None:
-    """Preview the steps in which the operator rolls out a change to a cluster.
+    """Preview the steps in which the operator rolls out a change to a cluster; changes nothing.
 
     The operator starts a step when the instances of the previous one are ready. 1+2 means one new
     and two old instances. CAPACITY is the share of the planned capacity that serves during the
@@ -51,17 +51,27 @@ def rollout(
     \b
     Examples:
       # Compare two manifests
-      cleave rollout -f new.yaml --from old.yaml --dry-run
+      cleave rollout -f new.yaml --from old.yaml
       # Compare with what runs in the cluster
-      kubectl get llmd chat -o yaml | cleave rollout -f new.yaml --from - --dry-run
+      kubectl get llmd chat -o yaml | cleave rollout -f new.yaml --from -
     """
-    if not dry_run:
-        why = "the operator performs the rollout itself after kubectl apply"
-        fail([f"--dry-run: is required; {why}"], BAD_INPUT)
+    show_rollout(load_manifest(file), file, before, output, cluster, max_surge, max_unavailable)
+
+
+def show_rollout(
+    after: "LLMDeployment",
+    file: Path,
+    before: Path | None,
+    output: TableFormat,
+    cluster: Path | None,
+    max_surge: int | None,
+    max_unavailable: int | None,
+) -> None:
+    """Print the steps from the manifest `before`, or from the status in `after`, which was read
+    from `file`. Exits as `rollout` does."""
     from cleave.cli.manifests import rollout_table
     from cleave.controller.rollout.preview import build_stages, build_states
 
-    after = load_manifest(file)
     limits = _build_limits(after, max_surge, max_unavailable)
     running = _get_current(after, file, before, cluster)
     planned = _build_pools(after, file, cluster)

@@ -50,7 +50,7 @@ def show_json(
     document = {
         "deployment": name,
         "revision": {"from": before, "to": after},
-        "limits": {"max_surge": limits.max_surge, "max_unavailable": limits.max_unavailable},
+        "limits": {"maxSurge": limits.max_surge, "maxUnavailable": limits.max_unavailable},
         "steps": [
             {
                 "step": number,

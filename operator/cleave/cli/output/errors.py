@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 BAD_INPUT = 2
-_STDIN = Path("-")
+STDIN = Path("-")
 
 
 def fail(faults: Sequence[str], code: int, log: Sequence[str] = ()) -> NoReturn:
@@ -42,15 +42,16 @@ def report_local_errors() -> Iterator[None]:
 
 
 @contextmanager
-def report_input_errors() -> Iterator[None]:
-    """Print the faults of manifests and plans that are raised inside, and exit with code 2."""
+def report_input_errors(prefix: str = "") -> Iterator[None]:
+    """Print the faults of manifests and plans that are raised inside, and exit with code 2.
+    `prefix`: which of several files or deployments they are of."""
     from cleave.api.manifest import ManifestError
     from cleave.planner.placement import PlanError
 
     try:
         yield
     except (ManifestError, PlanError) as error:
-        fail(error.faults, BAD_INPUT)
+        fail([prefix + fault for fault in error.faults], BAD_INPUT)
 
 
 def load_manifest(file: Path) -> "LLMDeployment":
@@ -58,17 +59,23 @@ def load_manifest(file: Path) -> "LLMDeployment":
     from cleave.api.manifest import load
 
     with report_input_errors():
-        return load(sys.stdin.read() if file == _STDIN else file)
+        return load(sys.stdin.read() if file == STDIN else file)
 
 
 def load_deployment(file: Path) -> "LLMDeployment":
     """Read the LLMDeployment in `file`, print warnings about it; exits when it is invalid."""
+    with report_input_errors():
+        return check_deployment(load_manifest(file), file.parent)
+
+
+def check_deployment(manifest: "LLMDeployment", folder: Path, prefix: str = "") -> "LLMDeployment":
+    """The deployment with its paths from `folder`; prints warnings about it after `prefix`.
+    Raises PlanError where its placement cannot be."""
     from cleave.planner.deployment_checks import list_warnings
     from cleave.planner.placement import choose_placement, resolve_paths
 
-    with report_input_errors():
-        deployment = resolve_paths(load_manifest(file), file.parent)
-        choose_placement(deployment)
+    deployment = resolve_paths(manifest, folder)
+    choose_placement(deployment)
     for warning in list_warnings(deployment):
-        sys.stderr.write(f"warning: {warning}\n")
+        sys.stderr.write(f"warning: {prefix}{warning}\n")
     return deployment

@@ -59,21 +59,22 @@ def read_planning_input(
     file: Path, cluster: Path | None, overrides: Overrides, seed: int
 ) -> PlanningInput:
     """Read both files. Exits with code 2 and one line per fault."""
-    return build_planning_input(load_manifest(file), file.parent, cluster, overrides, seed)
+    with report_input_errors():
+        return build_planning_input(load_manifest(file), file.parent, cluster, overrides, seed)
 
 
 def build_planning_input(
     manifest: "LLMDeployment", folder: Path, cluster: Path | None, overrides: Overrides, seed: int
 ) -> PlanningInput:
-    """The input of the planner; relative paths start at `folder`. Exits as the above does."""
+    """The input of the planner; relative paths start at `folder`. Raises ManifestError and
+    PlanError."""
     from cleave.api.manifest import load_cluster
     from cleave.planner.placement import resolve_paths
 
     distribution.require("planner")
-    with report_input_errors():
-        deployment = apply_overrides(resolve_paths(manifest, folder), overrides)
-        machines = load_cluster(cluster) if cluster else None
-        return PlanningInput(deployment, _build_problem(deployment, machines, folder, seed))
+    deployment = apply_overrides(resolve_paths(manifest, folder), overrides)
+    machines = load_cluster(cluster) if cluster else None
+    return PlanningInput(deployment, _build_problem(deployment, machines, folder, seed))
 
 
 def _build_problem(
@@ -169,8 +170,9 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
 
 
 def dump_metadata(deployment: "LLMDeployment") -> dict[str, Any]:
-    """Name and namespace, the latter only where the manifest has one."""
-    fields = {"name", "namespace"} & deployment.metadata.model_fields_set
+    """What the manifest has of name, namespace, labels and annotations: without these kubectl
+    would remove them from an object."""
+    fields = {"name", "namespace", "labels", "annotations"} & deployment.metadata.model_fields_set
     return deployment.metadata.model_dump(mode="json", include=fields)
 
 

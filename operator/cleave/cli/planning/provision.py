@@ -112,7 +112,7 @@ def provision(
         _print_table(designs)
     else:
         show = tables.print_json if output is DocumentFormat.JSON else tables.print_yaml
-        show([asdict(design) for design in designs])
+        show(tables.convert_keys([asdict(design) for design in designs]))
 
 
 def _build_request(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cleave.cli.output.tables import build_plain_table, print_full_width
+from cleave.cli.output.tables import build_plain_table, convert_keys, print_full_width
 from cleave.planner.plan import Percentiles
 from cleave.planner.result.simulation_summary import InstanceLoad, SimulationSummary
 from cleave.planner.result.text import format_ms, format_number, format_percent
@@ -51,24 +51,27 @@ def show_many(console: "Console", results: Sequence[SimulationSummary], slo: "Sl
     """Print one line per rate."""
     headings = ("RATE", "ATTAINED", "TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99", "BUSIEST")
     table = build_plain_table((), headings)
+    table.add_column("SLO", no_wrap=True)
     for result in results:
+        is_met = result.attainment >= slo.attainment
         table.add_row(
             format_number(result.rate),
             format_percent(result.attainment),
             *_format_percentiles(result.ttft_ms),
             *_format_percentiles(result.tpot_ms),
             format_percent(max(each.busy for each in result.instances)),
-            style=None if result.attainment >= slo.attainment else "red",
+            "met" if is_met else "missed",
+            style=None if is_met else "red",
         )
     print_full_width(console, table)
     targets = f"TTFT {format_ms(slo.ttft_ms)}, TPOT {format_ms(slo.tpot_ms)}"
     target = f"target: {format_percent(slo.attainment)} within {targets}"
-    console.print(f"{target}; rates below it are red", style="dim", highlight=False)
+    console.print(target, style="dim", highlight=False, soft_wrap=True)
 
 
 def build_document(results: Sequence[SimulationSummary]) -> list[dict[str, Any]]:
     """The figures of every rate for JSON; values that are not finite become null."""
-    return [_replace_non_finite(asdict(result)) for result in results]
+    return [convert_keys(_replace_non_finite(asdict(result))) for result in results]
 
 
 def write_csv(file: TextIO, outcome: "SimulationResult", names: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from cleave.cli.options import TableFormat, TableOutput
 from cleave.cli.output.errors import BAD_INPUT, fail
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ _PromptError = Annotated[
         "a column estimated_prompt_tokens.",
     ),
 ]
-_AsJson = Annotated[bool, Option("--json", help="Print as JSON.")]
 
 
 @lengths.callback()
@@ -37,9 +37,9 @@ def group() -> None:
 @lengths.command()
 def train(
     trace: _Trace,
-    file: Annotated[Path, Option("--output-file", "-o", help="File to write, for gateways.")],
+    file: Annotated[Path, Option("--output-file", "-O", help="File to write, for gateways.")],
     prompt_error: _PromptError = 0.2,
-    as_json: _AsJson = False,
+    output: TableOutput = TableFormat.TABLE,
 ) -> None:
     """Train on the first 70 % of a trace, evaluate on the rest, and write both to a file.
 
@@ -52,7 +52,7 @@ def train(
     \b
     Examples:
       # Train on recorded requests
-      cleave lengths train requests.csv -o lengths.json
+      cleave lengths train requests.csv -O lengths.json
     """
     from cleave.traffic import length_file, length_training
     from cleave.traffic.history import HistoryError
@@ -65,7 +65,7 @@ def train(
     scores = trained.scores
     split = f"trained on {trained.trained_on:,} requests, evaluated on {trained.judged_by:,}"
     then = "gateways use it" if scores.is_better else "gateways keep using that"
-    _print_scores(f"{trace}: {split}", scores, then, as_json)
+    _print_scores(f"{trace}: {split}", scores, then, output)
 
 
 @lengths.command()
@@ -73,7 +73,7 @@ def evaluate(
     trace: _Trace,
     file: Annotated[Path, Option("--with", help="File written by cleave lengths train.")],
     prompt_error: _PromptError = 0.2,
-    as_json: _AsJson = False,
+    output: TableOutput = TableFormat.TABLE,
 ) -> None:
     """Evaluate a trained file on a trace of newer requests than it was trained on.
 
@@ -95,19 +95,20 @@ def evaluate(
     scores = length_training.evaluate_classifier(trained, answers)
     title = f"{trace}: {file} evaluated on {len(answers):,} requests"
     then = "keep it" if scores.is_better else "train another from newer traffic, or use none"
-    _print_scores(title, scores, then, as_json)
+    _print_scores(title, scores, then, output)
 
 
-def _print_scores(title: str, scores: "Scores", then: str, as_json: bool) -> None:
+def _print_scores(title: str, scores: "Scores", then: str, output: TableFormat) -> None:
     """Print the scores; `then`: the conclusion from them."""
-    import msgspec
+    from cleave.cli.output.tables import build_plain_table, print_full_width, print_json
 
-    if as_json:
-        typer.echo(msgspec.json.encode(scores).decode())
+    if output is TableFormat.JSON:
+        import msgspec
+
+        print_json(msgspec.to_builtins(scores))
         return
     from rich.console import Console
 
-    from cleave.cli.output.tables import build_plain_table, print_full_width
     from cleave.traffic.length_file import GRANULARITIES
 
     ranges = (f"RANGE OF {width}" for width in GRANULARITIES)

@@ -144,8 +144,11 @@ def _print(measured: "MeasuredProfile", file: Path, scattered: int, output: Tabl
         return
     from rich.console import Console
 
+    from cleave.cli.output.tables import print_full_width, print_line
+
     console = Console(highlight=False)
-    console.print(_build_table(measured))
+    print_line(console, f"{measured.model} on {measured.device}", style="bold")
+    print_full_width(console, _build_table(measured))
     if scattered:
         points = f"{scattered} points scatter too much"
         console.print(f"{points}: measure again before planning with it")
@@ -153,11 +156,9 @@ def _print(measured: "MeasuredProfile", file: Path, scattered: int, output: Tabl
 
 
 def _build_table(measured: "MeasuredProfile") -> "Table":
-    from rich.table import Table
+    from cleave.cli.output.tables import build_plain_table
 
-    table = Table(title=f"{measured.model} on {measured.device}", title_justify="left")
-    for column in ("iteration", "ms", "repeats", "IQR"):
-        table.add_column(column, justify="left" if column == "iteration" else "right")
+    table = build_plain_table(("ITERATION",), ("MS", "REPEATS", "IQR"))
     rows = [
         *((f"prefill {p.prompts} x {p.tokens}", p) for p in measured.prefill),
         *((f"decode {d.batch}, context {d.context_tokens}", d) for d in measured.decode),

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from cleave.cli.options import DocumentFormat, DocumentOutput
 from cleave.cli.output.errors import BAD_INPUT, fail
-from cleave.cli.output.tables import print_json, print_yaml
+from cleave.cli.output.tables import convert_keys, print_json, print_yaml
 
 if TYPE_CHECKING:
     from cleave.api.workload import Workload
@@ -202,7 +202,7 @@ def _print(traffic: DescribedTraffic, spec: dict[str, Any], output: DocumentForm
     remarks = [*traffic.notes, *warnings]
     if output is DocumentFormat.JSON:
         described = {**asdict(diagnosis), "notes": list(traffic.notes)}
-        print_json({"workload": spec, "diagnosis": described})
+        print_json({"workload": spec, "diagnosis": convert_keys(described)})
     elif output is DocumentFormat.YAML:
         typer.echo("".join(f"# {line}\n" for line in remarks), nl=False)
         print_yaml({"workload": spec})

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from rich import box
-from rich.console import Console, Group
-from rich.padding import Padding
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cleave.cli.output.tables import build_plain_table, print_full_width, print_line
 from cleave.simulator.trace import Trace
 from cleave.traffic.characterization import LengthSummary, TraceDescription
 
@@ -29,10 +28,13 @@ def show(
 ) -> None:
     """Print everything about one workload."""
     console = Console(highlight=False)
-    console.print(Text(title, style="bold"), Text(_summarize(diagnosis), style="dim"))
-    console.print(Group(_build_length_table(diagnosis), _build_histogram(trace)))
+    console.print(
+        Text(title, style="bold"), Text(_summarize(diagnosis), style="dim"), soft_wrap=True
+    )
+    print_full_width(console, _build_length_table(diagnosis))
+    print_full_width(console, _build_histogram(trace))
     for line in warnings:
-        console.print(Padding(Text(f"- {line}"), (0, 0, 0, 0)))
+        print_line(console, f"- {line}")
     block = yaml.safe_dump({"workload": spec}, sort_keys=False)
     console.print(Text("\nfor spec of an LLMDeployment:", style="dim"))
     console.print(Text(block.rstrip()), soft_wrap=True)
@@ -52,10 +54,8 @@ def _summarize(diagnosis: TraceDescription) -> str:
 
 
 def _build_length_table(diagnosis: TraceDescription) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("TOKENS")
-    for heading in ("MEAN", "P50", "P90", "P99", "LARGEST", "FIT DISTANCE"):
-        table.add_column(heading, justify="right")
+    figures = ("MEAN", "P50", "P90", "P99", "LARGEST", "FIT DISTANCE")
+    table = build_plain_table(("TOKENS",), figures)
     table.add_row("prompt", *_format_figures(diagnosis.prompt_tokens))
     table.add_row("output", *_format_figures(diagnosis.output_tokens))
     return table
@@ -73,8 +73,7 @@ def _build_histogram(trace: Trace) -> Table:
     powers = range(shortest.bit_length() - 1, longest.bit_length())
     prompts = _compute_shares(trace.prompt_tokens, powers)
     outputs = _compute_shares(trace.output_tokens, powers)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("TOKENS", justify="right")
+    table = build_plain_table((), ("TOKENS",))
     for heading in ("PROMPTS", "OUTPUTS"):
         table.add_column(heading, min_width=_BAR_WIDTH)
         table.add_column("", justify="right")

@@ -6,10 +6,13 @@ the command runs, and the terminal must be restored at its end.
 
 import asyncio
 import json
+import os
 import signal
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,8 +27,19 @@ if TYPE_CHECKING:
 
 _REQUEST_TIMEOUT_S = 2.0
 _MAX_PAGE_BYTES = 16 << 20
+_KEYBOARD = 0
+"""Standard input."""
+_MAX_KEYS = 64
+"""Keys that are read at a time."""
 
 Draw = Callable[["TopView"], None]
+Interval = Annotated[float, Option(min=0.2, max=60, help="Seconds between two refreshes.")]
+Once = Annotated[
+    bool, Option("--once", help="Poll twice, one interval apart, print the result and exit.")
+]
+LineOutput = Annotated[
+    TableFormat, Option("--output", "-o", help="Output format; json prints one object per line.")
+]
 
 
 def top(
@@ -37,18 +51,11 @@ def top(
             show_default=False,
         ),
     ] = None,
-    interval: Annotated[
-        float, Option(min=0.2, max=60, help="Seconds between two refreshes.")
-    ] = 1.0,
-    once: Annotated[
-        bool, Option("--once", help="Poll twice, one interval apart, print the result and exit.")
-    ] = False,
-    output: Annotated[
-        TableFormat,
-        Option("--output", "-o", help="Output format; json prints one object per line."),
-    ] = TableFormat.TABLE,
+    interval: Interval = 1.0,
+    once: Once = False,
+    output: LineOutput = TableFormat.TABLE,
 ) -> None:
-    """Show live traffic against its SLO and the load of each instance, until Ctrl-C.
+    """Show live traffic against its SLO and the load of each instance, until q or Ctrl-C.
 
     The figures are those of one gateway. RUN and WAIT count requests at the engine, PENDING tokens
     that it still has to compute or keeps KV for, and HERE requests from this gateway. AGE is the
@@ -104,18 +111,21 @@ def _validate_url(url: str) -> str:
 
 
 async def _watch(gateway: "_Poller", interval_s: float, output: TableFormat, *, once: bool) -> None:
-    """Poll and draw until interrupted. Raises HttpError if the first poll fails."""
+    """Poll and draw until q or a signal. Raises HttpError if the first poll fails."""
     from cleave.rpc.http_client import HttpError
 
     _interrupt_on_signals()
     clock = asyncio.get_running_loop().time
     due = clock() + interval_s
     view = await gateway.poll()
-    with _open_display(output, live=not once) as draw:
+    end = asyncio.Event()
+    with _open_display(output, end, live=not once) as draw:
         if not once:
             draw(view)
         while True:
-            await asyncio.sleep(max(due - clock(), 0.0))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(end.wait(), max(due - clock(), 0.0))
+                return
             due = max(due, clock()) + interval_s
             try:
                 view = await gateway.poll()
@@ -173,20 +183,53 @@ class _Poller:
 
 
 @contextmanager
-def _open_display(output: TableFormat, *, live: bool) -> Iterator[Draw]:
-    """Yield a function that draws a view: in place on a terminal, else below the last one."""
+def _open_display(output: TableFormat, end: asyncio.Event, *, live: bool) -> Iterator[Draw]:
+    """Yield a function that draws a view: in place on a terminal, where the key q sets `end`, else
+    below the last one."""
     from rich.console import Console
 
+    from cleave.cli.output.tables import convert_keys
     from cleave.cli.top.screen import print_plain, render_screen
     from cleave.cli.top.view import build_document
 
     console = Console(highlight=False)
     if output is TableFormat.JSON:
-        yield lambda view: typer.echo(json.dumps(build_document(view)))
+        yield lambda view: typer.echo(json.dumps(convert_keys(build_document(view))))
     elif live and console.is_terminal and not console.is_dumb_terminal:
         from rich.live import Live
 
-        with Live(console=console, screen=True, auto_refresh=False) as screen:
+        with _watch_keys(end), Live(console=console, screen=True, auto_refresh=False) as screen:
             yield lambda view: screen.update(render_screen(view, *console.size), refresh=True)
     else:
         yield lambda view: print_plain(console, view)
+
+
+@contextmanager
+def _watch_keys(end: asyncio.Event) -> Iterator[None]:
+    """Set `end` when q is typed or the terminal closes; keys are not shown meanwhile."""
+    if not _is_foreground():
+        yield
+        return
+
+    def read() -> None:
+        keys = os.read(_KEYBOARD, _MAX_KEYS)
+        if not keys or b"q" in keys.lower():
+            end.set()
+
+    before, loop = termios.tcgetattr(_KEYBOARD), asyncio.get_running_loop()
+    tty.setcbreak(_KEYBOARD, termios.TCSANOW)
+    loop.add_reader(_KEYBOARD, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(_KEYBOARD)
+        termios.tcsetattr(_KEYBOARD, termios.TCSADRAIN, before)
+
+
+def _is_foreground() -> bool:
+    """Whether standard input is this process's terminal, and the process in its foreground: in the
+    background, changing the terminal would stop the process."""
+    try:
+        return os.tcgetpgrp(_KEYBOARD) == os.getpgrp()
+    except OSError:
+        return False

@@ -14,21 +14,23 @@ from cleave.cli.top.view import MINUTE_S, NOW_S, TopView
 from cleave.traffic.counters import GatewayCounters, TrafficRates
 
 _HEADER_ROWS = 5
-_TRAFFIC_ROWS = 5
 _MIN_ROWS = 3
 _MAX_REASONS = 3
 _NO_VALUE = "-"
+_FULLY_MEASURED = 0.995
+"""Share of measured requests from which nothing is said of the others."""
 
 
 def render_screen(view: TopView, width: int, height: int) -> Group:
     """The view, fitted into `width` x `height` cells as far as possible."""
-    notes = _describe_events(view)
-    taken = _HEADER_ROWS + _TRAFFIC_ROWS + len(notes) + 1  # The headings of instances.
+    notes, traffic = _describe_events(view), _draw_traffic(view)
+    # Both tables have headings.
+    taken = _HEADER_ROWS + traffic.row_count + len(notes) + 2
     shown, more = instances.select_instances(view.fleet, max(_MIN_ROWS, height - taken))
     return Group(
         *_truncate(_describe_state(view), width),
         Text(),
-        _draw_traffic(view),
+        traffic,
         *_truncate([_describe_counts(view)], width),
         Text(),
         instances.build_instance_table(shown, width),
@@ -77,8 +79,11 @@ def _draw_traffic(view: TopView) -> Table:
     traffic_headings = ("REQ/S", "TOK/S", "ATTAINED", "GOODPUT")
     for heading in (*traffic_headings, "TTFT P50", "P90 ms", "TPOT P50", "P90 ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for traffic, window_s in ((view.now, NOW_S), (view.minute, MINUTE_S)):
-        table.add_row(*_describe_window(_format_window(traffic, window_s), traffic, view.counts))
+    windows = {_format_window(view.minute, MINUTE_S): view.minute}
+    # At first both windows reach back to the first poll: they are one row then.
+    windows = {_format_window(view.now, NOW_S): view.now} | windows
+    for name, traffic in windows.items():
+        table.add_row(*_describe_window(name, traffic, view.counts))
     table.add_row(*_describe_window("all", view.total, view.counts))
     ttft, tpot = map(_format_figure, (view.counts.ttft_target_ms, view.counts.tpot_target_ms))
     table.add_row("target", *[""] * 5, ttft, "", tpot, style="dim")
@@ -128,7 +133,7 @@ def _describe_omitted(more: int) -> list[Text]:
 
 
 def _describe_events(view: TopView) -> list[Text]:
-    """Reasons why instances are not ready, and the last changes of roles."""
+    """Requests that are not measured, reasons why instances are not ready, changes of roles."""
     reasons = [
         Text(f"{each.name}: {each.reason}", style="yellow")
         for each in view.fleet.instances
@@ -140,8 +145,20 @@ def _describe_events(view: TopView) -> list[Text]:
         )
         for each in view.changes
     ]
-    notes = reasons[:_MAX_REASONS] + changes
+    notes = _describe_unmeasured(view) + reasons[:_MAX_REASONS] + changes
     return [Text(), *notes] if notes else []
+
+
+def _describe_unmeasured(view: TopView) -> list[Text]:
+    """A line where ATTAINED and GOODPUT are not of all requests of a window."""
+    windows = [traffic for traffic in (view.minute, view.total) if traffic]
+    shares = [each.measured_share for each in windows if each.measured_share is not None]
+    share = min(shares, default=1.0)
+    has_targets = view.counts.ttft_target_ms or view.counts.tpot_target_ms
+    if share > _FULLY_MEASURED or not has_targets:
+        return []
+    why = "responses that are not streamed have no time to the first token"
+    return [Text(f"ATTAINED and GOODPUT are of {share:.0%} of the requests: {why}", style="dim")]
 
 
 def _format_window(traffic: TrafficRates | None, window_s: float) -> str:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.faults import format_faults
+from cleave.api.model import ConfigMapKeyRef, ModelConfig
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import objects
 from cleave.controller.cluster.apply import ChildrenByName
@@ -29,6 +30,8 @@ from cleave.manifests.labels import (
     Manifest,
     get_gateway_name,
 )
+from cleave.perf.model import model_source
+from cleave.perf.model.hf_config import ModelConfigError
 
 DEPLOYMENTS = "LLMDeployment"
 POOLS = "InstancePool"
@@ -61,6 +64,20 @@ class CachedResource:
     status: Manifest = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     """Why it is invalid, one line each; an older version of Cleave may have admitted it."""
+    config_reference: ConfigMapKeyRef | None = None
+    """Of a deployment: where its model's config.json is. Once that is read, the resource has it."""
+    model_fault: str = ""
+    """Why it has not been read; empty: it has, or there is no reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConfigMap:
+    """The ConfigMap with a deployment's config.json of its model, as it was read."""
+
+    name: str
+    data: Mapping[str, str] = field(default_factory=dict)
+    fault: str = ""
+    """Why there is none; empty: it was read."""
 
 
 class _Gateway(NamedTuple):
@@ -84,6 +101,7 @@ class ObjectCache:
         self._gateways: dict[ResourceKey, dict[str, _Gateway]] = defaultdict(dict)
         self._pools_of: dict[ResourceKey, dict[str, None]] = defaultdict(dict)
         self._children: dict[str, dict[tuple[str, str], ObservedChild]] = defaultdict(dict)
+        self._config_maps: dict[ResourceKey, ReadConfigMap] = {}
         self.nodes: dict[str, ObservedNode] = {}
 
     def upsert(self, manifest: Manifest) -> set[ResourceKey]:
@@ -132,6 +150,12 @@ class ObjectCache:
         """Return a deployment or pool; None: it is not cached."""
         return self._resources.get(key)
 
+    def set_config_map(self, deployment: ResourceKey, read: ReadConfigMap) -> None:
+        """Give a deployment the ConfigMap with its model's config.json as it was read now."""
+        if deployment in self._resources:
+            self._config_maps[deployment] = read
+            self._resources[deployment] = _with_config_map(self._resources[deployment], read)
+
     def list_pods(self, key: ResourceKey) -> tuple[ObservedPod, ...]:
         """Return the worker pods of a pool or deployment, oldest first."""
         pods = self._pods_of.get(key, {}).values()
@@ -176,11 +200,21 @@ class ObjectCache:
     def _upsert_resource(self, key: ResourceKey, manifest: Manifest) -> set[ResourceKey]:
         self._resources[key] = _parse(manifest)
         if key.kind == DEPLOYMENTS:
+            self._upsert_reference(key)
             return {key}
         deployment = str(manifest["spec"].get("deployment", ""))
         owner = ResourceKey(DEPLOYMENTS, key.namespace, deployment)
         self._pools_of[owner][key.name] = None
         return {key, *self._filter_cached([owner])}
+
+    def _upsert_reference(self, key: ResourceKey) -> None:
+        """Keep what was read for a deployment that still refers to the same ConfigMap."""
+        cached, read = self._resources[key], self._config_maps.get(key)
+        reference = cached.config_reference
+        if read is None or reference is None or read.name != reference.name:
+            self._config_maps.pop(key, None)
+        else:
+            self._resources[key] = _with_config_map(cached, read)
 
     def _upsert_node(self, manifest: Manifest) -> set[ResourceKey]:
         node = objects.parse_node(manifest)
@@ -240,6 +274,7 @@ class ObjectCache:
         del self._versions[key]
         if key.kind in (DEPLOYMENTS, POOLS):
             removed = self._resources.pop(key, None)
+            self._config_maps.pop(key, None)
             self._children.pop(removed.meta.get("uid", "") if removed else "", None)
             owners = [each for each, pools in self._pools_of.items() if key.name in pools]
             for owner in owners if key.kind == POOLS else ():
@@ -318,4 +353,24 @@ def _parse(manifest: Manifest) -> CachedResource:
         parsed = kind.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
         return CachedResource(None, meta, status, tuple(format_faults(error, kind)))
-    return CachedResource(parsed, meta, status)
+    config = parsed.spec.model.config if isinstance(parsed, LLMDeployment) else None
+    reference = config.config_map_key_ref if config else None
+    unread = f"ConfigMap {reference.name} has not been read yet" if reference else ""
+    return CachedResource(parsed, meta, status, (), reference, unread)
+
+
+def _with_config_map(cached: CachedResource, read: ReadConfigMap) -> CachedResource:
+    """The deployment with its model's config.json from the ConfigMap; without, where it is not
+    usable."""
+    if cached.config_reference is None or not isinstance(cached.resource, LLMDeployment):
+        return cached
+    spec = cached.resource.spec
+    declared = ModelConfig(config_map_key_ref=cached.config_reference)
+    model, fault = spec.model.model_copy(update={"config": declared}), read.fault
+    if not fault:
+        try:
+            model = model_source.with_config_map(model, read.data)
+        except ModelConfigError as error:
+            fault = str(error)
+    changed = cached.resource.model_copy(update={"spec": spec.model_copy(update={"model": model})})
+    return replace(cached, resource=changed, model_fault=fault)

@@ -22,9 +22,14 @@ class ConditionState:
     message: str = ""
 
 
-_WITHOUT_EVENTS = frozenset({"Progressing", "PlanFeasible", "PlanDrifted", "PredictionHolds"})
-"""Conditions without Events: Progressing changes in ordinary work, PlanFeasible repeats PlanReady,
-and replanning emits its own Events for the other two."""
+SLO_ATTAINED = "SLOAttained"
+"""Condition type."""
+_WITHOUT_EVENTS = frozenset(
+    {"Progressing", "PlanFeasible", "PlanDrifted", "PredictionHolds", SLO_ATTAINED}
+)
+"""Conditions without Events: Progressing and SLOAttained change in ordinary work (alerts report
+missed targets), PlanFeasible repeats PlanReady, and replanning emits its own Events for the other
+two."""
 ROLLING_OUT = "RollingOut"
 """The reason for which Progressing does cause an Event, at its beginning and at its end."""
 NOT_STARTING = "NotStarting"

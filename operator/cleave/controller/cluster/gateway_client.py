@@ -5,7 +5,8 @@ least load, how fast the KV path is); none of them waits for one. A gateway that
 time, or with something else, is ignored. Gateways disagree, since each receives an agent's reports
 at another moment and sends its own requests. A refresh costs a request per gateway; so it happens
 when the set of ready instances has changed, before a decision that depends on load, and otherwise
-every `_MAX_AGE_S` seconds.
+every `_MAX_AGE_S` seconds; sooner while instances start, as their agents say what they do and why
+an engine has failed.
 """
 
 import asyncio
@@ -40,6 +41,8 @@ _CONNECTED = ("heard", "stale")
 _MAX_AGE_S = 45.0
 _FIRST_INCOMPLETE_AGE_S = 1.0
 """How long the first incomplete response is used; doubles with each further one."""
+_STARTING_AGE_S = 10.0
+"""How long a response is used while instances are not ready."""
 _FRESH_AGE_S = 2.0
 
 InstancesByPod = Mapping[str, FleetInstance] | None
@@ -199,13 +202,16 @@ class _CachedInstances:
     instances: InstancesByPod
     incomplete_count: int
     """Consecutive incomplete responses."""
+    has_starting: bool
+    """Whether there were instances that were not ready."""
 
     @property
     def valid_s(self) -> float:
         """Seconds for which the response is used."""
+        longest_s = _STARTING_AGE_S if self.has_starting else _MAX_AGE_S
         if not self.incomplete_count:
-            return _MAX_AGE_S
-        return min(_MAX_AGE_S, _FIRST_INCOMPLETE_AGE_S * 2.0 ** (self.incomplete_count - 1))
+            return longest_s
+        return min(longest_s, _FIRST_INCOMPLETE_AGE_S * 2.0 ** (self.incomplete_count - 1))
 
 
 class GatewayClient(Generic[K]):
@@ -221,18 +227,28 @@ class GatewayClient(Generic[K]):
         return cached.instances if cached else None
 
     async def get_or_refresh(
-        self, key: K, gateways: Collection[str], ready: frozenset[str], engine_counts: EngineCounts
+        self,
+        key: K,
+        gateways: Collection[str],
+        ready: frozenset[str],
+        engine_counts: EngineCounts,
+        *,
+        has_starting: bool = False,
     ) -> InstancesByPod:
-        """Return the cached response, refreshed when old or when other pods are `ready` (names)."""
+        """Return the cached response, refreshed when old or when other pods are `ready` (names).
+        `has_starting`: there are instances that are not ready."""
         cached = self._cached.get(key)
         if cached and cached.ready == ready and self._clock() - cached.at_s < cached.valid_s:
             return cached.instances
-        return await self._refresh(key, gateways, ready, engine_counts)
+        return await self._refresh(key, gateways, ready, engine_counts, has_starting)
 
     def get_retry_delay_s(self, key: K) -> float | None:
-        """Seconds until a retry of an incomplete response; None: it is complete."""
+        """Seconds until a retry of an incomplete response; None: it is complete and no instance
+        starts."""
         cached = self._cached.get(key)
-        return cached.valid_s if cached is not None and cached.incomplete_count else None
+        if cached is None or not (cached.incomplete_count or cached.has_starting):
+            return None
+        return cached.valid_s
 
     async def get_fresh(
         self, key: K, gateways: Collection[str], engine_counts: EngineCounts
@@ -242,16 +258,22 @@ class GatewayClient(Generic[K]):
         if cached and self._clock() - cached.at_s < _FRESH_AGE_S:
             return cached.instances
         ready = cached.ready if cached else frozenset()
-        return await self._refresh(key, gateways, ready, engine_counts)
+        has_starting = cached is not None and cached.has_starting
+        return await self._refresh(key, gateways, ready, engine_counts, has_starting)
 
     def forget(self, key: K) -> None:
         """Drop the response: the deployment was deleted, or its instances have changed."""
         self._cached.pop(key, None)
 
     async def _refresh(
-        self, key: K, gateways: Collection[str], ready: frozenset[str], engine_counts: EngineCounts
+        self,
+        key: K,
+        gateways: Collection[str],
+        ready: frozenset[str],
+        engine_counts: EngineCounts,
+        has_starting: bool,
     ) -> InstancesByPod:
-        if not gateways or not ready:
+        if not gateways or not (ready or has_starting):
             return self.get_cached(key)
         response = await self._fetch([*map(build_base_url, gateways)], engine_counts)
         instances_now = self.get_cached(key) if response is None else response
@@ -259,7 +281,9 @@ class GatewayClient(Generic[K]):
         if not all(_is_complete((instances_now or {}).get(name)) for name in ready):
             before = previous.incomplete_count if previous and previous.ready == ready else 0
             incomplete_count = min(before + 1, 8)
-        self._cached[key] = _CachedInstances(self._clock(), ready, instances_now, incomplete_count)
+        self._cached[key] = _CachedInstances(
+            self._clock(), ready, instances_now, incomplete_count, has_starting
+        )
         return instances_now
 
 

@@ -52,6 +52,9 @@ def decide(
     `outcome`: the planner's last result for this deployment. `is_limited`: whether instances find
     no node. `fitted_inputs`: observed traffic that replaces the spec's.
     """
+    if inputs.model_fault:
+        # As pods wait for a ConfigMap: without it weights, plan and pods would be others.
+        return _retain_plan(status, MODEL_UNKNOWN, _describe_model_fault(inputs))
     spec = inputs.deployment.spec
     is_advisory = spec.planning.mode is PlanningMode.ADVISORY
     is_manual = spec.placement is not None
@@ -126,6 +129,11 @@ def _decide_planned(
         return _report_failed_plan(status, result)
     text = "the planner is running; instances stay as they are until it has finished"
     return replace(_retain_plan(status, PLANNING, text), plan_request=request)
+
+
+def _describe_model_fault(inputs: PlanInputs) -> str:
+    field = "spec.model.config.configMapKeyRef"
+    return f"{field}: {inputs.model_fault}; instances stay as they are until it is usable"
 
 
 def _match_result(outcome: PlanJob | None, request: PlanJob) -> PlanJob | None:

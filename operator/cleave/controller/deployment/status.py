@@ -3,7 +3,7 @@
 Called by the deployment's reconcile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeploymentStatus
@@ -12,9 +12,10 @@ from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Emit, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
+from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.deployment import kv_path, readiness
 from cleave.controller.deployment.placement import PlacementDecision
-from cleave.controller.deployment.traffic_status import report_traffic
+from cleave.controller.deployment.traffic_status import build_slo_condition, report_traffic
 from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.gateway import build_url
@@ -40,7 +41,9 @@ def report(
     generation, model = deployment.metadata.generation, deployment.spec.model.name
     is_complete = rolled_out == (generation or 0)
     now = _build_conditions(view, decision, desired, is_applied=is_applied, is_complete=is_complete)
+    observed = report_traffic(view)
     now += replan.conditions
+    now += build_slo_condition(deployment, observed)
     roles = _list_roles(view, desired)
     status: Manifest = {
         "observedGeneration": generation or 0,
@@ -49,7 +52,7 @@ def report(
         "model": model if is_complete else view.status.get("model") or model,
         "roles": [_build_role_status(view, role, desired.get(role)) for role in roles],
         "url": build_url(deployment),
-        **_build_replan_status(view, replan),
+        **_build_replan_status(observed, replan),
     }
     optional: Manifest = {"plan": decision.plan, "advice": decision.advice or replan.advice}
     optional["rolledOutGeneration"] = rolled_out
@@ -61,9 +64,9 @@ def report(
             yield Emit(target, event.reason, event.message, event.is_warning)
 
 
-def _build_replan_status(view: DeploymentView, replan: ReplanOutcome) -> Manifest:
+def _build_replan_status(observed: Manifest | None, replan: ReplanOutcome) -> Manifest:
     """Observed traffic and the results of replanning."""
-    parts: Manifest = {"observed": report_traffic(view), "prediction": replan.prediction}
+    parts: Manifest = {"observed": observed, "prediction": replan.prediction}
     for name, value in (("basis", replan.fitted_inputs), ("correction", replan.correction)):
         parts[name] = value and value.model_dump(mode="json", exclude_none=True)
     parts["plans"] = list(replan.plans)
@@ -81,7 +84,7 @@ def _build_conditions(
     present = _list_roles(view, desired)
     roles = [_build_role_condition(view, role, desired.get(role)) for role in present]
     gateway, limited = _build_gateway_condition(view), _find_true_in_pools(view, "ScalingLimited")
-    limited = limited or ConditionState("ScalingLimited", False, "Fits")
+    limited = limited or ConditionState("ScalingLimited", False, "Fits", "no instance lacks room")
     if view.inventory.unusable and needs_own_image(view.deployment.spec.engine):
         text = "; ".join(filter(None, (limited.message, view.inventory.unusable)))
         limited = replace(limited, message=text)
@@ -122,7 +125,8 @@ def _build_role_status(view: DeploymentView, role: Role, desired: InstancePool |
 def _build_role_condition(
     view: DeploymentView, role: Role, desired: InstancePool | None
 ) -> ConditionState:
-    ready = sum(pod.ready for pod in view.list_alive(role))
+    pods = view.list_alive(role)
+    ready = sum(pod.ready for pod in pods)
     count = desired.spec.replicas if desired else 0
     kind = f"{role.capitalize()}Ready"
     if desired is not None and count == 0:
@@ -130,7 +134,29 @@ def _build_role_condition(
         return ConditionState(kind, True, readiness.SCALED_TO_ZERO, text)
     reason = "Ready" if ready >= max(1, count) else "TooFew" if ready else "NoneReady"
     text = f"{ready} of {count} {role} instances are ready"
+    if ready < count and (cause := _describe_unready(view, pods)):
+        text += f"; {cause}"
     return ConditionState(kind, ready > 0, reason, text)
+
+
+def _describe_unready(view: DeploymentView, pods: Sequence[ObservedPod]) -> str:
+    """What the first instance that is not ready does, or why its engine failed, as its agent says;
+    empty: not known."""
+    for pod in sorted((pod for pod in pods if not pod.ready), key=lambda pod: pod.name):
+        reported = (view.instances or {}).get(pod.name)
+        if reported is not None and reported.reason:
+            return f"{pod.name}: {reported.reason}"
+    return ""
+
+
+def _find_failing_engine(view: DeploymentView) -> str:
+    """An instance that is not ready because its engine has ended; empty: there is none."""
+    for pod in view.pods:
+        reported = (view.instances or {}).get(pod.name)
+        if reported is not None and reported.restarts and pod.is_alive and not pod.ready:
+            times = "once" if reported.restarts == 1 else f"{reported.restarts} times"
+            return f"{pod.name}: {reported.reason} (started again {times})"
+    return ""
 
 
 def _build_gateway_condition(view: DeploymentView) -> ConditionState:
@@ -191,6 +217,8 @@ def _build_degraded(
         return degraded
     if fault := _find_gateway_fault(view):
         return ConditionState("Degraded", True, conditions.NOT_STARTING, f"gateway: {fault}")
+    if failing := _find_failing_engine(view):
+        return ConditionState("Degraded", True, "EngineFailed", failing)
     missing = [
         role
         for role, pool in desired.items()

@@ -1,11 +1,15 @@
-"""Reports recent traffic in the status. Pure; called by the deployment's status report.
+"""Reports recent traffic in the status, and whether it met the SLO. Pure; called by the
+deployment's status report.
 
 Traffic always varies, and every write of the status wakes all watchers. So it is written at most
-once a minute, and only when a figure has changed by more than 5 %.
+once a minute, and only when a figure has changed by more than 5 % or the SLO is met no longer, or
+again. The condition follows from what is written.
 """
 
+from cleave.api.deployment import LLMDeployment, Slo
 from cleave.api.plan import LatencyPercentiles
 from cleave.api.replan_status import ObservedLengths, ObservedTraffic
+from cleave.controller.cluster.conditions import SLO_ATTAINED, ConditionState
 from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
 from cleave.controller.cluster.traffic_scraper import RECENT_WINDOWS
 from cleave.controller.replan.reconcile import is_enabled
@@ -14,6 +18,8 @@ from cleave.manifests.labels import Manifest
 from cleave.traffic.counters import Buckets
 from cleave.traffic.window import TrafficWindow
 
+_MIN_REQUESTS = 20
+"""In fewer, one slow request decides."""
 _MIN_CHANGE = 0.05
 """Relative change below which figures count as equal."""
 
@@ -30,7 +36,40 @@ def report_traffic(view: DeploymentView) -> Manifest | None:
         if view.now_s - written_s < RECENT_WINDOWS * view.settings.traffic_poll_s:
             return previous
     current = _to_status(view.traffic, view.now_s)
-    return current if previous is None or _has_changed(previous, current) else previous
+    if previous is None or _has_changed(previous, current):
+        return current
+    slo = view.deployment.spec.slo
+    return (
+        previous if _compare_with_slo(previous, slo) == _compare_with_slo(current, slo) else current
+    )
+
+
+def build_slo_condition(
+    deployment: LLMDeployment, observed: Manifest | None
+) -> list[ConditionState]:
+    """The condition SLOAttained from `observed` (status.observed); none without."""
+    if observed is None:
+        return []
+    slo = deployment.spec.slo
+    is_met, reason = _compare_with_slo(observed, slo)
+    targets = f"TTFT {slo.ttft_ms:g} ms and TPOT {slo.tpot_ms:g} ms"
+    share = observed.get("attainment")
+    if share is None:
+        text = f"no response was measured against {targets}; only streams are"
+    else:
+        text = f"{share:.1%} of the measured requests were within {targets}, "
+        text += f"target {slo.attainment:.1%}; {observed['rate']:g} req/s"
+    return [ConditionState(SLO_ATTAINED, is_met, reason, text)]
+
+
+def _compare_with_slo(observed: Manifest, slo: Slo) -> tuple[bool | None, str]:
+    """Status and reason of the condition."""
+    share = observed.get("attainment")
+    if share is None:
+        return None, "NotMeasured"
+    if observed["rate"] * observed["windowS"] < _MIN_REQUESTS:
+        return None, "TooFewRequests"
+    return (True, "Attained") if share >= slo.attainment else (False, "Missed")
 
 
 def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:

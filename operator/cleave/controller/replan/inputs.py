@@ -29,6 +29,8 @@ class PlanInputs:
 
     deployment: LLMDeployment
     inventory: Inventory
+    model_fault: str = ""
+    """Why the ConfigMap with the model's config.json is not usable; empty: nothing waits for it."""
 
     @cached_property
     def unknown_model(self) -> str | None:

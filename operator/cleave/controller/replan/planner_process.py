@@ -69,7 +69,8 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
         return replace(job, faults=faults)
     unknown_model = deployment_checks.explain_unknown_model(deployment, reads_files=False)
     if unknown_model is not None:
-        return replace(job, faults=(f"spec.model.source: {unknown_model}",))
+        field = deployment.spec.model.shape_field
+        return replace(job, faults=(f"{field}: {unknown_model}",))
     try:
         if is_emulated:
             # Emulated engines need no GPU, so nodes do not bound their number.

@@ -19,8 +19,8 @@ from cleave.api.pool import InstancePool
 from cleave.api.role import Parallelism
 from cleave.perf import named_profiles
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
-from cleave.perf.model import model_shape
-from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model import model_source
+from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner import deployment_checks, problem_from_cluster
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem
@@ -41,6 +41,8 @@ def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Vali
     """Check an LLMDeployment. `cluster`: the present nodes; None: not known."""
     spec = deployment.spec
     faults = [*_list_profile_faults(spec.engine), *list_unreadable_files(deployment)]
+    if fault := model_source.find_config_fault(spec.model):
+        return ValidationFindings((*faults, fault))
     warnings = tuple(deployment_checks.list_warnings(deployment, reads_files=False))
     if spec.engine.type is EngineType.EMULATED:
         # Emulated instances have no weights to split and run on any node.
@@ -59,6 +61,8 @@ def check_pool(pool: InstancePool, cluster: Cluster | None) -> ValidationFinding
     """Check a manually created pool. `cluster`: the present nodes; None: not known."""
     spec = pool.spec
     faults = [*_list_profile_faults(spec.engine)]
+    if fault := model_source.find_config_fault(spec.model):
+        return ValidationFindings((*faults, fault))
     warnings = tuple(deployment_checks.list_gpu_overrides(spec.template))
     if spec.engine.type is EngineType.EMULATED:
         return ValidationFindings(tuple(faults), warnings)
@@ -155,11 +159,9 @@ def _list_fits(problem: Problem) -> Iterator[bool]:
 
 def _load_model_shape(spec: ModelSpec) -> ModelShape | None:
     """Load the model's dimensions; None: they are not known here, which is not a fault."""
-    if spec.folder is not None:
-        return None
     try:
-        return model_shape.load_shape(spec.locator)
-    except model_shape.UnknownModelError:
+        return model_source.load_shape(spec, reads_files=False)
+    except UnknownModelError:
         return None
 
 

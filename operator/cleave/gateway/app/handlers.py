@@ -61,6 +61,12 @@ _UNAUTHORIZED = GatewayError(
     code="invalid_api_key",
     header_lines=b"www-authenticate: Bearer\r\n",
 )
+_ENCODED_BODY = GatewayError(
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    "bodies with Content-Encoding, such as gzip, are not supported: send JSON as it is",
+    code="unsupported_content_encoding",
+    header_lines=b"accept-encoding: identity\r\n",
+)
 _INTERNAL_ONLY = GatewayError(
     HTTPStatus.FORBIDDEN,
     "/metrics shows all tenants, so it is available on the port of --internal-port only",
@@ -109,13 +115,19 @@ class GatewayRequestHandler:
             return _build_not_found(request.path)
         if request.method != method and not (request.method == b"HEAD" and method == b"GET"):
             return _build_method_not_allowed(request.path, method)
+        if request.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            return _ENCODED_BODY
         return None
 
     def _authenticate(self, request: HttpRequest) -> Tenant | None:
         """The tenant of the request; None: not authenticated."""
         if request.path in self._public_paths:
             return DEFAULT_TENANT
-        return self._context.api_keys.find_tenant(request.headers.get(b"authorization"))
+        credentials = request.headers.get(b"authorization")
+        if credentials is None and (key := request.headers.get(b"x-api-key")) is not None:
+            # As Anthropic's clients send it.
+            credentials = b"Bearer " + key
+        return self._context.api_keys.find_tenant(credentials)
 
     def handle(self, client: ClientConnection, request: HttpRequest) -> None:
         """Respond to a request: at once, or when the engine to which it goes has responded."""

@@ -58,6 +58,7 @@ _STATUS_DESCRIPTIONS = {
     404: "No instance serves this model.",
     408: "The request was not received in time.",
     413: "The body is larger than --max-body.",
+    415: "The body has a Content-Encoding, such as gzip.",
     417: "An expectation other than 100-continue.",
     429: "Too many requests wait, a limit of the tenant is reached, or "
     "the TTFT target would be missed; Retry-After says when to try again.",
@@ -67,7 +68,7 @@ _STATUS_DESCRIPTIONS = {
     503: "No instance can take the request now; the message says why.",
     504: "The engine took too long.",
 }
-_COMMON_STATUSES = (400, 408, 413, 417, 431)
+_COMMON_STATUSES = (400, 408, 413, 415, 417, 431)
 _ENGINE_STATUSES = (401, 404, 429, 502, 503, 504)
 _RETRYABLE_STATUSES = (429, 503)
 _HEADERS: Schema = {"x-request-id": {"$ref": "#/components/headers/RequestId"}}

@@ -21,8 +21,11 @@ _OBJECT_BYTES = 128
 """Memory of a header's name and value, or of a piece of the path, besides their text."""
 
 _READ_HEADERS = frozenset(
-    (b"authorization", b"content-length", b"expect", b"transfer-encoding", b"x-request-id")
-)
+    (
+        b"authorization", b"content-encoding", b"content-length", b"expect", b"transfer-encoding",
+        b"x-api-key", b"x-request-id",
+    )
+)  # fmt: skip
 
 _TOO_LONG_HEAD = GatewayError(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,

@@ -51,7 +51,7 @@ def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int) -> int:
     else:
         tables = max(embedding, head)
     layers = _compute_layer_bytes(shape, tensor, pipeline)
-    return round(tables * shape.dtype_bytes + layers)
+    return round(tables * shape.dtype_bytes + layers) + shape.compute_mtp_bytes(tensor)
 
 
 def compute_activation_bytes(
@@ -74,11 +74,25 @@ def compute_activation_bytes(
 
 
 def compute_kv_capacity_tokens(
-    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: MemoryReserve = VLLM_RESERVE
+    shape: ModelShape,
+    gpu: Gpu,
+    tensor: int,
+    pipeline: int,
+    reserve: MemoryReserve = VLLM_RESERVE,
+    context_tokens: int | None = None,
 ) -> int:
-    """Tokens of KV that fit on an instance, over all its GPUs; 0: the weights do not fit."""
+    """Tokens of KV that fit on an instance, over all its GPUs; 0: the weights do not fit.
+
+    With windows or states a request's bytes are not in proportion to its tokens: the capacity is
+    for requests with a context of `context_tokens` (None: of the longest).
+    """
     free = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve)
-    return max(0, int(free // shape.compute_kv_bytes_on_gpu(tensor, pipeline)))
+    tokens = min(context_tokens or shape.max_model_len, shape.max_model_len)
+    if shape.sliding_window is None and shape.states is None:
+        return max(0, int(free // shape.compute_kv_bytes_on_gpu(tensor, pipeline)))
+    return max(
+        0, int(free * tokens // shape.compute_context_bytes_on_gpu(tokens, tensor, pipeline))
+    )
 
 
 def explain_unsupported(
@@ -113,10 +127,8 @@ def _compute_layer_bytes(shape: ModelShape, tensor: int, pipeline: int) -> float
     """Bytes of the layers on one GPU of the stage with the most layers."""
     dense, sparse = shape.count_layer_mlp_parameters(tensor)
     count = shape.count_layers_per_stage(pipeline)
-    sparse_layers = 0
-    if shape.experts is not None:
-        # Dense layers come first, so that a later stage may have none of them.
-        sparse_layers = min(count, shape.num_layers - shape.experts.dense_layers)
-    mlps = sparse_layers * sparse + (count - sparse_layers) * dense
+    # Dense layers come first, so that a later stage may have none of them.
+    sparse_layers = min(count, shape.expert_layers)
+    mlps = sparse_layers * sparse + min(count - sparse_layers, shape.dense_mlp_layers) * dense
     attention = count * shape.count_attention_parameters(tensor)
     return attention * shape.bytes_per_attention_weight + mlps * shape.bytes_per_weight

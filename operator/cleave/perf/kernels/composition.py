@@ -111,8 +111,9 @@ def select_types(shape: ModelShape) -> tuple[int, int] | None:
 
 def list_product_sides(shape: ModelShape, tensor: int) -> list[ProductSides] | None:
     """The matrix products of the layers on one GPU, as vLLM joins them; without routed experts and
-    without the projections of latent attention, which are measured with it. None: other types."""
-    if (types := select_types(shape)) is None:
+    without the projections of latent attention, which are measured with it. None: other types, or
+    layers of other kinds."""
+    if (types := select_types(shape)) is None or not shape.has_plain_layers:
         return None
     linear, hidden, layers = types[0], shape.hidden_size, shape.num_layers
     gates = 2 if shape.has_gated_mlp else 1

@@ -89,16 +89,23 @@ class ConfigFields:
 def read_config(path: Path) -> ConfigFields:
     """The language model's part of a config.json. Raises ConfigError."""
     try:
-        # Python refuses to convert numbers of many digits; the first 20 are too large, too.
         text = path.read_text(encoding="utf-8")
-        config = json.loads(text, parse_int=lambda digits: int(digits[:20]))
     except OSError as error:
         raise ModelConfigError(f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelConfigError(f"is no JSON: {error}") from error
+    return select_language_part(decode_config(text))
+
+
+def decode_config(text: str) -> object:
+    """The value that the text of a config.json encodes. Raises ConfigError."""
+    try:
+        # Python refuses to convert numbers of many digits; the first 20 are too large, too.
+        return json.loads(text, parse_int=lambda digits: int(digits[:20]))
     except RecursionError as error:
         raise ModelConfigError("is nested too deeply; a config has a few levels") from error
     except ValueError as error:
         raise ModelConfigError(f"is no JSON: {error}") from error
-    return select_language_part(config)
 
 
 def select_language_part(config: object) -> ConfigFields:

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
+from cleave.perf.model.layer_kinds import LayerKind, LayerKinds
 
 _SCALE_BITS = 16
 """Bits of the scale of a group of weights."""
 _FP4_BITS, _FP8_BITS = 4, 8
 _NVFP4_BITS = 4.5
 """A scale of 8 bits for 16 values."""
+_ONE_SHARED_EXPERT = ("llama4", "llama4_text")
+"""Model types that have one without a field for it."""
 _SUPPORTED_METHODS = (
     "fp8, awq, gptq, bitsandbytes, compressed-tensors, mxfp4, modelopt with FP8 or NVFP4"
 )
@@ -31,7 +34,7 @@ class Experts:
     shared_intermediate_size: int = 0
     """Width of the experts that every token uses, together; 0: none."""
     dense_layers: int = 0
-    """Number of first layers that have a dense MLP instead."""
+    """Number of layers that have a dense MLP instead."""
 
     def count_activated(self, tokens: float) -> float:
         """Expected number of a layer's experts that `tokens` tokens use, with even routing."""
@@ -39,7 +42,7 @@ class Experts:
         return self.count * (1 - untouched)
 
 
-def read_experts(config: ConfigFields) -> Experts | None:
+def read_experts(config: ConfigFields, dense_layers: int) -> Experts | None:
     """The expert layers of a model; None: every layer is dense. Raises ConfigError.
 
     Mixtral's experts are as wide as `intermediate_size`; DeepSeek and Qwen have
@@ -54,11 +57,40 @@ def read_experts(config: ConfigFields) -> Experts | None:
         remedy = f"write at most the {count} experts there are"
         raise config.build_error("num_experts_per_tok", remedy)
     width = config.get_number("moe_intermediate_size", "intermediate_size")
-    shared = config.get_optional_number("shared_expert_intermediate_size", least=0)
-    if shared is None:
-        shared = width * (config.get_optional_number("n_shared_experts", least=0) or 0)
-    dense_layers = config.get_optional_number("first_k_dense_replace", least=0) or 0
-    return Experts(count, per_token, width, shared, dense_layers)
+    return Experts(count, per_token, width, _read_shared_width(config, width), dense_layers)
+
+
+def _read_shared_width(config: ConfigFields, width: int) -> int:
+    """Width of the experts that every token uses; `width`: of one routed expert."""
+    own = config.get_optional_number(
+        *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        *("shared_intermediate_size", "share_expert_dim"),
+        least=0,
+    )
+    if own is not None:
+        return own
+    if config.get_text("model_type") in _ONE_SHARED_EXPERT:
+        return width
+    return width * (
+        config.get_optional_number("n_shared_experts", "num_shared_experts", least=0) or 0
+    )
+
+
+def count_dense_mlps(config: ConfigFields, kinds: LayerKinds) -> int:
+    """Number of layers with a dense MLP beside those with experts. Raises ConfigError."""
+    if LayerKind.MLP in kinds.kinds:
+        return kinds.dense_mlps
+    layers = len(kinds.kinds)
+    names = config.values.get("mlp_layer_types")
+    if isinstance(names, Sequence) and not isinstance(names, str):
+        return sum(name == "dense" for name in names[:layers])
+    first = config.get_optional_number("first_k_dense_replace", "num_dense_layers", least=0)
+    if first is not None:
+        return min(first, layers)
+    step = config.get_optional_number("decoder_sparse_step", "interleave_moe_layer_step") or 1
+    only = config.values.get("mlp_only_layers")
+    dense = len(only) if isinstance(only, Sequence) and not isinstance(only, str) else 0
+    return min(layers, layers - layers // step + dense)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +108,10 @@ class LatentAttention:
     value_head_size: int
     q_rank: int | None
     """Size of the compressed query; None: queries are projected in one step."""
+    index_heads: int = 0
+    """Heads of the indexer that chooses the tokens to attend to (DeepSeek-V3.2); 0: there is
+    none."""
+    index_head_size: int = 0
 
     @property
     def key_size(self) -> int:
@@ -89,11 +125,20 @@ class LatentAttention:
 
     def count_parameters(self, hidden_size: int, heads: float) -> float:
         """Weights of one layer's projections for `heads` heads, a GPU's share of all heads.
-        Down-projections are replicated on every GPU."""
+        Down-projections and the indexer are replicated on every GPU."""
         down = hidden_size * (self.cached_size + (self.q_rank or 0))
         up_query = heads * self.key_size * (self.q_rank or hidden_size)
         up_kv = heads * self.kv_rank * (self.nope_head_size + self.value_head_size)
-        return down + up_query + up_kv + heads * self.value_head_size * hidden_size
+        indexer = hidden_size * (self.index_head_size + self.index_heads)
+        indexer += (self.q_rank or hidden_size) * self.index_heads * self.index_head_size
+        own = down + up_query + up_kv + heads * self.value_head_size * hidden_size
+        return own + (indexer if self.index_heads else 0)
+
+    @property
+    def indexer_bytes(self) -> int:
+        """Bytes that the indexer caches per token and layer: its key in 8 bits, and a scale of 32
+        bits for 128 values (vLLM 0.32, `DeepseekV32IndexerCache`)."""
+        return self.index_head_size + self.index_head_size // 128 * 4
 
 
 def read_latent_attention(config: ConfigFields) -> LatentAttention | None:
@@ -107,6 +152,8 @@ def read_latent_attention(config: ConfigFields) -> LatentAttention | None:
         nope_head_size=config.get_number("qk_nope_head_dim"),
         value_head_size=config.get_number("v_head_dim"),
         q_rank=config.get_optional_number("q_lora_rank"),
+        index_heads=config.get_optional_number("index_n_heads") or 0,
+        index_head_size=config.get_optional_number("index_head_dim") or 0,
     )
 
 
@@ -115,20 +162,20 @@ class SlidingWindow:
     """Attention to the last tokens only, in some of the layers."""
 
     tokens: int
+    """With chunked attention (Llama 4) the size of a chunk, which is the most that is kept."""
     layers: int
     """Number of layers that have it."""
 
 
-def read_sliding_window(config: ConfigFields) -> SlidingWindow | None:
-    """The window of the layers that `layer_types` marks (gpt-oss, Gemma 3); None: every layer
-    attends to the whole context. Raises ConfigError."""
-    types = config.values.get("layer_types")
-    tokens = config.get_optional_number("sliding_window")
-    if tokens is None or not isinstance(types, Sequence):
+def read_sliding_window(config: ConfigFields, kinds: LayerKinds) -> SlidingWindow | None:
+    """The window of the layers that have one (gpt-oss, Gemma 3, Llama 4); None: every layer attends
+    to the whole context. Raises ConfigError."""
+    chunked, sliding = kinds.count(LayerKind.CHUNKED), kinds.count(LayerKind.SLIDING)
+    field = "attention_chunk_size" if chunked else "sliding_window"
+    tokens = config.get_optional_number(field)
+    if tokens is None or not chunked + sliding:
         return None
-    layers = config.get_number("num_hidden_layers")
-    count = sum(name == "sliding_attention" for name in types[: int(layers)])
-    return SlidingWindow(tokens, count) if count else None
+    return SlidingWindow(tokens, chunked + sliding)
 
 
 @dataclass(frozen=True, slots=True)

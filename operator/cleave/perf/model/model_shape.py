@@ -5,23 +5,29 @@ declarative description from which operators and their sharding follow). Standar
 Norms and biases are neglected: they are under 0.1 % of the weights.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cleave.perf.model import hf_config, known_models, layers
 from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
+from cleave.perf.model.layer_kinds import LayerKind, read_layer_kinds
 from cleave.perf.model.layers import Experts, LatentAttention, Quantization, SlidingWindow
+from cleave.perf.model.states import StateLayers, read_state_layers
 
 _BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _WIDE_MLP_TYPES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
 """Model types whose MLP is by default four times as wide as the model."""
-_UNGATED_MLP = _WIDE_MLP_TYPES | {"gpt_neox", "opt", "phi", "starcoder2"}
+_UNGATED_MLP = _WIDE_MLP_TYPES | {"gpt_neox", "nemotron_h", "opt", "phi", "starcoder2"}
 """Model types whose MLP has two matrices; all others have a third one, the gate."""
 _TIED_EMBEDDINGS = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"} | {
     *("gemma", "gemma2", "gemma3_text")
 }
 """Model types that share embedding and LM head by default."""
+_OUTPUT_GATES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Model types whose attention has a gate by default."""
+_MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _OPT_POSITION_OFFSET = 2
 """OPT's learned positions start at 2."""
 
@@ -70,7 +76,18 @@ class ModelShape:
     latent: LatentAttention | None = None
     quantization: Quantization | None = None
     sliding_window: SlidingWindow | None = None
-    """Used for times from kernel tables; memory and the roofline count the whole context."""
+    """Roofline and KV transfers count the whole context of these layers."""
+    states: StateLayers | None = None
+    """Layers with a state of constant size instead of KV."""
+    layers_without_attention: int = 0
+    """Layers that are only an MLP, or only experts (Nemotron-H)."""
+    layers_without_mlp: int = 0
+    has_output_gate: bool = False
+    """Whether attention has a gate as wide as its queries (Qwen3-Next)."""
+    stored_mtp_layers: int = 0
+    """Layers of multi-token prediction in the checkpoint (DeepSeek-V3, section 2.2)."""
+    mtp_layers: int = 0
+    """Those of them that engines load; their weights and KV count, and no accepted tokens do."""
 
     def with_kv_dtype(self, name: str) -> "ModelShape":
         """A copy whose KV has the type that vLLM's `--kv-cache-dtype` names; auto: the checkpoint's
@@ -93,6 +110,21 @@ class ModelShape:
         if is_alike or {name, own.method} == _NAMES_OF_FP8_COPIES:
             return self
         raise ValueError(f"{name}: {self.name} has weights of {own.method} already; remove it")
+
+    def with_speculation(self, config: str) -> "ModelShape":
+        """A copy with the layers of multi-token prediction if vLLM's `--speculative-config` asks
+        for them; this one with other methods. Raises ValueError when there are none."""
+        try:
+            method = json.loads(config)["method"]
+        except (ValueError, TypeError, LookupError):
+            # Without a method vLLM derives it from the draft's own config.
+            return self
+        if method != "mtp" and not str(method).endswith("_mtp"):
+            return self
+        if not self.stored_mtp_layers:
+            fields = " or ".join(_MTP_FIELDS)
+            raise ValueError(f"{method}: {self.name} states no {fields} in its config; remove it")
+        return replace(self, mtp_layers=self.stored_mtp_layers)
 
     def explain_unplanned(self, quantization: str) -> str | None:
         """Why plans do not count with this value of vLLM's `--quantization`; None: they do."""
@@ -124,14 +156,58 @@ class ModelShape:
         """Weights of the LM head, which may be the embedding's."""
         return self.vocab_size * self.hidden_size
 
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with KV."""
+        return self.num_layers - self.layers_without_attention - self._state_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return self._mlp_layers - self.experts.dense_layers if self.experts else 0
+
+    @property
+    def dense_mlp_layers(self) -> int:
+        """Number of layers with a dense MLP."""
+        return self._mlp_layers - self.expert_layers
+
+    @property
+    def has_one_kind_of_cache(self) -> bool:
+        """Whether all layers keep the same for a token: no windows, no states, no indexer."""
+        has_indexer = self.latent is not None and self.latent.index_heads > 0
+        return self.sliding_window is None and self.states is None and not has_indexer
+
+    @property
+    def has_plain_layers(self) -> bool:
+        """Whether each layer consists of attention and an MLP, as kernel tables assume."""
+        others = self.layers_without_attention or self.layers_without_mlp or self.has_output_gate
+        return self.states is None and not others
+
     def count_attention_parameters(self, tensor: int = 1) -> int:
-        """Weights of one layer's attention projections on one of `tensor` GPUs. KV heads are
-        replicated if there are fewer than GPUs; so are MLA's down-projections."""
+        """Weights of attention's projections on one of `tensor` GPUs in a mean layer; with state
+        layers, of theirs. KV heads are replicated if there are fewer than GPUs; so are MLA's
+        down-projections."""
+        own = self._count_own_attention_parameters(tensor)
+        if self.has_plain_layers:
+            return round(own)
+        states = self.states.layers * self.states.parameters / tensor if self.states else 0
+        return round((self.attention_layers * own + states) / self.num_layers)
+
+    def _count_own_attention_parameters(self, tensor: int) -> float:
         own_heads = self.num_attention_heads / tensor
         if self.latent is not None:
-            return round(self.latent.count_parameters(self.hidden_size, own_heads))
+            return self.latent.count_parameters(self.hidden_size, own_heads)
         own_kv_heads = -(-self.num_kv_heads // tensor)
-        return round(2 * self.hidden_size * self.head_size * (own_heads + own_kv_heads))
+        gate = own_heads if self.has_output_gate else 0
+        return self.hidden_size * self.head_size * (2 * (own_heads + own_kv_heads) + gate)
+
+    @property
+    def _state_layers(self) -> int:
+        return self.states.layers if self.states else 0
+
+    @property
+    def _mlp_layers(self) -> int:
+        return self.num_layers - self.layers_without_mlp
 
     def count_mlp_parameters(self, width: int) -> int:
         """Weights of an MLP of this inner width: of a dense layer, an expert or shared experts."""
@@ -154,7 +230,19 @@ class ModelShape:
         attention = self.num_layers * self.count_attention_parameters()
         mlps = self.parameters - self._table_parameters - attention
         in_layers = attention * self.bytes_per_attention_weight + mlps * self.bytes_per_weight
-        return round(self._table_parameters * self.dtype_bytes + in_layers)
+        return (
+            round(self._table_parameters * self.dtype_bytes + in_layers) + self.compute_mtp_bytes()
+        )
+
+    def compute_mtp_bytes(self, tensor: int = 1) -> int:
+        """Bytes of the layers of multi-token prediction on one of `tensor` GPUs: each a layer of
+        attention and experts, and the projection that joins its inputs, which every GPU keeps.
+        Embedding and LM head are the model's own."""
+        attention = self._count_own_attention_parameters(tensor) * self.bytes_per_attention_weight
+        dense, sparse = self.count_layer_mlp_parameters(tensor)
+        joined = 2 * self.hidden_size**2 * self.dtype_bytes
+        own = attention + (sparse or dense) * self.bytes_per_weight + joined
+        return round(self.mtp_layers * own)
 
     @property
     def _table_parameters(self) -> int:
@@ -164,14 +252,33 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers; with MLA latent and rotated key."""
-        return self.num_layers * self._count_kv_values_per_layer(1) * self.kv_dtype_bytes
+        """Bytes of one token's keys and values over all attention layers, as long as it is in their
+        windows; with MLA latent and rotated key, and the indexer's key."""
+        return (self.attention_layers + self.mtp_layers) * self._compute_layer_kv_bytes(1)
 
     def compute_kv_bytes_on_gpu(self, tensor: int, pipeline: int) -> int:
-        """Bytes of one token's KV on one GPU of the stage with the most layers. KV heads are
-        replicated if there are fewer than GPUs; MLA's latent is always replicated."""
-        per_layer = self._count_kv_values_per_layer(tensor) * self.kv_dtype_bytes
-        return self.count_layers_per_stage(pipeline) * per_layer
+        """The same on one GPU of the stage with the most layers. KV heads are replicated if there
+        are fewer than GPUs; MLA's latent is always replicated."""
+        layers = self.attention_layers + self.mtp_layers
+        return -(-layers // pipeline) * self._compute_layer_kv_bytes(tensor)
+
+    def compute_context_bytes_on_gpu(self, tokens: int, tensor: int = 1, pipeline: int = 1) -> int:
+        """Bytes that a request with a context of `tokens` keeps on such a GPU: KV, in layers with a
+        window of the last tokens only, and states, which do not grow."""
+        window = self.sliding_window
+        windowed = window.layers if window else 0
+        kept = min(tokens, window.tokens) if window else 0
+        layers = self.attention_layers + self.mtp_layers
+        layer_tokens = (layers - windowed) * tokens + windowed * kept
+        own = layer_tokens * self._compute_layer_kv_bytes(tensor)
+        return -(-(own + self.compute_state_bytes(tensor)) // pipeline)
+
+    def compute_state_bytes(self, tensor: int = 1) -> int:
+        """Bytes of one request's states on one of `tensor` GPUs, over all state layers."""
+        if self.states is None:
+            return 0
+        per_layer = self.states.compute_bytes(self.dtype_bytes)
+        return -(-self.states.layers * per_layer // tensor)
 
     @property
     def flops_per_token(self) -> float:
@@ -185,7 +292,7 @@ class ModelShape:
         key, value = self.head_size, self.head_size
         if self.latent is not None:
             key, value = self.latent.key_size, self.latent.value_head_size
-        return 2.0 * self.num_layers * self.num_attention_heads * (key + value)
+        return 2.0 * self.attention_layers * self.num_attention_heads * (key + value)
 
     @property
     def decode_attention_flops(self) -> float:
@@ -193,19 +300,20 @@ class ModelShape:
         if self.latent is None:
             return self.prefill_attention_flops
         width = self.latent.cached_size + self.latent.kv_rank
-        return 2.0 * self.num_layers * self.num_attention_heads * width
+        return 2.0 * self.attention_layers * self.num_attention_heads * width
 
     @property
     def shardable_kv_heads(self) -> int | None:
-        """KV heads that tensor parallelism can shard; None: MLA's latent is replicated."""
-        return self.num_kv_heads if self.latent is None else None
+        """KV heads that limit which tensor sizes pair; None: none do. MLA's latent is replicated,
+        and beside states vLLM's NixlConnector transfers copies of heads."""
+        return self.num_kv_heads if self.latent is None and self.states is None else None
 
     def list_windows(self) -> tuple[tuple[int, int], ...]:
         """(tokens of the sliding window, layers that have it); 0 tokens: the whole context."""
         if self.sliding_window is None:
-            return ((0, self.num_layers),)
+            return ((0, self.attention_layers),)
         window = self.sliding_window
-        return (window.tokens, window.layers), (0, self.num_layers - window.layers)
+        return (window.tokens, window.layers), (0, self.attention_layers - window.layers)
 
     def count_layers_per_stage(self, pipeline: int) -> int:
         """Layers of the largest of `pipeline` stages."""
@@ -221,6 +329,8 @@ class ModelShape:
         more, fewer = max(tensor, self.num_kv_heads), min(tensor, self.num_kv_heads)
         if self.latent is None and more % fewer:
             return f"{self.num_kv_heads} KV heads cannot be shared by {tensor} GPUs"
+        if self.states is not None and self.states.heads % tensor:
+            return f"state layers of {self.states.heads} heads cannot be shared by {tensor} GPUs"
         for width in self._list_mlp_widths():
             if width % tensor:
                 return f"an MLP of width {width} cannot be shared by {tensor} GPUs"
@@ -258,14 +368,15 @@ class ModelShape:
 
     def _sum_over_layers(self, mlp: tuple[int, int]) -> int:
         """Attention and MLP weights of all layers; `mlp`: (of a dense, of an expert layer)."""
-        dense_layers = self.experts.dense_layers if self.experts else self.num_layers
-        mlps = dense_layers * mlp[0] + (self.num_layers - dense_layers) * mlp[1]
+        mlps = self.dense_mlp_layers * mlp[0] + self.expert_layers * mlp[1]
         return self.num_layers * self.count_attention_parameters() + mlps
 
-    def _count_kv_values_per_layer(self, tensor: int) -> int:
+    def _compute_layer_kv_bytes(self, tensor: int) -> int:
+        """Bytes of one token's KV in one layer on one of `tensor` GPUs."""
         if self.latent is not None:
-            return self.latent.cached_size
-        return 2 * -(-self.num_kv_heads // tensor) * self.head_size
+            cached = self.latent.cached_size * self.kv_dtype_bytes
+            return cached + self.latent.indexer_bytes
+        return 2 * -(-self.num_kv_heads // tensor) * self.head_size * self.kv_dtype_bytes
 
 
 def load_shape(model: str) -> ModelShape:
@@ -302,14 +413,19 @@ def _build_shape(name: str, config: ConfigFields) -> ModelShape:
     model_type = config.get_text("model_type") or ""
     hidden = config.get_number("hidden_size", "n_embd", "n_embed", "d_model")
     heads = config.get_number("num_attention_heads", "n_head", "n_heads")
-    positions = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+    positions = (
+        *("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
+        "model_max_length",
+    )
     longest = config.get_number(*positions)
-    dtype_bytes = _read_dtype_bytes(config)
+    dtype_bytes, kinds = _read_dtype_bytes(config), read_layer_kinds(config)
+    dense_layers = layers.count_dense_mlps(config, kinds)
+    without_attention = kinds.count(LayerKind.MLP)
     is_tied = config.get_flag("tie_word_embeddings", default=model_type in _TIED_EMBEDDINGS)
     latent = layers.read_latent_attention(config)
     return ModelShape(
         name=name,
-        num_layers=config.get_number("num_hidden_layers", "n_layer", "n_layers"),
+        num_layers=len(kinds.kinds),
         hidden_size=hidden,
         num_attention_heads=heads,
         num_kv_heads=_read_kv_heads(config, heads),
@@ -322,10 +438,15 @@ def _build_shape(name: str, config: ConfigFields) -> ModelShape:
         has_gated_mlp=model_type not in _UNGATED_MLP,
         has_tied_embeddings=is_tied,
         learned_positions=longest + _OPT_POSITION_OFFSET if model_type == "opt" else 0,
-        experts=layers.read_experts(config),
+        experts=layers.read_experts(config, dense_layers),
         latent=latent,
         quantization=layers.read_quantization(config),
-        sliding_window=layers.read_sliding_window(config),
+        sliding_window=layers.read_sliding_window(config, kinds),
+        states=read_state_layers(config, kinds.count(LayerKind.RECURRENT), dtype_bytes),
+        layers_without_attention=without_attention,
+        layers_without_mlp=len(kinds.kinds) - without_attention if without_attention else 0,
+        stored_mtp_layers=config.get_optional_number(*_MTP_FIELDS, least=0) or 0,
+        has_output_gate=config.get_flag("attn_output_gate", default=model_type in _OUTPUT_GATES),
     )
 
 
@@ -358,9 +479,13 @@ def _read_head_size(config: ConfigFields, hidden: int, heads: int) -> int:
 
 
 def _read_intermediate_size(config: ConfigFields, model_type: str, hidden: int) -> int:
-    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    names = ("intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     if model_type in _WIDE_MLP_TYPES:
         return config.get_optional_number(*names) or 4 * hidden
-    width = config.get_number(*names)
+    # Models whose layers all have experts may state only theirs.
+    width = config.get_optional_number(*names) or config.get_optional_number(
+        "moe_intermediate_size"
+    )
+    width = width or config.get_number(*names[1:])
     # The first Qwen counts both halves of its gated MLP.
     return width // 2 if model_type == "qwen" else width

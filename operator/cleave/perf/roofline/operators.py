@@ -47,8 +47,8 @@ def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterato
     width_bytes = shape.bytes_per_attention_weight
     yield _build_product(shape, "qkv", shape.num_layers, rows, attention - out, hidden, width_bytes)
     yield _build_product(shape, "out", shape.num_layers, rows, out, hidden, width_bytes)
-    sparse_layers = shape.num_layers - shape.experts.dense_layers if shape.experts else 0
-    if dense_layers := shape.num_layers - sparse_layers:
+    sparse_layers = shape.expert_layers
+    if dense_layers := shape.dense_mlp_layers:
         inner = shape.intermediate_size / tensor
         yield from _iter_mlp_products(shape, "mlp", dense_layers, rows, inner)
     if shape.experts is None:

@@ -74,13 +74,17 @@ class Roofline:
             / self._compute_peak_flops_per_ms(is_8_bit=False)
             * self.kernels.products.compute,
         )
+        # A state is read and written once for each token.
+        state_ms = 2 * self.shape.compute_state_bytes(self.tensor) / read_bytes_per_ms
         count = _LARGEST_PROMPT // _STEP + 1
         return EngineTiming(
             prompt_step=float(_STEP),
             prompt_ms=tuple(self.predict_rows_ms(i * _STEP, 1) for i in range(count)),
             prompt_square_ms=attention.prompt_flops_per_square
             / (self._compute_peak_flops_per_ms(is_8_bit=False) * self.kernels.prompt_attention),
-            decode_ms=tuple(self.predict_rows_ms(n, n) for n in range(_LARGEST_BATCH + 1)),
+            decode_ms=tuple(
+                self.predict_rows_ms(n, n) + n * state_ms for n in range(_LARGEST_BATCH + 1)
+            ),
             decode_context_ms=(context_ms,),
             schedules_ahead=self.engine.schedules_ahead,
         )

@@ -1,8 +1,10 @@
-"""Finds out from its output why an engine ended.
+"""Finds out from its output what a starting engine does, and why an engine ended.
 
-A vLLM that dies logs a hundred lines, of which the last are mostly noise (leaked semaphores, a
-completed shutdown). The cause is the first line with an error; what follows within seconds is a
-consequence. Errors of single requests occur long before the end.
+Read by its process. A large model takes minutes to start; vLLM logs when a part of its start begins
+or ends, and draws progress bars while it downloads, loads and captures. A vLLM that dies logs a
+hundred lines, of which the last are mostly noise (leaked semaphores, a completed shutdown). The
+cause is the first line with an error; what follows within seconds is a consequence. Errors of
+single requests occur long before the end.
 """
 
 import re
@@ -24,6 +26,45 @@ _SECRET_OPTION = re.compile(r"--[\w-]*(?:token|key|secret|password)", re.IGNOREC
 _USER = re.compile(r"(?<=://)[^/\s]+@")
 _MIN_SECRET_LENGTH = 6
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+
+_STAGES = tuple(
+    (re.compile(pattern), stage)
+    for pattern, stage in (
+        (r"^Fetching \d+ files: |^[\w.-]+\.(?:safetensors|bin|gguf): ", "downloads the model"),
+        (r"^Starting to load model |^(?:Multi-thread l|L)oading .*: ", "loads weights"),
+        (r"^Loading weights took |^Model loading took ", "has loaded weights"),
+        (r"Dynamo bytecode transform time: |Compiling a graph for ", "compiles"),
+        (r"^Warming up model for the compilation", "compiles"),
+        (r"KV cache size: ", "has allocated the KV cache"),
+        (r"^Capturing CUDA graphs", "captures CUDA graphs"),
+        (r"^Graph capturing finished ", "has captured CUDA graphs"),
+    )
+)
+"""What begins a line of vLLM 0.32, without its prefixes, and what the engine then does.
+Lines that match nothing leave the last stage."""
+_PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
+_SHARE = re.compile(r" (\d{1,3})%")
+_SHARE_STEP = 10
+"""Percent points between two reports: each is sent to all watchers of the agent."""
+
+
+class StartStage:
+    """The present stage of an engine's start."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """Such as `loads weights, 40 %`; empty: not known. It contains nothing of the output but
+        the number, so it needs no masking."""
+
+    def feed(self, text: str) -> None:
+        """Read a line, or a piece of one: progress bars are drawn again after `\\r`."""
+        line = _PREFIX.sub("", text.rstrip("\r").rpartition("\r")[2]).strip()
+        for pattern, stage in _STAGES:
+            if pattern.search(line):
+                share = _SHARE.search(line)
+                done = int(share[1]) // _SHARE_STEP * _SHARE_STEP if share else 0
+                self.text = f"{stage}, {done} %" if 0 < done < 100 else stage
+                return
 
 
 class ExitReason:

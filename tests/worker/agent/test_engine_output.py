@@ -1,8 +1,15 @@
-"""Why an engine ended; what vLLM 0.32 printed, shortened."""
+"""What an engine does and why it ended; what vLLM 0.32 printed, shortened."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
 
 import pytest
 
-from cleave_worker.agent.exit_reason import CASCADE_S, ExitReason
+from cleave_worker.agent.engine_output import CASCADE_S, ExitReason, StartStage
+from cleave_worker.agent.launch import Launch
+from cleave_worker.agent.process import EngineProcess
 
 WORKER_KILLED = """
 (EngineCore pid=7) INFO 11-22 07:52:41 [core.py:102] Initializing a V1 LLM engine
@@ -97,3 +104,72 @@ def test_folders_and_what_is_no_secret_are_reported() -> None:
     words = ExitReason({"PWD": "/models"}, ("--max-num-batched-tokens", "123456"))
     words.feed("OSError: /models/a: 123456, see https://host/a@b")
     assert words.describe() == "OSError: /models/a: 123456, see https://host/a@b"
+
+
+RECORD = "(EngineCore pid=2) INFO 11-23 05:30:03 [core.py:133] "
+START = (
+    ("Fetching 4 files:  25%|##5       | 1/4 [00:11<00:33]", "downloads the model, 20 %"),
+    ("model-00001-of-00004.safetensors:  61%|######1   | 3.0G/4.9G", "downloads the model, 60 %"),
+    (f"{RECORD}Starting to load model /models/llama-8b...", "loads weights"),
+    ("Loading safetensors checkpoint shards:   0% Completed | 0/4 [00:00<?]", "loads weights"),
+    ("Loading safetensors checkpoint shards:  50% Completed | 2/4", "loads weights, 50 %"),
+    (f"{RECORD}Loading weights took 12.31 seconds", "has loaded weights"),
+    (f"{RECORD}Dynamo bytecode transform time: 4.41 s", "compiles"),
+    (f"{RECORD}[rank 0] Compiling a graph for compile range (1, 2048) takes 9 s", "compiles"),
+    (f"{RECORD}GPU KV cache size: 524,288 tokens", "has allocated the KV cache"),
+    ("Capturing CUDA graphs (decode, FULL):  34%|###4  | 12/35", "captures CUDA graphs, 30 %"),
+    (f"{RECORD}Graph capturing finished in 21 secs, took 0.5 GiB", "has captured CUDA graphs"),
+)
+
+
+def test_a_start_is_followed_from_download_to_capture() -> None:
+    stage = StartStage()
+    assert stage.text == ""
+    for line, expected in START:
+        stage.feed(line)
+        assert stage.text == expected
+        stage.feed(f"{RECORD}Using max model len 8192")
+        assert stage.text == expected, "other lines change nothing"
+
+
+def test_of_a_bar_that_is_drawn_again_the_last_state_counts() -> None:
+    stage = StartStage()
+    bar = "Loading safetensors checkpoint shards:  {}% Completed"
+    stage.feed("\r".join(bar.format(share) for share in (0, 10, 48)))
+    assert stage.text == "loads weights, 40 %"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{RECORD}Enforce eager set, disabling torch.compile, CUDAGraphs",
+        f"{RECORD}non-default args: {{'model': 'Fetching 4 files: 25%'}}",
+        "",
+        "\r",
+    ],
+)
+def test_what_only_mentions_a_stage_is_none(line: str) -> None:
+    stage = StartStage()
+    stage.feed(line)
+    assert stage.text == ""
+
+
+BAR = """
+import sys, time
+print("\\rLoading safetensors checkpoint shards:  70% Completed", end="", flush=True)
+time.sleep(60)
+"""
+
+
+async def test_a_bar_is_read_before_its_line_ends(tmp_path: Path) -> None:
+    launch = Launch((sys.executable, "-c", BAR), {**os.environ})
+    process = await EngineProcess.start(
+        launch, cores=(), scratch=tmp_path, stop_grace=0.0, sink=lambda _: None
+    )
+    try:
+        async with asyncio.timeout(60):
+            while process.start_stage != "loads weights, 70 %":  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.02)
+    finally:
+        process.kill()
+        await process.stop()

@@ -1,0 +1,87 @@
+"""The dimensions of a deployment's model: from spec.model.config, a folder, or the model table.
+
+Called by the planner, the checks and the builders of manifests, so that all of them plan, check and
+size one model. `find_config_fault` is for admission, `with_config_map` for the operator.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+
+from pydantic import ValidationError
+
+from cleave.api.faults import format_faults
+from cleave.api.model import MAX_CONFIG_LENGTH, ModelConfig, ModelSpec
+from cleave.perf.model import hf_config, known_models, model_shape
+from cleave.perf.model.hf_config import ModelConfigError
+from cleave.perf.model.model_shape import ModelShape, UnknownModelError
+
+REMEDY = "put its config.json into spec.model.config, inline or in a ConfigMap"
+"""What to do about a model that is not known."""
+NOT_IN_TABLE = "it is not in Cleave's model table"
+
+
+def load_shape(model: ModelSpec, *, reads_files: bool = True) -> ModelShape:
+    """The model's dimensions. Without `reads_files` no folder is read. Raises UnknownModelError
+    with the reason, which concerns `model.shape_field`."""
+    config = model.config
+    if config is not None and config.inline is not None:
+        return model_shape.from_config(_get_name(model), config.inline)
+    if config is not None and config.config_map_key_ref is not None:
+        name = config.config_map_key_ref.name
+        why = "is read by the operator only; set spec.model.config.inline instead"
+        raise UnknownModelError(f"the ConfigMap {name} {why}")
+    if reads_files and (model.folder is not None or Path(model.locator).exists()):
+        return model_shape.load_shape(model.locator)
+    if model.folder is not None:
+        raise UnknownModelError("it is a folder, which the operator does not read")
+    known = known_models.find_config(model.locator)
+    if known is None:
+        raise UnknownModelError(NOT_IN_TABLE)
+    return model_shape.from_config(*known)
+
+
+def find_config_fault(model: ModelSpec) -> str | None:
+    """What is wrong with spec.model.config.inline, as `path: fault`; None: nothing."""
+    if model.config is None or model.config.inline is None:
+        return None
+    try:
+        load_shape(model)
+    except UnknownModelError as error:
+        return f"{model.shape_field}: {error}"
+    return None
+
+
+def with_config_map(model: ModelSpec, data: Mapping[str, str]) -> ModelSpec:
+    """The model with the content of the ConfigMap that its config refers to (`data`) as
+    `config.inline`. Raises ModelConfigError, which names the ConfigMap and its key."""
+    reference = model.config.config_map_key_ref if model.config else None
+    if reference is None:
+        return model
+    where = f"ConfigMap {reference.name}"
+    text = data.get(reference.key)
+    if text is None:
+        keys = ", ".join(sorted(data)) or "none"
+        raise ModelConfigError(f"{where} has no key {reference.key}, but {keys}; add it")
+    where = f"{where}, key {reference.key}"
+    if len(text) > _MAX_TEXT_LENGTH:
+        raise ModelConfigError(f"{where}: has {len(text):,} characters; a config.json is shorter")
+    try:
+        config = ModelConfig.model_validate({"inline": hf_config.decode_config(text)})
+        changed = model.model_copy(update={"config": config})
+        load_shape(changed)
+    except ValidationError as error:
+        fault = format_faults(error, ModelConfig)[0].removeprefix("inline: ")
+        raise ModelConfigError(f"{where}: {fault}") from error
+    except (ModelConfigError, UnknownModelError) as error:
+        raise ModelConfigError(f"{where}: {error}") from error
+    return changed
+
+
+_MAX_TEXT_LENGTH = 4 * MAX_CONFIG_LENGTH
+"""Of a text with indentation, before it is decoded."""
+
+
+def _get_name(model: ModelSpec) -> str:
+    """Published times and profiles are found by it, so a model in the table has the table's."""
+    known = known_models.find_config(model.locator) if model.folder is None else None
+    return known[0] if known else PurePath(model.locator).name
