@@ -109,7 +109,10 @@ def _compile(function, **names):
 
 
 _find_least = _compile(dispatch.find_least)
-_find_at_home = _compile(dispatch.prefer_own, find_least=_find_least)
+_prefers_remote = _compile(dispatch.prefers_remote)
+_find_at_home = _compile(
+    dispatch.prefer_own, find_least=_find_least, prefers_remote=_prefers_remote
+)
 _draw = _compile(dispatch.draw)
 _find_sampled = _compile(dispatch.sample_least, find_least=_find_least, draw=_draw)
 _predict_end_ms = _compile(queue_model.predict_end_ms)

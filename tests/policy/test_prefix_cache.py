@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from zlib import crc32
 
 import pytest
 
@@ -12,6 +13,7 @@ from cleave.policy.prefix_cache import (
     MAX_PROMPT_BYTES,
     RepeatDetector,
     estimate_cached_tokens,
+    hash_alike,
     hash_blocks,
     hash_first_block,
     is_cached,
@@ -23,7 +25,7 @@ def text(*blocks: str) -> bytes:
 
 
 def hash_all(prompt: bytes) -> list[int]:
-    return hash_blocks(memoryview(prompt), hash_first_block(memoryview(prompt)))
+    return hash_blocks(prompt, 7)
 
 
 def test_only_whole_blocks_are_hashed() -> None:
@@ -37,6 +39,38 @@ def test_equal_beginnings_have_equal_hashes_and_nothing_after_a_difference_has()
     assert one[0] == other[0]
     assert one[1] != other[1]
     assert one[2] != other[2], "hashes are chained"
+
+
+def test_the_first_hash_is_that_of_the_first_block() -> None:
+    prompt = random.Random(1).randbytes(4_000)
+    assert hash_first_block(prompt, 7) == hash_all(prompt)[0]
+
+
+def test_tenants_have_hashes_of_their_own() -> None:
+    prompt = random.Random(1).randbytes(4_000)
+    assert not set(hash_blocks(prompt, 1)) & set(hash_blocks(prompt, 2))
+
+
+def test_a_view_of_a_text_has_the_hashes_of_the_text() -> None:
+    prompt = random.Random(1).randbytes(50_000)
+    assert hash_blocks(memoryview(prompt), 7) == hash_all(prompt)
+    assert hash_first_block(memoryview(prompt), 7) == hash_all(prompt)[0]
+
+
+@pytest.mark.parametrize("position", [3_000, 20_000, 47_000, 200_000])
+def test_text_that_is_inserted_anywhere_changes_all_hashes_from_there_on(position: int) -> None:
+    prompt = random.Random(1).randbytes(300_000)
+    before = sum(end <= position for end in BLOCK_ENDS)
+    for size in (1, 40, 5_000):
+        other = prompt[:position] + bytes(size) + prompt[position:]
+        pairs = list(zip(hash_all(prompt), hash_all(other), strict=False))
+        assert [one == two for one, two in pairs] == [at < before for at in range(len(pairs))]
+
+
+def test_what_gateways_compare_depends_on_one_block() -> None:
+    one, other = text("a", "b", "c"), text("x", "b", "y")
+    assert hash_alike(one, 1) == hash_alike(other, 1) == crc32(text("b"))
+    assert hash_alike(one, 0) == crc32(text("a"))
 
 
 def test_a_longer_prompt_has_the_blocks_of_the_shorter_one() -> None:

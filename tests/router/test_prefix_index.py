@@ -34,12 +34,39 @@ def test_the_leading_blocks_of_each_engine_are_found_with_their_stamps(index) ->
     blocks = make_blocks(9)
     index.record(blocks[:7], 0, 11, 100)
     index.record(blocks[:3], 0, 12, 200)
-    assert index.count_known(blocks) == 7
+    known, uses = index.find_known(blocks)
+    assert (known, [get_holder(cell) for cell in uses]) == (7, [11])
     assert index.find_use(blocks, 9, 11) == (7, 100)
     assert index.find_use(blocks, 5, 11) == (5, 100)
     assert index.find_use(blocks, 9, 12) == (3, 200)
     assert index.find_use(blocks, 9, 13) == (0, 0)
     assert list_uses(index, blocks[2]) == [(11, 100), (12, 200)]
+
+
+def test_the_last_known_block_is_found_wherever_it_is(index) -> None:
+    for count in range(1, 57):
+        blocks = make_blocks(count, seed=count)
+        for known in range(count + 1):
+            index.record(blocks[:known], max(known - 1, 0), 11, known)
+            found, uses = index.find_known(blocks)
+            assert found == known
+            stamps = [get_stamp(cell) for cell in uses]
+            assert stamps == ([known] if known else [])
+            assert index.contains(blocks[0]) is (known > 0)
+
+
+@pytest.mark.parametrize("tag", [0, 1, 3, 4, 0xFFFF])
+def test_blocks_differ_by_all_their_bits(index, tag: int) -> None:
+    block = tag << 16 | 9
+    index.record([block], 0, 11, 100)
+    for bit in range(32):
+        other = block ^ 1 << bit
+        assert not index.contains(other)
+        index.record([other], 0, 12, 200)
+        assert (list_uses(index, block), list_uses(index, other)) == ([(11, 100)], [(12, 200)])
+        index.forget([other], 12)
+    index.forget([block], 11)
+    assert not index.contains(block)
 
 
 def test_a_repeated_use_replaces_the_stamp(index) -> None:
@@ -120,7 +147,7 @@ def test_the_index_takes_no_more_memory_as_more_is_recorded(index) -> None:
     assert NUM_BUCKETS * 64 == INDEX_BYTES == len(index._memory)
     recent = make_blocks(4, 9)
     index.record(recent, 0, 3, 900)
-    assert index.count_known(recent) == 4
+    assert index.find_known(recent)[0] == 4
 
 
 def test_salts_and_models_have_blocks_of_their_own_and_a_secret_hides_them() -> None:

@@ -200,7 +200,7 @@ def test_prompts_that_do_not_repeat_are_sampled_and_then_noticed_again(routed) -
     for text in texts:
         serve(router, text)
     seed = index.find_seed("m", b"")
-    known = sum(index.contains(hash_first_block(text) ^ seed) for text in texts)
+    known = sum(index.contains(hash_first_block(text, seed)) for text in texts)
     assert 0 < known < 30
     for _ in range(8):
         for text in texts:
@@ -238,6 +238,19 @@ def test_a_session_is_where_its_prompts_are_assumed_to_be_cached(routed) -> None
     serve(router, text, excluded={"p1", "p2", "p3"} - {other})
     add_queue(router, home, 500)
     assert serve(router, text, session=b"one")[0] == other
+
+
+def test_a_session_stays_where_nothing_waits_though_a_part_is_cached_elsewhere(routed) -> None:
+    router = routed(SPLIT)
+    text = make_text(1, 1_024)
+    home = serve(router, make_text(2, 100), session=b"one")[0]
+    (other, *_) = {"p1", "p2", "p3"} - {home}
+    serve(router, text, excluded={"p1", "p2", "p3"} - {other})
+    add_queue(router, other, 10)
+    longer = text[:-1] + make_text(3, 1_024)
+    assert serve(router, longer)[0] == other
+    again = text[:-1] + make_text(4, 1_024)
+    assert serve(router, again, session=b"one")[0] == home
 
 
 def test_an_adapter_is_loaded_where_it_has_computed_a_prompt(routed) -> None:
@@ -508,6 +521,25 @@ def test_a_hot_prefix_is_cached_where_it_was_computed_and_nowhere_else(routed) -
     for number in range(20, 40):
         name = f"m{number}"
         assert serve(router, text, excluded=set(roles) - {name}) == (name, 1_024)
+
+
+@pytest.mark.parametrize("num_routers", [1, 2])
+def test_a_hot_prefix_is_used_where_the_wait_is_shortest_though_few_are_listed(
+    routed, loaded, num_routers
+) -> None:
+    roles = {f"m{number}": "mixed" for number in range(12)}
+    router = routed(roles)
+    text = make_text(1, 1_024)
+    for name in roles:
+        serve(router, text, excluded=set(roles) - {name})
+        router.registry.on_event(name, loaded(name, num_routers=num_routers), 0.0)
+    for name in roles:
+        others = set(roles) - {name}
+        for other in others:
+            add_queue(router, other, 3_000)
+        assert serve(router, text) == (name, 0)
+        for other in others:
+            add_queue(router, other, -3_000)
 
 
 def test_mixed_and_prefill_instances_are_compared_by_what_they_have_to_compute(routed) -> None:

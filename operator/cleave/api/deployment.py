@@ -96,15 +96,15 @@ class PoolsSpec(ApiModel):
 class Routing(ApiModel):
     """How the gateway routes requests to instances."""
 
-    policy: Annotated[DispatchPolicy, Field(strict=False)] = DispatchPolicy.SHORTEST_WAIT
-    """How instances are selected for a request. ShortestWait: prefill where the queue is predicted
-    to drain first, decode where the fewest KV tokens are held. PendingTokens: the fewest tokens
-    that are queued or held. PrefixAware: as ShortestWait; where prompts repeat, prefill where
-    the queue and computing what the instance's prefix cache lacks end first. LeastRequests: the
-    fewest requests. PowerOfTwo: the less loaded of two random instances. RoundRobin and Random
-    ignore the load. LeastHeavy: decode where the ratio of long to short outputs is lowest and
-    memory suffices. BestFit: decode at the fullest instance that still meets the SLO, so that fewer
-    instances are used."""
+    policy: Annotated[DispatchPolicy, Field(strict=False)] = DispatchPolicy.PREFIX_AWARE
+    """How instances are selected for a request. PrefixAware: prefill where the queue is predicted
+    to drain first, where prompts repeat that and computing what the instance's prefix cache lacks;
+    decode where the fewest KV tokens are held. ShortestWait: the same without looking at prompts.
+    PendingTokens: the fewest tokens that are queued or held. LeastRequests: the fewest requests.
+    PowerOfTwo: the less loaded of two random instances. RoundRobin and Random ignore the load.
+    LeastHeavy: decode where the ratio of long to short outputs is lowest and memory suffices.
+    BestFit: decode at the fullest instance that still meets the SLO, so that fewer instances are
+    used."""
     session_header: (
         Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None
     ) = None

@@ -206,7 +206,7 @@ class GatewayConfig:
         "what happens to requests that can no longer meet --ttft-ms",
     )
     policy: DispatchPolicy = _declare(
-        "--policy", DispatchPolicy.SHORTEST_WAIT, "how instances are picked for a request"
+        "--policy", DispatchPolicy.PREFIX_AWARE, "how instances are picked for a request"
     )
     session_header: str = _declare(
         "--session-header",

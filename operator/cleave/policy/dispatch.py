@@ -181,7 +181,12 @@ def prefer_own(scores: Scores, is_remote: NDArray[np.bool_], margin: float, now:
     remote = find_least(np.where(is_remote, scores, np.inf))
     if local == NONE or remote == NONE:
         return local if remote == NONE else remote
-    return remote if max(scores[remote] - now, 0.0) + margin < scores[local] - now else local
+    return remote if prefers_remote(scores[local], scores[remote], margin, now) else local
+
+
+def prefers_remote(local: float, remote: float, margin: float, now: float) -> bool:
+    """Whether a router leaves its own instances: by the least score of these and of others."""
+    return max(remote - now, 0.0) + margin < local - now
 
 
 def draw(seed: int, count: int) -> tuple[int, int]:

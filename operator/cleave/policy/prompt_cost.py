@@ -31,7 +31,8 @@ class PromptView:
 
     def find_holder(self, request: int, purpose: int, depth: int, after: int) -> int:
         """The next open instance that has cached the first `depth` blocks, as a number for
-        `get_holder`; `after`: the one before, NONE at first. NONE: there are no more."""
+        `get_holder`; `after`: the one before, NONE at first. NONE: there are no more. If there are
+        too many to list, the first one of the search is among them if it has cached so much."""
         raise NotImplementedError
 
     def get_holder(self, handle: int) -> int:
@@ -78,59 +79,36 @@ def find_cheapest(
 ) -> int:
     """The slot at which the prompt costs least.
 
-    Compared are `first` and instances that have cached more of the prompt than the least one.
-    `least`: the slot with the shortest wait, which is `first` unless a session or an adapter is
-    pinned there. `depth`: leading blocks of the prompt that any instance may have cached.
+    Compared are `first` and instances that have cached more of the prompt than the least one, those
+    that have cached most first. `least`: the slot with the shortest wait, which is `first` unless a
+    session or an adapter is pinned there. `depth`: leading blocks of the prompt that any instance
+    may have cached.
     """
     best, lowest_ms, compared = first, math.inf, 0
-    favoured = first if first == least else NONE
-    # Those with the deepest use: often one, and nothing waits there.
-    while depth > 0 and lowest_ms == math.inf:
-        best, lowest_ms, compared = compare_holders(
-            view, request, purpose, favoured, depth, first, math.inf, 0
-        )
-        if lowest_ms <= predict_bound(view, request, purpose, least, depth):
+    is_pinned = first != least
+    if is_pinned:
+        known = find_depth(view, request, purpose, first)
+        lowest_ms = predict_at(view, request, purpose, first, known)
+    while depth > 0 and compared < MAX_COMPARED:
+        deeper, deeper_ms = best, lowest_ms
+        holder = find_holder(view, request, purpose, depth, NONE)
+        while holder != NONE and compared < MAX_COMPARED:
+            slot = get_holder(view, holder)
+            cost_ms = predict_at(view, request, purpose, slot, depth)
+            if slot == least and not is_pinned:
+                # Others that have no more of it have a longer wait as well.
+                return first if cost_ms <= deeper_ms else deeper
+            if cost_ms < lowest_ms:
+                best, lowest_ms = slot, cost_ms
+            compared += 1
+            holder = find_holder(view, request, purpose, depth, holder)
+        depth -= 1
+        if lowest_ms < predict_bound(view, request, purpose, least, depth):
             return best
-        depth -= 1
-    known = find_depth(view, request, purpose, first)
-    first_ms = predict_at(view, request, purpose, first, known)
-    if first_ms <= lowest_ms:
-        best, lowest_ms = first, first_ms
-    # Others that have no more than the least one have a longer wait as well.
-    floor = known if first == least else 0
-    while depth > floor and compared < MAX_COMPARED:
-        if lowest_ms <= predict_bound(view, request, purpose, least, depth):
-            break
-        best, lowest_ms, compared = compare_holders(
-            view, request, purpose, favoured, depth, best, lowest_ms, compared
-        )
-        depth -= 1
-    return best
-
-
-def compare_holders(
-    view: PromptView,
-    request: int,
-    purpose: int,
-    favoured: int,
-    depth: int,
-    best: int,
-    lowest_ms: float,
-    compared: int,
-) -> tuple[int, float, int]:
-    """(best slot, its cost, comparisons so far), with the instances that have cached `depth`
-    blocks; of these the `favoured` one, the least one, is chosen, as without caches."""
-    holder = find_holder(view, request, purpose, depth, NONE)
-    while holder != NONE and compared < MAX_COMPARED:
-        slot = get_holder(view, holder)
-        cost_ms = predict_at(view, request, purpose, slot, depth)
-        if slot == favoured:
-            return slot, predict_bound(view, request, purpose, slot, depth), compared
-        if cost_ms < lowest_ms:
-            best, lowest_ms = slot, cost_ms
-        compared += 1
-        holder = find_holder(view, request, purpose, depth, holder)
-    return best, lowest_ms, compared
+    if is_pinned:
+        return best
+    known = find_depth(view, request, purpose, first) if depth > 0 else 0
+    return first if predict_at(view, request, purpose, first, known) <= lowest_ms else best
 
 
 def predict_cost_ms(

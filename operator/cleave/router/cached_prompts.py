@@ -17,19 +17,18 @@ from cleave.policy.prompt_cost import (
 from cleave.policy.session_affinity import ADAPTER_TOKENS
 from cleave.router.instance import RoutedInstance
 from cleave.router.prefix_index import PrefixIndex, get_holder, get_stamp
-from cleave.router.routing_request import PrefixUse, RoutingRequest
+from cleave.router.routing_request import RoutingRequest
 from cleave.router.score_table import ScoreTable
 
 _INF = math.inf
-_NOTHING = PrefixUse(0, 0)
 
 
 class CachedPromptView(PromptView):
     """One prompt and the instances of a table; `request`, a number, is not used."""
 
     __slots__ = (
-        "_assumed", "_column", "_holders", "_index", "_is_wait", "_loaded", "_now_ms", "_other",
-        "_request", "_seen", "_table",
+        "_assumed", "_column", "_first", "_holder", "_index", "_is_wait", "_loaded", "_now_ms",
+        "_other", "_request", "_seen", "_table", "_uses",
     )  # fmt: skip
 
     def __init__(
@@ -38,39 +37,59 @@ class CachedPromptView(PromptView):
         table: ScoreTable,
         column: ScoreColumn,
         request: RoutingRequest,
-        other: int,
-        assumed: float,
+        first: int,
         purpose: int,
         now_ms: float,
     ) -> None:
-        """See `EndpointSelector._find_cheapest`."""
+        """`column`: scores for `purpose`, with the cost of cells; `first`: the slot where the
+        search begins; `now_ms`: of the router's clock, for TO_PREFILL."""
         self._index, self._table, self._column = index, table, column
-        self._request, self._other, self._assumed = request, other, assumed
+        self._request, self._first = request, first
+        self._other, self._assumed = NONE, 0.0
         self._is_wait = purpose == TO_PREFILL
         self._now_ms = now_ms
         # The adapter is loaded where it is pinned and where it has computed a prompt.
         self._loaded = ADAPTER_TOKENS if request.adapter is not None else 0.0
-        self._holders: list[int] = []
-        """Slots of the depth that was listed last."""
-        self._seen: list[int] = []
-        """Slots of all depths so far."""
+        self._uses = request.known_uses
+        """Of the depth that was listed last."""
+        self._holder = NONE
+        """Slot of the one that was found last."""
+        self._seen = 0
+        """The bits of all slots that were found."""
+
+    def set_assumed(self, slot: int, tokens: float) -> None:
+        """Assume that this instance has cached at least so many tokens of the prompt."""
+        self._other, self._assumed = slot, tokens
 
     def find_depth(self, request: int, purpose: int, slot: int) -> int:
         """As in the base class."""
         del request, purpose
-        use = find_use(self._index, self._table.instances[slot], self._request)
-        return use.blocks
+        return count_blocks(self._index, self._table.instances[slot], self._request)
 
     def find_holder(self, request: int, purpose: int, depth: int, after: int) -> int:
-        """As in the base class; a number is an index in the list of the last depth."""
+        """As in the base class; a number is an index in the uses of this depth, or, for the first
+        instance of the search if it is not listed there, that after the last one."""
         del request, purpose
+        index, prompt, table = self._index, self._request, self._table
+        block = prompt.blocks[depth - 1]
         if after == NONE:
-            self._list_holders(depth)
-        return after + 1 if after + 1 < len(self._holders) else NONE
+            # The deepest ones were read when the prompt's blocks were looked up.
+            self._uses = prompt.known_uses if depth == prompt.known else index.list_uses(block)
+        uses = self._uses
+        for at in range(after + 1, len(uses)):
+            slot = table.slot_by_holder.get(get_holder(uses[at]), NONE)
+            if slot != NONE and self._has_cached(slot, depth, get_stamp(uses[at])):
+                return at
+        if after < len(uses) and not index.are_all(uses):
+            stamp = index.find_spilled(block, table.instances[self._first].target.holder)
+            if stamp >= 0 and self._has_cached(self._first, depth, stamp):
+                return len(uses)
+        return NONE
 
     def get_holder(self, handle: int) -> int:
         """As in the base class."""
-        return self._holders[handle]
+        del handle
+        return self._holder
 
     def predict_at(self, request: int, purpose: int, slot: int, depth: int) -> float:
         """As in the base class."""
@@ -96,7 +115,8 @@ class CachedPromptView(PromptView):
         del request, purpose
         queue, prompt = self._table.instances[least].in_flight.queue, self._request
         cached = estimate_cached_tokens(depth, prompt.text_bytes, prompt.prompt_tokens)
-        cached = max(cached, self._assumed)
+        if least == self._other:
+            cached = max(cached, self._assumed)
         score, token_ms = self._column.get_score(least), queue.upper_token_ms
         if self._is_wait:
             wait_ms = predict_queue_ms(score, 0.0, self._now_ms, token_ms)
@@ -105,42 +125,35 @@ class CachedPromptView(PromptView):
             wait_ms = count_mixed(pending, score) * token_ms
         return predict_cost_ms(wait_ms, prompt.prompt_tokens - cached, queue.prompt_ms, token_ms)
 
-    def _list_holders(self, depth: int) -> None:
-        self._holders = holders = []
-        table, request = self._table, self._request
-        uses = request.uses
-        for cell in self._index.list_uses(request.blocks[depth - 1]):
-            holder = get_holder(cell)
-            slot = table.slot_by_holder.get(holder, NONE)
-            # Of each the deepest use counts.
-            if slot == NONE or slot in self._seen or self._column.get_score(slot) == _INF:
-                continue
-            instance, stamp = table.instances[slot], get_stamp(cell)
-            if not is_cached(instance.in_flight.read_clock(), stamp, measure_capacity(instance)):
-                continue
-            holders.append(slot)
-            self._seen.append(slot)
-            if uses is not None and holder not in uses:
-                uses[holder] = PrefixUse(depth, stamp)
+    def _has_cached(self, slot: int, depth: int, stamp: int) -> bool:
+        """Whether an instance that has used the first `depth` blocks takes part in the search."""
+        # Of each the deepest use counts.
+        if self._seen >> slot & 1 or self._column.get_score(slot) == _INF:
+            return False
+        instance = self._table.instances[slot]
+        if not is_cached(instance.in_flight.read_clock(), stamp, measure_capacity(instance)):
+            return False
+        request = self._request
+        request.use_holder, request.use_blocks = instance.target.holder, depth
+        request.use_stamp = stamp
+        self._holder = slot
+        self._seen |= 1 << slot
+        return True
 
 
-def find_use(index: PrefixIndex, instance: RoutedInstance, request: RoutingRequest) -> PrefixUse:
-    """What this instance has cached of the prompt."""
-    if not request.known:
-        return _NOTHING
+def count_blocks(index: PrefixIndex, instance: RoutedInstance, request: RoutingRequest) -> int:
+    """Leading blocks of the prompt that this instance has probably cached; also sets `use_*` of the
+    request."""
     holder = instance.target.holder
-    uses = request.uses
-    if uses is None:
-        uses = request.uses = {}
-    use = uses.get(holder)
-    if use is None:
+    if request.use_holder != holder:
         blocks, stamp = index.find_use(request.blocks, request.known, holder)
         clock = instance.in_flight.read_clock()
-        is_kept = blocks > 0 and is_cached(clock, stamp, measure_capacity(instance))
-        use = uses[holder] = PrefixUse(blocks, stamp) if is_kept else _NOTHING
-    return use
+        if not is_cached(clock, stamp, measure_capacity(instance)):
+            blocks = 0
+        request.use_holder, request.use_blocks, request.use_stamp = holder, blocks, stamp
+    return request.use_blocks
 
 
 def measure_capacity(instance: RoutedInstance) -> float:
     """What this gateway's prompts may fill of the KV of an instance, in units of CLOCK_TOKENS."""
-    return instance.kv_tokens / (CLOCK_TOKENS * instance.num_routers)
+    return float(instance.kv_tokens) / float(CLOCK_TOKENS * instance.num_routers)

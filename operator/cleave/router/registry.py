@@ -45,7 +45,7 @@ class InstanceRegistry:
 
     def __init__(
         self,
-        policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT,
+        policy: DispatchPolicy = DispatchPolicy.PREFIX_AWARE,
         shared_load: SharedLoad | None = None,
     ) -> None:
         """`shared_load`: accounting shared with the other processes; None: a single process."""

@@ -456,12 +456,14 @@ class Router:
     ) -> float:
         """Record where a prompt will be cached; returns how many of its tokens are computed."""
         selector, prompt = self._selector, float(request.prompt_tokens)
-        cached = selector.count_cached(first, request)
-        pick.predicted_cached = selector.predict_cached(first, request)
+        pick.predicted_cached = predicted = selector.predict_cached(first, request)
+        cached = selector.correct(first, request, predicted)
         if request.blocks:
             pick._is_looked_up = True
             selector.observe_cached(prompt, cached)
-            pick._new_blocks = ((selector.record_prompt(first, request), first.target.holder),)
+            new = selector.record_prompt(first, request)
+            if new:
+                pick._new_blocks = ((new, first.target.holder),)
             if self._rules.short_prompt_tokens and first is not decode:
                 # Only then is it of interest what a decode instance has cached.
                 new = selector.record_prompt(decode, request)

@@ -10,19 +10,6 @@ class CachedPrompt(NamedTuple):
     tokens: int
 
 
-class PrefixUse:
-    """What an engine has probably cached of a prompt."""
-
-    # No NamedTuple: compiled, these take ten times as long to make.
-    __slots__ = ("blocks", "stamp")
-
-    def __init__(self, blocks: int, stamp: int) -> None:
-        self.blocks = blocks
-        """Leading blocks; 0: none."""
-        self.stamp = stamp
-        """When it used the last of them, by its clock."""
-
-
 _NO_BLOCKS: list[int] = []
 
 
@@ -30,8 +17,8 @@ class RoutingRequest:
     """The properties of a request that policies use."""
 
     __slots__ = (
-        "adapter", "blocks", "cached", "known", "output_tokens", "prompt_tokens", "seed", "session",
-        "text_bytes", "uses",
+        "adapter", "blocks", "cached", "known", "known_uses", "output_tokens", "prompt_tokens",
+        "session", "text", "text_bytes", "use_blocks", "use_holder", "use_stamp",
     )  # fmt: skip
 
     def __init__(
@@ -44,13 +31,20 @@ class RoutingRequest:
         """Predicted."""
         self.blocks = _NO_BLOCKS
         """Its prompt's blocks in the index of cached prompts; empty: the index is not used."""
-        self.seed = 0
-        """By which these differ from the hashes of the text, see `PrefixIndex`."""
+        self.text: bytes | memoryview = b""
+        """The prompt, if these are looked up."""
         self.text_bytes = 0
         self.known = 0
         """How many leading blocks any engine has used."""
-        self.uses: dict[int, PrefixUse] | None = None
-        """What engines have cached, by holder, as far as it was looked up."""
+        self.known_uses = _NO_BLOCKS
+        """`PrefixIndex.list_uses` of the last of these."""
+        # No class of its own: it would be made for each engine that is looked at.
+        self.use_holder = -1
+        """The engine that was looked up last, by its number in the index; -1: none."""
+        self.use_blocks = 0
+        """How many leading blocks it has probably cached."""
+        self.use_stamp = 0
+        """When it used the last of them, by its clock."""
         self.session: int | None = None
         """Key of its session, for session affinity; None: none."""
         self.adapter: int | None = None

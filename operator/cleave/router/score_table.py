@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -39,6 +40,10 @@ _USES = ("prefill", "decode", "mixed", "colocated", "spare")
 """The columns of a score table."""
 _POINTS = 16
 """Points of an instance on the ring of keys."""
+_RING_SHIFT = 20
+"""Bits of a point on it for the number of its instance."""
+_MAX_RINGS = 32
+"""Limit of rings that are kept, at most 1 MB for 1,000 instances each."""
 MAX_LIST_INSTANCES = 24
 """Number of instances up to which lists are faster than arrays."""
 
@@ -66,10 +71,10 @@ class ListScoreColumn(WritableScoreColumn):
 
     __slots__ = ("_scores",)
 
-    def __init__(self, size: int, score: float = math.inf) -> None:
-        """All slots start with this score."""
-        super().__init__(size)
-        self._scores = [score] * size
+    def __init__(self, scores: list[float]) -> None:
+        """`scores`: used as they are, without a copy."""
+        super().__init__(len(scores))
+        self._scores = scores
 
     def set_score(self, slot: int, score: float) -> None:
         """Set one score."""
@@ -139,14 +144,15 @@ class ScoreTable(BaseScoreTable):
     """
 
     __slots__ = (
-        "_counts", "_has_extra_columns", "_instance_columns", "_ring", "_role_ranks", "batch",
-        "cells", "closed_pairs", "colocated", "context", "decode", "heaviness", "holders",
-        "instances", "is_remote", "is_shared", "keys", "mixed", "num_routers", "pending_prompt",
-        "prefill", "prompt_slots", "room", "slot_by_boot", "slot_by_holder", "spare",
+        "_counts", "_has_extra_columns", "_instance_columns", "_is_remote", "_ring", "_ring_slots",
+        "_role_ranks", "batch", "cells", "closed_pairs", "colocated", "context", "decode",
+        "heaviness", "instances", "is_remote", "is_shared", "keys", "mixed", "num_routers",
+        "pending_prompt", "prefill", "prompt_slots", "room", "slot_by_boot", "slot_by_holder",
+        "spare",
     )  # fmt: skip
 
     def __init__(
-        self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
+        self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.PREFIX_AWARE
     ) -> None:
         self.instances = instances
         rule = dispatch.RULES[policy]
@@ -181,12 +187,16 @@ class ScoreTable(BaseScoreTable):
         """Keys of the instances' names, for session affinity."""
         self.is_remote = np.zeros(size, np.bool_)
         """Instances in the share of another router; routers divide the instances among them."""
+        self._is_remote = [False] * size
+        """The same: a list, in which one is read in a fraction of the time."""
         self.is_shared = False
         """Whether other routers use these instances."""
         self.num_routers = 1
         """How many do, and this one."""
-        self._ring: tuple[list[int], list[int]] | None = None
-        """Points of the instances in ascending order, and their slots; None: not needed so far."""
+        self._ring: list[int] | None = None
+        """From `build_ring`; None: not needed so far."""
+        self._ring_slots: list[int] = []
+        """Slots of the instances on it."""
         self.cells = _number_cells(instances)
         """Cell number of each slot; None: no instance has a cell."""
         self.closed_pairs = ClosedPairs(np.array(["decode" in each for each in uses], np.bool_))
@@ -194,10 +204,8 @@ class ScoreTable(BaseScoreTable):
         self._role_ranks = _rank_by_role(instances)
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot by boot ID."""
-        self.holders = [each.target.holder for each in instances]
-        """By slot, its number in the index of cached prompts."""
-        self.slot_by_holder = {holder: slot for slot, holder in enumerate(self.holders)}
-        """The reverse."""
+        self.slot_by_holder = {each.target.holder: slot for slot, each in enumerate(instances)}
+        """Slot by number in the index of cached prompts."""
         use = "prefill" if self.prefill.size else "colocated"
         self.prompt_slots = [slot for slot, each in enumerate(uses) if use in each]
         """Slots of the instances that compute prompts."""
@@ -218,19 +226,43 @@ class ScoreTable(BaseScoreTable):
             boots = {boot: end for boot, end in until.items() if now < end and boot in slots}
             closed.update(slot, {slots[boot]: end for boot, end in boots.items()})
 
-    def find_shortest_wait(self) -> int:
-        """The mixed instance with the shortest wait, see `prompt_cost.count_mixed`; NONE: none."""
-        pending, mixed = self.pending_prompt, self.mixed
-        if not mixed.size:
-            return NONE
-        if mixed.size > MAX_LIST_INSTANCES:
-            return dispatch.find_least(count_all_mixed(pending.to_array(), mixed.to_array()))
-        shortest, slot = math.inf, NONE
-        for at in range(mixed.size):
-            wait = count_mixed(pending.get_score(at), mixed.get_score(at))
+    def find_shortest_wait(self, totals: WritableScoreColumn) -> int:
+        """The slot with the least of `measure_waits`; NONE: all are closed."""
+        if totals.size > MAX_LIST_INSTANCES:
+            pending = self.pending_prompt.to_array()
+            return dispatch.find_least(count_all_mixed(pending, totals.to_array()))
+        tokens, shortest, least = self.pending_prompt.to_list(), math.inf, NONE
+        for slot, total in enumerate(totals.to_list()):
+            wait = count_mixed(tokens[slot], total)
             if wait < shortest:
-                shortest, slot = wait, at
-        return slot
+                shortest, least = wait, slot
+        return least
+
+    def measure_waits(self, totals: WritableScoreColumn) -> WritableScoreColumn:
+        """`prompt_cost.count_mixed` of a column that counts the load of both phases."""
+        if totals.size > MAX_LIST_INSTANCES:
+            pending = self.pending_prompt.to_array()
+            return ArrayScoreColumn(count_all_mixed(pending, totals.to_array()))
+        tokens, waits = self.pending_prompt.to_list(), totals.to_list().copy()
+        for slot in range(len(waits)):
+            waits[slot] = count_mixed(tokens[slot], waits[slot])
+        return ListScoreColumn(waits)
+
+    def find_own(self, scores: WritableScoreColumn, margin: float, now: float) -> int:
+        """`dispatch.prefer_own` of a column, for few instances without arrays."""
+        if scores.size > MAX_LIST_INSTANCES:
+            return dispatch.prefer_own(scores.to_array(), self.is_remote, margin, now)
+        local, remote, least, least_remote = NONE, NONE, math.inf, math.inf
+        is_remote = self._is_remote
+        for slot, score in enumerate(scores.to_list()):
+            if is_remote[slot]:
+                if score < least_remote:
+                    remote, least_remote = slot, score
+            elif score < least:
+                local, least = slot, score
+        if local == NONE or remote == NONE:
+            return local if remote == NONE else remote
+        return remote if dispatch.prefers_remote(least, least_remote, margin, now) else local
 
     def find_preferred(self, key: int, scores: WritableScoreColumn) -> int:
         """The open instance that all gateways prefer for a key of 32 bits; NONE: all are closed.
@@ -239,15 +271,15 @@ class ScoreTable(BaseScoreTable):
         move. With more instances a search costs the same; rendezvous hashing would
         cost more.
         """
-        if self._ring is None:
-            names = enumerate(each.name for each in self.instances)
-            points = [(to_key(f"{n}/{name}"), slot) for slot, name in names for n in range(_POINTS)]
-            points.sort()
-            self._ring = [point for point, _ in points], [slot for _, slot in points]
-        keys, slots = self._ring
-        start = bisect_left(keys, key)
-        for at in range(len(slots)):
-            slot = slots[(start + at) % len(slots)]
+        ring, slots = self._ring, self._ring_slots
+        if ring is None:
+            instances = self.instances
+            slots = [s for s, each in enumerate(instances) if each.registration.role != ROLE_DECODE]
+            ring = build_ring(tuple([instances[slot].name for slot in slots]))
+            self._ring, self._ring_slots = ring, slots
+        start = bisect_left(ring, key << _RING_SHIFT)
+        for at in range(len(ring)):
+            slot = slots[ring[(start + at) % len(ring)] & (1 << _RING_SHIFT) - 1]
             if scores.get_score(slot) < math.inf:
                 return slot
         return NONE
@@ -291,7 +323,9 @@ class ScoreTable(BaseScoreTable):
     def _update_extra_columns(self, slot: int, instance: RoutedInstance) -> None:
         if self.is_shared or instance.num_routers > 1:
             rank = self._role_ranks[slot] % instance.num_routers
-            self.is_remote[slot] = rank != instance.router_rank
+            is_remote = rank != instance.router_rank
+            if self._is_remote[slot] != is_remote:
+                self._is_remote[slot] = self.is_remote[slot] = is_remote
             self.is_shared = True
             self.num_routers = instance.num_routers
         if not self._has_extra_columns:
@@ -303,6 +337,18 @@ class ScoreTable(BaseScoreTable):
         self.heaviness[slot] = dispatch.compute_heavy_ratio(heavy, batch - heavy)
         self.batch[slot] = in_flight.count_decoding()
         self.context[slot] = in_flight.measure_context()
+
+
+@lru_cache(_MAX_RINGS)
+def build_ring(names: tuple[str, ...]) -> list[int]:
+    """Points of instances on a ring of 32-bit keys, in ascending order: each is a key, and in its
+    lowest bits the number of the name. Kept, because tables are built anew whenever an instance
+    opens or closes."""
+    return sorted(
+        to_key(f"{point}/{name}") << _RING_SHIFT | number
+        for number, name in enumerate(names)
+        for point in range(_POINTS)
+    )
 
 
 def list_uses(instance: RoutedInstance) -> Collection[str]:
@@ -362,4 +408,4 @@ def _number_cells(instances: list[RoutedInstance]) -> CellNumbers | None:
 
 
 def _build_column(size: int, is_short: bool, score: float = math.inf) -> WritableScoreColumn:
-    return ListScoreColumn(size, score) if is_short else ArrayScoreColumn(np.full(size, score))
+    return ListScoreColumn([score] * size) if is_short else ArrayScoreColumn(np.full(size, score))

@@ -23,24 +23,19 @@ from cleave.policy.dispatch import (
 )
 from cleave.policy.output_length import guess_progress
 from cleave.policy.prefix_cache import (
+    COPIED_BYTES,
     FIRST_BLOCK_BYTES,
     RepeatDetector,
     RepeatDetectors,
     estimate_cached_tokens,
+    hash_alike,
     hash_blocks,
     hash_first_block,
     is_cached,
 )
-from cleave.policy.prompt_cost import (
-    count_all_mixed,
-    find_cheapest,
-)
-from cleave.policy.session_affinity import (
-    find_attached,
-    goes_back,
-    to_key,
-)
-from cleave.router.cached_prompts import CachedPromptView, find_use, measure_capacity
+from cleave.policy.prompt_cost import count_all_mixed, find_cheapest
+from cleave.policy.session_affinity import find_attached, goes_back, to_key
+from cleave.router.cached_prompts import CachedPromptView, count_blocks, measure_capacity
 from cleave.router.instance import RoutedInstance
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.prefix_index import (
@@ -115,17 +110,21 @@ class EndpointSelector:
 
     def count_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
         """Tokens of the prompt that the instance has probably computed before."""
-        boot = instance.target.boot_id
-        if request.cached is not None and request.cached.boot_id == boot:
-            return min(request.cached.tokens, request.prompt_tokens)
-        blocks = find_use(self._index, instance, request).blocks
-        tokens = estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
-        return tokens * instance.hits.trust
+        return self.correct(instance, request, self.predict_cached(instance, request))
+
+    def correct(self, instance: RoutedInstance, request: RoutingRequest, predicted: float) -> float:
+        """`count_cached`, given `predict_cached`."""
+        cached = request.cached
+        if cached is not None and cached.boot_id == instance.target.boot_id:
+            return min(cached.tokens, request.prompt_tokens)
+        return predicted * instance.hits.trust
 
     def predict_cached(self, instance: RoutedInstance, request: RoutingRequest) -> float:
         """Tokens of the prompt in blocks that the instance has used, which it is expected to have
         cached; `count_cached` corrects this by what the engine reports."""
-        blocks = find_use(self._index, instance, request).blocks
+        if not request.known:
+            return 0.0
+        blocks = count_blocks(self._index, instance, request)
         return estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
 
     def count_most_cached(self, request: RoutingRequest) -> float:
@@ -135,14 +134,14 @@ class EndpointSelector:
 
     def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> list[int]:
         """Record that an instance will cache the prompt's KV; the blocks that are new to it."""
-        use = find_use(self._index, instance, request)
+        known = count_blocks(self._index, instance, request)
         clock = instance.in_flight.read_clock()
         # Rewriting the stamps of what was used lately would cost more than it improves.
-        is_recent = is_cached(clock, use.stamp, measure_capacity(instance) / _REFRESHES)
-        start = use.blocks if is_recent else 0
+        capacity = measure_capacity(instance) / _REFRESHES
+        start = known if is_cached(clock, request.use_stamp, capacity) else 0
         if start < len(request.blocks):
             self._index.record(request.blocks, start, instance.target.holder, clock)
-        return request.blocks[use.blocks :]
+        return request.blocks[known:] if known < len(request.blocks) else []
 
     def forget_prompt(self, blocks: list[int], holder: int) -> None:
         """Take back new blocks of a prompt that was not computed."""
@@ -165,14 +164,14 @@ class EndpointSelector:
         `closed`: slots to exclude."""
         queues, closed_pairs = table.pending_prompt, table.closed_pairs
         is_plain = request.session is None and request.adapter is None and request.cached is None
-        is_simple = is_plain and not closed and not table.is_shared and table.cells is None
-        if self._is_by_score and is_simple:
-            if request.known == 0:
-                if closed_pairs.count:
-                    return _choose_open_pair(table)
+        if self._is_by_score and is_plain and not closed and table.cells is None:
+            is_least = not request.known and not table.is_shared
+            if is_least and not closed_pairs.count:
                 return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
+            if is_least:
+                return _choose_open_pair(table)
             if not closed_pairs.count:
-                return self._choose_cheapest_pair(table, request)
+                return self._choose_plain_pair(table, request)
 
         def find(purpose: int, request: RoutingRequest, first: int) -> int:
             scores = _read_scores(table, purpose, closed)
@@ -218,17 +217,18 @@ class EndpointSelector:
             queues = table.pending_prompt.to_array()
             tokens = request.prompt_tokens
             slot = find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
-            if purpose == TO_DECODE or not request.known:
+            if purpose == TO_DECODE or not request.known or slot == NONE:
                 return slot
-            # A session's prompts are cached where it is pinned, also those that are not known here.
-            assumed = float(tokens) if session is not None else 0.0
             column, waits = ArrayScoreColumn(scores), scores
             if purpose != TO_PREFILL:
                 waits = count_all_mixed(queues, scores)
             least = dispatch.find_least(waits)
-            return self._find_cheapest(table, column, slot, least, purpose, request, slot, assumed)
+            view = self._view(table, column, request, slot, purpose)
+            # A session's prompts are cached where it is pinned, also those that are not known here.
+            view.set_assumed(slot, float(tokens) if session is not None else 0.0)
+            return find_cheapest(view, 0, purpose, slot, least, request.known)
         if purpose != TO_DECODE and request.blocks:
-            return self._find_by_caches(table, scores, purpose, request)
+            return self._find_by_caches(table, ArrayScoreColumn(scores), purpose, request)
         prefill, decode = self._picks
         pick = prefill if purpose == TO_PREFILL else decode
         if pick == dispatch.FULLEST:
@@ -236,7 +236,7 @@ class EndpointSelector:
             if slot != NONE:
                 return slot
         if table.is_shared and self._prefers_own:
-            return self._find_own(table, scores, purpose, request)
+            return self._find_own(table, ArrayScoreColumn(scores), purpose, request)
         room, heaviness = table.room, table.heaviness
         total = request.prompt_tokens + request.output_tokens
         slot, self._seed = dispatch.find_slot(
@@ -245,54 +245,54 @@ class EndpointSelector:
         return slot
 
     def _find_by_caches(
-        self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
+        self, table: ScoreTable, column: WritableScoreColumn, purpose: int, request: RoutingRequest
     ) -> int:
         """The slot where a prompt costs least, among this router's own if several share a fleet,
-        unless another one's costs less."""
-        waits = scores
-        if purpose != TO_PREFILL:
-            waits = count_all_mixed(table.pending_prompt.to_array(), scores)
-        is_shared = table.is_shared and self._prefers_own
-        slot = (
-            self._find_own(table, waits, purpose, request)
-            if is_shared
-            else dispatch.find_least(waits)
-        )
-        if slot == NONE:
-            return NONE
-        column = ArrayScoreColumn(scores)
-        other, expected = self._find_first_copy(table, column, request)
-        return self._find_cheapest(table, column, slot, slot, purpose, request, other, expected)
+        unless another one's costs less. `column`: scores, with the cost of cells."""
+        if table.is_shared and self._prefers_own:
+            waits = column if purpose == TO_PREFILL else table.measure_waits(column)
+            slot = self._find_own(table, waits, purpose, request)
+        elif purpose == TO_PREFILL:
+            slot = column.find_least()
+        else:
+            slot = table.find_shortest_wait(column)
+        known = request.known
+        is_partly_new = table.num_routers > 1 and known < len(request.blocks)
+        if slot == NONE or not (known or is_partly_new):
+            return slot
+        view = self._view(table, column, request, slot, purpose)
+        best = find_cheapest(view, 0, purpose, slot, slot, known) if known else slot
+        if is_partly_new:
+            best = self._compare_first_copy(table, column, view, purpose, request, slot, best)
+        return best
 
     def _find_blocks(
         self, request: RoutingRequest, repeats: RepeatDetector, seed: int, text: bytes | memoryview
     ) -> None:
         """Find the blocks of a prompt in the index."""
         index = self._index
-        request.seed, request.text_bytes = seed, len(text)
-        first = hash_first_block(text)
-        if repeats.is_repeating or index.contains(first ^ seed):
-            request.blocks = blocks = hash_blocks(text, first, seed)
-            request.known = index.count_known(blocks)
+        request.text_bytes = len(text)
+        if len(text) <= COPIED_BYTES:
+            text = bytes(text)
+        request.text = text
+        if repeats.is_repeating or index.contains(hash_first_block(text, seed)):
+            request.blocks = blocks = hash_blocks(text, seed)
+            request.known, request.known_uses = index.find_known(blocks)
         else:
-            request.blocks = [first ^ seed]
+            request.blocks = [hash_first_block(text, seed)]
         repeats.observe(float(request.prompt_tokens), self.count_most_cached(request))
 
     def _count_cached_at(self, table: ScoreTable, request: RoutingRequest, slot: int) -> float:
         """`count_cached` of a slot."""
         return self.count_cached(table.instances[slot], request) if request.known else 0.0
 
-    def _choose_cheapest_pair(self, table: ScoreTable, request: RoutingRequest) -> tuple[int, int]:
-        """`dispatch.choose_least_pair` by the cost of the prompt, without arrays."""
-        first = table.prefill.find_least()
+    def _choose_plain_pair(self, table: ScoreTable, request: RoutingRequest) -> tuple[int, int]:
+        """`dispatch.select_pair` by scores or caches, without arrays for few instances."""
+        first = self._find_plain(table, table.prefill, TO_PREFILL, request)
+        second = NONE
         if first != NONE:
-            column = table.prefill
-            first = self._find_cheapest(table, column, first, first, TO_PREFILL, request, NONE, 0.0)
-        second = table.decode.find_least() if first != NONE else NONE
-        whole = table.find_shortest_wait()
-        if whole != NONE:
-            column = table.mixed
-            whole = self._find_cheapest(table, column, whole, whole, TO_WHOLE, request, NONE, 0.0)
+            second = self._find_plain(table, table.decode, TO_DECODE, request)
+        whole = self._find_plain(table, table.mixed, TO_WHOLE, request)
         cached, cached_whole = 0.0, 0.0
         if second != NONE and whole != NONE:
             cached = self._count_cached_at(table, request, first)
@@ -300,60 +300,76 @@ class EndpointSelector:
         queues = table.pending_prompt
         return dispatch.settle(first, second, whole, table.decode, queues, cached, cached_whole)
 
-    def _find_first_copy(
-        self, table: ScoreTable, column: WritableScoreColumn, request: RoutingRequest
-    ) -> tuple[int, float]:
-        """(the instance to which all gateways prefer to send what none has computed, tokens that
-        are expected to be cached there); NONE: there is only this gateway.
+    def _find_plain(
+        self, table: ScoreTable, column: WritableScoreColumn, purpose: int, request: RoutingRequest
+    ) -> int:
+        """`find_slot` of a request that has neither a session nor an adapter."""
+        if not column.size:
+            return NONE
+        if purpose != TO_DECODE and request.blocks:
+            return self._find_by_caches(table, column, purpose, request)
+        if table.is_shared and self._prefers_own:
+            return self._find_own(table, column, purpose, request)
+        return column.find_least()
+
+    def _view(
+        self,
+        table: ScoreTable,
+        column: WritableScoreColumn,
+        request: RoutingRequest,
+        first: int,
+        purpose: int,
+    ) -> CachedPromptView:
+        """A view for a search that begins at slot `first`."""
+        now_ms = self._clock() * 1000 if purpose == TO_PREFILL else 0.0
+        return CachedPromptView(self._index, table, column, request, first, purpose, now_ms)
+
+    def _compare_first_copy(
+        self,
+        table: ScoreTable,
+        column: WritableScoreColumn,
+        view: CachedPromptView,
+        purpose: int,
+        request: RoutingRequest,
+        least: int,
+        best: int,
+    ) -> int:
+        """`best`, or the instance to which all gateways prefer to send what none has computed, if
+        the prompt costs less there. `least`: the slot with the shortest wait.
 
         Gateways do not know each other's prompts. So all prefer the same instance for the first
         block that is new to them, and it is expected to have cached what is usual of the prompts
         that the others get.
         """
         known, routers = request.known, table.num_routers
-        if routers == 1 or known == len(request.blocks):
-            return NONE, 0.0
-        slot = table.find_preferred(request.blocks[known] ^ request.seed, column)
-        rest = request.prompt_tokens - self.count_most_cached(request)
-        return slot, self._cached_share * rest * (routers - 1) / routers
-
-    def _find_cheapest(
-        self,
-        table: ScoreTable,
-        column: WritableScoreColumn,
-        slot: int,
-        least: int,
-        purpose: int,
-        request: RoutingRequest,
-        other: int,
-        assumed: float,
-    ) -> int:
-        """The slot at which the prompt costs least: `slot`, or one that is known to have cached
-        more of it, or `other`, which is assumed to have cached at least `assumed` tokens; `other`:
-        NONE, or `slot` if a session or an adapter is pinned there. `column`: scores, with the
-        cost of cells; `least`: the slot with the shortest wait."""
-        known = request.known
-        if slot == NONE or (not known and other in (NONE, slot)):
-            return slot
-        view = CachedPromptView(
-            self._index, table, column, request, other, assumed, purpose, self._clock() * 1000
-        )
-        if other != NONE and other != slot:
-            before_ms = view.predict_at(0, purpose, slot, view.find_depth(0, purpose, slot))
-            ms = view.predict_at(0, purpose, other, view.find_depth(0, purpose, other))
-            slot = other if ms < before_ms else slot
-        return find_cheapest(view, 0, purpose, slot, least, known) if known else slot
+        most = self.count_most_cached(request)
+        rest = request.prompt_tokens - most
+        expected = self._cached_share * rest * (routers - 1) / routers
+        ms = view.predict_at(0, purpose, best, view.find_depth(0, purpose, best))
+        if expected <= most and ms <= view.predict_bound(0, purpose, least, known):
+            return best
+        other = table.find_preferred(hash_alike(request.text, known), column)
+        if other in (NONE, least, best):
+            return best
+        view.set_assumed(other, expected)
+        # What it has cached is looked up only if it would cost less with all that is known.
+        if view.predict_at(0, purpose, other, known) >= ms:
+            return best
+        depth = view.find_depth(0, purpose, other)
+        return other if view.predict_at(0, purpose, other, depth) < ms else best
 
     def _find_own(
-        self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
+        self, table: ScoreTable, column: WritableScoreColumn, purpose: int, request: RoutingRequest
     ) -> int:
         """The lowest score in this router's share; another's must be lower by the load added."""
         added = request.prompt_tokens + (request.output_tokens if purpose != TO_PREFILL else 0.0)
         if purpose != TO_PREFILL or self._counts != dispatch.BY_WAIT:
-            return dispatch.prefer_own(scores, table.is_remote, added, 0.0)
-        queue = table.instances[dispatch.find_least(scores)].in_flight.queue
-        added_ms = queue.predict_ms(request.prompt_tokens, 1.0)
-        return dispatch.prefer_own(scores, table.is_remote, added_ms, self._clock() * 1000)
+            return table.find_own(column, added, 0.0)
+        least = column.find_least()
+        if least == NONE:
+            return NONE
+        added_ms = table.instances[least].in_flight.queue.predict_ms(request.prompt_tokens, 1.0)
+        return table.find_own(column, added_ms, self._clock() * 1000)
 
     def _add_cell_costs(
         self,

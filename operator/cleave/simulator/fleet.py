@@ -122,7 +122,7 @@ class SimulatedFleet:
     decode: tuple[SimulatedPool, ...] = ()
     mixed: tuple[SimulatedPool, ...] = ()
     transfer: SimulatedTransfer = SimulatedTransfer()
-    dispatch: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
+    dispatch: DispatchPolicy = DispatchPolicy.PREFIX_AWARE
     """The router's policy."""
     cache_view: CacheView = CacheView.SENT
     """Matters only with a trace whose prompts repeat (`Trace.blocks`)."""

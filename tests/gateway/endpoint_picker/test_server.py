@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cleave.api.enums import DispatchPolicy
 from cleave.gateway.admission import controller
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.config import GatewayConfig
@@ -437,6 +438,21 @@ async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(
         await proxy.answer(503, b'{"a":1}\n\n')
     assert stage.context.circuit_breaker.list_suspects(stage.context.clock()) == {"x"}
     assert stage.context.metrics.requests["m", "failed"] == 3
+
+
+@pytest.mark.parametrize(("status", "computed"), [(200, True), (400, False), (503, False)])
+async def test_an_error_is_no_proof_that_its_prompt_was_computed(
+    make_picker_stage, status, computed
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, policy=DispatchPolicy.PREFIX_AWARE)
+    proxy = stage.proxy()
+    await proxy.ask({**ASK, "messages": [{"role": "user", "content": 2_000 * "word "}]})
+    in_flight = stage.context.router.registry.instances["x"].in_flight
+    await proxy.answer(status, b'{"error": {}}')
+    await stage.until_idle()
+    assert (in_flight.predict_hits()[0] > 0) is computed
+    assert (in_flight.read_clock() > 0) is computed
+    assert in_flight.prompt.own == 0
 
 
 async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_first(

@@ -38,8 +38,14 @@ async def test_a_conversation_goes_back_to_where_its_beginning_was_computed(make
         assert len(await prefills(stage, turns)) == 1
 
 
-async def test_the_default_policy_does_not_look_at_prompts(make_stage) -> None:
+async def test_by_default_turns_go_where_the_earlier_ones_were_computed(make_stage) -> None:
     stage = await make_stage(FLEET)
+    turns = [{"prompt": "a" * 4_000 + "next" * n} for n in range(4)]
+    assert sorted((await prefills(stage, turns)).values()) == [4]
+
+
+async def test_shortest_wait_does_not_look_at_prompts(make_stage) -> None:
+    stage = await make_stage(FLEET, policy=DispatchPolicy.SHORTEST_WAIT)
     turns = [{"prompt": "a" * 4_000 + "next" * n} for n in range(4)]
     assert await prefills(stage, turns) == {"p1": 2, "p2": 2}
 
