@@ -22,6 +22,7 @@ from cleave.traffic.counters import (
     GatewayCounters,
     compute_rates,
     parse_metrics_page,
+    select_lines,
 )
 
 
@@ -59,6 +60,7 @@ def test_a_gateways_page_is_read_as_it_is_written(metrics: GatewayMetrics) -> No
     metrics.flips["m", "decode", "mixed"] += 4
     metrics.in_flight, metrics.waiting = 7, 5
     counts = parse_metrics_page(write_page(metrics), 12.0)
+    assert parse_metrics_page(select_lines(write_page(metrics)), 12.0) == counts
     assert (counts.at_s, counts.requests) == (12.0, 3)
     assert (counts.measured, counts.attained) == (2, 1)
     assert (counts.prompt_tokens, counts.output_tokens) == (200, 40)
@@ -92,7 +94,12 @@ def test_answers_that_are_not_streamed_have_no_goodput(metrics: GatewayMetrics) 
 
 @pytest.mark.parametrize(
     ("page", "said"),
-    [("<html>", "not a page of metrics"), ("", "without metrics"), ("up 1.0\n", "without metrics")],
+    [
+        ("<html>", "without metrics"),
+        ('cleave_gateway_requests_total{model="m', "not a page of metrics"),
+        ("", "without metrics"),
+        ("up 1.0\n", "without metrics"),
+    ],
 )
 def test_another_page_is_refused(page: str, said: str) -> None:
     with pytest.raises(CountsError, match=said):

@@ -1,8 +1,8 @@
 """Counters of a gateway at two times, and the traffic between them. Pure.
 
-Called by `cleave top` with pages of `GET /metrics`. What is hard: counters restart at 0 with the
-gateway, so a window never includes a restart; and latencies are histograms, so quantiles are only
-as exact as the buckets are narrow.
+Called by `cleave top` and the operator with pages of `GET /metrics`. What is hard: counters restart
+at 0 with the gateway, so a window never includes a restart; and latencies are histograms, so
+quantiles are only as exact as the buckets are narrow.
 """
 
 import math
@@ -20,6 +20,13 @@ _START = "process_start_time_seconds"
 _REFUSED_OUTCOME = "refused"
 _TOTALS = ("prompt_tokens", "output_tokens", "shed", "retries", "recoveries", "flips")
 """Counters of the page with these names."""
+_HISTOGRAMS = ("ttft_seconds", "tpot_seconds", "request_prompt_tokens", "request_output_tokens")
+_OTHERS = ("requests_total", "requests_in_flight", "requests_waiting", "slo_")
+_LINE_STARTS = (
+    _START,
+    *(_PREFIX + name for name in (*_OTHERS, *_HISTOGRAMS)),
+    *(f"{_PREFIX}{name}_total" for name in _TOTALS),
+)
 
 
 class CountsError(ValueError):
@@ -127,10 +134,16 @@ class GatewayCounters:
     tpot_target_ms: float | None = None
 
 
+def select_lines(page: str) -> str:
+    """The lines of a gateway's `/metrics` that `parse_metrics_page` reads, half of them or fewer;
+    while a gateway has no requests they stay the same."""
+    return "".join(line for line in page.splitlines(True) if line.startswith(_LINE_STARTS))
+
+
 def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
     """Parse a gateway's `/metrics`, read at `at_s`. Raises CountsError."""
     try:
-        samples = _group_samples(page)
+        samples = _group_samples(select_lines(page))
     except ValueError as error:
         raise CountsError("not a page of metrics") from error
     if not any(name.startswith(_PREFIX) for name in samples):

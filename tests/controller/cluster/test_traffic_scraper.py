@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from cleave.controller.cluster import traffic_scraper
 from cleave.controller.cluster.traffic_scraper import MAX_WINDOWS, RECENT_WINDOWS, TrafficScraper
 from cleave.rpc import http_client
+from cleave.traffic.counters import GatewayCounters, parse_metrics_page
 
 PERIOD_S = 15.0
 GATEWAYS = ("10.0.0.1", "fd00::1")
@@ -70,6 +72,26 @@ async def test_a_gateway_that_does_not_answer_holds_the_window_open(
     assert await turn(scraper, gateways, 0)
     (window,) = scraper.get_windows("chat")
     assert (window.num_requests, window.length_s) == (60, 2 * PERIOD_S)
+
+
+async def test_only_what_has_changed_is_parsed(
+    scraper: TrafficScraper[str], gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+
+    def parse(page: str, at_s: float) -> GatewayCounters:
+        parsed.append(page)
+        return parse_metrics_page(page, at_s)
+
+    monkeypatch.setattr(traffic_scraper, "parse_metrics_page", parse)
+    await turn(scraper, gateways)
+    await turn(scraper, gateways)
+    assert len(parsed) == len(GATEWAYS)
+    await turn(scraper, gateways, 30)
+    assert len(parsed) == 2 * len(GATEWAYS)
+    idle, busy = scraper.get_windows("chat")
+    assert (idle.num_requests, idle.length_s) == (0, PERIOD_S)
+    assert (busy.num_requests, busy.length_s) == (60, PERIOD_S)
 
 
 async def test_a_page_of_something_else_is_no_answer(

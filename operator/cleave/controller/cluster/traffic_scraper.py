@@ -1,21 +1,26 @@
 """Scrapes the gateways of each deployment and turns their counters into traffic windows.
 
 Used by the controller. A scrape costs a request and some milliseconds of parsing, so both are
-bounded. Counters become windows (`cleave.traffic.window`), of which the last `MAX_WINDOWS` are
-kept.
+bounded, and what has not changed is not parsed again. Counters become windows
+(`cleave.traffic.window`), of which the last `MAX_WINDOWS` are kept.
 """
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from cleave.controller.cluster.gateway_client import build_base_url
 from cleave.rpc import http_client
 from cleave.traffic.counter_sum import MISSING_TIMEOUT_S, CounterSum
-from cleave.traffic.counters import CountsError, GatewayCounters, parse_metrics_page
+from cleave.traffic.counters import (
+    CountsError,
+    GatewayCounters,
+    parse_metrics_page,
+    select_lines,
+)
 from cleave.traffic.window import TrafficWindow, compute_window, join_windows
 
 log = logging.getLogger(__name__)
@@ -44,9 +49,20 @@ async def fetch(url: str) -> str:
     return page.decode(errors="replace")
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadPage:
+    """A gateway's page as it was read last."""
+
+    digest: int
+    """Hash of its lines."""
+    counters: GatewayCounters
+
+
 @dataclass(slots=True)
 class _DeploymentTraffic:
     total: CounterSum = field(default_factory=CounterSum)
+    pages: dict[str, _ReadPage] = field(default_factory=dict)
+    """By address, those of the last scrape."""
     num_windows: int = 0
     last_request_s: float | None = None
     """Time of the last observed request, or of the first scrape."""
@@ -98,9 +114,13 @@ class TrafficScraper(Generic[K]):
 
     async def scrape(self, key: K, gateways: Collection[str]) -> bool:
         """Scrape these gateways; returns whether there is a new window. Never raises."""
-        results = await asyncio.gather(*(self._fetch_counts(address) for address in gateways))
-        pages = {address: page for address, page in zip(gateways, results, strict=True) if page}
+        known = self._state[key].pages if key in self._state else {}
+        results = await asyncio.gather(
+            *(self._read_page(address, known.get(address)) for address in gateways)
+        )
         state = self._state.setdefault(key, _DeploymentTraffic())
+        state.pages = {each: page for each, page in zip(gateways, results, strict=True) if page}
+        pages = {address: page.counters for address, page in state.pages.items()}
         previous = state.total.counts
         if previous is not None and self._now() - previous.at_s > _RESET_AFTER_S:
             # Another operator led meanwhile, or no gateway responded.
@@ -119,12 +139,16 @@ class TrafficScraper(Generic[K]):
                 self.record_request(key)
         return window is not None
 
-    async def _fetch_counts(self, address: str) -> GatewayCounters | None:
+    async def _read_page(self, address: str, previous: _ReadPage | None) -> _ReadPage | None:
         try:
             async with self._slots:
                 page = await self._fetch(build_base_url(address) + _PATH)
+            lines, now_s = select_lines(page), self._now()
+            digest = hash(lines)
+            if previous is not None and previous.digest == digest:
+                return replace(previous, counters=replace(previous.counters, at_s=now_s))
             # In a thread: a page takes milliseconds to parse.
-            return await asyncio.to_thread(parse_metrics_page, page, self._now())
+            return _ReadPage(digest, await asyncio.to_thread(parse_metrics_page, lines, now_s))
         except (http_client.HttpError, CountsError) as error:
             log.debug("the gateway at %s: %s", address, error)
             return None
