@@ -310,7 +310,8 @@ class Controller:
             self.cache.list_gateways(key),
             frozenset(pod.name for pod in present if pod.ready),
             self._count_engines(key),
-            has_starting=any(not pod.ready and pod.is_alive for pod in present),
+            # Without an address there is no agent that could report anything.
+            has_starting=any(not pod.ready and pod.is_alive and pod.ip for pod in present),
         )
         pods = _with_load(self.cache.list_pods(key), reported or {})
         pools = [
