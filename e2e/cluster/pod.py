@@ -170,11 +170,14 @@ class Runner:
             for mount in self._pod["spec"]["containers"][0].get("volumeMounts") or []
         }
         host, _, port = self._api.url.removeprefix("https://").partition(":")
+        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         return {
             "PATH": f"{sys.prefix}/bin:{os.defpath}",
             "HOME": HOME_FOLDER if HOME_FOLDER in targets else str(self.place.folder),
             "HOSTNAME": spec.name,
             "LANG": "C.UTF-8",
+            # Images hold the compiled simulator.
+            "NUMBA_CACHE_DIR": os.environ.get("NUMBA_CACHE_DIR") or cache,
             "KUBERNETES_SERVICE_HOST": host,
             "KUBERNETES_SERVICE_PORT": port,
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.place.gpus)),

@@ -1,5 +1,7 @@
 """How a model's source is understood."""
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
@@ -65,6 +67,19 @@ def test_a_config_is_an_object_or_an_entry_of_a_config_map() -> None:
 def test_exactly_one_of_them_is_given(config: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="exactly one of inline and configMapKeyRef"):
         ModelSpec.model_validate({"source": "org/new", "config": config}, by_alias=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"a":' * 900 + "1" + "}" * 900, "nested deeper than 32 levels"),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested deeper than 32 levels"),
+        (r'{"a": "\ud800"}', "no valid Unicode"),
+    ],
+)
+def test_a_config_that_cannot_be_written_is_refused(text: str, fault: str) -> None:
+    with pytest.raises(ValidationError, match=fault):
+        ModelSpec.model_validate({"source": "org/new", "config": {"inline": json.loads(text)}})
 
 
 def test_the_length_of_a_config_is_bounded_and_the_remedy_is_named() -> None:

@@ -9,6 +9,7 @@ from cleave.api.engine import EngineSpec, EngineType
 from cleave.controller.cluster.actions import Action, PatchStatus, SetFinalizers
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.cache import CachedResource, ReadConfigMap, ResourceKey
+from cleave.controller.cluster.client import KubeApiError
 from cleave.controller.controller import CONFIG_PERIOD_S, Controller
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.settings import OperatorSettings
@@ -118,6 +119,33 @@ async def test_a_config_map_is_read_once_a_period_and_when_the_reference_changes
     controller.on_change(declare_config("other", version=2))
     await refresh()
     assert reads == [("default", "new"), ("default", "new"), ("default", "other")]
+
+
+async def test_what_was_read_of_a_config_map_holds_while_the_api_server_fails() -> None:
+    now, text, fails = [1_000.0], json.dumps(CONFIGS["qwen3-8b"]), [False]
+
+    async def read(namespace: str, name: str) -> ReadConfigMap:
+        if fails[0]:
+            raise KubeApiError(503, "ServiceUnavailable", "etcd is away")
+        return ReadConfigMap(name, {"config.json": text})
+
+    controller = Controller(
+        OperatorSettings(), OperatorMetrics(), clock=lambda: now[0], read_config_map=read
+    )
+    key = ResourceKey("LLMDeployment", "default", "chat")
+
+    async def refresh() -> CachedResource:
+        cached = controller.cache.get(key)
+        assert cached is not None
+        return await controller._refresh_config(key, cached)
+
+    controller.on_change(declare_config("new"))
+    await refresh()
+    fails[0], now[0] = True, now[0] + CONFIG_PERIOD_S
+    assert (await refresh()).model_fault == ""
+    controller.on_change(declare_config("other", version=2))
+    with pytest.raises(KubeApiError):
+        await refresh()
 
 
 async def test_a_deployment_waits_for_its_config_map_and_is_planned_with_it(

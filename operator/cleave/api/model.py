@@ -18,6 +18,8 @@ _CACHES = ("host_path", "persistent_volume_claim", "image")
 _WORD = r"^[A-Za-z0-9][A-Za-z0-9_./:@-]*$"
 MAX_CONFIG_LENGTH = 1 << 16
 """Characters of a config.json; the longest ones list each layer that is not quantised."""
+_MAX_CONFIG_DEPTH = 32
+"""Levels of a config.json: real ones have four or five."""
 
 
 def _check_source(source: str) -> str:
@@ -90,8 +92,14 @@ class ModelCache(ApiModel):
 
 
 def _check_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Bound the length. Fields without a value are left out, as the API server may do."""
-    length = len(json.dumps(config, separators=(",", ":")))
+    """Bound depth and length. Fields without a value are left out, as the API server may do."""
+    if not _is_shallow(config):
+        fault = f"is nested deeper than {_MAX_CONFIG_DEPTH} levels; a config has a few"
+        raise PydanticCustomError("config_depth", fault)
+    text = json.dumps(config, separators=(",", ":"), ensure_ascii=False)
+    if not text.isascii() and text != text.encode(errors="replace").decode():
+        raise PydanticCustomError("config_text", "has characters that are no valid Unicode")
+    length = len(text)
     if length > MAX_CONFIG_LENGTH:
         fault = (
             f"has {length:,} characters as JSON, above {MAX_CONFIG_LENGTH:,}: leave out lists that "
@@ -99,6 +107,19 @@ def _check_config(config: dict[str, Any]) -> dict[str, Any]:
         )
         raise PydanticCustomError("config_length", "{fault}", {"fault": fault})
     return {name: _drop_nulls(value) for name, value in config.items() if value is not None}
+
+
+def _is_shallow(config: object) -> bool:
+    """Whether nothing lies deeper than the limit; without recursion, which deep values exhaust."""
+    level = [config]
+    for _ in range(_MAX_CONFIG_DEPTH):
+        level = [
+            each
+            for value in level
+            if isinstance(value, dict | list)
+            for each in (value.values() if isinstance(value, dict) else value)
+        ]
+    return not level
 
 
 def _drop_nulls(value: object) -> object:

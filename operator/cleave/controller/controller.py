@@ -67,6 +67,8 @@ _MAX_DEBOUNCE_S = 2.0
 """Large objects take long to reconcile, so they wait longer and handle more changes at a time:
 `_DEBOUNCE_FACTOR` times the last decision, at most this long."""
 _STALE_RETRY_S = 0.2
+_STARTING_S = 1200.0
+"""How long a new pod's agent is read more often."""
 CONFIG_PERIOD_S = 60.0
 """A ConfigMap with a model's config.json is read again after this time."""
 
@@ -240,15 +242,22 @@ class Controller:
 
     async def _refresh_config(self, key: ResourceKey, cached: CachedResource) -> CachedResource:
         """The deployment with the ConfigMap that it takes its model's config.json from, which is
-        read again once a period. Raises KubeApiError."""
+        read again once a period. Raises KubeApiError unless it has been read before."""
         reference = cached.config_reference
         if reference is None or self._read_config_map is None or "deletionTimestamp" in cached.meta:
             return cached
         name, read_s = self._config_read.get(key, ("", 0.0))
         if name != reference.name or self._clock() - read_s >= CONFIG_PERIOD_S:
-            read = await self._read_config_map(key.namespace, reference.name)
+            try:
+                read = await self._read_config_map(key.namespace, reference.name)
+            except KubeApiError as error:
+                if name != reference.name:
+                    raise
+                # What was read last holds; scaling and drains go on.
+                log.warning("ConfigMap %s/%s: %s", key.namespace, name, error)
+            else:
+                self.cache.set_config_map(key, read)
             self._config_read[key] = reference.name, self._clock()
-            self.cache.set_config_map(key, read)
         self.queue.add_after(key, CONFIG_PERIOD_S)
         return self.cache.get(key) or cached
 
@@ -310,8 +319,7 @@ class Controller:
             self.cache.list_gateways(key),
             frozenset(pod.name for pod in present if pod.ready),
             self._count_engines(key),
-            # Without an address there is no agent that could report anything.
-            has_starting=any(not pod.ready and pod.is_alive and pod.ip for pod in present),
+            has_starting=any(_may_report_start(pod, self._now()) for pod in present),
         )
         pods = _with_load(self.cache.list_pods(key), reported or {})
         pools = [
@@ -413,6 +421,13 @@ def _report_invalid(key: ResourceKey, cached: CachedResource, now_s: float) -> l
     others = [each for each in before if each["type"] != "Ready"]
     status = {**cached.status, "conditions": [*merged, *others]}
     return [PatchStatus(target, status), *conditions.build_events(target, before, [ready])]
+
+
+def _may_report_start(pod: ObservedPod, now_s: float) -> bool:
+    """Whether gateways may soon report something new of an instance that is not ready. Without an
+    address there is no agent, and what has not started for long will not do so in seconds."""
+    is_starting = pod.is_alive and not pod.ready and not pod.start_fault and pod.ip
+    return bool(is_starting) and now_s - pod.created_s < _STARTING_S
 
 
 def _get_owner_key(key: ResourceKey, resource: InstancePool) -> ResourceKey:

@@ -109,6 +109,15 @@ async def test_while_instances_start_gateways_are_polled_for_the_reasons(
     assert client.get_retry_delay_s("chat") is None
 
 
+async def test_nothing_more_is_expected_of_instances_that_are_scaled_away_as_they_start(
+    client: GatewayClient[str], gateways: Gateways
+) -> None:
+    await client.get_or_refresh("chat", GATEWAYS, frozenset(), {}, has_starting=True)
+    gateways.now_s = 11
+    await client.get_or_refresh("chat", GATEWAYS, frozenset(), {})
+    assert client.get_retry_delay_s("chat") is None
+
+
 async def test_gateways_that_do_not_answer_have_said_nothing_new(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:

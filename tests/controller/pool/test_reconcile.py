@@ -65,6 +65,14 @@ def pod(name: str, desired: InstancePool, **fields: Any) -> ObservedPod:
     return replace(observed, **fields)
 
 
+def test_the_config_of_a_model_replaces_no_pod() -> None:
+    config = {"inline": {"num_hidden_layers": 2}}
+    described = pool(model={"source": "org/model", "config": config})
+    assert apply.hash_template(described) == apply.hash_template(
+        pool(model={"source": "org/model"})
+    )
+
+
 def view(desired: InstancePool, *pods: ObservedPod, **fields: Any) -> PoolView:
     nodes = {"n1": ObservedNode("n1", ready=True, schedulable=True)}
     return PoolView(desired, NOW_S, pods=pods, nodes=nodes, **fields)

@@ -55,6 +55,28 @@ def test_a_plan_says_how_it_grows_where_instances_are_to_follow_the_rate() -> No
     assert said.plan["growth"]["workers"] >= 1
 
 
+async def test_a_deployment_that_cannot_be_handed_over_is_answered_with_the_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished = asyncio.Event()
+    planner: PlannerClient[str] = PlannerClient(lambda _: finished.set(), lambda _: "default")
+    deployment = validate(chat(workload=WORKLOAD))
+
+    def fail(*_: object, **__: object) -> str:
+        raise ValueError("surrogates not allowed")
+
+    monkeypatch.setattr(type(deployment), "model_dump_json", fail)
+    try:
+        planner.submit("chat", deployment, None, QUESTION)
+        await asyncio.wait_for(finished.wait(), 60)
+        result = planner.get_result("chat")
+        assert result is not None
+        assert result.faults
+        assert planner.get_pending("chat") is None
+    finally:
+        await planner.close()
+
+
 SLOW = Cluster.model_validate(
     {
         "nodes": [{"gpu": "H100-SXM-80GB", "count": 2}],

@@ -96,6 +96,7 @@ def test_layers_of_nemotron_are_one_thing_each() -> None:
         ({"sliding_window": 512, "sliding_window_pattern": 4}, ((512, 6), (0, 2))),
         ({"attention_chunk_size": 512}, ((512, 6), (0, 2))),
         ({"attention_chunk_size": 512, "no_rope_layers": [1, 0] * 4}, ((512, 4), (0, 4))),
+        ({"attention_chunk_size": 512, "no_rope_layers": [1, 0] * 400}, ((512, 4), (0, 4))),
         (
             {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4},
             ((512, 4), (0, 4)),
@@ -134,6 +135,7 @@ def test_indexers_cache_keys_of_their_own() -> None:
         ({"layer_types": SIX_LINEAR * 2}, "linear_num_value_heads is missing"),
         (MAMBA, "ssm_state_size says that there are state layers, and nothing which"),
         ({"linear_attn_config": {**KDA, "full_attn_layers": 3}}, "full_attn_layers is 3"),
+        ({"linear_attn_config": {**KDA, "full_attn_layers": [4, "8"]}}, "full_attn_layers is"),
     ],
 )
 def test_kinds_that_cannot_be_planned_are_refused(more: dict[str, Any], fault: str) -> None:

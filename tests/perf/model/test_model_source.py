@@ -65,8 +65,8 @@ def test_the_content_of_a_config_map_takes_the_place_of_the_reference() -> None:
 @pytest.mark.parametrize(
     ("data", "fault"),
     [
-        ({}, "ConfigMap new has no key config.json, but none; add it"),
-        ({"a": "", "b": ""}, "ConfigMap new has no key config.json, but a, b; add it"),
+        ({}, "ConfigMap new has no key config.json; add it"),
+        ({"a": "", "b": ""}, "ConfigMap new has no key config.json; add it"),
         ({"config.json": "{"}, "ConfigMap new, key config.json: is no JSON"),
         ({"config.json": "[]"}, "ConfigMap new, key config.json: must be an object"),
         ({"config.json": "[" * 100_000}, "ConfigMap new, key config.json: is nested too deeply"),

@@ -99,6 +99,8 @@ def hash_template(pool: InstancePool) -> str:
     engine = pool.spec.engine
     excluded: dict[str, bool | set[str]] = dict.fromkeys(_FIELDS_NOT_IN_PODS, True)
     excluded["engine"] = {"connector"}
+    # Engines read their own; pods that exist keep the size that they have.
+    excluded["model"] = {"config"}
     spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
     # Also those that a later version of Cleave could change while the spec stays.
     in_use = {"connector": engine.kv_connector, "image": engine.image or get_image("worker")}

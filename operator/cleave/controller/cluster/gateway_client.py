@@ -11,7 +11,7 @@ an engine has failed.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import msgspec
@@ -274,6 +274,9 @@ class GatewayClient(Generic[K]):
         has_starting: bool,
     ) -> InstancesByPod:
         if not gateways or not (ready or has_starting):
+            if (cached := self._cached.get(key)) is not None:
+                # Nothing more is expected of them.
+                self._cached[key] = replace(cached, has_starting=False, incomplete_count=0)
             return self.get_cached(key)
         response = await self._fetch([*map(build_base_url, gateways)], engine_counts)
         instances_now = self.get_cached(key) if response is None else response

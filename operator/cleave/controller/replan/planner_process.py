@@ -198,15 +198,17 @@ class PlannerClient(Generic[K]):
         self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
     ) -> None:
         group, outcome = self._get_group(key), None
-        async with self._acquire_process(job, group):
-            with suppress(PlanPutOffError):
-                outcome = await self._run_in_process(deployment, cluster, job, group)
-        if outcome is None:
+        try:
             async with self._acquire_process(job, group):
-                outcome = await self._run_in_process(deployment, cluster, job, None)
-        self._results[key] = outcome
-        if self._tasks.get(key) is asyncio.current_task():
-            del self._tasks[key]
+                with suppress(PlanPutOffError):
+                    outcome = await self._run_in_process(deployment, cluster, job, group)
+            if outcome is None:
+                async with self._acquire_process(job, group):
+                    outcome = await self._run_in_process(deployment, cluster, job, None)
+            self._results[key] = outcome
+        finally:
+            if self._tasks.get(key) is asyncio.current_task():
+                del self._tasks[key]
         self._on_finished(key)
 
     @asynccontextmanager
@@ -229,10 +231,10 @@ class PlannerClient(Generic[K]):
                 initializer=prepare_process,
                 initargs=(self._memory_bytes,),
             )
-        text = deployment.model_dump_json(exclude_none=True)
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._process_pool, run_planner, text, cluster, job)
         try:
+            text = deployment.model_dump_json(exclude_none=True)
+            future = loop.run_in_executor(self._process_pool, run_planner, text, cluster, job)
             return await self._wait_for_result(future, group)
         except TimeoutError as error:
             self._stop_process()

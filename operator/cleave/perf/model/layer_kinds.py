@@ -72,6 +72,8 @@ def count_layers(config: ConfigFields) -> int:
         raise config.build_error(field, f"write a number up to {_MAX_LAYERS}")
     names = config.values.get("layers_block_type")
     if number is None and isinstance(names, Sequence) and not isinstance(names, str) and names:
+        if len(names) > _MAX_LAYERS:
+            raise config.build_error("layers_block_type", f"list up to {_MAX_LAYERS} layers")
         return len(names)
     return number if number is not None else config.get_number(*fields)
 
@@ -127,18 +129,21 @@ def _read_intervals(config: ConfigFields, layers: int) -> tuple[LayerKind, ...]:
         return _build_interval(layers, interval, LayerKind.RECURRENT)
     if (linear := config.get_object("linear_attn_config")) is not None:
         # Kimi Linear counts from 1.
-        full = linear.values.get("full_attn_layers")
-        if not isinstance(full, Sequence) or isinstance(full, str):
+        listed = linear.values.get("full_attn_layers")
+        if not isinstance(listed, Sequence) or not all(type(each) is int for each in listed):
             raise linear.build_error("full_attn_layers", "write the numbers of these layers")
+        full_numbers = frozenset(listed)
         return tuple(
-            LayerKind.FULL if number in full else LayerKind.RECURRENT
+            LayerKind.FULL if number in full_numbers else LayerKind.RECURRENT
             for number in range(1, layers + 1)
         )
     if config.get_optional_number("attention_chunk_size") is not None:
         ropes = config.values.get("no_rope_layers")
         if not isinstance(ropes, Sequence) or len(ropes) < layers:
             return _build_interval(layers, _NO_ROPE_INTERVAL, LayerKind.CHUNKED)
-        return tuple(LayerKind.CHUNKED if has_rope else LayerKind.FULL for has_rope in ropes)
+        return tuple(
+            LayerKind.CHUNKED if has_rope else LayerKind.FULL for has_rope in ropes[:layers]
+        )
     has_window = config.get_optional_number("sliding_window") is not None
     interval = config.get_optional_number("sliding_window_pattern") if has_window else None
     if interval is not None:

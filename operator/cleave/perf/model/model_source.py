@@ -60,8 +60,7 @@ def with_config_map(model: ModelSpec, data: Mapping[str, str]) -> ModelSpec:
     where = f"ConfigMap {reference.name}"
     text = data.get(reference.key)
     if text is None:
-        keys = ", ".join(sorted(data)) or "none"
-        raise ModelConfigError(f"{where} has no key {reference.key}, but {keys}; add it")
+        raise ModelConfigError(f"{where} has no key {reference.key}; add it")
     where = f"{where}, key {reference.key}"
     if len(text) > _MAX_TEXT_LENGTH:
         raise ModelConfigError(f"{where}: has {len(text):,} characters; a config.json is shorter")
