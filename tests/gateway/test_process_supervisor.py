@@ -189,9 +189,16 @@ def test_a_port_that_another_gateway_serves_is_not_shared() -> None:
             reserve_port("127.0.0.1", other.getsockname()[1])
 
 
-@pytest.mark.parametrize("count", ["0", "65", "-1"])
-def test_a_senseless_number_of_processes_is_refused(count: str, capsys) -> None:
+@pytest.mark.parametrize(
+    ("count", "fault"),
+    [
+        ("0", "--processes must be 1 to 64"),
+        ("65", "--processes must be 1 to 64"),
+        ("-1", "argument --processes: -1 is not a whole number"),
+    ],
+)
+def test_a_senseless_number_of_processes_is_refused(count: str, fault: str, capsys) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["--agents", "", "--processes", count])
     assert refused.value.code == 2
-    assert "--processes must be 1 to 64" in capsys.readouterr().err
+    assert fault in capsys.readouterr().err

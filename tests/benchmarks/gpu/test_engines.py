@@ -26,7 +26,7 @@ def test_the_simulator_answers_from_the_profile_of_the_engine(
     (row,) = engines.simulate(setup, "pair")
     assert "profile was not written" in row.note
     (tmp_path / "profile.yaml").touch()
-    output = json.dumps([{"ttft_ms": {"p50": 23.5}, "tpot_ms": {"p50": 2.5}}])
+    output = json.dumps([{"ttftMs": {"p50": 23.5}, "tpotMs": {"p50": 2.5}}])
     done = subprocess.CompletedProcess([], 0, output, "")
     monkeypatch.setattr(engines.subprocess, "run", lambda *_, **__: done)
     assert [row.value for row in engines.simulate(setup, "pair")] == [23.5, 2.5]
