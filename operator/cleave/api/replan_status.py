@@ -39,7 +39,9 @@ class ObservedTraffic(ApiModel):
     output_tokens: ObservedLengths | None = None
     """Output lengths; absent: no request ended in the window."""
     attainment: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of requests that met both latency targets; absent: none was measured."""
+    """Share of measured responses that met both latency targets; absent: none was measured."""
+    measured: NonNegative | None = None
+    """Responses of the window that were measured against the targets: streams are."""
     ttft_ms: LatencyPercentiles | None = None
     """Time to first token in milliseconds; absent: no stream began in the window."""
     tpot_ms: LatencyPercentiles | None = None

@@ -76,7 +76,7 @@ def test_the_condition_compares_the_reported_share_with_the_target() -> None:
 
 
 def test_few_and_unmeasured_requests_prove_nothing() -> None:
-    few = replace(measured(0.5), traffic=TrafficWindow(NOW_S, 60.0, 9.0, measured=9, attained=4))
+    few = replace(measured(0.5), traffic=TrafficWindow(NOW_S, 60.0, 500.0, measured=9, attained=4))
     whole = seen()
     for here, reason in ((few, "TooFewRequests"), (whole, "NotMeasured")):
         (condition,) = build_slo_condition(here.deployment, report_traffic(here))

@@ -18,8 +18,8 @@ from cleave.manifests.labels import Manifest
 from cleave.traffic.counters import Buckets
 from cleave.traffic.window import TrafficWindow
 
-_MIN_REQUESTS = 20
-"""In fewer, one slow request decides."""
+_MIN_MEASURED = 20
+"""In fewer responses, one slow one decides."""
 _MIN_CHANGE = 0.05
 """Relative change below which figures count as equal."""
 
@@ -67,7 +67,8 @@ def _compare_with_slo(observed: Manifest, slo: Slo) -> tuple[bool | None, str]:
     share = observed.get("attainment")
     if share is None:
         return None, "NotMeasured"
-    if observed["rate"] * observed["windowS"] < _MIN_REQUESTS:
+    # An earlier version did not write how many were measured.
+    if observed.get("measured", observed["rate"] * observed["windowS"]) < _MIN_MEASURED:
         return None, "TooFewRequests"
     return (True, "Attained") if share >= slo.attainment else (False, "Missed")
 
@@ -81,6 +82,7 @@ def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
             "prompt_tokens": _summarize_lengths(traffic.prompts),
             "output_tokens": _summarize_lengths(traffic.outputs),
             "attainment": None if traffic.attainment is None else _round(traffic.attainment),
+            "measured": _round(traffic.measured) if traffic.measured else None,
             "ttft_ms": _summarize_latency(traffic.ttft),
             "tpot_ms": _summarize_latency(traffic.tpot),
         }
@@ -103,8 +105,8 @@ def _summarize_latency(buckets: Buckets) -> LatencyPercentiles | None:
 
 
 def _has_changed(before: Manifest, now: Manifest) -> bool:
-    """Whether a figure has changed; time and length of the window do not count."""
-    for key in (before.keys() | now.keys()) - {"at", "windowS"}:
+    """Whether a figure has changed; time and size of the window do not count."""
+    for key in (before.keys() | now.keys()) - {"at", "windowS", "measured"}:
         one, other = before.get(key), now.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
             has_moved = _has_changed(one, other)
