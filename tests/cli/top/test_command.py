@@ -176,7 +176,7 @@ def test_another_server_and_another_deployment_are_reported(
     gateway.pages["/metrics"] = lambda: b"<html>"
     done = cli.invoke(app, ["top", "--gateway", gateway.url])
     assert done.exit_code == 1
-    assert "not that of a gateway: not a page of metrics" in done.stderr
+    assert "not that of a gateway: a page without metrics of a gateway" in done.stderr
 
 
 def test_a_gateway_may_go_away_and_come_back(gateway: Gateway) -> None:
