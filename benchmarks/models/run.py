@@ -45,7 +45,7 @@ class Allocation:
     """Of layers with a window, part of the above."""
     window_tokens: int
     state_bytes: int
-    """Of one request, whatever its length."""
+    """Of one request of any length."""
     mtp_weight_bytes: int
     """Of multi-token prediction layers, without embedding and LM head, which are the model's."""
     mtp_kv_bytes_per_token: int

@@ -63,7 +63,20 @@ class ImageCache(ApiModel):
     """Name of the image, as in a container. The nodes must support Kubernetes' image volumes."""
 
 
-class ModelCache(ApiModel):
+class _OneOfSeveral(ApiModel):
+    """An object of which exactly one field is set."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Bound the number of fields: the API server has no CEL below `model`, an untyped node."""
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        handler.resolve_ref_schema(schema).update(minProperties=1, maxProperties=1)
+        return schema
+
+
+class ModelCache(_OneOfSeveral):
     """Where workers store or find the model's files: exactly one of three."""
 
     host_path: HostPathCache | None = None
@@ -80,15 +93,6 @@ class ModelCache(ApiModel):
             fault = "state exactly one of hostPath, persistentVolumeClaim and image"
             raise PydanticCustomError("one_cache", fault)
         return self
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """Bound the number of fields: the API server has no CEL below `model`, an untyped node."""
-        schema = super().__get_pydantic_json_schema__(core_schema, handler)
-        handler.resolve_ref_schema(schema).update(minProperties=1, maxProperties=1)
-        return schema
 
 
 def _check_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +154,7 @@ class ConfigMapKeyRef(ApiModel):
     """Key of the entry."""
 
 
-class ModelConfig(ApiModel):
+class ModelConfig(_OneOfSeveral):
     """The model's config.json, from which plans take its dimensions: exactly one of two."""
 
     inline: Annotated[dict[str, Any], AfterValidator(_check_config), _AnyObject()] | None = None
@@ -165,15 +169,6 @@ class ModelConfig(ApiModel):
             fault = "state exactly one of inline and configMapKeyRef"
             raise PydanticCustomError("one_config", fault)
         return self
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """Bound the number of fields, as of `cache`."""
-        schema = super().__get_pydantic_json_schema__(core_schema, handler)
-        handler.resolve_ref_schema(schema).update(minProperties=1, maxProperties=1)
-        return schema
 
 
 class ModelSpec(ApiModel):

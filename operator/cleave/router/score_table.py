@@ -342,7 +342,7 @@ class ScoreTable(BaseScoreTable):
 @lru_cache(_MAX_RINGS)
 def build_ring(names: tuple[str, ...]) -> list[int]:
     """Points of instances on a ring of 32-bit keys, in ascending order: each is a key, and in its
-    lowest bits the number of the name. Kept, because tables are built anew whenever an instance
+    lowest bits the number of the name. Kept, because tables are built again when an instance
     opens or closes."""
     return sorted(
         to_key(f"{point}/{name}") << _RING_SHIFT | number

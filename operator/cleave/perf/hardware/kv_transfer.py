@@ -82,7 +82,7 @@ def build_kv_transfer(
     `link`: one GPU's, that of the network between pods; that of the node only for processes in one
     node that share GPU memory handles (DistServe, Algorithm 2). Each decode GPU pulls the KV that
     it stores, replicated heads included; the busiest GPU of either side determines the time. States
-    go with every prompt, whatever its length; windows count as whole contexts.
+    go with every prompt of any length; windows count as whole contexts.
     `compute_token_ms`: time per prompt token on the prefill instance.
     """
     pulled = shape.compute_kv_bytes_on_gpu(*decode)
