@@ -12,6 +12,7 @@ from cleave.api import replan_status
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.engine import Connector, DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
+from cleave.api.model_report import ReportedModel
 from cleave.api.model import ModelField
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.planning import Planning, PlanningMode
@@ -321,11 +322,16 @@ class LLMDeploymentStatus(ApiModel):
     at most ten minutes ago. PlanReady: a plan, or the placement in spec.placement, is in force.
     PlanFeasible: the latency targets can be met. PlanDrifted: traffic differs from the planned
     traffic. PredictionHolds: instances are as fast as the planner predicts. SLOAttained: recent
-    requests met spec.slo; absent where the operator does not read the gateways' traffic."""
+    requests met spec.slo; absent where the operator does not read the gateways' traffic.
+    ModelAsReported: the engine's KV bytes per token are those that plans count with; absent while
+    no engine has reported them."""
     model: str | None = None
     """Model name that clients request. A changed name appears once its rollout is complete."""
     plan: SelectedPlan | None = None
     """The plan or manual placement in force."""
+    reported_model: ReportedModel | None = None
+    """What the first ready engine says about the model, of which plans are made where Cleave knows
+    it from nowhere else; absent: no engine has reported it."""
     advice: SelectedPlan | None = None
     """With planning.mode or planning.replan.mode Advisory: the plan that Auto would apply."""
     observed: replan_status.ObservedTraffic | None = None

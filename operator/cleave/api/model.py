@@ -95,7 +95,7 @@ class ModelCache(_OneOfSeveral):
         return self
 
 
-def _check_config(config: dict[str, Any]) -> dict[str, Any]:
+def check_config(config: dict[str, Any]) -> dict[str, Any]:
     """Bound depth and length. Fields without a value are left out, as the API server may do."""
     if not _is_shallow(config):
         fault = f"is nested deeper than {_MAX_CONFIG_DEPTH} levels; a config has a few"
@@ -134,7 +134,7 @@ def _drop_nulls(value: object) -> object:
     return value
 
 
-class _AnyObject:
+class AnyObject:
     """Schema of an object with any fields, which the API server keeps as they are."""
 
     @classmethod
@@ -157,7 +157,7 @@ class ConfigMapKeyRef(ApiModel):
 class ModelConfig(_OneOfSeveral):
     """The model's config.json, from which plans take its dimensions: exactly one of two."""
 
-    inline: Annotated[dict[str, Any], AfterValidator(_check_config), _AnyObject()] | None = None
+    inline: Annotated[dict[str, Any], AfterValidator(check_config), AnyObject()] | None = None
     """The content of the config.json, as an object."""
     config_map_key_ref: ConfigMapKeyRef | None = None
     """A ConfigMap with the config.json, as `kubectl create configmap NAME

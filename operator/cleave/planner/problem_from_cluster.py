@@ -16,20 +16,12 @@ from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_source
-from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner import deployment_checks
+from cleave.planner.deployment_shape import load_shape
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
-
-_SHAPE_FLAGS = {
-    "--quantization": ModelShape.with_quantization,
-    "-q": ModelShape.with_quantization,
-    "--kv-cache-dtype": ModelShape.with_kv_dtype,
-    "--speculative-config": ModelShape.with_speculation,
-}
-"""Engine arguments that change what a model's weights and KV take."""
 
 
 def build_problem(
@@ -115,29 +107,6 @@ def build_supplies(
             within = build_node_link(gpu) if has_cells and is_small and gpu.nvlink_gbps else None
             supplies.append(Supply(name, count, per_node, usable, network, network, within))
     return tuple(supplies)
-
-
-def load_shape(deployment: LLMDeployment) -> ModelShape:
-    """The model's dimensions as its engines load it. Raises PlanError."""
-    model_spec = deployment.spec.model
-    try:
-        shape = model_source.load_shape(model_spec)
-    except UnknownModelError as error:
-        why = str(error)
-        if why == model_source.NOT_IN_TABLE:
-            why = (
-                f"{model_spec.source!r} is not in Cleave's model table; {model_source.REMEDY}, or "
-                "give a folder that holds it as source"
-            )
-        raise PlanError([f"{model_spec.shape_field}: {why}"]) from error
-    engine = deployment.spec.engine
-    for flag, change in _SHAPE_FLAGS.items():
-        value = engine.get_flag_value(flag)
-        try:
-            shape = change(shape, value) if value is not None else shape
-        except ValueError as error:
-            raise PlanError([f"spec.engine.args: {flag} {error}"]) from error
-    return shape
 
 
 def _describe_unplanned(deployment: LLMDeployment) -> str | None:

@@ -93,6 +93,9 @@ class FleetInstance(msgspec.Struct, frozen=True):
     kv_path: KvPath = KvPath()
     kv_pairs: KvPairs = KvPairs()
     cache_hits: CacheHits = CacheHits()
+    model_report: str = ""
+    """What its engine reports about its model, JSON of `cleave.api.model_report.ModelReport`. Only
+    the first ready instance of each revision has it, as all would say the same."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True):

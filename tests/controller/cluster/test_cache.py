@@ -253,3 +253,17 @@ def test_a_config_map_that_is_gone_takes_the_config_with_it() -> None:
     assert get_model(cache).shape_field == "spec.model.config.configMapKeyRef"
     cache.upsert(build_object(chat(), version=2))
     assert get_fault(cache) == ""
+
+
+def test_a_deployment_gets_the_config_that_an_engine_has_reported() -> None:
+    cache = ObjectCache()
+    report = {"source": "org/new", "instance": "p", "maxModelLen": 4096, "blockSize": 16}
+    report["config"] = CONFIGS["qwen3-8b"]
+    declared = build_object(chat(model="org/new"))
+    cache.upsert({**declared, "status": {"reportedModel": report}})
+    assert model_source.load_shape(get_model(cache), reads_files=False).num_layers == 36
+    # Not one that is about another model, or that a person has written wrongly.
+    for version, changed in enumerate(({"source": "org/old"}, {"config": {"hidden_size": 1}}), 2):
+        declared = build_object(chat(model="org/new"), version=version)
+        cache.upsert({**declared, "status": {"reportedModel": {**report, **changed}}})
+        assert get_model(cache).config is None

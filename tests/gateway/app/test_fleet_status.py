@@ -150,3 +150,24 @@ async def test_both_ports_close_at_the_end(stage, internal_port) -> None:
     await stage.gateway.stop()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", internal_port)
+
+
+async def test_the_first_ready_instance_of_each_revision_reports_its_model(stage) -> None:
+    for name, revision in (("q", "r1"), ("s", "r2"), ("t", "r2")):
+        await stage.add(name, "prefill")
+        state = agent_pb2.STATE_STARTING if name == "s" else agent_pb2.STATE_READY
+        engine = stage.engines[name]
+        stage.state(engine, revision=revision, state=state, model_report=f"of {name}")
+    stage.state(stage.engines["d"], model_report="x" * 100_000)
+    page = await read_page(stage)
+    reports = {each.name: each.model_report for each in page.instances}
+    assert reports == {"d": "", "p": "", "q": "of q", "s": "", "t": "of t"}
+
+
+async def test_reports_about_models_are_few(stage) -> None:
+    for number in range(12):
+        await stage.add(f"e{number:02}", "prefill")
+        engine = stage.engines[f"e{number:02}"]
+        stage.state(engine, revision=f"r{number}", model_report="x" * 16_000)
+    page = await read_page(stage)
+    assert sum(bool(each.model_report) for each in page.instances) == 8

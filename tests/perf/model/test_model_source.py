@@ -89,3 +89,38 @@ def test_a_config_describes_the_same_shape_as_a_file(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         inline = model_source.load_shape(model(f"/models/{tmp_path.name}", inline=dict(config)))
         assert inline == model_shape.load_shape(str(tmp_path)), name
+
+
+@pytest.mark.parametrize(
+    ("spec", "needs"),
+    [
+        (model("org/new-4"), True),
+        (model("/models/new-4"), True),
+        (model("meta-llama/Llama-3.1-8B"), False),
+        (model("org/new-4", inline=TINY), False),
+        (model("org/new-4", configMapKeyRef={"name": "new"}), False),
+    ],
+)
+def test_an_engine_is_needed_only_where_nothing_else_knows_the_model(
+    spec: ModelSpec, needs: bool
+) -> None:
+    assert model_source.needs_report(spec) is needs
+
+
+def test_a_reported_config_counts_as_an_inline_one() -> None:
+    reported = model_source.with_report(model(), TINY)
+    assert reported == model(inline=TINY)
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        ({"hidden_size": 1}, "num_attention_heads"),
+        ({**TINY, "vocab_size": 10**12}, "write a number up to"),
+        ({"text_config": {"text_config": {}}}, "keep one level"),
+        ({"a": "x" * 100_000}, "above 65,536"),
+    ],
+)
+def test_a_hostile_report_is_refused_like_a_config(config: dict, fault: str) -> None:
+    with pytest.raises(ModelConfigError, match=fault):
+        model_source.with_report(model(), config)

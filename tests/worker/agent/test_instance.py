@@ -191,3 +191,13 @@ async def test_followers_wake_at_every_change(instance: WorkerInstance) -> None:
     assert not woken.done()
     instance.drain()
     await asyncio.wait_for(woken, 10)
+
+
+async def test_the_report_about_the_model_is_that_of_the_present_engine(
+    instance: WorkerInstance, tmp_path: Path
+) -> None:
+    instance.set_engine_info(replace(FACTS, model_report="{}"))
+    assert instance.copy_registration().model_report == "{}"
+    with LoadPage(tmp_path / "second") as page:
+        instance.start_boot("b2", "http://h:2", EnginePages(page))
+    assert instance.copy_registration().model_report == ""

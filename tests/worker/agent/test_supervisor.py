@@ -14,6 +14,7 @@ from cleave.rpc.http_client import HttpError
 from cleave.shm.load_page import LoadSnapshot
 from cleave_worker.agent import engine_api, supervisor
 from cleave_worker.agent.config import AgentConfig, AgentTiming
+from cleave_worker.agent.launch import Boot
 from cleave_worker.agent.supervisor import (
     EngineFault,
     EngineSupervisor,
@@ -66,15 +67,16 @@ def test_a_full_disk_is_a_fault_of_this_boot_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("engine", "answer", "steps"),
     [
-        ("vllm", "", ["warm up", "info", "verify"]),
-        ("vllm", "400: no", ["warm up", "info", "verify"]),
+        ("vllm", "", ["warm up", "info {}", "verify"]),
+        ("vllm", "400: no", ["warm up", "info {}", "verify"]),
         ("vllm", HttpError("no answer"), ["warm up"]),
-        ("emulated", "", ["info", "verify"]),
+        ("emulated", "", ["info {}", "verify"]),
     ],
 )
 async def test_vllm_answers_a_request_before_it_may_become_ready(
     config_of: Callable[..., AgentConfig],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     engine: str,
     answer: str | HttpError,
     steps: list[str],
@@ -84,8 +86,8 @@ async def test_vllm_answers_a_request_before_it_may_become_ready(
     async def check_health(*_: object) -> str:
         return ""
 
-    async def fetch_info(*_: object) -> str:
-        return "info"
+    async def fetch_info(*_: object, model_report: str) -> str:
+        return f"info{model_report}"
 
     async def warm_up(*_: object) -> str:
         taken.append("warm up")
@@ -101,7 +103,9 @@ async def test_vllm_answers_a_request_before_it_may_become_ready(
         monkeypatch.setattr(engine_api, function.__name__, function)
     monkeypatch.setattr(supervisor, "keep_verified", keep_verified)
     instance = SimpleNamespace(set_engine_info=taken.append)
+    (tmp_path / "model.json").write_text(" {}")
+    boot = Boot("b1", engine_port=1, kv_port=2, load_page=tmp_path / "load", engine_key="key")
     supervised = EngineSupervisor(config_of(engine=engine), instance, (), gpu=False)
     with pytest.raises(EngineFault):
-        await asyncio.wait_for(supervised._supervise("http://e", "key"), 10)
+        await asyncio.wait_for(supervised._supervise("http://e", boot), 10)
     assert taken == steps

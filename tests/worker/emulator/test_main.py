@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from cleave.perf.model import model_report
+from cleave.perf.model.known_models import CONFIGS
 from cleave.shm.load_page import LoadPage
 from cleave_worker.emulator.config import EmulatorConfigError
 from cleave_worker.emulator.faults import POISON
@@ -178,6 +180,21 @@ def test_a_model_folder_gives_its_shape_and_any_other_name_the_default(tmp_path:
     engine = parse(["--model", str(tmp_path)], {}).engine
     assert (engine.max_model_len, engine.shape.num_layers) == (1024, 2)
     assert parse(["--model", "some/name"], {}).engine.shape.name == "opt-13b"
+
+
+def test_an_engine_reports_its_model_beside_its_load_page(process: Process) -> None:
+    written = json.loads(model_report.read(process.page))
+    assert written["config"] == model_report.select_config(CONFIGS["opt-13b"])
+    (group,) = written["cacheGroups"]
+    assert (group["layers"], group["bytesPerToken"]) == (40, 40 * 2 * 5120 * 2)
+
+
+def test_a_model_is_reported_from_its_folder_and_not_where_its_name_is_not_known(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-8b"]))
+    assert parse(["--model", str(tmp_path)], {}).model_config == CONFIGS["qwen3-8b"]
+    assert parse(["--model", "some/name"], {}).model_config is None
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,16 @@ async def check_health(url: str, seconds: float) -> str:
 
 
 async def fetch_info(
-    url: str, engine: str, block_size: int, seconds: float, headers: dict[str, str] | None = None
+    url: str,
+    engine: str,
+    block_size: int,
+    seconds: float,
+    headers: dict[str, str] | None = None,
+    *,
+    model_report: str = "",
 ) -> ServedEngineInfo:
-    """Return what the engine serves; `block_size` is the default. Raises HttpError."""
+    """Return what the engine serves; `block_size` is the default, `model_report` what it has written
+    about its model. Raises HttpError."""
     models = await _fetch_json(f"{url}/v1/models", seconds, headers)
     version = (await _fetch_json(f"{url}/version", seconds, headers)).get("version", "")
     cards = models.get("data")
@@ -80,6 +87,7 @@ async def fetch_info(
         kv_block_size=int(match.group(1)) if match else block_size,
         # Only adapters have a parent.
         adapters=tuple(str(card["id"]) for card in served if card.get("parent")),
+        model_report=model_report,
     )
 
 

@@ -72,6 +72,8 @@ class ServedEngineInfo:
     kv_block_size: int
     adapters: tuple[str, ...] = ()
     """LoRA adapters, by the names that clients use."""
+    model_report: str = ""
+    """What it reports about its model, see `cleave.perf.model.model_report`; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ class WorkerInstance:
         state.kv_port = kv_port
         state.engine_key = engine_key
         state.ClearField("kv_path")
+        state.ClearField("model_report")
         self._verified_paths.clear()
         self._pairs.clear()
         self._enter_state(agent_pb2.STATE_STARTING, self._describe_start(""))
@@ -215,6 +218,7 @@ class WorkerInstance:
         state.kv_block_size = info.kv_block_size
         state.kv_blocks_total = self.load.kv_blocks_total
         state.adapters[:] = info.adapters
+        state.model_report = info.model_report
         self._enter_state(agent_pb2.STATE_VERIFYING, "KV path is being tested")
 
     def is_verified(self, flow: KvDirection) -> bool:

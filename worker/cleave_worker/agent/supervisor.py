@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
+from cleave.perf.model import model_report
 from cleave.rpc.engine_key import build_headers, create_key
 from cleave.rpc.http_client import HttpError
 from cleave.shm.access_page import AccessPage
@@ -115,7 +116,7 @@ class EngineSupervisor:
                 kv_port = boot.kv_port if self._config.is_overlapped else 0
                 self._instance.start_boot(boot.boot_id, url, pages, kv_port, boot.engine_key)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
-                supervision = self._supervise(url, boot.engine_key)
+                supervision = self._supervise(url, boot)
                 await _run_until_first_ends(supervision, _raise_at_exit(process))
             except EngineFault:
                 # An engine that does not respond will not stop gracefully either, and delays the
@@ -142,12 +143,12 @@ class EngineSupervisor:
             access_page=folder / "access",
         )
 
-    async def _supervise(self, url: str, engine_key: str) -> None:
+    async def _supervise(self, url: str, boot: Boot) -> None:
         await self._wait_until_healthy(url)
         if self._config.engine == "vllm":
             # Before peers learn that it responds and test with it.
-            await self._warm_up(url, engine_key)
-        await self._wait_for_engine_info(url, engine_key)
+            await self._warm_up(url, boot.engine_key)
+        await self._wait_for_engine_info(url, boot)
         verification = keep_verified(self._config, self._instance)
         await _run_until_first_ends(verification, self._watch_health(url))
 
@@ -164,12 +165,13 @@ class EngineSupervisor:
         except TimeoutError:
             raise EngineFault(f"did not answer within {timing.start_timeout:g} s") from None
 
-    async def _wait_for_engine_info(self, url: str, engine_key: str) -> None:
+    async def _wait_for_engine_info(self, url: str, boot: Boot) -> None:
         config, seconds = self._config, self._config.timing.health_timeout
         block_size = read_block_size(config, self._gpu)
         try:
             info = await engine_api.fetch_info(
-                url, config.engine, block_size, seconds, build_headers(engine_key)
+                *(url, config.engine, block_size, seconds, build_headers(boot.engine_key)),
+                model_report=model_report.read(boot.load_page),
             )
         except HttpError as error:
             raise EngineFault(f"does not say what it serves: {error}") from error

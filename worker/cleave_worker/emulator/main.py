@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -17,7 +17,8 @@ from typing import NoReturn
 from aiohttp import web
 
 from cleave.perf import named_profiles
-from cleave.perf.model import model_shape
+from cleave.perf.model import hf_config, known_models, model_report, model_shape
+from cleave.perf.model.model_report import CacheGroup, EngineFacts
 from cleave.shm import load_page
 from cleave_worker.access.engine_access import read_access
 from cleave_worker.emulator import config
@@ -50,6 +51,8 @@ class EmulatorOptions:
     port: int
     fault_injection: bool
     engine: EmulatedEngineConfig
+    model_config: Mapping[str, object] | None
+    """The model's config.json; None: a name that is not known, which stands for any model."""
 
 
 def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
@@ -73,7 +76,9 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
         kv_transfer=_load_kv_transfer(args, environment),
         adapters=config.parse_adapters(args.lora_modules, args.enable_lora),
     )
-    return EmulatorOptions(args.host, args.port, args.fault_injection, engine)
+    return EmulatorOptions(
+        args.host, args.port, args.fault_injection, engine, _find_config(args.model)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +107,8 @@ async def _serve(options: EmulatorOptions, load: Path | None, scheduling: Path |
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     engine = EmulatedEngine(options.engine, load, scheduling)
+    if load is not None and options.model_config is not None:
+        model_report.write(load, _build_facts(options.engine, options.model_config))
     runner = web.AppRunner(
         EmulatorApi(engine, options.fault_injection, read_access(os.environ)).build_application(),
         access_log=None,
@@ -129,6 +136,25 @@ def _load_shape(name: str) -> model_shape.ModelShape:
             raise EmulatorConfigError(str(error)) from error
         # An unknown model name is accepted; its KV is as large as the default model's.
         return model_shape.load_shape(_DEFAULT_SHAPE)
+
+
+def _find_config(name: str) -> Mapping[str, object] | None:
+    """The config.json of a folder that has been read as the engine's model, or of a known model."""
+    if Path(name).is_dir():
+        config = hf_config.decode_config((Path(name) / "config.json").read_text(encoding="utf-8"))
+        return config if isinstance(config, Mapping) else None
+    known = known_models.find_config(name)
+    return known[1] if known else None
+
+
+def _build_facts(engine: EmulatedEngineConfig, config: Mapping[str, object]) -> EngineFacts:
+    """What vLLM would report, with one group for all layers that keep KV."""
+    shape = engine.shape
+    group = CacheGroup(
+        "emulated", shape.attention_layers, engine.block_size, shape.kv_bytes_per_token
+    )
+    # An emulated engine is not distributed, at any parallel sizes.
+    return EngineFacts(config, engine.max_model_len, engine.block_size, "", "auto", 1, 1, [group])
 
 
 def _load_profile(name: str | None, shape: str, ranks: int) -> named_profiles.NamedProfile:

@@ -104,10 +104,10 @@ def check_manual_placement(deployment: "LLMDeployment", cluster: "Cluster", fold
         return
     distribution.require("planner")
     from cleave.manifests import cluster_fit
-    from cleave.planner import problem_from_cluster
+    from cleave.planner import deployment_shape
 
     is_known = explain_unknown_model(deployment) is None
-    shape = problem_from_cluster.load_shape(deployment) if is_known else None
+    shape = deployment_shape.load_shape(deployment) if is_known else None
     if faults := list(cluster_fit.list_misfits(deployment, cluster, shape)):
         raise PlanError(faults)
     for line in _describe_kv_link(deployment, cluster, shape, folder):

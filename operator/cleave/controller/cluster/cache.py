@@ -21,6 +21,7 @@ from cleave.api.pool import InstancePool
 from cleave.controller.cluster import objects
 from cleave.controller.cluster.apply import ChildrenByName
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
+from cleave.controller.cluster.reported_model import apply_report
 from cleave.manifests.labels import (
     COMPONENT,
     DEPLOYMENT,
@@ -353,6 +354,8 @@ def _parse(manifest: Manifest) -> CachedResource:
         parsed = kind.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
         return CachedResource(None, meta, status, tuple(format_faults(error, kind)))
+    if isinstance(parsed, LLMDeployment):
+        parsed = apply_report(parsed, status)
     config = parsed.spec.model.config if isinstance(parsed, LLMDeployment) else None
     reference = config.config_map_key_ref if config else None
     unread = f"ConfigMap {reference.name} has not been read yet" if reference else ""

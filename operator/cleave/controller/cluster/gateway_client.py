@@ -156,6 +156,7 @@ def _merge_members(pod: str, members: list[FleetInstance], count: int) -> FleetI
         pending_tokens=sum(each.pending_tokens for each in members),
         requests_in_flight=sum(each.requests_in_flight for each in members),
         restarts=max(each.restarts for each in members),
+        model_report=next((each.model_report for each in members if each.model_report), ""),
         kv_pairs=_merge_pairs([each.kv_pairs for each in members if each.kv_pairs.total]),
     )
 

@@ -13,7 +13,7 @@ from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Emit, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import ObservedPod
-from cleave.controller.deployment import kv_path, readiness
+from cleave.controller.deployment import kv_path, model_report, readiness
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.traffic_status import build_slo_condition, report_traffic
 from cleave.controller.replan.verdict import ReplanOutcome
@@ -44,6 +44,8 @@ def report(
     observed = report_traffic(view)
     now += replan.conditions
     now += build_slo_condition(deployment, observed)
+    reported = model_report.choose_report(view, desired)
+    now += model_report.build_condition(deployment, reported)
     roles = _list_roles(view, desired)
     status: Manifest = {
         "observedGeneration": generation or 0,
@@ -53,6 +55,7 @@ def report(
         "roles": [_build_role_status(view, role, desired.get(role)) for role in roles],
         "url": build_url(deployment),
         **_build_replan_status(observed, replan),
+        **model_report.to_status(reported),
     }
     optional: Manifest = {"plan": decision.plan, "advice": decision.advice or replan.advice}
     optional["rolledOutGeneration"] = rolled_out

@@ -1,8 +1,12 @@
 """The response of `GET /fleet`: every instance that this gateway watches. Used by the handlers."""
 
 import math
+from collections.abc import Iterable
+
+import msgspec
 
 from cleave.gateway.context import GatewayContext
+from cleave.perf.model.model_report import MAX_LENGTH as _MAX_REPORT_LENGTH
 from cleave.router.instance import RoutedInstance
 from cleave.router.pair_summary import PairSummary, summarize_pairs
 from cleave.rpc import fleet_status
@@ -19,6 +23,8 @@ from cleave.rpc.v1 import agent_pb2
 
 _TEXT_LIMIT = 300
 """Characters of a reason or detail."""
+_MAX_REPORTS = 8
+"""Revisions of which an instance reports its model: during a rollout there are two."""
 
 
 def describe_fleet(context: GatewayContext) -> FleetStatus:
@@ -30,14 +36,30 @@ def describe_fleet(context: GatewayContext) -> FleetStatus:
         for table in registry.list_tables()
         for decode, summary in summarize_pairs(table)
     }
+    names = sorted(instances)[:MAX_INSTANCES]
+    reporters = _choose_reporters(instances[name] for name in names)
     return FleetStatus(
         instances=tuple(
-            _describe_instance(instances[n], pairs.get(n, KvPairs()), now)
-            for n in sorted(instances)[:MAX_INSTANCES]
+            msgspec.structs.replace(
+                _describe_instance(instances[n], pairs.get(n, KvPairs()), now),
+                model_report=instances[n].registration.model_report if n in reporters else "",
+            )
+            for n in names
         ),
         left_out=max(len(instances) - MAX_INSTANCES, 0),
         draining=context.draining,
     )
+
+
+def _choose_reporters(instances: Iterable[RoutedInstance]) -> set[str]:
+    """The first ready instance of each revision that reports its model, for a few revisions."""
+    first: dict[str, str] = {}
+    for instance in instances:
+        registration = instance.registration
+        is_usable = 0 < len(registration.model_report) <= _MAX_REPORT_LENGTH
+        if is_usable and registration.state == agent_pb2.STATE_READY:
+            first.setdefault(registration.revision, instance.name)
+    return {*list(first.values())[:_MAX_REPORTS]}
 
 
 def _describe_pairs(summary: PairSummary, now: float) -> KvPairs:

@@ -40,6 +40,28 @@ def load_shape(model: ModelSpec, *, reads_files: bool = True) -> ModelShape:
     return model_shape.from_config(*known)
 
 
+def needs_report(model: ModelSpec) -> bool:
+    """Whether only an engine can say what the model's dimensions are, as far as the operator knows:
+    the resource brings no config, and the table does not have it."""
+    if model.config is not None:
+        return False
+    return model.folder is not None or known_models.find_config(model.locator) is None
+
+
+def with_report(model: ModelSpec, config: Mapping[str, object]) -> ModelSpec:
+    """The model with the config.json that an engine has reported as `config.inline`. Raises
+    ModelConfigError when it is not usable."""
+    try:
+        reported = ModelConfig.model_validate({"inline": dict(config)})
+        changed = model.model_copy(update={"config": reported})
+        load_shape(changed)
+    except ValidationError as error:
+        raise ModelConfigError(format_faults(error, ModelConfig)[0]) from error
+    except UnknownModelError as error:
+        raise ModelConfigError(str(error)) from error
+    return changed
+
+
 def find_config_fault(model: ModelSpec) -> str | None:
     """What is wrong with spec.model.config.inline, as `path: fault`; None: nothing."""
     if model.config is None or model.config.inline is None:

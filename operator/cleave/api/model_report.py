@@ -1,0 +1,68 @@
+"""What an engine reports about its model. Part of the status of an LLMDeployment.
+
+Engines write it as JSON (`cleave.perf.model.model_report`), and the operator checks it here before
+it counts: any worker may send anything.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from cleave.api.base import ApiModel
+from cleave.api.model import AnyObject, check_config
+from cleave.api.role import Parallelism
+
+_Count = Annotated[int, Field(ge=0, le=10**12)]
+_Text = Annotated[str, Field(max_length=64, pattern=r"^[\w.-]*$")]
+
+
+class CacheGroup(ApiModel):
+    """Layers whose KV the engine keeps in blocks of one kind, on one GPU."""
+
+    kind: _Text
+    """The engine's name of the kind, such as FullAttentionSpec or MambaSpec."""
+    layers: _Count
+    """Number of layers."""
+    block_size: _Count
+    """Tokens per block."""
+    bytes_per_token: _Count = 0
+    """Bytes of a token over all these layers; 0: the size does not depend on the tokens."""
+    window: _Count = 0
+    """How many of the last tokens are kept; 0: all."""
+
+
+class ModelReport(ApiModel):
+    """What one engine knows about its model."""
+
+    config: Annotated[dict[str, Any], AfterValidator(check_config), AnyObject()]
+    """The model's config.json, without parts that no plan reads."""
+    max_model_len: Annotated[int, Field(ge=1, le=10**9)]
+    """Maximum length of prompt plus output in tokens."""
+    block_size: _Count
+    """Tokens per block of the KV cache."""
+    dtype: _Text = ""
+    """Number format of weights that are not quantised."""
+    kv_dtype: _Text = ""
+    """Number format of the KV cache; auto: the weights' own."""
+    parallelism: Parallelism = Parallelism()
+    """Parallel sizes of the engine, to which the bytes of its caches belong."""
+    cache_groups: Annotated[list[CacheGroup], Field(max_length=64)] = Field(default_factory=list)
+    """Its KV caches; empty: not known."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token on one GPU over all layers; 0: not known."""
+        return sum(group.bytes_per_token for group in self.cache_groups)
+
+
+class ReportedModel(ModelReport):
+    """A report, and the model and instance that it is about."""
+
+    source: Annotated[str, Field(max_length=1024)]
+    """spec.model.source when the instance started."""
+    model_revision: Annotated[str, Field(max_length=256)] = ""
+    """spec.model.revision then."""
+    instance: Annotated[str, Field(max_length=253)]
+    """Pod of the engine."""
+    instance_revision: Annotated[str, Field(max_length=253)] = ""
+    """Revision of the instance: one report of each is kept."""

@@ -1,0 +1,133 @@
+"""What an engine reports about its model, as one JSON text: the sender's side.
+
+Called by the vLLM plug-in and the emulated engine, which write the text beside their load page, and
+by the agent, which reads it and puts it into its registration. The operator reads the text as
+`cleave.api.model_report.ModelReport`, whose fields are the same. Standard library only.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_LENGTH = 1 << 14
+"""Characters of a report. A config without its lists of modules has two thousand."""
+_FILE = "model.json"
+_MAX_TEXT, _MAX_ITEMS, _MAX_LEVELS = 200, 1_024, 6
+_UNREAD = frozenset(
+    {
+        *("vision_config", "audio_config", "id2label", "label2id", "auto_map", "architectures"),
+        *("ignore", "modules_to_not_convert", "task_specific_params", "transformers_version"),
+    }
+)
+"""Fields of configs that no plan reads and that may be long."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose KV the engine keeps in blocks of one kind, on one GPU."""
+
+    kind: str
+    """The engine's name: `FullAttentionSpec`, `MambaSpec`, ..."""
+    layers: int
+    block_size: int
+    """Tokens per block."""
+    bytes_per_token: int = 0
+    """Over all its layers, without padding; 0: its size does not depend on the tokens."""
+    window: int = 0
+    """Last tokens that it keeps; 0: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What one start of an engine knows about its model."""
+
+    config: Mapping[str, object]
+    """The model's config.json."""
+    max_model_len: int
+    block_size: int
+    dtype: str
+    """Of weights that are not quantised."""
+    kv_dtype: str
+    tensor: int
+    """Tensor-parallel size, to which the bytes of the groups belong."""
+    pipeline: int
+    groups: Sequence[CacheGroup]
+
+
+def get_path(load_page: Path) -> Path:
+    """The file of the report, beside the engine's load page."""
+    return load_page.with_name(_FILE)
+
+
+def write(load_page: Path, facts: EngineFacts) -> None:
+    """Write the report of an engine with this load page; a report that is too long is left out.
+    Raises OSError."""
+    text = encode(facts)
+    if len(text) <= MAX_LENGTH:
+        path = get_path(load_page)
+        draft = path.with_suffix(".new")
+        draft.write_text(text)
+        draft.replace(path)
+
+
+def read(load_page: Path) -> str:
+    """The report of the engine with this load page; empty: there is none that can be used."""
+    try:
+        with get_path(load_page).open(encoding="ascii") as file:
+            text = file.read(MAX_LENGTH + 1)
+    except (OSError, ValueError):
+        return ""
+    return text if len(text) <= MAX_LENGTH else ""
+
+
+def encode(facts: EngineFacts) -> str:
+    """The canonical text: equal facts have equal texts, in ASCII."""
+    report = {
+        "config": select_config(facts.config),
+        "maxModelLen": facts.max_model_len,
+        "blockSize": facts.block_size,
+        "dtype": facts.dtype,
+        "kvDtype": facts.kv_dtype,
+        "parallelism": {"tensor": facts.tensor, "pipeline": facts.pipeline},
+        "cacheGroups": [
+            {
+                "kind": group.kind,
+                "layers": group.layers,
+                "blockSize": group.block_size,
+                "bytesPerToken": group.bytes_per_token,
+                "window": group.window,
+            }
+            for group in facts.groups
+        ],
+    }
+    return json.dumps(report, sort_keys=True, separators=(",", ":"))
+
+
+def select_config(config: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a config.json that plans may read: without long texts, lists of modules, and
+    parts for images and sound."""
+    return {
+        name: kept
+        for name, value in config.items()
+        if name not in _UNREAD and (kept := _select(value, _MAX_LEVELS)) is not None
+    }
+
+
+def _select(value: object, levels: int) -> object:
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT else None
+    if not levels:
+        return None
+    if isinstance(value, Mapping):
+        kept = {
+            str(name): _select(each, levels - 1)
+            for name, each in value.items()
+            if name not in _UNREAD
+        }
+        return {name: each for name, each in kept.items() if each is not None}
+    if isinstance(value, Sequence) and len(value) <= _MAX_ITEMS:
+        return [_select(each, levels - 1) for each in value]
+    return None

@@ -1,0 +1,194 @@
+"""What the operator takes up of engines' reports about an unknown model."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cleave.api.deployment import LLMDeployment, LLMDeploymentStatus
+from cleave.controller.cluster.actions import PatchStatus, RequestPlan
+from cleave.controller.cluster.inventory import build_inventory
+from cleave.controller.cluster.objects import ObservedPod, parse_node
+from cleave.controller.cluster.reported_model import apply_report
+from cleave.controller.deployment.model_report import MODEL_AS_REPORTED
+from cleave.controller.deployment.reconcile import reconcile
+from cleave.controller.views import DeploymentView
+from cleave.manifests.labels import Manifest
+from cleave.manifests.pool import build_pools
+from cleave.manifests.topology import NodeTopology
+from cleave.perf.model import model_report
+from cleave.perf.model.known_models import CONFIGS
+from cleave.perf.model.model_report import CacheGroup, EngineFacts
+from cleave.planner.placement import choose_placement
+from cleave.rpc.fleet_status import FleetInstance
+
+from tests.support.fake_cluster import chat, manual_placement, node
+
+CONFIG = CONFIGS["qwen3-8b"]
+KV_BYTES = 147_456
+"""Of one token: 36 layers, 8 heads of 128 values of 2 bytes, keys and values."""
+WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+
+
+def deployment(source: str = "org/new", **spec: Any) -> LLMDeployment:
+    declared = chat(**{"model": source, "engine": {"type": "vLLM"}, "workload": WORKLOAD, **spec})
+    meta = {**declared["metadata"], "uid": "u1", "resourceVersion": "7", "generation": 2}
+    meta["finalizers"] = ["cleave.dev/drain"]
+    return LLMDeployment.model_validate({**declared, "metadata": meta})
+
+
+def report(config: dict = CONFIG, kv_bytes: int = KV_BYTES, pipeline: int = 1) -> str:
+    group = CacheGroup("FullAttentionSpec", 36, 16, kv_bytes)
+    facts = EngineFacts(config, 4096, 16, "bfloat16", "auto", 1, pipeline, [group])
+    return model_report.encode(facts)
+
+
+def view(
+    resource: LLMDeployment, text: str, status: Manifest | None = None, **pod: Any
+) -> DeploymentView:
+    """A deployment of which the instance `p` reports `text`."""
+    pools = build_pools(resource, choose_placement(resource, reads_files=False), NodeTopology())
+    revision = pod.pop("revision", pools[0].spec.revision)
+    role = pools[0].spec.role
+    seen = ObservedPod("p", "u", role, revision, **{"ready": True, **pod})
+    return DeploymentView(
+        resource,
+        build_inventory([parse_node(node("n1"))]),
+        1_000.0,
+        status=status or {},
+        pools=tuple(pools),
+        pods=(seen,),
+        instances={"p": FleetInstance("p", model_report=text)},
+    )
+
+
+def report_status(seen: DeploymentView) -> Manifest:
+    (patch,) = (each for each in reconcile(seen) if isinstance(each, PatchStatus))
+    LLMDeploymentStatus.model_validate_json(json.dumps(patch.status))
+    return patch.status
+
+
+def find_condition(status: Manifest) -> tuple[str, str, str]:
+    (found,) = (each for each in status["conditions"] if each["type"] == MODEL_AS_REPORTED)
+    return found["status"], found["reason"], found["message"]
+
+
+def test_an_unknown_model_is_planned_once_its_first_engine_has_reported_it() -> None:
+    resource = deployment()
+    seen = view(resource, report())
+    assert not [each for each in reconcile(seen) if isinstance(each, RequestPlan)]
+    status = report_status(seen)
+    assert status["reportedModel"]["config"] == model_report.select_config(CONFIG)
+    assert status["reportedModel"]["instance"] == "p"
+    assert find_condition(status)[:2] == ("True", "AsReported")
+
+    changed = apply_report(resource, status)
+    assert changed.spec.model.config is not None
+    (request,) = (
+        each for each in reconcile(view(changed, "", status)) if isinstance(each, RequestPlan)
+    )
+    assert request.job.inputs_hash
+    # The status keeps it when nothing is reported any more.
+    kept = [each for each in reconcile(view(changed, "", status)) if isinstance(each, PatchStatus)]
+    assert all(each.status["reportedModel"] == status["reportedModel"] for each in kept)
+
+
+def test_engines_keep_running_when_the_config_arrives() -> None:
+    resource = deployment()
+    changed = apply_report(resource, report_status(view(resource, report())))
+    revisions = {
+        pool.spec.revision
+        for each in (resource, changed)
+        for pool in build_pools(each, choose_placement(each, reads_files=False), NodeTopology())
+    }
+    assert len(revisions) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "takes"),
+    [
+        ({}, True),
+        ({"model": "meta-llama/Llama-3.1-8B"}, False),
+        ({"model": {"source": "org/new", "config": {"inline": CONFIG}}}, False),
+        ({"placement": manual_placement(mixed=1)}, False),
+        ({"model": {"source": "org/new", "revision": "v2"}}, False),
+        ({"model": "org/newer"}, False),
+    ],
+)
+def test_a_report_counts_only_for_its_model_and_where_nothing_else_knows_it(
+    spec: Manifest, takes: bool
+) -> None:
+    status = report_status(view(deployment(), report()))
+    other = deployment(**spec)
+    assert (apply_report(other, status) != other) is takes
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "pipeline", "expected"),
+    [
+        (KV_BYTES, 1, ("True", "AsReported")),
+        (KV_BYTES * 100 // 101 + 1, 1, ("True", "AsReported")),
+        (KV_BYTES // 2, 1, ("False", "Differs")),
+        (0, 1, ("Unknown", "NotReported")),
+        (KV_BYTES // 2, 2, ("Unknown", "NotReported")),
+    ],
+)
+def test_the_condition_compares_kv_bytes(
+    kv_bytes: int, pipeline: int, expected: tuple[str, str]
+) -> None:
+    seen = view(deployment(), report(kv_bytes=kv_bytes, pipeline=pipeline))
+    assert find_condition(report_status(seen))[:2] == expected
+
+
+def test_known_models_are_compared_too() -> None:
+    known = view(deployment("qwen/Qwen3-8B"), report(kv_bytes=2 * KV_BYTES))
+    status, reason, message = find_condition(report_status(known))
+    assert (status, reason) == ("False", "Differs")
+    assert "294,912 KV bytes per token and GPU, plans count 147,456" in message
+
+
+def test_a_config_that_cannot_be_planned_is_reported_with_its_fault() -> None:
+    status = report_status(view(deployment(), report({**CONFIG, "hidden_size": "x"})))
+    assert find_condition(status)[:2] == ("False", "NotUsable")
+    assert "hidden_size is 'x'" in find_condition(status)[2]
+    resource = deployment()
+    assert apply_report(resource, status) == resource
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[" * 100_000,
+        "[" * 10_000,
+        "[]",
+        '{"config": {}}',
+        '{"config": {"a": ' + "[" * 40 + "]" * 40 + '}, "maxModelLen": 1, "blockSize": 1}',
+        '{"config": {}, "maxModelLen": -1, "blockSize": 1}',
+        '{"config": {}, "maxModelLen": 1, "blockSize": 1, "dtype": "' + "x" * 65 + '"}',
+        '{"config": {"a": "\\ud800"}, "maxModelLen": 1, "blockSize": 1}',
+        '{"config": {}, "maxModelLen": 1e400, "blockSize": 1}',
+    ],
+)
+def test_what_a_hostile_worker_sends_changes_nothing(text: str) -> None:
+    assert "reportedModel" not in report_status(view(deployment(), text))
+
+
+def test_fields_of_a_later_version_are_skipped() -> None:
+    text = json.dumps({**json.loads(report()), "experts": 8})
+    assert "reportedModel" in report_status(view(deployment(), text))
+
+
+@pytest.mark.parametrize("pod", [{"ready": False}, {"deleting": True}, {"revision": "older"}])
+def test_only_ready_instances_of_the_present_revision_are_believed(pod: dict[str, Any]) -> None:
+    assert "reportedModel" not in report_status(view(deployment(), report(), **pod))
+
+
+def test_the_first_report_of_a_revision_stays() -> None:
+    status = report_status(view(deployment(), report()))
+    later = view(deployment(), report(kv_bytes=1), status)
+    patches = [each for each in reconcile(later) if isinstance(each, PatchStatus)]
+    assert all(each.status["reportedModel"] == status["reportedModel"] for each in patches)
+    status["reportedModel"]["instanceRevision"] = "older"
+    later = view(deployment(), report(kv_bytes=1), status)
+    assert report_status(later)["reportedModel"]["cacheGroups"][0]["bytesPerToken"] == 1

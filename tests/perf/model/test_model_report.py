@@ -1,0 +1,61 @@
+"""What engines write about their model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cleave.perf.model import model_report, model_shape
+from cleave.perf.model.known_models import CONFIGS
+from cleave.perf.model.model_report import CacheGroup, EngineFacts
+
+from tests.support.model_configs import HYBRID, INDEXED
+
+FACTS = EngineFacts(
+    CONFIGS["qwen3-8b"], 4096, 16, "bfloat16", "auto", 1, 1, [CacheGroup("a", 36, 16, 147456)]
+)
+
+
+def test_a_report_is_written_and_read_beside_the_load_page(tmp_path: Path) -> None:
+    page = tmp_path / "load"
+    assert model_report.read(page) == ""
+    model_report.write(page, FACTS)
+    assert model_report.read(page) == model_report.encode(FACTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.json"]
+
+
+def test_a_report_that_is_too_long_is_neither_written_nor_read(tmp_path: Path) -> None:
+    page = tmp_path / "load"
+    long = {f"field_{number}": "x" * 100 for number in range(1_000)}
+    model_report.write(page, replace(FACTS, config=long))
+    assert model_report.read(page) == ""
+    model_report.get_path(page).write_text("1" * (model_report.MAX_LENGTH + 1))
+    assert model_report.read(page) == ""
+    model_report.get_path(page).write_bytes(b"\xff\xfe")
+    assert model_report.read(page) == ""
+
+
+def test_equal_facts_have_equal_texts() -> None:
+    backwards = dict(reversed(CONFIGS["qwen3-8b"].items()))
+    assert model_report.encode(replace(FACTS, config=backwards)) == model_report.encode(FACTS)
+
+
+@pytest.mark.parametrize("config", [HYBRID, INDEXED, *CONFIGS.values()])
+def test_the_selected_fields_have_the_shape_of_the_whole_config(config: dict) -> None:
+    long = {
+        **config,
+        "vision_config": {"hidden_size": 1},
+        "id2label": {"0": "LABEL_0"},
+        "chat": "x" * 1000,
+    }
+    kept = json.loads(json.dumps(model_report.select_config(long)))
+    assert kept == json.loads(json.dumps(model_report.select_config(config)))
+    assert model_shape.from_config("m", kept) == model_shape.from_config("m", config)
+
+
+def test_lists_of_modules_that_are_not_quantised_are_left_out() -> None:
+    ignored = [f"model.layers.{number}.self_attn" for number in range(500)]
+    quantization = {"quant_method": "fp8", "ignore": ignored, "modules_to_not_convert": ignored}
+    kept = model_report.select_config({"quantization_config": quantization})
+    assert kept == {"quantization_config": {"quant_method": "fp8"}}

@@ -1,0 +1,114 @@
+"""The model that vLLM reports, from vLLM's own types."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cleave.perf.model import model_report as report_file
+from cleave.perf.model.known_models import CONFIGS
+from cleave.shm.load_page import ENV
+from cleave_worker.vllm import model_report
+
+interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+core = pytest.importorskip("vllm.v1.engine.core")
+torch = pytest.importorskip("torch")
+
+
+def build_config(folder: Path, overrides: object = None) -> Any:
+    hf_config = SimpleNamespace(to_dict=lambda: {"from": "vllm"})
+    model = SimpleNamespace(
+        model=str(folder),
+        revision=None,
+        hf_overrides=overrides or {},
+        hf_config=hf_config,
+        max_model_len=4096,
+        dtype=torch.bfloat16,
+    )
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(block_size=16, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
+    )
+
+
+def build_caches() -> Any:
+    sizes: dict[str, Any] = {
+        "block_size": 16,
+        "num_kv_heads": 4,
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+    }
+    full = interface.FullAttentionSpec(**sizes)
+    windowed = interface.SlidingWindowSpec(**sizes, sliding_window=128)
+    groups = [
+        interface.KVCacheGroupSpec(["a", "b"], full),
+        interface.KVCacheGroupSpec(["c"], windowed),
+    ]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_groups_have_their_layers_bytes_and_windows(tmp_path: Path) -> None:
+    facts = model_report.build_facts(build_config(tmp_path), build_caches(), {})
+    # Keys and values of 4 heads of 128 values of 2 bytes.
+    assert [(g.kind, g.layers, g.bytes_per_token, g.window) for g in facts.groups] == [
+        ("FullAttentionSpec", 2, 2 * 2048, 0),
+        ("SlidingWindowSpec", 1, 2048, 128),
+    ]
+    assert (facts.dtype, facts.kv_dtype, facts.tensor, facts.pipeline) == ("bfloat16", "auto", 2, 1)
+
+
+def test_states_have_no_bytes_per_token(tmp_path: Path) -> None:
+    states = interface.MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
+    caches = SimpleNamespace(kv_cache_groups=[interface.KVCacheGroupSpec(["a"], states)])
+    (group,) = model_report.build_facts(build_config(tmp_path), caches, {}).groups
+    assert (group.kind, group.layers, group.bytes_per_token) == ("MambaSpec", 1, 0)
+
+
+def test_the_config_is_the_models_own_unless_options_change_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-8b"]))
+    config = build_config(tmp_path).model_config
+    assert model_report.read_config(config) == CONFIGS["qwen3-8b"]
+    changed = build_config(tmp_path, {"num_hidden_layers": 2}).model_config
+    assert model_report.read_config(changed) == {"from": "vllm"}
+
+
+@pytest.fixture
+def engine_core(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's engine core, whose caches are those of `build_caches`."""
+    caches = build_caches()
+    monkeypatch.setattr(core.EngineCore, "_initialize_kv_caches", lambda *_: caches)
+    return core.EngineCore
+
+
+def test_the_engines_core_reports_once_its_caches_are_allocated(
+    engine_core: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-8b"]))
+    monkeypatch.setenv(ENV, str(tmp_path / "load"))
+    model_report.report_model()
+    found = engine_core._initialize_kv_caches(None, build_config(tmp_path))
+    assert len(found.kv_cache_groups) == 2
+    written = json.loads(report_file.read(tmp_path / "load"))
+    assert written["config"] == report_file.select_config(CONFIGS["qwen3-8b"])
+    assert len(written["cacheGroups"]) == 2
+
+
+def test_a_report_that_fails_leaves_the_engine_alone(
+    engine_core: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV, str(tmp_path / "gone" / "load"))
+    (tmp_path / "config.json").write_text("{}")
+    model_report.report_model()
+    assert engine_core._initialize_kv_caches(None, build_config(tmp_path)).kv_cache_groups
+
+
+def test_an_engine_without_an_agent_is_left_alone(
+    engine_core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENV, raising=False)
+    before = engine_core._initialize_kv_caches
+    model_report.report_model()
+    assert engine_core._initialize_kv_caches is before

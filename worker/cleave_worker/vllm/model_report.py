@@ -1,0 +1,100 @@
+"""Reports the model that vLLM serves: its config.json and the caches that vLLM allocates for it.
+
+Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
+agent started the engine. Only the engine's core knows both the config and the groups of KV caches,
+once it has allocated them; so its method that does is extended. A report only helps plans:
+a fault in it is logged, and the engine serves.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cleave.perf.model import model_report
+from cleave.perf.model.model_report import CacheGroup, EngineFacts
+from cleave.shm.load_page import ENV
+
+_log = logging.getLogger(__name__)
+_METHOD = "_initialize_kv_caches"
+
+
+def report_model() -> None:
+    """Let the engine's core of this process report its model once its caches are allocated."""
+    if ENV not in os.environ:
+        return
+    from vllm.v1.engine.core import EngineCore
+
+    allocate = getattr(EngineCore, _METHOD)
+
+    def allocate_and_report(self: Any, vllm_config: Any) -> Any:  # noqa: ANN401
+        kv_caches = allocate(self, vllm_config)
+        try:
+            facts = build_facts(vllm_config, kv_caches, read_config(vllm_config.model_config))
+            model_report.write(Path(os.environ[ENV]), facts)
+        except Exception:
+            _log.exception("the model is not reported to the operator")
+        return kv_caches
+
+    setattr(EngineCore, _METHOD, allocate_and_report)
+
+
+def read_config(model_config: Any) -> Mapping[str, object]:  # noqa: ANN401
+    """The model's own config.json; where there is none, or options change it, vLLM's form of it."""
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    own = get_hf_file_to_dict("config.json", model_config.model, model_config.revision)
+    if own is None or model_config.hf_overrides:
+        converted: Mapping[str, object] = model_config.hf_config.to_dict()
+        return converted
+    return dict(own)
+
+
+def build_facts(
+    vllm_config: Any,  # noqa: ANN401
+    kv_caches: Any,  # noqa: ANN401
+    config: Mapping[str, object],
+) -> EngineFacts:
+    """What vLLM knows about its model; `kv_caches`: its KVCacheConfig."""
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
+    return EngineFacts(
+        config=config,
+        max_model_len=model.max_model_len,
+        block_size=cache.block_size,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=cache.cache_dtype,
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        groups=[*_list_groups(kv_caches.kv_cache_groups)],
+    )
+
+
+def _list_groups(groups: Iterable[Any]) -> Iterator[CacheGroup]:
+    for group in groups:
+        spec = group.kv_cache_spec
+        # Layers of several sizes, as sparse attention has: one spec for each.
+        each = getattr(spec, "kv_cache_specs", None)
+        specs = [*each.values()] if each else [spec] * len(group.layer_names)
+        yield CacheGroup(
+            kind=type(specs[0]).__name__,
+            layers=len(specs),
+            block_size=specs[0].block_size,
+            bytes_per_token=sum(map(_count_token_bytes, specs)),
+            window=_find_window(specs[0]),
+        )
+
+
+def _count_token_bytes(spec: Any) -> int:  # noqa: ANN401
+    """Bytes of a token in one layer; 0 for states, which do not grow with the tokens."""
+    size = getattr(spec, "unpadded_page_size_bytes", None)
+    return 0 if size is None else int(size) // int(spec.block_size)
+
+
+def _find_window(spec: Any) -> int:  # noqa: ANN401
+    names = ("sliding_window", "attention_chunk_size")
+    return next((int(size) for name in names if (size := getattr(spec, name, None))), 0)
