@@ -9,7 +9,7 @@ from cleave.api.engine import Connector
 from cleave.api.manifest import validate
 from cleave.manifests.pool import build_pools, build_selected_plan, hash_revision
 from cleave.planner import deployment_checks
-from cleave.planner.placement import choose_placement
+from cleave.planner.placement import PlanError, choose_placement
 
 from tests.support.model_configs import HYBRID, INDEXED
 
@@ -134,3 +134,39 @@ def test_sizes_that_nixl_cannot_pair_are_not_blamed_on_the_choice_where_there_is
     faults = list(deployment_checks.list_parallelism_faults(deployment(WINDOWS, *pools)))
     assert any("must be a multiple" in fault for fault in faults)
     assert not any("spec.engine.connector" in fault for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "method"),
+    [
+        ('{"method": "eagle3", "model": "org/head"}', "eagle3"),
+        ('{"method": "mtp"}', "mtp"),
+        ('{"method": "qwen3_next_mtp"}', "qwen3_next_mtp"),
+        ('{"model": "org/small"}', "a draft model"),
+        ('{"method": "ngram"}', None),
+        ('{"method": "suffix"}', None),
+        ("{", None),
+        ("[]", None),
+    ],
+)
+def test_drafting_layers_with_kv_get_nixl(speculation: str, method: str | None) -> None:
+    args = ["--speculative-config", speculation]
+    chosen = deployment_checks.choose_connector(deployment(PLAIN, engine={"args": args}))
+    named = deployment(PLAIN, engine={"args": args, "connector": "Cleave"})
+    early = deployment(PLAIN, engine={"args": args, "transfer": "PerLayer"})
+    faults = [deployment_checks.choose_connector(each).fault for each in (named, early)]
+    if method is None:
+        assert (chosen.connector, faults) == (Connector.CLEAVE, [None, None])
+        return
+    assert chosen.connector is Connector.NIXL
+    why = (
+        f"--speculative-config in spec.engine.args asks for {method}, whose layers have KV of their "
+        "own, which Cleave's connector does not move"
+    )
+    assert chosen.reason == why
+    assert faults == [
+        f"spec.engine.connector: {why}; set it to Nixl, or remove it",
+        f"spec.engine.transfer: {why}, and Nixl transfers by Pull only; remove it",
+    ]
+    with pytest.raises(PlanError):
+        choose_placement(named)

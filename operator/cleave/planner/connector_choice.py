@@ -5,15 +5,19 @@ default; vLLM's NixlConnector is chosen only where Cleave's cannot do the work (
 here or by a plan (061).
 """
 
+import json
 from dataclasses import dataclass
 
 from cleave.api.deployment import LLMDeploymentSpec
-from cleave.api.engine import Connector, EngineType, TransferMode
+from cleave.api.engine import Connector, EngineSpec, EngineType, TransferMode
 from cleave.api.plan import ManualPool
 from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.api.role import Role
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.perf.model.model_shape import ModelShape
+
+_METHODS_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class"}
+"""Speculative methods of vLLM 0.32 whose drafts come from no layers with a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,7 @@ def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> Conne
     is_replaced = any(arg.startswith("--kv-transfer-config") for arg in engine.args)
     if engine.type is EngineType.EMULATED or is_replaced or engine.connector is Connector.NIXL:
         return ConnectorChoice(engine.kv_connector)
-    if shape is not None and not shape.has_one_kind_of_cache:
-        why = f"{shape.name} has {_describe_caches(shape)}, which Cleave's connector does not move"
+    if why := _explain_immovable(engine, shape):
         if is_free:
             return ConnectorChoice(Connector.NIXL, reason=why)
         if engine.connector is None:
@@ -50,6 +53,35 @@ def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> Conne
         why = "the engines of a cell in one pod read each other's GPU memory through NIXL only"
         return ConnectorChoice(Connector.NIXL, reason=why)
     return ConnectorChoice(engine.kv_connector, may_be_nixl=has_gpus)
+
+
+def _explain_immovable(engine: EngineSpec, shape: ModelShape | None) -> str | None:
+    """Why Cleave's connector does not move all KV of an engine; None: as far as is known, it does."""
+    if shape is not None and not shape.has_one_kind_of_cache:
+        return f"{shape.name} has {_describe_caches(shape)}, which Cleave's connector does not move"
+    method = _find_drafting_method(engine)
+    if method is None:
+        return None
+    return (
+        f"--speculative-config in spec.engine.args asks for {method}, whose layers have KV of their "
+        "own, which Cleave's connector does not move"
+    )
+
+
+def _find_drafting_method(engine: EngineSpec) -> str | None:
+    """vLLM's speculative method, if its drafts come from layers with KV; None: no such method, or
+    a text that vLLM refuses. Cleave's connector knows the model's own layers only and ends such an
+    engine at its start (or takes a draft model's layers for the model's); vLLM's NixlConnector
+    transfers all layers, and compares the drafting models of both sides in its handshake."""
+    try:
+        config = json.loads(engine.get_flag_value("--speculative-config") or "null")
+    except ValueError:
+        return None
+    if not isinstance(config, dict):
+        return None
+    # Without a method vLLM derives it from the draft's own config.
+    method = str(config.get("method") or "a draft model")
+    return None if method in _METHODS_WITHOUT_KV else method
 
 
 def _describe_caches(shape: ModelShape) -> str:
