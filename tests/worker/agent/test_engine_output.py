@@ -108,8 +108,9 @@ def test_folders_and_what_is_no_secret_are_reported() -> None:
 
 RECORD = "(EngineCore pid=2) INFO 11-23 05:30:03 [core.py:133] "
 START = (
+    ("model-00001-of-00004.safetensors:  61%|######1   | 3.0G/4.9G", "downloads the model"),
     ("Fetching 4 files:  25%|##5       | 1/4 [00:11<00:33]", "downloads the model, 20 %"),
-    ("model-00001-of-00004.safetensors:  61%|######1   | 3.0G/4.9G", "downloads the model, 60 %"),
+    ("model-00002-of-00004.safetensors:   1%|          | 0.1G/4.9G", "downloads the model, 20 %"),
     (f"{RECORD}Starting to load model /models/llama-8b...", "loads weights"),
     ("Loading safetensors checkpoint shards:   0% Completed | 0/4 [00:00<?]", "loads weights"),
     ("Loading safetensors checkpoint shards:  50% Completed | 2/4", "loads weights, 50 %"),
@@ -130,6 +131,19 @@ def test_a_start_is_followed_from_download_to_capture() -> None:
         assert stage.text == expected
         stage.feed(f"{RECORD}Using max model len 8192")
         assert stage.text == expected, "other lines change nothing"
+
+
+def test_a_start_never_goes_back() -> None:
+    stage = StartStage()
+    bar = "Loading safetensors checkpoint shards:  {}% Completed"
+    for line in (bar.format(80), bar.format(20), f"{RECORD}Starting to load model a..."):
+        stage.feed(line)
+        assert stage.text == "loads weights, 80 %"
+    stage.feed(f"{RECORD}Loading weights took 12.31 seconds")
+    # The weights of a drafting model.
+    stage.feed(bar.format(10))
+    assert stage.text == "has loaded weights"
+    assert StartStage().text == "", "another start has its own"
 
 
 def test_of_a_bar_that_is_drawn_again_the_last_state_counts() -> None:

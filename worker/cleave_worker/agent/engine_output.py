@@ -30,18 +30,21 @@ _CHAINED = ("During handling of the above exception", "The above exception was t
 _STAGES = tuple(
     (re.compile(pattern), stage)
     for pattern, stage in (
-        (r"^Fetching \d+ files: |^[\w.-]+\.(?:safetensors|bin|gguf): ", "downloads the model"),
+        (r"^[\w.-]+\.(?:safetensors|bin|gguf): ", "downloads the model"),
+        (r"^Fetching \d+ files: ", "downloads the model"),
         (r"^Starting to load model |^(?:Multi-thread l|L)oading .*: ", "loads weights"),
         (r"^Loading weights took |^Model loading took ", "has loaded weights"),
         (r"Dynamo bytecode transform time: |Compiling a graph for ", "compiles"),
-        (r"^Warming up model for the compilation", "compiles"),
         (r"KV cache size: ", "has allocated the KV cache"),
+        (r"^Warming up model for the compilation", "compiles"),
         (r"^Capturing CUDA graphs", "captures CUDA graphs"),
         (r"^Graph capturing finished ", "has captured CUDA graphs"),
     )
 )
-"""What begins a line of vLLM 0.32, without its prefixes, and what the engine then does.
-Lines that match nothing leave the last stage."""
+"""What begins a line of vLLM 0.32, without its prefixes, and what the engine then does, in the order
+of a start. Lines that match nothing, or an earlier stage, leave the last one."""
+_WITHOUT_SHARE = 1
+"""Of the stages, the first ones: files are downloaded side by side, and each has a bar of its own."""
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _SHARE = re.compile(r" (\d{1,3})%")
 _SHARE_STEP = 10
@@ -49,9 +52,12 @@ _SHARE_STEP = 10
 
 
 class StartStage:
-    """The present stage of an engine's start."""
+    """The present stage of an engine's start. It only advances, although vLLM loads weights twice
+    for a drafting model and draws several bars at a time: each change is written to a status."""
 
     def __init__(self) -> None:
+        self._reached = -1, 0
+        """Number of the stage, and the share in percent."""
         self.text = ""
         """Such as `loads weights, 40 %`; empty: not known. It contains nothing of the output but
         the number, so it needs no masking."""
@@ -59,11 +65,13 @@ class StartStage:
     def feed(self, text: str) -> None:
         """Read a line, or a piece of one: progress bars are drawn again after `\\r`."""
         line = _PREFIX.sub("", text.rstrip("\r").rpartition("\r")[2]).strip()
-        for pattern, stage in _STAGES:
+        for number, (pattern, stage) in enumerate(_STAGES):
             if pattern.search(line):
-                share = _SHARE.search(line)
+                share = _SHARE.search(line) if number >= _WITHOUT_SHARE else None
                 done = int(share[1]) // _SHARE_STEP * _SHARE_STEP if share else 0
-                self.text = f"{stage}, {done} %" if 0 < done < 100 else stage
+                if (number, done) > self._reached:
+                    self._reached = number, done
+                    self.text = f"{stage}, {done} %" if 0 < done < 100 else stage
                 return
 
 
