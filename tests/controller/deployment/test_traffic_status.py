@@ -65,7 +65,7 @@ def measured(share: float, rate: float = 4) -> DeploymentView:
 def test_the_condition_compares_the_reported_share_with_the_target() -> None:
     for share, is_met, reason in ((0.9, True, "Attained"), (0.899, False, "Missed")):
         here = measured(share)
-        (condition,) = build_slo_condition(here.deployment, report_traffic(here))
+        (condition,) = build_slo_condition(here.deployment, report_traffic(here), NOW_S)
         assert (condition.type, condition.status, condition.reason) == (
             "SLOAttained",
             is_met,
@@ -79,9 +79,9 @@ def test_few_and_unmeasured_requests_prove_nothing() -> None:
     few = replace(measured(0.5), traffic=TrafficWindow(NOW_S, 60.0, 500.0, measured=9, attained=4))
     whole = seen()
     for here, reason in ((few, "TooFewRequests"), (whole, "NotMeasured")):
-        (condition,) = build_slo_condition(here.deployment, report_traffic(here))
+        (condition,) = build_slo_condition(here.deployment, report_traffic(here), NOW_S)
         assert (condition.status, condition.reason) == (None, reason)
-    assert build_slo_condition(whole.deployment, None) == []
+    assert build_slo_condition(whole.deployment, None, NOW_S) == []
 
 
 def test_a_small_change_across_the_target_is_reported() -> None:
@@ -95,3 +95,28 @@ def test_a_small_change_across_the_target_is_reported() -> None:
     now = report_traffic(missed)
     assert now is not None
     assert now["attainment"] == 0.895
+
+
+def test_unchanged_figures_are_written_again_after_five_minutes() -> None:
+    before = measured(0.95)
+    reported = report_traffic(before)
+    later = replace(before, status={"observed": reported}, now_s=NOW_S + 299)
+    assert report_traffic(later) == reported
+    again = report_traffic(replace(later, now_s=NOW_S + 300))
+    assert reported is not None
+    assert again is not None
+    assert again == {**reported, "at": again["at"]} != reported
+
+
+def test_the_condition_is_unknown_once_no_gateway_has_reported_for_ten_minutes() -> None:
+    before = measured(0.95)
+    reported = report_traffic(before)
+    for age_s, is_met in ((600, True), (601, None)):
+        silent = replace(
+            before, traffic=None, status={"observed": reported}, now_s=NOW_S + age_s
+        )
+        kept = report_traffic(silent)
+        (condition,) = build_slo_condition(silent.deployment, kept, silent.now_s)
+        assert condition.status is is_met
+    assert condition.reason == "NotObserved"
+    assert condition.message.endswith("since 2023-11-14T22:13:20Z")

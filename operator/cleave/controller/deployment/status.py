@@ -43,7 +43,7 @@ def report(
     now = _build_conditions(view, decision, desired, is_applied=is_applied, is_complete=is_complete)
     observed = report_traffic(view)
     now += replan.conditions
-    now += build_slo_condition(deployment, observed)
+    now += build_slo_condition(deployment, observed, view.now_s)
     reported = model_report.choose_report(view, desired)
     now += model_report.build_condition(deployment, reported)
     roles = _list_roles(view, desired)

@@ -2,8 +2,9 @@
 deployment's status report.
 
 Traffic always varies, and every write of the status wakes all watchers. So it is written at most
-once a minute, and only when a figure has changed by more than 5 % or the SLO is met no longer, or
-again. The condition follows from what is written.
+once a minute, and only when a figure has changed by more than 5 %, the SLO is met no longer, or
+again, or the last write is five minutes old. The condition follows from what is written, and is
+Unknown once that is too old: then no gateway responds.
 """
 
 from cleave.api.deployment import LLMDeployment, Slo
@@ -22,6 +23,10 @@ _MIN_MEASURED = 20
 """In fewer responses, one slow one decides."""
 _MIN_CHANGE = 0.05
 """Relative change below which figures count as equal."""
+_REWRITE_S = 300.0
+"""Age from which unchanged figures are written again, so that their time says they are known."""
+_STALE_S = 600.0
+"""Age from which figures say nothing about the present."""
 
 
 def report_traffic(view: DeploymentView) -> Manifest | None:
@@ -31,12 +36,11 @@ def report_traffic(view: DeploymentView) -> Manifest | None:
     previous: Manifest | None = view.status.get("observed")
     if view.traffic is None:
         return previous
-    if previous is not None:
-        written_s = parse_timestamp(previous.get("at")) or 0.0
-        if view.now_s - written_s < RECENT_WINDOWS * view.settings.traffic_poll_s:
-            return previous
+    age_s = _compute_age_s(previous, view.now_s) if previous is not None else 0.0
+    if previous is not None and age_s < RECENT_WINDOWS * view.settings.traffic_poll_s:
+        return previous
     current = _to_status(view.traffic, view.now_s)
-    if previous is None or _has_changed(previous, current):
+    if previous is None or age_s >= _REWRITE_S or _has_changed(previous, current):
         return current
     slo = view.deployment.spec.slo
     return (
@@ -45,11 +49,14 @@ def report_traffic(view: DeploymentView) -> Manifest | None:
 
 
 def build_slo_condition(
-    deployment: LLMDeployment, observed: Manifest | None
+    deployment: LLMDeployment, observed: Manifest | None, now_s: float
 ) -> list[ConditionState]:
     """The condition SLOAttained from `observed` (status.observed); none without."""
     if observed is None:
         return []
+    if _compute_age_s(observed, now_s) > _STALE_S:
+        text = f"no gateway has reported its traffic since {observed.get('at')}"
+        return [ConditionState(SLO_ATTAINED, None, "NotObserved", text)]
     slo = deployment.spec.slo
     is_met, reason = _compare_with_slo(observed, slo)
     targets = f"TTFT {slo.ttft_ms:g} ms and TPOT {slo.tpot_ms:g} ms"
@@ -60,6 +67,10 @@ def build_slo_condition(
         text = f"{share:.1%} of the measured requests were within {targets}, "
         text += f"target {slo.attainment:.1%}; {observed['rate']:g} req/s"
     return [ConditionState(SLO_ATTAINED, is_met, reason, text)]
+
+
+def _compute_age_s(observed: Manifest, now_s: float) -> float:
+    return now_s - (parse_timestamp(observed.get("at")) or 0.0)
 
 
 def _compare_with_slo(observed: Manifest, slo: Slo) -> tuple[bool | None, str]:
