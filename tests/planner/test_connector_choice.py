@@ -160,8 +160,8 @@ def test_drafting_layers_with_kv_get_nixl(speculation: str, method: str | None) 
         return
     assert chosen.connector is Connector.NIXL
     why = (
-        f"--speculative-config in spec.engine.args asks for {method}, whose layers have KV of their "
-        "own, which Cleave's connector does not move"
+        f"--speculative-config in spec.engine.args asks for {method}, whose layers have KV of "
+        "their own, which Cleave's connector does not move"
     )
     assert chosen.reason == why
     assert faults == [

@@ -12,8 +12,8 @@ from cleave.api import replan_status
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.engine import Connector, DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
-from cleave.api.model_report import ReportedModel
 from cleave.api.model import ModelField
+from cleave.api.model_report import ReportedModel
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.planning import Planning, PlanningMode
 from cleave.api.resource import DNS_NAME, Conditions, Resource, build_name_rule

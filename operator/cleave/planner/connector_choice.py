@@ -56,15 +56,15 @@ def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> Conne
 
 
 def _explain_immovable(engine: EngineSpec, shape: ModelShape | None) -> str | None:
-    """Why Cleave's connector does not move all KV of an engine; None: as far as is known, it does."""
+    """Why Cleave's connector does not move all KV of an engine; None: it does, as far as known."""
     if shape is not None and not shape.has_one_kind_of_cache:
         return f"{shape.name} has {_describe_caches(shape)}, which Cleave's connector does not move"
     method = _find_drafting_method(engine)
     if method is None:
         return None
     return (
-        f"--speculative-config in spec.engine.args asks for {method}, whose layers have KV of their "
-        "own, which Cleave's connector does not move"
+        f"--speculative-config in spec.engine.args asks for {method}, whose layers have KV of "
+        "their own, which Cleave's connector does not move"
     )
 
 

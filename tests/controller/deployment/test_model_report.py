@@ -18,7 +18,7 @@ from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
 from cleave.perf.model import model_report
 from cleave.perf.model.known_models import CONFIGS
-from cleave.perf.model.model_report import CacheGroup, EngineFacts
+from cleave.perf.model.model_report import EngineFacts, GroupFacts
 from cleave.planner.placement import choose_placement
 from cleave.rpc.fleet_status import FleetInstance
 
@@ -38,7 +38,7 @@ def deployment(source: str = "org/new", **spec: Any) -> LLMDeployment:
 
 
 def report(config: dict = CONFIG, kv_bytes: int = KV_BYTES, pipeline: int = 1) -> str:
-    group = CacheGroup("FullAttentionSpec", 36, 16, kv_bytes)
+    group = GroupFacts("FullAttentionSpec", 36, 16, kv_bytes)
     facts = EngineFacts(config, 4096, 16, "bfloat16", "auto", 1, pipeline, [group])
     return model_report.encode(facts)
 

@@ -112,9 +112,7 @@ def test_the_condition_is_unknown_once_no_gateway_has_reported_for_ten_minutes()
     before = measured(0.95)
     reported = report_traffic(before)
     for age_s, is_met in ((600, True), (601, None)):
-        silent = replace(
-            before, traffic=None, status={"observed": reported}, now_s=NOW_S + age_s
-        )
+        silent = replace(before, traffic=None, status={"observed": reported}, now_s=NOW_S + age_s)
         kept = report_traffic(silent)
         (condition,) = build_slo_condition(silent.deployment, kept, silent.now_s)
         assert condition.status is is_met

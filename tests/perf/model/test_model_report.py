@@ -8,12 +8,12 @@ import pytest
 
 from cleave.perf.model import model_report, model_shape
 from cleave.perf.model.known_models import CONFIGS
-from cleave.perf.model.model_report import CacheGroup, EngineFacts
+from cleave.perf.model.model_report import EngineFacts, GroupFacts
 
 from tests.support.model_configs import HYBRID, INDEXED
 
 FACTS = EngineFacts(
-    CONFIGS["qwen3-8b"], 4096, 16, "bfloat16", "auto", 1, 1, [CacheGroup("a", 36, 16, 147456)]
+    CONFIGS["qwen3-8b"], 4096, 16, "bfloat16", "auto", 1, 1, [GroupFacts("a", 36, 16, 147456)]
 )
 
 

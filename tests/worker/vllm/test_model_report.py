@@ -12,8 +12,9 @@ from cleave.perf.model.known_models import CONFIGS
 from cleave.shm.load_page import ENV
 from cleave_worker.vllm import model_report
 
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-core = pytest.importorskip("vllm.v1.engine.core")
 torch = pytest.importorskip("torch")
 
 
@@ -78,6 +79,7 @@ def test_the_config_is_the_models_own_unless_options_change_it(tmp_path: Path) -
 @pytest.fixture
 def engine_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's engine core, whose caches are those of `build_caches`."""
+    core = pytest.importorskip("vllm.v1.engine.core")
     caches = build_caches()
     monkeypatch.setattr(core.EngineCore, "_initialize_kv_caches", lambda *_: caches)
     return core.EngineCore

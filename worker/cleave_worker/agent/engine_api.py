@@ -72,8 +72,8 @@ async def fetch_info(
     *,
     model_report: str = "",
 ) -> ServedEngineInfo:
-    """Return what the engine serves; `block_size` is the default, `model_report` what it has written
-    about its model. Raises HttpError."""
+    """Return what the engine serves; `block_size` is the default, `model_report` what it has
+    written about its model. Raises HttpError."""
     models = await _fetch_json(f"{url}/v1/models", seconds, headers)
     version = (await _fetch_json(f"{url}/version", seconds, headers)).get("version", "")
     cards = models.get("data")

@@ -41,10 +41,11 @@ _STAGES = tuple(
         (r"^Graph capturing finished ", "has captured CUDA graphs"),
     )
 )
-"""What begins a line of vLLM 0.32, without its prefixes, and what the engine then does, in the order
-of a start. Lines that match nothing, or an earlier stage, leave the last one."""
+"""What begins a line of vLLM 0.32, without its prefixes, and what the engine then does, in the
+order of a start. Lines that match nothing, or an earlier stage, leave the last one."""
 _WITHOUT_SHARE = 1
-"""Of the stages, the first ones: files are downloaded side by side, and each has a bar of its own."""
+"""How many of the stages, from the first, have no share: each of the files that are downloaded side
+by side has a bar of its own."""
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _SHARE = re.compile(r" (\d{1,3})%")
 _SHARE_STEP = 10

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from cleave.perf import named_profiles
 from cleave.perf.model import hf_config, known_models, model_report, model_shape
-from cleave.perf.model.model_report import CacheGroup, EngineFacts
+from cleave.perf.model.model_report import EngineFacts, GroupFacts
 from cleave.shm import load_page
 from cleave_worker.access.engine_access import read_access
 from cleave_worker.emulator import config
@@ -150,7 +150,7 @@ def _find_config(name: str) -> Mapping[str, object] | None:
 def _build_facts(engine: EmulatedEngineConfig, config: Mapping[str, object]) -> EngineFacts:
     """What vLLM would report, with one group for all layers that keep KV."""
     shape = engine.shape
-    group = CacheGroup(
+    group = GroupFacts(
         "emulated", shape.attention_layers, engine.block_size, shape.kv_bytes_per_token
     )
     # An emulated engine is not distributed, at any parallel sizes.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cleave.perf.model import model_report
-from cleave.perf.model.model_report import CacheGroup, EngineFacts
+from cleave.perf.model.model_report import EngineFacts, GroupFacts
 from cleave.shm.load_page import ENV
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def report_model() -> None:
         try:
             facts = build_facts(vllm_config, kv_caches, read_config(vllm_config.model_config))
             model_report.write(Path(os.environ[ENV]), facts)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the engine serves without a report
             _log.exception("the model is not reported to the operator")
         return kv_caches
 
@@ -74,13 +74,13 @@ def build_facts(
     )
 
 
-def _list_groups(groups: Iterable[Any]) -> Iterator[CacheGroup]:
+def _list_groups(groups: Iterable[Any]) -> Iterator[GroupFacts]:
     for group in groups:
         spec = group.kv_cache_spec
         # Layers of several sizes, as sparse attention has: one spec for each.
         each = getattr(spec, "kv_cache_specs", None)
         specs = [*each.values()] if each else [spec] * len(group.layer_names)
-        yield CacheGroup(
+        yield GroupFacts(
             kind=type(specs[0]).__name__,
             layers=len(specs),
             block_size=specs[0].block_size,

@@ -1,9 +1,10 @@
 """Takes up what engines report about a model that Cleave knows from nowhere else. Pure.
 
-Called for the deployment's status. The first usable report of a revision is written to `status.reportedModel` and
-stays, so that plans neither change with every worker nor are lost with the operator. Any worker may
-send anything: a report is as bounded and as strictly checked as `spec.model.config`, and at worst
-the plan is for the model that it describes, within the limits of the spec.
+Called for the deployment's status. The first usable report of a revision is written to
+`status.reportedModel` and stays, so that plans neither change with every worker nor are lost with
+the operator. Any worker may send anything: a report is as bounded and as strictly checked as
+`spec.model.config`, and at worst the plan is for the model that it describes, within the limits of
+the spec.
 """
 
 from pydantic import ValidationError

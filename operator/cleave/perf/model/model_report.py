@@ -24,7 +24,7 @@ _UNREAD = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
+class GroupFacts:
     """Layers whose KV the engine keeps in blocks of one kind, on one GPU."""
 
     kind: str
@@ -52,7 +52,7 @@ class EngineFacts:
     tensor: int
     """Tensor-parallel size, to which the bytes of the groups belong."""
     pipeline: int
-    groups: Sequence[CacheGroup]
+    groups: Sequence[GroupFacts]
 
 
 def get_path(load_page: Path) -> Path:
