@@ -13,7 +13,7 @@ from cleave.api.model import AnyObject, check_config
 from cleave.api.role import Parallelism
 
 _Count = Annotated[int, Field(ge=0, le=10**12)]
-_Text = Annotated[str, Field(max_length=64, pattern=r"^[\w.-]*$")]
+_Text = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.-]*$")]
 
 
 class CacheGroup(ApiModel):
