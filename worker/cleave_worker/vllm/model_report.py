@@ -2,12 +2,15 @@
 
 Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
 agent started the engine. Only the engine's core knows both the config and the groups of KV caches,
-once it has allocated them; so its method that does is extended. A report only helps plans:
+once it has allocated them; so its method that does is extended. A core is forked from the API
+server, which imports its module anyway, or spawned; a worker does not import it for this. A report only helps plans:
 a fault in it is logged, and the engine serves.
 """
 
 import logging
+import multiprocessing
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,13 @@ from cleave.perf.model.model_report import EngineFacts, GroupFacts
 from cleave.shm.load_page import ENV
 
 _log = logging.getLogger(__name__)
-_METHOD = "_initialize_kv_caches"
+_CORE, _METHOD = "vllm.v1.engine.core", "_initialize_kv_caches"
 
 
 def report_model() -> None:
     """Let the engine's core of this process report its model once its caches are allocated."""
-    if ENV not in os.environ:
+    is_child = multiprocessing.parent_process() is not None
+    if ENV not in os.environ or (is_child and _CORE not in sys.modules):
         return
     from vllm.v1.engine.core import EngineCore
 
