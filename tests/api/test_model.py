@@ -75,6 +75,8 @@ def test_exactly_one_of_them_is_given(config: dict[str, object]) -> None:
         ('{"a":' * 900 + "1" + "}" * 900, "nested deeper than 32 levels"),
         ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested deeper than 32 levels"),
         (r'{"a": "\ud800"}', "no valid Unicode"),
+        ('{"a": [NaN]}', "has NaN or an infinite number"),
+        ('{"a": 1e400}', "has NaN or an infinite number"),
     ],
 )
 def test_a_config_that_cannot_be_written_is_refused(text: str, fault: str) -> None:

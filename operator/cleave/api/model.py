@@ -100,7 +100,11 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     if not _is_shallow(config):
         fault = f"is nested deeper than {_MAX_CONFIG_DEPTH} levels; a config has a few"
         raise PydanticCustomError("config_depth", fault)
-    text = json.dumps(config, separators=(",", ":"), ensure_ascii=False)
+    try:
+        text = json.dumps(config, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        fault = "has NaN or an infinite number, which JSON has not"
+        raise PydanticCustomError("config_number", fault) from error
     if not text.isascii() and text != text.encode(errors="replace").decode():
         raise PydanticCustomError("config_text", "has characters that are no valid Unicode")
     length = len(text)

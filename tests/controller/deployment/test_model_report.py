@@ -168,6 +168,9 @@ def test_a_config_that_cannot_be_planned_is_reported_with_its_fault() -> None:
         '{"config": {}, "maxModelLen": 1, "blockSize": 1, "dtype": "' + "x" * 65 + '"}',
         '{"config": {"a": "\\ud800"}, "maxModelLen": 1, "blockSize": 1}',
         '{"config": {}, "maxModelLen": 1e400, "blockSize": 1}',
+        # The API server would refuse the whole status.
+        '{"config": {"a": NaN}, "maxModelLen": 1, "blockSize": 1}',
+        '{"config": {"a": [1e400]}, "maxModelLen": 1, "blockSize": 1}',
     ],
 )
 def test_what_a_hostile_worker_sends_changes_nothing(text: str) -> None:

@@ -3,8 +3,8 @@
 Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
 agent started the engine. Only the engine's core knows both the config and the groups of KV caches,
 once it has allocated them; so its method that does is extended. A core is forked from the API
-server, which imports its module anyway, or spawned; a worker does not import it for this. A report only helps plans:
-a fault in it is logged, and the engine serves.
+server, which imports its module anyway, or spawned; a worker does not import it for this. A report
+only helps plans: a fault in it is logged, and the engine serves.
 """
 
 import logging
