@@ -15,8 +15,11 @@ from cleave.api.model import ModelSpec
 from cleave.api.plan import ManualPool
 from cleave.api.resource import Metadata
 from cleave.api.role import Parallelism, Role
+from cleave.planner import deployment_checks
 from cleave.planner.placement import PlanError, choose_placement, resolve_paths
 from cleave.planner.plan import PlannedPool
+
+from tests.support.fake_cluster import chat
 
 
 def deployment(
@@ -131,3 +134,15 @@ def test_a_profile_that_only_the_workers_have_is_not_opened_where_that_is_said()
     unknown = deployment(engine=emulated_by("distserve/opt-13b/tp3"))
     with pytest.raises(PlanError):
         choose_placement(unknown, reads_files=False)
+
+
+def test_the_operator_waits_for_an_engines_report_and_one_machine_does_not() -> None:
+    workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+    engine = {"type": "vLLM"}
+    document = chat(model="org/unknown-1", workload=workload, engine=engine)
+    unknown = LLMDeployment.model_validate(document)
+    for reads_files, waits in ((False, True), (True, False)):
+        reason = choose_placement(unknown, reads_files=reads_files).reason
+        warnings = " ".join(deployment_checks.list_warnings(unknown, reads_files=reads_files))
+        for text in (reason, warnings):
+            assert ("until the first engine has reported the model" in text) is waits

@@ -149,12 +149,13 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
     if why is None or is_read_later:
         return
     if spec.placement is None and spec.workload is not None:
+        until = "" if reads_files else " until the first engine has reported the model"
         yield (
-            f"{spec.model.shape_field}: {why}: nothing is planned; one prefill and one decode "
-            "instance of one GPU each serve, and whether the weights fit is not known"
+            f"{spec.model.shape_field}: {why}: nothing is planned{until}; one prefill and one "
+            "decode instance of one GPU each serve, and whether the weights fit is not known"
         )
         yield (
-            f"spec.model.config: to have the model planned, {model_source.REMEDY}; or set the "
+            f"spec.model.config: to have the model planned now, {model_source.REMEDY}; or set the "
             "instances in spec.placement.manual"
         )
     connector = choose_connector(deployment, reads_files=reads_files).connector

@@ -121,10 +121,13 @@ def _explain_default(deployment: LLMDeployment, *, reads_files: bool) -> str:
     unknown = deployment_checks.explain_unknown_model(deployment, reads_files=reads_files)
     if unknown is None:
         return f"{default}: no cluster file with the machines and no spec.placement.manual"
+    # The operator follows its engines, and reads no files.
+    until = "" if reads_files else " until the first engine has reported the model"
     return (
-        f"{default}, one GPU each: nothing is planned, as the planner does not know the model "
-        f"{deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not known "
-        f"either. To plan it, {model_source.REMEDY}; or set instances in spec.placement.manual"
+        f"{default}, one GPU each: nothing is planned{until}, as the planner does not know the "
+        f"model {deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not "
+        f"known either. To plan it now, {model_source.REMEDY}; or set instances in "
+        "spec.placement.manual"
     )
 
 
