@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from cleave.api.model_report import ModelReport
+from cleave.perf.model import model_report
+from cleave.perf.model.known_models import CONFIGS
 from cleave.rpc.credentials import TOKEN_ENV
 from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import agent_pb2
@@ -323,3 +326,18 @@ def test_engines_of_agents_with_a_token_ask_for_a_key_that_no_log_shows(
 
 def read_proc(pid: int, name: str) -> bytes:
     return Path(f"/proc/{pid}/{name}").read_bytes()
+
+
+def test_a_worker_reports_its_engines_model_and_caches(agents, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.json").write_text(json.dumps(CONFIGS["qwen3-8b"]))
+    engine = ("--engine", "emulated", "--model", str(tmp_path / "new"), "--served-model-name", "m")
+    agent = agents.start("m-0", "mixed", *engine, engine_args=(*FAST, "--max-model-len", "4096"))
+    registration = agent.until(ready)
+    report = ModelReport.read_status(json.loads(registration.model_report))
+    assert report.config == model_report.select_config(CONFIGS["qwen3-8b"])
+    assert (report.max_model_len, report.block_size, report.kv_bytes_per_token) == (
+        4096,
+        registration.kv_block_size,
+        147_456,
+    )
