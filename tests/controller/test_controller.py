@@ -1,20 +1,29 @@
 """What the controller hands to the decisions."""
 
 import json
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
+from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineSpec, EngineType
 from cleave.controller.cluster.actions import Action, PatchStatus, SetFinalizers
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.cache import CachedResource, ReadConfigMap, ResourceKey
 from cleave.controller.cluster.client import KubeApiError
+from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.controller import CONFIG_PERIOD_S, Controller
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.labels import Manifest
+from cleave.manifests.pool import build_pools
+from cleave.manifests.topology import NodeTopology
+from cleave.perf.model import model_report
 from cleave.perf.model.known_models import CONFIGS
+from cleave.perf.model.model_report import EngineFacts
+from cleave.planner.placement import choose_placement
+from cleave.rpc.fleet_status import FleetInstance
 
 from tests.support.fake_cluster import chat, node
 
@@ -181,4 +190,48 @@ async def test_a_deployment_waits_for_its_config_map_and_is_planned_with_it(
     await controller._reconcile(key, executor)
     ((_, planned, cluster, _),) = submitted
     assert planned.spec.model.config.inline == CONFIGS["qwen3-8b"]
+    assert cluster is not None
+
+
+async def test_an_unknown_model_is_planned_once_a_worker_has_reported_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submitted: list[Any] = []
+    controller = Controller(OperatorSettings(), OperatorMetrics(), clock=lambda: 1_000.0)
+    monkeypatch.setattr(controller.planner, "submit", lambda *job: submitted.append(job))
+    declared = declare_config("unused")
+    declared["spec"] |= {
+        "model": "org/new",
+        "workload": {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}},
+    }
+    controller.on_change(declared)
+    controller.on_change(node("n1", product="H100"))
+    key = ResourceKey("LLMDeployment", "default", "chat")
+    resource = LLMDeployment.model_validate(chat(engine={"type": "vLLM"}, model="org/new"))
+    smallest = choose_placement(resource, reads_files=False)
+    pool, _ = build_pools(resource, smallest, NodeTopology())
+    pod = ObservedPod("p", "u2", pool.spec.role, pool.spec.revision, ready=True)
+    monkeypatch.setattr(controller.cache, "list_pods", lambda _: (pod,))
+    facts = EngineFacts(CONFIGS["qwen3-8b"], 4096, 16, "bfloat16", "auto", 1, 1, [])
+    reported = {"p": FleetInstance("p", model_report=model_report.encode(facts))}
+    monkeypatch.setattr(
+        controller._gateways, "get_or_refresh", AsyncMock(side_effect=[{}, reported, reported])
+    )
+
+    async def reconcile() -> Manifest:
+        executor = AsyncMock()
+        await controller._reconcile(key, executor)
+        (actions,) = executor.carry_out.await_args.args
+        (status,) = (each.status for each in actions if isinstance(each, PatchStatus))
+        return status
+
+    assert "reportedModel" not in await reconcile()
+    status = await reconcile()
+    assert status["reportedModel"]["instance"] == "p"
+    assert not submitted
+    meta = {**declared["metadata"], "resourceVersion": "2"}
+    controller.on_change({**declared, "metadata": meta, "status": status})
+    await reconcile()
+    ((_, planned, cluster, _),) = submitted
+    assert planned.spec.model.config.inline == model_report.select_config(CONFIGS["qwen3-8b"])
     assert cluster is not None
