@@ -49,6 +49,13 @@ async def test_the_keys_of_engines_are_not_for_callers(stub, registry, make_even
     assert "secret" not in repr(registry.instances["d"].target)
 
 
+async def test_reports_about_models_are_left_out(stub, registry, make_event) -> None:
+    registry.on_event("d", make_event("d", "mixed", model_report="{}"), 0.0)
+    (described,) = (await stub.Fleet(router_pb2.FleetRequest())).instances
+    assert described.registration.model_report == ""
+    assert registry.instances["d"].registration.model_report == "{}"
+
+
 async def test_errors_are_classified_by_their_codes(stub, fleet_of) -> None:
     fleet_of(d="decode")
     with pytest.raises(grpc.aio.AioRpcError) as unknown:

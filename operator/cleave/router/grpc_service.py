@@ -174,6 +174,8 @@ def _describe_instance(instance: RoutedInstance, now: float) -> router_pb2.Insta
     registration.CopyFrom(instance.registration)
     # Callers of this service are not authenticated.
     registration.ClearField("engine_key")
+    # Kilobytes, which a response with a thousand instances has no room for.
+    registration.ClearField("model_report")
     return router_pb2.Instance(
         registration=registration,
         load=instance.load,
