@@ -11,10 +11,10 @@ accounting does, so both are measured, alone and together.
 
 import bisect
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 from fleets import Worker
 from traces import predict
 
@@ -29,6 +29,8 @@ MAX_TOKENS = 4096
 MAX_WORKERS = 256
 WARM_UP = 0.2
 SEED = 1
+SHARES = 1.0, 0.99
+"""Of the requests, that keep the target."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +42,8 @@ class Request:
     joined_ms: float = 0.0
     end_ms: float = 0.0
     first_step: int = 0
+    is_counted: bool = True
+    """Whether it arrived after the warm-up."""
 
 
 @dataclass(slots=True)
@@ -90,11 +94,16 @@ class Fleet:
         self.capacity = worker.estimate.kv_capacity_tokens
         self.workers = [DecodeWorker() for _ in range(count)]
         self.holds, self.moves = holds, moves
+        self.missed = 0
+        """Counted requests that missed the target so far."""
 
-    def serve(self, requests: list[Request]) -> None:
-        """Run until all requests have ended."""
+    def serve(self, requests: list[Request], may_miss: float = math.inf) -> None:
+        """Run until all requests have ended, or more than `may_miss` have missed the target: a
+        fleet that is too small has ever more requests in flight, and takes long to simulate."""
         beat_ms, at = HEARTBEAT_MS, 0
-        while at < len(requests) or any(each.running or each.placed for each in self.workers):
+        while self.missed <= may_miss and (
+            at < len(requests) or any(each.running or each.placed for each in self.workers)
+        ):
             while at < len(requests) and requests[at].arrival_ms <= beat_ms:
                 self._place(requests[at])
                 at += 1
@@ -119,12 +128,17 @@ class Fleet:
             request.joined_ms, request.first_step = worker.now_ms, worker.step
             worker.context += request.prompt
             worker.running[request] = None
+            if request.joined_ms - request.arrival_ms > HEARTBEAT_MS + 2 * self.model.tpot_ms:
+                self.missed += request.is_counted
+                request.is_counted = False
             heapq.heappush(worker.ends, (worker.step + request.output, id(request), request))
 
     def _end(self, worker: DecodeWorker, request: Request) -> None:
         del worker.running[request]
         worker.context -= request.prompt + request.output
         request.end_ms = worker.now_ms
+        if request.end_ms - request.joined_ms > self.model.tpot_ms * request.output:
+            self.missed += request.is_counted
         if request.output < request.predicted:
             expected = request.first_step + request.predicted
             bisect.insort(worker.early, (expected, request.predicted - request.output))
@@ -203,18 +217,19 @@ class Fleet:
 
 def count_workers(worker: Worker, rate: float, tpot_ms: float, requests: int) -> list[Row]:
     """Fewest workers that keep the target for all requests (P100), and for 99 %."""
-    known: dict[tuple[str, int], float] = {}
+    may_miss = {share: int((1 - share) * (1 - WARM_UP) * requests + 1e-6) for share in SHARES}
+    known: dict[tuple[str, int], int] = {}
 
-    def measure(way: str, count: int) -> float:
+    def holds(way: str, share: float, count: int) -> bool:
         if (way, count) not in known:
-            drawn = draw(rate, requests)
-            Fleet(worker, count, tpot_ms, *WAYS[way]).serve(drawn)
-            known[way, count] = _measure_attainment(drawn, tpot_ms)
-        return known[way, count]
+            fleet = Fleet(worker, count, tpot_ms, *WAYS[way])
+            fleet.serve(draw(rate, requests), max(may_miss.values()))
+            known[way, count] = fleet.missed
+        return known[way, count] <= may_miss[share]
 
     return [
-        Row(worker.name, rate, share, {way: _find_fewest(way, share, measure) for way in WAYS})
-        for share in (1.0, 0.99)
+        Row(worker.name, rate, share, {way: _find_fewest(way, share, holds) for way in WAYS})
+        for share in SHARES
     ]
 
 
@@ -224,27 +239,20 @@ def draw(rate: float, requests: int) -> list[Request]:
     trace = demand.with_max_model_len(MAX_TOKENS).draw(requests, rate, SEED)
     predicted = predict(trace.prompt_tokens, trace.output_tokens)
     columns = (trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, predicted)
-    return [Request(*values) for values in zip(*(c.tolist() for c in columns), strict=True)]
+    drawn = [Request(*values) for values in zip(*(c.tolist() for c in columns), strict=True)]
+    for request in drawn[: int(WARM_UP * requests)]:
+        request.is_counted = False
+    return drawn
 
 
-def _measure_attainment(served: list[Request], tpot_ms: float) -> float:
-    counted = served[int(WARM_UP * len(served)) :]
-    met = [
-        each.end_ms - each.joined_ms <= tpot_ms * each.output
-        and each.joined_ms - each.arrival_ms <= HEARTBEAT_MS + 2 * tpot_ms
-        for each in counted
-    ]
-    return float(np.mean(met))
-
-
-def _find_fewest(way: str, share: float, measure: Callable[[str, int], float]) -> int:
+def _find_fewest(way: str, share: float, holds: Callable[[str, float, int], bool]) -> int:
     high = 1
-    while measure(way, high) < share:
+    while not holds(way, share, high):
         high *= 2
         if high > MAX_WORKERS:
             return 0
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if measure(way, middle) >= share else (middle, high)
+        low, high = (low, middle) if holds(way, share, middle) else (middle, high)
     return high

@@ -34,3 +34,26 @@ def test_a_placed_request_moves_to_where_requests_ended_early() -> None:
     assert (late.placed, early.placed) == ([], [placed])
     fleet._rebalance()
     assert early.placed == [placed], "nothing is gained by moving it back"
+
+
+def test_a_fleet_that_misses_too_often_is_given_up() -> None:
+    requests = moves.draw(20.0, 200)
+    fleet = moves.Fleet(WORKER, 1, 40.0, True, False)
+    fleet.serve(requests, 3)
+    assert fleet.missed > 3
+    assert not all(each.end_ms for each in requests)
+
+
+def test_requests_of_the_warm_up_do_not_count_as_missed() -> None:
+    requests = moves.draw(20.0, 200)
+    fleet = moves.Fleet(WORKER, 1, 40.0, True, False)
+    fleet.serve(requests)
+    assert 100 < fleet.missed <= 160
+
+
+@pytest.mark.parametrize(("may_hold", "fewest"), [(1, 1), (5, 5), (8, 8), (10_000, 0)])
+def test_the_fewest_workers_are_found(may_hold: int, fewest: int) -> None:
+    def holds(way: str, share: float, count: int) -> bool:
+        return count >= may_hold
+
+    assert moves._find_fewest("by tokens held", 1.0, holds) == fewest
