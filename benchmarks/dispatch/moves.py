@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from fleets import Worker
 from traces import predict
 
+from cleave.perf.published.aladdin import Coefficients
 from cleave.policy import best_fit
 from cleave.policy.best_fit import BestFitModel
 from cleave.policy.output_length import estimate_remaining
@@ -227,10 +228,21 @@ def count_workers(worker: Worker, rate: float, tpot_ms: float, requests: int) ->
             known[way, count] = fleet.missed
         return known[way, count] <= may_miss[share]
 
+    least = _count_least(worker.coefficients, tpot_ms, rate, draw(rate, requests))
     return [
-        Row(worker.name, rate, share, {way: _find_fewest(way, share, holds) for way in WAYS})
+        Row(worker.name, rate, share, {way: _find_fewest(way, share, holds, least) for way in WAYS})
         for share in SHARES
     ]
+
+
+def _count_least(fit: Coefficients, tpot_ms: float, rate: float, requests: list[Request]) -> int:
+    """Workers without which iterations of all requests take longer than the target on average
+    (Eq. 3, requests in flight by Little's law); a tenth less, since lengths are a sample."""
+    sums = sum(
+        each.output * (fit.c2 + fit.k2 * (each.prompt + each.output / 2)) for each in requests
+    )
+    load = rate / 1000 * tpot_ms * sums / len(requests)
+    return max(1, int(0.9 * load / (tpot_ms - fit.c3)))
 
 
 def draw(rate: float, requests: int) -> list[Request]:
@@ -245,13 +257,15 @@ def draw(rate: float, requests: int) -> list[Request]:
     return drawn
 
 
-def _find_fewest(way: str, share: float, holds: Callable[[str, float, int], bool]) -> int:
-    high = 1
+def _find_fewest(
+    way: str, share: float, holds: Callable[[str, float, int], bool], least: int
+) -> int:
+    """The fewest workers from `least` on; 0: not with MAX_WORKERS."""
+    low, high = least - 1, least
     while not holds(way, share, high):
-        high *= 2
+        low, high = high, 2 * high
         if high > MAX_WORKERS:
             return 0
-    low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(way, share, middle) else (middle, high)

@@ -51,9 +51,22 @@ def test_requests_of_the_warm_up_do_not_count_as_missed() -> None:
     assert 100 < fleet.missed <= 160
 
 
-@pytest.mark.parametrize(("may_hold", "fewest"), [(1, 1), (5, 5), (8, 8), (10_000, 0)])
-def test_the_fewest_workers_are_found(may_hold: int, fewest: int) -> None:
+@pytest.mark.parametrize(("least", "holding"), [(1, 1), (1, 7), (3, 3), (3, 8)])
+def test_the_fewest_workers_are_found(least: int, holding: int) -> None:
     def holds(way: str, share: float, count: int) -> bool:
-        return count >= may_hold
+        return count >= holding
 
-    assert moves._find_fewest("by tokens held", 1.0, holds) == fewest
+    assert moves._find_fewest("by tokens held", 1.0, holds, least) == holding
+
+
+def test_a_target_that_no_number_of_workers_keeps_gives_0() -> None:
+    assert moves._find_fewest("by tokens held", 1.0, lambda *_: False, 1) == 0
+
+
+def test_fewer_workers_than_the_least_do_not_keep_the_target() -> None:
+    drawn = moves.draw(20.0, 1000)
+    least = moves._count_least(WORKER.coefficients, 40.0, 20.0, drawn)
+    assert least > 1
+    fleet = moves.Fleet(WORKER, least - 1, 40.0, True, False)
+    fleet.serve(drawn)
+    assert fleet.missed > 100
