@@ -78,23 +78,27 @@ class Row:
 
 
 WAYS = {
-    "by predictions": (False, False),
-    "by predictions, moves": (False, True),
-    "by tokens held": (True, False),
-    "by tokens held, moves": (True, True),
+    "by predictions": (True, False, False),
+    "by predictions, moves": (True, False, True),
+    "by tokens held": (True, True, False),
+    "by tokens held, moves": (True, True, True),
+    "pending tokens": (False, True, False),
 }
-"""Whether requests that outrun their prediction count with what they hold; whether requests move.
-The first is Aladdin without re-balancing, the second with it, the third Cleave's accounting."""
+"""Whether the fullest worker that fits is chosen, not the one with the fewest tokens; whether
+requests that outrun their prediction count with what they hold; whether requests move. The first is
+Aladdin without re-balancing, the second with it, the third Cleave's best fit."""
 
 
 class Fleet:
     """A number of workers under one way to place requests."""
 
-    def __init__(self, worker: Worker, count: int, tpot_ms: float, holds: bool, moves: bool):
+    def __init__(
+        self, worker: Worker, count: int, tpot_ms: float, packs: bool, holds: bool, moves: bool
+    ) -> None:
         self.model = BestFitModel(worker.coefficients, float("inf"), tpot_ms)
         self.capacity = worker.estimate.kv_capacity_tokens
         self.workers = [DecodeWorker() for _ in range(count)]
-        self.holds, self.moves = holds, moves
+        self.packs, self.holds, self.moves = packs, holds, moves
         self.missed = 0
         """Counted requests that missed the target so far."""
 
@@ -145,7 +149,10 @@ class Fleet:
             bisect.insort(worker.early, (expected, request.predicted - request.output))
 
     def _place(self, request: Request) -> None:
-        """Best fit; the least context where no worker fits."""
+        """Best fit, the least context where no worker fits; or the fewest pending tokens."""
+        if not self.packs:
+            min(self.workers, key=self._count_pending).placed.append(request)
+            return
         order = sorted(self.workers, key=self._measure_norm, reverse=True)
         chosen = next((each for each in order if self._fits(each, request)), None)
         (chosen or min(self.workers, key=self._measure_context)).placed.append(request)
@@ -187,6 +194,9 @@ class Fleet:
         fit = self.model.coefficients
         batch = len(worker.running) + len(worker.placed)
         return best_fit.compute_capacity_norm(batch, self._measure_context(worker), fit.k2, fit.c2)
+
+    def _count_pending(self, worker: DecodeWorker) -> float:
+        return sum(each.prompt + each.predicted for each in (*worker.running, *worker.placed))
 
     def _measure_context(self, worker: DecodeWorker) -> float:
         return sum(self._weigh(worker, each) for each in (*worker.running, *worker.placed))
