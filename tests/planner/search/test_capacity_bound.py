@@ -1,5 +1,7 @@
 """Bounds without a simulation: never below what simulations find."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.capacity_bound import LengthStatistics
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.run import simulate
-from cleave.simulator.trace import Trace
+from cleave.simulator.trace import PromptBlocks, Trace
 
 from tests.support import known_problems
 
@@ -24,7 +26,19 @@ def test_the_mean_context_counts_every_pass_once() -> None:
     # The first request decodes twice, on 11 and 12 tokens; the second never.
     assert lengths.decode_context == pytest.approx(11.5)
     assert lengths.decode_steps == 1
-    assert lengths.prompt_squares == pytest.approx((100 + 10_000) / 2)
+    assert lengths.computed_squares == pytest.approx((100 + 10_000) / 2)
+
+
+def test_what_an_earlier_prompt_has_is_not_computed_and_its_memory_is_shared() -> None:
+    blocks = PromptBlocks(16, np.array([0, 2, 4]), np.array([0, 1, 0, 2]), 3)
+    repeating = replace(trace([32, 32], [3, 3]), blocks=blocks)
+    lengths = LengthStatistics.from_trace(repeating)
+    assert lengths.prompt_tokens == 32
+    assert lengths.computed_tokens == 24
+    assert lengths.computed_squares == 32**2 - 16**2 / 2
+    assert lengths.decode_context - lengths.own_context == 8
+    # Those that fill caches are not counted.
+    assert LengthStatistics.from_trace(repeating, 1).computed_tokens == 16
 
 
 def test_requests_of_one_token_bound_no_decoding() -> None:
