@@ -1,7 +1,7 @@
 """Plans for a trace whose prompts repeat, with and without knowledge of it.
 
 `python benchmarks/planner/reuse.py mooncake_conversation_trace.jsonl --rates 3.4 10`, minutes for
-each rate. Mooncake's traces are published with its paper (FAST 2025): kvcache-ai/Mooncake on GitHub.
+each rate. The trace was published with Mooncake's paper (FAST 2025, kvcache-ai/Mooncake).
 
 Both plans are for the same requests and then serve them in a simulation with prefix caches, with
 other random arrivals than the search used. What one saves without the other is what knowledge of

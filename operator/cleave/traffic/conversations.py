@@ -116,9 +116,9 @@ class Turns:
     order: Numbers
     """The turns that are requests of the draw, in order of arrival."""
 
-    def sort_by(self, prompt_tokens: Numbers) -> Numbers:
+    def sort_by(self, prompt_tokens: NDArray[np.float64]) -> Numbers:
         """The order that puts the turns of each conversation in that of their prompts' lengths."""
-        return np.lexsort((prompt_tokens, self.owner))
+        return np.asarray(np.lexsort((prompt_tokens, self.owner)), np.int64)
 
 
 def _draw_geometric(uniform: NDArray[np.float64], mean: float) -> Numbers:
@@ -126,4 +126,4 @@ def _draw_geometric(uniform: NDArray[np.float64], mean: float) -> Numbers:
     if mean <= 1:
         return np.ones(len(uniform), np.int64)
     drawn = np.floor(np.log1p(-uniform) / np.log1p(-1 / mean)) + 1
-    return drawn.astype(np.int64)
+    return np.asarray(drawn, np.int64)
