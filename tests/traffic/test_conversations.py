@@ -18,7 +18,7 @@ def demand(conversations: Conversations = CHATS, rate: float = 10.0) -> Demand:
     return Demand(rate, GeneratedRequests(LENGTHS, conversations=conversations))
 
 
-def test_lengths_are_those_that_are_stated() -> None:
+def test_lengths_are_those_that_are_declared() -> None:
     drawn = demand().draw(20_000)
     assert drawn.prompt_tokens.mean() == pytest.approx(2000, rel=0.03)
     assert drawn.output_tokens.mean() == pytest.approx(200, rel=0.03)
@@ -65,7 +65,7 @@ def test_longer_conversations_repeat_more_and_single_requests_only_what_all_shar
     assert common.block_tokens == 64
 
 
-def test_the_next_turn_comes_after_the_interval_at_the_stated_rate_and_at_others() -> None:
+def test_the_next_turn_comes_after_the_interval_at_the_declared_rate_and_at_others() -> None:
     for rate in (10.0, 40.0):
         # A repetition lies as many requests back as arrive in 6 s on average; exponential.
         at_rate = demand(Conversations(8, 60, 256)).with_rate(rate)
@@ -73,18 +73,18 @@ def test_the_next_turn_comes_after_the_interval_at_the_stated_rate_and_at_others
         assert distance == pytest.approx(6 * rate * np.log(2), rel=0.1)
 
 
-def test_reuse_is_stated_in_the_workload_and_taken_over_to_observed_lengths(tmp_path) -> None:
+def test_reuse_is_declared_in_the_workload_and_taken_over_to_observed_lengths(tmp_path) -> None:
     spec = api.Workload(
         rate=5.0,
         prompt_tokens=api.LengthDistribution(mean=700, p90=1400),
         output_tokens=api.LengthDistribution(mean=200),
         reuse=api.Reuse(turns=4, turn_interval_s=20, new_tokens=100),
     )
-    stated = workload.build_from_spec(spec, tmp_path)
-    assert stated.source.conversations == Conversations(4, 100.0, 100, 0)
-    assert stated.has_reuse
+    declared = workload.build_from_spec(spec, tmp_path)
+    assert declared.source.conversations == Conversations(4, 100.0, 100, 0)
+    assert declared.has_reuse
     observed = workload.build_fixed(900, 100, 10.0)
-    assert observed.with_reuse_of(stated).source.conversations == Conversations(4, 200.0, 100, 0)
+    assert observed.with_reuse_of(declared).source.conversations == Conversations(4, 200.0, 100, 0)
 
 
 def test_the_same_requests_can_be_drawn_as_if_no_prompt_repeated() -> None:
@@ -95,7 +95,7 @@ def test_the_same_requests_can_be_drawn_as_if_no_prompt_repeated() -> None:
     assert not demand().without_reuse().has_reuse
 
 
-def test_a_trace_that_is_replayed_takes_no_stated_reuse() -> None:
+def test_a_trace_that_is_replayed_takes_no_declared_reuse() -> None:
     with pytest.raises(ValueError, match="state a rate too"):
         api.Workload(
             trace=api.TraceSource(path="t.jsonl"),

@@ -156,7 +156,7 @@ class RequestSource(Hashable, Protocol):
     def has_reuse(self) -> bool:
         """Whether prompts begin alike, as far as is known."""
 
-    def at_rates(self, ratio: float) -> "RequestSource":
+    def scale_rates(self, ratio: float) -> "RequestSource":
         """The source for rates that are `ratio` times as high: more conversations at a time."""
 
 
@@ -190,7 +190,7 @@ class GeneratedRequests:
         """Whether there are conversations."""
         return self.conversations is not None
 
-    def at_rates(self, ratio: float) -> "GeneratedRequests":
+    def scale_rates(self, ratio: float) -> "GeneratedRequests":
         """The same intervals between turns, with more or fewer requests in them."""
         if self.conversations is None:
             return self
@@ -236,7 +236,7 @@ class TraceReplay:
         """Whether blocks are recorded."""
         return self.trace.blocks is not None
 
-    def at_rates(self, ratio: float) -> "TraceReplay":  # noqa: ARG002
+    def scale_rates(self, ratio: float) -> "TraceReplay":  # noqa: ARG002
         """The same: other rates replay the recorded requests faster or slower."""
         return self
 
@@ -273,9 +273,9 @@ class UniquePrompts:
         """False."""
         return False
 
-    def at_rates(self, ratio: float) -> "UniquePrompts":
+    def scale_rates(self, ratio: float) -> "UniquePrompts":
         """As the other source."""
-        return UniquePrompts(self.source.at_rates(ratio))
+        return UniquePrompts(self.source.scale_rates(ratio))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class Demand:
 
     def with_rate(self, rate: float) -> "Demand":
         """The same requests at another rate; conversations keep their intervals."""
-        return replace(self, rate=rate, source=self.source.at_rates(rate / self.rate))
+        return replace(self, rate=rate, source=self.source.scale_rates(rate / self.rate))
 
     def with_max_model_len(self, max_model_len: int) -> "Demand":
         """The same requests for a model with at most this many tokens of prompt and output."""

@@ -34,7 +34,7 @@ def said(found: ReplanOutcome, kind: str = "PlanDrifted") -> tuple[bool | None, 
     return condition.status, condition.reason
 
 
-def test_observed_traffic_is_planned_in_the_conversations_that_are_stated() -> None:
+def test_observed_traffic_is_planned_in_declared_conversations() -> None:
     reuse = {"turns": 4, "turnIntervalS": 20, "newTokens": 100}
     desired = deployment(workload={**DECLARED, "reuse": reuse})
     found = reconcile_plan(view(desired, status(desired), windows=traffic(4)))

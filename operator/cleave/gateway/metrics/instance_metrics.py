@@ -125,7 +125,7 @@ def _describe(name: str, text: str) -> str:
 
 
 def _begin_lines(model: str, name: str) -> tuple[str, ...]:
-    labels = f'{{engine="{_escape(name)}",model="{_escape(model)}",source='
+    labels = f'{{engine="{_format_label(name)}",model="{_format_label(model)}",source='
     return (
         f'{PROMPT_TOKENS[0]}{labels}"sent"}} ',
         f'{PROMPT_TOKENS[0]}{labels}"predicted"}} ',
@@ -135,7 +135,7 @@ def _begin_lines(model: str, name: str) -> tuple[str, ...]:
     )
 
 
-def _escape(value: str) -> str:
+def _format_label(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
