@@ -28,16 +28,11 @@ from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-CLUSTER = Cluster.model_validate(
-    {
-        "nodes": [{"count": 8, "gpu": "H100-SXM-80GB", "gpusPerNode": 8}],
-        "network": {"kind": "InfiniBand", "bandwidthGbps": 400},
-    }
-)
 SEED = 100
 
 
-def build_problem(trace: Path, rate: float, ttft_ms: float) -> Problem:
+def build_problem(trace: Path, rate: float, ttft_ms: float, nodes: int) -> Problem:
+    """Nodes of eight H100."""
     manifest = {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
@@ -49,7 +44,11 @@ def build_problem(trace: Path, rate: float, ttft_ms: float) -> Problem:
         },
     }
     deployment = LLMDeployment.model_validate(manifest)
-    return problem_from_cluster.build_problem(deployment, CLUSTER)
+    cluster = {
+        "nodes": [{"count": nodes, "gpu": "H100-SXM-80GB", "gpusPerNode": 8}],
+        "network": {"kind": "InfiniBand", "bandwidthGbps": 400},
+    }
+    return problem_from_cluster.build_problem(deployment, Cluster.model_validate(cluster))
 
 
 def serve(problem: Problem, plan: Plan) -> tuple[float, float]:
@@ -71,12 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--rates", type=float, nargs="+", default=[3.4, 10.0, 20.0])
+    parser.add_argument("--nodes", type=int, default=1, help="of eight H100")
     parser.add_argument("--ttft-ms", type=float, default=2000)
     args = parser.parse_args(arguments)
     print("| rate | planned | plan | GPUs | predicted | served | cached | CPU |")
     print("|---|---|---|---|---|---|---|---|")
     for rate in args.rates:
-        problem = build_problem(args.trace, rate, args.ttft_ms)
+        problem = build_problem(args.trace, rate, args.ttft_ms, args.nodes)
         blind = replace(problem, demand=problem.demand.without_reuse())
         for label, known in (("without", blind), ("with reuse", problem)):
             start = time.process_time()
