@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
+from cleave.api.role import Role
 from cleave.planner import plan_search
 from cleave.planner.plan import PlanningResult
 from cleave.planner.problem import Policies
@@ -58,6 +59,10 @@ def test_instances_of_the_same_kinds_are_compared_by_their_numbers(answer) -> No
     text = compare_with_blind(selected, blind).text
     assert text.endswith("without reuse 6 instead of 2 prefill instances would be needed")
     assert "the same instances would be" in compare_with_blind(selected, answer).text
+    mixed = replace(selected, pools=(replace(prefill, role=Role.MIXED, replicas=3),))
+    other = compare_with_blind(selected, replace(answer, selected=mixed))
+    assert other.gpus == other.gpus_without == 6
+    assert other.text.endswith("without reuse 3M tp2 would be needed instead")
     nothing = compare_with_blind(selected, replace(answer, selected=None))
     assert nothing.gpus_without is None
     assert nothing.text.endswith("without reuse no plan meets the SLO")

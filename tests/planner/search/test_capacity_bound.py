@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cleave.planner.problem import Policies
 from cleave.planner.search import capacity_bound
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.capacity_bound import LengthStatistics
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import PromptBlocks, Trace
+from cleave.traffic.conversations import Conversations
+from cleave.traffic.workload import Demand
 
 from tests.support import known_problems
 
@@ -63,6 +66,25 @@ def test_an_overloaded_fleet_never_serves_more_than_its_bound(size: tuple[int, i
     ):
         fleet = build_cell(problem, draft)
         bound = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(4000))
+        outcome = simulate(fleet, trials.build_trace(4000, 4 * bound))
+        served = len(outcome.end_ms) / float(np.nanmax(outcome.end_ms)) * 1000
+        assert served <= bound * 1.001
+
+
+def test_nor_does_one_whose_prompts_repeat() -> None:
+    chat = known_problems.chat(prompt=900, output=60)
+    chats = replace(chat.source, conversations=Conversations(8, 40, 64))
+    problem = known_problems.problem(Demand(10.0, chats, 2048), policies=Policies())
+    candidate = known_problems.of_size(problem)
+    trials = Trials(problem.demand, precision=CONFIRMATION_PRECISION)
+    blind = Trials(problem.demand.without_reuse(), precision=CONFIRMATION_PRECISION)
+    for draft in (
+        known_problems.whole(problem, candidate),
+        known_problems.split(problem, candidate, 1, candidate, 2),
+    ):
+        fleet = build_cell(problem, draft)
+        bound = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(4000))
+        assert bound > 1.5 * capacity_bound.compute_fleet_rate(fleet, blind.get_lengths(4000))
         outcome = simulate(fleet, trials.build_trace(4000, 4 * bound))
         served = len(outcome.end_ms) / float(np.nanmax(outcome.end_ms)) * 1000
         assert served <= bound * 1.001

@@ -26,8 +26,9 @@ def _describe(selected: Plan, blind: Plan | None) -> str:
     if blind is None:
         return "no plan meets the SLO"
     if [*map(_get_kind, selected.pools)] != [*map(_get_kind, blind.pools)]:
-        gpus = f"{blind.gpus} instead of {selected.gpus} GPUs"
-        return f"{format_plan(blind)} would be needed, {gpus}"
+        changed = f", {blind.gpus} instead of {selected.gpus} GPUs"
+        is_equal = blind.gpus == selected.gpus
+        return f"{format_plan(blind)} would be needed{' instead' if is_equal else changed}"
     changes = [
         f"{other.replicas} instead of {pool.replicas} {pool.role} instances"
         for pool, other in zip(selected.pools, blind.pools, strict=True)
