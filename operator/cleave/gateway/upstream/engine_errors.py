@@ -37,7 +37,7 @@ def convert_engine_error(status: int, body: bytes) -> GatewayError | None:
     return GatewayError(
         known,
         _cut(message) or f"the engine refused the request with status {status}",
-        _translate_type(fields.get("type"), known),
+        _convert_type(fields.get("type"), known),
         code=code if isinstance(code, str) else None,
         param=param if isinstance(param, str) else None,
     )
@@ -79,7 +79,7 @@ def _describe_fault(fault: object) -> str:
     return f"{field}: {message}" if field else message
 
 
-def _translate_type(kind: object, status: HTTPStatus) -> str:
+def _convert_type(kind: object, status: HTTPStatus) -> str:
     if isinstance(kind, str) and kind.endswith("_error"):
         return kind
     if status is HTTPStatus.TOO_MANY_REQUESTS:
