@@ -1,4 +1,4 @@
-"""Whatever form an engine's error has, clients get OpenAI's."""
+"""Errors of engines in all their forms become OpenAI's."""
 
 import json
 
