@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
 from cleave.api.cluster import Cluster
 from cleave.api.crd import Schema, build_structural_schema
@@ -25,7 +25,7 @@ from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
 from cleave.gateway.app import openapi
-from cleave.gateway.metrics import gateway_metrics
+from cleave.gateway.metrics import gateway_metrics, instance_metrics
 from cleave.gateway.metrics.instance_metrics import InstanceCollector
 from cleave.perf.hardware.gpu import CATALOGUE, PRICE_SOURCE
 from cleave.router.registry import InstanceRegistry
@@ -146,8 +146,12 @@ def metrics() -> Lines:
     yield ""
     yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
     counted = gateway_metrics.GatewayCollector(gateway_metrics.GatewayMetrics())
-    fleet = InstanceCollector(InstanceRegistry(), reports_hits=True)
-    yield from _families([*counted.collect(), *fleet.collect()], texts=True)
+    fleet = InstanceCollector(InstanceRegistry())
+    hits = [
+        CounterMetricFamily(name, text, labels=instance_metrics.HIT_LABELS)
+        for name, text in (instance_metrics.PROMPT_TOKENS, instance_metrics.HIT_TOKENS)
+    ]
+    yield from _families([*counted.collect(), *fleet.collect(), *hits], texts=True)
     yield from ("", f"TTFT buckets (s): {_numbers(gateway_metrics.TTFT_BOUNDS_S)}.")
     yield from ("", f"TPOT buckets (s): {_numbers(gateway_metrics.TPOT_BOUNDS_S)}.")
     yield ""

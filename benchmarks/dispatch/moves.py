@@ -11,13 +11,14 @@ accounting does, so both are measured, alone and together.
 
 import bisect
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 from fleets import Worker
 from traces import predict
 
+from cleave.perf.published.aladdin import Coefficients
 from cleave.policy import best_fit
 from cleave.policy.best_fit import BestFitModel
 from cleave.policy.output_length import estimate_remaining
@@ -29,6 +30,8 @@ MAX_TOKENS = 4096
 MAX_WORKERS = 256
 WARM_UP = 0.2
 SEED = 1
+SHARES = 1.0, 0.99
+"""Of the requests, that keep the target."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +43,8 @@ class Request:
     joined_ms: float = 0.0
     end_ms: float = 0.0
     first_step: int = 0
+    is_counted: bool = True
+    """Whether it arrived after the warm-up."""
 
 
 @dataclass(slots=True)
@@ -73,28 +78,37 @@ class Row:
 
 
 WAYS = {
-    "by predictions": (False, False),
-    "by predictions, moves": (False, True),
-    "by tokens held": (True, False),
-    "by tokens held, moves": (True, True),
+    "by predictions": (True, False, False),
+    "by predictions, moves": (True, False, True),
+    "by tokens held": (True, True, False),
+    "by tokens held, moves": (True, True, True),
+    "pending tokens": (False, True, False),
 }
-"""Whether requests that outrun their prediction count with what they hold; whether requests move.
-The first is Aladdin without re-balancing, the second with it, the third Cleave's accounting."""
+"""Whether the fullest worker that fits is chosen, not the one with the fewest tokens; whether
+requests that outrun their prediction count with what they hold; whether requests move. The first is
+Aladdin without re-balancing, the second with it, the third Cleave's best fit."""
 
 
 class Fleet:
     """A number of workers under one way to place requests."""
 
-    def __init__(self, worker: Worker, count: int, tpot_ms: float, holds: bool, moves: bool):
+    def __init__(
+        self, worker: Worker, count: int, tpot_ms: float, packs: bool, holds: bool, moves: bool
+    ) -> None:
         self.model = BestFitModel(worker.coefficients, float("inf"), tpot_ms)
         self.capacity = worker.estimate.kv_capacity_tokens
         self.workers = [DecodeWorker() for _ in range(count)]
-        self.holds, self.moves = holds, moves
+        self.packs, self.holds, self.moves = packs, holds, moves
+        self.missed = 0
+        """Counted requests that missed the target so far."""
 
-    def serve(self, requests: list[Request]) -> None:
-        """Run until all requests have ended."""
+    def serve(self, requests: list[Request], may_miss: float = math.inf) -> None:
+        """Run until all requests have ended, or more than `may_miss` have missed the target: a
+        fleet that is too small has ever more requests in flight, and takes long to simulate."""
         beat_ms, at = HEARTBEAT_MS, 0
-        while at < len(requests) or any(each.running or each.placed for each in self.workers):
+        while self.missed <= may_miss and (
+            at < len(requests) or any(each.running or each.placed for each in self.workers)
+        ):
             while at < len(requests) and requests[at].arrival_ms <= beat_ms:
                 self._place(requests[at])
                 at += 1
@@ -119,18 +133,26 @@ class Fleet:
             request.joined_ms, request.first_step = worker.now_ms, worker.step
             worker.context += request.prompt
             worker.running[request] = None
+            if request.joined_ms - request.arrival_ms > HEARTBEAT_MS + 2 * self.model.tpot_ms:
+                self.missed += request.is_counted
+                request.is_counted = False
             heapq.heappush(worker.ends, (worker.step + request.output, id(request), request))
 
     def _end(self, worker: DecodeWorker, request: Request) -> None:
         del worker.running[request]
         worker.context -= request.prompt + request.output
         request.end_ms = worker.now_ms
+        if request.end_ms - request.joined_ms > self.model.tpot_ms * request.output:
+            self.missed += request.is_counted
         if request.output < request.predicted:
             expected = request.first_step + request.predicted
             bisect.insort(worker.early, (expected, request.predicted - request.output))
 
     def _place(self, request: Request) -> None:
-        """Best fit; the least context where no worker fits."""
+        """Best fit, the least context where no worker fits; or the fewest pending tokens."""
+        if not self.packs:
+            min(self.workers, key=self._count_pending).placed.append(request)
+            return
         order = sorted(self.workers, key=self._measure_norm, reverse=True)
         chosen = next((each for each in order if self._fits(each, request)), None)
         (chosen or min(self.workers, key=self._measure_context)).placed.append(request)
@@ -173,6 +195,9 @@ class Fleet:
         batch = len(worker.running) + len(worker.placed)
         return best_fit.compute_capacity_norm(batch, self._measure_context(worker), fit.k2, fit.c2)
 
+    def _count_pending(self, worker: DecodeWorker) -> float:
+        return sum(each.prompt + each.predicted for each in (*worker.running, *worker.placed))
+
     def _measure_context(self, worker: DecodeWorker) -> float:
         return sum(self._weigh(worker, each) for each in (*worker.running, *worker.placed))
 
@@ -203,19 +228,31 @@ class Fleet:
 
 def count_workers(worker: Worker, rate: float, tpot_ms: float, requests: int) -> list[Row]:
     """Fewest workers that keep the target for all requests (P100), and for 99 %."""
-    known: dict[tuple[str, int], float] = {}
+    may_miss = {share: int((1 - share) * (1 - WARM_UP) * requests + 1e-6) for share in SHARES}
+    known: dict[tuple[str, int], int] = {}
 
-    def measure(way: str, count: int) -> float:
+    def holds(way: str, share: float, count: int) -> bool:
         if (way, count) not in known:
-            drawn = draw(rate, requests)
-            Fleet(worker, count, tpot_ms, *WAYS[way]).serve(drawn)
-            known[way, count] = _measure_attainment(drawn, tpot_ms)
-        return known[way, count]
+            fleet = Fleet(worker, count, tpot_ms, *WAYS[way])
+            fleet.serve(draw(rate, requests), max(may_miss.values()))
+            known[way, count] = fleet.missed
+        return known[way, count] <= may_miss[share]
 
+    least = _count_least(worker.coefficients, tpot_ms, rate, draw(rate, requests))
     return [
-        Row(worker.name, rate, share, {way: _find_fewest(way, share, measure) for way in WAYS})
-        for share in (1.0, 0.99)
+        Row(worker.name, rate, share, {way: _find_fewest(way, share, holds, least) for way in WAYS})
+        for share in SHARES
     ]
+
+
+def _count_least(fit: Coefficients, tpot_ms: float, rate: float, requests: list[Request]) -> int:
+    """Workers without which iterations of all requests take longer than the target on average
+    (Eq. 3, requests in flight by Little's law); a tenth less, since lengths are a sample."""
+    sums = sum(
+        each.output * (fit.c2 + fit.k2 * (each.prompt + each.output / 2)) for each in requests
+    )
+    load = rate / 1000 * tpot_ms * sums / len(requests)
+    return max(1, int(0.9 * load / (tpot_ms - fit.c3)))
 
 
 def draw(rate: float, requests: int) -> list[Request]:
@@ -224,27 +261,22 @@ def draw(rate: float, requests: int) -> list[Request]:
     trace = demand.with_max_model_len(MAX_TOKENS).draw(requests, rate, SEED)
     predicted = predict(trace.prompt_tokens, trace.output_tokens)
     columns = (trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, predicted)
-    return [Request(*values) for values in zip(*(c.tolist() for c in columns), strict=True)]
+    drawn = [Request(*values) for values in zip(*(c.tolist() for c in columns), strict=True)]
+    for request in drawn[: int(WARM_UP * requests)]:
+        request.is_counted = False
+    return drawn
 
 
-def _measure_attainment(served: list[Request], tpot_ms: float) -> float:
-    counted = served[int(WARM_UP * len(served)) :]
-    met = [
-        each.end_ms - each.joined_ms <= tpot_ms * each.output
-        and each.joined_ms - each.arrival_ms <= HEARTBEAT_MS + 2 * tpot_ms
-        for each in counted
-    ]
-    return float(np.mean(met))
-
-
-def _find_fewest(way: str, share: float, measure: Callable[[str, int], float]) -> int:
-    high = 1
-    while measure(way, high) < share:
-        high *= 2
+def _find_fewest(
+    way: str, share: float, holds: Callable[[str, float, int], bool], least: int
+) -> int:
+    """The fewest workers from `least` on; 0: not with MAX_WORKERS."""
+    low, high = least - 1, least
+    while not holds(way, share, high):
+        low, high = high, 2 * high
         if high > MAX_WORKERS:
             return 0
-    low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if measure(way, middle) >= share else (middle, high)
+        low, high = (low, middle) if holds(way, share, middle) else (middle, high)
     return high

@@ -1,8 +1,8 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
-`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|savings|moves|adapters|cost|
-pairs|caches ...]`; without names all of them, about fifteen minutes on one core. `--quick`: does
-all of it work? Quote none of its figures.
+`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|best-fit|savings|moves|
+adapters|cost|pairs|caches ...]`; without names all of them, about half an hour on one core.
+`--quick`: does all of it work? Quote none of its figures.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import numpy as np
 import processes
 import queueing
 import savings
+import several_gateways
 import traces
 from fleets import worker
 from numpy.typing import NDArray
@@ -36,6 +37,9 @@ SIZES = (8, 64, 1024)
 PAIR_SIZES = ((4, 4), (32, 32), (256, 512))
 """Prefill and decode instances."""
 GATEWAYS = (1, 2, 4, 8)
+SHARED_GATEWAYS = (1, 2, 4)
+SHARED_FLEETS = {"mixed": 8}, {"prefill": 4, "decode": 4}
+"""Instances by role."""
 PROCESS_LOADS = (0.8, 0.9, 0.95)
 ESTIMATE_ERROR = 0.2
 """Spread of token estimates that are made of bytes."""
@@ -198,6 +202,25 @@ def goodputs(console: Console, quick: bool) -> Rows:
     return rows
 
 
+def shared(console: Console, quick: bool) -> Rows:
+    """Best fit by several gateways."""
+    rows: Rows = []
+    conv, targets = traces.read("conv"), goodput.Targets(1000, 50)
+    one = worker("llama-2-13b", "A100-SXM-80GB", 1)
+    requests, seeds = (300, range(1)) if quick else (4000, range(3))
+    for counts in SHARED_FLEETS[: 1 if quick else None]:
+        found = several_gateways.compare(
+            one, counts, conv, targets, requests, SHARED_GATEWAYS, seeds
+        )
+        table = _table("policy", *(f"{count} gateways" for count in SHARED_GATEWAYS))
+        for row in found:
+            table.add_row(row.policy, *(f"{rate:.3f}" for rate in row.per_gpu.values()))
+        aim = f"TTFT {targets.ttft_ms:g} ms, TPOT {targets.tpot_ms:g} ms"
+        _print(console, f"{found[0].fleet}; Azure conversation, {aim}: req/s per GPU", table)
+        rows += [asdict(row) for row in found]
+    return rows
+
+
 def saved(console: Console, quick: bool) -> Rows:
     """Aladdin's figure 12."""
     rows: Rows = []
@@ -322,6 +345,7 @@ SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "gateways": gateways,
     "processes": together,
     "goodput": goodputs,
+    "best-fit": shared,
     "savings": saved,
     "moves": moved,
     "adapters": measure_retained,

@@ -44,7 +44,7 @@ class Comparison:
     """Of the load generator, in milliseconds of the trace."""
     busy_share: float
     """Of this machine's cores."""
-    pace: PassScale
+    pass_scale: PassScale
     """Of the simulated passes."""
 
     @property
@@ -105,7 +105,7 @@ def compare(
         failed=len(seen.faults),
         lag_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)),
         busy_share=seen.busy_share,
-        pace=pass_scale,
+        pass_scale=pass_scale,
     )
 
 

@@ -1,6 +1,6 @@
 """Emulated fleets: OPT-13B on A100 as DistServe measured it, and the same for the simulator."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,19 @@ from fleet import make_fleet
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
 from iteration_times import PassScale
 
+from cleave.api.enums import DispatchPolicy
 from cleave.perf import named_profiles
+from cleave.perf.published.aladdin import IterationTimeModel
 from cleave.perf.timing import EngineTiming
+from cleave.policy.best_fit import BestFitModel
 from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedTransfer
 
 CASES = (Case(prefill=1, decode=1), Case(prefill=2, decode=2), Case(mixed=2))
 PROFILE = "distserve/opt-13b/tp1"
 BLOCK_SIZE = 16
 MAX_BATCHED_TOKENS = 2048
+TTFT_MS, TPOT_MS = 1000.0, 60.0
+"""Targets of the deployment, in milliseconds of the trace: best fit fills instances up to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class Emulated:
 
     case: Case
     time_scale: float
+    policy: DispatchPolicy = DispatchPolicy.PREFIX_AWARE
     kind: str = "emulated"
     model: str = "opt-13b"
     length_scale: float = 1.0
@@ -38,7 +44,8 @@ class Emulated:
                 "servedName": self.model,
                 "maxModelLen": self.max_model_len,
             },
-            "slo": {"ttftMs": 1000, "tpotMs": 60},
+            "slo": {"ttftMs": TTFT_MS * self.time_scale, "tpotMs": TPOT_MS * self.time_scale},
+            "routing": {"policy": self.policy.value},
             "engine": {
                 "type": "Emulated",
                 "args": ["--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)],
@@ -66,4 +73,21 @@ class Emulated:
         idle = read_idle(folder / "idle.json")
         transfer = fit_transfer(idle) if self.case.decode else SimulatedTransfer()
         dispatch_ms = find_dispatch(idle, self.case.ways)
-        return make_fleet(self.case, engine, transfer, dispatch_ms)
+        fleet = make_fleet(self.case, engine, transfer, dispatch_ms)
+        if self.policy is not DispatchPolicy.BEST_FIT:
+            return replace(fleet, dispatch=self.policy)
+        model = fit_best_fit(engine.timing)
+        return replace(fleet, dispatch=self.policy, best_fit=model)
+
+
+def fit_best_fit(timing: EngineTiming) -> BestFitModel:
+    """Best fit with the iteration times that a gateway learns from such engines."""
+    model = IterationTimeModel()
+    for tokens in range(128, MAX_BATCHED_TOKENS + 1, 128):
+        model.add_prefill(tokens, timing.predict_prefill_ms([tokens]))
+    for batch in (1, 2, 4, 8, 16, 32):
+        for context in (200, 1_000, 4_000):
+            model.add_decode(
+                batch, batch * context, timing.predict_decode_ms(batch, batch * context)
+            )
+    return BestFitModel(model.solve(), TTFT_MS, TPOT_MS)

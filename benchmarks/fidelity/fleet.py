@@ -36,7 +36,7 @@ class Subject(Protocol):
         """
 
     def twin(self, folder: Path, pass_scale: PassScale) -> SimulatedFleet:
-        """The fleet for the simulator, its passes at `pace`. Raises as `timing` does."""
+        """The fleet for the simulator, its passes at `pass_scale`. Raises as `timing` does."""
 
 
 def make_fleet(

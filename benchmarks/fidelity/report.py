@@ -77,9 +77,9 @@ def report_pass_scales(report: Report) -> Iterator[str]:
     """What passes were simulated to take, where that is not what was profiled."""
     for case, comparisons in report.cases.items():
         scales = {
-            f"{each.share:.0%}": each.pace
+            f"{each.share:.0%}": each.pass_scale
             for each in comparisons
-            if (each.pace.prompt, each.pass_scale.decode) != (1.0, 1.0)
+            if (each.pass_scale.prompt, each.pass_scale.decode) != (1.0, 1.0)
         }
         if len(set(scales.values())) == 1:
             scales = {"all": next(iter(scales.values()))}

@@ -1,6 +1,6 @@
 """The simulator beside fleets that really serve: emulated engines, and vLLM on CPU.
 
-    python benchmarks/fidelity/run.py emulated
+    python benchmarks/fidelity/run.py emulated [--policy BestFit]
     python benchmarks/fidelity/run.py vllm
 
 What clients saw is kept in --work, load by load: a run that was broken off goes on where it was,
@@ -29,6 +29,7 @@ from report import Report, describe_machine, print_report
 from vllm_cpu import CASES as VLLM_CASES
 from vllm_cpu import Vllm
 
+from cleave.api.enums import DispatchPolicy
 from cleave.profiling.client import OpenAIClient
 from cleave.simulator.run import simulate
 
@@ -182,6 +183,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--shares", help="of capacity, such as 0.8,0.9; absent: all")
     parser.add_argument("--requests", type=int, default=200, help="of each load")
     parser.add_argument("--time-scale", type=float, default=0.5, help="of emulated engines")
+    parser.add_argument(
+        "--policy",
+        choices=list(DispatchPolicy),
+        default=DispatchPolicy.PREFIX_AWARE,
+        type=DispatchPolicy,
+        help="of the gateway before emulated engines",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="does everything work? two loads")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
@@ -192,7 +200,9 @@ def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
     selected = arguments.cases.split(",") if arguments.cases else None
     subjects: list[Subject]
     if arguments.kind == "emulated":
-        subjects = [Emulated(case, arguments.time_scale) for case in EMULATED_CASES]
+        subjects = [
+            Emulated(case, arguments.time_scale, arguments.policy) for case in EMULATED_CASES
+        ]
     else:
         subjects = [Vllm(case, arguments.quick) for case in VLLM_CASES]
     return [each for each in subjects if selected is None or each.case.name in selected]
@@ -208,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shares, requests = shares[1:3], min(requests, 100)
     subjects = choose_subjects(options)
     scale = subjects[0].time_scale
-    work = options.work / f"{options.kind}-x{scale:g}-n{requests}-s{options.seed}"
+    kind = f"{options.kind}-{options.policy}" if options.kind == "emulated" else options.kind
+    work = options.work / f"{kind}-x{scale:g}-n{requests}-s{options.seed}"
     settings = Settings(shares, requests, options.seed, options.data, work)
     try:
         found = {

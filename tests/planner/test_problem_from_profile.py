@@ -1,11 +1,13 @@
 """Planning for engines that emulate a profile."""
 
+from pathlib import Path
+
 import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import load_cluster, validate
 from cleave.perf import named_profiles
-from cleave.planner import problem_from_profile
+from cleave.planner import problem_from_cluster, problem_from_profile
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU
 
@@ -48,6 +50,15 @@ def test_the_hand_off_takes_what_the_engine_makes_it_take() -> None:
     (supply,) = problem_from_profile.build_problem(deployment()).supplies
     assert supply.node_link.start_ms == pytest.approx(1.0)
     assert supply.node_link.effective_gb_per_s == pytest.approx(25.0)
+
+
+def test_nothing_repeats_for_engines_without_prefix_caches() -> None:
+    reuse = {"turns": 4, "turnIntervalS": 20, "newTokens": 100}
+    for args, has_reuse in (([], True), (["--no-enable-prefix-caching"], False)):
+        engine = {"type": "Emulated", "args": args}
+        chats = deployment({**WORKLOAD, "reuse": reuse}, engine=engine)
+        assert problem_from_profile.build_problem(chats).demand.has_reuse is has_reuse
+        assert problem_from_cluster.build_demand(chats, Path()).has_reuse is has_reuse
 
 
 def test_instances_are_not_split_and_say_why() -> None:

@@ -11,6 +11,7 @@ from cleave.policy.prefix_cache import (
     CLOCK_BITS,
     FIRST_BLOCK_BYTES,
     MAX_PROMPT_BYTES,
+    WHOLE_BYTES,
     RepeatDetector,
     estimate_cached_tokens,
     hash_alike,
@@ -65,6 +66,19 @@ def test_text_that_is_inserted_anywhere_changes_all_hashes_from_there_on(positio
         other = prompt[:position] + bytes(size) + prompt[position:]
         pairs = list(zip(hash_all(prompt), hash_all(other), strict=False))
         assert [one == two for one, two in pairs] == [at < before for at in range(len(pairs))]
+
+
+@pytest.mark.parametrize(
+    ("position", "is_noticed"),
+    [(0, True), (WHOLE_BYTES - 1_024, True), (WHOLE_BYTES, False), (9 * 1_024 - 1, True)],
+)
+def test_a_text_of_equal_length_is_noticed_in_first_blocks_and_at_ends_of_later_ones(
+    position: int, is_noticed: bool
+) -> None:
+    prompt = random.Random(1).randbytes(50_000)
+    other = bytearray(prompt)
+    other[position] ^= 1
+    assert (hash_all(prompt) != hash_all(bytes(other))) is is_noticed
 
 
 def test_what_gateways_compare_depends_on_one_block() -> None:

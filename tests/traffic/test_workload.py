@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -209,3 +211,17 @@ def test_prompts_that_are_cut_lose_the_blocks_of_their_end() -> None:
 
 def test_resampled_lengths_have_no_blocks() -> None:
     assert workload.resample_trace(build_recorded_blocks(), 1.0).draw(3).blocks is None
+
+
+def test_a_trace_with_blocks_keeps_its_order_at_another_rate(tmp_path) -> None:
+    lines = [
+        {"timestamp": at, "input_length": 600, "output_length": 2, "hash_ids": [1, at]}
+        for at in (0, 1000, 2000)
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source = api.TraceSource(path="t.jsonl")
+    demand = workload.build_from_spec(api.Workload(rate=50.0, trace=source), tmp_path)
+    drawn = demand.draw(3000)
+    assert drawn.rate == pytest.approx(50, rel=0.1)
+    assert drawn.blocks.count_repeated()[:4].tolist() == [0, 1, 1, 0]
+    assert np.diff(drawn.arrival_ms).std() == pytest.approx(20, rel=0.1)

@@ -100,6 +100,19 @@ class PredictedPerformance(ApiModel):
     """Source of the latencies, and how large their errors have been."""
     kv_link: KvLink | None = None
     """The link over which KV is transferred; absent: no KV is transferred."""
+    cached_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of prompt tokens found in prefix caches; absent: no prompts are known to repeat."""
+
+
+class PlannedReuse(ApiModel):
+    """What prompts that repeat save in the selected plan."""
+
+    cached_share: Annotated[float, Field(ge=0, le=1)]
+    """Share of prompt tokens found in prefix caches."""
+    gpus_without: Annotated[int, Field(ge=0)] | None = None
+    """GPUs of the best plan if no prompt repeated; absent: none would meet the SLO."""
+    reason: str
+    """What is saved, in one sentence."""
 
 
 class PlanGrowth(ApiModel):
@@ -159,6 +172,8 @@ class SelectedPlan(ApiModel):
     kv_link: KvLink | None = None
     """The link over which KV is transferred, of a placement that was not planned: that of the
     nodes. Absent: as predicted, none, or not known."""
+    reuse: PlannedReuse | None = None
+    """What prompts that repeat save; absent: none are known to."""
     growth: PlanGrowth | None = None
     """How the plan scales with its traffic; absent: spec.scaling.roles is empty."""
     alternatives: list[PlanOption] = Field(default_factory=list, max_length=3)

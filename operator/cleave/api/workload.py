@@ -35,6 +35,19 @@ class TraceSource(ApiModel):
     """Path of a CSV or JSONL file on the machine that runs the planner."""
 
 
+class Reuse(ApiModel):
+    """Conversations: prompts that begin like earlier ones, so that engines have cached a part."""
+
+    turns: Annotated[float, Field(ge=1, le=10_000)]
+    """Mean number of requests of a conversation. Each prompt begins with the one before it."""
+    turn_interval_s: Annotated[float, Field(ge=0, le=86_400)]
+    """Mean seconds between two requests of a conversation."""
+    new_tokens: Tokens
+    """Tokens at the end of a prompt that are new, at least: the last answer and the question."""
+    shared_tokens: Annotated[float, Field(ge=0, le=10_000_000)] = 0
+    """Tokens with which all prompts begin, such as a system prompt."""
+
+
 class Workload(ApiModel):
     """Expected requests: distributions or a trace."""
 
@@ -49,6 +62,9 @@ class Workload(ApiModel):
     default), above 1 is bursty. Not allowed with a trace without a rate, as it has times."""
     trace: TraceSource | None = None
     """Recorded requests: lengths are taken from it, and arrival times unless a rate is given."""
+    reuse: Reuse | None = None
+    """Conversations among these requests; absent: no prompt repeats, except in a trace with hashes
+    of blocks."""
 
     rules = (
         ValidationRule(
@@ -68,6 +84,13 @@ class Workload(ApiModel):
             is_valid=lambda w: w.burstiness is None or w.rate is not None,
             message="has no effect on a trace that is replayed; state a rate too, or remove it",
             field="burstiness",
+        ),
+        ValidationRule(
+            cel="!has(self.reuse) || has(self.rate)",
+            is_valid=lambda w: w.reuse is None or w.rate is not None,
+            message="has no effect on a trace that is replayed, whose hash_ids say what repeats; "
+            "state a rate too, or remove it",
+            field="reuse",
         ),
     )
 

@@ -29,6 +29,7 @@ from cleave.planner.result.status import (
     build_kv_link,
     build_plan_option,
     build_predicted,
+    build_reuse,
     to_manual_pools,
 )
 
@@ -93,6 +94,7 @@ def build_selected_plan(
         ahead_from_tokens=(selected.ahead_from_tokens or None) if selected else None,
         predicted=build_predicted(selected) if selected else None,
         kv_link=build_kv_link(placement.kv_link),
+        reuse=build_reuse(result.reuse) if result else None,
         growth=growth,
         alternatives=[*map(build_plan_option, result.alternatives[:3])] if result else [],
     )

@@ -89,6 +89,8 @@ class Prediction:
     """How reliable the latency model behind the prediction is."""
     kv_link: PlannedKvLink | None = None
     """None: no KV is transferred."""
+    cached_share: float = 0.0
+    """Share of prompt tokens found in prefix caches; 0 where no prompts are known to repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,20 @@ class NearestSlo:
 
 
 @dataclass(frozen=True, slots=True)
+class ReuseWorth:
+    """What prompts that repeat save."""
+
+    cached_share: float
+    """Share of prompt tokens that the selected plan finds in prefix caches."""
+    gpus: int
+    """GPUs of the selected plan."""
+    gpus_without: int | None
+    """GPUs of the best plan if no prompt repeated; None: none would meet the SLO."""
+    text: str
+    """One sentence."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlanningResult:
     """The complete result of planning one deployment."""
 
@@ -160,6 +176,8 @@ class PlanningResult:
     num_candidates: int
     num_simulated_requests: int
     elapsed_s: float
+    reuse: ReuseWorth | None = None
+    """None: no prompts are known to repeat, or no plan was selected."""
 
     @property
     def plans(self) -> tuple[Plan, ...]:

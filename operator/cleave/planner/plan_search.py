@@ -18,6 +18,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.result import md1, verdict
 from cleave.planner.result.nearest_slo import find_nearest_slo
 from cleave.planner.result.prediction import PredictedPlan, predict
+from cleave.planner.result.reuse import compare_with_blind
 from cleave.planner.result.text import format_plan
 from cleave.planner.result.verdict import Ranking
 from cleave.planner.search import affinity, enumeration
@@ -70,7 +71,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         options += _list_cells_over_nixl(search)
     finalists = _predict_best(search, options)
     ranking = verdict.rank_plans(problem, finalists)
-    plans, nearest = [each.plan for each in ranking.ordered], None
+    plans, nearest, reuse = [each.plan for each in ranking.ordered], None, None
     warnings = _list_warnings(problem, finalists)
     if is_infeasible := ranking.verdict is PlanVerdict.INFEASIBLE:
         search.tick("the nearest SLO")
@@ -82,6 +83,11 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         reason = verdict.explain_selection(problem, ranking, choice.reason)
         change = verdict.describe_runner_up(problem, ranking, switch_ms)
         warnings = *verdict.list_margin_warnings(problem, ranking), *warnings
+        if problem.demand.has_reuse:
+            search.tick("what reuse is worth")
+            blind = plan(replace(problem, demand=problem.demand.without_reuse()))
+            search.trials.tally.requests += blind.num_simulated_requests
+            reuse = compare_with_blind(plans[0], blind)
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],
@@ -93,6 +99,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         num_candidates=len(feasible),
         num_simulated_requests=search.trials.tally.requests,
         elapsed_s=time.perf_counter() - started,
+        reuse=reuse,
     )
 
 

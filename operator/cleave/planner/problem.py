@@ -27,6 +27,8 @@ ADMISSIONS = {
     DecodeAdmission.RESERVE_STATIC: Admission.RESERVE_STATIC,
     DecodeAdmission.RESERVE_DYNAMIC: Admission.RESERVE_DYNAMIC,
 }
+_NO_CACHES = "--no-enable-prefix-caching"
+"""vLLM's and the emulated engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,11 @@ class Problem:
     def rate(self) -> float:
         """Requests per second to plan for."""
         return self.demand.rate
+
+
+def limit_reuse(demand: Demand, engine: EngineSpec) -> Demand:
+    """The demand as these engines meet it: without prefix caches, no prompt repeats for them."""
+    return demand.without_reuse() if engine.has_flag(_NO_CACHES) else demand
 
 
 def build_policies(engine: EngineSpec) -> Policies:

@@ -19,7 +19,7 @@ from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner import deployment_checks
 from cleave.planner.placement import PlanError
-from cleave.planner.problem import Problem, Supply, build_policies
+from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
 
@@ -168,6 +168,7 @@ def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:
         fault = "spec.workload: required for planning; set rate, promptTokens and outputTokens"
         raise PlanError([fault])
     try:
-        return workload.build_from_spec(workload_spec, folder)
+        demand = workload.build_from_spec(workload_spec, folder)
     except workload.DemandError as error:
         raise PlanError([f"spec.workload: {error}"]) from error
+    return limit_reuse(demand, deployment.spec.engine)

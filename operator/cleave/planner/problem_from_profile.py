@@ -16,7 +16,7 @@ from cleave.perf.model import model_shape, model_source
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU
-from cleave.planner.problem import Problem, Supply, build_policies
+from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
 from cleave.traffic import characterization, workload
 
 MAX_INSTANCES = 16
@@ -87,7 +87,7 @@ def build_problem(
     link = _build_link(emulation.time_scale)
     longest = spec.model.max_model_len or shape.max_model_len
     return Problem(
-        demand=demand.with_max_model_len(longest),
+        demand=limit_reuse(demand, spec.engine).with_max_model_len(longest),
         slo=spec.slo,
         supplies=(Supply(EMULATED_GPU, 1, instances, instances, link, link),),
         shape=shape,

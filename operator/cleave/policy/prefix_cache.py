@@ -11,6 +11,10 @@ from zlib import crc32
 
 FIRST_BLOCK_BYTES = 1_024
 """Bytes of text in the first blocks: about sixteen blocks of vLLM's KV cache."""
+WHOLE_BYTES = 8 << 10
+"""Blocks up to this position are hashed as a whole ..."""
+TAIL_BYTES = 256
+"""... and so much of the end of each later one."""
 MAX_PROMPT_BYTES = 512 << 10
 """Text beyond it is not hashed."""
 COPIED_BYTES = 32 << 10
@@ -66,37 +70,38 @@ def hash_blocks(text: bytes | memoryview, seed: int) -> list[int]:
     """Chained hashes of 32 bits: one for each full block of `text` together with all blocks before
     it. The last byte, which closes a text or a list in JSON, belongs to no block.
 
-    Of a block only its last FIRST_BLOCK_BYTES are hashed: a difference before them moves what
-    follows, unless the text in its place is as long. `seed`: of the tenant. Python's hash of bytes
-    (SipHash) takes three quarters of the time of CRC-32, and its key is a secret that forked
-    processes share. A collision only leads to a pick that is not the best.
+    Beyond WHOLE_BYTES only the last TAIL_BYTES of a block are hashed: a difference before them
+    moves what follows, unless the text in its place is as long. `seed`: of the tenant. Python's
+    hash of bytes (SipHash) takes three quarters of the time of CRC-32, and its key is a secret that
+    forked processes share. A collision only leads to a pick that is not the best.
     """
     size, chained = len(text), seed
     hashes: list[int] = []
     for end in BLOCK_ENDS:
         if end >= size:
             break
-        chained = _hash_after(chained, _cut(text, end))
+        size_hashed = FIRST_BLOCK_BYTES if end <= WHOLE_BYTES else TAIL_BYTES
+        chained = _hash_after(chained, _cut(text, end, size_hashed))
         hashes.append(chained)
     return hashes
 
 
 def hash_first_block(text: bytes | memoryview, seed: int) -> int:
     """The first hash of `hash_blocks`; `text` has at least FIRST_BLOCK_BYTES."""
-    return _hash_after(seed, _cut(text, FIRST_BLOCK_BYTES))
+    return _hash_after(seed, _cut(text, FIRST_BLOCK_BYTES, FIRST_BLOCK_BYTES))
 
 
 def hash_alike(text: bytes | memoryview, number: int) -> int:
     """A hash of one full block that is the same in all gateways; `number`: from 0."""
-    return crc32(_cut(text, BLOCK_ENDS[number]))
+    return crc32(_cut(text, BLOCK_ENDS[number], FIRST_BLOCK_BYTES))
 
 
-def _cut(text: bytes | memoryview, end: int) -> bytes:
-    """What is hashed of the block that ends there."""
+def _cut(text: bytes | memoryview, end: int, size: int) -> bytes:
+    """The last `size` bytes of the block that ends there."""
     # Compiled, bytes are cut in a third of the time.
     if isinstance(text, bytes):
-        return text[end - FIRST_BLOCK_BYTES : end]
-    return bytes(text[end - FIRST_BLOCK_BYTES : end])
+        return text[end - size : end]
+    return bytes(text[end - size : end])
 
 
 def _hash_after(before: int, block: bytes) -> int:

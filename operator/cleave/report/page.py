@@ -97,6 +97,7 @@ def _render_header(study: LoadStudy) -> str:
     else:
         nearest = result.nearest_slo
         tiles = tables.render_nearest_slo(nearest, slo) if nearest else ""
+    worth = f"<p><b>Reuse.</b> {escape(result.reuse.text)}</p>\n" if result.reuse else ""
     return f"""<header class="card hero">
 <p class="overline">Cleave plan for <b>{escape(subject.deployment)}</b></p>
 <h1><span class="verdict {result.verdict.lower()}">{VERDICT_TEXTS[result.verdict]}</span>
@@ -104,7 +105,7 @@ def _render_header(study: LoadStudy) -> str:
 <p class="reason">{escape(strip_verdict(result))}</p>
 <dl class="tiles">{tiles}</dl>
 <p class="change"><b>What would change it.</b> {escape(result.what_would_change)}</p>
-<p class="asked"><b>Requested:</b> {escape(subject.model)};
+{worth}<p class="asked"><b>Requested:</b> {escape(subject.model)};
 {format_percent(slo.attainment)} of requests with TTFT within {format_ms(slo.ttft_ms)}
 and TPOT within {format_ms(slo.tpot_ms)}; {format_number(subject.rate)} req/s;
 {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>

@@ -46,6 +46,26 @@ class PromptBlocks:
         sources = np.arange(starts[-1]) - starts[own] + self.starts[own]
         return PromptBlocks(self.block_tokens, starts, self.numbers[sources], self.count)
 
+    def count_repeated(self) -> NDArray[np.int64]:
+        """By request, its leading blocks that an earlier request has: all that a cache finds."""
+        own = self._list_owners()
+        first = np.full(self.count, len(self.starts), np.int64)
+        # Written from the last use to the first, so that the first one stays.
+        first[self.numbers[::-1]] = own[::-1]
+        repeated = np.bincount(own, first[self.numbers] < own, len(self.starts) - 1)
+        return repeated.astype(np.int64)
+
+    def compute_distance(self, share: float) -> int:
+        """Requests between two uses of a block: at most as many in `share` of repetitions; 0 where
+        nothing repeats. It is how many requests fill a cache with what later ones find."""
+        by_block = np.argsort(self.numbers, kind="stable")
+        own, numbers = self._list_owners()[by_block], self.numbers[by_block]
+        distances = np.diff(own)[numbers[1:] == numbers[:-1]]
+        return int(np.quantile(distances, share)) if len(distances) else 0
+
+    def _list_owners(self) -> NDArray[np.int64]:
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -70,3 +90,11 @@ class Trace:
         """Mean arrivals in req/s; 0 when all arrive at once."""
         span_ms = float(self.arrival_ms[-1] - self.arrival_ms[0]) if len(self) > 1 else 0.0
         return (len(self) - 1) / span_ms * 1000 if span_ms else 0.0
+
+    def bound_cached_tokens(self) -> NDArray[np.int64]:
+        """By request, the most prompt tokens that one cache without limit, shared by all instances,
+        could have. The last token of a prompt is always computed."""
+        if self.blocks is None:
+            return np.zeros(len(self), np.int64)
+        found = self.blocks.count_repeated() * self.blocks.block_tokens
+        return np.minimum(found, self.prompt_tokens - 1)

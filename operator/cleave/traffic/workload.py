@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cleave.api import workload as api
 from cleave.simulator.trace import PromptBlocks, Trace
 from cleave.traffic import history
+from cleave.traffic.conversations import Conversations, Turns
 
 TokenCounts = NDArray[np.int64]
 Values = NDArray[np.float64]
@@ -149,7 +150,14 @@ class RequestSource(Hashable, Protocol):
         """Arrival times in seconds, prompt and output lengths of `num` requests."""
 
     def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
-        """Which of these prompts begin alike; None: unknown."""
+        """Which of these prompts begin alike; None: none do, or it is unknown."""
+
+    @property
+    def has_reuse(self) -> bool:
+        """Whether prompts begin alike, as far as is known."""
+
+    def scale_rates(self, ratio: float) -> "RequestSource":
+        """The source for rates that are `ratio` times as high: more conversations at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +167,44 @@ class GeneratedRequests:
     lengths: JointLengthDistribution
     burstiness: float = 1.0
     """Coefficient of variation of the gaps: 0 regular, 1 Poisson, above bursty."""
+    conversations: Conversations | None = None
+    """Which requests are turns of one conversation; None: no prompt repeats."""
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """`num` requests."""
-        return np.cumsum(self._draw_gaps(num, seed)), *self.lengths.draw(num, seed)
+        arrivals = np.cumsum(_draw_gaps(self.burstiness, num, seed))
+        if self.conversations is None:
+            return arrivals, *self.lengths.draw(num, seed)
+        turns, prompts, outputs = self._draw_turns(self.conversations, num, seed)
+        return arrivals, prompts[turns.order], outputs[turns.order]
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:  # noqa: ARG002
-        """None: drawn lengths say nothing about reuse."""
-        return None
+    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
+        """The blocks of the turns of conversations."""
+        if self.conversations is None:
+            return None
+        turns, prompts, _ = self._draw_turns(self.conversations, num, seed)
+        return self.conversations.build_blocks(turns, _round_lengths(prompts))
 
-    def _draw_gaps(self, num: int, seed: int) -> Values:
-        if self.burstiness == 0:
-            return np.ones(num)
-        shape = self.burstiness**-2
-        return _create_generator(seed, _GAPS).standard_gamma(shape, num) / shape
+    @property
+    def has_reuse(self) -> bool:
+        """Whether there are conversations."""
+        return self.conversations is not None
+
+    def scale_rates(self, ratio: float) -> "GeneratedRequests":
+        """The same intervals between turns, with more or fewer requests in them."""
+        if self.conversations is None:
+            return self
+        between = self.conversations.interval_requests * ratio
+        return replace(self, conversations=replace(self.conversations, interval_requests=between))
+
+    def _draw_turns(
+        self, conversations: Conversations, num: int, seed: int
+    ) -> tuple[Turns, Values, Values]:
+        """Prompt and output lengths of all turns; prompts grow within each conversation."""
+        turns = conversations.draw_turns(num, seed)
+        prompts, outputs = self.lengths.draw(len(turns.owner), seed)
+        order = turns.sort_by(prompts)
+        return turns, prompts[order], outputs[order]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,15 +212,14 @@ class TraceReplay:
     """A recorded trace, replayed in a loop from its first request (seed 0) or a random one."""
 
     trace: Trace
+    burstiness: float | None = None
+    """Coefficient of variation of gaps that replace the recorded ones; None: these stay."""
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """`num` requests."""
         order = self._draw_positions(num, seed) % len(self.trace)
-        gaps = np.diff(self.trace.arrival_ms) / 1000 * self.trace.rate
-        # The loop is closed with a mean gap, since the gap before the first request is unknown.
-        arrivals = np.cumsum(np.append(1.0, gaps)[order])
         return (
-            arrivals,
+            self._draw_arrivals(order, seed),
             self.trace.prompt_tokens[order].astype(float),
             self.trace.output_tokens[order].astype(float),
         )
@@ -200,11 +231,51 @@ class TraceReplay:
         laps, order = np.divmod(self._draw_positions(num, seed), len(self.trace))
         return self.trace.blocks.select(order, laps)
 
+    @property
+    def has_reuse(self) -> bool:
+        """Whether blocks are recorded."""
+        return self.trace.blocks is not None
+
+    def scale_rates(self, ratio: float) -> "TraceReplay":  # noqa: ARG002
+        """The same: other rates replay the recorded requests faster or slower."""
+        return self
+
+    def _draw_arrivals(self, order: TokenCounts, seed: int) -> Values:
+        if self.burstiness is not None:
+            return np.cumsum(_draw_gaps(self.burstiness, len(order), seed))
+        gaps = np.diff(self.trace.arrival_ms) / 1000 * self.trace.rate
+        # The loop is closed with a mean gap, since the gap before the first request is unknown.
+        return np.cumsum(np.append(1.0, gaps)[order])
+
     def _draw_positions(self, num: int, seed: int) -> TokenCounts:
         """Positions of `num` requests in the endless loop."""
         recorded = len(self.trace)
         start = int(_create_generator(seed, _GAPS).random() * recorded) if seed else 0
         return start + np.arange(num)
+
+
+@dataclass(frozen=True, slots=True)
+class UniquePrompts:
+    """The requests of another source, as if no prompt repeated: for comparisons."""
+
+    source: RequestSource
+
+    def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
+        """`num` requests."""
+        return self.source.draw(num, seed)
+
+    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:  # noqa: ARG002
+        """None."""
+        return None
+
+    @property
+    def has_reuse(self) -> bool:
+        """False."""
+        return False
+
+    def scale_rates(self, ratio: float) -> "UniquePrompts":
+        """As the other source."""
+        return UniquePrompts(self.source.scale_rates(ratio))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +307,27 @@ class Demand:
         prompt_tokens, output_tokens = unit.prompt_tokens.copy(), unit.output_tokens.copy()
         return Trace(unit.arrival_ms / rate, prompt_tokens, output_tokens, blocks=unit.blocks)
 
+    @property
+    def has_reuse(self) -> bool:
+        """Whether prompts begin alike, as far as is known."""
+        return self.source.has_reuse
+
+    def without_reuse(self) -> "Demand":
+        """The same requests, whose prompts never repeat."""
+        return replace(self, source=UniquePrompts(self.source))
+
+    def with_reuse_of(self, other: "Demand") -> "Demand":
+        """The same lengths and arrivals in the conversations of `other`, if both are generated."""
+        source = other.with_rate(self.rate).source
+        if not (
+            isinstance(self.source, GeneratedRequests) and isinstance(source, GeneratedRequests)
+        ):
+            return self
+        return replace(self, source=replace(self.source, conversations=source.conversations))
+
     def with_rate(self, rate: float) -> "Demand":
-        """The same requests at another rate."""
-        return replace(self, rate=rate)
+        """The same requests at another rate; conversations keep their intervals."""
+        return replace(self, rate=rate, source=self.source.scale_rates(rate / self.rate))
 
     def with_max_model_len(self, max_model_len: int) -> "Demand":
         """The same requests for a model with at most this many tokens of prompt and output."""
@@ -268,8 +357,9 @@ class Demand:
 def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
     """Build the demand of `spec.workload`; a relative trace path starts at `base_dir`.
 
-    A trace alone is replayed; with a rate, its lengths are resampled and arrive at that rate with
-    the given burstiness. Raises DemandError.
+    A trace alone is replayed; with a rate, its requests arrive at that rate with the given
+    burstiness, and its lengths are resampled unless their order matters because prompts repeat.
+    Raises DemandError.
     """
     if spec.trace is not None:
         try:
@@ -278,11 +368,13 @@ def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
             raise DemandError(str(error)) from error
         if spec.rate is None:
             return build_from_trace(trace)
-        return resample_trace(trace, spec.rate, spec.gap_variation)
+        if trace.blocks is not None and spec.reuse is None:
+            return Demand(spec.rate, TraceReplay(trace, spec.gap_variation))
+        return _add_reuse(resample_trace(trace, spec.rate, spec.gap_variation), spec)
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
         raise DemandError("rate: set it with promptTokens and outputTokens, or set a trace")
     lengths = IndependentLengths(*map(_build_marginal, (spec.prompt_tokens, spec.output_tokens)))
-    return Demand(spec.rate, GeneratedRequests(lengths, spec.gap_variation))
+    return _add_reuse(Demand(spec.rate, GeneratedRequests(lengths, spec.gap_variation)), spec)
 
 
 def build_from_trace(trace: Trace) -> Demand:
@@ -306,6 +398,28 @@ def build_fixed(
     """Requests of equal lengths."""
     lengths = IndependentLengths(FixedLength(prompt_tokens), FixedLength(output_tokens))
     return Demand(rate, GeneratedRequests(lengths, burstiness))
+
+
+def _add_reuse(demand: Demand, spec: api.Workload) -> Demand:
+    """`demand` in the conversations that `spec.reuse` states, if any."""
+    reuse = spec.reuse
+    if reuse is None or not isinstance(demand.source, GeneratedRequests):
+        return demand
+    conversations = Conversations(
+        reuse.turns,
+        reuse.turn_interval_s * demand.rate,
+        round(reuse.new_tokens),
+        round(reuse.shared_tokens),
+    )
+    return replace(demand, source=replace(demand.source, conversations=conversations))
+
+
+def _draw_gaps(burstiness: float, num: int, seed: int) -> Values:
+    """Gamma-distributed gaps between arrivals, with a mean of 1."""
+    if burstiness == 0:
+        return np.ones(num)
+    shape = burstiness**-2
+    return _create_generator(seed, _GAPS).standard_gamma(shape, num) / shape
 
 
 def _build_marginal(lengths: api.LengthDistribution) -> Marginal:

@@ -1,13 +1,17 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from cleave.api.enums import DispatchPolicy
+from cleave.perf.published.aladdin import Coefficients
 from cleave.profiling.client import OpenAIClient
+from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
 Import = Callable[[str], ModuleType]
@@ -211,3 +215,47 @@ def test_only_the_requested_cases_are_run(module: Import) -> None:
     options = run.parse_arguments(["emulated", "--cases", "1P1D,2M"])
     assert [each.case.name for each in run.choose_subjects(options)] == ["1P1D", "2M"]
     assert len(run.choose_subjects(run.parse_arguments(["vllm"]))) == 2
+
+
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_deployment_and_simulation_have_the_same_policy(
+    module: Import, tmp_path: Path, policy: DispatchPolicy
+) -> None:
+    run = module("run")
+    options = run.parse_arguments(["emulated", "--cases", "2P2D", "--policy", policy.value])
+    (subject,) = run.choose_subjects(options)
+    alone = [{"tokens": tokens, "front_ms": 5.0, "pull_ms": 3.0} for tokens in (16, 512)]
+    (tmp_path / "idle.json").write_text(json.dumps(alone))
+    fleet = subject.twin(tmp_path, module("iteration_times").PassScale())
+    assert subject.spec(tmp_path)["routing"] == {"policy": policy.value}
+    assert fleet.dispatch is policy
+    assert (fleet.best_fit is not None) == (policy is DispatchPolicy.BEST_FIT)
+    assert np.isfinite(simulate(fleet, trace()).end_ms).all()
+
+
+def test_the_targets_of_a_deployment_are_on_its_own_clock(module: Import, tmp_path: Path) -> None:
+    run = module("run")
+    options = run.parse_arguments(["emulated", "--cases", "2P2D", "--time-scale", "0.5"])
+    (subject,) = run.choose_subjects(options)
+    assert subject.spec(tmp_path)["slo"] == {"ttftMs": 500.0, "tpotMs": 30.0}
+
+
+def test_best_fit_is_simulated_with_the_iteration_times_of_the_engines(module: Import) -> None:
+    emulated = module("emulated")
+    timing = Coefficients(0.1, 10.0, 0.001, 0.5, 15.0).to_timing()
+    found = emulated.fit_best_fit(timing).coefficients
+    assert astuple(found) == pytest.approx((0.1, 10.0, 0.001, 0.5, 15.0))
+
+
+@pytest.mark.parametrize(("prompt", "lines"), [(1.0, 0), (1.2, 1)])
+def test_a_report_names_passes_that_are_not_those_of_the_profile(
+    module: Import, prompt: float, lines: int
+) -> None:
+    compare, load, report = module("compare"), module("load"), module("report")
+    times = [100.0, 200.0, 300.0, 400.0], [10.0, 20.0, 30.0, 40.0]
+    scale = module("iteration_times").PassScale(prompt=prompt)
+    targets = compare.Slo(250.0, 100.0)
+    found = compare.compare(0.5, trace(), seen(load, *times), [Said(*times)], targets, scale)
+    whole = report.Report("emulated", "a machine", 1.0, {"1P1D": [found]})
+    assert len(list(report.report_pass_scales(whole))) == lines
+    report.print_report(whole)

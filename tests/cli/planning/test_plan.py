@@ -14,6 +14,7 @@ from cleave.api.manifest import load, validate
 from cleave.cli.main import app
 from cleave.cli.planning.inputs import Overrides, apply_overrides
 from cleave.planner import plan_search
+from cleave.planner.plan import ReuseWorth
 
 MANIFEST = """\
 apiVersion: cleave.dev/v1alpha1
@@ -69,6 +70,16 @@ def test_the_verdict_comes_first_and_the_selected_plan_is_marked(cli, file, said
     assert " ".join(marked.split()[1:]) == shown
     assert answer.what_would_change in lines
     assert f"warning: {answer.warnings[0]}" in lines
+
+
+def test_what_reuse_is_worth_is_a_line_and_a_part_of_the_json(cli, file, said, answer) -> None:
+    worth = ReuseWorth(0.31, 6, 8, "31 % of the prompt tokens are in prefix caches")
+    said(replace(answer, reuse=worth))
+    assert worth.text in run(cli, file).stdout.splitlines()
+    shown = {"cachedShare": 0.31, "gpusWithout": 8, "reason": worth.text}
+    assert json.loads(run(cli, file, "-o", "json").stdout)["reuse"] == shown
+    manifest = yaml.safe_load(run(cli, file, "-o", "yaml").stdout)
+    assert manifest["status"]["plan"]["reuse"] == shown
 
 
 def test_the_requested_number_of_plans_is_shown(cli, file, said) -> None:

@@ -15,6 +15,7 @@ from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import MAX_DEFERRAL_S, DriftState
 
 from tests.support.deployment_views import (
+    DECLARED,
     INTERVAL_S,
     INVENTORY,
     NOW_S,
@@ -31,6 +32,15 @@ from tests.support.fake_cluster import manual_placement
 def said(found: ReplanOutcome, kind: str = "PlanDrifted") -> tuple[bool | None, str]:
     condition = next(each for each in found.conditions if each.type == kind)
     return condition.status, condition.reason
+
+
+def test_observed_traffic_is_planned_in_declared_conversations() -> None:
+    reuse = {"turns": 4, "turnIntervalS": 20, "newTokens": 100}
+    desired = deployment(workload={**DECLARED, "reuse": reuse})
+    found = reconcile_plan(view(desired, status(desired), windows=traffic(4)))
+    assert found.plan_request is not None
+    assert found.plan_request.fitted_inputs is not None
+    assert found.plan_request.fitted_inputs.workload.reuse == desired.spec.workload.reuse
 
 
 def test_traffic_as_planned_is_looked_at_once_in_an_interval() -> None:

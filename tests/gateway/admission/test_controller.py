@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from cleave.api.enums import LateRequestPolicy
+from cleave.api.enums import DispatchPolicy, LateRequestPolicy
 from cleave.gateway import server
 from cleave.gateway.admission import controller
 
@@ -349,3 +349,35 @@ async def test_attainment_counts_what_was_missed_and_what_was_not_served(make_st
     page = (await stage.ask(None, "/metrics")).body
     assert b'cleave_gateway_slo_total{missed="ttft",model="m"} 1.0' in page
     assert b'cleave_gateway_slo_target_seconds{slo="ttft"} 0.2' in page
+
+
+async def test_a_tenant_cannot_learn_by_caches_what_another_one_has_sent(
+    make_fleet, tmp_path
+) -> None:
+    keys = write_tenants(
+        tmp_path,
+        {"name": "a", "keys": ["a"]},
+        {"name": "b", "keys": ["b"]},
+        {"name": "c", "keys": ["c"], "cacheGroup": "g"},
+        {"name": "d", "keys": ["d"], "cacheGroup": "g"},
+    )
+    policy = DispatchPolicy.PREFIX_AWARE
+    stage, engines = await make_fleet({"x": "mixed"}, api_keys=keys, policy=policy)
+    (instance,) = stage.context.router.registry.instances.values()
+    (engine,) = engines.values()
+
+    async def count_hits(key: str, prompt: str) -> tuple[bool, bool]:
+        """Whether the gateway expected a part of the prompt in the cache, and the engine had it."""
+        before = instance.in_flight.predict_hits()[2], engine.engine.scheduler.prefix_hits
+        assert (await stage.ask(ASK | {"prompt": prompt}, **bearer(key))).status == 200
+        await stage.until_idle()
+        after = instance.in_flight.predict_hits()[2], engine.engine.scheduler.prefix_hits
+        return after[0] > before[0], after[1] > before[1]
+
+    secret, shared = "secret words " * 160, "words of a group " * 120
+    assert await count_hits("a", secret) == (False, False)
+    assert await count_hits("a", secret) == (True, True)
+    assert await count_hits("b", secret) == (False, False)
+    assert await count_hits("c", shared) == (False, False)
+    assert await count_hits("d", shared) == (True, True)
+    assert await count_hits("b", shared) == (False, False)

@@ -5,9 +5,11 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Reference
+from prometheus_client.parser import text_string_to_metric_families
 
 from cleave.api.enums import DispatchPolicy
 from cleave.gateway.metrics.gateway_metrics import TTFT_BOUNDS_S, GatewayCollector, GatewayMetrics
+from cleave.gateway.metrics.instance_metrics import CacheHitPage
 from cleave.rpc.v1 import agent_pb2
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -69,6 +71,28 @@ async def test_instances_are_exported_by_role_and_state_even_when_none_is_ready(
     assert f'{name}{{model="m",role="prefill",state="draining"}} 1.0' in page
     assert f'{name}{{model="m",role="prefill",state="ready"}} 0.0' in page
     assert f'{name}{{model="m",role="decode",state="ready"}} 1.0' in page
+
+
+async def test_lines_of_cache_hits_are_those_of_a_parser_and_of_present_instances(
+    make_stage,
+) -> None:
+    stage = await make_stage({"x": "mixed"}, policy=DispatchPolicy.PREFIX_AWARE)
+    registry = stage.context.router.registry
+    (instance,) = registry.instances.values()
+    instance.registration.model = 'a "model"\\ of\ntwo lines'
+    page = CacheHitPage(registry)
+    for _ in range(2):
+        families = {
+            each.name: each for each in text_string_to_metric_families(page.render().decode())
+        }
+        prompts = families["cleave_gateway_cache_prompt_tokens"]
+        assert prompts.type == "counter"
+        assert [each.labels for each in prompts.samples] == [
+            {"model": instance.registration.model, "engine": "x", "source": source}
+            for source in ("sent", "predicted")
+        ]
+    registry.instances.clear()
+    assert b'engine="x"' not in page.render()
 
 
 async def test_predicted_and_real_cache_hits_are_exported_by_instance(make_stage) -> None:

@@ -16,7 +16,7 @@ from cleave.planner.provision.search import (
     provision,
 )
 from cleave.planner.provision.slowdown import SPLITWISE_TABLE_VI, Slowdowns
-from cleave.simulator.fleet import SimulatedTransfer
+from cleave.simulator.fleet import Batching, SimulatedTransfer
 from cleave.simulator.run import simulate
 from cleave.traffic import workload
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, LogNormal
@@ -126,8 +126,27 @@ def test_slowdowns_of_a_design_hold_and_one_machine_fewer_breaks_them() -> None:
     search = PairSearch(problem, AA)
     assert design.slowdowns.is_within(SPLITWISE_TABLE_VI)
     assert design.rate == 10
-    assert not search.holds(design.num_prompt, design.num_token - 1, 10.0)
+    assert design.num_prompt > 1
     assert not search.holds(design.num_prompt - 1, design.num_token, 10.0)
+    assert design.num_token == 1 or not search.holds(design.num_prompt, design.num_token - 1, 10.0)
+
+
+def test_what_pools_may_serve_by_helping_each_other_is_simulated() -> None:
+    problem = question(ProvisioningObjective.COST, (HHCAP,), rate=16.5)
+    lending, alone = (PairSearch(problem, replace(HHCAP, lends=lends)) for lends in (True, False))
+    rate = 1.1 * alone.compute_rate_bound(1, 2)
+    assert not alone.holds(1, 2, rate)
+    lending.holds(1, 2, rate)
+    assert (alone.num_trials, lending.num_trials) == (0, 1)
+    assert not lending.holds(1, 2, 1.1 * lending.compute_rate_bound(1, 2))
+    assert lending.num_trials == 1
+
+
+def test_the_bound_of_a_pair_that_lends_is_that_of_machines_that_compute_both() -> None:
+    problem = question(ProvisioningObjective.COST, (AA,), rate=1.0)
+    lending, alone = (PairSearch(problem, replace(AA, lends=lends)) for lends in (True, False))
+    prompts, tokens = alone.compute_rate_bound(1, 100), alone.compute_rate_bound(100, 1)
+    assert lending.compute_rate_bound(2, 3) == pytest.approx(5 * min(prompts, tokens), rel=0.1)
 
 
 def test_capped_token_machines_save_power_and_no_throughput() -> None:
@@ -149,6 +168,12 @@ def test_designs_are_ranked_by_the_objective() -> None:
     assert len(by_rate) == len(pairs)
     by_cost = provision(question(ProvisioningObjective.COST, pairs, rate=8.0, max_machines=24))
     assert [each.cost_per_hour for each in by_cost] == sorted(d.cost_per_hour for d in by_cost)
+
+
+def test_mixed_machines_compute_prompts_in_chunks_as_vllm_does() -> None:
+    (pool,) = MIXED.build_fleet(3, 0).mixed
+    assert pool.engine.batching is Batching.VLLM
+    assert (pool.engine.max_num_batched_tokens, pool.replicas) == (2048, 3)
 
 
 def test_mixed_machines_are_all_alike_and_fill_the_budget() -> None:

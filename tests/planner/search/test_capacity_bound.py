@@ -1,16 +1,21 @@
 """Bounds without a simulation: never below what simulations find."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cleave.planner.problem import Policies
 from cleave.planner.search import capacity_bound
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.capacity_bound import LengthStatistics
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.run import simulate
-from cleave.simulator.trace import Trace
+from cleave.simulator.trace import PromptBlocks, Trace
+from cleave.traffic.conversations import Conversations
+from cleave.traffic.workload import Demand
 
 from tests.support import known_problems
 
@@ -24,7 +29,19 @@ def test_the_mean_context_counts_every_pass_once() -> None:
     # The first request decodes twice, on 11 and 12 tokens; the second never.
     assert lengths.decode_context == pytest.approx(11.5)
     assert lengths.decode_steps == 1
-    assert lengths.prompt_squares == pytest.approx((100 + 10_000) / 2)
+    assert lengths.computed_squares == pytest.approx((100 + 10_000) / 2)
+
+
+def test_what_an_earlier_prompt_has_is_not_computed_and_its_memory_is_shared() -> None:
+    blocks = PromptBlocks(16, np.array([0, 2, 4]), np.array([0, 1, 0, 2]), 3)
+    repeating = replace(trace([32, 32], [3, 3]), blocks=blocks)
+    lengths = LengthStatistics.from_trace(repeating)
+    assert lengths.prompt_tokens == 32
+    assert lengths.computed_tokens == 24
+    assert lengths.computed_squares == 32**2 - 16**2 / 2
+    assert lengths.decode_context - lengths.own_context == 8
+    # Those that fill caches are not counted.
+    assert LengthStatistics.from_trace(repeating, 1).computed_tokens == 16
 
 
 def test_requests_of_one_token_bound_no_decoding() -> None:
@@ -49,6 +66,25 @@ def test_an_overloaded_fleet_never_serves_more_than_its_bound(size: tuple[int, i
     ):
         fleet = build_cell(problem, draft)
         bound = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(4000))
+        outcome = simulate(fleet, trials.build_trace(4000, 4 * bound))
+        served = len(outcome.end_ms) / float(np.nanmax(outcome.end_ms)) * 1000
+        assert served <= bound * 1.001
+
+
+def test_nor_does_one_whose_prompts_repeat() -> None:
+    chat = known_problems.chat(prompt=900, output=60)
+    chats = replace(chat.source, conversations=Conversations(8, 40, 64))
+    problem = known_problems.problem(Demand(10.0, chats, 2048), policies=Policies())
+    candidate = known_problems.of_size(problem)
+    trials = Trials(problem.demand, precision=CONFIRMATION_PRECISION)
+    blind = Trials(problem.demand.without_reuse(), precision=CONFIRMATION_PRECISION)
+    for draft in (
+        known_problems.whole(problem, candidate),
+        known_problems.split(problem, candidate, 1, candidate, 2),
+    ):
+        fleet = build_cell(problem, draft)
+        bound = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(4000))
+        assert bound > 1.5 * capacity_bound.compute_fleet_rate(fleet, blind.get_lengths(4000))
         outcome = simulate(fleet, trials.build_trace(4000, 4 * bound))
         served = len(outcome.end_ms) / float(np.nanmax(outcome.end_ms)) * 1000
         assert served <= bound * 1.001

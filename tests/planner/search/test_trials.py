@@ -1,13 +1,16 @@
 """Trials: the same requests at every rate, and a window without the empty ends."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from cleave.planner.problem import Policies
 from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISION, Targets, Trials
-from cleave.simulator.trace import PromptBlocks, Trace
-from cleave.traffic import workload
+from cleave.traffic.conversations import Conversations
+from cleave.traffic.workload import Demand
 
 from tests.support import known_problems
 
@@ -103,9 +106,31 @@ def test_an_early_end_does_not_change_a_bisection() -> None:
         assert early == goodput.find_goodput(Complete(problem.demand, seed), fleet, targets)
 
 
-def test_trials_ignore_which_prompts_repeat_as_the_bounds_on_rates_do() -> None:
-    blocks = PromptBlocks(16, np.array([0, 1, 2]), np.array([0, 0]), 1)
-    tokens = np.array([16, 16])
-    demand = workload.build_from_trace(Trace(np.array([0.0, 9.0]), tokens, tokens, blocks=blocks))
-    assert demand.draw(2).blocks is not None
-    assert Trials(demand).build_trace(2, 1.0).blocks is None
+def chats(rate: float = 10.0) -> Demand:
+    source = replace(known_problems.chat().source, conversations=Conversations(6, 200, 64))
+    return Demand(rate, source, 2048)
+
+
+def test_requests_that_fill_caches_come_before_those_that_are_counted() -> None:
+    trials, targets = Trials(chats()), Targets(200, 100, 0.9)
+    span = trials.compute_span(5.0, targets)
+    # Nine tenths of repetitions lie within 2.3 mean intervals of 200 requests.
+    assert span.warmup == pytest.approx(460, rel=0.1)
+    assert span.window == slice(span.warmup + span.ramp, span.total - span.ramp)
+    assert Trials(known_problems.chat()).compute_span(5.0, targets).warmup == 0
+    assert trials.build_trace(50, 1.0).blocks is not None
+
+
+def test_a_trial_finds_in_caches_what_bounds_allow_at_most() -> None:
+    problem = known_problems.problem(chats(), policies=Policies())
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    fleet = build_cell(problem, known_problems.whole(problem, known_problems.of_size(problem)))
+    span = trials.compute_span(4.0, targets)
+    outcome = trials.simulate(fleet, 4.0, span)
+    most = trials.build_trace(span.total, 4.0).bound_cached_tokens()
+    assert (outcome.cached_tokens <= most).all()
+    assert outcome.cached_tokens[span.window].sum() > 0.4 * most[span.window].sum()
+    # A rate that is only possible because prompts repeat is not excluded.
+    served = goodput.find_goodput(trials, fleet, targets).rate
+    blind = goodput.find_goodput(Trials(chats().without_reuse()), fleet, targets).rate
+    assert served > 1.05 * blind

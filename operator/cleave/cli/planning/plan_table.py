@@ -45,6 +45,8 @@ def show(console: "Console", result: PlanningResult, *, top: int, wide: bool) ->
         for line in _list_footnotes(plans, wide=wide):
             print_line(console, line)
     print_line(console, result.what_would_change)
+    if result.reuse:
+        print_line(console, result.reuse.text)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
 

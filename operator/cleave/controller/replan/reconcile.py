@@ -191,9 +191,12 @@ def _build_due_request(
         # Traffic is as planned: wait until the model can be checked as well.
         return None
     try:
-        workload = refit(recent)
+        fitted_workload = refit(recent)
     except RefitError:
         return None
+    # Windows do not show which prompts repeat: what the deployment states of it stays.
+    stated = view.deployment.spec.workload
+    workload = fitted_workload.model_copy(update={"reuse": stated.reuse if stated else None})
     of = view.plan_inputs.workload_hash
     fitted = FittedPlanInputs(workload=workload, correction=recorded.correction, of=of)
     plan = view.status.get("plan", {})

@@ -31,7 +31,7 @@ from cleave.gateway.http.completion_request import (
 from cleave.gateway.http.errors import GatewayError, build_error_headers, convert_router_error
 from cleave.gateway.http.request_parser import HttpRequest
 from cleave.gateway.metrics.gateway_metrics import GatewayCollector
-from cleave.gateway.metrics.instance_metrics import InstanceCollector
+from cleave.gateway.metrics.instance_metrics import CacheHitPage, InstanceCollector
 from cleave.gateway.metrics.multiprocess import MultiprocessCollector
 from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.shared_state import SharedGatewayState
@@ -99,9 +99,8 @@ class GatewayRequestHandler:
             ProcessCollector(registry=self._registry)
         else:
             self._registry.register(MultiprocessCollector(context.metrics, context.shared_state))
-        self._registry.register(
-            InstanceCollector(context.router.registry, reports_hits=context.router.uses_prompt_text)
-        )
+        self._registry.register(InstanceCollector(context.router.registry))
+        self._cache_hits = CacheHitPage(context.router.registry)
 
     def check(self, request: HttpRequest) -> GatewayError | None:
         """Validate the head of a request: path, method and API key; the error to respond with."""
@@ -225,7 +224,10 @@ class GatewayRequestHandler:
             if not self._internal and len(self._context.api_keys.tenants) > 1:
                 raise _INTERNAL_ONLY
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
-            return HTTPStatus.OK, content, generate_latest(self._registry)
+            metrics = generate_latest(self._registry)
+            if self._context.router.uses_prompt_text:
+                metrics += self._cache_hits.render()
+            return HTTPStatus.OK, content, metrics
         if path == routes.OPENAPI_PATH:
             registry = self._context.router.registry
             names = sorted(registry.models) if self._may_list_models(request) else []

@@ -6,13 +6,13 @@ equal power or cost, or the lowest cost or power at a throughput, within nine sl
 is hard: every point of the plane of counts is a simulation. More machines never serve worse, so the
 cheapest point that meets the limits is found along the edge of the feasible region, and rates are
 only searched where neither the bound nor one trial excludes a pair of counts. Machines help the
-other pool, as the router does it (`policy.role_flipping`; Splitwise's mixed pool); the bounds are
-those of each pool alone, since help is for bursts.
+other pool, as the router does it (`policy.role_flipping`; Splitwise's mixed pool), also for long:
+so the bound of a pair that lends is that of machines which all compute both.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 
@@ -103,8 +103,8 @@ class MachinePair:
     def build_fleet(self, num_prompt: int, num_token: int) -> SimulatedFleet:
         """A fleet of these counts; the prompt machine produces the first token, as in Splitwise."""
         if self.token is None:
-            # Splitwise's mixed continuous batching: unchunked prompts join the decoding requests.
-            mixed = self.prompt.build_engine(Batching.ORCA_PAGED, PROMPT_BATCH_TOKENS)
+            # As vLLM runs them: whole prompts would stall the decoding requests beside them.
+            mixed = self.prompt.build_engine(Batching.VLLM, PROMPT_BATCH_TOKENS)
             return SimulatedFleet(mixed=(SimulatedPool(mixed, num_prompt),))
         prompt = self.prompt.build_engine(Batching.PREFILL_FIRST, PROMPT_BATCH_TOKENS)
         token = self.token.build_engine(Batching.VLLM, PROMPT_BATCH_TOKENS)
@@ -229,15 +229,19 @@ class PairSearch:
     def maximize_throughput(self) -> ClusterDesign | None:
         """Cluster within the budget that serves the highest rate; None: none serves any.
 
-        Pairs of counts are tried from the highest bound down; one that fails slightly above the
-        best rate so far is rejected after that trial.
+        Pairs of counts are tried from that which serves most without help between its pools; one
+        that fails slightly above the best rate so far is rejected after that trial.
         """
         best: tuple[float, int, int] | None = None
-        for bound, prompts, tokens in sorted(self.list_splits(), reverse=True):
+
+        def compute_rate_alone(split: tuple[float, int, int]) -> float:
+            return self._compute_fleet_rate(self.pair.build_fleet(*split[1:]))
+
+        for bound, prompts, tokens in sorted(
+            self.list_splits(), key=compute_rate_alone, reverse=True
+        ):
             floor = best[0] * (1 + _TOLERANCE) if best else 0.0
-            if bound <= floor:
-                break
-            if floor and not self.holds(prompts, tokens, floor):
+            if floor and (bound <= floor or not self.holds(prompts, tokens, floor)):
                 continue
             rate = self.find_highest_rate(prompts, tokens, floor, bound * _BOUND_MARGIN)
             if rate:
@@ -251,9 +255,14 @@ class PairSearch:
         return self.simulate_slowdowns(prompts, tokens, rate).is_within(self.request.limits)
 
     def compute_rate_bound(self, prompts: int, tokens: int) -> float:
-        """Rate bound of pools of which neither helps the other: a simulation exceeds it by the
-        randomness of its sample, and by what machines lend. Sizes below it are not simulated."""
+        """Rate bound: a simulation exceeds it only by the randomness of its sample. A machine that
+        may help the other pool counts in both."""
         fleet = self.pair.build_fleet(prompts, tokens)
+        if fleet.flipping is not None:
+            fleet = replace(fleet, prefill=(), decode=(), mixed=(*fleet.prefill, *fleet.decode))
+        return self._compute_fleet_rate(fleet)
+
+    def _compute_fleet_rate(self, fleet: SimulatedFleet) -> float:
         return capacity_bound.compute_fleet_rate(fleet, self.trials.get_lengths())
 
     def simulate_slowdowns(self, prompts: int, tokens: int, rate: float) -> Slowdowns:
@@ -281,6 +290,8 @@ class PairSearch:
         fleet = self.pair.build_fleet(1, 1)
         if fleet.mixed:
             return max(1, math.ceil(rate / _BOUND_MARGIN / self.compute_rate_bound(1, 0))), 0
+        if fleet.flipping is not None:
+            return 1, 1
         prompts = capacity_bound.compute_prefill_rate(fleet.prefill[0].engine, lengths)
         tokens = capacity_bound.compute_decode_rate(fleet.decode[0].engine, lengths)
         prompt_machines, token_machines = (

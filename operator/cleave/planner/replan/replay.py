@@ -19,7 +19,7 @@ from cleave.planner.plan import PlannedPool
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
-from cleave.planner.search.trials import Targets, Trials, TrialSpan
+from cleave.planner.search.trials import Targets, Trials
 from cleave.policy.role_flipping import FlipThresholds
 from cleave.simulator.fleet import SimulatedFleet
 from cleave.simulator.outcome import SimulationResult, Times
@@ -91,10 +91,12 @@ class ReplayModel:
         rows, num_flips = [], 0
         for seed in range(min(-(-_MIN_REQUESTS // counted), _MAX_SIMULATIONS)):
             trials = Trials(problem.demand, seed)
-            ramp = trials.compute_span(rate, Targets.from_slo(problem.slo)).ramp
-            outcome = trials.simulate(fleet, rate, TrialSpan(ramp, counted))
+            usual = trials.compute_span(rate, Targets.from_slo(problem.slo))
+            span = replace(usual, counted=counted)
+            outcome = trials.simulate(fleet, rate, span)
             num_flips += outcome.num_flips
-            rows.append(_select_window(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
+            start_ms = float(outcome.arrival_ms[span.window.start])
+            rows.append(_select_window(outcome, start_ms, length_s * 1000))
         return SimulatedWindow.from_rows(np.concatenate(rows, axis=1), problem.slo, num_flips > 0)
 
     def build_corrected_problem(self, correction: Correction) -> Problem:

@@ -131,11 +131,13 @@ def revise(
     """Assess the model by the running plan, replan if the model is right, and decide.
 
     The traffic of `problem` is replaced by that of `windows`, during which only `running_plan`
-    served; its model is the uncorrected one. 1. Assess and correct the model; stop if it is wrong.
-    2. Plan for the observed traffic plus a margin. 3. Reuse limits of running instances where that
-    avoids restarts. 4. Compare both plans. Raises RefitError (too few requests) and PlanError.
+    served, in the same conversations; its model is the uncorrected one. 1. Assess and correct the
+    model; stop if it is wrong. 2. Plan for the observed traffic plus a margin. 3. Reuse limits of
+    running instances where that avoids restarts. 4. Compare both plans. Raises RefitError (too few
+    requests) and PlanError.
     """
-    demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
+    demand = to_demand(windows).with_reuse_of(problem.demand)
+    demand = replace(demand, max_model_len=problem.demand.max_model_len)
     observed = replace(problem, demand=demand)
     limit, settle_s = settings.error_threshold, settings.settle_s
     assessment = model_check.assess(observed, running_plan, windows, correction, limit, settle_s)

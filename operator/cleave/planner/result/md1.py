@@ -36,8 +36,9 @@ def compute_mean_ttft_ms(rate: float, prefill_ms: float, stages: int = 1) -> flo
 
 
 def applies(trace: Trace) -> bool:
-    """Whether prompts have equal lengths and arrivals seem Poisson; False below 100 requests."""
-    if len(trace) < 100:
+    """Whether prompts have equal lengths, none repeats, and arrivals seem Poisson; False below 100
+    requests."""
+    if len(trace) < 100 or trace.blocks is not None:
         return False
     prompts, gaps = trace.prompt_tokens, trace.arrival_ms[1:] - trace.arrival_ms[:-1]
     low, high = _POISSON_VARIATION

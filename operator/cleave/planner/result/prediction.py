@@ -141,4 +141,10 @@ def _build_prediction(
             key=_rank_unreliability,
         ),
         kv_link=build_kv_link(placement),
+        cached_share=_compute_cached_share(outcome, span),
     )
+
+
+def _compute_cached_share(outcome: SimulationResult, span: TrialSpan) -> float:
+    prompts = outcome.prompt_tokens[span.window]
+    return float(outcome.cached_tokens[span.window].sum() / prompts.sum())

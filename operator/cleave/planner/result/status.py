@@ -9,6 +9,7 @@ from cleave.api.plan import (
     KvLink,
     LatencyPercentiles,
     ManualPool,
+    PlannedReuse,
     PlanOption,
     PredictedPerformance,
 )
@@ -19,6 +20,7 @@ from cleave.planner.plan import (
     PlannedKvLink,
     PlannedPool,
     PlanningResult,
+    ReuseWorth,
 )
 from cleave.planner.result.text import describe_trust
 
@@ -66,6 +68,16 @@ def build_predicted(plan: Plan) -> PredictedPerformance:
         power_watts=prediction.power_watts,
         trust=describe_trust(prediction.trust),
         kv_link=build_kv_link(prediction.kv_link),
+        cached_share=_round(prediction.cached_share) or None,
+    )
+
+
+def build_reuse(worth: ReuseWorth | None) -> PlannedReuse | None:
+    """What prompts that repeat save."""
+    if worth is None:
+        return None
+    return PlannedReuse(
+        cached_share=_round(worth.cached_share), gpus_without=worth.gpus_without, reason=worth.text
     )
 
 
@@ -76,7 +88,7 @@ def build_kv_link(link: PlannedKvLink | None) -> KvLink | None:
 
 def build_document(result: PlanningResult, max_alternatives: int) -> Document:
     """The complete result, ready for JSON."""
-    slo = result.nearest_slo
+    slo, reuse = result.nearest_slo, build_reuse(result.reuse)
     return {
         "verdict": str(result.verdict),
         "reason": result.reason,
@@ -84,6 +96,7 @@ def build_document(result: PlanningResult, max_alternatives: int) -> Document:
         "currency": "USD",
         "nearestSlo": slo
         and {"scale": slo.scale, "ttftMs": slo.ttft_ms, "tpotMs": slo.tpot_ms, "plan": slo.plan},
+        "reuse": reuse and reuse.model_dump(mode="json", exclude_none=True),
         "selected": result.selected and _dump_option(result.selected),
         "alternatives": [_dump_option(plan) for plan in result.alternatives[:max_alternatives]],
         "warnings": list(result.warnings),

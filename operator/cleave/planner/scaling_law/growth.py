@@ -164,4 +164,4 @@ def _list_workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
 
 
 def _shorten(span: TrialSpan) -> TrialSpan:
-    return TrialSpan(min(span.ramp, _MAX_RAMP), min(span.counted, _MAX_COUNTED))
+    return replace(span, ramp=min(span.ramp, _MAX_RAMP), counted=min(span.counted, _MAX_COUNTED))

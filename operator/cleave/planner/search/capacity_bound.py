@@ -2,7 +2,8 @@
 
 Used by the search to order candidates, to prune bad ones and to bound a bisection. What is hard: a
 bound must never be below what a simulation finds. Each phase is therefore assumed to run the
-cheapest steps that its limits allow, without idle time and without work of the other phase.
+cheapest steps that its limits allow, without idle time and without work of the other phase. Where
+prompts repeat, one cache without limit is assumed to be shared by all instances.
 """
 
 import bisect
@@ -27,27 +28,34 @@ class LengthStatistics:
 
     prompt_tokens: float
     """Mean."""
-    prompt_squares: float
-    """Mean of the square."""
+    computed_tokens: float
+    """Mean of the prompt tokens that no cache can have."""
+    computed_squares: float
+    """Mean of the prompt's square, less that of what a cache can have of it."""
     longest_prompt: int
     decode_steps: float
     """Mean number of engine steps after the first token."""
     decode_context: float
     """Mean context of a decode step, over all steps of all requests."""
+    own_context: float
+    """The same without what other requests can share of its KV."""
 
     @classmethod
-    def from_trace(cls, trace: Trace) -> "LengthStatistics":
-        """The statistics of these requests."""
-        prompts = trace.prompt_tokens.astype(np.float64)
-        steps = trace.output_tokens.astype(np.float64) - 1
+    def from_trace(cls, trace: Trace, first: int = 0) -> "LengthStatistics":
+        """The statistics of these requests from number `first` on; those before it fill caches."""
+        prompts = trace.prompt_tokens[first:].astype(np.float64)
+        cached = trace.bound_cached_tokens()[first:].astype(np.float64)
+        steps = trace.output_tokens[first:].astype(np.float64) - 1
         contexts = steps * (prompts + (steps + 1) / 2)
         total = float(steps.sum())
         return cls(
             prompt_tokens=float(prompts.mean()),
-            prompt_squares=float((prompts**2).mean()),
+            computed_tokens=float((prompts - cached).mean()),
+            computed_squares=float((prompts**2 - cached**2).mean()),
             longest_prompt=int(prompts.max()),
             decode_steps=float(steps.mean()),
             decode_context=float(contexts.sum()) / total if total else 0.0,
+            own_context=float((contexts - steps * cached).sum()) / total if total else 0.0,
         )
 
 
@@ -89,7 +97,9 @@ def compute_prefill_rate(engine: SimulatedEngine, lengths: LengthStatistics) -> 
     if engine.batching is not Batching.VLLM:
         max_tokens = max(max_tokens, lengths.longest_prompt)
     token_ms = _compute_least_token_ms(timing, max_tokens)
-    prompt_ms = token_ms * lengths.prompt_tokens + timing.prompt_square_ms * lengths.prompt_squares
+    prompt_ms = (
+        token_ms * lengths.computed_tokens + timing.prompt_square_ms * lengths.computed_squares
+    )
     return timing.stages * 1000.0 / prompt_ms
 
 
@@ -113,7 +123,8 @@ def compute_decode_rate(
     if lengths.decode_steps == 0:
         return math.inf
     timing = engine.timing
-    in_memory = engine.kv_capacity_tokens / max(lengths.decode_context, 1.0)
+    context = lengths.own_context if math.isinf(tpot_ms) else lengths.decode_context
+    in_memory = engine.kv_capacity_tokens / max(context, 1.0)
     max_batch = max(int(min(engine.max_num_seqs, in_memory) / timing.stages), 1)
     rows = np.array(_list_sizes(max_batch))
     step_ms = _compute_decode_ms(timing, rows, lengths.decode_context)
@@ -122,19 +133,21 @@ def compute_decode_rate(
 
 
 def compute_unloaded_attainment(
-    engine: SimulatedEngine, trace: Trace, ttft_ms: float, tpot_ms: float
+    engine: SimulatedEngine, trace: Trace, ttft_ms: float, tpot_ms: float, first: int = 0
 ) -> float:
-    """Share of requests that would meet both targets if each had the instance to itself. An upper
-    bound: other requests never make a request faster. An infinite target is ignored."""
+    """Share of the requests from number `first` on that would meet both targets if each had the
+    instance to itself. An upper bound: other requests make a request faster only by what they leave
+    in caches, all of which it is assumed to find. An infinite target is ignored."""
     is_met = np.ones(len(trace), dtype=np.bool_)
     if math.isfinite(ttft_ms):
-        longest = _find_longest_prompt_within(engine, trace.prompt_tokens, ttft_ms)
-        is_met &= trace.prompt_tokens <= longest
+        computed = trace.prompt_tokens - trace.bound_cached_tokens()
+        longest = _find_longest_prompt_within(engine, computed, ttft_ms)
+        is_met &= computed <= longest
     if math.isfinite(tpot_ms):
         mean_context = trace.prompt_tokens + (trace.output_tokens - 1) / 2
         alone = _compute_decode_ms(engine.timing, np.ones(1, dtype=np.int64), mean_context)
         is_met &= (alone <= tpot_ms) | (trace.output_tokens == 1)
-    return float(is_met.mean())
+    return float(is_met[first:].mean())
 
 
 def _find_longest_prompt_within(

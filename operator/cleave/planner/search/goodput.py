@@ -16,7 +16,6 @@ from cleave.planner.search import capacity_bound
 from cleave.planner.search.trials import Targets, Trials, TrialSpan
 from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet
 from cleave.simulator.run import PreparedFleet, prepare_fleet
-from cleave.simulator.trace import Trace
 
 TOLERANCE = 0.01
 """Relative width of the bracket at which bisection ends."""
@@ -105,7 +104,7 @@ def confirm_goodput(
 def can_meet_targets(trials: Trials, fleet: SimulatedFleet, targets: Targets) -> bool:
     """Whether enough requests would meet the targets if each had an instance to itself."""
     return all(
-        _can_meet_unloaded(trials.get_sample(), alone, [pool.engine for pool in pools])
+        _can_meet_unloaded(trials, alone, [pool.engine for pool in pools])
         for alone, pools in (
             (targets.prefill_only, (*fleet.prefill, *fleet.mixed)),
             (targets.decode_only, (*fleet.decode, *fleet.mixed)),
@@ -113,9 +112,10 @@ def can_meet_targets(trials: Trials, fleet: SimulatedFleet, targets: Targets) ->
     )
 
 
-def _can_meet_unloaded(sample: Trace, targets: Targets, engines: list[SimulatedEngine]) -> bool:
+def _can_meet_unloaded(trials: Trials, targets: Targets, engines: list[SimulatedEngine]) -> bool:
+    sample, latencies = trials.get_sample(), (targets.ttft_ms, targets.tpot_ms)
     shares = [
-        capacity_bound.compute_unloaded_attainment(engine, sample, targets.ttft_ms, targets.tpot_ms)
+        capacity_bound.compute_unloaded_attainment(engine, sample, *latencies, trials.warmup)
         for engine in engines
     ]
     return max(shares, default=1.0) >= targets.attainment - _SAMPLE_SLACK

@@ -5,9 +5,12 @@ a simulation begins and ends with empty instances, which makes it look too good.
 counts only requests that arrive after the fleet has filled and before arrivals stop (the lifetime
 of a request under the targets is simulated at both ends and not counted). It also lasts long enough
 to show a small overload: a queue that grows by 1 % of the time exceeds the TTFT target after a
-hundred targets. Gaps are scaled so that the rate of the sample is exactly the requested rate.
+hundred targets. Gaps are scaled so that the rate of the sample is exactly the requested rate. Where
+prompts repeat, caches begin empty as well: further requests come first, as many as lie between most
+repetitions.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -31,6 +34,12 @@ _MAX_SAMPLE_FACTOR = 4
 requests: with many concurrent requests the variance is small anyway."""
 _MAX_REQUESTS = 200_000
 """Most counted requests of a trial."""
+_WARMUP_SHARE = 0.9
+"""Share of repetitions whose first use lies within the warm-up ..."""
+_MAX_WARMUP = 20_000
+"""... and most requests of it. What is older is not found, which only makes plans larger."""
+_WARMUP_SAMPLE = 20_000
+"""Requests among which repetitions are looked for."""
 _MAX_DURATION_S = 600.0
 """Upper bound of the duration from MIN_TTFT_TARGETS."""
 
@@ -106,16 +115,19 @@ class TrialSpan:
     ramp: int
     """Requests that are not counted, at the beginning and again at the end."""
     counted: int
+    warmup: int = 0
+    """Requests before all others, which fill prefix caches."""
 
     @property
     def total(self) -> int:
         """All simulated requests."""
-        return self.counted + 2 * self.ramp
+        return self.warmup + self.counted + 2 * self.ramp
 
     @property
     def window(self) -> slice:
         """Slice of the counted requests among all."""
-        return slice(self.ramp, self.ramp + self.counted)
+        first = self.warmup + self.ramp
+        return slice(first, first + self.counted)
 
 
 @dataclass(slots=True)
@@ -128,6 +140,11 @@ class Trials:
     tally: SimulationTally = field(default_factory=SimulationTally)
     _unit_traces: dict[tuple[int, int], Trace] = field(default_factory=dict)
     _lengths: dict[int, LengthStatistics] = field(default_factory=dict)
+
+    @property
+    def warmup(self) -> int:
+        """Requests that fill prefix caches before a trial; 0 where no prompts repeat."""
+        return _compute_warmup(self.demand)
 
     def with_seed(self, seed: int) -> "Trials":
         """The same demand with other random requests."""
@@ -146,7 +163,8 @@ class Trials:
         lives = min(rate * life_s * self.precision.lifetimes, _MAX_SAMPLE_FACTOR * min_requests)
         overload = rate * min(overload_s, _MAX_DURATION_S)
         counted = int(min(max(lives, overload, min_requests), _MAX_REQUESTS))
-        return TrialSpan(ramp=int(min(math.ceil(rate * life_s), counted)), counted=counted)
+        ramp = int(min(math.ceil(rate * life_s), counted))
+        return TrialSpan(ramp=ramp, counted=counted, warmup=self.warmup)
 
     def measure_shares(
         self,
@@ -162,7 +180,7 @@ class Trials:
         certain: an overloaded fleet takes the longest to simulate.
         """
         max_missed = math.ceil((1 - least) * span.counted)
-        counted = range(span.ramp, span.ramp + span.counted)
+        counted = range(span.window.start, span.window.stop)
         verdict = EarlyVerdict(counted, targets.ttft_ms, targets.tpot_ms, max_missed)
         trace = self.build_trace(span.total, rate)
         ttft_ms, tpot_ms, num_arrived = measure_latencies(fleet, trace, self.seed, verdict)
@@ -189,15 +207,17 @@ class Trials:
         return replace(unit, arrival_ms=unit.arrival_ms / rate)
 
     def get_lengths(self, num: int | None = None) -> LengthStatistics:
-        """Length statistics of the requests of a trial of `num` requests, for rate bounds."""
-        num = num or self.precision.min_requests
+        """Length statistics of the requests of a trial of `num` requests, for rate bounds; without
+        those that fill caches."""
+        num = num or self.warmup + self.precision.min_requests
         if num not in self._lengths:
-            self._lengths[num] = LengthStatistics.from_trace(self._get_unit_trace(num))
+            trace = self._get_unit_trace(num)
+            self._lengths[num] = LengthStatistics.from_trace(trace, self.warmup)
         return self._lengths[num]
 
     def get_sample(self) -> Trace:
-        """The requests of a short trial, at one per second."""
-        return self._get_unit_trace(self.precision.min_requests)
+        """The requests of a short trial, at one per second; the first `warmup` fill caches."""
+        return self._get_unit_trace(self.warmup + self.precision.min_requests)
 
     def _record(self, num_requests: int) -> None:
         self.tally.trials += 1
@@ -209,8 +229,7 @@ class Trials:
             drawn = self.demand.draw(num, 1.0, self.seed)
             span_ms = float(drawn.arrival_ms[-1])
             stretch = num * 1000.0 / span_ms if span_ms else 1.0
-            # Without reuse: the bounds on rates assume that every prompt token is computed.
-            unit = replace(drawn, arrival_ms=drawn.arrival_ms * stretch, blocks=None)
+            unit = replace(drawn, arrival_ms=drawn.arrival_ms * stretch)
             self._unit_traces[self.seed, num] = unit
         return unit
 
@@ -219,3 +238,9 @@ class Trials:
         ttft_ms = targets.ttft_ms if math.isfinite(targets.ttft_ms) else 0.0
         tpot_ms = targets.tpot_ms if math.isfinite(targets.tpot_ms) else 0.0
         return ttft_ms + tpot_ms * lengths.decode_steps
+
+
+@functools.lru_cache(maxsize=16)
+def _compute_warmup(demand: Demand) -> int:
+    blocks = demand.draw(_WARMUP_SAMPLE).blocks if demand.has_reuse else None
+    return min(blocks.compute_distance(_WARMUP_SHARE), _MAX_WARMUP) if blocks else 0

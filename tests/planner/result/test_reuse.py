@@ -1,0 +1,68 @@
+"""What prompts that repeat are worth to a plan."""
+
+from dataclasses import replace
+from functools import cache
+
+from cleave.api.role import Role
+from cleave.planner import plan_search
+from cleave.planner.plan import PlanningResult
+from cleave.planner.problem import Policies
+from cleave.planner.result.reuse import compare_with_blind
+from cleave.planner.result.status import build_document
+from cleave.traffic.conversations import Conversations
+from cleave.traffic.workload import Demand
+
+from tests.support import known_problems
+
+
+@cache
+def plan(is_known: bool = True) -> PlanningResult:
+    chat = known_problems.chat(prompt=900, output=60)
+    source = replace(chat.source, conversations=Conversations(8, 40, 64))
+    demand = Demand(12.0, source, 2048)
+    if not is_known:
+        demand = demand.without_reuse()
+    one_node = (known_problems.nodes(1),)
+    problem = known_problems.problem(demand, supplies=one_node, policies=Policies())
+    return plan_search.plan(problem)
+
+
+def test_a_plan_that_knows_of_reuse_needs_fewer_gpus_and_says_what_is_saved() -> None:
+    known, blind = plan(), plan(is_known=False)
+    assert known.selected is not None
+    assert blind.selected is not None
+    assert known.reuse is not None
+    assert known.selected.gpus < blind.selected.gpus
+    assert known.reuse.gpus == known.selected.gpus
+    assert known.reuse.gpus_without == blind.selected.gpus
+    assert known.reuse.cached_share == known.selected.prediction.cached_share > 0.2
+    assert "% of the prompt tokens are in prefix caches; without reuse " in known.reuse.text
+    assert known.reuse.text.endswith(f" instead of {known.selected.gpus} GPUs")
+    assert known.selected.prediction.attainment >= 0.9
+
+
+def test_reuse_is_in_the_document_only_where_prompts_are_known_to_repeat() -> None:
+    document = build_document(plan(), 1)
+    assert document["reuse"]["gpusWithout"] > document["selected"]["gpus"]
+    assert document["selected"]["predicted"]["cachedShare"] == document["reuse"]["cachedShare"]
+    blind = build_document(plan(is_known=False), 1)
+    assert blind["reuse"] is None
+    assert "cachedShare" not in blind["selected"]["predicted"]
+
+
+def test_instances_of_the_same_kinds_are_compared_by_their_numbers(answer) -> None:
+    selected = answer.selected
+    prefill, decode = selected.pools
+    blind = replace(
+        answer, selected=replace(selected, pools=(replace(prefill, replicas=6), decode))
+    )
+    text = compare_with_blind(selected, blind).text
+    assert text.endswith("without reuse 6 instead of 2 prefill instances would be needed")
+    assert "the same instances would be" in compare_with_blind(selected, answer).text
+    mixed = replace(selected, pools=(replace(prefill, role=Role.MIXED, replicas=3),))
+    other = compare_with_blind(selected, replace(answer, selected=mixed))
+    assert other.gpus == other.gpus_without == 6
+    assert other.text.endswith("without reuse 3M tp2 would be needed instead")
+    nothing = compare_with_blind(selected, replace(answer, selected=None))
+    assert nothing.gpus_without is None
+    assert nothing.text.endswith("without reuse no plan meets the SLO")
