@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = {
     "gateway": "context",
     "gateway.admission": "api_keys controller deadline fair_queue rate_limit",
-    "gateway.app": "client_connection handlers",
+    "gateway.app": "client_connection cors handlers",
     "gateway.failover": "retry_policy",
     "gateway.http": (
         "completion_request connection_limiter headers request_parser token_estimate write_batcher"

@@ -26,6 +26,7 @@ _ANNOTATIONS = """
     cleave.dev/release: "{}"
 """
 """What keeps a CRD when the release is uninstalled, and what templates/crdpolicy.yaml compares."""
+_HELMS_LABELS = re.compile(r"(?m)^ *(app\.kubernetes\.io/managed-by: Helm|helm\.sh/chart: .*)\n")
 _TITLE = "# Rendered from charts/cleave by scripts/generate; changes here are lost.\n"
 
 
@@ -60,7 +61,7 @@ def render(helm: str) -> str:
     rendered = subprocess.run(
         [
             *(helm, "template", "cleave", str(_CHART)),
-            *("--namespace", _NAMESPACE, "--set", "crds.enabled=false"),
+            *("--namespace", _NAMESPACE, "--set", "crds.enabled=false", "--skip-tests"),
             # The default version differs between helm releases and may be older than allowed.
             *("--kube-version", _KUBERNETES),
         ],
@@ -69,6 +70,8 @@ def render(helm: str) -> str:
         text=True,
         timeout=60,
     ).stdout
+    # kubectl manages these objects.
+    rendered = _HELMS_LABELS.sub("", rendered)
     # Empty lines differ between helm versions.
     objects = re.sub(r"\n+---\n", "\n---\n", re.sub(r"(?m)^# Source: .*\n", "", rendered)).strip()
     return f"{_TITLE}{_stamp()}\n---\n{_namespace()}{objects}\n"

@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -315,6 +316,24 @@ def test_logs_are_those_of_one_pod_or_of_all(cli: CliRunner, state_root: Path) -
     assert cli.invoke(app, ["logs", "chat"]).output == "a | one\na | two\nb | three\n"
     unknown = cli.invoke(app, ["logs", "chat", "c"])
     assert (unknown.exit_code, unknown.stderr) == (1, "error: chat has no pod c; it has a, b\n")
+
+
+def test_logs_since_a_time_are_all_newer_lines(cli: CliRunner, state_root: Path) -> None:
+    folder = state_root / "chat" / "logs"
+    folder.mkdir(parents=True)
+    now = time.time()
+    old, new = (
+        time.strftime("%Y-%m-%d %H:%M:%S,000", time.localtime(now - age)) for age in (3_600, 60)
+    )
+    lines = [f"{old} INFO a: one", f"{new} INFO a: two", "Traceback", *["three"] * 200]
+    (folder / "a.log").write_text("\n".join(lines) + "\n")
+    assert cli.invoke(app, ["logs", "chat", "--since", "30m"]).output.splitlines() == lines[1:]
+    last = cli.invoke(app, ["logs", "chat", "--since", "2h", "-n", "1"])
+    assert last.output == "three\n"
+    assert cli.invoke(app, ["logs", "chat", "--since", "5s"]).output == ""
+    strange = cli.invoke(app, ["logs", "chat", "--since", "yesterday"])
+    assert strange.exit_code == 2
+    assert "90s, 10m, 2h or 1d" in strange.stderr
 
 
 def test_a_log_may_be_followed_without_its_past(cli: CliRunner, state_root: Path) -> None:

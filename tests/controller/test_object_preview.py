@@ -1,5 +1,7 @@
 """The objects that `cleave render` prints are those that the operator creates."""
 
+import dataclasses
+
 from cleave.api.manifest import validate
 from cleave.controller.object_preview import list_objects
 from cleave.controller.settings import OperatorSettings
@@ -29,6 +31,30 @@ def render(*pools, **spec):
     }
     deployment = validate(document)
     return list(list_objects(deployment, choose_placement(deployment), NODES, SETTINGS))
+
+
+def test_no_pod_names_a_user_where_the_cluster_assigns_it() -> None:
+    document = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat", "namespace": "team"},
+        "spec": {"model": "a/b", "slo": {"ttftMs": 600, "tpotMs": 40}},
+    }
+    deployment = validate(document)
+    settings = dataclasses.replace(SETTINGS, has_assigned_user=True)
+    objects = list(list_objects(deployment, choose_placement(deployment), NODES, settings))
+    specs = [each["spec"] for each in objects if each["kind"] == "Pod"]
+    specs += [each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment"]
+    assert len(specs) == 3
+    for spec in specs:
+        # What OpenShift's constraint restricted-v2 accepts.
+        assert spec["securityContext"] == {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        for container in spec["containers"]:
+            assert {"name": "USER", "value": "cleave"} in container["env"]
+            assert "CLEAVE_TOKEN_FILE" in {variable["name"] for variable in container["env"]}
 
 
 def pool(role, tensor, **more):

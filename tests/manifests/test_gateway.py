@@ -172,6 +172,14 @@ def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
     assert build_url(chat) == "https://chat.llm.svc/v1"
 
 
+def test_origins_of_pages_are_given_to_the_gateway(deployment) -> None:
+    origins = ["https://chat.example.com", "http://localhost:3000"]
+    pod = build_gateway_pod(deployment(gateway={"cors": {"allowedOrigins": origins}}))
+    command = container(pod)["command"]
+    assert option(command, "--allowed-origins") == ",".join(origins)
+    assert "--allowed-origins" not in container(build_gateway_pod(deployment()))["command"]
+
+
 def test_traces_and_the_access_log_are_enabled(deployment) -> None:
     collector = "http://collector:4317"
     chat = deployment(gateway={"tracing": {"endpoint": collector}, "accessLog": True})

@@ -1,6 +1,6 @@
 import importlib.util
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,10 +37,17 @@ def helm(scripts: ModuleType) -> str:
 
 @pytest.fixture(scope="session")
 def render(helm: str, chart: Path) -> Render:
-    """The chart's objects with `--set` values; CalledProcessError when helm refuses them."""
+    """The chart's objects with `--set` values and `--values` files; CalledProcessError when helm
+    refuses them."""
 
-    def run(*values: str, namespace: str = "cleave-system", release: str = "cleave") -> Any:
+    def run(
+        *values: str,
+        namespace: str = "cleave-system",
+        release: str = "cleave",
+        files: Sequence[Path] = (),
+    ) -> Any:
         sets = [part for value in values for part in ("--set", value)]
+        sets += [part for file in files for part in ("--values", str(file))]
         completed = subprocess.run(
             [
                 *(helm, "template", release, str(chart), "--namespace", namespace),

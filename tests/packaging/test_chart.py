@@ -12,13 +12,18 @@ import yaml
 
 from cleave.api.manifest import load_cluster, validate
 from cleave.api.pool import MAX_CELL_ENGINES
-from cleave.controller import main
+from cleave.controller import install_check, main
 from cleave.manifests.labels import ENGINE_PORT, get_agent_port_name
 from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_worker_pod
 from cleave.planner.placement import choose_placement
 
 ROOT = Path(__file__).parent.parent.parent
+ASSIGNED = ("runAsUser", "runAsGroup", "fsGroup")
+OPERATOR_LABELS = {
+    "app.kubernetes.io/name": "cleave",
+    "app.kubernetes.io/component": "operator",
+}
 
 
 def find(manifests, kind):
@@ -69,6 +74,11 @@ def test_helm_finds_nothing_to_complain_about(helm, chart) -> None:
         ("images.prefix=registry", "prefix"),
         ("metrics.podMonitor.interval=often", "interval"),
         ("typo=1", "typo"),
+        ("commonLabels.app\\.kubernetes\\.io/name=x", "app.kubernetes.io/name"),
+        ("fullnameOverride=Upper", "fullnameOverride"),
+        ("metrics.rules.runbooks=", "runbooks"),
+        ("webhook.issuerRef.kind=Secret", "kind"),
+        ("operator.extraEnv[0].value=x", "extraEnv"),
     ],
 )
 def test_wrong_values_are_refused_by_name(render, value, complaint) -> None:
@@ -116,7 +126,7 @@ def test_without_the_webhook_nothing_of_it_is_left(render) -> None:
 def test_with_cert_manager_the_operator_may_not_write_the_secret(render) -> None:
     manifests = render("webhook.certificate=cert-manager")
     assert not find(manifests, "Secret")
-    (role,) = find(manifests, "Role")
+    (role,) = (each for each in find(manifests, "Role") if "hook" not in str(each["metadata"]))
     (rule,) = [rule for rule in role["rules"] if "secrets" in rule["resources"]]
     assert rule["verbs"] == ["get"]
     assert rule["resourceNames"] == ["cleave-webhook"]
@@ -232,6 +242,165 @@ def test_the_guides_policy_lets_prometheus_reach_the_port_of_engines_only(render
     (rule,) = spec["ingress"]
     assert rule["ports"] == [{"protocol": "TCP", "port": ENGINE_PORT}]
     assert {"namespaceSelector", "podSelector"} == set(rule["from"][0])
+
+
+def test_names_may_be_overridden_and_labels_that_select_stay(render) -> None:
+    def read(*values, release="r"):
+        (found,) = find(render("crds.enabled=false", *values, release=release), "Deployment")
+        return found["metadata"]["name"], found["spec"]["selector"]["matchLabels"]
+
+    assert read()[0] == "r-cleave-operator"
+    assert read("nameOverride=ai")[0] == "r-ai-operator"
+    assert read("nameOverride=ai", release="my-ai")[0] == "my-ai-operator"
+    name, selector = read("fullnameOverride=llm", "nameOverride=ai")
+    assert name == "llm-operator"
+    assert OPERATOR_LABELS.items() <= selector.items(), "deployments' policies admit it by these"
+
+
+def test_common_labels_are_on_every_object_and_select_nothing(render) -> None:
+    values = [f"metrics.{name}.enabled=true" for name in ("podMonitor", "rules", "dashboards")]
+    manifests = render("crds.enabled=false", "commonLabels.team=ml", *values)
+    for each in manifests:
+        labels = each["metadata"]["labels"]
+        assert labels["team"] == "ml", each["kind"]
+        assert labels["helm.sh/chart"].startswith("cleave-")
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+    (deployment,) = find(manifests, "Deployment")
+    assert "team" not in deployment["spec"]["selector"]["matchLabels"]
+
+
+def test_pods_of_the_operator_take_what_other_charts_pods_take(render, tmp_path) -> None:
+    values = {
+        "podLabels": {"a": "b"},
+        "podAnnotations": {"c": "d"},
+        "priorityClassName": "system-cluster-critical",
+        "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone"}],
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+        "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}],
+    }
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump({"operator": values}))
+    (deployment,) = find(render(files=[file]), "Deployment")
+    template = deployment["spec"]["template"]
+    assert template["metadata"]["labels"]["a"] == "b"
+    assert template["metadata"]["annotations"]["c"] == "d"
+    spec = template["spec"]
+    assert spec["priorityClassName"] == "system-cluster-critical"
+    assert spec["topologySpreadConstraints"] == values["topologySpreadConstraints"]
+    (container,) = spec["containers"]
+    assert values["extraEnv"][0] in container["env"]
+    assert values["extraVolumes"][0] in spec["volumes"]
+    assert values["extraVolumeMounts"][0] in container["volumeMounts"]
+
+
+def test_a_cluster_may_assign_the_user(render) -> None:
+    nothing = ",".join(f"operator.podSecurityContext.{f}=null" for f in ASSIGNED)
+    manifests = render(nothing, "workers.assignedUser=true")
+    (deployment,) = find(manifests, "Deployment")
+    spec = deployment["spec"]["template"]["spec"]
+    assert spec["securityContext"] == {
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert "--assigned-user" in operator(manifests)["args"]
+    assert "--assigned-user" not in operator(render())["args"]
+
+
+def test_extra_objects_are_installed_and_their_templates_expanded(render, tmp_path) -> None:
+    file = tmp_path / "values.yaml"
+    added = {"kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}}
+    file.write_text(yaml.safe_dump({"extraObjects": [added]}))
+    names = [each["metadata"]["name"] for each in find(render(files=[file]), "ConfigMap")]
+    assert names == ["cleave-more"]
+
+
+def test_an_issuer_of_ones_own_signs_the_webhooks_certificate(render) -> None:
+    issuer = ("webhook.issuerRef.kind=ClusterIssuer", "webhook.issuerRef.name=corporate")
+    manifests = render("webhook.certificate=cert-manager", *issuer)
+    assert not find(manifests, "Issuer")
+    (certificate,) = find(manifests, "Certificate")
+    assert certificate["spec"]["issuerRef"] == {"kind": "ClusterIssuer", "name": "corporate"}
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        render(*issuer)
+    assert "webhook.issuerRef" in error.value.stderr
+
+
+def test_monitors_and_rules_take_the_options_of_the_prometheus_operator(render, tmp_path) -> None:
+    relabelings = [{"action": "labeldrop", "regex": "pod"}]
+    monitor = {
+        "enabled": True,
+        "scrapeTimeout": "7s",
+        "namespace": "monitoring",
+        "relabelings": relabelings,
+        "metricRelabelings": relabelings,
+    }
+    rules = {"enabled": True, "namespace": "monitoring"}
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump({"metrics": {"podMonitor": monitor, "rules": rules}}))
+    manifests = render(files=[file])
+    for each in find(manifests, "PodMonitor") + find(manifests, "PrometheusRule"):
+        assert each["metadata"]["namespace"] == "monitoring"
+    monitors = {each["metadata"]["name"]: each["spec"] for each in find(manifests, "PodMonitor")}
+    for spec in monitors.values():
+        for endpoint in spec["podMetricsEndpoints"]:
+            assert endpoint["scrapeTimeout"] == "7s"
+            assert endpoint["relabelings"] == endpoint["metricRelabelings"] == relabelings
+    selected = monitors["cleave-operator"]["namespaceSelector"]["matchNames"]
+    assert selected == ["cleave-system"], "a PodMonitor selects pods of its own namespace otherwise"
+
+
+def test_every_alert_has_a_runbook(render) -> None:
+    runbooks = (ROOT / "docs" / "runbooks.md").read_text()
+    headings = re.findall(r"(?m)^## (\w+)$", runbooks)
+    (rules,) = find(
+        render("metrics.rules.enabled=true", "metrics.rules.runbooks=https://x/runbooks"),
+        "PrometheusRule",
+    )
+    alerts = {
+        rule["alert"]: rule["annotations"]["runbook_url"]
+        for group in rules["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    assert alerts == {name: f"https://x/runbooks#{name.lower()}" for name in alerts}
+    assert sorted(headings) == sorted(alerts), "a section for each alert, and no other"
+
+
+def test_helm_tests_check_runs_with_permissions_of_its_own(render) -> None:
+    manifests = render("operator.namespaces={team-a,team-b}")
+    hooks = [
+        each
+        for each in manifests
+        if each["metadata"].get("annotations", {}).get("helm.sh/hook") == "test"
+    ]
+    assert {each["kind"] for each in hooks} == {"Pod", "Role", "RoleBinding", "ServiceAccount"}
+    (pod,) = find(hooks, "Pod")
+    assert not OPERATOR_LABELS.items() <= pod["metadata"]["labels"].items(), "no Service selects it"
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "cleave.controller.install_check"]
+    # Ends the test with its complaint about an argument that it does not know.
+    options = install_check.build_parser().parse_args(container["args"])
+    (deployment,) = find(manifests, "Deployment")
+    assert options.lease == f"cleave-system/{deployment['metadata']['name']}"
+    assert (options.namespace, options.webhook) == ("team-a", True)
+    create = next(each for each in find(hooks, "Role") if each["metadata"]["namespace"] == "team-a")
+    assert create["rules"] == [
+        {"apiGroups": ["cleave.dev"], "resources": ["llmdeployments"], "verbs": ["create"]}
+    ]
+
+
+def test_annotations_for_artifact_hub_name_the_crds(chart) -> None:
+    annotations = yaml.safe_load((chart / "Chart.yaml").read_text())["annotations"]
+    described = yaml.safe_load(annotations["artifacthub.io/crds"])
+    files = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
+    assert {(each["kind"], each["name"], each["version"]) for each in described} == {
+        (each["spec"]["names"]["kind"], each["metadata"]["name"], version["name"])
+        for each in files
+        for version in each["spec"]["versions"]
+    }
+    (example,) = yaml.safe_load(annotations["artifacthub.io/crdsExamples"])
+    validate(example)
 
 
 def print_notes(helm: str, chart: Path, folder: Path, values: str) -> str:

@@ -1,8 +1,12 @@
+{{/* What all names begin with; 40 characters at most, since names of deployments follow. */}}
 {{- define "cleave.name" -}}
-{{- if contains "cleave" .Release.Name -}}
+{{- $name := default "cleave" .Values.nameOverride -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
 {{- .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-cleave" (.Release.Name | trunc 33 | trimSuffix "-") -}}
+{{- printf "%s-%s" (.Release.Name | trunc 33 | trimSuffix "-") $name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -19,6 +23,7 @@
 {{ include "cleave.name" . }}-discovery
 {{- end -}}
 
+{{/* NetworkPolicies of deployments admit the operator's pods by name and component: neither changes. */}}
 {{- define "cleave.selector" -}}
 app.kubernetes.io/name: cleave
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -27,7 +32,50 @@ app.kubernetes.io/component: operator
 
 {{- define "cleave.labels" -}}
 {{ include "cleave.selector" . }}
+{{ include "cleave.info" . }}
+{{- end -}}
+
+{{/* Labels that select nothing. */}}
+{{- define "cleave.info" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: cleave
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* One endpoint of a PodMonitor: (list root port). */}}
+{{- define "cleave.endpoint" -}}
+{{- $monitor := (index . 0).Values.metrics.podMonitor -}}
+port: {{ index . 1 }}
+path: /metrics
+interval: {{ $monitor.interval }}
+{{- with $monitor.scrapeTimeout }}
+scrapeTimeout: {{ . }}
+{{- end }}
+{{- with $monitor.relabelings }}
+relabelings: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $monitor.metricRelabelings }}
+metricRelabelings: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Where an alert is explained: (list root alert). */}}
+{{- define "cleave.runbook" -}}
+{{ (index . 0).Values.metrics.rules.runbooks }}#{{ index . 1 | lower }}
+{{- end -}}
+
+{{- define "cleave.image" -}}
+{{ .Values.images.prefix }}cleave-operator:{{ include "cleave.tag" . }}
+{{- end -}}
+
+{{- define "cleave.pullSecrets" -}}
+{{- range .Values.images.pullSecrets }}
+- name: {{ . }}
+{{- end }}
 {{- end -}}
 
 {{- define "cleave.tag" -}}

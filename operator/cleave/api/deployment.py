@@ -159,6 +159,20 @@ class TracingSpec(ApiModel):
     """Share of requests without a traceparent header that are traced."""
 
 
+ORIGIN = r"^(\*|[a-z][-a-z0-9+.]*://[^/ ,A-Z\n\r\t]+)$"
+"""SCHEME://HOST or SCHEME://HOST:PORT as browsers send it, or `*` for all origins."""
+
+
+class CorsSpec(ApiModel):
+    """Which pages in browsers may call the gateway (cross-origin resource sharing)."""
+
+    allowed_origins: Annotated[
+        list[Annotated[str, Field(max_length=253, pattern=ORIGIN)]],
+        Field(min_length=1, max_length=64),
+    ]
+    """Origins such as https://chat.example.com, compared as a whole; `*`: all."""
+
+
 SecretName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
 
 
@@ -176,6 +190,8 @@ class GatewaySpec(ApiModel):
     tls_secret: SecretName | None = None
     """Name of a Secret of type kubernetes.io/tls. The Service then serves HTTPS on port 443 instead
     of HTTP on port 80; a renewed certificate is loaded without a restart. Absent: plain HTTP."""
+    cors: CorsSpec | None = None
+    """Whose pages may call the gateway from a browser; absent: only pages of its own origin."""
     tracing: TracingSpec | None = None
     """Tracing of requests through prefill, KV transfer and decode; absent: no traces."""
     access_log: bool = False

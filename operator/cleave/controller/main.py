@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         device=args.device,
         isolation=isolation,
         account=args.account,
+        has_assigned_user=args.assigned_user,
         author_policy=AuthorPolicy(
             allows_host_paths=not args.deny_host_paths,
             allows_host_network=not args.deny_host_network,
@@ -172,6 +173,11 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help="service account of this operator, as system:serviceaccount:NAMESPACE:NAME; agents "
         "then accept calls with tokens of it and of their deployment's only",
+    )
+    add(
+        "--assigned-user",
+        action="store_true",
+        help="pods of deployments name no user and groups: the cluster assigns them (OpenShift)",
     )
     add("--image-prefix", default="", help="registry and path of Cleave's own images")
     add("--discovery-role", default="cleave-discovery", help="ClusterRole that pods are bound to")

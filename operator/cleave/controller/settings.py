@@ -25,6 +25,8 @@ class OperatorSettings:
     account: str = ""
     """The operator's service account, as `system:serviceaccount:NAMESPACE:NAME`, whose orders
     agents accept; empty: agents accept all."""
+    has_assigned_user: bool = False
+    """Whether the cluster assigns users and groups of pods, as OpenShift does."""
     has_leader_worker_sets: bool = False
     """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
     traffic_poll_s: float = 15.0

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from cleave.api.deployment import ORIGIN
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.rpc.listen_addresses import parse_hosts, parse_port
 
@@ -59,6 +60,18 @@ def parse_limit(text: str) -> int:
     if (limit := parse_count(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return limit
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Origins separated by commas, or `*`. Raises argparse.ArgumentTypeError."""
+    origins = tuple(origin.strip() for origin in text.split(","))
+    for origin in origins:
+        if re.fullmatch(ORIGIN, origin) is None:
+            raise argparse.ArgumentTypeError(
+                f"{origin!r} is not an origin as browsers send it: write SCHEME://HOST or "
+                "SCHEME://HOST:PORT in lower case, without a path, or * for all"
+            )
+    return origins
 
 
 def _parse_float(text: str) -> float:
@@ -188,6 +201,14 @@ class GatewayConfig:
         "--api-keys",
         "one key a line, or tenants with their keys and limits; read again when it changes; "
         "default: no authentication",
+    )
+    allowed_origins: tuple[str, ...] = _declare(
+        "--allowed-origins",
+        (),
+        "origins whose pages may call the gateway from a browser (CORS), such as "
+        "https://chat.example.com, or * for all; default: none",
+        parse=parse_origins,
+        metavar="ORIGIN,...",
     )
     tls_certificate: Path | None = _declare_file(
         "--tls-cert", "PEM, with its chain: the port serves HTTPS; read again when it changes"

@@ -10,7 +10,7 @@ from cleave.gateway.admission.tokens_per_event import TokensPerEvent
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
-from cleave.gateway.http.headers import TRACEPARENT
+from cleave.gateway.http.headers import CORS_REQUEST_HEADERS, TRACEPARENT
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
 from cleave.gateway.metrics.multiprocess import restore_counters, save_counters
@@ -71,7 +71,8 @@ class GatewayContext:
         self.session_header = config.session_header.lower().encode()
         """Lowercase name of the session header; empty: no session affinity."""
         traced = {TRACEPARENT} if config.otlp_endpoint is not None else set()
-        self.extra_headers = frozenset({self.session_header} - {b""} | traced)
+        cors = CORS_REQUEST_HEADERS if config.allowed_origins else frozenset()
+        self.extra_headers = frozenset({self.session_header} - {b""} | traced | cors)
         """Lowercase names of request headers to keep besides those that are always kept."""
         slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)

@@ -17,6 +17,7 @@ from typing import Any
 
 from cleave.gateway.admission.api_keys import ApiKeysFile
 from cleave.gateway.app.client_connection import ClientConnection
+from cleave.gateway.app.cors import CorsConnection, CorsPolicy
 from cleave.gateway.app.handlers import GatewayRequestHandler
 from cleave.gateway.app.tls_handshake import TlsHandshake
 from cleave.gateway.config import GatewayConfig
@@ -108,7 +109,9 @@ class GatewayServer:
         self._recorder = make_recorder(config, context.metrics)
         await self._agent_watcher.start()
         handler, limiter = GatewayRequestHandler(context, self._recorder), context.client_limiter
-        self.port = await self._listen(config.port, handler, limiter, self._certificate)
+        origins = config.allowed_origins
+        policy = CorsPolicy(origins) if origins else None
+        self.port = await self._listen(config.port, handler, limiter, self._certificate, policy)
         if config.internal_port:
             internal = GatewayRequestHandler(context, internal=True)
             await self._listen(config.internal_port, internal, context.internal_limiter)
@@ -178,8 +181,11 @@ class GatewayServer:
         handler: GatewayRequestHandler,
         limiter: ConnectionLimiter,
         certificate: TlsCertificate | None = None,
+        policy: CorsPolicy | None = None,
     ) -> int:
         def make_client() -> ClientConnection:
+            if policy is not None:
+                return CorsConnection(self.context, handler, limiter, policy)
             return ClientConnection(self.context, handler, limiter)
 
         def make_handshake(secret: TlsCertificate) -> TlsHandshake:

@@ -36,6 +36,22 @@ def build_pod_defaults(deployment: str, component: str) -> Manifest:
     }
 
 
+def remove_user(spec: Manifest) -> Manifest:
+    """Return a pod spec without a user and groups of its own, as security context constraints of
+    OpenShift demand. The user that the cluster assigns is in no /etc/passwd, and torch reads its
+    name: USER is one for it."""
+    assigned = ("runAsUser", "runAsGroup", "fsGroup")
+    security = {key: each for key, each in spec["securityContext"].items() if key not in assigned}
+    user = {"name": "USER", "value": "cleave"}
+    containers = [
+        {**each, "env": [*each.get("env", ()), user]}
+        if all(variable["name"] != "USER" for variable in each.get("env", ()))
+        else each
+        for each in spec["containers"]
+    ]
+    return {**spec, "securityContext": security, "containers": containers}
+
+
 def build_container_security() -> Manifest:
     """Security context of a container: read-only and without capabilities.
 

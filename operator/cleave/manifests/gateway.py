@@ -190,6 +190,7 @@ def _build_flags(
         "--api-keys": gateway.keys_secret and f"{_FILES}/{_KEYS}/keys",
         **(_build_tls_flags("--tls", _TLS) if gateway.tls_secret else {}),
         **_build_witness_flags(spec.witness),
+        "--allowed-origins": gateway.cors and ",".join(gateway.cors.allowed_origins),
         "--access-log": gateway.access_log,
         "--otlp-endpoint": gateway.tracing and gateway.tracing.endpoint,
         "--trace-share": gateway.tracing and gateway.tracing.share,

@@ -54,9 +54,10 @@ class InstanceRegistry:
         self.shared_load = shared_load
         self.instances: dict[str, RoutedInstance] = {}
         self.models: dict[str, ServedModel] = {}
-        self.known_models: set[str] = set()
-        """Names of models since the start, including those that no instance serves now: the first
-        MAX_KNOWN_MODELS of them, as each is a label of metrics that stay."""
+        self.known_models: dict[str, float] = {}
+        """Time of the first registration, in seconds of the callers' clock, by the name of the
+        model, including those that no instance serves now: the first MAX_KNOWN_MODELS since the
+        start, as each is a label of metrics that stay."""
         self._names: dict[str, str] = {}
         self.latest_s = 0.0
         """Time of the latest event or sweep, in seconds of the callers' clock."""
@@ -223,9 +224,9 @@ class InstanceRegistry:
                 crowded = any(map(_is_crowded, members))
                 served = ServedModel(score_tables, members, tables[0][0], to_key(name), crowded)
                 self.models[name] = served
-        new = self.models.keys() - self.known_models
+        new = sorted(self.models.keys() - self.known_models.keys())
         room = MAX_KNOWN_MODELS - len(self.known_models)
-        self.known_models.update(sorted(new)[:room] if room < len(new) else new)
+        self.known_models.update(dict.fromkeys(new[:room], self.latest_s))
 
 
 def _list_adapters(instances: Collection[RoutedInstance]) -> Collection[str]:

@@ -1,7 +1,12 @@
 """What the gateway answers itself, and to whom."""
 
+import time
+
 import pytest
 
+from cleave import distribution
+
+PATIENCE_S = 600
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
 
@@ -24,6 +29,34 @@ async def test_health_is_bad_and_says_why_when_none_could(make_stage) -> None:
     assert "starting" in response.json()["reasons"][0]
 
 
+async def test_the_first_page_says_what_answers_here_and_needs_no_key(make_stage, tmp_path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-of-first-page\n")
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    page = (await stage.ask(None, "/")).json()
+    assert page["name"] == "Cleave gateway"
+    assert page["version"] == distribution.get_version()
+    assert {"/v1/chat/completions", "/v1/models", "/openapi.json"} <= set(page["endpoints"])
+    assert "/" not in page["endpoints"]
+
+
+async def test_an_unknown_path_is_refused_with_where_the_known_ones_are(pair) -> None:
+    response = await pair.ask(None, "/v1/modelz")
+    assert response.error["code"] == "unknown_url"
+    assert "GET / lists" in response.error["message"]
+
+
+async def test_a_model_is_as_old_as_its_first_instance(make_stage, monkeypatch) -> None:
+    stage = await make_stage({})
+    began = stage.context.clock() - 3_600
+    engine = await stage.add("x", "mixed")
+    stage.context.router.registry.known_models["m"] = began
+    stage.state(engine)
+    (model,) = (await stage.ask(None, "/v1/models")).json()["data"]
+    age_s = time.time() - model["created"]
+    assert 3_599 < age_s < 3_600 + PATIENCE_S
+
+
 async def test_models_are_those_of_the_fleet(pair) -> None:
     response = await pair.ask(None, "/v1/models")
     assert [model["id"] for model in response.json()["data"]] == ["m"]
@@ -32,7 +65,7 @@ async def test_models_are_those_of_the_fleet(pair) -> None:
 @pytest.mark.parametrize(
     ("body", "path", "status"),
     [
-        (None, "/", 404),
+        (None, "/nowhere", 404),
         (None, "/v1/embeddings", 405),
         (ASK, "/v1/audio/speech", 404),
         (ASK, "/v1/completions/", 404),
@@ -80,7 +113,7 @@ async def test_a_wrong_method_error_names_the_allowed_one(pair) -> None:
 async def test_targets_may_be_in_absolute_form(pair, target: str) -> None:
     assert (await pair.ask(ASK, target)).status == 200
     assert pair.engines["d"].requests[0].path == "/v1/completions"
-    assert (await pair.ask(None, "http://g")).status == 404
+    assert (await pair.ask(None, "http://g")).json()["name"] == "Cleave gateway"
 
 
 @pytest.fixture

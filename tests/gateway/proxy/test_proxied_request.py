@@ -129,15 +129,17 @@ async def test_keys_of_engines_reach_no_page_and_no_client(make_stage, internal_
         assert b"key-of-" not in (await stage.ask(None, path)).body
 
 
-async def test_an_engines_own_refusal_passes_unchanged(pair) -> None:
+async def test_an_engines_own_refusal_is_relayed_in_openais_form(pair) -> None:
     refusal = {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}
+    relayed = {"message": "too long", "type": "invalid_request_error", "param": None, "code": None}
 
     async def refuse(engine, request, writer):
         engine.send_json(writer, refusal, status=400)
 
     pair.engines["p"].script = refuse
     response = await pair.ask(ASK)
-    assert (response.status, response.json()) == (400, refusal)
+    assert (response.status, response.json()) == (400, {"error": relayed})
+    assert response.headers["content-type"] == "application/json"
     assert not pair.engines["d"].requests
     await pair.until_idle()
 

@@ -85,9 +85,15 @@ def test_an_engine_that_aborts_the_request_has_not_ended_it() -> None:
     assert lost.value.data == event("one")
 
 
-def test_a_refusal_passes() -> None:
-    error = b'data: {"error": {"message": "no", "code": 400}}\n\n'
-    assert relay().forward(error + DONE, True) == error + DONE
+def test_a_refusal_passes_in_openais_form() -> None:
+    refusal = {"message": "no", "type": "BadRequestError", "code": 400}
+    error = b"data: " + json.dumps({"error": refusal}).encode() + b"\n\n"
+    sent = relay().forward(event("one") + error + DONE, True)
+    first, relayed, last = sent.split(b"\n\n", 2)
+    assert (first + b"\n\n", last) == (event("one"), DONE)
+    assert json.loads(relayed.removeprefix(b"data: "))["error"] == {
+        "message": "no", "type": "invalid_request_error", "param": None, "code": None
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rest", [b"", b'data: {"ha'], ids=["between events", "within one"])

@@ -1,3 +1,4 @@
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cleave.local.kubelet import logs
@@ -37,3 +38,15 @@ def test_a_log_that_cannot_be_moved_aside_is_cut_all_the_same(tmp_path: Path) ->
     (tmp_path / "p.log.1").symlink_to(tmp_path / "absent" / "file")
     logs.rotate(log, max_bytes=3)
     assert log.read_text() == ""
+
+
+def test_lines_since_a_time_are_those_of_both_files(tmp_path: Path) -> None:
+    now = datetime(2026, 11, 27, 12, tzinfo=UTC)
+    log, rotated = tmp_path / "p.log", tmp_path / "p.log.1"
+    assert logs.read_since(log, now, now) == []
+    rotated.write_text(
+        '{"time": "2026-11-27T10:00:00.000Z", "n": 1}\n{"time": "2026-11-27T11:30:00.000Z"}\n'
+    )
+    log.write_text("no time\n\nlast")
+    recent = logs.read_since(log, now - timedelta(hours=1), now)
+    assert recent == ['{"time": "2026-11-27T11:30:00.000Z"}', "no time", "last"]

@@ -1,8 +1,10 @@
 """`cleave logs`: prints the logs of pods, also of pods that have ended."""
 
 import os
+import re
 import time
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,17 @@ from cleave.cli.options import complete_logged
 from cleave.cli.output.errors import FAILED, fail
 
 _POLL_INTERVAL_S = 0.2
+_LAST_LINES = 100
+_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_AGE = re.compile(r"(\d{1,9})([smhd])")
+
+
+def _parse_age(text: str) -> timedelta:
+    """`90s`, `10m`, `2h` or `1d`."""
+    found = _AGE.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 10m, 2h or 1d")
+    return timedelta(seconds=int(found[1]) * _UNITS_S[found[2]])
 
 
 def logs(
@@ -22,8 +35,24 @@ def logs(
         bool, Option("--follow", "-f", help="Stream new lines until Ctrl-C.")
     ] = False,
     lines: Annotated[
-        int, Option("--lines", "-n", min=0, help="Number of most recent lines per pod.")
-    ] = 100,
+        int | None,
+        Option(
+            "--lines",
+            "-n",
+            min=0,
+            help="Number of most recent lines per pod. Default: 100, or all with --since.",
+        ),
+    ] = None,
+    since: Annotated[
+        timedelta | None,
+        Option(
+            "--since",
+            parser=_parse_age,
+            metavar="TIME",
+            help="Only lines newer than this, such as 90s, 10m, 2h or 1d.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Print the logs of a deployment's pods.
 
@@ -31,6 +60,8 @@ def logs(
     Examples:
       # Print the last 100 lines of every pod of the deployment chat
       cleave logs chat
+      # Print what all pods wrote in the last ten minutes
+      cleave logs chat --since 10m
       # Stream the log of one pod
       cleave logs chat chat-prefill-0 -f
     """
@@ -40,8 +71,14 @@ def logs(
     files = _select_files(state.get_folder(name).path / "logs", name, pod)
     # Take sizes before reading: lines written meanwhile are printed twice rather than lost.
     sizes = [file.stat().st_size for file in files]
+    now = datetime.now().astimezone()
     for file in files:
-        _print_lines(file, local.tail(file, lines), several=len(files) > 1)
+        if since is None:
+            past = local.tail(file, _LAST_LINES if lines is None else lines)
+        else:
+            past = local.read_since(file, now - since, now)
+            past = past if lines is None else past[max(0, len(past) - lines) :]
+        _print_lines(file, past, several=len(files) > 1)
     if follow:
         _stream(files, sizes)
 

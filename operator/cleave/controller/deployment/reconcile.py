@@ -26,7 +26,7 @@ from cleave.controller.rollout import planner as rollout_planner
 from cleave.controller.rollout.planner import InstanceCount, RoleState, RolloutStep
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView, Pools
-from cleave.manifests import credentials, network_policies, owned_objects
+from cleave.manifests import container, credentials, network_policies, owned_objects
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest, build_object
 from cleave.manifests.pool import build_pools
@@ -154,11 +154,13 @@ def build_owned_objects(deployment: LLMDeployment, settings: OperatorSettings) -
 
 def _build_gateway(deployment: LLMDeployment, settings: OperatorSettings) -> Manifest:
     gateway = build_gateway_deployment(deployment, image_prefix=settings.image_prefix)
+    template = gateway["spec"]["template"]
     if settings.account:
-        template = gateway["spec"]["template"]
         template["spec"] = credentials.add_credentials(
             template["spec"], deployment.name, deployment.namespace, settings.account
         )
+    if settings.has_assigned_user:
+        template["spec"] = container.remove_user(template["spec"])
     return gateway
 
 

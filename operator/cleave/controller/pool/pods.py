@@ -9,7 +9,7 @@ from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import Create
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.views import PoolInstances, PoolView
-from cleave.manifests import credentials, multi_node
+from cleave.manifests import container, credentials, multi_node
 from cleave.manifests.cell_pod import build_cell_pod
 from cleave.manifests.labels import Manifest
 from cleave.manifests.resources import add_rdma_device
@@ -70,7 +70,7 @@ def build_node_pods(view: PoolView, leader: Manifest) -> Iterator[Manifest]:
     for pod in multi_node.build_node_pods(
         _add_devices(view), leader, device=settings.device, image_prefix=settings.image_prefix
     ):
-        yield apply.with_template(_add_credentials(view, pod), view.template_hash)
+        yield apply.with_template(_apply_settings(view, pod), view.template_hash)
 
 
 def build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
@@ -81,7 +81,7 @@ def build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
         manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
     else:
         manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)
-    return apply.with_template(_add_credentials(view, manifest), view.template_hash)
+    return apply.with_template(_apply_settings(view, manifest), view.template_hash)
 
 
 def choose_victims(pods: Sequence[ObservedPod], count: int) -> tuple[ObservedPod, ...]:
@@ -119,16 +119,19 @@ def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
     )
     group = manifest["spec"]["leaderWorkerTemplate"]
     for part in ("leaderTemplate", "workerTemplate"):
-        group[part] = apply.with_template(_add_credentials(view, group[part]), view.template_hash)
+        group[part] = apply.with_template(_apply_settings(view, group[part]), view.template_hash)
     return manifest
 
 
-def _add_credentials(view: PoolView, pod: Manifest) -> Manifest:
-    """The pod, or template of one, with the token for calls of agents, if they need one."""
-    if not (operator := view.settings.account):
-        return pod
-    deployment, namespace = view.pool.spec.deployment, view.pool.namespace
-    spec = credentials.add_credentials(pod["spec"], deployment, namespace, operator)
+def _apply_settings(view: PoolView, pod: Manifest) -> Manifest:
+    """The pod, or template of one, as settings of the operator demand: with the token for calls of
+    agents, without a user that the cluster assigns."""
+    spec = pod["spec"]
+    if operator := view.settings.account:
+        deployment, namespace = view.pool.spec.deployment, view.pool.namespace
+        spec = credentials.add_credentials(spec, deployment, namespace, operator)
+    if view.settings.has_assigned_user:
+        spec = container.remove_user(spec)
     return {**pod, "spec": spec}
 
 

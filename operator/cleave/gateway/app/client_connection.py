@@ -307,7 +307,7 @@ class ClientConnection(asyncio.Protocol):
         size = len(request.body)
         if (size > SMALL_BODY_BYTES or self._buffered_bytes) and not self._reserve_body(size):
             self._busy, self._body_bytes = False, 0
-            self._reject(RECEIVE_LIMIT_REACHED)
+            self._reject(RECEIVE_LIMIT_REACHED, request)
         elif size > LARGE_BODY_BYTES:
             self._handle_large(request)
         else:
@@ -345,8 +345,10 @@ class ClientConnection(asyncio.Protocol):
             self._reader.expects_continue = False
             self.write(headers.CONTINUE_RESPONSE)
 
-    def _reject(self, error: GatewayError) -> None:
-        """Send an error response, discard further data, and close."""
+    def _reject(self, error: GatewayError, request: HttpRequest | None = None) -> None:
+        """Send an error response, discard further data, and close.
+        `request`: the rejected one, if it is complete."""
+        del request  # CorsConnection reads its origin.
         self._discarding = True
         self._backlog.clear()
         self._update_buffered_bytes()

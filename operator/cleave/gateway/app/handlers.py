@@ -8,6 +8,7 @@ exists on the internal port only, and so does /metrics when there are several te
 shows the traffic of each.
 """
 
+import time
 from http import HTTPStatus
 from urllib.parse import unquote
 
@@ -19,7 +20,7 @@ from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.app import routes
 from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.app.fleet_status import describe_fleet
-from cleave.gateway.app.openapi import build_openapi
+from cleave.gateway.app.openapi import build_openapi, describe_server
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import (
@@ -214,6 +215,8 @@ class GatewayRequestHandler:
                 return HTTPStatus.OK, headers.TEXT_CONTENT, b"ok\n"
             message = f"deadlines have not been checked for {late_s:.1f} s\n"
             return HTTPStatus.SERVICE_UNAVAILABLE, headers.TEXT_CONTENT, message.encode()
+        if path == routes.ROOT_PATH:
+            return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(describe_server())
         if path == routes.FLEET_PATH:
             page = describe_fleet(self._context)
             return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(page)
@@ -257,11 +260,17 @@ class GatewayRequestHandler:
         return {
             "id": name,
             "object": "model",
-            "created": 0,
+            "created": self._compute_created(name),
             "owned_by": "cleave",
             "parent": registry.models[name].base or None,
             "max_model_len": registry.find_max_model_len(name),
         }
+
+    def _compute_created(self, name: str) -> int:
+        """Unix time when this gateway first found an instance that serves the model."""
+        context = self._context
+        first_seen_s = context.router.registry.known_models.get(name, context.clock())
+        return round(time.time() - (context.clock() - first_seen_s))
 
     def _describe_health(self) -> tuple[int, dict[str, object]]:
         """200 when any model can be served or waited for, with the reasons why others cannot."""
@@ -313,7 +322,8 @@ def _parse_target_path(target: bytes) -> bytes:
 
 
 def _build_not_found(path: bytes) -> GatewayError:
-    return GatewayError(HTTPStatus.NOT_FOUND, f"no such path: {path.decode('ascii', 'replace')}")
+    message = f"no such path: {path.decode('ascii', 'replace')}; GET / lists the paths"
+    return GatewayError(HTTPStatus.NOT_FOUND, message, code="unknown_url")
 
 
 def _build_method_not_allowed(path: bytes, method: bytes) -> GatewayError:

@@ -52,7 +52,7 @@ _FIELDS: Mapping[str, Schema] = {
 }
 
 _STATUS_DESCRIPTIONS = {
-    400: "The request is invalid; an engine's own message is not changed.",
+    400: "The request is invalid.",
     401: "An API key is required, and the request has no valid one.",
     403: "There are several tenants: metrics are on the internal port only.",
     404: "No instance serves this model.",
@@ -105,6 +105,16 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
             },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
+    }
+
+
+def describe_server() -> Schema:
+    """The page at `/`: what answers here, for people who open the address in a browser."""
+    known = (*routes.COMPLETION_ROUTES, *routes.OTHER_ROUTES, *routes.OWN_ROUTES)
+    return {
+        "name": "Cleave gateway",
+        "version": distribution.get_version(),
+        "endpoints": [route.path.decode() for route in known if route.path != routes.ROOT_PATH],
     }
 
 
@@ -181,16 +191,19 @@ def _make_operation_id(method: str, path: str) -> str:
 
 
 def _build_error_schema() -> Schema:
-    code = {"type": ["string", "integer", "null"]}
-    fields = {"message": _TEXT, "type": _TEXT, "param": {"type": ["string", "null"]}, "code": code}
-    return _describe_object({"error": _describe_object(fields, ("message", "type"))}, ("error",))
+    text: Schema = {"type": ["string", "null"]}
+    fields = {"message": _TEXT, "type": _TEXT, "param": text, "code": text}
+    return _describe_object({"error": _describe_object(fields, tuple(fields))}, ("error",))
 
 
 def _build_model_schema() -> Schema:
     fields = {
         "id": _TEXT,
         "object": {"const": "model"},
-        "created": {"type": "integer"},
+        "created": {
+            "type": "integer",
+            "description": "Unix time when this gateway first found an instance that serves it.",
+        },
         "owned_by": _TEXT,
         "parent": {"type": ["string", "null"], "description": "Of a LoRA adapter: its model."},
         "max_model_len": {"type": ["integer", "null"]},
@@ -209,11 +222,17 @@ _HEALTH: Schema = {
     "requests_in_flight": {"type": "integer", "minimum": 0},
     "models": _OBJECT,
 }
+_ROOT: Schema = {
+    "name": _TEXT,
+    "version": _TEXT,
+    "endpoints": {"type": "array", "items": _TEXT},
+}
 _OWN_RESPONSES: Mapping[bytes, Schema] = {
     routes.MODELS_PATH: _describe_object(
         {"object": {"const": "list"}, "data": _MODELS}, ("object", "data")
     ),
     # If the gateway has keys, the other fields are sent only with a valid key.
     routes.HEALTH_PATH: _describe_object(_HEALTH, ("status",)),
+    routes.ROOT_PATH: _describe_object(_ROOT, tuple(_ROOT)),
     routes.OPENAPI_PATH: _OBJECT | {"required": ["openapi", "info", "paths"]},
 }

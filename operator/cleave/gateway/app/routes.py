@@ -28,6 +28,7 @@ class OwnRoute:
     """Whether it requires an API key, if the gateway has keys."""
 
 
+ROOT_PATH = b"/"
 CHAT_PATH = b"/v1/chat/completions"
 COMPLETIONS_PATH = b"/v1/completions"
 MODELS_PATH = b"/v1/models"
@@ -82,6 +83,7 @@ OTHER_ROUTES = (
 """Further paths that engines may offer; one instance handles the request."""
 
 OWN_ROUTES = (
+    OwnRoute(ROOT_PATH, "Name, version and paths of this server"),
     OwnRoute(MODELS_PATH, "List the models", needs_key=True),
     OwnRoute(HEALTH_PATH, "Whether any model can be served; with a key, which ones, and why not"),
     OwnRoute(METRICS_PATH, "Metrics, for Prometheus", needs_key=True),

@@ -6,6 +6,10 @@ import re
 REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 TRACEPARENT = b"traceparent"
+ORIGIN = b"origin"
+REQUESTED_METHOD = b"access-control-request-method"
+CORS_REQUEST_HEADERS = frozenset((ORIGIN, REQUESTED_METHOD))
+"""What browsers send with requests of pages of other origins."""
 
 JSON_CONTENT = b"content-type: application/json\r\n"
 TEXT_CONTENT = b"content-type: text/plain; charset=utf-8\r\n"
@@ -17,9 +21,10 @@ MAX_JOINED_BYTES = 16 << 10
 """Longer bodies are not copied behind their head: that takes memory and time."""
 
 _UNFORWARDED = frozenset((
-    b"connection", b"content-length", b"date", b"keep-alive", b"proxy-authenticate",
-    b"proxy-connection", b"server", b"te", b"trailer", b"transfer-encoding", b"upgrade",
-    b"x-request-id",
+    b"access-control-allow-credentials", b"access-control-allow-origin",
+    b"access-control-expose-headers", b"connection", b"content-length", b"date", b"keep-alive",
+    b"proxy-authenticate", b"proxy-connection", b"server", b"te", b"trailer", b"transfer-encoding",
+    b"upgrade", b"x-request-id",
 ))  # fmt: skip
 _REQUEST_ID_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:/+=@-"
 _REQUEST_ID_TABLE = bytes(byte if byte in _REQUEST_ID_BYTES else byte ^ 255 for byte in range(256))

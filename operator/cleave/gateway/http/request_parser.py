@@ -83,6 +83,8 @@ class RequestParser:
         """Complete requests, oldest first."""
         self.error: GatewayError | None = None
         """Error of the request after them; parsing has stopped."""
+        self.rejected: HttpRequest | None = None
+        """The request of `error` as far as it was read; None: not even its head was."""
         self.expects_continue = False
         """The client waits for `100 Continue` before it sends the body."""
         self._max_body_bytes = max_body_bytes
@@ -213,6 +215,7 @@ class RequestParser:
             request.body = self._body_pieces.pop()
         if len(request.body) > self._max_body_bytes:
             self.error = self.error or build_payload_too_large(self._max_body_bytes)
+            self.rejected = request
         self._raw_headers.clear()
         self._head_bytes = 0
         self.expects_continue = False
@@ -241,6 +244,7 @@ class RequestParser:
 
     def _discard(self) -> None:
         """Stop parsing; free the incomplete request and the httptools parser."""
+        self.rejected = self.rejected or self._request
         self._parser = self._request = None
         self._body = bytearray()
         self._head_bytes = 0

@@ -41,6 +41,7 @@ from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.proxy.retry_state import RetryDecision, RetryState
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
 from cleave.gateway.upstream.connection_pool import UpstreamCall
+from cleave.gateway.upstream.engine_errors import convert_engine_error
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, read_usage, strip_handoff
 from cleave.gateway.upstream.suspect_requests import MEMORY_S
 from cleave.router.errors import NoInstance, QueueFull, RouterError
@@ -257,7 +258,7 @@ class ProxiedRequest:
         self._respond(call.status, fields, stripped, "ok")
 
     def on_rejection(self, call: UpstreamCall, body: bytes) -> None:
-        """An engine's own 4xx goes to the client unchanged, unless it quotes the handoff."""
+        """An engine's own 4xx goes to the client, unless it quotes the handoff."""
         attempt = self._attempt
         assert attempt is not None
         if self._relay is not None:
@@ -271,7 +272,13 @@ class ProxiedRequest:
         if b"remote_engine_id" in body and attempt.prefill is None:
             self._respond_error(errors.redact_engine_rejection(call.status), "refused")
             return
-        self._respond(call.status, headers.build_forwarded_headers(call.headers), body, "refused")
+        fields, refusal = call.headers, convert_engine_error(call.status, body)
+        if refusal is not None:
+            # Its message is not recorded: engines quote the request.
+            body = refusal.to_json()
+            fields = [field for field in fields if field[0] != b"content-type"]
+            fields.append((b"content-type", b"application/json"))
+        self._respond(call.status, headers.build_forwarded_headers(fields), body, "refused")
 
     def on_attempt_failed(self, failure: Failure, reason: str) -> None:
         """The attempt failed: retry on other instances, or respond with an error."""

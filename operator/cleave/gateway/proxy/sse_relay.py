@@ -14,6 +14,7 @@ from cleave.gateway.failover.transcript import DONE_EVENT, EVENT_SEPARATOR, Tran
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.headers import LAST_CHUNK, encode_chunk
 from cleave.gateway.http.token_estimate import BYTES_PER_TOKEN
+from cleave.gateway.upstream.engine_errors import convert_error_event
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_handoff
 from cleave.gateway.upstream.stream_start import is_engine_fault
 
@@ -223,13 +224,15 @@ class SseRelay:
 
 
 def _truncate_at_failure(events: bytes) -> tuple[bytes, str]:
-    """(events before a failure, what the engine did); a rejection is relayed like any event."""
-    offset = 0
+    """(events before a failure, what the engine did); rejections are relayed, in OpenAI's form."""
+    complete: list[bytes] = []
     for event in events.split(EVENT_SEPARATOR):
         if event.startswith(_FAILURE):
             if is_engine_fault(event):
-                return events[:offset], "reported an error"
+                return EVENT_SEPARATOR.join([*complete, b""]), "reported an error"
+            complete.append(convert_error_event(event))
         elif _ABORTED in event:
-            return events[:offset], "gave the request up"
-        offset += len(event) + len(EVENT_SEPARATOR)
-    return events, ""
+            return EVENT_SEPARATOR.join([*complete, b""]), "gave the request up"
+        else:
+            complete.append(event)
+    return EVENT_SEPARATOR.join(complete), ""

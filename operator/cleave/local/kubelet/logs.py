@@ -6,7 +6,11 @@ therefore impossible: a full file is copied and truncated (writers append).
 """
 
 import shutil
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
+
+from cleave.local.kubelet import line_times
 
 MAX_BYTES = 16 * 2**20
 _WINDOW_BYTES = 64 * 1024
@@ -19,7 +23,7 @@ def rotate(log: Path, max_bytes: int = MAX_BYTES) -> None:
             return
     except FileNotFoundError:
         return
-    aside = log.with_name(log.name + ".1")
+    aside = _get_rotated(log)
     try:
         shutil.copyfile(log, aside)
     except OSError:
@@ -46,3 +50,22 @@ def tail(log: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     return recent[len(recent) - lines :] if len(recent) > lines else recent
+
+
+def read_since(log: Path, since: datetime, now: datetime) -> list[str]:
+    """The non-empty lines written at `since` or later, also those of the rotated file; both times
+    are aware. Lines without a time stamp belong to the line before them."""
+    lines = (line for file in (_get_rotated(log), log) for line in _iterate_lines(file))
+    return list(line_times.select_since(lines, since, now))
+
+
+def _iterate_lines(log: Path) -> Iterator[str]:
+    try:
+        with log.open(errors="replace") as file:
+            yield from (line.rstrip() for line in file if line.strip())
+    except FileNotFoundError:
+        return
+
+
+def _get_rotated(log: Path) -> Path:
+    return log.with_name(log.name + ".1")
