@@ -123,7 +123,7 @@ def _choose_dispatch(
 
 @lru_cache(maxsize=256)
 def _fit_timings(prefill: EngineTiming, decode: EngineTiming) -> aladdin.Coefficients | None:
-    """`aladdin.fit_timings`, once for each pair: the search builds many fleets of the same engines."""
+    """`aladdin.fit_timings`, once for each pair of engines; a search builds many fleets of them."""
     return aladdin.fit_timings(prefill, decode)
 
 
