@@ -33,6 +33,7 @@ def build_deployment(**spec: Any) -> LLMDeployment:
         ({"engine": {"args": ["--trust_remote_code"]}}, "denies --trust-remote-code"),
         ({"engine": {"args": ["--hf-overrides={}"]}}, "denies --hf_overrides"),
         ({"engine": {"args": ["--config=/x.yaml"]}}, "denies --config"),
+        ({"engine": {"args": ["--trust-remote"]}}, "denies --trust-remote-code"),
         ({"engine": {"env": [{"name": "T", "valueFrom": SECRET}]}}, "spec.engine.env.T"),
         ({"template": {"hostNetwork": True}}, "spec.template.hostNetwork"),
         (

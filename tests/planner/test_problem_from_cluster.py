@@ -245,7 +245,7 @@ def test_kv_of_8_bits_halves_the_transfer_and_doubles_the_room() -> None:
         build("--kv-cache-dtype=nvfp4")
 
 
-@pytest.mark.parametrize("args", [["--quantization", "fp8"], ["--quantization=fp8"], ["-q", "fp8"]])
+@pytest.mark.parametrize("args", [["--quantization", "fp8"], ["--quantization=fp8"]])
 def test_weights_of_8_bits_leave_room_for_kv_and_compute_faster(args: list[str]) -> None:
     def build(*args: str) -> Problem:
         engine = {"args": list(args)}
@@ -277,7 +277,7 @@ def test_weights_that_planning_does_not_know_are_a_note_and_the_checkpoints_own_
     assert note.startswith(
         "spec.engine.args: --quantization bitsandbytes: plans count with weights of 16 bits"
     )
-    assert build("-q", "fp8").notes == usual.notes
+    assert build("--quantization=fp8").notes == usual.notes
 
 
 def test_a_plan_for_parts_of_gpus_says_that_it_counts_whole_ones() -> None:

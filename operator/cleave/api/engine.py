@@ -29,12 +29,9 @@ RESERVED_ENV = (
 )  # fmt: skip
 """Environment variables that Cleave sets itself."""
 
-_DATA_PARALLEL_FLAGS = (
-    "-dp", "-dpa", "-dpb", "-dpe", "-dph", "-dpl", "-dpm", "-dpn", "-dpp", "-dpr",
-)  # fmt: skip
-"""vLLM's short forms of the flags that begin with `--data-parallel`."""
-
 _FLAG_WITH_BLANK = re.compile("^--[^=]* ")
+_SHORT_OR_DOTTED_FLAG = re.compile("^(-[A-Za-z]|--[^=]*[.])")
+"""vLLM takes `-sc` and `--speculative-config.method=eagle3` for parts of `--speculative-config`."""
 _SCHEDULER_FLAGS = ("--scheduler-cls", "--scheduling-policy")
 
 
@@ -47,10 +44,10 @@ def _normalize_flag(arg: str) -> str:
     return arg.split("=")[0].replace("_", "-")
 
 
-def _is_data_parallel(arg: str) -> bool:
-    return arg.startswith(("--data-parallel", "--data_parallel")) or (
-        _normalize_flag(arg) in _DATA_PARALLEL_FLAGS
-    )
+def _is_flag(arg: str, flag: str) -> bool:
+    """Whether vLLM takes `arg` for `flag`: with underscores, with a value, or shortened."""
+    name = _normalize_flag(arg)
+    return len(name) > len("--") and name.startswith("--") and flag.startswith(name)
 
 
 class EngineType(StrEnum):
@@ -245,13 +242,24 @@ class EngineSpec(ApiModel):
         ),
         ValidationRule(
             cel="!has(self.args) || !self.args.exists(a, a.startsWith('--data-parallel') || "
-            "a.startsWith('--data_parallel') || "
-            f"a.split('=')[0] in {_format_cel_list(_DATA_PARALLEL_FLAGS)})",
-            is_valid=lambda e: not any(map(_is_data_parallel, e.args)),
-            message="must not hold --data-parallel-* or -dp*: a handoff names one engine, and each "
+            "a.startsWith('--data_parallel'))",
+            is_valid=lambda e: not any(
+                arg.startswith(("--data-parallel", "--data_parallel")) for arg in e.args
+            ),
+            message="must not hold --data-parallel-*: a handoff names one engine, and each "
             "data-parallel rank is one more; use replicas, and for experts a larger tensor size "
             "with --enable-expert-parallel",
             field="args",
+        ),
+        ValidationRule(
+            cel="!has(self.args) || self.args.all(a, !a.matches('^(-[A-Za-z]|--[^=]*[.])'))",
+            is_valid=lambda e: not any(map(_SHORT_OR_DOTTED_FLAG.match, e.args)),
+            message="must hold flags in full, such as --tensor-parallel-size instead of -tp, and "
+            "--name={\"part\": 1} instead of --name.part=1, so that they can be checked",
+            field="args",
+            list_offenders=lambda e: [
+                arg.split("=")[0] for arg in e.args if _SHORT_OR_DOTTED_FLAG.match(arg)
+            ],
         ),
         ValidationRule(
             cel=f"!has(self.env) || self.env.all(v, !(v.name in {_format_cel_list(RESERVED_ENV)}))",
@@ -287,13 +295,13 @@ class EngineSpec(ApiModel):
 
     def has_flag(self, flag: str) -> bool:
         """Whether `args` contain this flag, in any spelling that the engine accepts."""
-        return any(_normalize_flag(arg) == _normalize_flag(flag) for arg in self.args)
+        return any(_is_flag(arg, _normalize_flag(flag)) for arg in self.args)
 
     def get_flag_value(self, flag: str) -> str | None:
         """Return the value of the flag's last occurrence in `args`; None: it has none."""
         value = None
         for arg, next_arg in zip(self.args, [*self.args[1:], None], strict=False):
-            if _normalize_flag(arg) == flag:
+            if _is_flag(arg, flag):
                 value = arg.partition("=")[2] if "=" in arg else next_arg
         return value
 

@@ -10,7 +10,6 @@ from cleave.planner.placement import PlanError
 
 _SHAPE_FLAGS = {
     "--quantization": ModelShape.with_quantization,
-    "-q": ModelShape.with_quantization,
     "--kv-cache-dtype": ModelShape.with_kv_dtype,
     "--speculative-config": ModelShape.with_speculation,
 }

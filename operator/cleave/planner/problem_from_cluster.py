@@ -114,10 +114,9 @@ def _describe_unplanned(deployment: LLMDeployment) -> str | None:
     """A sentence about a quantisation with which the plan does not count; None: there is none."""
     model, engine = deployment.spec.model, deployment.spec.engine
     shape = model_source.load_shape(model)
-    for flag in ("--quantization", "-q"):
-        value = engine.get_flag_value(flag)
-        if value is not None and (why := shape.explain_unplanned(value)):
-            return f"spec.engine.args: {flag} {why}"
+    value = engine.get_flag_value("--quantization")
+    if value is not None and (why := shape.explain_unplanned(value)):
+        return f"spec.engine.args: --quantization {why}"
     return None
 
 
