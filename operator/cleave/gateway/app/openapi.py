@@ -25,6 +25,7 @@ _OBJECT: Schema = {"type": "object"}
 _FIELDS: Mapping[str, Schema] = {
     "documents": {"type": ["array", "object"]},
     "input": {"type": ["string", "array", "object"]},
+    "instructions": {"type": ["string", "null"]},
     "max_completion_tokens": _COUNT,
     "max_output_tokens": _COUNT,
     "max_tokens": _COUNT,
@@ -37,13 +38,17 @@ _FIELDS: Mapping[str, Schema] = {
         "type": ["string", "array"],
     },
     "query": {"type": ["string", "object"]},
+    "reasoning": {"type": ["object", "null"]},
     "response_format": {"type": ["object", "null"]},
     "seed": {"type": ["integer", "null"]},
     "stop": {"type": ["string", "array", "null"]},
+    "stop_sequences": {"type": ["array", "null"], "items": _TEXT},
     "stream": _FLAG,
     "stream_options": {"type": ["object", "null"]},
     "system": {"type": ["string", "array", "null"]},
     "temperature": {"type": ["number", "null"], "minimum": 0},
+    "thinking": {"type": ["object", "null"]},
+    "text": {"type": ["object", "null"]},
     "text_1": {"type": ["string", "array", "object"]},
     "text_2": {"type": ["string", "array", "object"]},
     "tokens": {"type": "array", "items": {"type": "integer"}},
@@ -78,7 +83,7 @@ _SECURITY: list[Schema] = [{}, {"key": []}]
 def build_openapi(models: Sequence[str] = ()) -> Schema:
     """The document as JSON values; `models`: those served now, as examples."""
     paths = {}
-    for route in (*routes.COMPLETION_ROUTES, *routes.OTHER_ROUTES):
+    for route in (*routes.COMPLETION_ROUTES, *routes.TRANSLATED_ROUTES, *routes.OTHER_ROUTES):
         paths[route.path.decode()] = {"post": _describe_engine_operation(route)}
     for own in routes.OWN_ROUTES:
         paths[own.path.decode()] = {"get": _describe_own_operation(own)}
@@ -110,7 +115,10 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
 
 def describe_server() -> Schema:
     """The page at `/`: what answers here, for people who open the address in a browser."""
-    known = (*routes.COMPLETION_ROUTES, *routes.OTHER_ROUTES, *routes.OWN_ROUTES)
+    known = (
+        *routes.COMPLETION_ROUTES, *routes.TRANSLATED_ROUTES, *routes.OTHER_ROUTES,
+        *routes.OWN_ROUTES,
+    )  # fmt: skip
     return {
         "name": "Cleave gateway",
         "version": distribution.get_version(),
