@@ -183,7 +183,7 @@ async def test_the_sdk_raises_its_own_errors(make_stage, sdk, tmp_path) -> None:
     with pytest.raises(anthropic.BadRequestError, match="max_tokens is 0") as bad:
         await client.messages.create(**arguments | {"max_tokens": 0})
     assert bad.value.body["error"]["type"] == "invalid_request_error"
-    with pytest.raises(anthropic.BadRequestError, match="thinking.type"):
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type"):
         await client.messages.create(**arguments, thinking={"type": "deep"})
     stage.state(stage.engines["x"], state=agent_pb2.STATE_DRAINING)
     with pytest.raises(anthropic.APIStatusError) as unavailable:

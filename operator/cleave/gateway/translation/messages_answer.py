@@ -1,10 +1,12 @@
 """Translates chat completions into answers of Anthropic's Messages API. Pure.
 
 Used by `translations` and, through `Answer`, by `proxy.translated_client`. Event by event as in
-Anthropic's documentation, "Streaming messages": message_start, then blocks of content, each with its
-start, deltas and stop, then message_delta and message_stop. The tokens of the prompt are known at
-the end only, so message_start reports 0 and message_delta the count, which clients take over.
+Anthropic's documentation, "Streaming messages": message_start, then blocks of content, each with
+its start, deltas and stop, then message_delta and message_stop. The tokens of the prompt are known
+at the end only, so message_start reports 0 and message_delta the count, which clients take over.
 """
+
+from collections.abc import Mapping
 
 import msgspec
 
@@ -86,7 +88,7 @@ class MessagesAnswer:
 
     def end(self, choice: ChatChoice, usage: ChatUsage) -> bytes:
         """Why the message ended, and its tokens."""
-        payload = {"delta": self._describe_end(choice), "usage": _build_usage(usage)}
+        payload: Block = {"delta": self._describe_end(choice), "usage": _build_usage(usage)}
         return build_event("message_delta", payload) + build_event("message_stop", {})
 
     def fail(self, error: ChatError) -> bytes:
@@ -94,7 +96,7 @@ class MessagesAnswer:
         kind = _TYPES_BY_OPENAI.get(error.type, "api_error")
         return b"event: error\ndata: %b\n\n" % build_anthropic_error(kind, error.message)
 
-    def _open(self, block: Block, delta: str, key: str) -> bytes:
+    def _open(self, block: Mapping[str, object], delta: str, key: str) -> bytes:
         self._index += 1
         # A delta is encoded for each token, so all of it but the text is built once.
         self._delta_prefix = (

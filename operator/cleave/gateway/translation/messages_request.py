@@ -1,9 +1,9 @@
 """Translates requests of Anthropic's Messages API into chat completions. Pure.
 
 Used by `translations`. The mapping follows vLLM 0.32 (`entrypoints/anthropic/serving.py`), so that
-a prompt is the same whichever of the two translates it. Two differences: a final assistant message is
-continued, as in Anthropic's API, and a budget of thinking tokens becomes an effort, because engines
-refuse budgets unless they are configured for them.
+a prompt is the same whichever of the two translates it. Two differences: a final assistant message
+is continued, as in Anthropic's API, and a budget of thinking tokens becomes an effort, because
+engines refuse budgets unless they are configured for them.
 """
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from cleave.gateway.http.completion_request import Fields
 from cleave.gateway.http.errors import build_bad_request
 from cleave.gateway.translation.request_fields import (
+    INTEGER,
     Chat,
     build_unsupported,
     check_names,
@@ -117,6 +118,15 @@ class Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
+_MESSAGES = msgspec.json.Decoder(list[Message])
+_METADATA = msgspec.json.Decoder(Metadata)
+_OUTPUT_CONFIG = msgspec.json.Decoder(OutputConfig)
+_SYSTEM: msgspec.json.Decoder[str | list[Block]] = msgspec.json.Decoder(str | list[Block])
+_THINKING: msgspec.json.Decoder[Thinking | None] = msgspec.json.Decoder(Thinking | None)
+_TOOLS = msgspec.json.Decoder(list[Tool])
+_TOOL_CHOICE: msgspec.json.Decoder[ToolChoice | None] = msgspec.json.Decoder(ToolChoice | None)
+
+
 def translate_messages_request(fields: Fields) -> Chat:
     """The chat completion of a request to /v1/messages. Raises GatewayError (400)."""
     check_names(fields, KNOWN, REFUSED)
@@ -126,18 +136,18 @@ def translate_messages_request(fields: Fields) -> Chat:
         raise build_bad_request(
             "you must provide max_tokens: the limit of the answer", "max_tokens"
         )
-    limit = decode_field(fields, "max_tokens", int)
+    limit = decode_field(fields, "max_tokens", INTEGER, 0)
     if limit < 1:
         raise build_bad_request(f"max_tokens is {limit}: it must be at least 1", "max_tokens")
     chat["max_completion_tokens"] = limit
     if "stop_sequences" in fields:
         chat["stop"] = fields["stop_sequences"]
-    metadata = decode_field(fields, "metadata", Metadata)
-    if metadata is not None and metadata.user_id is not None:
+    metadata = decode_field(fields, "metadata", _METADATA, Metadata())
+    if metadata.user_id is not None:
         chat["user"] = metadata.user_id
-    chat |= _translate_tool_choice(decode_field(fields, "tool_choice", ToolChoice))
-    output = decode_field(fields, "output_config", OutputConfig, OutputConfig())
-    effort = output.effort or _choose_effort(decode_field(fields, "thinking", Thinking))
+    chat |= _translate_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
+    output = decode_field(fields, "output_config", _OUTPUT_CONFIG, OutputConfig())
+    effort = output.effort or _choose_effort(decode_field(fields, "thinking", _THINKING, None))
     if effort is not None:
         chat["reasoning_effort"] = effort
     if output.format is not None:
@@ -159,12 +169,12 @@ def translate_count_request(fields: Fields) -> Chat:
 def _translate_prompt(fields: Fields) -> Chat:
     """`messages` and `tools`, and how the prompt ends."""
     messages: list[Chat] = []
-    system = decode_field(fields, "system", str | list[Block], "")
+    system = decode_field(fields, "system", _SYSTEM, "")
     if text := _join_system_text(system, "system"):
         messages.append({"role": "system", "content": text})
     if "messages" not in fields:
         raise build_bad_request("you must provide messages: the conversation", "messages")
-    turns: list[Message] = decode_field(fields, "messages", list[Message])
+    turns = decode_field(fields, "messages", _MESSAGES, [])
     if not turns:
         raise build_bad_request("messages is empty: send at least one", "messages")
     for number, turn in enumerate(turns):
@@ -173,7 +183,7 @@ def _translate_prompt(fields: Fields) -> Chat:
     if turns[-1].role == "assistant":
         # The answer goes on where the client's beginning of it ends.
         prompt |= {"continue_final_message": True, "add_generation_prompt": False}
-    tools: list[Tool] = decode_field(fields, "tools", list[Tool], [])
+    tools = decode_field(fields, "tools", _TOOLS, [])
     if tools:
         prompt["tools"] = [_translate_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
     return prompt

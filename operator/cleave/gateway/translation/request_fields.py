@@ -1,11 +1,11 @@
 """Reads the fields of requests that are translated; errors name the field. Pure.
 
-Used by `messages_request` and `responses_request`. What is hard: decoding blocks the event loop, and
-a hostile body can consist of millions of tiny objects. So bodies have a limit of objects, and what
-need not be read, such as schemas and arguments of tools, stays the client's bytes.
+Used by `messages_request` and `responses_request`. What is hard: decoding blocks the event loop,
+and a hostile body can consist of millions of tiny objects. So bodies have a limit of objects, and
+what need not be read, such as schemas and arguments of tools, stays the client's bytes.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,7 +27,14 @@ ENGINE_FIELDS = frozenset((
 Chat = dict[str, Any]
 """The fields of a chat completion; values may be `msgspec.Raw`."""
 
-NULL = b"null"
+T = TypeVar("T")
+
+_NULL = b"null"
+
+FLAG = msgspec.json.Decoder(bool)
+INTEGER = msgspec.json.Decoder(int)
+TEXT = msgspec.json.Decoder(str)
+TEXTS = msgspec.json.Decoder(list[str])
 
 
 def read_request(body: bytes, scan: BodyScan | None) -> Fields:
@@ -36,7 +43,7 @@ def read_request(body: bytes, scan: BodyScan | None) -> Fields:
         message = f"the body has more than {MAX_OBJECTS} objects: shorten the conversation"
         raise build_bad_request(message)
     fields = read_fields(body, scan)
-    return {name: raw for name, raw in fields.items() if bytes(memoryview(raw)[:4]) != NULL}
+    return {name: raw for name, raw in fields.items() if bytes(memoryview(raw)[:4]) != _NULL}
 
 
 def check_names(fields: Fields, known: frozenset[str], refused: dict[str, str]) -> None:
@@ -55,18 +62,18 @@ def copy_engine_fields(fields: Fields) -> Chat:
     chat: Chat = {name: raw for name, raw in fields.items() if name in ENGINE_FIELDS}
     if "model" in fields:
         chat["model"] = fields["model"]
-    if decode_field(fields, "stream", bool, False):
+    if decode_field(fields, "stream", FLAG, False):
         chat["stream"] = True
         chat["stream_options"] = {"include_usage": True}
     return chat
 
 
-def decode_field(fields: Fields, name: str, kind: Any, default: Any = None) -> Any:
-    """A field's value as `kind`, or the default if it is absent. Raises GatewayError (400)."""
+def decode_field(fields: Fields, name: str, decoder: msgspec.json.Decoder[T], default: T) -> T:
+    """A field's value, or the default if it is absent. Raises GatewayError (400)."""
     if name not in fields:
         return default
     try:
-        return msgspec.json.decode(fields[name], type=kind)
+        return decoder.decode(fields[name])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         fault, _, place = str(error).partition(" - at `$")
         path = name + place.removesuffix("`")

@@ -6,13 +6,15 @@ items here (reasoning, a message, calls of functions) and of one message in a ch
 items of the model are joined.
 """
 
-from typing import Any
-
 import msgspec
 
 from cleave.gateway.http.completion_request import Fields
 from cleave.gateway.http.errors import build_bad_request
 from cleave.gateway.translation.request_fields import (
+    FLAG,
+    INTEGER,
+    TEXT,
+    TEXTS,
     Chat,
     build_unsupported,
     check_names,
@@ -102,6 +104,16 @@ class TextConfig(msgspec.Struct):
     format: TextFormat | None = None
 
 
+_INPUT: msgspec.json.Decoder[str | list[Item]] = msgspec.json.Decoder(str | list[Item])
+_LIMIT: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
+_REASONING = msgspec.json.Decoder(Reasoning)
+_TEXT_CONFIG = msgspec.json.Decoder(TextConfig)
+_TOOLS = msgspec.json.Decoder(list[Tool])
+_TOOL_CHOICE: msgspec.json.Decoder[str | ToolChoice | None] = msgspec.json.Decoder(
+    str | ToolChoice | None
+)
+
+
 def translate_responses_request(fields: Fields) -> Chat:
     """The chat completion of a request to /v1/responses. Raises GatewayError (400)."""
     check_names(fields, KNOWN, REFUSED)
@@ -110,24 +122,24 @@ def translate_responses_request(fields: Fields) -> Chat:
     if "user" in fields:
         chat["user"] = fields["user"]
     chat["messages"] = _translate_input(fields)
-    limit = decode_field(fields, "max_output_tokens", int)
+    limit = decode_field(fields, "max_output_tokens", _LIMIT, None)
     if limit is not None:
         if limit < 1:
             message = f"max_output_tokens is {limit}: it must be at least 1"
             raise build_bad_request(message, "max_output_tokens")
         chat["max_completion_tokens"] = limit
-    tools: list[Tool] = decode_field(fields, "tools", list[Tool], [])
+    tools = decode_field(fields, "tools", _TOOLS, [])
     if tools:
         chat["tools"] = [_translate_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
         if "parallel_tool_calls" in fields:
             chat["parallel_tool_calls"] = fields["parallel_tool_calls"]
-    choice = _translate_tool_choice(decode_field(fields, "tool_choice", str | ToolChoice))
+    choice = _translate_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
     if choice is not None and tools:
         chat["tool_choice"] = choice
-    reasoning = decode_field(fields, "reasoning", Reasoning, Reasoning())
+    reasoning = decode_field(fields, "reasoning", _REASONING, Reasoning())
     if reasoning.effort is not None:
         chat["reasoning_effort"] = reasoning.effort
-    output_format = _translate_format(decode_field(fields, "text", TextConfig, TextConfig()))
+    output_format = _translate_format(decode_field(fields, "text", _TEXT_CONFIG, TextConfig()))
     if output_format is not None:
         chat["response_format"] = output_format
     return chat
@@ -135,14 +147,14 @@ def translate_responses_request(fields: Fields) -> Chat:
 
 def _refuse_values(fields: Fields) -> None:
     """Refuse values that an answer would silently not honour."""
-    if decode_field(fields, "background", bool, False):
+    if decode_field(fields, "background", FLAG, False):
         raise build_unsupported("background", "true", "a stream, or false")
-    if decode_field(fields, "top_logprobs", int, 0):
+    if decode_field(fields, "top_logprobs", INTEGER, 0):
         raise build_unsupported("top_logprobs", "above 0", "/v1/chat/completions, or 0")
-    truncation = decode_field(fields, "truncation", str, "disabled")
+    truncation = decode_field(fields, "truncation", TEXT, "disabled")
     if truncation != "disabled":
         raise build_unsupported("truncation", truncation, "disabled, and shorten input yourself")
-    for at, name in enumerate(decode_field(fields, "include", list[str], [])):
+    for at, name in enumerate(decode_field(fields, "include", TEXTS, [])):
         if name not in _IGNORED_INCLUDES:
             raise build_unsupported(f"include[{at}]", name, " or ".join(_IGNORED_INCLUDES))
 
@@ -150,12 +162,12 @@ def _refuse_values(fields: Fields) -> None:
 def _translate_input(fields: Fields) -> list[Chat]:
     if "input" not in fields:
         raise build_bad_request("you must provide input: a text or a list of items", "input")
-    given: str | list[Item] = decode_field(fields, "input", str | list[Item])
+    given = decode_field(fields, "input", _INPUT, "")
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
     if not items:
         raise build_bad_request("input is empty: send at least one item", "input")
     messages: list[Chat] = []
-    if instructions := decode_field(fields, "instructions", str):
+    if instructions := decode_field(fields, "instructions", TEXT, ""):
         messages.append({"role": "system", "content": instructions})
     for at, item in enumerate(items):
         _append_item(messages, item, f"input[{at}]")
@@ -218,12 +230,12 @@ def _join_text(content: str | list[Part] | None, path: str) -> str:
     return "".join([part.text or part.refusal for part in content])
 
 
-def _translate_parts(content: str | list[Part] | None, path: str) -> Any:
+def _translate_parts(content: str | list[Part] | None, path: str) -> str | list[Chat]:
     """A user's content: its text, or parts with pictures."""
     parts = content if isinstance(content, list) else [Part("input_text", content or "")]
     translated = [_translate_part(part, f"{path}.content[{at}]") for at, part in enumerate(parts)]
     if len(translated) == 1 and "text" in translated[0]:
-        return translated[0]["text"]
+        return str(translated[0]["text"])
     return translated
 
 
