@@ -10,6 +10,7 @@ from typing import Any
 from cleave import distribution
 from cleave.gateway.app import routes
 from cleave.gateway.app.routes import EngineRoute, OwnRoute
+from cleave.gateway.http.error_dialects import ANTHROPIC_PATHS, COUNT_TOKENS_PATH
 
 Schema = dict[str, Any]
 
@@ -104,6 +105,7 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
                 "RetryAfter": {"description": "Seconds.", "schema": {"type": "integer"}},
             },
             "schemas": {
+                "AnthropicError": _build_anthropic_error_schema(),
                 "Error": _build_error_schema(),
                 "Model": _build_model_schema(),
                 "ModelName": _TEXT | ({"examples": list(models)} if models else {}),
@@ -135,13 +137,17 @@ def _describe_engine_operation(route: EngineRoute) -> Schema:
         content["text/event-stream"] = {}
     instance = {"$ref": "#/components/headers/Instance"}
     instances = {"x-cleave-prefill": instance, "x-cleave-decode": instance}
-    statuses = _ENGINE_STATUSES + ((501,) if route in routes.OTHER_ROUTES else ())
+    may_lack = route in routes.OTHER_ROUTES or route.path == COUNT_TOKENS_PATH
+    statuses = _ENGINE_STATUSES + ((501,) if may_lack else ())
+    error = "AnthropicError" if route.path in ANTHROPIC_PATHS else "Error"
     return {
         "summary": route.summary,
         "operationId": _make_operation_id("post", route.path.decode()),
         "security": _SECURITY,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": _describe_responses("The engine's response.", content, statuses, instances),
+        "responses": _describe_responses(
+            "The engine's response.", content, statuses, instances, error
+        ),
     }
 
 
@@ -176,12 +182,16 @@ def _describe_get_model() -> Schema:
 
 
 def _describe_responses(
-    text: str, content: Schema, statuses: tuple[int, ...], headers: Schema | None = None
+    text: str,
+    content: Schema,
+    statuses: tuple[int, ...],
+    headers: Schema | None = None,
+    error_schema: str = "Error",
 ) -> Schema:
-    """The responses by status; all errors have the same form."""
+    """The responses by status; all errors of a path have the same form."""
     headers = _HEADERS | (headers or {})
     responses: Schema = {"200": {"description": text, "headers": headers, "content": content}}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_schema}"}}}
     for status in sorted({*_COMMON_STATUSES, *statuses}):
         retry_after = {"retry-after": {"$ref": "#/components/headers/RetryAfter"}}
         responses[f"{status}"] = {
@@ -202,6 +212,12 @@ def _build_error_schema() -> Schema:
     text: Schema = {"type": ["string", "null"]}
     fields = {"message": _TEXT, "type": _TEXT, "param": text, "code": text}
     return _describe_object({"error": _describe_object(fields, tuple(fields))}, ("error",))
+
+
+def _build_anthropic_error_schema() -> Schema:
+    fields = {"message": _TEXT, "type": _TEXT}
+    error = _describe_object(fields, tuple(fields))
+    return _describe_object({"type": {"const": "error"}, "error": error}, ("type", "error"))
 
 
 def _build_model_schema() -> Schema:

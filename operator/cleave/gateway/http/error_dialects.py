@@ -13,7 +13,7 @@ from cleave.gateway.http.errors import GatewayError
 
 MESSAGES_PATH = b"/v1/messages"
 COUNT_TOKENS_PATH = b"/v1/messages/count_tokens"
-_ANTHROPIC_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH)
+ANTHROPIC_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH)
 _ANTHROPIC_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -28,7 +28,7 @@ _ANTHROPIC_TYPES = {
 
 def encode_error(error: GatewayError, path: bytes) -> bytes:
     """The body of an error response to a request to `path`."""
-    if path in _ANTHROPIC_PATHS:
+    if path in ANTHROPIC_PATHS:
         return build_anthropic_error(name_anthropic_type(error.status), error.message)
     return error.to_json()
 

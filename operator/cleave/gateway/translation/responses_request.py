@@ -154,7 +154,8 @@ def _refuse_values(fields: Fields) -> None:
     truncation = decode_field(fields, "truncation", TEXT, "disabled")
     if truncation != "disabled":
         raise build_unsupported("truncation", truncation, "disabled, and shorten input yourself")
-    for at, name in enumerate(decode_field(fields, "include", TEXTS, [])):
+    includes: list[str] = decode_field(fields, "include", TEXTS, [])
+    for at, name in enumerate(includes):
         if name not in _IGNORED_INCLUDES:
             raise build_unsupported(f"include[{at}]", name, " or ".join(_IGNORED_INCLUDES))
 
