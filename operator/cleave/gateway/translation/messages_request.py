@@ -43,7 +43,7 @@ _MEDIUM_EFFORT_TOKENS = 16_384
 """Budgets of thinking below these become efforts of low and medium; larger ones high."""
 
 
-class ImageSource(msgspec.Struct):
+class ImageSource(msgspec.Struct, gc=False):
     """An image, or the text of a document."""
 
     type: str
@@ -52,7 +52,7 @@ class ImageSource(msgspec.Struct):
     url: str = ""
 
 
-class Block(msgspec.Struct):
+class Block(msgspec.Struct, gc=False):
     """A block of content, of any type."""
 
     type: str
@@ -66,14 +66,14 @@ class Block(msgspec.Struct):
     content: "str | list[Block] | None" = None
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, gc=False):
     """A turn of the conversation."""
 
     role: str
     content: str | list[Block]
 
 
-class Tool(msgspec.Struct):
+class Tool(msgspec.Struct, gc=False):
     """A tool that the client runs."""
 
     name: str
@@ -83,7 +83,7 @@ class Tool(msgspec.Struct):
     strict: bool | None = None
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct, gc=False):
     """Which tools the model may or must call."""
 
     type: str
@@ -91,28 +91,28 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct):
+class Thinking(msgspec.Struct, gc=False):
     """Whether the model thinks before it answers."""
 
     type: str
     budget_tokens: int = 0
 
 
-class OutputFormat(msgspec.Struct):
+class OutputFormat(msgspec.Struct, gc=False):
     """The schema of the answer."""
 
     schema: msgspec.Raw
     type: str = "json_schema"
 
 
-class OutputConfig(msgspec.Struct):
+class OutputConfig(msgspec.Struct, gc=False):
     """Effort and format of the answer."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
-class Metadata(msgspec.Struct):
+class Metadata(msgspec.Struct, gc=False):
     """About the request."""
 
     user_id: str | None = None

@@ -43,7 +43,7 @@ REFUSED = {
 _IGNORED_INCLUDES = ("reasoning.encrypted_content",)
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, gc=False):
     """A part of a message's content, of any type."""
 
     type: str
@@ -53,7 +53,7 @@ class Part(msgspec.Struct):
     detail: str | None = None
 
 
-class Item(msgspec.Struct):
+class Item(msgspec.Struct, gc=False):
     """An item of the input, of any type."""
 
     type: str = "message"
@@ -63,10 +63,10 @@ class Item(msgspec.Struct):
     name: str = ""
     arguments: str = ""
     output: str | list[Part] = ""
-    summary: list[Part] = msgspec.field(default_factory=list)
+    summary: list[Part] | None = None
 
 
-class Tool(msgspec.Struct):
+class Tool(msgspec.Struct, gc=False):
     """A tool that the client runs."""
 
     type: str
@@ -76,20 +76,20 @@ class Tool(msgspec.Struct):
     strict: bool | None = None
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct, gc=False):
     """The function that the model must call."""
 
     type: str
     name: str = ""
 
 
-class Reasoning(msgspec.Struct):
+class Reasoning(msgspec.Struct, gc=False):
     """Whether and how much the model thinks before it answers."""
 
     effort: str | None = None
 
 
-class TextFormat(msgspec.Struct):
+class TextFormat(msgspec.Struct, gc=False):
     """The format of the answer."""
 
     type: str
@@ -98,7 +98,7 @@ class TextFormat(msgspec.Struct):
     strict: bool | None = None
 
 
-class TextConfig(msgspec.Struct):
+class TextConfig(msgspec.Struct, gc=False):
     """How the answer is written."""
 
     format: TextFormat | None = None
@@ -167,59 +167,69 @@ def _translate_input(fields: Fields) -> list[Chat]:
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
     if not items:
         raise build_bad_request("input is empty: send at least one item", "input")
-    messages: list[Chat] = []
+    turns: list[Chat] = []
     if instructions := decode_field(fields, "instructions", TEXT, ""):
-        messages.append({"role": "system", "content": instructions})
+        turns.append({"role": "system", "content": [instructions]})
     for at, item in enumerate(items):
-        _append_item(messages, item, f"input[{at}]")
-    return messages
+        _append_item(turns, item, f"input[{at}]")
+    return [_build_message(turn) for turn in turns]
 
 
-def _append_item(messages: list[Chat], item: Item, path: str) -> None:
-    """Append an item's message, or extend the last one."""
+def _build_message(turn: Chat) -> Chat:
+    """A message from a turn whose texts were collected; copying them item by item would take
+    quadratic time."""
+    separator = "" if turn["role"] == "assistant" else "\n\n"
+    for name in ("reasoning", "content"):
+        if name in turn and turn["role"] in ("assistant", "system"):
+            turn[name] = separator.join(turn[name])
+    return turn
+
+
+def _append_item(turns: list[Chat], item: Item, path: str) -> None:
+    """Append an item's turn, or extend the last one."""
     if item.type == "message":
-        _append_message(messages, item, path)
+        _append_message(turns, item, path)
     elif item.type == "function_call":
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
-        _get_model_turn(messages).setdefault("tool_calls", []).append(call)
+        _get_model_turn(turns).setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":
         text = _join_text(item.output, f"{path}.output")
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        turns.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
     elif item.type == "reasoning":
         parts = item.content if isinstance(item.content, list) and item.content else item.summary
-        turn = _get_model_turn(messages, begins=True)
-        turn["reasoning"] = turn.get("reasoning", "") + "".join(part.text for part in parts)
+        turn = _get_model_turn(turns, begins=True)
+        turn.setdefault("reasoning", []).extend([part.text for part in parts or ()])
     else:
         allowed = "message, function_call, function_call_output or reasoning"
         raise build_unsupported(f"{path}.type", item.type, allowed)
 
 
-def _append_message(messages: list[Chat], item: Item, path: str) -> None:
+def _append_message(turns: list[Chat], item: Item, path: str) -> None:
     if item.role == "assistant":
-        turn = _get_model_turn(messages)
-        turn["content"] = turn.get("content", "") + _join_text(item.content, f"{path}.content")
+        text = _join_text(item.content, f"{path}.content")
+        _get_model_turn(turns).setdefault("content", []).append(text)
     elif item.role in ("system", "developer"):
         text = _join_text(item.content, f"{path}.content")
-        if len(messages) == 1 and messages[0]["role"] == "system":
-            # Chat templates of many models accept one system message only, the first.
-            messages[0]["content"] += f"\n\n{text}"
+        if turns and turns[-1]["role"] == "system":
+            # Chat templates of many models accept one system message only.
+            turns[-1]["content"].append(text)
         else:
-            messages.append({"role": "system", "content": text})
+            turns.append({"role": "system", "content": [text]})
     elif item.role == "user":
-        messages.append({"role": "user", "content": _translate_parts(item.content, path)})
+        turns.append({"role": "user", "content": _translate_parts(item.content, path)})
     else:
         raise build_unsupported(f"{path}.role", item.role, "user, assistant, system or developer")
 
 
-def _get_model_turn(messages: list[Chat], begins: bool = False) -> Chat:
+def _get_model_turn(turns: list[Chat], begins: bool = False) -> Chat:
     """The model's turn at the end of the conversation; `begins`: a new one, unless it only thinks.
     A model thinks before it writes, so that reasoning after text belongs to another turn."""
-    last = messages[-1] if messages else None
+    last = turns[-1] if turns else None
     is_model = last is not None and last["role"] == "assistant"
     if last is None or not is_model or (begins and ("content" in last or "tool_calls" in last)):
-        messages.append({"role": "assistant"})
-    return messages[-1]
+        turns.append({"role": "assistant"})
+    return turns[-1]
 
 
 def _join_text(content: str | list[Part] | None, path: str) -> str:
