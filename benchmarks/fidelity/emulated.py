@@ -11,7 +11,7 @@ from iteration_times import PassScale
 
 from cleave.api.enums import DispatchPolicy
 from cleave.perf import named_profiles
-from cleave.perf.published.aladdin import IterationTimeModel
+from cleave.perf.published import aladdin
 from cleave.perf.timing import EngineTiming
 from cleave.policy.best_fit import BestFitModel
 from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedTransfer
@@ -82,12 +82,7 @@ class Emulated:
 
 def fit_best_fit(timing: EngineTiming) -> BestFitModel:
     """Best fit with the iteration times that a gateway learns from such engines."""
-    model = IterationTimeModel()
-    for tokens in range(128, MAX_BATCHED_TOKENS + 1, 128):
-        model.add_prefill(tokens, timing.predict_prefill_ms([tokens]))
-    for batch in (1, 2, 4, 8, 16, 32):
-        for context in (200, 1_000, 4_000):
-            model.add_decode(
-                batch, batch * context, timing.predict_decode_ms(batch, batch * context)
-            )
-    return BestFitModel(model.solve(), TTFT_MS, TPOT_MS)
+    coefficients = aladdin.fit_timings(timing, timing)
+    if coefficients is None:
+        raise ValueError("the engine's times do not rise with prompts and contexts; fit another")
+    return BestFitModel(coefficients, TTFT_MS, TPOT_MS)

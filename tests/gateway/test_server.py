@@ -122,6 +122,8 @@ def test_bad_usage_is_exit_code_2(tmp_path, monkeypatch) -> None:
     [
         ("--allowed-origins", "https://a.example/", "'https://a.example/' is not an origin"),
         ("--allowed-origins", "*,A.example", "'A.example' is not an origin as browsers send it"),
+        ("--allowed-origins", "https://*.a.example", "'https://*.a.example' is not an origin"),
+        ("--allowed-origins", "https://b\xfccher.example", "'https://b\xfccher.example' is not an"),
         ("--port", "99999999", "99999999 is not a port: it must be from 0 to 65535"),
         ("--max-body", "5parsecs", "'5parsecs' is not a size such as 16MiB"),
         ("--queue-limit", "0", "0 is not at least 1"),

@@ -147,6 +147,7 @@ def test_sizes_that_nixl_cannot_pair_are_not_blamed_on_the_choice_where_there_is
         ('{"method": "suffix"}', None),
         ("{", None),
         ("[]", None),
+        ("[" * 4_000, None),
     ],
 )
 def test_drafting_layers_with_kv_get_nixl(speculation: str, method: str | None) -> None:

@@ -101,3 +101,10 @@ def test_a_trace_that_is_replayed_takes_no_declared_reuse() -> None:
             trace=api.TraceSource(path="t.jsonl"),
             reuse=api.Reuse(turns=4, turn_interval_s=20, new_tokens=100),
         )
+
+
+@pytest.mark.parametrize("interval_requests", [0.0, 30_000.0, 86_400_000.0])
+def test_turns_that_no_draw_reaches_are_not_drawn(interval_requests: float) -> None:
+    turns = Conversations(10_000, interval_requests, new_tokens=256).draw_turns(2_000, seed=0)
+    assert len(turns.order) == 2_000
+    assert len(turns.owner) < 1_000_000

@@ -159,8 +159,9 @@ class TracingSpec(ApiModel):
     """Share of requests without a traceparent header that are traced."""
 
 
-ORIGIN = r"^(\*|[a-z][-a-z0-9+.]*://[^/ ,A-Z\n\r\t]+)$"
-"""SCHEME://HOST or SCHEME://HOST:PORT as browsers send it, or `*` for all origins."""
+ORIGIN = r"^(\*|[a-z][-a-z0-9+.]*://([-a-z0-9._]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?)$"
+"""SCHEME://HOST or SCHEME://HOST:PORT as browsers send it, or `*` for all origins. Browsers send no
+host with `*` and encode letters of other alphabets (xn--), so neither would ever be equal."""
 
 
 class CorsSpec(ApiModel):

@@ -75,7 +75,7 @@ def _find_drafting_method(engine: EngineSpec) -> str | None:
     transfers all layers, and compares the drafting models of both sides in its handshake."""
     try:
         config = json.loads(engine.get_flag_value("--speculative-config") or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(config, dict):
         return None

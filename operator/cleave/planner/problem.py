@@ -6,8 +6,9 @@ deployment and a cluster. Value classes only; every part of the search takes a `
 
 from dataclasses import dataclass, replace
 
-from cleave.api.deployment import Slo
+from cleave.api.deployment import LLMDeploymentSpec, Slo
 from cleave.api.engine import Connector, EngineSpec
+from cleave.api.enums import DispatchPolicy
 from cleave.api.planning import Planning
 from cleave.api.role import Parallelism
 from cleave.api.scheduling import DecodeAdmission, PromptOrder
@@ -53,7 +54,8 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """How the engines batch. The defaults are those of the engines that Cleave starts."""
+    """How the engines batch, and how requests reach them. The defaults are those of the engines and
+    gateways that Cleave starts."""
 
     prefill: Batching = Batching.VLLM
     decode: Batching = Batching.VLLM
@@ -70,6 +72,8 @@ class Policies:
     """Number of oldest prompts that SJF and LJF sort at a time."""
     admission: Admission = Admission.GREEDY
     """How decode instances admit requests."""
+    dispatch: DispatchPolicy = DispatchPolicy.PREFIX_AWARE
+    """How gateways pick the instances of a request."""
     connector: Connector = Connector.CLEAVE
     """KV connector; it limits which parallel sizes can be paired."""
 
@@ -135,15 +139,17 @@ def limit_reuse(demand: Demand, engine: EngineSpec) -> Demand:
     return demand.without_reuse() if engine.has_flag(_NO_CACHES) else demand
 
 
-def build_policies(engine: EngineSpec) -> Policies:
-    """The policies of spec.engine.scheduling, else vLLM's defaults. Predictions know every output
-    length; engines reserve KV by estimates and preempt a little more."""
+def build_policies(spec: LLMDeploymentSpec) -> Policies:
+    """The policies of spec.routing and spec.engine.scheduling, else vLLM's defaults; what they do
+    not contain is listed by `left_out.describe`."""
+    engine, dispatch = spec.engine, spec.routing.policy
     scheduling = engine.scheduling
     if scheduling is None:
-        return Policies(connector=engine.kv_connector)
+        return Policies(connector=engine.kv_connector, dispatch=dispatch)
     return Policies(
         connector=engine.kv_connector,
         order=ORDERS[scheduling.order],
         prefill_sched_batch=scheduling.sorted_prompts,
         admission=ADMISSIONS[scheduling.admission],
+        dispatch=dispatch,
     )

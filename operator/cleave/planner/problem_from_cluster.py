@@ -16,7 +16,7 @@ from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_source
-from cleave.planner import deployment_checks
+from cleave.planner import deployment_checks, left_out
 from cleave.planner.deployment_shape import load_shape
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
@@ -59,7 +59,7 @@ def build_problem(
         shape=shape,
         estimator=estimates,
         planning=spec.planning,
-        policies=build_policies(spec.engine),
+        policies=build_policies(spec),
         seed=seed,
         notes=(
             *filter(
@@ -70,6 +70,7 @@ def build_problem(
                     _describe_unplanned(deployment),
                     _describe_speculation(deployment),
                     inventory.describe_assumed_network(cluster),
+                    left_out.describe(spec),
                 ],
             ),
             *inventory.list_unused_gpus(cluster),

@@ -14,6 +14,7 @@ from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware.link import Link, LinkKind
 from cleave.perf.model import model_shape, model_source
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
+from cleave.planner import left_out
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU
 from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
@@ -94,9 +95,12 @@ def build_problem(
         # Emulated engines need no GPU, so the allowed GPU types do not apply.
         planning=spec.planning.model_copy(update={"gpus": []}),
         estimator=ProfileEstimator(profile, shape, emulation.time_scale),
-        policies=build_policies(spec.engine),
+        policies=build_policies(spec),
         seed=seed,
-        notes=characterization.list_remarks(demand, longest),
+        notes=(
+            *filter(None, [left_out.describe(spec)]),
+            *characterization.list_remarks(demand, longest),
+        ),
     )
 
 

@@ -57,6 +57,5 @@ class IterationTimeEstimator:
             coefficients = self._model.solve()
         except TooFewSamplesError:
             return
-        # With a slope of 0 no instance would ever be full.
-        if coefficients.k1 > 0 and coefficients.k2 > 0:
+        if coefficients.is_rising:
             self.best_fit = BestFitModel(coefficients, self._ttft_ms, self._tpot_ms)

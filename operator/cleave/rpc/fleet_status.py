@@ -10,6 +10,10 @@ MAX_CLOSED = 16
 """Names of prefill instances in one `KvPairs`."""
 MAX_INSTANCES = 4_096
 """Limit of instances in one response: about 2 MB."""
+MAX_REPORTS = 8
+"""Instances in one response that report their model."""
+MAX_REPORT_BRACES = 1_024
+"""Limit of `{` in one such report; a config with its groups of caches has tens."""
 
 
 class KvPath(msgspec.Struct, frozen=True):

@@ -50,9 +50,13 @@ class Conversations:
         """Conversations of which the first `num` requests are turns.
 
         They begin evenly, one per `turns` requests; gaps between turns are exponential. Those that
-        began before the first request and go on are included.
+        began before the first request and go on are included. Longer ones than the lookback are cut
+        into several, or nearly all of their turns would be drawn in vain.
         """
-        lookback = min(4 * self.turns * self.interval_requests, _MAX_LOOKBACK)
+        interval = self.interval_requests
+        if interval > 0 and self.turns > (most := 1 + _MAX_LOOKBACK / interval):
+            return replace(self, turns=most).draw_turns(num, seed)
+        lookback = min(4 * self.turns * interval, _MAX_LOOKBACK)
         sessions = int((lookback + 1.1 * num) / self.turns) + _MARGIN_SESSIONS
         while True:
             drawn = self._draw_sessions(sessions, lookback, seed)

@@ -14,7 +14,14 @@ from cleave.controller.cluster.gateway_client import (
     merge,
     summarize_kv_paths,
 )
-from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
+from cleave.rpc.fleet_status import (
+    MAX_INSTANCES,
+    MAX_REPORT_BRACES,
+    MAX_REPORTS,
+    FleetInstance,
+    FleetStatus,
+    KvPath,
+)
 
 from tests.support.doubles import Answering
 
@@ -289,3 +296,13 @@ def test_a_page_that_no_gateway_writes_is_ignored(body: bytes) -> None:
     started = time.thread_time()
     assert gateway_client.decode_page(body) is None
     assert time.thread_time() - started < 0.1
+
+
+def test_the_largest_page_of_a_gateway_is_read() -> None:
+    report = "{" * MAX_REPORT_BRACES
+    instances = tuple(
+        FleetInstance(f"i{number}", model_report=report if number < MAX_REPORTS else "")
+        for number in range(MAX_INSTANCES)
+    )
+    page = FleetStatus(instances)
+    assert gateway_client.decode_page(msgspec.json.encode(page)) == page

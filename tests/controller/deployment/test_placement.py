@@ -279,6 +279,15 @@ def test_the_engines_environment_and_image_change_no_plan() -> None:
     assert hash_of(plain) == hash_of(plain, replace(INVENTORY, node_counts_hash="other"))
 
 
+def test_another_dispatch_policy_is_another_plan_and_other_routing_is_not() -> None:
+    def hash_of(**routing: str) -> str:
+        inputs = PlanInputs(deployment(workload=WORKLOAD, routing=routing), INVENTORY)
+        return inputs.hash_with(None)
+
+    assert hash_of(policy="PrefixAware") == hash_of() == hash_of(late="Refuse")
+    assert hash_of(policy="Random") != hash_of()
+
+
 def test_without_its_config_map_everything_stays_as_it_is() -> None:
     config = {"configMapKeyRef": {"name": "new"}}
     model, fault = {"source": "org/new", "config": config}, "ConfigMap new does not exist"

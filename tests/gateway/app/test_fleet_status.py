@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
+from cleave.controller.cluster import gateway_client
 from cleave.gateway.app import fleet_status
 from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPairs, KvPath
 from cleave.rpc.v1 import agent_pb2
@@ -162,6 +163,19 @@ async def test_the_first_ready_instance_of_each_revision_reports_its_model(stage
     page = await read_page(stage)
     reports = {each.name: each.model_report for each in page.instances}
     assert reports == {"d": "", "p": "", "q": "of q", "s": "", "t": "of t"}
+
+
+async def test_a_report_full_of_braces_does_not_hide_the_fleet(stage) -> None:
+    await stage.add("q", "prefill")
+    stage.state(stage.engines["q"], model_report="{" * 16_384)
+    response = await stage.ask(None, "/fleet")
+    page = gateway_client.decode_page(response.body)
+    assert page is not None
+    assert [(each.name, each.model_report) for each in page.instances] == [
+        ("d", ""),
+        ("p", ""),
+        ("q", ""),
+    ]
 
 
 async def test_reports_about_models_are_few(stage) -> None:

@@ -364,7 +364,9 @@ async def test_a_refusal_in_a_stream_is_the_engines_answer(single) -> None:
     single.engines["x"].script = stream_events(build_error(400))
     response = await single.ask(STREAM)
     assert response.status == 200
-    assert response.events == [build_error(400).strip(), b"data: [DONE]"]
+    error, done = response.events
+    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "Internal server error"
+    assert done == b"data: [DONE]"
     assert len(single.engines["x"].requests) == 1
 
 

@@ -130,3 +130,10 @@ def test_what_is_refused_is_let_go_of(reader: RequestParser) -> None:
     reader.reject(NO_KEY)
     reader.feed(b"abc")
     assert (reader.buffered_bytes, reader.error) == (0, NO_KEY)
+
+
+def test_the_body_of_a_rejected_request_is_freed(reader: RequestParser) -> None:
+    reader.feed(CHUNKED)
+    reader.feed(b"%x\r\n%b\r\n0\r\n\r\n" % (MAX_BODY_BYTES + 1, b"x" * (MAX_BODY_BYTES + 1)))
+    assert reader.error.status == 413
+    assert reader.rejected.body == b""

@@ -212,7 +212,7 @@ def test_layers_of_multi_token_prediction_count_when_engines_load_them(field: st
 
 
 @pytest.mark.parametrize(
-    "config", ['{"method": "ngram"}', '{"model": "org/draft"}', "no JSON", "3"]
+    "config", ['{"method": "ngram"}', '{"model": "org/draft"}', "no JSON", "3", "[" * 4_000]
 )
 def test_other_drafts_change_nothing(config: str) -> None:
     shape = build(num_nextn_predict_layers=1)

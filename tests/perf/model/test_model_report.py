@@ -59,3 +59,8 @@ def test_lists_of_modules_that_are_not_quantised_are_left_out() -> None:
     quantization = {"quant_method": "fp8", "ignore": ignored, "modules_to_not_convert": ignored}
     kept = model_report.select_config({"quantization_config": quantization})
     assert kept == {"quantization_config": {"quant_method": "fp8"}}
+
+
+def test_infinite_numbers_are_left_out() -> None:
+    limits = {"time_step_limit": [0.0, float("inf")], "inner": {"a": float("nan"), "b": 1.5}}
+    assert model_report.select_config(limits) == {"inner": {"b": 1.5}}

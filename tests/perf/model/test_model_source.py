@@ -62,6 +62,15 @@ def test_the_content_of_a_config_map_takes_the_place_of_the_reference() -> None:
     assert model_source.with_config_map(model(), {}) == model()
 
 
+def test_infinite_numbers_that_hugging_faces_library_writes_are_left_out() -> None:
+    text = json.dumps({**TINY, "time_step_max": float("inf"), "limit": [0.0, float("inf")]})
+    read = model_source.with_config_map(
+        model(configMapKeyRef={"name": "new"}), {"config.json": text}
+    )
+    assert read.config is not None
+    assert read.config.inline == {**TINY, "limit": [0.0, None]}
+
+
 @pytest.mark.parametrize(
     ("data", "fault"),
     [

@@ -18,6 +18,8 @@ _POLL_INTERVAL_S = 0.2
 _LAST_LINES = 100
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _AGE = re.compile(r"(\d{1,9})([smhd])")
+_MAX_AGE = timedelta(days=36_500)
+"""Logs are younger; times before the year 1 cannot be computed."""
 
 
 def _parse_age(text: str) -> timedelta:
@@ -25,7 +27,7 @@ def _parse_age(text: str) -> timedelta:
     found = _AGE.fullmatch(text)
     if found is None:
         raise typer.BadParameter(f"{text!r} is not a time such as 90s, 10m, 2h or 1d")
-    return timedelta(seconds=int(found[1]) * _UNITS_S[found[2]])
+    return min(timedelta(seconds=int(found[1]) * _UNITS_S[found[2]]), _MAX_AGE)
 
 
 def logs(

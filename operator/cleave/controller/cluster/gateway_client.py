@@ -22,6 +22,8 @@ from cleave.rpc import http_client
 from cleave.rpc.fleet_status import (
     MAX_CLOSED,
     MAX_INSTANCES,
+    MAX_REPORT_BRACES,
+    MAX_REPORTS,
     FleetInstance,
     FleetStatus,
     KvPairs,
@@ -34,9 +36,9 @@ PATH = "/fleet"
 _MAX_GATEWAYS = 8
 """Gateways queried at a time; more would add no information."""
 _PAGE_LIMIT = 4 << 20
-_MAX_OBJECTS = 4 * MAX_INSTANCES
-"""JSON objects in a page: an instance has two, and its texts hold few braces. Bounds the time that
-decoding takes, during which nothing else runs."""
+_MAX_OBJECTS = 5 * MAX_INSTANCES + MAX_REPORTS * MAX_REPORT_BRACES
+"""JSON objects in a page: an instance has four, its texts hold few braces, and gateways bound those
+of reports. Bounds the time that decoding takes, during which nothing else runs."""
 _CONNECTED = ("heard", "stale")
 _MAX_AGE_S = 45.0
 _FIRST_INCOMPLETE_AGE_S = 1.0

@@ -22,6 +22,9 @@ from cleave.perf.latency_correction import NO_CORRECTION, Correction
 from cleave.planner import deployment_checks
 from cleave.planner.placement import Placement, to_planned_pool
 
+_WHOLE_PARTS = ("model", "slo", "workload", "planning", "engine")
+"""Parts of the spec that are inputs of a plan; of `routing` only the policy is."""
+
 
 @dataclass(frozen=True)
 class PlanInputs:
@@ -57,8 +60,12 @@ class PlanInputs:
     def _spec_parts(self) -> list[object]:
         spec = self.deployment.spec
         exclude = {"engine": {"env", "image"}, "planning": {"mode", "replan"}, "model": {"cache"}}
-        names = {"model", "slo", "workload", "planning", "engine"}
-        parts = spec.model_dump(mode="json", exclude_defaults=True, include=names, exclude=exclude)
+        parts = spec.model_dump(
+            mode="json",
+            exclude_defaults=True,
+            include={**dict.fromkeys(_WHOLE_PARTS, True), "routing": {"policy"}},
+            exclude=exclude,
+        )
         given = {name: part for name, part in parts.items() if part}
         base: list[object] = [given, self._node_kinds]
         # With scaled roles the plan needs a scaling law as well.

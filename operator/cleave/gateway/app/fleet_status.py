@@ -14,6 +14,8 @@ from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.fleet_status import (
     MAX_CLOSED,
     MAX_INSTANCES,
+    MAX_REPORT_BRACES,
+    MAX_REPORTS,
     CacheHits,
     FleetStatus,
     KvPairs,
@@ -23,8 +25,6 @@ from cleave.rpc.v1 import agent_pb2
 
 _TEXT_LIMIT = 300
 """Characters of a reason or detail."""
-_MAX_REPORTS = 8
-"""Revisions of which an instance reports its model: during a rollout there are two."""
 
 
 def describe_fleet(context: GatewayContext) -> FleetStatus:
@@ -56,10 +56,14 @@ def _choose_reporters(instances: Iterable[RoutedInstance]) -> set[str]:
     first: dict[str, str] = {}
     for instance in instances:
         registration = instance.registration
-        is_usable = 0 < len(registration.model_report) <= _MAX_REPORT_LENGTH
-        if is_usable and registration.state == agent_pb2.STATE_READY:
+        if registration.state == agent_pb2.STATE_READY and _is_usable(registration.model_report):
             first.setdefault(registration.revision, instance.name)
-    return {*list(first.values())[:_MAX_REPORTS]}
+    return {*list(first.values())[:MAX_REPORTS]}
+
+
+def _is_usable(report: str) -> bool:
+    """Whether the report is within the bounds above which the operator refuses the response."""
+    return 0 < len(report) <= _MAX_REPORT_LENGTH and report.count("{") <= MAX_REPORT_BRACES
 
 
 def _describe_pairs(summary: PairSummary, now: float) -> KvPairs:

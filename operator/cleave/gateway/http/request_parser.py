@@ -215,6 +215,8 @@ class RequestParser:
             request.body = self._body_pieces.pop()
         if len(request.body) > self._max_body_bytes:
             self.error = self.error or build_payload_too_large(self._max_body_bytes)
+            # Not counted as buffered, while the connection lingers.
+            request.body = b""
             self.rejected = request
         self._raw_headers.clear()
         self._head_bytes = 0

@@ -5,7 +5,7 @@ are.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,11 +97,15 @@ def read_config(path: Path) -> ConfigFields:
     return select_language_part(decode_config(text))
 
 
-def decode_config(text: str) -> object:
-    """The value that the text of a config.json encodes. Raises ConfigError."""
+def decode_config(text: str, parse_constant: Callable[[str], object] = float) -> object:
+    """The value that the text of a config.json encodes. `parse_constant`: the value of `NaN`,
+    `Infinity` and `-Infinity`, which are no JSON, but which Hugging Face's library writes (in
+    `time_step_limit` of models with Mamba-2 layers). Raises ConfigError."""
     try:
         # Python refuses to convert numbers of many digits; the first 20 are too large, too.
-        return json.loads(text, parse_int=lambda digits: int(digits[:20]))
+        return json.loads(
+            text, parse_int=lambda digits: int(digits[:20]), parse_constant=parse_constant
+        )
     except RecursionError as error:
         raise ModelConfigError("is nested too deeply; a config has a few levels") from error
     except ValueError as error:

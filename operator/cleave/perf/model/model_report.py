@@ -6,6 +6,7 @@ by the agent, which reads it and puts it into its registration. The operator rea
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,8 +106,9 @@ def encode(facts: EngineFacts) -> str:
 
 
 def select_config(config: Mapping[str, object]) -> dict[str, object]:
-    """The fields of a config.json that plans may read: without long texts, lists of modules, and
-    parts for images and sound."""
+    """The fields of a config.json that plans may read: without long texts, lists of modules, parts
+    for images and sound, and infinite numbers, which the API server refuses (`time_step_limit` of
+    models with Mamba-2 layers)."""
     return {
         name: kept
         for name, value in config.items()
@@ -116,7 +118,7 @@ def select_config(config: Mapping[str, object]) -> dict[str, object]:
 
 def _select(value: object, levels: int) -> object:
     if isinstance(value, bool | int | float):
-        return value
+        return value if _is_finite(value) else None
     if isinstance(value, str):
         return value if len(value) <= _MAX_TEXT else None
     if not levels:
@@ -128,6 +130,10 @@ def _select(value: object, levels: int) -> object:
             if name not in _UNREAD
         }
         return {name: each for name, each in kept.items() if each is not None}
-    if isinstance(value, Sequence) and len(value) <= _MAX_ITEMS:
+    if isinstance(value, Sequence) and len(value) <= _MAX_ITEMS and all(map(_is_finite, value)):
         return [_select(each, levels - 1) for each in value]
     return None
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

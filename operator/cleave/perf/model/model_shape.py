@@ -116,7 +116,7 @@ class ModelShape:
         for them; this one with other methods. Raises ValueError when there are none."""
         try:
             method = json.loads(config)["method"]
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             # Without a method vLLM derives it from the draft's own config.
             return self
         if method != "mtp" and not str(method).endswith("_mtp"):

@@ -87,7 +87,9 @@ def with_config_map(model: ModelSpec, data: Mapping[str, str]) -> ModelSpec:
     if len(text) > _MAX_TEXT_LENGTH:
         raise ModelConfigError(f"{where}: has {len(text):,} characters; a config.json is shorter")
     try:
-        config = ModelConfig.model_validate({"inline": hf_config.decode_config(text)})
+        # An inline config has no infinite numbers, and no plan reads one.
+        inline = hf_config.decode_config(text, parse_constant=lambda _: None)
+        config = ModelConfig.model_validate({"inline": inline})
         changed = model.model_copy(update={"config": config})
         load_shape(changed)
     except ValidationError as error:

@@ -1,7 +1,8 @@
 """Aladdin's models of prefill and decode iterations (section 3, Eq. 2 and 3), fitted online.
 
-Called by the router. The coefficients are least squares over exponentially decaying sums, so that
-an update costs a few multiplications and no sample is stored. What is hard: samples of only one
+Called by the router, and by the planner for what a router will learn. The coefficients are least
+squares over exponentially decaying sums, so that an update costs a few multiplications and no
+sample is stored. What is hard: samples of only one
 length, or of only one batch size, do not determine them, and a fit to them must be refused.
 """
 
@@ -18,6 +19,11 @@ _MIN_SAMPLES = 8
 """Smallest number of samples for a fit."""
 _ERROR_SAMPLES = 100
 """About this many of the latest samples count in the error."""
+_FITTED_PROMPTS = range(128, 2049, 128)
+_FITTED_BATCHES = (2, 4, 8, 16, 32)
+_FITTED_CONTEXTS = (200, 1_000, 4_000)
+"""Tokens of prompts, requests that decode together, and tokens of context of each of them, at which
+`fit_timings` samples a latency model."""
 
 
 class TooFewSamplesError(ValueError):
@@ -102,6 +108,11 @@ class Coefficients:
         """Eq. 3: a decode iteration of `batch` requests; l_ave * b is the sum of their contexts."""
         return self.k2 * context_tokens + self.c2 * batch + self.c3
 
+    @property
+    def is_rising(self) -> bool:
+        """Whether prompts and contexts lengthen iterations; else no instance is ever full."""
+        return self.k1 > 0 and self.k2 > 0
+
     def to_timing(self, largest_batch: int = 1024) -> EngineTiming:
         """The same model in the form that simulator and emulator use."""
         return EngineTiming(
@@ -145,3 +156,20 @@ class IterationTimeModel:
         errors = [each for each in (self.prefill.error, self.decode.error) if each is not None]
         source = "Aladdin's models, fitted to observed iterations"
         return Confidence(LatencySource.FITTED, source, max(errors, default=None))
+
+
+def fit_timings(prefill: EngineTiming, decode: EngineTiming) -> Coefficients | None:
+    """The coefficients that a router learns from prompts on engines with the times `prefill` and
+    outputs on engines with `decode`; None: no line through them rises, so it learns none."""
+    model = IterationTimeModel()
+    for tokens in _FITTED_PROMPTS:
+        model.add_prefill(tokens, prefill.predict_prefill_ms([tokens]))
+    for batch in _FITTED_BATCHES:
+        for context in _FITTED_CONTEXTS:
+            tokens = batch * context
+            model.add_decode(batch, tokens, decode.predict_decode_ms(batch, tokens))
+    try:
+        coefficients = model.solve()
+    except TooFewSamplesError:
+        return None
+    return coefficients if coefficients.is_rising else None

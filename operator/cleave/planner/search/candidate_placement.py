@@ -6,16 +6,20 @@ at its share of the rate. Real requests may choose among all cells and are never
 """
 
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 
 from cleave.api.engine import Connector
+from cleave.api.enums import DispatchPolicy
 from cleave.api.planning import Objective
 from cleave.api.role import Role
 from cleave.perf.hardware.kv_transfer import KvTransferModel, build_kv_transfer
 from cleave.perf.hardware.link import Link, select_slower
+from cleave.perf.published import aladdin
+from cleave.perf.timing import EngineTiming
 from cleave.planner.plan import PlannedKvLink, PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidates import PlannedInstance
+from cleave.policy.best_fit import BestFitModel
 from cleave.simulator.fleet import SimulatedFleet, SimulatedPool, SimulatedTransfer
 
 _PROMPT_TOKENS = 2048
@@ -88,14 +92,39 @@ def build_cell(problem: Problem, placement: CandidatePlacement) -> SimulatedFlee
     """One cell as a simulator fleet; it serves the rate divided by `placement.copies`."""
     policies = problem.policies
     estimates = [group.instance.candidate.estimate for group in placement.groups]
+    dispatch, best_fit = _choose_dispatch(problem, placement)
     return SimulatedFleet(
         prefill=_build_pools(placement, Role.PREFILL),
         decode=_build_pools(placement, Role.DECODE),
         mixed=_build_pools(placement, Role.MIXED),
         transfer=build_transfer(problem, placement),
+        dispatch=dispatch,
+        best_fit=best_fit,
         dispatch_ms=policies.dispatch_ms + max(each.front_end_ms for each in estimates),
         first_token_by_decode=policies.first_token_by_decode,
     )
+
+
+def _choose_dispatch(
+    problem: Problem, placement: CandidatePlacement
+) -> tuple[DispatchPolicy, BestFitModel | None]:
+    """The policy of the gateways, and for best fit the iteration times that they learn. Without
+    those they send each request where the fewest tokens are pending, and so does the fleet."""
+    if problem.policies.dispatch is not DispatchPolicy.BEST_FIT:
+        return problem.policies.dispatch, None
+    timings = {group.role: group.instance.candidate.estimate.timing for group in placement.groups}
+    first = placement.groups[0].role
+    learned = _fit_timings(timings[first], timings.get(Role.DECODE, timings[first]))
+    if learned is None:
+        return DispatchPolicy.PENDING_TOKENS, None
+    model = BestFitModel(learned, problem.slo.ttft_ms, problem.slo.tpot_ms)
+    return DispatchPolicy.BEST_FIT, model
+
+
+@lru_cache(maxsize=256)
+def _fit_timings(prefill: EngineTiming, decode: EngineTiming) -> aladdin.Coefficients | None:
+    """`aladdin.fit_timings`, once for each pair of engines; a search builds many fleets of them."""
+    return aladdin.fit_timings(prefill, decode)
 
 
 def build_transfer(problem: Problem, placement: CandidatePlacement) -> SimulatedTransfer:

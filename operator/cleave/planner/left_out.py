@@ -1,0 +1,57 @@
+"""What a deployment configures and the planner does not simulate, in one line.
+
+Called for the problem's notes, so every plan says it. Everything else of routing, pools and engine
+scheduling that changes latencies is in `problem.Policies`; a test goes through the fields of the
+API and fails for one that is in neither.
+"""
+
+from collections.abc import Iterator
+
+from cleave.api.deployment import LLMDeploymentSpec, Routing
+from cleave.api.engine import EngineSpec, TransferMode
+from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
+from cleave.api.scheduling import DecodeAdmission
+
+_LIMITS = ("--max-num-seqs", "--max-num-batched-tokens", "--long-prefill-token-threshold")
+_PREDICTING = {DispatchPolicy.LEAST_HEAVY, DispatchPolicy.BEST_FIT}
+"""Policies that compare predicted output lengths."""
+
+
+def describe(spec: LLMDeploymentSpec) -> str | None:
+    """One line that names what plans for `spec` do not simulate; None: there is nothing."""
+    parts = [*_list_routing(spec), *_list_engine(spec.engine)]
+    return f"not simulated: {'; '.join(parts)}" if parts else None
+
+
+def _list_routing(spec: LLMDeploymentSpec) -> Iterator[str]:
+    routing, gateway = spec.routing, spec.gateway
+    if routing.session_header is not None:
+        yield "sessions that stay on an instance (routing.sessionHeader)"
+    if routing.late is not LateRequestPolicy.SERVE:
+        yield f"late requests (routing.late {routing.late}); all are served"
+    if routing.queue_limit < Routing().queue_limit:
+        yield f"the limit of waiting requests (routing.queueLimit {routing.queue_limit})"
+    if routing.policy in _PREDICTING:
+        yield f"errors of predicted output lengths (routing.policy {routing.policy})"
+    if spec.pools.flipping is FlippingMode.AUTO:
+        yield "instances that change roles (pools.flipping Auto)"
+    if (routers := gateway.replicas * gateway.processes) > 1:
+        yield f"that {routers} gateway processes in a cluster see parts of the traffic"
+
+
+def _list_engine(engine: EngineSpec) -> Iterator[str]:
+    if engine.transfer is not TransferMode.PULL:
+        yield f"KV sent during the prefill (engine.transfer {engine.transfer}); all is pulled"
+    scheduling = engine.scheduling
+    if scheduling is not None:
+        if scheduling.long_prompt_tokens is not None:
+            yield "the limit of long prompts (scheduling.longPromptTokens)"
+        if scheduling.preemption_limit is not None:
+            yield "the limit of preemptions (scheduling.preemptionLimit)"
+        if scheduling.limits:
+            yield "your limits of iterations (scheduling.limits); the search chooses its own"
+        if scheduling.admission is not DecodeAdmission.GREEDY:
+            admission = f"scheduling.admission {scheduling.admission}"
+            yield f"errors of predicted output lengths ({admission})"
+    if flags := [flag for flag in _LIMITS if engine.get_flag_value(flag) is not None]:
+        yield f"engine.args {', '.join(flags)}; the search chooses its own"
