@@ -64,7 +64,7 @@ class TranslatedClient:
             return
         if self._translator is None:
             self._body.append(data)
-        elif events := self._translator.translate(data):
+        elif events := self._translator.convert(data):
             self._client.write(encode_chunk(events) if self._client.chunked else events)
 
     def end(self, reusable: bool) -> None:

@@ -10,11 +10,11 @@ from typing import Protocol
 import msgspec
 
 from cleave.gateway.translation.chat_types import (
-    ChatChoice,
-    ChatError,
-    ChatMessage,
-    ChatResponse,
-    ChatUsage,
+    AnswerChoice,
+    AnswerError,
+    AnswerMessage,
+    AnswerUsage,
+    ChatAnswer,
     FunctionCall,
     ToolCall,
     decode_chat,
@@ -24,7 +24,9 @@ _SEPARATOR = b"\n\n"
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
 
-UNREADABLE = ChatError("the engine's response cannot be translated", "server_error", "engine_error")
+UNREADABLE = AnswerError(
+    "the engine's response cannot be translated", "server_error", "engine_error"
+)
 """It is not a chat completion."""
 
 
@@ -41,7 +43,7 @@ class Answer(Protocol):
 class StreamedAnswer(Answer, Protocol):
     """An answer that can be streamed: blocks, one after the other. Each method returns events."""
 
-    def begin(self, event: ChatResponse) -> bytes:
+    def begin(self, event: ChatAnswer) -> bytes:
         """The first events; `event` is the engine's first."""
 
     def open_text(self) -> bytes:
@@ -53,16 +55,16 @@ class StreamedAnswer(Answer, Protocol):
     def open_tool_call(self, call_id: str, name: str) -> bytes:
         """A tool call begins, whose arguments are its text."""
 
-    def append(self, text: str) -> bytes:
+    def add_text(self, text: str) -> bytes:
         """More text of the open block."""
 
     def close_block(self) -> bytes:
         """The open block is complete."""
 
-    def end(self, choice: ChatChoice, usage: ChatUsage) -> bytes:
+    def end(self, choice: AnswerChoice, usage: AnswerUsage) -> bytes:
         """The last events; `choice` has the reasons for the end."""
 
-    def fail(self, error: ChatError) -> bytes:
+    def fail(self, error: AnswerError) -> bytes:
         """The last events of an answer that breaks off."""
 
 
@@ -75,29 +77,27 @@ class StreamTranslator:
         self._block: str | int | None = None
         """The open block: text, reasoning, or the index of a tool call; None: none is open."""
         self._num_tool_calls = 0
-        self._last_choice = ChatChoice()
-        self._usage = ChatUsage()
+        self._last_choice = AnswerChoice()
+        self._usage = AnswerUsage()
 
-    def translate(self, events: bytes) -> bytes:
+    def convert(self, events: bytes) -> bytes:
         """The client's events for complete events of the engine."""
-        return b"".join([self._translate(each) for each in events.split(_SEPARATOR) if each])
+        return b"".join([self._convert(each) for each in events.split(_SEPARATOR) if each])
 
-    def _translate(self, data: bytes) -> bytes:
+    def _convert(self, data: bytes) -> bytes:
         if self._has_ended:
             return b""
         if data == _DONE:
             self._has_ended = True
-            return self._close() + self._answer.end(self._last_choice, self._usage)
+            first = self._begin(ChatAnswer())
+            return first + self._close() + self._answer.end(self._last_choice, self._usage)
         try:
             event = decode_chat(data[len(_DATA) :])
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return self._fail(UNREADABLE)
         if event.error is not None:
             return self._fail(event.error)
-        first = b""
-        if not self._has_begun:
-            self._has_begun = True
-            first = self._answer.begin(event)
+        first = self._begin(event)
         if event.usage is not None:
             self._usage = event.usage
         if not event.choices:
@@ -107,18 +107,22 @@ class StreamTranslator:
             self._last_choice = choice
         return first + (self._add(choice.delta) if choice.delta is not None else b"")
 
-    def _add(self, delta: ChatMessage) -> bytes:
+    def _begin(self, event: ChatAnswer) -> bytes:
+        has_begun, self._has_begun = self._has_begun, True
+        return b"" if has_begun else self._answer.begin(event)
+
+    def _add(self, delta: AnswerMessage) -> bytes:
         events = b""
         if reasoning := delta.reasoning or delta.reasoning_content:
             if self._block != "reasoning":
                 events = self._close() + self._answer.open_reasoning()
                 self._block = "reasoning"
-            events += self._answer.append(reasoning)
+            events += self._answer.add_text(reasoning)
         if delta.content:
             if self._block != "text":
                 events += self._close() + self._answer.open_text()
                 self._block = "text"
-            events += self._answer.append(delta.content)
+            events += self._answer.add_text(delta.content)
         for call in delta.tool_calls or ():
             events += self._add_to_call(call)
             if self._has_ended:
@@ -136,13 +140,13 @@ class StreamTranslator:
             self._num_tool_calls += 1
             events = self._close() + self._answer.open_tool_call(call_id, function.name)
             self._block = call.index
-        return events + (self._answer.append(function.arguments) if function.arguments else b"")
+        return events + (self._answer.add_text(function.arguments) if function.arguments else b"")
 
     def _close(self) -> bytes:
         is_open, self._block = self._block is not None, None
         return self._answer.close_block() if is_open else b""
 
-    def _fail(self, error: ChatError) -> bytes:
+    def _fail(self, error: AnswerError) -> bytes:
         self._has_ended = True
         return self._answer.fail(error)
 

@@ -22,7 +22,7 @@ class ToolCall(msgspec.Struct):
     function: FunctionCall | None = None
 
 
-class ChatMessage(msgspec.Struct):
+class AnswerMessage(msgspec.Struct):
     """The message of a response, or what an event adds to it."""
 
     content: str | None = None
@@ -32,12 +32,12 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(msgspec.Struct):
+class AnswerChoice(msgspec.Struct):
     """The only choice: translated requests never have several."""
 
-    delta: ChatMessage | None = None
+    delta: AnswerMessage | None = None
     """In events."""
-    message: ChatMessage | None = None
+    message: AnswerMessage | None = None
     """In complete responses."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -56,7 +56,7 @@ class OutputTokenDetails(msgspec.Struct):
     reasoning_tokens: int | None = None
 
 
-class ChatUsage(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
     """Token counts."""
 
     prompt_tokens: int = 0
@@ -82,7 +82,7 @@ class ChatUsage(msgspec.Struct):
         return (details.reasoning_tokens or 0) if details is not None else 0
 
 
-class ChatError(msgspec.Struct):
+class AnswerError(msgspec.Struct):
     """An error in OpenAI's form, as the gateway writes all of them."""
 
     message: str = ""
@@ -91,15 +91,15 @@ class ChatError(msgspec.Struct):
     param: str | None = None
 
 
-class ChatResponse(msgspec.Struct):
+class ChatAnswer(msgspec.Struct):
     """A complete response, or an event of a stream."""
 
     id: str = ""
     created: int = 0
     model: str = ""
-    choices: list[ChatChoice] = msgspec.field(default_factory=list)
-    usage: ChatUsage | None = None
-    error: ChatError | None = None
+    choices: list[AnswerChoice] = msgspec.field(default_factory=list)
+    usage: AnswerUsage | None = None
+    error: AnswerError | None = None
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -108,5 +108,5 @@ class TokenizeResponse(msgspec.Struct):
     count: int
 
 
-decode_chat = msgspec.json.Decoder(ChatResponse).decode
+decode_chat = msgspec.json.Decoder(ChatAnswer).decode
 decode_tokenize = msgspec.json.Decoder(TokenizeResponse).decode

@@ -13,11 +13,11 @@ import msgspec
 from cleave.gateway.http.error_dialects import build_anthropic_error, name_anthropic_type
 from cleave.gateway.translation.answer import build_event, shorten_id
 from cleave.gateway.translation.chat_types import (
-    ChatChoice,
-    ChatError,
-    ChatMessage,
-    ChatResponse,
-    ChatUsage,
+    AnswerChoice,
+    AnswerError,
+    AnswerMessage,
+    AnswerUsage,
+    ChatAnswer,
     FunctionCall,
     ToolCall,
     decode_chat,
@@ -46,21 +46,21 @@ class MessagesAnswer:
     def build_body(self, body: bytes) -> bytes:
         """The message for a complete response. Raises msgspec.MsgspecError."""
         chat = decode_chat(body)
-        choice = chat.choices[0] if chat.choices else ChatChoice()
-        blocks = _build_blocks(choice.message or ChatMessage())
+        choice = chat.choices[0] if chat.choices else AnswerChoice()
+        blocks = _build_blocks(choice.message or AnswerMessage())
         self._has_tool_call = any(block["type"] == "tool_use" for block in blocks)
         message = _build_message(chat, blocks) | self._describe_end(choice)
-        return _encode(message | {"usage": _build_usage(chat.usage or ChatUsage())})
+        return _encode(message | {"usage": _build_usage(chat.usage or AnswerUsage())})
 
     def build_error(self, status: int, body: bytes) -> bytes:
         """An error in Anthropic's form."""
-        error = decode_chat(body).error or ChatError()
+        error = decode_chat(body).error or AnswerError()
         return build_anthropic_error(name_anthropic_type(status), error.message)
 
-    def begin(self, event: ChatResponse) -> bytes:
+    def begin(self, event: ChatAnswer) -> bytes:
         """The message, still empty."""
         message = _build_message(event, []) | {"stop_reason": None, "stop_sequence": None}
-        message["usage"] = _build_usage(event.usage or ChatUsage())
+        message["usage"] = _build_usage(event.usage or AnswerUsage())
         return build_event("message_start", {"message": message})
 
     def open_text(self) -> bytes:
@@ -78,7 +78,7 @@ class MessagesAnswer:
         block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
         return self._open(block, "input_json_delta", "partial_json")
 
-    def append(self, text: str) -> bytes:
+    def add_text(self, text: str) -> bytes:
         """More of the open block."""
         return b"%b%b}}\n\n" % (self._delta_prefix, _encode(text))
 
@@ -86,12 +86,12 @@ class MessagesAnswer:
         """The open block is complete."""
         return build_event("content_block_stop", {"index": self._index})
 
-    def end(self, choice: ChatChoice, usage: ChatUsage) -> bytes:
+    def end(self, choice: AnswerChoice, usage: AnswerUsage) -> bytes:
         """Why the message ended, and its tokens."""
         payload: Block = {"delta": self._describe_end(choice), "usage": _build_usage(usage)}
         return build_event("message_delta", payload) + build_event("message_stop", {})
 
-    def fail(self, error: ChatError) -> bytes:
+    def fail(self, error: AnswerError) -> bytes:
         """The message breaks off."""
         kind = _TYPES_BY_OPENAI.get(error.type, "api_error")
         return b"event: error\ndata: %b\n\n" % build_anthropic_error(kind, error.message)
@@ -105,7 +105,7 @@ class MessagesAnswer:
         )
         return build_event("content_block_start", {"index": self._index, "content_block": block})
 
-    def _describe_end(self, choice: ChatChoice) -> Block:
+    def _describe_end(self, choice: AnswerChoice) -> Block:
         """The reason of the end, as vLLM maps it: a stop string cuts a tool call short."""
         reason, sequence = "end_turn", None
         if choice.finish_reason == "length":
@@ -131,12 +131,12 @@ class TokenCountAnswer:
         return MessagesAnswer().build_error(status, body)
 
 
-def _build_message(chat: ChatResponse, blocks: list[Block]) -> Block:
+def _build_message(chat: ChatAnswer, blocks: list[Block]) -> Block:
     frame = {"id": f"msg_{shorten_id(chat.id)}", "type": "message", "role": "assistant"}
     return {**frame, "model": chat.model, "content": blocks}
 
 
-def _build_usage(usage: ChatUsage) -> Block:
+def _build_usage(usage: AnswerUsage) -> Block:
     """Anthropic counts tokens that were read from the cache apart from the others."""
     cached = min(usage.cached_tokens, usage.prompt_tokens)
     counts: Block = {"input_tokens": usage.prompt_tokens - cached}
@@ -144,7 +144,7 @@ def _build_usage(usage: ChatUsage) -> Block:
     return counts | {"output_tokens": usage.output_tokens}
 
 
-def _build_blocks(message: ChatMessage) -> list[Block]:
+def _build_blocks(message: AnswerMessage) -> list[Block]:
     blocks: list[Block] = []
     if reasoning := message.reasoning or message.reasoning_content:
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})

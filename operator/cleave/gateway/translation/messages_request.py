@@ -66,14 +66,14 @@ class Block(msgspec.Struct, gc=False):
     content: "str | list[Block] | None" = None
 
 
-class Message(msgspec.Struct, gc=False):
+class ConversationTurn(msgspec.Struct, gc=False):
     """A turn of the conversation."""
 
     role: str
     content: str | list[Block]
 
 
-class Tool(msgspec.Struct, gc=False):
+class MessagesTool(msgspec.Struct, gc=False):
     """A tool that the client runs."""
 
     name: str
@@ -83,7 +83,7 @@ class Tool(msgspec.Struct, gc=False):
     strict: bool | None = None
 
 
-class ToolChoice(msgspec.Struct, gc=False):
+class MessagesToolChoice(msgspec.Struct, gc=False):
     """Which tools the model may or must call."""
 
     type: str
@@ -112,26 +112,28 @@ class OutputConfig(msgspec.Struct, gc=False):
     format: OutputFormat | None = None
 
 
-class Metadata(msgspec.Struct, gc=False):
+class MessagesMetadata(msgspec.Struct, gc=False):
     """About the request."""
 
     user_id: str | None = None
 
 
-_MESSAGES = msgspec.json.Decoder(list[Message])
-_METADATA = msgspec.json.Decoder(Metadata)
+_MESSAGES = msgspec.json.Decoder(list[ConversationTurn])
+_METADATA = msgspec.json.Decoder(MessagesMetadata)
 _OUTPUT_CONFIG = msgspec.json.Decoder(OutputConfig)
 _SYSTEM: msgspec.json.Decoder[str | list[Block]] = msgspec.json.Decoder(str | list[Block])
 _THINKING: msgspec.json.Decoder[Thinking | None] = msgspec.json.Decoder(Thinking | None)
-_TOOLS = msgspec.json.Decoder(list[Tool])
-_TOOL_CHOICE: msgspec.json.Decoder[ToolChoice | None] = msgspec.json.Decoder(ToolChoice | None)
+_TOOLS = msgspec.json.Decoder(list[MessagesTool])
+_TOOL_CHOICE: msgspec.json.Decoder[MessagesToolChoice | None] = msgspec.json.Decoder(
+    MessagesToolChoice | None
+)
 
 
-def translate_messages_request(fields: Fields) -> Chat:
+def convert_messages_request(fields: Fields) -> Chat:
     """The chat completion of a request to /v1/messages. Raises GatewayError (400)."""
     check_names(fields, KNOWN, REFUSED)
     chat = copy_engine_fields(fields)
-    chat |= _translate_prompt(fields)
+    chat |= _convert_prompt(fields)
     if "max_tokens" not in fields:
         raise build_bad_request(
             "you must provide max_tokens: the limit of the answer", "max_tokens"
@@ -142,10 +144,10 @@ def translate_messages_request(fields: Fields) -> Chat:
     chat["max_completion_tokens"] = limit
     if "stop_sequences" in fields:
         chat["stop"] = fields["stop_sequences"]
-    metadata = decode_field(fields, "metadata", _METADATA, Metadata())
+    metadata = decode_field(fields, "metadata", _METADATA, MessagesMetadata())
     if metadata.user_id is not None:
         chat["user"] = metadata.user_id
-    chat |= _translate_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
+    chat |= _convert_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
     output = decode_field(fields, "output_config", _OUTPUT_CONFIG, OutputConfig())
     effort = output.effort or _choose_effort(decode_field(fields, "thinking", _THINKING, None))
     if effort is not None:
@@ -156,17 +158,17 @@ def translate_messages_request(fields: Fields) -> Chat:
     return chat
 
 
-def translate_count_request(fields: Fields) -> Chat:
+def convert_count_request(fields: Fields) -> Chat:
     """The request to /tokenize for one to /v1/messages/count_tokens. Raises GatewayError (400)."""
     check_names(fields, KNOWN, REFUSED)
-    chat = _translate_prompt(fields)
+    chat = _convert_prompt(fields)
     for name in ("model", "chat_template_kwargs"):
         if name in fields:
             chat[name] = fields[name]
     return chat
 
 
-def _translate_prompt(fields: Fields) -> Chat:
+def _convert_prompt(fields: Fields) -> Chat:
     """`messages` and `tools`, and how the prompt ends."""
     messages: list[Chat] = []
     system = decode_field(fields, "system", _SYSTEM, "")
@@ -178,14 +180,14 @@ def _translate_prompt(fields: Fields) -> Chat:
     if not turns:
         raise build_bad_request("messages is empty: send at least one", "messages")
     for number, turn in enumerate(turns):
-        messages += _translate_turn(turn, f"messages[{number}]")
+        messages += _convert_turn(turn, f"messages[{number}]")
     prompt: Chat = {"messages": messages}
     if turns[-1].role == "assistant":
         # The answer goes on where the client's beginning of it ends.
         prompt |= {"continue_final_message": True, "add_generation_prompt": False}
     tools = decode_field(fields, "tools", _TOOLS, [])
     if tools:
-        prompt["tools"] = [_translate_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+        prompt["tools"] = [_convert_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
     return prompt
 
 
@@ -197,7 +199,7 @@ def _join_system_text(content: str | list[Block], path: str) -> str:
     return "".join([each.text for each in blocks if not each.text.startswith(_ATTRIBUTION)])
 
 
-def _translate_turn(turn: Message, path: str) -> list[Chat]:
+def _convert_turn(turn: ConversationTurn, path: str) -> list[Chat]:
     """The chat messages of one turn: results of tools are messages of their own."""
     if turn.role == "system":
         text = _join_system_text(turn.content, f"{path}.content")
@@ -207,11 +209,11 @@ def _translate_turn(turn: Message, path: str) -> list[Chat]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     if turn.role == "assistant":
-        return [_translate_assistant_blocks(turn.content, f"{path}.content")]
-    return _translate_user_blocks(turn.content, f"{path}.content")
+        return [_convert_assistant_blocks(turn.content, f"{path}.content")]
+    return _convert_user_blocks(turn.content, f"{path}.content")
 
 
-def _translate_assistant_blocks(blocks: list[Block], path: str) -> Chat:
+def _convert_assistant_blocks(blocks: list[Block], path: str) -> Chat:
     texts, calls, thoughts = [], [], []
     for at, block in enumerate(blocks):
         if block.type == "text":
@@ -235,17 +237,17 @@ def _translate_assistant_blocks(blocks: list[Block], path: str) -> Chat:
     return message
 
 
-def _translate_user_blocks(blocks: list[Block], path: str) -> list[Chat]:
+def _convert_user_blocks(blocks: list[Block], path: str) -> list[Chat]:
     messages: list[Chat] = []
     parts: list[Chat] = []
     for at, block in enumerate(blocks):
         place = f"{path}[{at}]"
         if block.type == "tool_result":
-            text, images = _translate_tool_result(block.content, f"{place}.content")
+            text, images = _convert_tool_result(block.content, f"{place}.content")
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
             parts += images
         else:
-            parts.append(_translate_part(block, place))
+            parts.append(_convert_part(block, place))
     if len(parts) == 1 and parts[0]["type"] == "text":
         messages.append({"role": "user", "content": parts[0]["text"]})
     elif parts or not messages:
@@ -253,16 +255,16 @@ def _translate_user_blocks(blocks: list[Block], path: str) -> list[Chat]:
     return messages
 
 
-def _translate_tool_result(content: str | list[Block] | None, path: str) -> tuple[str, list[Chat]]:
+def _convert_tool_result(content: str | list[Block] | None, path: str) -> tuple[str, list[Chat]]:
     """(its text, its images), because the messages of tools contain text only."""
     if isinstance(content, str) or content is None:
         return content or "", []
-    parts = [_translate_part(block, f"{path}[{at}]") for at, block in enumerate(content)]
+    parts = [_convert_part(block, f"{path}[{at}]") for at, block in enumerate(content)]
     texts = [part["text"] for part in parts if part["type"] == "text"]
     return "\n".join(texts), [part for part in parts if part["type"] != "text"]
 
 
-def _translate_part(block: Block, path: str) -> Chat:
+def _convert_part(block: Block, path: str) -> Chat:
     if block.type == "text":
         return {"type": "text", "text": block.text}
     source = block.source
@@ -279,7 +281,7 @@ def _translate_part(block: Block, path: str) -> Chat:
     raise build_unsupported(f"{path}.type", block.type, "text, image, document or tool_result")
 
 
-def _translate_tool(tool: Tool, path: str) -> Chat:
+def _convert_tool(tool: MessagesTool, path: str) -> Chat:
     if tool.type not in (None, "custom"):
         raise build_unsupported(f"{path}.type", tool.type, "tools that the client runs")
     function: Chat = {"name": tool.name, "parameters": tool.input_schema}
@@ -290,7 +292,7 @@ def _translate_tool(tool: Tool, path: str) -> Chat:
     return {"type": "function", "function": function}
 
 
-def _translate_tool_choice(choice: ToolChoice | None) -> Chat:
+def _convert_tool_choice(choice: MessagesToolChoice | None) -> Chat:
     if choice is None:
         return {}
     chat: Chat = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}

@@ -14,11 +14,11 @@ import msgspec
 from cleave.gateway.http.completion_request import Fields
 from cleave.gateway.translation.answer import build_event, shorten_id
 from cleave.gateway.translation.chat_types import (
-    ChatChoice,
-    ChatError,
-    ChatMessage,
-    ChatResponse,
-    ChatUsage,
+    AnswerChoice,
+    AnswerError,
+    AnswerMessage,
+    AnswerUsage,
+    ChatAnswer,
     FunctionCall,
     decode_chat,
 )
@@ -54,7 +54,7 @@ class ResponsesAnswer:
         """Number of the next event."""
         self._output: list[Item] = []
         """Complete items."""
-        self._block: _Block | None = None
+        self._block: _ItemBlock | None = None
         """The open one."""
         self._text: list[str] = []
         """Of the open block."""
@@ -65,17 +65,17 @@ class ResponsesAnswer:
         """The response object for a complete response. Raises msgspec.MsgspecError."""
         chat = decode_chat(body)
         self._set_frame(chat)
-        choice = chat.choices[0] if chat.choices else ChatChoice()
-        for block, text in self._list_blocks(choice.message or ChatMessage()):
+        choice = chat.choices[0] if chat.choices else AnswerChoice()
+        for block, text in self._list_blocks(choice.message or AnswerMessage()):
             self._output.append(block.build_item(text, "completed"))
-        return _encode(self._build_ended(choice, chat.usage or ChatUsage()))
+        return _encode(self._build_ended(choice, chat.usage or AnswerUsage()))
 
     def build_error(self, status: int, body: bytes) -> bytes:
         """Errors have OpenAI's form already."""
         del status
         return body
 
-    def begin(self, event: ChatResponse) -> bytes:
+    def begin(self, event: ChatAnswer) -> bytes:
         """The response, still empty."""
         self._set_frame(event)
         response = self._build_response("in_progress")
@@ -94,7 +94,7 @@ class ResponsesAnswer:
         """A call of a function begins."""
         return self._open(_CallBlock(self._make_item_id("fc"), call_id, name))
 
-    def append(self, text: str) -> bytes:
+    def add_text(self, text: str) -> bytes:
         """More of the open block."""
         self._text.append(text)
         number, self._sequence = self._sequence, self._sequence + 1
@@ -117,12 +117,12 @@ class ResponsesAnswer:
         self._output.append(item)
         return events + self._build_event("response.output_item.done", done)
 
-    def end(self, choice: ChatChoice, usage: ChatUsage) -> bytes:
+    def end(self, choice: AnswerChoice, usage: AnswerUsage) -> bytes:
         """The complete response."""
         response = self._build_ended(choice, usage)
         return self._build_event(f"response.{response['status']}", {"response": response})
 
-    def fail(self, error: ChatError) -> bytes:
+    def fail(self, error: AnswerError) -> bytes:
         """The response breaks off."""
         if self._block is not None:
             self._output.append(self._block.build_item("".join(self._text), "incomplete"))
@@ -131,17 +131,17 @@ class ResponsesAnswer:
         response = self._build_response("failed") | failure
         return self._build_event("response.failed", {"response": response})
 
-    def _set_frame(self, chat: ChatResponse) -> None:
+    def _set_frame(self, chat: ChatAnswer) -> None:
         self._id, self._model = shorten_id(chat.id), chat.model
         self._created_at = chat.created or int(time())
 
     def _make_item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._id}_{len(self._output)}"
 
-    def _list_blocks(self, message: ChatMessage) -> "list[tuple[_Block, str]]":
+    def _list_blocks(self, message: AnswerMessage) -> "list[tuple[_ItemBlock, str]]":
         """(block, its text) of a complete message."""
         name = f"{self._id}_%d"
-        blocks: list[tuple[_Block, str]] = []
+        blocks: list[tuple[_ItemBlock, str]] = []
         if reasoning := message.reasoning or message.reasoning_content:
             blocks.append((_ReasoningBlock(f"rs_{name % 0}"), reasoning))
         if message.content:
@@ -153,7 +153,7 @@ class ResponsesAnswer:
             blocks.append((block, function.arguments or ""))
         return blocks
 
-    def _open(self, block: "_Block") -> bytes:
+    def _open(self, block: "_ItemBlock") -> bytes:
         self._block, index = block, len(self._output)
         self._text.clear()
         item = block.build_item("", "in_progress")
@@ -170,7 +170,7 @@ class ResponsesAnswer:
         self._delta_prefix = b'event: %b\ndata: %b,"delta":' % (kind.encode(), fields)
         return events
 
-    def _build_ended(self, choice: ChatChoice, usage: ChatUsage) -> Item:
+    def _build_ended(self, choice: AnswerChoice, usage: AnswerUsage) -> Item:
         reason = _INCOMPLETE_REASONS.get(choice.finish_reason or "")
         response = self._build_response("completed" if reason is None else "incomplete")
         if reason is None:
@@ -193,7 +193,7 @@ class ResponsesAnswer:
         return build_event(name, {**payload, "sequence_number": number})
 
 
-class _Block:
+class _ItemBlock:
     """An item of the answer and how its events are named."""
 
     event = ""
@@ -217,7 +217,7 @@ class _Block:
         return {"text": text}
 
 
-class _TextBlock(_Block):
+class _TextBlock(_ItemBlock):
     event = "response.output_text"
     part = "output_text"
     delta_fields: Item = {"logprobs": []}  # noqa: RUF012
@@ -234,7 +234,7 @@ class _TextBlock(_Block):
         return {"text": text, "logprobs": []}
 
 
-class _ReasoningBlock(_Block):
+class _ReasoningBlock(_ItemBlock):
     event = "response.reasoning_text"
     part = "reasoning_text"
 
@@ -244,7 +244,7 @@ class _ReasoningBlock(_Block):
         return item | {"summary": [], "content": content}
 
 
-class _CallBlock(_Block):
+class _CallBlock(_ItemBlock):
     event = "response.function_call_arguments"
 
     def __init__(self, item_id: str, call_id: str, name: str) -> None:
@@ -260,7 +260,7 @@ class _CallBlock(_Block):
         return {"name": self._name, "arguments": text}
 
 
-def _build_usage(usage: ChatUsage) -> Item:
+def _build_usage(usage: AnswerUsage) -> Item:
     counts: Item = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.output_tokens}
     counts["input_tokens_details"] = {
         "cached_tokens": usage.cached_tokens, "cache_write_tokens": 0,

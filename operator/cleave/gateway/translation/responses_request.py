@@ -66,7 +66,7 @@ class Item(msgspec.Struct, gc=False):
     summary: list[Part] | None = None
 
 
-class Tool(msgspec.Struct, gc=False):
+class ResponsesTool(msgspec.Struct, gc=False):
     """A tool that the client runs."""
 
     type: str
@@ -76,7 +76,7 @@ class Tool(msgspec.Struct, gc=False):
     strict: bool | None = None
 
 
-class ToolChoice(msgspec.Struct, gc=False):
+class ResponsesToolChoice(msgspec.Struct, gc=False):
     """The function that the model must call."""
 
     type: str
@@ -108,20 +108,20 @@ _INPUT: msgspec.json.Decoder[str | list[Item]] = msgspec.json.Decoder(str | list
 _LIMIT: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 _REASONING = msgspec.json.Decoder(Reasoning)
 _TEXT_CONFIG = msgspec.json.Decoder(TextConfig)
-_TOOLS = msgspec.json.Decoder(list[Tool])
-_TOOL_CHOICE: msgspec.json.Decoder[str | ToolChoice | None] = msgspec.json.Decoder(
-    str | ToolChoice | None
+_TOOLS = msgspec.json.Decoder(list[ResponsesTool])
+_TOOL_CHOICE: msgspec.json.Decoder[str | ResponsesToolChoice | None] = msgspec.json.Decoder(
+    str | ResponsesToolChoice | None
 )
 
 
-def translate_responses_request(fields: Fields) -> Chat:
+def convert_responses_request(fields: Fields) -> Chat:
     """The chat completion of a request to /v1/responses. Raises GatewayError (400)."""
     check_names(fields, KNOWN, REFUSED)
     _refuse_values(fields)
     chat = copy_engine_fields(fields)
     if "user" in fields:
         chat["user"] = fields["user"]
-    chat["messages"] = _translate_input(fields)
+    chat["messages"] = _convert_input(fields)
     limit = decode_field(fields, "max_output_tokens", _LIMIT, None)
     if limit is not None:
         if limit < 1:
@@ -130,16 +130,16 @@ def translate_responses_request(fields: Fields) -> Chat:
         chat["max_completion_tokens"] = limit
     tools = decode_field(fields, "tools", _TOOLS, [])
     if tools:
-        chat["tools"] = [_translate_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+        chat["tools"] = [_convert_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
         if "parallel_tool_calls" in fields:
             chat["parallel_tool_calls"] = fields["parallel_tool_calls"]
-    choice = _translate_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
+    choice = _convert_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
     if choice is not None and tools:
         chat["tool_choice"] = choice
     reasoning = decode_field(fields, "reasoning", _REASONING, Reasoning())
     if reasoning.effort is not None:
         chat["reasoning_effort"] = reasoning.effort
-    output_format = _translate_format(decode_field(fields, "text", _TEXT_CONFIG, TextConfig()))
+    output_format = _convert_format(decode_field(fields, "text", _TEXT_CONFIG, TextConfig()))
     if output_format is not None:
         chat["response_format"] = output_format
     return chat
@@ -160,7 +160,7 @@ def _refuse_values(fields: Fields) -> None:
             raise build_unsupported(f"include[{at}]", name, " or ".join(_IGNORED_INCLUDES))
 
 
-def _translate_input(fields: Fields) -> list[Chat]:
+def _convert_input(fields: Fields) -> list[Chat]:
     if "input" not in fields:
         raise build_bad_request("you must provide input: a text or a list of items", "input")
     given = decode_field(fields, "input", _INPUT, "")
@@ -171,7 +171,7 @@ def _translate_input(fields: Fields) -> list[Chat]:
     if instructions := decode_field(fields, "instructions", TEXT, ""):
         turns.append({"role": "system", "content": [instructions]})
     for at, item in enumerate(items):
-        _append_item(turns, item, f"input[{at}]")
+        _add_item(turns, item, f"input[{at}]")
     return [_build_message(turn) for turn in turns]
 
 
@@ -185,10 +185,10 @@ def _build_message(turn: Chat) -> Chat:
     return turn
 
 
-def _append_item(turns: list[Chat], item: Item, path: str) -> None:
+def _add_item(turns: list[Chat], item: Item, path: str) -> None:
     """Append an item's turn, or extend the last one."""
     if item.type == "message":
-        _append_message(turns, item, path)
+        _add_message(turns, item, path)
     elif item.type == "function_call":
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
@@ -205,7 +205,7 @@ def _append_item(turns: list[Chat], item: Item, path: str) -> None:
         raise build_unsupported(f"{path}.type", item.type, allowed)
 
 
-def _append_message(turns: list[Chat], item: Item, path: str) -> None:
+def _add_message(turns: list[Chat], item: Item, path: str) -> None:
     if item.role == "assistant":
         text = _join_text(item.content, f"{path}.content")
         _get_model_turn(turns).setdefault("content", []).append(text)
@@ -217,7 +217,7 @@ def _append_message(turns: list[Chat], item: Item, path: str) -> None:
         else:
             turns.append({"role": "system", "content": [text]})
     elif item.role == "user":
-        turns.append({"role": "user", "content": _translate_parts(item.content, path)})
+        turns.append({"role": "user", "content": _convert_parts(item.content, path)})
     else:
         raise build_unsupported(f"{path}.role", item.role, "user, assistant, system or developer")
 
@@ -241,16 +241,16 @@ def _join_text(content: str | list[Part] | None, path: str) -> str:
     return "".join([part.text or part.refusal for part in content])
 
 
-def _translate_parts(content: str | list[Part] | None, path: str) -> str | list[Chat]:
+def _convert_parts(content: str | list[Part] | None, path: str) -> str | list[Chat]:
     """A user's content: its text, or parts with pictures."""
     parts = content if isinstance(content, list) else [Part("input_text", content or "")]
-    translated = [_translate_part(part, f"{path}.content[{at}]") for at, part in enumerate(parts)]
+    translated = [_convert_part(part, f"{path}.content[{at}]") for at, part in enumerate(parts)]
     if len(translated) == 1 and "text" in translated[0]:
         return str(translated[0]["text"])
     return translated
 
 
-def _translate_part(part: Part, path: str) -> Chat:
+def _convert_part(part: Part, path: str) -> Chat:
     if part.type in ("input_text", "text"):
         return {"type": "text", "text": part.text}
     if part.type == "input_image":
@@ -262,7 +262,7 @@ def _translate_part(part: Part, path: str) -> Chat:
     raise build_unsupported(f"{path}.type", part.type, "input_text or input_image")
 
 
-def _translate_tool(tool: Tool, path: str) -> Chat:
+def _convert_tool(tool: ResponsesTool, path: str) -> Chat:
     if tool.type != "function":
         raise build_unsupported(f"{path}.type", tool.type, "function, which the client runs")
     if not tool.name:
@@ -273,7 +273,7 @@ def _translate_tool(tool: Tool, path: str) -> Chat:
     return {"type": "function", "function": function}
 
 
-def _translate_tool_choice(choice: str | ToolChoice | None) -> str | Chat | None:
+def _convert_tool_choice(choice: str | ResponsesToolChoice | None) -> str | Chat | None:
     if choice is None:
         return None
     if isinstance(choice, str):
@@ -285,7 +285,7 @@ def _translate_tool_choice(choice: str | ToolChoice | None) -> str | Chat | None
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _translate_format(config: TextConfig) -> Chat | None:
+def _convert_format(config: TextConfig) -> Chat | None:
     chosen = config.format
     if chosen is None or chosen.type == "text":
         return None

@@ -15,12 +15,12 @@ from cleave.gateway.http.error_dialects import COUNT_TOKENS_PATH, MESSAGES_PATH
 from cleave.gateway.translation.answer import Answer
 from cleave.gateway.translation.messages_answer import MessagesAnswer, TokenCountAnswer
 from cleave.gateway.translation.messages_request import (
-    translate_count_request,
-    translate_messages_request,
+    convert_count_request,
+    convert_messages_request,
 )
 from cleave.gateway.translation.request_fields import Chat
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
-from cleave.gateway.translation.responses_request import translate_responses_request
+from cleave.gateway.translation.responses_request import convert_responses_request
 
 CHAT_PATH = b"/v1/chat/completions"
 RESPONSES_PATH = b"/v1/responses"
@@ -38,16 +38,16 @@ class Translation:
     """Translates the engine's response."""
 
 
-def _translate_messages(fields: Fields) -> Translation:
-    return _build_chat(translate_messages_request(fields), MessagesAnswer())
+def _convert_messages(fields: Fields) -> Translation:
+    return _build_chat(convert_messages_request(fields), MessagesAnswer())
 
 
-def _translate_responses(fields: Fields) -> Translation:
-    return _build_chat(translate_responses_request(fields), ResponsesAnswer(fields))
+def _convert_responses(fields: Fields) -> Translation:
+    return _build_chat(convert_responses_request(fields), ResponsesAnswer(fields))
 
 
-def _translate_count(fields: Fields) -> Translation:
-    body = msgspec.json.encode(translate_count_request(fields))
+def _convert_count(fields: Fields) -> Translation:
+    body = msgspec.json.encode(convert_count_request(fields))
     return Translation(TOKENIZE_PATH, parse_engine_request(body, ""), TokenCountAnswer())
 
 
@@ -57,8 +57,8 @@ def _build_chat(chat: Chat, answer: Answer) -> Translation:
 
 
 TRANSLATORS: Mapping[bytes, Callable[[Fields], Translation]] = {
-    RESPONSES_PATH: _translate_responses,
-    MESSAGES_PATH: _translate_messages,
-    COUNT_TOKENS_PATH: _translate_count,
+    RESPONSES_PATH: _convert_responses,
+    MESSAGES_PATH: _convert_messages,
+    COUNT_TOKENS_PATH: _convert_count,
 }
 """By path. They raise GatewayError (400)."""

@@ -216,3 +216,28 @@ async def test_an_answer_that_is_begun_by_the_client_goes_on(fleet, sdk) -> None
     turns = [*QUESTION, {"role": "assistant", "content": "Once"}]
     message = await sdk(stage).messages.create(model="m", max_tokens=3, messages=turns)
     assert message.usage.output_tokens <= 3
+
+
+async def test_limits_of_a_tenant_hold_and_the_answer_is_charged(make_fleet, sdk, tmp_path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("tenants:\n- {name: team, keys: [secret-of-anthropic], tokensPerMinute: 400}\n")
+    stage, _ = await make_fleet({"p": "prefill", "d": "decode"}, api_keys=keys)
+    client = sdk(stage, "secret-of-anthropic")
+    arguments = {"model": "m", "messages": QUESTION, "extra_body": {"ignore_eos": True}}
+    await client.messages.create(max_tokens=400, **arguments)
+    with pytest.raises(anthropic.RateLimitError) as refusal:
+        await client.messages.create(max_tokens=1, **arguments)
+    assert refusal.value.body["error"]["type"] == "rate_limit_error"
+    assert int(refusal.value.response.headers["retry-after"]) > 0
+    await stage.until_idle()
+
+
+async def test_a_client_that_leaves_ends_its_stream_at_the_engine(make_fleet, sdk) -> None:
+    stage, engines = await make_fleet({"p": "prefill", "d": "decode"}, time_scale=1.0)
+    arguments = {"model": "m", "max_tokens": 1_500, "messages": QUESTION}
+    async with sdk(stage).messages.stream(**arguments, extra_body={"ignore_eos": True}) as stream:
+        async for _ in stream.text_stream:
+            break
+    await stage.until_idle()
+    await stage.until(lambda: not engines["d"].engine.num_requests, "the engine has stopped")
+    assert stage.context.metrics.requests == {("m", "cancelled"): 1}

@@ -41,7 +41,7 @@ def stream(*deltas: dict, finish: str = "stop", stop: object = None) -> list[dic
     choices.append({"delta": {}, "finish_reason": finish, "stop_reason": stop})
     events = [{**frame, "choices": [choice]} for choice in choices]
     data = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events)
-    return read_events(StreamTranslator(MessagesAnswer()).translate(data + b"data: [DONE]\n\n"))
+    return read_events(StreamTranslator(MessagesAnswer()).convert(data + b"data: [DONE]\n\n"))
 
 
 def read_events(events: bytes) -> list[dict]:
@@ -229,9 +229,16 @@ def test_calls_that_are_mixed_end_the_stream_with_an_error() -> None:
 
 def test_an_engine_whose_events_cannot_be_read_ends_the_stream_with_an_error() -> None:
     translator = StreamTranslator(MessagesAnswer())
-    events = read_events(translator.translate(b"data: {\n\ndata: [DONE]\n\n"))
+    events = read_events(translator.convert(b"data: {\n\ndata: [DONE]\n\n"))
     assert [event["type"] for event in events] == ["error"]
-    assert translator.translate(b"data: [DONE]\n\n") == b""
+    assert translator.convert(b"data: [DONE]\n\n") == b""
+
+
+def test_an_answer_without_a_token_is_a_message_too() -> None:
+    events = read_events(StreamTranslator(MessagesAnswer()).convert(b"data: [DONE]\n\n"))
+    assert [event["type"] for event in events] == [
+        "message_start", "message_delta", "message_stop",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
