@@ -241,3 +241,19 @@ async def test_a_client_that_leaves_ends_its_stream_at_the_engine(make_fleet, sd
     await stage.until_idle()
     await stage.until(lambda: not engines["d"].engine.num_requests, "the engine has stopped")
     assert stage.context.metrics.requests == {("m", "cancelled"): 1}
+
+
+async def test_fields_and_paths_of_beta_clients_are_understood(fleet, sdk) -> None:
+    stage, _ = fleet
+    message = await sdk(stage).beta.messages.create(
+        model="m",
+        max_tokens=3,
+        messages=QUESTION,
+        system=[{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}],
+        betas=["context-management-2025-06-27"],
+        context_management={"edits": []},
+        metadata={"user_id": "u"},
+        tools=[TOOL | {"cache_control": {"type": "ephemeral"}}],
+        extra_body={"ignore_eos": True},
+    )
+    assert message.usage.output_tokens == 3
