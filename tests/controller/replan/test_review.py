@@ -60,16 +60,6 @@ def test_what_runs_is_compared_with_what_it_would_be_planned_as(overloaded: Plan
     assert again.plan is None
 
 
-def test_the_running_plan_is_simulated_with_its_short_prompts() -> None:
-    desired = deployment(planning={"maxGPUs": 6})
-    result = status(desired)
-    result["plan"] = {**result["plan"], "wholeBelowTokens": 32}
-    question = reconcile_plan(view(desired, result, windows=ask(60))).plan_request
-    assert question is not None
-    assert question.review is not None
-    assert question.review.whole_below_tokens == 32
-
-
 def test_what_cannot_be_simulated_is_a_fault() -> None:
     desired = deployment(engine={"type": "vLLM"})
     question = reconcile_plan(view(desired, status(desired), windows=traffic(4))).plan_request

@@ -53,6 +53,9 @@ async def test_anybody_can_ask_for_it(make_stage, tmp_path) -> None:
         ({"model": "m", "prompt": "a"}, "/v1/completions", 200),
         ({"model": "none", "prompt": "a"}, "/v1/completions", 404),
         (b"{", "/v1/completions", 400),
+        ({"model": "m", "input": "a", "previous_response_id": "r"}, "/v1/responses", 400),
+        ({"model": "m", "messages": []}, "/v1/messages", 400),
+        (b"{", "/v1/messages/count_tokens", 400),
     ],
 )
 async def test_answers_are_as_described(single, body, path: str, status: int) -> None:

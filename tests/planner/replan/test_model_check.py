@@ -6,7 +6,6 @@ import pytest
 
 from cleave.perf.latency_correction import NO_CORRECTION, Correction
 from cleave.planner.replan.model_check import MIN_RESPONSES, ModelAssessment, assess
-from cleave.planner.replan.replay import build_fleet, build_placement
 from cleave.policy.role_flipping import build_thresholds
 from cleave.traffic.refit import to_demand
 
@@ -48,14 +47,6 @@ def test_a_wrong_model_is_reported_and_corrected_at_the_first_review(
     assert found.correction.prefill == pytest.approx(truth.prefill, rel=0.12)
     assert found.correction.decode == pytest.approx(truth.decode, rel=0.12)
     assert 2_000 < found.correction.num_requests < 3_000
-
-
-def test_the_simulated_fleet_does_what_gateways_do_by_the_plan() -> None:
-    play = Play(ask("Always"))
-    thresholds = build_thresholds(400.0)
-    running = replace(play.running, flipping=thresholds, short_prompt_tokens=32)
-    fleet = build_fleet(play.problem, running, build_placement(play.problem, running))
-    assert (fleet.flipping, fleet.short_prompt_tokens) == (thresholds, 32)
 
 
 def test_each_figure_is_shown_with_its_error() -> None:

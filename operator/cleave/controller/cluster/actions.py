@@ -105,8 +105,6 @@ class PlanReview:
     """Plans that ran before the present one."""
     connector: Connector | None = None
     """KV connector that the running plan chose, which a new one keeps; None: the deployment's."""
-    whole_below_tokens: int = 0
-    """Longest prompt that gateways leave to decode instances by the running plan; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,7 @@ def run_review(
     flips = deployment.spec.pools
     has_manager = flips.flipping is FlippingMode.AUTO and any(p.role is Role.PREFILL for p in pools)
     manager = build_thresholds(deployment.spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
-    thresholds = manager if has_manager else None
-    short = review.whole_below_tokens
-    running_plan = RunningPlan(pools, review.algorithm, thresholds, short)
+    running_plan = RunningPlan(pools, review.algorithm, manager if has_manager else None)
     past = [
         ReplacedPlan(_complete_pools(problem, each.pools, ""), each.until_s)
         for each in review.past_plans

@@ -15,6 +15,7 @@ from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import BodyScan
 from cleave.gateway.http.connection_limiter import ConnectionLimiter
+from cleave.gateway.http.error_dialects import encode_error
 from cleave.gateway.http.errors import (
     RECEIVE_LIMIT_REACHED,
     GatewayError,
@@ -348,12 +349,12 @@ class ClientConnection(asyncio.Protocol):
     def _reject(self, error: GatewayError, request: HttpRequest | None = None) -> None:
         """Send an error response, discard further data, and close.
         `request`: the rejected one, if it is complete."""
-        del request  # CorsConnection reads its origin.
+        rejected = request or self._reader.rejected
         self._discarding = True
         self._backlog.clear()
         self._update_buffered_bytes()
         self.transport.resume_reading()
-        body = error.to_json()
+        body = encode_error(error, rejected.path if rejected is not None else b"")
         request_id = self._context.make_request_id()
         fields = build_error_headers(error) + headers.CONNECTION_CLOSE
         self.write(headers.build_response_head(error.status, fields, request_id, len(body)) + body)

@@ -28,21 +28,27 @@ from cleave.gateway.http.completion_request import (
     parse_engine_request,
     raise_priority,
 )
+from cleave.gateway.http.error_dialects import encode_error
 from cleave.gateway.http.errors import GatewayError, build_error_headers, convert_router_error
 from cleave.gateway.http.request_parser import HttpRequest
 from cleave.gateway.metrics.gateway_metrics import GatewayCollector
 from cleave.gateway.metrics.instance_metrics import CacheHitPage, InstanceCollector
 from cleave.gateway.metrics.multiprocess import MultiprocessCollector
+from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.proxied_request import ProxiedRequest
+from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tracing.recorder import RequestRecorder
+from cleave.gateway.translation.request_fields import read_request
+from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.router.errors import UnknownModel
 from cleave.router.instance import RoutedInstance
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
 _OTHER_PATHS = frozenset(route.path for route in routes.OTHER_ROUTES)
-_METHODS = {route.path: b"POST" for route in routes.COMPLETION_ROUTES + routes.OTHER_ROUTES} | {
+_POST_ROUTES = routes.COMPLETION_ROUTES + routes.TRANSLATED_ROUTES + routes.OTHER_ROUTES
+_METHODS = {route.path: b"POST" for route in _POST_ROUTES} | {
     route.path: b"GET" for route in routes.OWN_ROUTES
 }
 _PUBLIC_PATHS = frozenset(route.path for route in routes.OWN_ROUTES if not route.needs_key)
@@ -153,7 +159,8 @@ class GatewayRequestHandler:
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, error: GatewayError
     ) -> None:
         self._context.metrics.requests["", "refused"] += 1
-        refused = error.status, build_error_headers(error), error.to_json()
+        body = encode_error(error, request.path)
+        refused = error.status, build_error_headers(error), body
         self._send_response(client, request, refused, request_id)
 
     def record_response(self, request_id: bytes, status: int, request: HttpRequest | None) -> None:
@@ -182,8 +189,14 @@ class GatewayRequestHandler:
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
     ) -> None:
         """Proxy a request to an engine. Raises GatewayError."""
-        context = self._context
-        if request.path in _OTHER_PATHS:
+        context, path = self._context, request.path
+        stream: ClientStream = client
+        translate = TRANSLATORS.get(path)
+        if translate is not None:
+            translation = translate(read_request(request.body, request.scan))
+            path, completion = translation.path, translation.completion
+            stream = TranslatedClient(client, translation.answer)
+        elif path in _OTHER_PATHS:
             models = context.router.registry.models
             bases = [name for name, entry in models.items() if not entry.base]
             fallback = bases[0] if len(bases) == 1 else ""
@@ -192,12 +205,12 @@ class GatewayRequestHandler:
             completion = parse_completion(request.body, request.scan)
         if tenant.min_request_priority is not None:
             raise_priority(completion, tenant.min_request_priority)
-        session, path = request.headers.get(context.session_header), request.path
+        session = request.headers.get(context.session_header)
         if self._recorder is None:
-            proxied = ProxiedRequest(context, client, path, request_id, completion, tenant, session)
+            proxied = ProxiedRequest(context, stream, path, request_id, completion, tenant, session)
         else:
             proxied = self._recorder.create_request(
-                context, client, request, request_id, completion, tenant, session
+                context, stream, request, path, request_id, completion, tenant, session
             )
         client.set_active_request(proxied)
         proxied.start()

@@ -10,6 +10,7 @@ from typing import Any
 from cleave import distribution
 from cleave.gateway.app import routes
 from cleave.gateway.app.routes import EngineRoute, OwnRoute
+from cleave.gateway.http.error_dialects import ANTHROPIC_PATHS, COUNT_TOKENS_PATH
 
 Schema = dict[str, Any]
 
@@ -25,6 +26,7 @@ _OBJECT: Schema = {"type": "object"}
 _FIELDS: Mapping[str, Schema] = {
     "documents": {"type": ["array", "object"]},
     "input": {"type": ["string", "array", "object"]},
+    "instructions": {"type": ["string", "null"]},
     "max_completion_tokens": _COUNT,
     "max_output_tokens": _COUNT,
     "max_tokens": _COUNT,
@@ -37,13 +39,17 @@ _FIELDS: Mapping[str, Schema] = {
         "type": ["string", "array"],
     },
     "query": {"type": ["string", "object"]},
+    "reasoning": {"type": ["object", "null"]},
     "response_format": {"type": ["object", "null"]},
     "seed": {"type": ["integer", "null"]},
     "stop": {"type": ["string", "array", "null"]},
+    "stop_sequences": {"type": ["array", "null"], "items": _TEXT},
     "stream": _FLAG,
     "stream_options": {"type": ["object", "null"]},
     "system": {"type": ["string", "array", "null"]},
     "temperature": {"type": ["number", "null"], "minimum": 0},
+    "thinking": {"type": ["object", "null"]},
+    "text": {"type": ["object", "null"]},
     "text_1": {"type": ["string", "array", "object"]},
     "text_2": {"type": ["string", "array", "object"]},
     "tokens": {"type": "array", "items": {"type": "integer"}},
@@ -78,7 +84,7 @@ _SECURITY: list[Schema] = [{}, {"key": []}]
 def build_openapi(models: Sequence[str] = ()) -> Schema:
     """The document as JSON values; `models`: those served now, as examples."""
     paths = {}
-    for route in (*routes.COMPLETION_ROUTES, *routes.OTHER_ROUTES):
+    for route in (*routes.COMPLETION_ROUTES, *routes.TRANSLATED_ROUTES, *routes.OTHER_ROUTES):
         paths[route.path.decode()] = {"post": _describe_engine_operation(route)}
     for own in routes.OWN_ROUTES:
         paths[own.path.decode()] = {"get": _describe_own_operation(own)}
@@ -99,6 +105,7 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
                 "RetryAfter": {"description": "Seconds.", "schema": {"type": "integer"}},
             },
             "schemas": {
+                "AnthropicError": _build_anthropic_error_schema(),
                 "Error": _build_error_schema(),
                 "Model": _build_model_schema(),
                 "ModelName": _TEXT | ({"examples": list(models)} if models else {}),
@@ -110,7 +117,10 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
 
 def describe_server() -> Schema:
     """The page at `/`: what answers here, for people who open the address in a browser."""
-    known = (*routes.COMPLETION_ROUTES, *routes.OTHER_ROUTES, *routes.OWN_ROUTES)
+    known = (
+        *routes.COMPLETION_ROUTES, *routes.TRANSLATED_ROUTES, *routes.OTHER_ROUTES,
+        *routes.OWN_ROUTES,
+    )  # fmt: skip
     return {
         "name": "Cleave gateway",
         "version": distribution.get_version(),
@@ -127,13 +137,17 @@ def _describe_engine_operation(route: EngineRoute) -> Schema:
         content["text/event-stream"] = {}
     instance = {"$ref": "#/components/headers/Instance"}
     instances = {"x-cleave-prefill": instance, "x-cleave-decode": instance}
-    statuses = _ENGINE_STATUSES + ((501,) if route in routes.OTHER_ROUTES else ())
+    may_lack = route in routes.OTHER_ROUTES or route.path == COUNT_TOKENS_PATH
+    statuses = _ENGINE_STATUSES + ((501,) if may_lack else ())
+    error = "AnthropicError" if route.path in ANTHROPIC_PATHS else "Error"
     return {
         "summary": route.summary,
         "operationId": _make_operation_id("post", route.path.decode()),
         "security": _SECURITY,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": _describe_responses("The engine's response.", content, statuses, instances),
+        "responses": _describe_responses(
+            "The engine's response.", content, statuses, instances, error
+        ),
     }
 
 
@@ -168,12 +182,16 @@ def _describe_get_model() -> Schema:
 
 
 def _describe_responses(
-    text: str, content: Schema, statuses: tuple[int, ...], headers: Schema | None = None
+    text: str,
+    content: Schema,
+    statuses: tuple[int, ...],
+    headers: Schema | None = None,
+    error_schema: str = "Error",
 ) -> Schema:
-    """The responses by status; all errors have the same form."""
+    """The responses by status; all errors of a path have the same form."""
     headers = _HEADERS | (headers or {})
     responses: Schema = {"200": {"description": text, "headers": headers, "content": content}}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_schema}"}}}
     for status in sorted({*_COMMON_STATUSES, *statuses}):
         retry_after = {"retry-after": {"$ref": "#/components/headers/RetryAfter"}}
         responses[f"{status}"] = {
@@ -194,6 +212,12 @@ def _build_error_schema() -> Schema:
     text: Schema = {"type": ["string", "null"]}
     fields = {"message": _TEXT, "type": _TEXT, "param": text, "code": text}
     return _describe_object({"error": _describe_object(fields, tuple(fields))}, ("error",))
+
+
+def _build_anthropic_error_schema() -> Schema:
+    fields = {"message": _TEXT, "type": _TEXT}
+    error = _describe_object(fields, tuple(fields))
+    return _describe_object({"type": {"const": "error"}, "error": error}, ("type", "error"))
 
 
 def _build_model_schema() -> Schema:

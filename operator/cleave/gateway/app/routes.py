@@ -5,6 +5,8 @@ Read by handlers.py, which handles the requests, and by openapi.py, which docume
 
 from dataclasses import dataclass
 
+from cleave.gateway.http.error_dialects import COUNT_TOKENS_PATH, MESSAGES_PATH
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRoute:
@@ -56,19 +58,37 @@ COMPLETION_ROUTES = (
 )
 """Requests that can be split over two instances and continued on another when an engine is lost."""
 
-OTHER_ROUTES = (
+TRANSLATED_ROUTES = (
     EngineRoute(
-        b"/v1/responses", "Create a response", ("input",), ("model", "stream", "max_output_tokens")
+        b"/v1/responses",
+        "Create a response; nothing is stored",
+        ("model", "input"),
+        (
+            "instructions",
+            "max_output_tokens",
+            "reasoning",
+            "stream",
+            "temperature",
+            "text",
+            "tools",
+        ),
     ),
     EngineRoute(
-        b"/v1/messages",
+        MESSAGES_PATH,
         "Complete a chat, in Anthropic's form",
-        ("messages", "max_tokens"),
-        ("model", "system", "stream"),
+        ("model", "messages", "max_tokens"),
+        ("system", "stream", "stop_sequences", "temperature", "thinking", "tools"),
     ),
     EngineRoute(
-        b"/v1/messages/count_tokens", "Count a chat's tokens", ("messages",), ("model", "system")
+        COUNT_TOKENS_PATH,
+        "Count a chat's tokens, in Anthropic's form",
+        ("model", "messages"),
+        ("system", "tools"),
     ),
+)
+"""Requests that are translated: engines get completions of chats, or /tokenize."""
+
+OTHER_ROUTES = (
     EngineRoute(b"/v1/embeddings", "Embed texts", ("input",), ("model",)),
     EngineRoute(b"/pooling", "Run a pooling model on texts", ("input",), ("model",)),
     EngineRoute(b"/classify", "Classify texts", ("input",), ("model",)),

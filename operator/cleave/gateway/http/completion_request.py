@@ -180,7 +180,7 @@ def get_cache_salt(completion: CompletionRequest) -> bytes:
 def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:
     """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400).
     `scan`: the finished scan of this body, if it is large."""
-    fields = _read_fields(body, scan)
+    fields = read_fields(body, scan)
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
     prompts, prompt_tokens = _measure_prompt(fields, scan)
@@ -222,7 +222,7 @@ def parse_engine_request(
     """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
     `fallback`: model of a request that names none, as /tokenize allows; empty: none. `scan`: the
     finished scan of this body, if it is large."""
-    fields = _read_fields(body, scan)
+    fields = read_fields(body, scan)
     if fallback:
         fields.setdefault("model", msgspec.Raw(_encode(fallback)))
     return CompletionRequest(
@@ -277,7 +277,7 @@ def build_decode_body(completion: CompletionRequest, handoff: msgspec.Raw) -> by
     return _encode({**completion.fields, KV_PARAMS_KEY: handoff})
 
 
-def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
+def read_fields(body: bytes, scan: BodyScan | None) -> Fields:
     """The fields, without KV references, which clients may not send. Raises GatewayError (400)."""
     try:
         if scan is not None:

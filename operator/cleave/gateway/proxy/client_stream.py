@@ -1,4 +1,4 @@
-"""The client side of a proxied request: a client's connection, or a stand-in in tests."""
+"""The client side of a proxied request: a connection, a translation before it, or a test."""
 
 from typing import Protocol
 
@@ -8,10 +8,14 @@ class ClientStream(Protocol):
 
     chunked: bool
     """Whether it understands chunked bodies (HTTP/1.1)."""
-    keep_alive: bool
-    """Whether it may send another request over its connection."""
-    blocked: bool
-    """Whether it takes bytes more slowly than they come."""
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether it may send another request over its connection."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether it takes bytes more slowly than they come."""
 
     def write(self, data: bytes) -> None:
         """Send bytes of the response."""

@@ -76,13 +76,15 @@ class RequestRecorder:
         context: GatewayContext,
         client: ClientStream,
         request: HttpRequest,
+        path: bytes,
         request_id: bytes,
         completion: CompletionRequest,
         tenant: Tenant,
         session: bytes | None,
     ) -> ProxiedRequest:
-        """The proxied request, with a record if one is needed."""
-        arguments = context, client, request.path, request_id, completion, tenant, session
+        """The proxied request, with a record if one is needed. `path`: of the engine, which may
+        differ from that of a request that was translated."""
+        arguments = context, client, path, request_id, completion, tenant, session
         trace = None
         if self._trace_exporter is not None:
             trace = read_trace_context(request.headers.get(TRACEPARENT), self._trace_sample_ratio)

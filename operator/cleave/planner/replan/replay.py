@@ -41,8 +41,6 @@ class RunningPlan:
     """The algorithm that found the plan, as in `Plan.algorithm`."""
     flipping: FlipThresholds | None = None
     """Thresholds of role flipping; None: roles are not flipped."""
-    short_prompt_tokens: int = 0
-    """Longest prompt that gateways leave to decode instances, as in `Plan.whole_below_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,10 +120,8 @@ def build_placement(problem: Problem, running_plan: RunningPlan) -> CandidatePla
 
 
 def build_fleet(problem: Problem, plan: RunningPlan, cell: CandidatePlacement) -> SimulatedFleet:
-    """One cell of a placement as a simulator fleet, with what gateways do by the plan: flip
-    roles, and leave short prompts to decode instances."""
-    short = plan.short_prompt_tokens
-    return replace(build_cell(problem, cell), flipping=plan.flipping, short_prompt_tokens=short)
+    """One cell of a placement as a simulator fleet, with role flipping."""
+    return replace(build_cell(problem, cell), flipping=plan.flipping)
 
 
 def _select_window(outcome: SimulationResult, start_ms: float, length_ms: float) -> Times:

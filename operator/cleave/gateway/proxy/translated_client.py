@@ -1,0 +1,109 @@
+"""The client of a request that was translated: it receives another API's answer.
+
+Made by the handlers between a proxied request and the client's connection. The proxied request
+handles a chat completion like any other, splits, resumes and meters it, and knows nothing of the
+translation. What is hard: it writes the bytes of a response, so the head is changed here: a stream
+is framed again, and a response that is not streamed is sent once all of it has come.
+"""
+
+import logging
+from http import HTTPStatus
+from typing import cast
+
+import msgspec
+
+from cleave.gateway.http.errors import build_engine_error
+from cleave.gateway.http.headers import LAST_CHUNK, MAX_JOINED_BYTES, REASONS, encode_chunk
+from cleave.gateway.proxy.client_stream import ClientStream
+from cleave.gateway.translation.answer import (
+    UNREADABLE,
+    Answer,
+    StreamedAnswer,
+    StreamTranslator,
+)
+
+log = logging.getLogger(__name__)
+
+_HEAD_END = b"\r\n\r\n"
+_LENGTH = b"\r\ncontent-length: "
+_CHUNKED = b"\r\ntransfer-encoding: chunked"
+_STATUS = slice(len(b"HTTP/1.1 "), len(b"HTTP/1.1 200"))
+
+
+class TranslatedClient:
+    """Translates one response on its way to the client."""
+
+    chunked = False
+    """The proxied request writes plain events; chunks are made of what they become."""
+
+    def __init__(self, client: ClientStream, answer: Answer) -> None:
+        self._client = client
+        self._answer = answer
+        self._head = b""
+        """Of a response that is not streamed, without its length and its end."""
+        self._body: list[bytes] = []
+        self._translator: StreamTranslator | None = None
+        """None: the response is not streamed, or its head has not come."""
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the client may send another request over its connection."""
+        return self._client.keep_alive
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the client takes bytes more slowly than they come."""
+        return self._client.blocked
+
+    def write(self, data: bytes) -> None:
+        """Take bytes of the engine's response, first its head, which comes in one piece."""
+        if not self._head:
+            head, _, data = data.partition(_HEAD_END)
+            self._begin(head)
+        if not data:
+            return
+        if self._translator is None:
+            self._body.append(data)
+        elif events := self._translator.convert(data):
+            self._client.write(encode_chunk(events) if self._client.chunked else events)
+
+    def end(self, reusable: bool) -> None:
+        """The response is complete."""
+        if self._translator is None:
+            self._respond()
+        elif self._client.chunked:
+            self._client.write(LAST_CHUNK)
+        self._client.end(reusable)
+
+    def drop(self) -> None:
+        """Close the connection at once."""
+        self._client.drop()
+
+    def _begin(self, head: bytes) -> None:
+        self._head, is_complete, _ = head.rpartition(_LENGTH)
+        if not is_complete:
+            self._head = head
+            self._translator = StreamTranslator(cast("StreamedAnswer", self._answer))
+            self._client.write(head + (_CHUNKED if self._client.chunked else b"") + _HEAD_END)
+
+    def _respond(self) -> None:
+        head, body = self._head, b"".join(self._body)
+        self._body.clear()
+        status = int(head[_STATUS])
+        try:
+            if status == HTTPStatus.OK:
+                body = self._answer.build_body(body)
+            else:
+                body = self._answer.build_error(status, body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("an engine's response cannot be translated: %s", error)
+            status = HTTPStatus.BAD_GATEWAY
+            failure = build_engine_error(HTTPStatus.BAD_GATEWAY, UNREADABLE.message)
+            body = self._answer.build_error(status, failure.to_json())
+            head = b"HTTP/1.1 %d %b\r\n%b" % (status, REASONS[status], head.partition(b"\r\n")[2])
+        head = b"%b%b%d%b" % (head, _LENGTH, len(body), _HEAD_END)
+        if len(body) <= MAX_JOINED_BYTES:
+            self._client.write(head + body)
+        else:
+            self._client.write(head)
+            self._client.write(body)

@@ -1,0 +1,1 @@
+"""Other APIs for clients, translated into chat completions and back."""

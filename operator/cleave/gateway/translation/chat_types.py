@@ -1,0 +1,112 @@
+"""The members that translations decode of engines' chat completions; all others are skipped.
+
+One type serves for complete responses and for events of streams. Not compiled: mypyc erases union
+types, so msgspec could not read members that have one.
+"""
+
+import msgspec
+
+
+class FunctionCall(msgspec.Struct):
+    """A call of a function, or a part of it."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call, or a part of it."""
+
+    index: int = 0
+    id: str | None = None
+    function: FunctionCall | None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    """The message of a response, or what an event adds to it."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """What engines before vLLM 0.32 write instead of `reasoning`."""
+    tool_calls: list[ToolCall] | None = None
+
+
+class AnswerChoice(msgspec.Struct):
+    """The only choice: translated requests never have several."""
+
+    delta: AnswerMessage | None = None
+    """In events."""
+    message: AnswerMessage | None = None
+    """In complete responses."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """vLLM: the stop string that ended the text, or the id of a stop token."""
+
+
+class PromptTokenDetails(msgspec.Struct):
+    """Of the tokens of the prompt."""
+
+    cached_tokens: int | None = None
+
+
+class OutputTokenDetails(msgspec.Struct):
+    """Of the tokens of the output."""
+
+    reasoning_tokens: int | None = None
+
+
+class AnswerUsage(msgspec.Struct):
+    """Token counts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: PromptTokenDetails | None = None
+    completion_tokens_details: OutputTokenDetails | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the output, reasoning included."""
+        return self.completion_tokens or 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt whose KV was cached; 0 also if the engine does not report it."""
+        details = self.prompt_tokens_details
+        return (details.cached_tokens or 0) if details is not None else 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning; 0 also if the engine does not report it."""
+        details = self.completion_tokens_details
+        return (details.reasoning_tokens or 0) if details is not None else 0
+
+
+class AnswerError(msgspec.Struct):
+    """An error in OpenAI's form, as the gateway writes all of them."""
+
+    message: str = ""
+    type: str = ""
+    code: str | None = None
+    param: str | None = None
+
+
+class ChatAnswer(msgspec.Struct):
+    """A complete response, or an event of a stream."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[AnswerChoice] = msgspec.field(default_factory=list)
+    usage: AnswerUsage | None = None
+    error: AnswerError | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """The response of /tokenize."""
+
+    count: int
+
+
+decode_chat = msgspec.json.Decoder(ChatAnswer).decode
+decode_tokenize = msgspec.json.Decoder(TokenizeResponse).decode

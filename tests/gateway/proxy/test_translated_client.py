@@ -1,0 +1,139 @@
+"""What a client of a translated request receives, byte by byte, and what it does to the engine."""
+
+import json
+
+import pytest
+
+from cleave.gateway.http.error_dialects import MESSAGES_PATH
+from cleave.gateway.proxy.translated_client import TranslatedClient
+from cleave.gateway.translation.messages_answer import MessagesAnswer
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: r\r\n\r\n"
+EVENT = b'data: {"id":"chatcmpl-1","model":"m","choices":[{"delta":{"content":"a"}}]}\n\n'
+ASK = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+MESSAGES = MESSAGES_PATH.decode()
+
+
+class Recorded:
+    """A client that keeps what is written to it."""
+
+    def __init__(self, chunked: bool) -> None:
+        self.chunked = chunked
+        self.keep_alive = chunked
+        self.blocked = False
+        self.data = b""
+        self.ended: list[bool] = []
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def end(self, reusable: bool) -> None:
+        self.ended.append(reusable)
+
+    def drop(self) -> None:
+        self.data = b"dropped"
+
+
+def decode_chunks(body: bytes) -> bytes:
+    """The content of a chunked body that came to its end."""
+    content = b""
+    while True:
+        size, _, body = body.partition(b"\r\n")
+        if size == b"0":
+            assert body == b"\r\n"
+            return content
+        content += body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
+
+
+@pytest.mark.parametrize("chunked", [True, False], ids=["HTTP/1.1", "HTTP/1.0"])
+def test_a_stream_is_framed_as_the_client_understands(chunked: bool) -> None:
+    client = Recorded(chunked)
+    translated = TranslatedClient(client, MessagesAnswer())
+    assert not translated.chunked
+    assert translated.keep_alive is chunked
+    translated.write(HEAD + EVENT)
+    translated.write(EVENT + b"data: [DONE]\n\n")
+    translated.end(reusable=True)
+    head, _, body = client.data.partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in head) is chunked
+    assert b"x-request-id: r" in head
+    events = decode_chunks(body) if chunked else body
+    assert events.count(b'"text":"a"') == 2
+    assert events.endswith(b'data: {"type":"message_stop"}\n\n')
+    assert client.ended == [True]
+
+
+def test_a_whole_response_may_come_in_pieces() -> None:
+    client = Recorded(True)
+    translated = TranslatedClient(client, MessagesAnswer())
+    body = json.dumps({"choices": [{"message": {"content": "a" * 20_000}}]}).encode()
+    translated.write(b"HTTP/1.1 200 OK\r\nx: y\r\ncontent-length: %d\r\n\r\n" % len(body))
+    assert client.data == b""
+    translated.write(body[:100])
+    translated.write(body[100:])
+    translated.end(reusable=False)
+    head, _, answer = client.data.partition(b"\r\n\r\n")
+    assert head == b"HTTP/1.1 200 OK\r\nx: y\r\ncontent-length: %d" % len(answer)
+    assert json.loads(answer)["content"][0]["text"] == "a" * 20_000
+    assert client.ended == [False]
+
+
+def test_backpressure_and_drops_pass_through() -> None:
+    client = Recorded(True)
+    translated = TranslatedClient(client, MessagesAnswer())
+    assert not translated.blocked
+    client.blocked = True
+    assert translated.blocked
+    translated.drop()
+    assert client.data == b"dropped"
+
+
+async def test_what_is_no_chat_is_an_engine_error(single) -> None:
+    async def nonsense(engine, request, writer) -> None:
+        engine.send(writer, 200, b"nonsense")
+
+    single.engines["x"].script = nonsense
+    response = await single.ask(ASK, MESSAGES)
+    assert (response.status, response.error["type"]) == (502, "api_error")
+    response = await single.ask({"model": "m", "input": "a"}, "/v1/responses")
+    assert (response.status, response.error["code"]) == (502, "engine_error")
+    await single.until_idle()
+
+
+async def test_a_connection_serves_several_apis_in_turn(single) -> None:
+    client = await single.connect()
+    for path, body in (
+        (MESSAGES, ASK),
+        ("/v1/completions", {"model": "m", "prompt": "a"}),
+        ("/v1/responses", {"model": "m", "input": "a", "stream": True}),
+        (MESSAGES, ASK | {"stream": True}),
+    ):
+        assert (await client.ask(body, path)).status == 200
+    await single.until_idle()
+
+
+async def test_an_engine_lacks_the_path_that_counts_tokens(single) -> None:
+    async def refuse(engine, request, writer) -> None:
+        engine.send(writer, 404, b'{"detail":"Not Found"}')
+
+    single.engines["x"].script = refuse
+    response = await single.ask(ASK, "/v1/messages/count_tokens")
+    assert (response.status, response.json()["type"]) == (501, "error")
+
+
+@pytest.mark.parametrize("path", [MESSAGES, "/v1/messages/count_tokens"])
+async def test_errors_before_a_body_is_read_have_the_clients_form_too(make_stage, path) -> None:
+    stage = await make_stage({"x": "mixed"}, max_body_bytes=1_000)
+    response = await stage.ask(b"[" * 1_001, path)
+    assert response.status == 413
+    assert response.json()["type"] == "error"
+    assert response.error["type"] == "request_too_large"
+
+
+async def test_the_access_log_names_the_clients_path(make_stage, caplog) -> None:
+    stage = await make_stage({"x": "mixed"}, access_log=True)
+    with caplog.at_level("INFO"):
+        await stage.ask(ASK, MESSAGES)
+        await stage.until_idle()
+    assert any(MESSAGES in str(vars(record)) for record in caplog.records)

@@ -1,0 +1,62 @@
+"""No request breaks the translations: each is translated, or refused with a 400 that names why."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.gateway.http.errors import GatewayError
+from cleave.gateway.translation import messages_request, responses_request
+from cleave.gateway.translation.request_fields import ENGINE_FIELDS, read_request
+from cleave.gateway.translation.translations import TRANSLATORS
+
+TEXTS = st.text(max_size=3) | st.sampled_from(["user", "assistant", "auto", "m", "{}", "\ud800"])
+KEYS = st.sampled_from([
+    "type", "role", "content", "text", "source", "name", "input", "format", "schema", "summary",
+    "output", "image_url", "thinking", "tool_use_id", "effort", "parameters", "arguments",
+])  # fmt: skip
+KINDS = st.sampled_from([
+    "text", "image", "document", "tool_use", "tool_result", "message", "reasoning", "function",
+    "function_call", "function_call_output", "input_text", "input_image", "url", "base64", "tool",
+    "enabled", "json_schema",
+])  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers(-2, 10**20) | st.floats() | TEXTS | KINDS
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner), max_leaves=20
+)
+
+
+def make_bodies(known: frozenset[str]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(sorted(known | ENGINE_FIELDS)), VALUES, max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("path", "least", "known"),
+    [
+        (b"/v1/messages", {"max_tokens": 3}, messages_request.KNOWN),
+        (b"/v1/messages/count_tokens", {}, messages_request.KNOWN),
+        (b"/v1/responses", {"input": "a"}, responses_request.KNOWN),
+    ],
+)
+@given(data=st.data())
+def test_every_request_is_translated_or_refused(
+    path: bytes, least: dict, known: frozenset[str], data: st.DataObject
+) -> None:
+    complete = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | least
+    if path == b"/v1/responses":
+        del complete["messages"]
+    body = complete | data.draw(make_bodies(known))
+    with contextlib.suppress(GatewayError):
+        TRANSLATORS[path](read_request(json.dumps(body).encode(), None))
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b'{"model": "m"}', b'{"input": ' * 5_000])
+@pytest.mark.parametrize("translate", TRANSLATORS.values(), ids=map(bytes.decode, TRANSLATORS))
+def test_what_is_no_request_is_refused(translate: Callable, body: bytes) -> None:
+    with pytest.raises(GatewayError) as refusal:
+        translate(read_request(body, None))
+    assert refusal.value.status == 400
