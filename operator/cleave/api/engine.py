@@ -243,8 +243,8 @@ class EngineSpec(ApiModel):
         ValidationRule(
             cel="!has(self.args) || !self.args.exists(a, a.startsWith('--data-parallel') || "
             "a.startsWith('--data_parallel'))",
-            is_valid=lambda e: not any(
-                arg.startswith(("--data-parallel", "--data_parallel")) for arg in e.args
+            is_valid=lambda e: (
+                not any(arg.startswith(("--data-parallel", "--data_parallel")) for arg in e.args)
             ),
             message="must not hold --data-parallel-*: a handoff names one engine, and each "
             "data-parallel rank is one more; use replicas, and for experts a larger tensor size "
@@ -255,7 +255,7 @@ class EngineSpec(ApiModel):
             cel="!has(self.args) || self.args.all(a, !a.matches('^(-[A-Za-z]|--[^=]*[.])'))",
             is_valid=lambda e: not any(map(_SHORT_OR_DOTTED_FLAG.match, e.args)),
             message="must hold flags in full, such as --tensor-parallel-size instead of -tp, and "
-            "--name={\"part\": 1} instead of --name.part=1, so that they can be checked",
+            '--name={"part": 1} instead of --name.part=1, so that they can be checked',
             field="args",
             list_offenders=lambda e: [
                 arg.split("=")[0] for arg in e.args if _SHORT_OR_DOTTED_FLAG.match(arg)
