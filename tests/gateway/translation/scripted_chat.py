@@ -69,3 +69,8 @@ def chat(
         await writer.drain()
 
     return script
+
+
+THINK = {"reasoning": "let me "}, {"reasoning": "see"}
+SAY = {"content": "I will "}, {"content": "look."}
+CALL = call_delta("weather", ""), call_delta(None, '{"city": '), call_delta(None, '"Ulm"}')

@@ -7,7 +7,7 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2
 
-from tests.gateway.translation.scripted_chat import call_delta, chat
+from tests.gateway.translation.scripted_chat import CALL, SAY, THINK, chat
 
 TOOL = {
     "name": "weather",
@@ -16,9 +16,6 @@ TOOL = {
 }
 QUESTION = [{"role": "user", "content": "tell me a story " * 20}]
 GREEDY = {"temperature": 0}
-THINK = {"reasoning": "let me "}, {"reasoning": "see"}
-SAY = {"content": "I will "}, {"content": "look."}
-CALL = call_delta("weather", ""), call_delta(None, '{"city": '), call_delta(None, '"Ulm"}')
 
 
 @pytest.fixture
@@ -34,12 +31,6 @@ async def sdk(make_stage):
     yield make
     for client in clients:
         await client.close()
-
-
-@pytest.fixture
-async def fleet(make_fleet):
-    """Emulated engines: two of each role."""
-    return await make_fleet({"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"})
 
 
 def describe(message: anthropic.types.Message) -> dict:

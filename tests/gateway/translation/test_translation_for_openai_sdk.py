@@ -7,7 +7,7 @@ import agents
 import openai
 import pytest
 
-from tests.gateway.translation.scripted_chat import call_delta, chat
+from tests.gateway.translation.scripted_chat import CALL, SAY, THINK, chat
 
 QUESTION = "tell me a story " * 20
 TOOL = {
@@ -18,9 +18,6 @@ TOOL = {
     "strict": False,
 }
 ENDLESS = {"ignore_eos": True}
-THINK = {"reasoning": "let me "}, {"reasoning": "see"}
-SAY = {"content": "I will "}, {"content": "look."}
-CALL = call_delta("weather", ""), call_delta(None, '{"city": '), call_delta(None, '"Ulm"}')
 
 
 @pytest.fixture
@@ -36,12 +33,6 @@ async def sdk(make_stage):
     yield make
     for client in clients:
         await client.close()
-
-
-@pytest.fixture
-async def fleet(make_fleet):
-    """Emulated engines: two of each role."""
-    return await make_fleet({"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"})
 
 
 async def collect(client, **arguments) -> list:

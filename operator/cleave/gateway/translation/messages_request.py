@@ -1,7 +1,7 @@
 """Translates requests of Anthropic's Messages API into chat completions. Pure.
 
 Used by `translations`. The mapping follows vLLM 0.32 (`entrypoints/anthropic/serving.py`), so that
-a prompt is the same whichever of the two translates it. Two differences: a final assistant message
+both translate a prompt alike. Two differences: a final assistant message
 is continued, as in Anthropic's API, and a budget of thinking tokens becomes an effort, because
 engines refuse budgets unless they are configured for them.
 """
