@@ -204,7 +204,7 @@ class Stage:
             for role in ENGINES
             for at, agent in enumerate(self._mixed if role == "mixed" else [AGENTS[role]])
         ]
-        agents = [sys.executable, str(HERE / "agents.py"), *instances]
+        agents = [sys.executable, str(HERE / "mock_agents.py"), *instances]
         self._start("agents", agents, self._cores.rest)
         return mixed
 

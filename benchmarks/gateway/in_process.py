@@ -21,8 +21,8 @@ from functools import cache, partial
 from types import FrameType
 from typing import Any, cast
 
-from agents import KV_BLOCKS, describe
-from agents import Instance as Mock
+from mock_agents import KV_BLOCKS, describe
+from mock_agents import Instance as Mock
 from processes import build_gateway
 from rich.console import Console
 from rich.table import Table

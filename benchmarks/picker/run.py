@@ -27,7 +27,7 @@ from cleave.rpc.v1 import external_processor_pb2 as pb
 from cleave.rpc.v1 import external_processor_pb2_grpc
 
 HERE = Path(__file__).parent
-AGENTS = HERE.parent / "gateway" / "agents.py"
+AGENTS = HERE.parent / "gateway" / "mock_agents.py"
 BODY = json.dumps({"model": "bench", "stream": True, "max_tokens": 64, "prompt": "x" * 1_000})
 EVENT = b'data: {"id":"cmpl-1","choices":[{"index":0,"text":" word","token_ids":[1]}]}\n\n'.ljust(
     210
