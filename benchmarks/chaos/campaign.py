@@ -37,6 +37,13 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "chaos.json")
     parser.add_argument("--fleets", type=int, default=2, help="side by side")
     parser.add_argument("--seconds", type=float, default=400, help="no fault begins later")
+    parser.add_argument(
+        "--first-seed",
+        type=int,
+        default=FIRST_SEED,
+        help="where the results of earlier pieces are"
+        " elsewhere, so that their faults are not drawn again",
+    )
     parser.add_argument("--show", action="store_true", help="print the table and do nothing else")
     options, of_run = parser.parse_known_args()
     pieces: list[Piece] = (
@@ -45,13 +52,13 @@ def main() -> int:
     if options.show:
         print_campaign(pieces, Console())
         return 0
-    new = hurt_fleets(len(pieces), options.fleets, options.seconds, of_run)
+    new = hurt_fleets(options.first_seed + len(pieces), options.fleets, options.seconds, of_run)
     write(options.results, pieces + new)
     print_campaign(new, Console())
     return 1 if len(new) < options.fleets or any(piece["violation"] for piece in new) else 0
 
 
-def hurt_fleets(done: int, fleets: int, seconds: float, of_run: list[str]) -> list[Piece]:
+def hurt_fleets(first_seed: int, fleets: int, seconds: float, of_run: list[str]) -> list[Piece]:
     """Reports of a piece, of those fleets that gave one."""
     stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"date": stamp, "commit": find_commit(), "options": of_run}
@@ -62,7 +69,7 @@ def hurt_fleets(done: int, fleets: int, seconds: float, of_run: list[str]) -> li
         for number in range(fleets):
             out = Path(folder) / f"{number}.json"
             with out.open("w") as file:
-                seed = str(FIRST_SEED + done + number)
+                seed = str(first_seed + number)
                 runs.append((subprocess.Popen([*command, "--seed", seed], stdout=file), out))
         for run, _ in runs:
             try:
