@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api import workload as api
-from cleave.simulator.trace import PromptBlocks, Trace
+from cleave.simulator.trace import MAX_BLOCKS_PER_PROMPT, PromptBlocks, Trace
 from cleave.traffic import history
 from cleave.traffic.conversations import Conversations, Turns
 
@@ -149,8 +149,9 @@ class RequestSource(Hashable, Protocol):
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """Arrival times in seconds, prompt and output lengths of `num` requests."""
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
-        """Which of these prompts begin alike; None: none do, or it is unknown."""
+    def draw_blocks(self, num: int, seed: int, longest: int | None) -> PromptBlocks | None:
+        """Which of these prompts, cut to `longest` tokens, begin alike; None: none do, or it is
+        unknown."""
 
     @property
     def has_reuse(self) -> bool:
@@ -178,12 +179,16 @@ class GeneratedRequests:
         turns, prompts, outputs = self._draw_turns(self.conversations, num, seed)
         return arrivals, prompts[turns.order], outputs[turns.order]
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
+    def draw_blocks(self, num: int, seed: int, longest: int | None) -> PromptBlocks | None:
         """The blocks of the turns of conversations."""
         if self.conversations is None:
             return None
         turns, prompts, _ = self._draw_turns(self.conversations, num, seed)
-        return self.conversations.build_blocks(turns, _round_lengths(prompts))
+        prompt_tokens = _cut_lengths(prompts, longest)
+        # Of one sample for all draws, so that their blocks are equal.
+        survey = _cut_lengths(self.lengths.draw(_SURVEY_REQUESTS, 0)[0], longest)
+        size = self.conversations.choose_block_tokens(float(np.mean(survey)))
+        return self.conversations.build_blocks(turns, prompt_tokens, size)
 
     @property
     def has_reuse(self) -> bool:
@@ -224,12 +229,13 @@ class TraceReplay:
             self.trace.output_tokens[order].astype(float),
         )
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
+    def draw_blocks(self, num: int, seed: int, longest: int | None) -> PromptBlocks | None:
         """The recorded blocks; prompts of the next lap of the loop are new ones."""
         if self.trace.blocks is None:
             return None
         laps, order = np.divmod(self._draw_positions(num, seed), len(self.trace))
-        return self.trace.blocks.select(order, laps)
+        blocks = self.trace.blocks.select(order, laps)
+        return blocks.cut(_cut_lengths(self.trace.prompt_tokens[order], longest))
 
     @property
     def has_reuse(self) -> bool:
@@ -264,7 +270,7 @@ class UniquePrompts:
         """`num` requests."""
         return self.source.draw(num, seed)
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:  # noqa: ARG002
+    def draw_blocks(self, num: int, seed: int, longest: int | None) -> PromptBlocks | None:  # noqa: ARG002
         """None."""
         return None
 
@@ -369,7 +375,7 @@ def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
         if spec.rate is None:
             return build_from_trace(trace)
         if trace.blocks is not None and spec.reuse is None:
-            return Demand(spec.rate, TraceReplay(trace, spec.gap_variation))
+            return Demand(spec.rate, TraceReplay(_bound_blocks(trace), spec.gap_variation))
         return _add_reuse(resample_trace(trace, spec.rate, spec.gap_variation), spec)
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
         raise DemandError("rate: set it with promptTokens and outputTokens, or set a trace")
@@ -383,7 +389,15 @@ def build_from_trace(trace: Trace) -> Demand:
         raise DemandError(
             f"the {len(trace)} recorded requests span no time: set a rate in addition to the trace"
         )
-    return Demand(trace.rate, TraceReplay(trace))
+    return Demand(trace.rate, TraceReplay(_bound_blocks(trace)))
+
+
+def _bound_blocks(trace: Trace) -> Trace:
+    """The trace with MAX_BLOCKS_PER_PROMPT blocks in a mean prompt at most."""
+    if trace.blocks is None:
+        return trace
+    factor = math.ceil(trace.blocks.per_prompt / MAX_BLOCKS_PER_PROMPT)
+    return trace if factor <= 1 else replace(trace, blocks=trace.blocks.coarsen(factor))
 
 
 def resample_trace(trace: Trace, rate: float, burstiness: float = 1.0) -> Demand:
@@ -436,16 +450,15 @@ def _create_generator(seed: int, stream: int) -> np.random.Generator:
 def _draw_unit(source: RequestSource, max_model_len: int | None, num: int, seed: int) -> Trace:
     """`num` requests at one per second, cached: a search draws the same ones many times."""
     arrivals, prompts, outputs = source.draw(num, seed)
-    prompt_tokens, output_tokens = _round_lengths(prompts), _round_lengths(outputs)
+    longest = None if max_model_len is None else max_model_len - 1
+    prompt_tokens, output_tokens = _cut_lengths(prompts, longest), _cut_lengths(outputs, None)
     if max_model_len is not None:
-        prompt_tokens = np.minimum(prompt_tokens, max_model_len - 1)
         output_tokens = np.minimum(output_tokens, max_model_len - prompt_tokens)
-    blocks = source.draw_blocks(num, seed)
-    if blocks is not None:
-        blocks = blocks.cut(prompt_tokens)
+    blocks = source.draw_blocks(num, seed, longest)
     return Trace(arrivals * 1000, prompt_tokens, output_tokens, blocks=blocks)
 
 
-def _round_lengths(lengths: Values) -> TokenCounts:
+def _cut_lengths(lengths: Values | TokenCounts, longest: int | None) -> TokenCounts:
+    """Rounded, at least 1 and at most `longest` (None: no limit)."""
     rounded: TokenCounts = np.maximum(np.rint(lengths), 1).astype(np.int64)
-    return rounded
+    return rounded if longest is None else np.minimum(rounded, longest)

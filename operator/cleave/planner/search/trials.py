@@ -7,11 +7,13 @@ of a request under the targets is simulated at both ends and not counted). It al
 to show a small overload: a queue that grows by 1 % of the time exceeds the TTFT target after a
 hundred targets. Gaps are scaled so that the rate of the sample is exactly the requested rate. Where
 prompts repeat, caches begin empty as well: further requests come first, as many as lie between most
-repetitions.
+repetitions. All blocks of a trial's prompts are in memory, so where prompts have many, a trial has
+fewer requests.
 """
 
 import functools
 import math
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -38,8 +40,11 @@ _WARMUP_SHARE = 0.9
 """Share of repetitions whose first use lies within the warm-up ..."""
 _MAX_WARMUP = 20_000
 """... and most requests of it. What is older is not found, which only makes plans larger."""
-_WARMUP_SAMPLE = 20_000
+_REUSE_SAMPLE = 20_000
 """Requests among which repetitions are looked for."""
+_MAX_BLOCKS = 4_000_000
+"""Most blocks in the prompts of a trial: at most 0.5 GiB. With MAX_BLOCKS_PER_PROMPT in each it has
+31,250 requests, of which the counted ones are at least a quarter."""
 _MAX_DURATION_S = 600.0
 """Upper bound of the duration from MIN_TTFT_TARGETS."""
 
@@ -144,7 +149,13 @@ class Trials:
     @property
     def warmup(self) -> int:
         """Requests that fill prefix caches before a trial; 0 where no prompts repeat."""
-        return _compute_warmup(self.demand)
+        return min(_survey_reuse(self.demand).warmup, self._max_requests // 2)
+
+    @property
+    def _max_requests(self) -> int:
+        """Most requests of a trial, so that their blocks are few enough."""
+        per_prompt = _survey_reuse(self.demand).blocks_per_prompt
+        return int(_MAX_BLOCKS / per_prompt) if per_prompt else sys.maxsize
 
     def with_seed(self, seed: int) -> "Trials":
         """The same demand with other random requests."""
@@ -164,7 +175,9 @@ class Trials:
         overload = rate * min(overload_s, _MAX_DURATION_S)
         counted = int(min(max(lives, overload, min_requests), _MAX_REQUESTS))
         ramp = int(min(math.ceil(rate * life_s), counted))
-        return TrialSpan(ramp=ramp, counted=counted, warmup=self.warmup)
+        most = self._max_requests - self.warmup
+        ramp = min(ramp, most // 4)
+        return TrialSpan(ramp=ramp, counted=min(counted, most - 2 * ramp), warmup=self.warmup)
 
     def measure_shares(
         self,
@@ -240,7 +253,18 @@ class Trials:
         return ttft_ms + tpot_ms * lengths.decode_steps
 
 
+@dataclass(frozen=True, slots=True)
+class _ReuseSurvey:
+    """What a sample shows of prompts that repeat; zeros where none do."""
+
+    warmup: int = 0
+    blocks_per_prompt: float = 0.0
+
+
 @functools.lru_cache(maxsize=16)
-def _compute_warmup(demand: Demand) -> int:
-    blocks = demand.draw(_WARMUP_SAMPLE).blocks if demand.has_reuse else None
-    return min(blocks.compute_distance(_WARMUP_SHARE), _MAX_WARMUP) if blocks else 0
+def _survey_reuse(demand: Demand) -> _ReuseSurvey:
+    blocks = demand.draw(_REUSE_SAMPLE).blocks if demand.has_reuse else None
+    if blocks is None:
+        return _ReuseSurvey()
+    distance = blocks.compute_distance(_WARMUP_SHARE)
+    return _ReuseSurvey(min(distance, _MAX_WARMUP), blocks.per_prompt)
