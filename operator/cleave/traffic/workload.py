@@ -32,6 +32,8 @@ _PROMPTS, _OUTPUTS, _GAPS = range(3)
 """Separate random streams of one seed, so that a change of one does not affect the others."""
 _SURVEY_REQUESTS = 20_000
 """Requests drawn to estimate a mean or a share that has no formula."""
+_LEAST_DRAWN = 1024
+"""Requests drawn at least; fewer are the first of these."""
 
 
 class DemandError(ValueError):
@@ -309,7 +311,7 @@ class Demand:
             raise DemandError(f"rate {rate:g}: must be above 0 requests per second")
         if num_requests < 1:
             raise DemandError(f"num_requests {num_requests}: must be at least 1")
-        unit = _draw_unit(self.source, self.max_model_len, num_requests, seed)
+        unit = self._draw_unit(num_requests, seed)
         prompt_tokens, output_tokens = unit.prompt_tokens.copy(), unit.output_tokens.copy()
         return Trace(unit.arrival_ms / rate, prompt_tokens, output_tokens, blocks=unit.blocks)
 
@@ -343,7 +345,7 @@ class Demand:
 
     def compute_share_longer_than(self, max_model_len: int) -> float:
         """Share of requests that `with_max_model_len` would cut, estimated from a sample."""
-        drawn = _draw_unit(self.source, None, _SURVEY_REQUESTS, 0)
+        drawn = replace(self, max_model_len=None)._draw_survey()
         return float(np.mean(drawn.prompt_tokens + drawn.output_tokens > max_model_len))
 
     @property
@@ -357,7 +359,13 @@ class Demand:
         return float(np.mean(self._draw_survey().output_tokens))
 
     def _draw_survey(self) -> Trace:
-        return _draw_unit(self.source, self.max_model_len, _SURVEY_REQUESTS, 0)
+        return self._draw_unit(_SURVEY_REQUESTS, 0)
+
+    def _draw_unit(self, num: int, seed: int) -> Trace:
+        """The first of a number of requests that is rounded up, so that a search, whose trials all
+        differ in length, draws and keeps few."""
+        enough = max(1 << (num - 1).bit_length(), _LEAST_DRAWN)
+        return _draw_unit(self.source, self.max_model_len, enough, seed).take_first(num)
 
 
 def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:

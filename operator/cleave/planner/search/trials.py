@@ -42,9 +42,9 @@ _MAX_WARMUP = 20_000
 """... and most requests of it. What is older is not found, which only makes plans larger."""
 _REUSE_SAMPLE = 20_000
 """Requests among which repetitions are looked for."""
-_MAX_BLOCKS = 4_000_000
-"""Most blocks in the prompts of a trial: at most 0.5 GiB. With MAX_BLOCKS_PER_PROMPT in each it has
-31,250 requests, of which the counted ones are at least a quarter."""
+_MAX_BLOCKS = 2_000_000
+"""Most blocks in the prompts of a trial; a simulation takes up to 120 bytes for each. With
+MAX_BLOCKS_PER_PROMPT in each it has 31,250 requests, of which at least a quarter are counted."""
 _MAX_DURATION_S = 600.0
 """Upper bound of the duration from MIN_TTFT_TARGETS."""
 
