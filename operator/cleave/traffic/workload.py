@@ -325,13 +325,16 @@ class Demand:
         return replace(self, source=UniquePrompts(self.source))
 
     def with_reuse_of(self, other: "Demand") -> "Demand":
-        """The same lengths and arrivals in the conversations of `other`, if both are generated."""
+        """The same lengths and arrivals with what repeats in `other`: in its conversations, or in
+        the order and with the blocks of its trace. Only generated requests can take it over."""
         source = other.with_rate(self.rate).source
-        if not (
-            isinstance(self.source, GeneratedRequests) and isinstance(source, GeneratedRequests)
-        ):
+        if not isinstance(self.source, GeneratedRequests):
             return self
-        return replace(self, source=replace(self.source, conversations=source.conversations))
+        if isinstance(source, GeneratedRequests):
+            return replace(self, source=replace(self.source, conversations=source.conversations))
+        if isinstance(source, TraceReplay) and source.has_reuse:
+            return replace(self, source=_replay_with_lengths(source.trace, self.source))
+        return self
 
     def with_rate(self, rate: float) -> "Demand":
         """The same requests at another rate; conversations keep their intervals."""
@@ -406,6 +409,26 @@ def _bound_blocks(trace: Trace) -> Trace:
         return trace
     factor = math.ceil(trace.blocks.per_prompt / MAX_BLOCKS_PER_PROMPT)
     return trace if factor <= 1 else replace(trace, blocks=trace.blocks.coarsen(factor))
+
+
+def _replay_with_lengths(trace: Trace, observed: GeneratedRequests) -> TraceReplay:
+    """The trace with other lengths and gaps: a request that is longer than a share of the recorded
+    ones is longer than that share of the observed ones. So the prompts of a conversation grow as
+    they did; what a prompt has beyond its recorded blocks never repeats."""
+    prompts, outputs = observed.lengths.draw(_SURVEY_REQUESTS, 0)
+    prompt_tokens = _map_by_rank(trace.prompt_tokens, _cut_lengths(prompts, None))
+    output_tokens = _map_by_rank(trace.output_tokens, _cut_lengths(outputs, None))
+    blocks = trace.blocks and trace.blocks.cut(prompt_tokens)
+    replayed = Trace(trace.arrival_ms, prompt_tokens, output_tokens, blocks=blocks)
+    return TraceReplay(replayed, observed.burstiness)
+
+
+def _map_by_rank(recorded: TokenCounts, drawn: TokenCounts) -> TokenCounts:
+    """By recorded length the drawn one of the same rank; equal lengths keep their order."""
+    shares = (np.arange(len(recorded)) + 0.5) / len(recorded)
+    mapped = np.empty(len(recorded), np.int64)
+    mapped[np.argsort(recorded, kind="stable")] = np.sort(drawn)[(shares * len(drawn)).astype(int)]
+    return mapped
 
 
 def resample_trace(trace: Trace, rate: float, burstiness: float = 1.0) -> Demand:
