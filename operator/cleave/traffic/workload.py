@@ -361,6 +361,12 @@ class Demand:
         """Estimated from a sample."""
         return float(np.mean(self._draw_survey().output_tokens))
 
+    @property
+    def blocks_per_prompt(self) -> float:
+        """Mean number of blocks that are compared, estimated from a sample; 0 without reuse."""
+        blocks = self._draw_survey().blocks if self.has_reuse else None
+        return blocks.per_prompt if blocks else 0.0
+
     def _draw_survey(self) -> Trace:
         return self._draw_unit(_SURVEY_REQUESTS, 0)
 

@@ -90,6 +90,19 @@ def test_what_is_configured_and_not_simulated_is_a_line_on_stderr(cli, file, out
     )
 
 
+def test_more_prompts_that_repeat_than_memory_holds_are_refused_before_they_are_drawn(
+    cli, file
+) -> None:
+    reuse = "outputTokens: {mean: 60}, reuse: {turns: 5, turnIntervalS: 30, newTokens: 1}}"
+    file.write_text(MANIFEST.replace("outputTokens: {mean: 60, p90: 120}}", reuse))
+    done = run(cli, file, "--requests", "5000000")
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: --requests 5000000: prompts that repeat are simulated in blocks")
+    most = int(line.split()[-2])
+    assert 500_000 < most < 2_000_000
+
+
 def test_a_trace_replaces_declared_lengths(cli, file, tmp_path) -> None:
     trace = tmp_path / "trace.csv"
     lines = [f"{i * 0.5},{100 + i},{10 + i}" for i in range(20)]

@@ -97,7 +97,9 @@ def _prepare(
             choose_placement(deployment).pools, deployment.spec.engine
         )
         pool_simulation.build_fleet(problem, pools)
-    return pool_simulation.PlacementSimulator(problem, num_requests), pools
+        simulator = pool_simulation.PlacementSimulator(problem, num_requests)
+        simulator.check_memory()
+    return simulator, pools
 
 
 def _print_requests(simulator: "PlacementSimulator", pools: "Pools", rate: float) -> None:

@@ -40,7 +40,7 @@ _WARMUP_SHARE = 0.9
 """Share of repetitions whose first use lies within the warm-up ..."""
 _MAX_WARMUP = 20_000
 """... and most requests of it. What is older is not found, which only makes plans larger."""
-_REUSE_SAMPLE = 20_000
+_WARMUP_SAMPLE = 20_000
 """Requests among which repetitions are looked for."""
 _MAX_BLOCKS = 2_000_000
 """Most blocks in the prompts of a trial; a simulation takes up to 120 bytes for each. With
@@ -149,13 +149,7 @@ class Trials:
     @property
     def warmup(self) -> int:
         """Requests that fill prefix caches before a trial; 0 where no prompts repeat."""
-        return min(_survey_reuse(self.demand).warmup, self._max_requests // 2)
-
-    @property
-    def _max_requests(self) -> int:
-        """Most requests of a trial, so that their blocks are few enough."""
-        per_prompt = _survey_reuse(self.demand).blocks_per_prompt
-        return int(_MAX_BLOCKS / per_prompt) if per_prompt else sys.maxsize
+        return min(_compute_warmup(self.demand), _compute_max_requests(self.demand) // 2)
 
     def with_seed(self, seed: int) -> "Trials":
         """The same demand with other random requests."""
@@ -174,8 +168,11 @@ class Trials:
         lives = min(rate * life_s * self.precision.lifetimes, _MAX_SAMPLE_FACTOR * min_requests)
         overload = rate * min(overload_s, _MAX_DURATION_S)
         counted = int(min(max(lives, overload, min_requests), _MAX_REQUESTS))
-        ramp = int(min(math.ceil(rate * life_s), counted))
-        most = self._max_requests - self.warmup
+        return self.build_span(int(min(math.ceil(rate * life_s), counted)), counted)
+
+    def build_span(self, ramp: int, counted: int) -> TrialSpan:
+        """A trial of so many requests; of fewer, where their prompts have too many blocks."""
+        most = _compute_max_requests(self.demand) - self.warmup
         ramp = min(ramp, most // 4)
         return TrialSpan(ramp=ramp, counted=min(counted, most - 2 * ramp), warmup=self.warmup)
 
@@ -253,18 +250,14 @@ class Trials:
         return ttft_ms + tpot_ms * lengths.decode_steps
 
 
-@dataclass(frozen=True, slots=True)
-class _ReuseSurvey:
-    """What a sample shows of prompts that repeat; zeros where none do."""
-
-    warmup: int = 0
-    blocks_per_prompt: float = 0.0
+@functools.lru_cache(maxsize=16)
+def _compute_max_requests(demand: Demand) -> int:
+    """Most requests of a trial, so that their prompts have few enough blocks."""
+    per_prompt = demand.blocks_per_prompt
+    return int(_MAX_BLOCKS / per_prompt) if per_prompt else sys.maxsize
 
 
 @functools.lru_cache(maxsize=16)
-def _survey_reuse(demand: Demand) -> _ReuseSurvey:
-    blocks = demand.draw(_REUSE_SAMPLE).blocks if demand.has_reuse else None
-    if blocks is None:
-        return _ReuseSurvey()
-    distance = blocks.compute_distance(_WARMUP_SHARE)
-    return _ReuseSurvey(min(distance, _MAX_WARMUP), blocks.per_prompt)
+def _compute_warmup(demand: Demand) -> int:
+    blocks = demand.draw(_WARMUP_SAMPLE).blocks if demand.has_reuse else None
+    return min(blocks.compute_distance(_WARMUP_SHARE), _MAX_WARMUP) if blocks else 0
