@@ -28,7 +28,7 @@ from cleave.simulator.fleet import Batching, SimulatedFleet
 from cleave.simulator.outcome import SimulationResult, Times
 from cleave.simulator.run import simulate
 
-MAX_BLOCKS = 20_000_000
+_MAX_BLOCKS = 20_000_000
 """Most blocks in the prompts of a simulation: up to 2.4 GB."""
 
 
@@ -42,10 +42,10 @@ class PlacementSimulator:
     def check_memory(self) -> None:
         """Raise PlanError where so many prompts that repeat would take too much memory."""
         per_prompt = self.problem.demand.blocks_per_prompt
-        if self.num_requests * per_prompt > MAX_BLOCKS:
+        if self.num_requests * per_prompt > _MAX_BLOCKS:
             fault = (
                 f"--requests {self.num_requests}: prompts that repeat are simulated in blocks, "
-                f"{per_prompt:.0f} each here; at most {int(MAX_BLOCKS / per_prompt)} requests"
+                f"{per_prompt:.0f} each here; at most {int(_MAX_BLOCKS / per_prompt)} requests"
             )
             raise PlanError([fault])
 
