@@ -31,7 +31,7 @@ def describe(spec: LLMDeploymentSpec) -> str | None:
     return _join(parts)
 
 
-def describe_stated(spec: LLMDeploymentSpec) -> str | None:
+def describe_manual(spec: LLMDeploymentSpec) -> str | None:
     """The same for a simulation of stated pools, which have the step limits of engine.args."""
     parts = [*_list_routing(spec), *_list_engine(spec.engine)]
     if _has_limits(spec.engine):

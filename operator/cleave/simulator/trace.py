@@ -50,7 +50,7 @@ class PromptBlocks:
         count = int(numbers.max()) + 1 if len(numbers) else 0
         return PromptBlocks(self.block_tokens, self.starts[: num + 1], numbers, count)
 
-    def coarsen(self, factor: int) -> "PromptBlocks":
+    def join(self, factor: int) -> "PromptBlocks":
         """The same prompts in blocks of `factor` times as many tokens. Each is named by its last
         part, which stands for all before it; parts at the end that fill none are dropped."""
         whole = np.diff(self.starts) // factor

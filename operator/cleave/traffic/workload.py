@@ -333,7 +333,7 @@ class Demand:
         if isinstance(source, GeneratedRequests):
             return replace(self, source=replace(self.source, conversations=source.conversations))
         if isinstance(source, TraceReplay) and source.has_reuse:
-            return replace(self, source=_replay_with_lengths(source.trace, self.source))
+            return replace(self, source=_build_replay(source.trace, self.source))
         return self
 
     def with_rate(self, rate: float) -> "Demand":
@@ -414,10 +414,10 @@ def _bound_blocks(trace: Trace) -> Trace:
     if trace.blocks is None:
         return trace
     factor = math.ceil(trace.blocks.per_prompt / MAX_BLOCKS_PER_PROMPT)
-    return trace if factor <= 1 else replace(trace, blocks=trace.blocks.coarsen(factor))
+    return trace if factor <= 1 else replace(trace, blocks=trace.blocks.join(factor))
 
 
-def _replay_with_lengths(trace: Trace, observed: GeneratedRequests) -> TraceReplay:
+def _build_replay(trace: Trace, observed: GeneratedRequests) -> TraceReplay:
     """The trace with other lengths and gaps: a request that is longer than a share of the recorded
     ones is longer than that share of the observed ones. So the prompts of a conversation grow as
     they did; what a prompt has beyond its recorded blocks never repeats."""

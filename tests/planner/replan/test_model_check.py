@@ -54,9 +54,9 @@ def test_a_wrong_model_is_reported_and_corrected_at_the_first_review(
 
 
 def test_part_of_a_window_is_simulated_where_its_prompts_have_too_many_blocks(monkeypatch) -> None:
-    stated = ask("Never", rate=13.7)
-    source = replace(stated.demand.source, conversations=Conversations(6, 60, 64))
-    problem = replace(stated, demand=replace(stated.demand, source=source))
+    unrepeated = ask("Never", rate=13.7)
+    source = replace(unrepeated.demand.source, conversations=Conversations(6, 60, 64))
+    problem = replace(unrepeated, demand=replace(unrepeated.demand, source=source))
     spans = []
 
     class Recorder(trials.Trials):
@@ -66,7 +66,7 @@ def test_part_of_a_window_is_simulated_where_its_prompts_have_too_many_blocks(mo
 
     monkeypatch.setattr(replay, "Trials", Recorder)
     monkeypatch.setattr(trials, "_MAX_BLOCKS", 80_000)
-    window = ReplayModel(problem, Play(stated).running, 600.0).simulate(NO_CORRECTION)
+    window = ReplayModel(problem, Play(unrepeated).running, 600.0).simulate(NO_CORRECTION)
     assert spans[0].total * problem.demand.blocks_per_prompt <= 80_000
     assert spans[0].counted > 500
     # Requests of the part that is simulated, not of the ten minutes.

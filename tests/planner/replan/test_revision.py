@@ -295,12 +295,12 @@ def test_code_and_conversation_get_plans_of_their_own() -> None:
 
 
 def test_the_plan_of_a_trace_whose_prompts_repeat_is_judged_with_its_hits() -> None:
-    stated = ask("Never", rate=20.0)
-    source = replace(stated.demand.source, conversations=Conversations(8, 100, 64))
-    recorded = replace(stated.demand, source=source).draw(3000)
-    demand = build_from_trace(recorded).with_max_model_len(stated.demand.max_model_len)
-    play = Play(replace(stated, demand=demand))
-    blind = plan(replace(stated, demand=demand.without_reuse()))
+    unrepeated = ask("Never", rate=20.0)
+    source = replace(unrepeated.demand.source, conversations=Conversations(8, 100, 64))
+    recorded = replace(unrepeated.demand, source=source).draw(3000)
+    demand = build_from_trace(recorded).with_max_model_len(unrepeated.demand.max_model_len)
+    play = Play(replace(unrepeated, demand=demand))
+    blind = plan(replace(unrepeated, demand=demand.without_reuse()))
     assert sum(count(play.running).values()) < sum(count(blind).values())
     found = play.look()
     assert found.assessment.holds, found.assessment.reason

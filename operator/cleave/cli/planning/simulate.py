@@ -76,7 +76,7 @@ def simulate(
             machines = load_cluster(cluster)
             inputs.check_manual_placement(planning_input.deployment, machines, file.parent)
     simulator, pools = _prepare(planning_input, requests)
-    if missing := left_out.describe_stated(planning_input.deployment.spec):
+    if missing := left_out.describe_manual(planning_input.deployment.spec):
         sys.stderr.write(f"note: {missing}\n")
     requested = requested or [planning_input.problem.rate]
     if output is SimulateFormat.CSV:
