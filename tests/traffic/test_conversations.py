@@ -28,8 +28,9 @@ def test_lengths_are_those_that_are_declared() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_equal_blocks_have_equal_blocks_before_them(seed: int) -> None:
-    blocks = demand().draw(2000, seed=seed).blocks
+@pytest.mark.parametrize("max_model_len", [1000, 100_000])
+def test_equal_blocks_have_equal_blocks_before_them(seed: int, max_model_len: int) -> None:
+    blocks = demand().with_max_model_len(max_model_len).draw(2000, seed=seed).blocks
     before: dict[int, tuple[int, int]] = {}
     for start, end in zip(blocks.starts[:-1], blocks.starts[1:], strict=True):
         numbers = blocks.numbers[start:end].tolist()
@@ -40,8 +41,9 @@ def test_equal_blocks_have_equal_blocks_before_them(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_prompt_ends_with_new_tokens(seed: int) -> None:
-    drawn = demand().draw(2000, seed=seed)
+@pytest.mark.parametrize("max_model_len", [1000, 100_000])
+def test_each_prompt_ends_with_new_tokens(seed: int, max_model_len: int) -> None:
+    drawn = demand().with_max_model_len(max_model_len).draw(2000, seed=seed)
     new = drawn.prompt_tokens - drawn.blocks.count_repeated() * drawn.blocks.block_tokens
     assert (new >= np.minimum(CHATS.new_tokens, drawn.prompt_tokens)).all()
 
