@@ -83,7 +83,8 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         warnings = *verdict.list_margin_warnings(problem, ranking), *warnings
         if problem.demand.has_reuse:
             blind = _find_smallest_blind(search, feasible, ranking.ordered[0].placement)
-            reuse = compare_with_blind(plans[0], blind and to_planned_pools(blind))
+            pools = None if blind is None else to_planned_pools(blind)
+            reuse = compare_with_blind(plans[0], pools)
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],
