@@ -131,6 +131,29 @@ def test_nothing_is_left_out_of_one_gateway_with_fixed_roles() -> None:
     assert build(pools={"flipping": "Off"}, gateway={"replicas": 1})[1] == ()
 
 
+def test_manual_pools_have_the_step_limits_of_the_engines_arguments() -> None:
+    spec = LLMDeploymentSpec.model_validate(
+        {
+            "model": "facebook/opt-13b",
+            "slo": {"ttftMs": 400, "tpotMs": 40},
+            "pools": {"flipping": "Off"},
+            "gateway": {"replicas": 1},
+            "engine": {
+                "scheduling": {"limits": [{"role": "decode", "maxNumSeqs": 8}]},
+                "args": ["--max-num-seqs=8", "--long-prefill-token-threshold=64"],
+            },
+        }
+    )
+    assert left_out.describe(spec) == (
+        "not simulated: your limits of iterations (scheduling.limits); the search chooses its own; "
+        "engine.args --max-num-seqs, --long-prefill-token-threshold; the search chooses its own"
+    )
+    assert left_out.describe_manual(spec) == (
+        "not simulated: your limits of iterations (scheduling.limits); engine.args "
+        "--long-prefill-token-threshold"
+    )
+
+
 def test_kv_that_is_not_pulled_is_left_out() -> None:
     specs = (
         LLMDeploymentSpec.model_validate(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cleave.api import workload as api
+from cleave.simulator.trace import MAX_BLOCKS_PER_PROMPT, Trace
 from cleave.traffic import workload
 from cleave.traffic.conversations import Conversations
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, LogNormal
@@ -27,8 +28,9 @@ def test_lengths_are_those_that_are_declared() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_equal_blocks_have_equal_blocks_before_them(seed: int) -> None:
-    blocks = demand().draw(2000, seed=seed).blocks
+@pytest.mark.parametrize("max_model_len", [1000, 100_000])
+def test_equal_blocks_have_equal_blocks_before_them(seed: int, max_model_len: int) -> None:
+    blocks = demand().with_max_model_len(max_model_len).draw(2000, seed=seed).blocks
     before: dict[int, tuple[int, int]] = {}
     for start, end in zip(blocks.starts[:-1], blocks.starts[1:], strict=True):
         numbers = blocks.numbers[start:end].tolist()
@@ -39,8 +41,9 @@ def test_equal_blocks_have_equal_blocks_before_them(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_prompt_ends_with_new_tokens(seed: int) -> None:
-    drawn = demand().draw(2000, seed=seed)
+@pytest.mark.parametrize("max_model_len", [1000, 100_000])
+def test_each_prompt_ends_with_new_tokens(seed: int, max_model_len: int) -> None:
+    drawn = demand().with_max_model_len(max_model_len).draw(2000, seed=seed)
     new = drawn.prompt_tokens - drawn.blocks.count_repeated() * drawn.blocks.block_tokens
     assert (new >= np.minimum(CHATS.new_tokens, drawn.prompt_tokens)).all()
 
@@ -101,6 +104,58 @@ def test_a_trace_that_is_replayed_takes_no_declared_reuse() -> None:
             trace=api.TraceSource(path="t.jsonl"),
             reuse=api.Reuse(turns=4, turn_interval_s=20, new_tokens=100),
         )
+
+
+def test_the_blocks_of_a_trace_are_taken_over_to_observed_lengths() -> None:
+    recorded = workload.build_from_trace(demand().draw(4000))
+    known = measure_share(recorded)
+    same = Demand(10.0, GeneratedRequests(LENGTHS, 1.5)).with_reuse_of(recorded)
+    drawn = same.draw(4000)
+    assert same.source.burstiness == 1.5
+    assert drawn.prompt_tokens.mean() == pytest.approx(2000, rel=0.05)
+    assert drawn.output_tokens.mean() == pytest.approx(200, rel=0.05)
+    assert measure_share(same) == pytest.approx(known, abs=0.02)
+    shorter = Demand(10.0, workload.build_fixed(600, 50, 10.0).source).with_reuse_of(recorded)
+    assert set(shorter.draw(4000).prompt_tokens) == {600}
+    longer = Demand(10.0, workload.build_fixed(9000, 50, 10.0).source).with_reuse_of(recorded)
+    assert 0 < measure_share(longer) < known / 2, "what is longer than recorded never repeats"
+    assert recorded.with_reuse_of(recorded) is recorded
+
+
+def measure_share(of: Demand) -> float:
+    drawn = of.draw(4000)
+    return float(drawn.bound_cached_tokens().sum() / drawn.prompt_tokens.sum())
+
+
+@pytest.mark.parametrize("max_model_len", [None, 8192])
+@pytest.mark.parametrize("new_tokens", [1, 16, 64, 3000])
+def test_long_prompts_have_larger_blocks_and_few_of_them(
+    new_tokens: int, max_model_len: int | None
+) -> None:
+    lengths = IndependentLengths(
+        LogNormal.from_mean_and_p90(1_000_000, 2_000_000), LogNormal.from_mean_and_p90(200, 400)
+    )
+    chats = Conversations(20, 60, new_tokens, 4000)
+    drawn = Demand(1.0, GeneratedRequests(lengths, conversations=chats), max_model_len).draw(2000)
+    assert drawn.blocks.per_prompt <= 1.1 * MAX_BLOCKS_PER_PROMPT
+    new = drawn.prompt_tokens - drawn.blocks.count_repeated() * drawn.blocks.block_tokens
+    assert (new >= np.minimum(new_tokens, drawn.prompt_tokens)).all()
+    assert drawn.blocks.count_repeated().max() > 0.1 * MAX_BLOCKS_PER_PROMPT
+
+
+def test_a_trace_of_small_blocks_is_replayed_in_larger_ones() -> None:
+    turns = CHATS.draw_turns(500, 0)
+    prompts = np.rint(LENGTHS.draw(len(turns.owner), 0)[0]).astype(np.int64)
+    prompts = prompts[turns.sort_by(prompts)]
+    small = CHATS.build_blocks(turns, prompts, 1)
+    recorded = Trace(np.arange(500.0), prompts[turns.order], np.ones(500, np.int64), blocks=small)
+    large = workload.build_from_trace(recorded).source.trace.blocks
+    assert small.per_prompt > 10 * MAX_BLOCKS_PER_PROMPT
+    assert large.per_prompt <= MAX_BLOCKS_PER_PROMPT
+    lost = small.count_repeated() - large.count_repeated() * large.block_tokens
+    assert (lost >= 0).all()
+    assert (lost < large.block_tokens).all()
+    assert large.numbers.max() < large.count
 
 
 @pytest.mark.parametrize("interval_requests", [0.0, 30_000.0, 86_400_000.0])

@@ -1,25 +1,47 @@
 """What a deployment configures and the planner does not simulate, in one line.
 
-Called for the problem's notes, so every plan says it. Everything else of routing, pools and engine
-scheduling that changes latencies is in `problem.Policies`; a test goes through the fields of the
-API and fails for one that is in neither.
+Called for the problem's notes, so every plan says it, and by `cleave simulate`. Everything else of
+routing, pools and engine scheduling that changes latencies is in `problem.Policies`; a test goes
+through the fields of the API and fails for one that is in neither.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cleave.api.deployment import LLMDeploymentSpec, Routing
 from cleave.api.engine import EngineSpec, TransferMode
 from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.scheduling import DecodeAdmission
 
-_LIMITS = ("--max-num-seqs", "--max-num-batched-tokens", "--long-prefill-token-threshold")
+_STEP_LIMITS = ("--max-num-seqs", "--max-num-batched-tokens")
+"""`pool_simulation.apply_engine_args` gives them to pools that a user has stated."""
+_PROMPT_LIMIT = "--long-prefill-token-threshold"
 _PREDICTING = {DispatchPolicy.LEAST_HEAVY, DispatchPolicy.BEST_FIT}
 """Policies that compare predicted output lengths."""
+_OWN_LIMITS = "your limits of iterations (scheduling.limits)"
 
 
 def describe(spec: LLMDeploymentSpec) -> str | None:
     """One line that names what plans for `spec` do not simulate; None: there is nothing."""
     parts = [*_list_routing(spec), *_list_engine(spec.engine)]
+    flags = [f for f in (*_STEP_LIMITS, _PROMPT_LIMIT) if _has_flag(spec.engine, f)]
+    if _has_limits(spec.engine):
+        parts.append(f"{_OWN_LIMITS}; the search chooses its own")
+    if flags:
+        parts.append(f"engine.args {', '.join(flags)}; the search chooses its own")
+    return _join(parts)
+
+
+def describe_manual(spec: LLMDeploymentSpec) -> str | None:
+    """The same for a simulation of stated pools, which have the step limits of engine.args."""
+    parts = [*_list_routing(spec), *_list_engine(spec.engine)]
+    if _has_limits(spec.engine):
+        parts.append(_OWN_LIMITS)
+    if _has_flag(spec.engine, _PROMPT_LIMIT):
+        parts.append(f"engine.args {_PROMPT_LIMIT}")
+    return _join(parts)
+
+
+def _join(parts: Sequence[str]) -> str | None:
     return f"not simulated: {'; '.join(parts)}" if parts else None
 
 
@@ -48,10 +70,14 @@ def _list_engine(engine: EngineSpec) -> Iterator[str]:
             yield "the limit of long prompts (scheduling.longPromptTokens)"
         if scheduling.preemption_limit is not None:
             yield "the limit of preemptions (scheduling.preemptionLimit)"
-        if scheduling.limits:
-            yield "your limits of iterations (scheduling.limits); the search chooses its own"
         if scheduling.admission is not DecodeAdmission.GREEDY:
             admission = f"scheduling.admission {scheduling.admission}"
             yield f"errors of predicted output lengths ({admission})"
-    if flags := [flag for flag in _LIMITS if engine.get_flag_value(flag) is not None]:
-        yield f"engine.args {', '.join(flags)}; the search chooses its own"
+
+
+def _has_limits(engine: EngineSpec) -> bool:
+    return engine.scheduling is not None and bool(engine.scheduling.limits)
+
+
+def _has_flag(engine: EngineSpec, flag: str) -> bool:
+    return engine.get_flag_value(flag) is not None

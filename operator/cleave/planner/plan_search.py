@@ -27,11 +27,12 @@ from cleave.planner.search.candidate_placement import (
     build_cell,
     find_needed_connector,
     is_one_pod,
+    to_planned_pools,
 )
 from cleave.planner.search.candidates import Candidate, list_candidates, list_sizes
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.enumeration import PlacementOption
-from cleave.planner.search.trials import CONFIRMATION_PRECISION
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
 
 PlanProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, total steps and a text for the current step."""
@@ -66,10 +67,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     meter = _ProgressMeter(progress, total=8 * len(feasible) + 20)
     search = replace(SearchContext.from_problem(problem), tick=meter.tick)
     choice = affinity.choose_affinity(search, feasible)
-    options = enumeration.enumerate_placements(search, feasible, choice.affinity)
-    if problem.cell_supplies and problem.planning.disaggregation is not Disaggregation.NEVER:
-        options += _list_cells_over_nixl(search)
-    finalists = _predict_best(search, options)
+    finalists = _predict_best(search, _list_options(search, feasible, choice.affinity))
     ranking = verdict.rank_plans(problem, finalists)
     plans, nearest, reuse = [each.plan for each in ranking.ordered], None, None
     warnings = _list_warnings(problem, finalists)
@@ -84,10 +82,9 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         change = verdict.describe_runner_up(problem, ranking, switch_ms)
         warnings = *verdict.list_margin_warnings(problem, ranking), *warnings
         if problem.demand.has_reuse:
-            search.tick("what reuse is worth")
-            blind = plan(replace(problem, demand=problem.demand.without_reuse()))
-            search.trials.tally.requests += blind.num_simulated_requests
-            reuse = compare_with_blind(plans[0], blind)
+            blind = _find_smallest_blind(search, feasible, ranking.ordered[0].placement)
+            pools = None if blind is None else to_planned_pools(blind)
+            reuse = compare_with_blind(plans[0], pools)
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],
@@ -117,6 +114,39 @@ def _list_candidates(problem: Problem) -> tuple[Candidate, ...]:
         )
         raise PlanError([fault])
     return feasible
+
+
+def _list_options(
+    search: SearchContext, feasible: Sequence[Candidate], chosen: Affinity
+) -> list[PlacementOption]:
+    """Placements of every algorithm."""
+    problem = search.problem
+    options = enumeration.enumerate_placements(search, feasible, chosen)
+    if problem.cell_supplies and problem.planning.disaggregation is not Disaggregation.NEVER:
+        options += _list_cells_over_nixl(search)
+    return options
+
+
+def _find_smallest_blind(
+    search: SearchContext, feasible: Sequence[Candidate], selected: CandidatePlacement
+) -> CandidatePlacement | None:
+    """The smallest placement for the same requests if no prompt repeated, disaggregated like
+    `selected` where equal ones are; None: none serves them. It is not predicted, which takes most
+    of the time of a plan: the search's own trials are enough to compare sizes."""
+    problem = replace(search.problem, demand=search.problem.demand.without_reuse())
+    trials = Trials(problem.demand, problem.seed, tally=search.trials.tally)
+    blind = replace(search, problem=problem, trials=trials)
+    blind.tick("what reuse is worth")
+    chosen = affinity.choose_affinity(blind, feasible).affinity
+    options = _list_options(blind, feasible, chosen)
+    return min(
+        (option.placement for option in options if option.holds_rate),
+        key=lambda each: (
+            search.get_resources(each),
+            each.is_disaggregated is not selected.is_disaggregated,
+        ),
+        default=None,
+    )
 
 
 def _list_cells_over_nixl(search: SearchContext) -> Iterator[PlacementOption]:

@@ -28,6 +28,9 @@ from cleave.simulator.fleet import Batching, SimulatedFleet
 from cleave.simulator.outcome import SimulationResult, Times
 from cleave.simulator.run import simulate
 
+_MAX_BLOCKS = 20_000_000
+"""Most blocks in the prompts of a simulation: up to 2.4 GB."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlacementSimulator:
@@ -35,6 +38,16 @@ class PlacementSimulator:
 
     problem: Problem
     num_requests: int = 2000
+
+    def check_memory(self) -> None:
+        """Raise PlanError where so many prompts that repeat would take too much memory."""
+        per_prompt = self.problem.demand.blocks_per_prompt
+        if self.num_requests * per_prompt > _MAX_BLOCKS:
+            fault = (
+                f"--requests {self.num_requests}: prompts that repeat are simulated in blocks, "
+                f"{per_prompt:.0f} each here; at most {int(_MAX_BLOCKS / per_prompt)} requests"
+            )
+            raise PlanError([fault])
 
     def simulate_plan(self, plan: Plan, rate: float) -> SimulationResult:
         """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of it."""

@@ -7,12 +7,13 @@ their prompts: a prompt begins with the one before it, except for what has to be
 longer draw begins with the shorter one, like all that is drawn.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.simulator.trace import PromptBlocks
+from cleave.simulator.trace import MAX_BLOCKS_PER_PROMPT, PromptBlocks
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 512
 """Tokens; the former is vLLM's block of KV, and every larger one here a multiple of it."""
@@ -40,11 +41,12 @@ class Conversations:
     shared_tokens: int = 0
     """Tokens that all prompts begin with."""
 
-    @property
-    def block_tokens(self) -> int:
-        """The blocks that are compared: a power of two."""
+    def choose_block_tokens(self, mean_prompt: float) -> int:
+        """The blocks that are compared, a power of two: a mean prompt has MAX_BLOCKS_PER_PROMPT of
+        them at most, however few of its tokens are new."""
         most = min(max(self.new_tokens // _BLOCKS_PER_TURN, _LEAST_BLOCK), _LARGEST_BLOCK)
-        return 1 << most.bit_length() - 1
+        least = math.ceil(mean_prompt / MAX_BLOCKS_PER_PROMPT)
+        return max(1 << most.bit_length() - 1, 1 << (least - 1).bit_length())
 
     def draw_turns(self, num: int, seed: int) -> "Turns":
         """Conversations of which the first `num` requests are turns.
@@ -80,9 +82,9 @@ class Conversations:
         is_known = (at[order] >= 0) & (at[order] < begin[-1])
         return Turns(owner, first, turn, order[is_known])
 
-    def build_blocks(self, drawn: "Turns", prompt_tokens: Numbers) -> PromptBlocks:
-        """The blocks of prompts; `prompt_tokens`: of all turns, growing in each conversation."""
-        size = self.block_tokens
+    def build_blocks(self, drawn: "Turns", prompt_tokens: Numbers, size: int) -> PromptBlocks:
+        """The blocks of prompts, of `size` tokens; `prompt_tokens`: of all turns, growing in each
+        conversation."""
         used = -(-prompt_tokens // size)
         before = np.where(drawn.turn > 0, np.roll(prompt_tokens, 1), 0)
         known = np.minimum(before, np.maximum(prompt_tokens - self.new_tokens, 0)) // size

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api import workload as api
-from cleave.simulator.trace import PromptBlocks, Trace
+from cleave.simulator.trace import MAX_BLOCKS_PER_PROMPT, PromptBlocks, Trace
 from cleave.traffic import history
 from cleave.traffic.conversations import Conversations, Turns
 
@@ -32,6 +32,8 @@ _PROMPTS, _OUTPUTS, _GAPS = range(3)
 """Separate random streams of one seed, so that a change of one does not affect the others."""
 _SURVEY_REQUESTS = 20_000
 """Requests drawn to estimate a mean or a share that has no formula."""
+_LEAST_DRAWN = 1024
+"""Requests drawn at least; fewer are the first of these."""
 
 
 class DemandError(ValueError):
@@ -149,8 +151,9 @@ class RequestSource(Hashable, Protocol):
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """Arrival times in seconds, prompt and output lengths of `num` requests."""
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
-        """Which of these prompts begin alike; None: none do, or it is unknown."""
+    def draw_blocks(self, num: int, seed: int, longest: int | None) -> PromptBlocks | None:
+        """Which of these prompts, cut to `longest` tokens, begin alike; None: none do, or it is
+        unknown."""
 
     @property
     def has_reuse(self) -> bool:
@@ -178,12 +181,16 @@ class GeneratedRequests:
         turns, prompts, outputs = self._draw_turns(self.conversations, num, seed)
         return arrivals, prompts[turns.order], outputs[turns.order]
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
+    def draw_blocks(self, num: int, seed: int, longest: int | None) -> PromptBlocks | None:
         """The blocks of the turns of conversations."""
         if self.conversations is None:
             return None
         turns, prompts, _ = self._draw_turns(self.conversations, num, seed)
-        return self.conversations.build_blocks(turns, _round_lengths(prompts))
+        prompt_tokens = _cut_lengths(prompts, longest)
+        # Of one sample for all draws, so that their blocks are equal.
+        survey = _cut_lengths(self.lengths.draw(_SURVEY_REQUESTS, 0)[0], longest)
+        size = self.conversations.choose_block_tokens(float(np.mean(survey)))
+        return self.conversations.build_blocks(turns, prompt_tokens, size)
 
     @property
     def has_reuse(self) -> bool:
@@ -224,12 +231,13 @@ class TraceReplay:
             self.trace.output_tokens[order].astype(float),
         )
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:
+    def draw_blocks(self, num: int, seed: int, longest: int | None) -> PromptBlocks | None:
         """The recorded blocks; prompts of the next lap of the loop are new ones."""
         if self.trace.blocks is None:
             return None
         laps, order = np.divmod(self._draw_positions(num, seed), len(self.trace))
-        return self.trace.blocks.select(order, laps)
+        blocks = self.trace.blocks.select(order, laps)
+        return blocks.cut(_cut_lengths(self.trace.prompt_tokens[order], longest))
 
     @property
     def has_reuse(self) -> bool:
@@ -264,7 +272,7 @@ class UniquePrompts:
         """`num` requests."""
         return self.source.draw(num, seed)
 
-    def draw_blocks(self, num: int, seed: int) -> PromptBlocks | None:  # noqa: ARG002
+    def draw_blocks(self, num: int, seed: int, longest: int | None) -> PromptBlocks | None:  # noqa: ARG002
         """None."""
         return None
 
@@ -303,7 +311,7 @@ class Demand:
             raise DemandError(f"rate {rate:g}: must be above 0 requests per second")
         if num_requests < 1:
             raise DemandError(f"num_requests {num_requests}: must be at least 1")
-        unit = _draw_unit(self.source, self.max_model_len, num_requests, seed)
+        unit = self._draw_unit(num_requests, seed)
         prompt_tokens, output_tokens = unit.prompt_tokens.copy(), unit.output_tokens.copy()
         return Trace(unit.arrival_ms / rate, prompt_tokens, output_tokens, blocks=unit.blocks)
 
@@ -317,13 +325,16 @@ class Demand:
         return replace(self, source=UniquePrompts(self.source))
 
     def with_reuse_of(self, other: "Demand") -> "Demand":
-        """The same lengths and arrivals in the conversations of `other`, if both are generated."""
+        """The same lengths and arrivals with what repeats in `other`: in its conversations, or in
+        the order and with the blocks of its trace. Only generated requests can take it over."""
         source = other.with_rate(self.rate).source
-        if not (
-            isinstance(self.source, GeneratedRequests) and isinstance(source, GeneratedRequests)
-        ):
+        if not isinstance(self.source, GeneratedRequests):
             return self
-        return replace(self, source=replace(self.source, conversations=source.conversations))
+        if isinstance(source, GeneratedRequests):
+            return replace(self, source=replace(self.source, conversations=source.conversations))
+        if isinstance(source, TraceReplay) and source.has_reuse:
+            return replace(self, source=_build_replay(source.trace, self.source))
+        return self
 
     def with_rate(self, rate: float) -> "Demand":
         """The same requests at another rate; conversations keep their intervals."""
@@ -337,7 +348,7 @@ class Demand:
 
     def compute_share_longer_than(self, max_model_len: int) -> float:
         """Share of requests that `with_max_model_len` would cut, estimated from a sample."""
-        drawn = _draw_unit(self.source, None, _SURVEY_REQUESTS, 0)
+        drawn = replace(self, max_model_len=None)._draw_survey()
         return float(np.mean(drawn.prompt_tokens + drawn.output_tokens > max_model_len))
 
     @property
@@ -350,8 +361,20 @@ class Demand:
         """Estimated from a sample."""
         return float(np.mean(self._draw_survey().output_tokens))
 
+    @property
+    def blocks_per_prompt(self) -> float:
+        """Mean number of blocks that are compared, estimated from a sample; 0 without reuse."""
+        blocks = self._draw_survey().blocks if self.has_reuse else None
+        return blocks.per_prompt if blocks else 0.0
+
     def _draw_survey(self) -> Trace:
-        return _draw_unit(self.source, self.max_model_len, _SURVEY_REQUESTS, 0)
+        return self._draw_unit(_SURVEY_REQUESTS, 0)
+
+    def _draw_unit(self, num: int, seed: int) -> Trace:
+        """The first of a number of requests that is rounded up, so that a search, whose trials all
+        differ in length, draws and keeps few."""
+        enough = max(1 << (num - 1).bit_length(), _LEAST_DRAWN)
+        return _draw_unit(self.source, self.max_model_len, enough, seed).take_first(num)
 
 
 def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
@@ -369,7 +392,7 @@ def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
         if spec.rate is None:
             return build_from_trace(trace)
         if trace.blocks is not None and spec.reuse is None:
-            return Demand(spec.rate, TraceReplay(trace, spec.gap_variation))
+            return Demand(spec.rate, TraceReplay(_bound_blocks(trace), spec.gap_variation))
         return _add_reuse(resample_trace(trace, spec.rate, spec.gap_variation), spec)
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
         raise DemandError("rate: set it with promptTokens and outputTokens, or set a trace")
@@ -383,7 +406,35 @@ def build_from_trace(trace: Trace) -> Demand:
         raise DemandError(
             f"the {len(trace)} recorded requests span no time: set a rate in addition to the trace"
         )
-    return Demand(trace.rate, TraceReplay(trace))
+    return Demand(trace.rate, TraceReplay(_bound_blocks(trace)))
+
+
+def _bound_blocks(trace: Trace) -> Trace:
+    """The trace with MAX_BLOCKS_PER_PROMPT blocks in a mean prompt at most."""
+    if trace.blocks is None:
+        return trace
+    factor = math.ceil(trace.blocks.per_prompt / MAX_BLOCKS_PER_PROMPT)
+    return trace if factor <= 1 else replace(trace, blocks=trace.blocks.join(factor))
+
+
+def _build_replay(trace: Trace, observed: GeneratedRequests) -> TraceReplay:
+    """The trace with other lengths and gaps: a request that is longer than a share of the recorded
+    ones is longer than that share of the observed ones. So the prompts of a conversation grow as
+    they did; what a prompt has beyond its recorded blocks never repeats."""
+    prompts, outputs = observed.lengths.draw(_SURVEY_REQUESTS, 0)
+    prompt_tokens = _map_by_rank(trace.prompt_tokens, _cut_lengths(prompts, None))
+    output_tokens = _map_by_rank(trace.output_tokens, _cut_lengths(outputs, None))
+    blocks = trace.blocks and trace.blocks.cut(prompt_tokens)
+    replayed = Trace(trace.arrival_ms, prompt_tokens, output_tokens, blocks=blocks)
+    return TraceReplay(replayed, observed.burstiness)
+
+
+def _map_by_rank(recorded: TokenCounts, drawn: TokenCounts) -> TokenCounts:
+    """By recorded length the drawn one of the same rank; equal lengths keep their order."""
+    shares = (np.arange(len(recorded)) + 0.5) / len(recorded)
+    mapped = np.empty(len(recorded), np.int64)
+    mapped[np.argsort(recorded, kind="stable")] = np.sort(drawn)[(shares * len(drawn)).astype(int)]
+    return mapped
 
 
 def resample_trace(trace: Trace, rate: float, burstiness: float = 1.0) -> Demand:
@@ -436,16 +487,15 @@ def _create_generator(seed: int, stream: int) -> np.random.Generator:
 def _draw_unit(source: RequestSource, max_model_len: int | None, num: int, seed: int) -> Trace:
     """`num` requests at one per second, cached: a search draws the same ones many times."""
     arrivals, prompts, outputs = source.draw(num, seed)
-    prompt_tokens, output_tokens = _round_lengths(prompts), _round_lengths(outputs)
+    longest = None if max_model_len is None else max_model_len - 1
+    prompt_tokens, output_tokens = _cut_lengths(prompts, longest), _cut_lengths(outputs, None)
     if max_model_len is not None:
-        prompt_tokens = np.minimum(prompt_tokens, max_model_len - 1)
         output_tokens = np.minimum(output_tokens, max_model_len - prompt_tokens)
-    blocks = source.draw_blocks(num, seed)
-    if blocks is not None:
-        blocks = blocks.cut(prompt_tokens)
+    blocks = source.draw_blocks(num, seed, longest)
     return Trace(arrivals * 1000, prompt_tokens, output_tokens, blocks=blocks)
 
 
-def _round_lengths(lengths: Values) -> TokenCounts:
+def _cut_lengths(lengths: Values | TokenCounts, longest: int | None) -> TokenCounts:
+    """Rounded, at least 1 and at most `longest` (None: no limit)."""
     rounded: TokenCounts = np.maximum(np.rint(lengths), 1).astype(np.int64)
-    return rounded
+    return rounded if longest is None else np.minimum(rounded, longest)

@@ -78,6 +78,31 @@ def test_the_question_may_differ_from_the_file(cli, file) -> None:
     assert quick["rate"] == 9
 
 
+@pytest.mark.parametrize("output", ["table", "json", "csv"])
+def test_what_is_configured_and_not_simulated_is_a_line_on_stderr(cli, file, output) -> None:
+    late = 'engine: {type: Emulated}\n  pools: {flipping: "Off"}\n  gateway: {replicas: 1}'
+    file.write_text(MANIFEST.replace("engine: {type: Emulated}", late))
+    assert run(cli, file, "-o", output).stderr == ""
+    file.write_text(file.read_text() + "  routing: {sessionHeader: x-user}\n")
+    (line,) = run(cli, file, "-o", output).stderr.splitlines()
+    assert line == (
+        "note: not simulated: sessions that stay on an instance (routing.sessionHeader)"
+    )
+
+
+def test_more_prompts_that_repeat_than_memory_holds_are_refused_before_they_are_drawn(
+    cli, file
+) -> None:
+    reuse = "outputTokens: {mean: 60}, reuse: {turns: 5, turnIntervalS: 30, newTokens: 1}}"
+    file.write_text(MANIFEST.replace("outputTokens: {mean: 60, p90: 120}}", reuse))
+    done = run(cli, file, "--requests", "5000000")
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: --requests 5000000: prompts that repeat are simulated in blocks")
+    most = int(line.split()[-2])
+    assert 500_000 < most < 2_000_000
+
+
 def test_a_trace_replaces_declared_lengths(cli, file, tmp_path) -> None:
     trace = tmp_path / "trace.csv"
     lines = [f"{i * 0.5},{100 + i},{10 + i}" for i in range(20)]

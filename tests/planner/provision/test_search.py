@@ -16,9 +16,11 @@ from cleave.planner.provision.search import (
     provision,
 )
 from cleave.planner.provision.slowdown import SPLITWISE_TABLE_VI, Slowdowns
+from cleave.planner.search.trials import Trials
 from cleave.simulator.fleet import Batching, SimulatedTransfer
 from cleave.simulator.run import simulate
 from cleave.traffic import workload
+from cleave.traffic.conversations import Conversations
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, LogNormal
 
 CHAT = Demand(
@@ -263,3 +265,19 @@ def test_token_machines_help_while_prompts_wait_too_long() -> None:
     helped = simulate(fleet, trace)
     assert (alone.num_flips, helped.num_flips > 0) == (0, True)
     assert helped.ttft_ms.max() < alone.ttft_ms.max()
+
+
+def test_clusters_for_prompts_that_repeat_are_tried_with_full_caches(monkeypatch) -> None:
+    spans = []
+
+    def record(self, fleet, rate, span):
+        spans.append(span)
+        return simulate(fleet, self.build_trace(span.total, rate), self.seed)
+
+    monkeypatch.setattr(Trials, "simulate", record)
+    source = replace(CHAT.source, conversations=Conversations(5, 40, 64))
+    request = question(ProvisioningObjective.COST, (MIXED,), demand=replace(CHAT, source=source))
+    PairSearch(request, MIXED).simulate_slowdowns(2, 0, 1.0)
+    assert spans[0].warmup > 50
+    PairSearch(question(ProvisioningObjective.COST, (MIXED,)), MIXED).simulate_slowdowns(2, 0, 1.0)
+    assert spans[1].warmup == 0

@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 
 from cleave.perf.latency_correction import NO_CORRECTION, Correction
+from cleave.planner.replan import replay
 from cleave.planner.replan.model_check import MIN_RESPONSES, ModelAssessment, assess
+from cleave.planner.replan.replay import ReplayModel
+from cleave.planner.search import trials
 from cleave.policy.role_flipping import build_thresholds
+from cleave.traffic.conversations import Conversations
 from cleave.traffic.refit import to_demand
 
 from tests.support.simulated_traffic import Play, ask
@@ -47,6 +51,26 @@ def test_a_wrong_model_is_reported_and_corrected_at_the_first_review(
     assert found.correction.prefill == pytest.approx(truth.prefill, rel=0.12)
     assert found.correction.decode == pytest.approx(truth.decode, rel=0.12)
     assert 2_000 < found.correction.num_requests < 3_000
+
+
+def test_part_of_a_window_is_simulated_where_its_prompts_have_too_many_blocks(monkeypatch) -> None:
+    unrepeated = ask("Never", rate=13.7)
+    source = replace(unrepeated.demand.source, conversations=Conversations(6, 60, 64))
+    problem = replace(unrepeated, demand=replace(unrepeated.demand, source=source))
+    spans = []
+
+    class Recorder(trials.Trials):
+        def simulate(self, fleet, rate, span):
+            spans.append(span)
+            return super().simulate(fleet, rate, span)
+
+    monkeypatch.setattr(replay, "Trials", Recorder)
+    monkeypatch.setattr(trials, "_MAX_BLOCKS", 80_000)
+    window = ReplayModel(problem, Play(unrepeated).running, 600.0).simulate(NO_CORRECTION)
+    assert spans[0].total * problem.demand.blocks_per_prompt <= 80_000
+    assert spans[0].counted > 500
+    # Requests of the part that is simulated, not of the ten minutes.
+    assert len(window.ttft_ms) == pytest.approx(spans[0].counted, rel=0.1)
 
 
 def test_each_figure_is_shown_with_its_error() -> None:

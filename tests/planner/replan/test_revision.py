@@ -18,8 +18,10 @@ from cleave.planner.replan.revision import (
     revise,
 )
 from cleave.policy.role_flipping import build_thresholds
+from cleave.traffic.conversations import Conversations
 from cleave.traffic.published import get_workload
 from cleave.traffic.refit import RefitError
+from cleave.traffic.workload import build_from_trace
 
 from tests.support.simulated_traffic import Play, ask, count, plan
 
@@ -290,6 +292,20 @@ def test_code_and_conversation_get_plans_of_their_own() -> None:
     list(play.look_often(3, talk))
     for_talk = count(play.running)
     assert for_code["prefill"] / for_code["decode"] > for_talk["prefill"] / for_talk["decode"]
+
+
+def test_the_plan_of_a_trace_whose_prompts_repeat_is_judged_with_its_hits() -> None:
+    unrepeated = ask("Never", rate=20.0)
+    source = replace(unrepeated.demand.source, conversations=Conversations(8, 100, 64))
+    recorded = replace(unrepeated.demand, source=source).draw(3000)
+    demand = build_from_trace(recorded).with_max_model_len(unrepeated.demand.max_model_len)
+    play = Play(replace(unrepeated, demand=demand))
+    blind = plan(replace(unrepeated, demand=demand.without_reuse()))
+    assert sum(count(play.running).values()) < sum(count(blind).values())
+    found = play.look()
+    assert found.assessment.holds, found.assessment.reason
+    assert found.decision.verdict is ReplanVerdict.KEEP
+    assert play.correction.prefill == pytest.approx(1.0, abs=0.15)
 
 
 def test_too_few_requests_decide_nothing() -> None:

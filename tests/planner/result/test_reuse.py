@@ -7,6 +7,7 @@ from cleave.api.role import Role
 from cleave.planner import plan_search
 from cleave.planner.plan import PlanningResult
 from cleave.planner.problem import Policies
+from cleave.planner.result import prediction
 from cleave.planner.result.reuse import compare_with_blind
 from cleave.planner.result.status import build_document
 from cleave.traffic.conversations import Conversations
@@ -41,6 +42,19 @@ def test_a_plan_that_knows_of_reuse_needs_fewer_gpus_and_says_what_is_saved() ->
     assert known.selected.prediction.attainment >= 0.9
 
 
+def test_what_reuse_is_worth_takes_no_predictions(monkeypatch) -> None:
+    predicted = []
+
+    def predict(search, placement, algorithm):
+        predicted.append(search.problem.demand.has_reuse)
+        return prediction.predict(search, placement, algorithm)
+
+    monkeypatch.setattr(plan_search, "predict", predict)
+    assert plan.__wrapped__().reuse == plan().reuse
+    assert predicted
+    assert all(predicted)
+
+
 def test_reuse_is_in_the_document_only_where_prompts_are_known_to_repeat() -> None:
     document = build_document(plan(), 1)
     assert document["reuse"]["gpusWithout"] > document["selected"]["gpus"]
@@ -53,16 +67,12 @@ def test_reuse_is_in_the_document_only_where_prompts_are_known_to_repeat() -> No
 def test_instances_of_the_same_kinds_are_compared_by_their_numbers(answer) -> None:
     selected = answer.selected
     prefill, decode = selected.pools
-    blind = replace(
-        answer, selected=replace(selected, pools=(replace(prefill, replicas=6), decode))
-    )
-    text = compare_with_blind(selected, blind).text
+    text = compare_with_blind(selected, (replace(prefill, replicas=6), decode)).text
     assert text.endswith("without reuse 6 instead of 2 prefill instances would be needed")
-    assert "the same instances would be" in compare_with_blind(selected, answer).text
-    mixed = replace(selected, pools=(replace(prefill, role=Role.MIXED, replicas=3),))
-    other = compare_with_blind(selected, replace(answer, selected=mixed))
+    assert "the same instances would be" in compare_with_blind(selected, selected.pools).text
+    other = compare_with_blind(selected, (replace(prefill, role=Role.MIXED, replicas=3),))
     assert other.gpus == other.gpus_without == 6
     assert other.text.endswith("without reuse 3M tp2 would be needed instead")
-    nothing = compare_with_blind(selected, replace(answer, selected=None))
+    nothing = compare_with_blind(selected, None)
     assert nothing.gpus_without is None
     assert nothing.text.endswith("without reuse no plan meets the SLO")

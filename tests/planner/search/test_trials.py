@@ -10,7 +10,13 @@ from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISION, Targets, Trials
 from cleave.traffic.conversations import Conversations
-from cleave.traffic.workload import Demand
+from cleave.traffic.workload import (
+    Demand,
+    FixedLength,
+    GeneratedRequests,
+    IndependentLengths,
+    LogNormal,
+)
 
 from tests.support import known_problems
 
@@ -119,6 +125,40 @@ def test_requests_that_fill_caches_come_before_those_that_are_counted() -> None:
     assert span.window == slice(span.warmup + span.ramp, span.total - span.ramp)
     assert Trials(known_problems.chat()).compute_span(5.0, targets).warmup == 0
     assert trials.build_trace(50, 1.0).blocks is not None
+
+
+@pytest.mark.parametrize("rate", [1.0, 50.0, 10_000.0])
+@pytest.mark.parametrize("interval_requests", [20, 100_000])
+def test_trials_of_long_prompts_with_few_new_tokens_have_a_bounded_number_of_blocks(
+    rate: float, interval_requests: float
+) -> None:
+    lengths = IndependentLengths(LogNormal.from_mean_and_p90(30_000, 60_000), FixedLength(200))
+    chats = Conversations(20, interval_requests, 16, 4000)
+    demand = Demand(rate, GeneratedRequests(lengths, conversations=chats), 131_072)
+    trials = Trials(demand, precision=CONFIRMATION_PRECISION)
+    span = trials.compute_span(rate, Targets(2000, 50, 0.9))
+    blocks = trials.build_trace(span.total, rate).blocks
+    # Without a bound, 1,875 for each of up to 620,000 requests.
+    assert len(blocks.numbers) < 2_200_000
+    assert span.counted > 7000
+    assert span.warmup <= span.total / 2
+
+
+def test_trials_of_all_lengths_draw_few_samples() -> None:
+    drawn = []
+
+    class Recorder(GeneratedRequests):
+        def draw(self, num, seed):
+            drawn.append(num)
+            return super().draw(num, seed)
+
+    source = Recorder(known_problems.chat().source.lengths)
+    trials = Trials(Demand(10.0, source, 2048))
+    for num in range(1000, 2000, 50):
+        trace = trials.build_trace(num, 5.0)
+        assert len(trace) == num
+        assert trace.rate == pytest.approx(5.0, rel=0.01)
+    assert drawn == [1024, 2048]
 
 
 def test_a_trial_finds_in_caches_what_bounds_allow_at_most() -> None:

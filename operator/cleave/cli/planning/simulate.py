@@ -64,6 +64,7 @@ def simulate(
       cleave simulate -f chat.yaml --cluster cluster.yaml --requests 100000 -o csv
     """
     from cleave.api.manifest import load_cluster
+    from cleave.planner import left_out
 
     requested = _parse_rates(rates)
     if output is SimulateFormat.CSV and len(requested) > 1:
@@ -75,6 +76,8 @@ def simulate(
             machines = load_cluster(cluster)
             inputs.check_manual_placement(planning_input.deployment, machines, file.parent)
     simulator, pools = _prepare(planning_input, requests)
+    if missing := left_out.describe_manual(planning_input.deployment.spec):
+        sys.stderr.write(f"note: {missing}\n")
     requested = requested or [planning_input.problem.rate]
     if output is SimulateFormat.CSV:
         _print_requests(simulator, pools, requested[0])
@@ -94,7 +97,9 @@ def _prepare(
             choose_placement(deployment).pools, deployment.spec.engine
         )
         pool_simulation.build_fleet(problem, pools)
-    return pool_simulation.PlacementSimulator(problem, num_requests), pools
+        simulator = pool_simulation.PlacementSimulator(problem, num_requests)
+        simulator.check_memory()
+    return simulator, pools
 
 
 def _print_requests(simulator: "PlacementSimulator", pools: "Pools", rate: float) -> None:
@@ -117,7 +122,7 @@ def _print_figures(
 
     problem, results = simulator.problem, []
     slo, fleet = problem.slo, pool_simulation.build_fleet(problem, pools)
-    has_blocks = problem.demand.source.draw_blocks(1, 0) is not None
+    has_blocks = problem.demand.has_reuse
     with _report_simulation_errors(), show_simulation_progress("simulating", has_blocks) as tick:
         for done, rate in enumerate(rates):
             tick(done, len(rates), f"simulating {rate:g} req/s")

@@ -21,7 +21,7 @@ from cleave.perf.timing import EngineTiming
 from cleave.planner.provision import slowdown
 from cleave.planner.provision.slowdown import SPLITWISE_TABLE_VI, Slowdowns, UnloadedLatencies
 from cleave.planner.search import capacity_bound
-from cleave.planner.search.trials import Trials, TrialSpan
+from cleave.planner.search.trials import Trials
 from cleave.simulator.fleet import (
     Batching,
     FlipThresholds,
@@ -269,7 +269,7 @@ class PairSearch:
         """Slowdowns of one simulated cluster."""
         self.num_trials += 1
         counted = max(_MIN_REQUESTS, math.ceil(rate * _TRIAL_S))
-        span = TrialSpan(ramp=math.ceil(rate * self._compute_lifetime_s()), counted=counted)
+        span = self.trials.build_span(math.ceil(rate * self._compute_lifetime_s()), counted)
         outcome = self.trials.simulate(self.pair.build_fleet(prompts, tokens), rate, span)
         return slowdown.measure_slowdowns(outcome, self._get_reference(span.total), span.window)
 

@@ -92,11 +92,12 @@ class ReplayModel:
         for seed in range(min(-(-_MIN_REQUESTS // counted), _MAX_SIMULATIONS)):
             trials = Trials(problem.demand, seed)
             usual = trials.compute_span(rate, Targets.from_slo(problem.slo))
-            span = replace(usual, counted=counted)
+            span = trials.build_span(usual.ramp, counted)
             outcome = trials.simulate(fleet, rate, span)
             num_flips += outcome.num_flips
             start_ms = float(outcome.arrival_ms[span.window.start])
-            rows.append(_select_window(outcome, start_ms, length_s * 1000))
+            simulated_s = length_s * span.counted / counted
+            rows.append(_select_window(outcome, start_ms, simulated_s * 1000))
         return SimulatedWindow.from_rows(np.concatenate(rows, axis=1), problem.slo, num_flips > 0)
 
     def build_corrected_problem(self, correction: Correction) -> Problem:

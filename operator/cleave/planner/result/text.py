@@ -1,6 +1,7 @@
 """Formats plans and figures as text, the same in the report, the terminal and in status. Pure."""
 
 import math
+from collections.abc import Sequence
 
 from cleave.api.role import Role
 from cleave.perf.estimate import Confidence, LatencySource
@@ -24,10 +25,15 @@ def format_pool(pool: PlannedPool) -> str:
 
 def format_plan(plan: Plan) -> str:
     """`2P tp4 + 1D tp2`; GPU types are named where there were several to choose from."""
-    pools, kind = plan.pools, plan.pools[0].gpu
+    return format_pools(plan.pools, is_gpu_chosen=plan.is_gpu_chosen)
+
+
+def format_pools(pools: Sequence[PlannedPool], *, is_gpu_chosen: bool) -> str:
+    """The same for the pools of a plan; `is_gpu_chosen`: there were several GPU types."""
+    kind = pools[0].gpu
     if all(pool.gpu == kind for pool in pools):
         labels = " + ".join(map(format_pool, pools))
-        return f"{labels} on {kind}" if plan.is_gpu_chosen and kind else labels
+        return f"{labels} on {kind}" if is_gpu_chosen and kind else labels
     return " + ".join(format_pool(pool) + (f" on {pool.gpu}" if pool.gpu else "") for pool in pools)
 
 

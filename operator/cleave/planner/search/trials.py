@@ -7,11 +7,13 @@ of a request under the targets is simulated at both ends and not counted). It al
 to show a small overload: a queue that grows by 1 % of the time exceeds the TTFT target after a
 hundred targets. Gaps are scaled so that the rate of the sample is exactly the requested rate. Where
 prompts repeat, caches begin empty as well: further requests come first, as many as lie between most
-repetitions.
+repetitions. All blocks of a trial's prompts are in memory, so where prompts have many, a trial has
+fewer requests.
 """
 
 import functools
 import math
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -40,6 +42,9 @@ _MAX_WARMUP = 20_000
 """... and most requests of it. What is older is not found, which only makes plans larger."""
 _WARMUP_SAMPLE = 20_000
 """Requests among which repetitions are looked for."""
+_MAX_BLOCKS = 2_000_000
+"""Most blocks in the prompts of a trial; a simulation takes up to 120 bytes for each. With
+MAX_BLOCKS_PER_PROMPT in each it has 31,250 requests, of which at least a quarter are counted."""
 _MAX_DURATION_S = 600.0
 """Upper bound of the duration from MIN_TTFT_TARGETS."""
 
@@ -144,7 +149,7 @@ class Trials:
     @property
     def warmup(self) -> int:
         """Requests that fill prefix caches before a trial; 0 where no prompts repeat."""
-        return _compute_warmup(self.demand)
+        return min(_compute_warmup(self.demand), _compute_max_requests(self.demand) // 2)
 
     def with_seed(self, seed: int) -> "Trials":
         """The same demand with other random requests."""
@@ -163,8 +168,13 @@ class Trials:
         lives = min(rate * life_s * self.precision.lifetimes, _MAX_SAMPLE_FACTOR * min_requests)
         overload = rate * min(overload_s, _MAX_DURATION_S)
         counted = int(min(max(lives, overload, min_requests), _MAX_REQUESTS))
-        ramp = int(min(math.ceil(rate * life_s), counted))
-        return TrialSpan(ramp=ramp, counted=counted, warmup=self.warmup)
+        return self.build_span(int(min(math.ceil(rate * life_s), counted)), counted)
+
+    def build_span(self, ramp: int, counted: int) -> TrialSpan:
+        """A trial of so many requests; of fewer, where their prompts have too many blocks."""
+        most = _compute_max_requests(self.demand) - self.warmup
+        ramp = min(ramp, most // 4)
+        return TrialSpan(ramp=ramp, counted=min(counted, most - 2 * ramp), warmup=self.warmup)
 
     def measure_shares(
         self,
@@ -238,6 +248,13 @@ class Trials:
         ttft_ms = targets.ttft_ms if math.isfinite(targets.ttft_ms) else 0.0
         tpot_ms = targets.tpot_ms if math.isfinite(targets.tpot_ms) else 0.0
         return ttft_ms + tpot_ms * lengths.decode_steps
+
+
+@functools.lru_cache(maxsize=16)
+def _compute_max_requests(demand: Demand) -> int:
+    """Most requests of a trial, so that their prompts have few enough blocks."""
+    per_prompt = demand.blocks_per_prompt
+    return int(_MAX_BLOCKS / per_prompt) if per_prompt else sys.maxsize
 
 
 @functools.lru_cache(maxsize=16)
