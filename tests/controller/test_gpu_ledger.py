@@ -138,9 +138,17 @@ def test_a_deployment_without_pools_claims_those_that_it_is_about_to_get(
 def test_what_has_changed_is_known_once() -> None:
     stage = Stage()
     stage.put("one")
-    assert not stage.ledger.refresh()
+    assert not stage.ledger.take_change()
     stage.put_pools("one", decode=1)
-    assert stage.ledger.refresh()
-    assert not stage.ledger.refresh()
+    assert stage.ledger.take_change()
+    assert not stage.ledger.take_change()
     stage.put_pools("one", decode=1)
-    assert not stage.ledger.refresh()
+    assert not stage.ledger.take_change()
+
+
+def test_a_change_is_known_although_another_deployment_was_planned_meanwhile() -> None:
+    stage = Stage()
+    other = stage.put("other")
+    stage.put_pools("one", decode=1)
+    assert stage.count_free(other) == 15
+    assert stage.ledger.take_change()

@@ -43,6 +43,7 @@ from cleave.controller.cluster.gateway_client import GatewayClient
 from cleave.controller.cluster.inventory import Inventory, PlanMachines
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.cluster.workqueue import WorkQueue
+from cleave.controller.deployment.placement import NO_PLAN, PLAN_READY
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
 from cleave.controller.gpu_ledger import GpuLedger
 from cleave.controller.metrics import OperatorMetrics
@@ -260,19 +261,20 @@ class Controller:
             log.exception("%s %s/%s: again in %.1f s", *key, self.queue.retry_with_backoff(key))
         else:
             outcome = self._finish(key, cached, actions)
-        if self._ledger.refresh():
+        if self._ledger.take_change():
             # What another deployment has given back may suffice now.
             self._enqueue({*self._list_short_of_gpus()} - {key})
         self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)
 
     def _list_short_of_gpus(self) -> Iterator[ResourceKey]:
-        """Yield the deployments whose plan or instances lack machines."""
+        """Yield the deployments that have no plan, or whose instances find no node."""
         for key in self.cache.list_resources():
             cached = self.cache.get(key)
             if cached is None or not isinstance(cached.resource, LLMDeployment):
                 continue
-            states = {each["type"]: each["status"] for each in cached.status.get("conditions", ())}
-            if states.get("PlanReady") == "False" or states.get("ScalingLimited") == "True":
+            states = {each.type: each for each in conditions.read(cached.status)}
+            plan, limited = states.get(PLAN_READY), states.get("ScalingLimited")
+            if (plan and plan.reason in NO_PLAN) or (limited and limited.status):
                 yield key
 
     async def _refresh_config(self, key: ResourceKey, cached: CachedResource) -> CachedResource:

@@ -42,6 +42,7 @@ class GpuLedger:
         """By deployment, also of pools that name one which does not exist."""
         self._promises: dict[ResourceKey, Manifest] = {}
         self._stale: set[ResourceKey] = set()
+        self._has_changed = False
         self._deployments: dict[ResourceKey, ResourceKey] = {}
         """The deployment of each pool."""
 
@@ -64,9 +65,13 @@ class GpuLedger:
             del self._promises[deployment]
             self._stale.add(deployment)
 
-    def refresh(self) -> bool:
-        """Compute what has changed; returns whether any claim has."""
-        has_changed = False
+    def take_change(self) -> bool:
+        """Return whether any claim has changed since the last call."""
+        self._refresh()
+        has_changed, self._has_changed = self._has_changed, False
+        return has_changed
+
+    def _refresh(self) -> None:
         while self._stale:
             deployment = self._stale.pop()
             before = self._claims.pop(deployment, GpuClaims())
@@ -74,17 +79,16 @@ class GpuLedger:
             if now.placed or now.waiting:
                 self._claims[deployment] = now
             if now != before:
-                has_changed = True
+                self._has_changed = True
                 # Sums and differences of Counters have no zeros.
                 self._total = GpuClaims(
                     self._total.placed - before.placed + now.placed,
                     self._total.waiting - before.waiting + now.waiting,
                 )
-        return has_changed
 
     def find_free(self, deployment: ResourceKey, nodes: Sequence[ObservedNode]) -> FreeGpus:
         """Return what the other deployments leave of these GPU nodes."""
-        self.refresh()
+        self._refresh()
         own = self._claims.get(deployment, GpuClaims())
         others = GpuClaims(self._total.placed - own.placed, self._total.waiting - own.waiting)
         return subtract_claims(nodes, others)
