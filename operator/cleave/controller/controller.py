@@ -45,7 +45,7 @@ from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.cluster.workqueue import WorkQueue
 from cleave.controller.deployment.placement import NO_PLAN, PLAN_READY
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
-from cleave.controller.gpu_ledger import GpuLedger
+from cleave.controller.gpu_reservations import GpuReservations
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.pool.reconcile import reconcile as reconcile_pool
 from cleave.controller.replan.planner_process import PlannerClient
@@ -116,7 +116,7 @@ class Controller:
         self._repurposing: set[ResourceKey] = set()
         """Deployments with instances that are changing their role at this moment."""
         self._inventories: tuple[object, dict[tuple[bool, bool], Inventory]] = (), {}
-        self._ledger = GpuLedger(
+        self._reservations = GpuReservations(
             self.cache, settings.device, lambda deployment: self._get_inventory(deployment).topology
         )
 
@@ -200,23 +200,23 @@ class Controller:
         whole = self._get_inventory(deployment)
         if deployment.spec.engine.type is EngineType.EMULATED or whole.cluster is None:
             return PlanMachines(whole.cluster, whole.node_counts_hash)
-        return inventory.select_free(whole, self._ledger.find_free(key, whole.nodes))
+        return inventory.select_free(whole, self._reservations.find_free(key, whole.nodes))
 
     def _get_inventory(self, deployment: LLMDeployment) -> Inventory:
         return self.build_inventory(deployment.spec.engine, deployment.spec.template)
 
     def _on_plan_finished(self, key: ResourceKey) -> None:
-        """Count a finished planner job, and reconcile the deployment again. Its GPUs are promised
+        """Count a finished planner job, and reconcile the deployment again. Its GPUs are reserved
         until then."""
         if (finished := self.planner.get_result(key)) is not None:
             self._metrics.plans[finished.result,] += 1
             if finished.plan is not None:
-                self._ledger.promise(key, finished.plan)
+                self._reservations.reserve(key, finished.plan)
         self.queue.add(key)
 
     def _enqueue(self, keys: set[ResourceKey]) -> None:
         for key in keys:
-            self._ledger.mark_changed(key)
+            self._reservations.mark_changed(key)
             self._idle_since.pop(key, None)
             debounce_s = min(_MAX_DEBOUNCE_S, _DEBOUNCE_FACTOR * self._decision_s.get(key, 0.0))
             self.queue.add_after(key, max(self._debounce_s, debounce_s))
@@ -227,6 +227,7 @@ class Controller:
         if cached is None:
             for each in (self.queue, self.planner, self._gateways, self.traffic_poller):
                 each.forget(key)
+            self._reservations.release(key, self._reservations.get_plan(key))
             self._faults.pop(key, None)
             self._idle_since.pop(key, None)
             self._decision_s.pop(key, None)
@@ -240,10 +241,10 @@ class Controller:
             return
         try:
             cached = await self._refresh_config(key, cached)
-            promised = self._ledger.get_promise(key)
+            reserved = self._reservations.get_plan(key)
             actions = await self._decide(key, cached)
             await self._carry_out(key, executor, actions)
-            self._ledger.withdraw(key, promised)
+            self._reservations.release(key, reserved)
         except (NotLeadingError, StaleError) as error:
             outcome = "stale"
             if isinstance(error, StaleError):
@@ -261,7 +262,7 @@ class Controller:
             log.exception("%s %s/%s: again in %.1f s", *key, self.queue.retry_with_backoff(key))
         else:
             outcome = self._finish(key, cached, actions)
-        if self._ledger.take_change():
+        if self._reservations.take_change():
             # What another deployment has given back may suffice now.
             self._enqueue({*self._list_short_of_gpus()} - {key})
         self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)

@@ -1,8 +1,8 @@
 """GPUs that deployments use or have been promised, so that no plan counts them twice. Pure.
 
-Called by the controller's ledger. What is hard: plans stay for long, so they must not depend on
-what passes. A pool claims the pods that it is to have, wherever they are now: pods that wait for a
-node count, those that drain, or that a rollout has beside them, do not.
+Called by the controller's reservations. What is hard: plans stay for long, so they must not depend
+on what passes. A pool claims the pods that it is to have, wherever they are now: pods that wait for
+a node count, those that drain, or that a rollout has beside them, do not.
 """
 
 import heapq
@@ -79,14 +79,16 @@ def subtract_claims(nodes: Sequence[ObservedNode], claims: GpuClaims) -> FreeGpu
         rooms.setdefault((node.gpu, free[node.name]), []).append(node.name)
     for piece, count in sorted(claims.waiting.items(), reverse=True):
         for _ in range(count):
-            if not _place(piece, rooms, free):
+            if not _take_piece(piece, rooms, free):
                 break
     left = tuple(replace(node, num_gpus=free[node.name]) for node in nodes if free[node.name])
     total = sum(node.num_gpus for node in nodes)
     return FreeGpus(left, total - sum(free.values()), total)
 
 
-def _place(piece: GpuPiece, rooms: dict[tuple[str, int], list[str]], free: dict[str, int]) -> bool:
+def _take_piece(
+    piece: GpuPiece, rooms: dict[tuple[str, int], list[str]], free: dict[str, int]
+) -> bool:
     """Take a piece from the node with the least room for it; returns whether there is one.
     `rooms`: names of nodes, sorted, by kind and free GPUs."""
     fitting = [

@@ -28,7 +28,7 @@ _TEXT_LIMIT = 300
 _DIGEST_LIMIT = 64
 
 
-class _ModelReport(msgspec.Struct, frozen=True, rename="camel"):
+class _DigestOfReport(msgspec.Struct, frozen=True, rename="camel"):
     """The part of an engine's report that gateways read."""
 
     config_digest: str = ""
@@ -77,7 +77,7 @@ def _read_digests(instances: Iterable[RoutedInstance]) -> dict[str, str]:
 
 def _decode_digest(report: str) -> str:
     try:
-        found = msgspec.json.decode(report, type=_ModelReport)
+        found = msgspec.json.decode(report, type=_DigestOfReport)
     except (msgspec.DecodeError, RecursionError):
         return ""
     return found.config_digest[:_DIGEST_LIMIT]

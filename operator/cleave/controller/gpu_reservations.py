@@ -1,8 +1,8 @@
 """Which GPUs are left for the plan of each deployment: those that no other one claims.
 
 Used by the controller, while the planner's process is held: plans are made one after the other, and
-each counts the GPUs of those before it. A plan that has finished is a promise until a reconcile has
-applied it; from then on its pools claim the same. Everything else follows from cached objects, so a
+each counts the GPUs of those before it. A finished plan is reserved until a reconcile has applied
+it; from then on its pools claim the same. Everything else follows from cached objects, so a
 restarted operator knows it, too.
 """
 
@@ -26,7 +26,7 @@ from cleave.manifests.topology import NodeTopology
 from cleave.planner.placement import PlanError, choose_placement
 
 
-class GpuLedger:
+class GpuReservations:
     """The claims of all deployments, kept up to date by what has changed."""
 
     def __init__(
@@ -40,7 +40,7 @@ class GpuLedger:
         self._total = GpuClaims()
         self._claims: dict[ResourceKey, GpuClaims] = {}
         """By deployment, also of pools that name one which does not exist."""
-        self._promises: dict[ResourceKey, Manifest] = {}
+        self._plans: dict[ResourceKey, Manifest] = {}
         self._stale: set[ResourceKey] = set()
         self._has_changed = False
         self._deployments: dict[ResourceKey, ResourceKey] = {}
@@ -50,19 +50,19 @@ class GpuLedger:
         """Compute the claims of a changed, new or deleted deployment or pool again."""
         self._stale.add(self._find_deployment(key))
 
-    def promise(self, deployment: ResourceKey, plan: Manifest) -> None:
-        """Record a finished plan, in the form of `status.plan`."""
-        self._promises[deployment] = plan
+    def reserve(self, deployment: ResourceKey, plan: Manifest) -> None:
+        """Reserve the GPUs of a finished plan, in the form of `status.plan`."""
+        self._plans[deployment] = plan
         self._stale.add(deployment)
 
-    def get_promise(self, deployment: ResourceKey) -> Manifest | None:
+    def get_plan(self, deployment: ResourceKey) -> Manifest | None:
         """Return the plan that is not applied yet."""
-        return self._promises.get(deployment)
+        return self._plans.get(deployment)
 
-    def withdraw(self, deployment: ResourceKey, plan: Manifest | None) -> None:
-        """Drop a promise that a reconcile has taken up; a newer one stays."""
-        if plan is not None and self._promises.get(deployment) is plan:
-            del self._promises[deployment]
+    def release(self, deployment: ResourceKey, plan: Manifest | None) -> None:
+        """Drop the reservation of a plan that a reconcile has taken up; a newer one stays."""
+        if plan is not None and self._plans.get(deployment) is plan:
+            del self._plans[deployment]
             self._stale.add(deployment)
 
     def take_change(self) -> bool:
@@ -116,7 +116,7 @@ class GpuLedger:
             if isinstance(each.resource, InstancePool)
         }
         if cached is not None and isinstance(cached.resource, LLMDeployment):
-            plan = self._promises.get(key) or (None if pools else cached.status.get("plan"))
+            plan = self._plans.get(key) or (None if pools else cached.status.get("plan"))
             for pool in self._build_pools(cached.resource, plan, is_new=not pools):
                 before = pools.get(pool.name)
                 if before is None or before.spec.owner is ReplicasOwner.PLAN:

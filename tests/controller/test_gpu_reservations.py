@@ -1,4 +1,4 @@
-"""GPUs are planned once: what the ledger leaves for each deployment."""
+"""GPUs are planned once: what is left for each deployment."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from cleave.api.deployment import LLMDeployment
 from cleave.controller.cluster.cache import ObjectCache, ResourceKey
 from cleave.controller.cluster.objects import ObservedNode
-from cleave.controller.gpu_ledger import GpuLedger
+from cleave.controller.gpu_reservations import GpuReservations
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
@@ -32,7 +32,7 @@ PLAN = {
 class Stage:
     def __init__(self) -> None:
         self.cache = ObjectCache()
-        self.ledger = GpuLedger(self.cache, "gpu", lambda _: NodeTopology())
+        self.reservations = GpuReservations(self.cache, "gpu", lambda _: NodeTopology())
         self.version = 0
 
     def put(self, name: str, status: Manifest | None = None, **spec: Any) -> ResourceKey:
@@ -55,16 +55,16 @@ class Stage:
         meta = {**manifest["metadata"], "uid": manifest["metadata"]["name"]}
         meta["resourceVersion"] = str(self.version)
         for key in self.cache.upsert({**manifest, "metadata": meta}):
-            self.ledger.mark_changed(key)
+            self.reservations.mark_changed(key)
         return ResourceKey(manifest["kind"], "default", meta["name"])
 
     def delete(self, key: ResourceKey) -> None:
         meta = {"namespace": "default", "name": key.name, "uid": key.name}
         for each in self.cache.delete({"kind": key.kind, "metadata": meta}):
-            self.ledger.mark_changed(each)
+            self.reservations.mark_changed(each)
 
     def count_free(self, key: ResourceKey) -> int:
-        return sum(node.num_gpus for node in self.ledger.find_free(key, [NODE]).nodes)
+        return sum(node.num_gpus for node in self.reservations.find_free(key, [NODE]).nodes)
 
 
 def test_a_deployment_may_use_its_own_gpus_and_none_of_others() -> None:
@@ -88,22 +88,22 @@ def test_pools_without_a_deployment_count() -> None:
     assert stage.count_free(key) == 16
 
 
-def test_a_finished_plan_is_a_promise_until_its_pools_exist() -> None:
+def test_a_finished_plan_is_reserved_until_its_pools_exist() -> None:
     stage = Stage()
     one, two = stage.put("one"), stage.put("two")
-    stage.ledger.promise(one, PLAN)
+    stage.reservations.reserve(one, PLAN)
     assert (stage.count_free(one), stage.count_free(two)) == (16, 8)
-    stage.ledger.withdraw(one, dict(PLAN))
-    assert stage.count_free(two) == 8, "a newer promise stays"
-    stage.ledger.withdraw(one, stage.ledger.get_promise(one))
+    stage.reservations.release(one, dict(PLAN))
+    assert stage.count_free(two) == 8, "that of a newer plan stays"
+    stage.reservations.release(one, stage.reservations.get_plan(one))
     assert stage.count_free(two) == 16
 
 
-def test_a_promise_replaces_what_the_pools_have_except_where_others_own_the_number() -> None:
+def test_a_reserved_plan_replaces_what_the_pools_have_except_where_others_own_the_number() -> None:
     stage = Stage()
     one, two = stage.put("one"), stage.put("two")
     stage.put_pools("one", prefill=5, decode=5)
-    stage.ledger.promise(one, PLAN)
+    stage.reservations.reserve(one, PLAN)
     assert stage.count_free(two) == 8
     stage.put_pools("one", prefill=1, decode=1)
     owned = stage.cache.get(ResourceKey("InstancePool", "default", "one-decode"))
@@ -138,12 +138,12 @@ def test_a_deployment_without_pools_claims_those_that_it_is_about_to_get(
 def test_what_has_changed_is_known_once() -> None:
     stage = Stage()
     stage.put("one")
-    assert not stage.ledger.take_change()
+    assert not stage.reservations.take_change()
     stage.put_pools("one", decode=1)
-    assert stage.ledger.take_change()
-    assert not stage.ledger.take_change()
+    assert stage.reservations.take_change()
+    assert not stage.reservations.take_change()
     stage.put_pools("one", decode=1)
-    assert not stage.ledger.take_change()
+    assert not stage.reservations.take_change()
 
 
 def test_a_change_is_known_although_another_deployment_was_planned_meanwhile() -> None:
@@ -151,4 +151,4 @@ def test_a_change_is_known_although_another_deployment_was_planned_meanwhile() -
     other = stage.put("other")
     stage.put_pools("one", decode=1)
     assert stage.count_free(other) == 15
-    assert stage.ledger.take_change()
+    assert stage.reservations.take_change()
