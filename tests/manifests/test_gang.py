@@ -64,7 +64,9 @@ def test_a_queue_of_kueue_admits_all_pods_of_an_instance_or_none() -> None:
         assert meta["labels"]["kueue.x-k8s.io/queue-name"] == "serving"
         assert meta["labels"]["kueue.x-k8s.io/pod-group-name"] == "chat-decode-1"
         assert meta["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "3"
-        assert meta["annotations"]["kueue.x-k8s.io/pod-group-serving"] == "true"
+        assert meta["annotations"]["kueue.x-k8s.io/retriable-in-group"] == "false"
+        # Such a group would never finish, and Kueue would keep its deleted pods.
+        assert "kueue.x-k8s.io/pod-group-serving" not in meta["annotations"]
 
 
 def list_unknown_fields(kind: Any, manifest: Manifest) -> list[str]:

@@ -24,8 +24,10 @@ _VOLCANO_QUEUE = "scheduling.volcano.sh/queue-name"
 _KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 _KUEUE_GROUP = "kueue.x-k8s.io/pod-group-name"
 _KUEUE_COUNT = "kueue.x-k8s.io/pod-group-total-count"
-_KUEUE_SERVING = "kueue.x-k8s.io/pod-group-serving"
-"""Annotation of groups that never finish: quota is not given back for a pod that has ended."""
+_KUEUE_RETRIABLE = "kueue.x-k8s.io/retriable-in-group"
+"""Annotation. A pod that has ended is not replaced in its group: the whole instance is, by one with
+another name. So the group finishes when all its pods have ended; otherwise Kueue would keep them,
+and their quota, for replacements."""
 
 
 def find_pod_group_version(template: WorkerTemplate, *, has_pod_groups: bool) -> str:
@@ -47,7 +49,7 @@ def add_gang(
     labels, annotations = dict(meta["labels"]), dict(meta.get("annotations", {}))
     if _KUEUE_QUEUE in labels:
         labels[_KUEUE_GROUP] = instance
-        annotations |= {_KUEUE_COUNT: str(pool.spec.nodes), _KUEUE_SERVING: "true"}
+        annotations |= {_KUEUE_COUNT: str(pool.spec.nodes), _KUEUE_RETRIABLE: "false"}
     version = find_pod_group_version(pool.spec.template, has_pod_groups=has_pod_groups)
     if version == _VOLCANO_VERSION:
         annotations |= dict.fromkeys(_VOLCANO_GROUPS, instance)
