@@ -81,7 +81,11 @@ def subtract_claims(nodes: Sequence[ObservedNode], claims: GpuClaims) -> FreeGpu
         for _ in range(count):
             if not _take_piece(piece, rooms, free):
                 break
-    left = tuple(replace(node, num_gpus=free[node.name]) for node in nodes if free[node.name])
+    left = tuple(
+        node if free[node.name] == node.num_gpus else replace(node, num_gpus=free[node.name])
+        for node in nodes
+        if free[node.name]
+    )
     total = sum(node.num_gpus for node in nodes)
     return FreeGpus(left, total - sum(free.values()), total)
 
