@@ -188,9 +188,9 @@ async def test_a_deployment_waits_for_its_config_map_and_is_planned_with_it(
     found = ReadConfigMap("new", {"config.json": json.dumps(CONFIGS["qwen3-8b"])})
     now[0] += CONFIG_PERIOD_S
     await controller._reconcile(key, executor)
-    ((_, planned, cluster, _),) = submitted
+    ((_, planned, find_machines, _),) = submitted
     assert planned.spec.model.config.inline == CONFIGS["qwen3-8b"]
-    assert cluster is not None
+    assert find_machines().cluster is not None
 
 
 async def test_an_unknown_model_is_planned_once_a_worker_has_reported_it(
@@ -232,6 +232,6 @@ async def test_an_unknown_model_is_planned_once_a_worker_has_reported_it(
     meta = {**declared["metadata"], "resourceVersion": "2"}
     controller.on_change({**declared, "metadata": meta, "status": status})
     await reconcile()
-    ((_, planned, cluster, _),) = submitted
+    ((_, planned, find_machines, _),) = submitted
     assert planned.spec.model.config.inline == model_report.select_config(CONFIGS["qwen3-8b"])
-    assert cluster is not None
+    assert find_machines().cluster is not None

@@ -40,6 +40,8 @@ RIGHTS = {
     ("apps", "deployments"): {"get", *APPLIED},
     ("policy", "poddisruptionbudgets"): {"get", *APPLIED},
     ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "create", "delete"},
+    ("scheduling.k8s.io", "podgroups"): {"create", "patch"},
+    ("scheduling.volcano.sh", "podgroups"): {"create", "patch"},
     ("networking.k8s.io", "networkpolicies"): {"get", *APPLIED},
     ("", "configmaps"): {"get"},
     ("", "serviceaccounts"): {"get", *APPLIED},

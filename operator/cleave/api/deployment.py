@@ -340,8 +340,8 @@ class LLMDeploymentStatus(ApiModel):
     PlanFeasible: the latency targets can be met. PlanDrifted: traffic differs from the planned
     traffic. PredictionHolds: instances are as fast as the planner predicts. SLOAttained: recent
     requests met spec.slo; absent where the operator does not read the gateways' traffic.
-    ModelAsReported: the engine's KV bytes per token are those that plans count with; absent while
-    no engine has reported them."""
+    ModelAsReported: all engines report the same config.json, and their KV bytes per token are those
+    that plans count with; absent while no engine has reported them."""
     model: str | None = None
     """Model name that clients request. A changed name appears once its rollout is complete."""
     plan: SelectedPlan | None = None

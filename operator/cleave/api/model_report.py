@@ -36,6 +36,9 @@ class ModelReport(ApiModel):
 
     config: Annotated[dict[str, Any], AfterValidator(check_config), AnyObject()]
     """The model's config.json, without parts that no plan reads."""
+    config_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = ""
+    """Hash of the whole config.json, by which engines are compared; empty: a worker of an earlier
+    version reported it."""
     max_model_len: Annotated[int, Field(ge=1, le=10**9)]
     """Maximum length of prompt plus output in tokens."""
     block_size: _Count

@@ -11,9 +11,10 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import EngineSpec, WorkerTemplate
+from cleave.api.engine import EngineSpec, EngineType, WorkerTemplate
 from cleave.api.pool import InstancePool
 from cleave.controller.author_policy import list_violations
 from cleave.controller.cluster import conditions, gateway_client, inventory, objects
@@ -39,10 +40,12 @@ from cleave.controller.cluster.client import KubeApiError
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
 from cleave.controller.cluster.gateway_client import GatewayClient
-from cleave.controller.cluster.inventory import Inventory
+from cleave.controller.cluster.inventory import Inventory, PlanMachines
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.cluster.workqueue import WorkQueue
+from cleave.controller.deployment.placement import NO_PLAN, PLAN_READY
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
+from cleave.controller.gpu_reservations import GpuReservations
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.pool.reconcile import reconcile as reconcile_pool
 from cleave.controller.replan.planner_process import PlannerClient
@@ -113,6 +116,9 @@ class Controller:
         self._repurposing: set[ResourceKey] = set()
         """Deployments with instances that are changing their role at this moment."""
         self._inventories: tuple[object, dict[tuple[bool, bool], Inventory]] = (), {}
+        self._reservations = GpuReservations(
+            self.cache, settings.device, lambda deployment: self._get_inventory(deployment).topology
+        )
 
     def on_change(self, manifest: Manifest) -> None:
         """Handle a new or changed object."""
@@ -188,14 +194,29 @@ class Controller:
             )
         return known[is_limited, has_cards]
 
+    def find_machines(self, key: ResourceKey, deployment: LLMDeployment) -> PlanMachines:
+        """Return the machines that a plan for a deployment may use: without the GPUs that others
+        have or have been promised."""
+        whole = self._get_inventory(deployment)
+        if deployment.spec.engine.type is EngineType.EMULATED or whole.cluster is None:
+            return PlanMachines(whole.cluster, whole.node_counts_hash)
+        return inventory.select_free(whole, self._reservations.find_free(key, whole.nodes))
+
+    def _get_inventory(self, deployment: LLMDeployment) -> Inventory:
+        return self.build_inventory(deployment.spec.engine, deployment.spec.template)
+
     def _on_plan_finished(self, key: ResourceKey) -> None:
-        """Count a finished planner job, and reconcile the deployment again."""
+        """Count a finished planner job, and reconcile the deployment again. Its GPUs are reserved
+        until then."""
         if (finished := self.planner.get_result(key)) is not None:
             self._metrics.plans[finished.result,] += 1
+            if finished.plan is not None:
+                self._reservations.reserve(key, finished.plan)
         self.queue.add(key)
 
     def _enqueue(self, keys: set[ResourceKey]) -> None:
         for key in keys:
+            self._reservations.mark_changed(key)
             self._idle_since.pop(key, None)
             debounce_s = min(_MAX_DEBOUNCE_S, _DEBOUNCE_FACTOR * self._decision_s.get(key, 0.0))
             self.queue.add_after(key, max(self._debounce_s, debounce_s))
@@ -206,6 +227,7 @@ class Controller:
         if cached is None:
             for each in (self.queue, self.planner, self._gateways, self.traffic_poller):
                 each.forget(key)
+            self._reservations.release(key, self._reservations.get_plan(key))
             self._faults.pop(key, None)
             self._idle_since.pop(key, None)
             self._decision_s.pop(key, None)
@@ -219,8 +241,10 @@ class Controller:
             return
         try:
             cached = await self._refresh_config(key, cached)
+            reserved = self._reservations.get_plan(key)
             actions = await self._decide(key, cached)
             await self._carry_out(key, executor, actions)
+            self._reservations.release(key, reserved)
         except (NotLeadingError, StaleError) as error:
             outcome = "stale"
             if isinstance(error, StaleError):
@@ -238,7 +262,21 @@ class Controller:
             log.exception("%s %s/%s: again in %.1f s", *key, self.queue.retry_with_backoff(key))
         else:
             outcome = self._finish(key, cached, actions)
+        if self._reservations.take_change():
+            # What another deployment has given back may suffice now.
+            self._enqueue({*self._list_short_of_gpus()} - {key})
         self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)
+
+    def _list_short_of_gpus(self) -> Iterator[ResourceKey]:
+        """Yield the deployments that have no plan, or whose instances find no node."""
+        for key in self.cache.list_resources():
+            cached = self.cache.get(key)
+            if cached is None or not isinstance(cached.resource, LLMDeployment):
+                continue
+            states = {each.type: each for each in conditions.read(cached.status)}
+            plan, limited = states.get(PLAN_READY), states.get("ScalingLimited")
+            if (plan and plan.reason in NO_PLAN) or (limited and limited.status):
+                yield key
 
     async def _refresh_config(self, key: ResourceKey, cached: CachedResource) -> CachedResource:
         """The deployment with the ConfigMap that it takes its model's config.json from, which is
@@ -285,9 +323,9 @@ class Controller:
             if isinstance(action, Requeue):
                 self.queue.add_after(key, action.after_s)
             elif isinstance(action, RequestPlan) and isinstance(cached.resource, LLMDeployment):
-                spec = cached.resource.spec
-                cluster = self.build_inventory(spec.engine, spec.template).cluster
-                self.planner.submit(key, cached.resource, cluster, action.job)
+                resource = cached.resource
+                find_machines = partial(self.find_machines, key, resource)
+                self.planner.submit(key, resource, find_machines, action.job)
         is_idle = all(isinstance(action, RequestPlan | Requeue) for action in actions)
         if is_idle:
             self._idle_since[key] = self._clock()
@@ -327,9 +365,10 @@ class Controller:
             for each in self.cache.list_pools(key)
             if isinstance(each.resource, InstancePool)
         ]
+        machines = self.find_machines(key, resource)
         view = DeploymentView(
             deployment=resource,
-            inventory=self.build_inventory(resource.spec.engine, resource.spec.template),
+            inventory=replace(self._get_inventory(resource), node_counts_hash=machines.counts_hash),
             now_s=self._now(),
             status=cached.status,
             pools=tuple(pool for pool, _ in pools),

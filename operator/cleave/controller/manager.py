@@ -29,6 +29,7 @@ from cleave.controller.metrics import OperatorCollector, OperatorMetrics
 from cleave.controller.resync import Resync
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.webhook import server
+from cleave.manifests.gang import POD_GROUP
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class Manager:
             try:
                 await self._resync.fill()
                 has_sets = await self._kube.serves("LeaderWorkerSet")
+                has_groups = await self._kube.serves(POD_GROUP)
             except KubeApiError as error:
                 log.warning(
                     "cannot list the objects of the cluster: %s; retry in %.0f s", error, _RETRY_S
@@ -129,7 +131,9 @@ class Manager:
                 await asyncio.sleep(_RETRY_S)
             else:
                 settings = self._controller.settings
-                self._controller.settings = replace(settings, has_leader_worker_sets=has_sets)
+                self._controller.settings = replace(
+                    settings, has_leader_worker_sets=has_sets, has_pod_groups=has_groups
+                )
                 self._is_cache_filled = True
                 return
 

@@ -29,6 +29,8 @@ class OperatorSettings:
     """Whether the cluster assigns users and groups of pods, as OpenShift does."""
     has_leader_worker_sets: bool = False
     """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
+    has_pod_groups: bool = False
+    """Whether the cluster has Kubernetes' own PodGroups, for gangs."""
     traffic_poll_s: float = 15.0
     """Seconds between two reads of the gateways' metrics."""
     author_policy: AuthorPolicy = ALLOW_ALL

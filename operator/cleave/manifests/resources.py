@@ -156,6 +156,19 @@ def is_rdma_device(name: str) -> bool:
     return name.startswith(_SHARED_RDMA) or name == _HOST_DEVICE
 
 
+def count_pod_gpus(spec: InstancePoolSpec, device: Device) -> int:
+    """GPUs (nvidia.com/gpu) that one pod of the pool requests; 0: none, or devices of another
+    name."""
+    named = spec.template.resources
+    amount = named.limits.get(GPU, named.requests.get(GPU))
+    if amount is not None:
+        # Each engine of a cell has the template's resources.
+        engines = sum(member.replicas for member in spec.members) or 1
+        return engines * int(parse_quantity(amount))
+    has_own = spec.engine.type is EngineType.EMULATED or spec.template.gpu_resource != GPU
+    return 0 if has_own or device != "gpu" else spec.gpus // spec.nodes
+
+
 def sum_resources(parts: Sequence[Manifest]) -> Manifest:
     """The resources of a container that does the work of several; disk and RDMA are shared."""
     kinds = [kind for kind in ("requests", "limits") if any(kind in part for part in parts)]

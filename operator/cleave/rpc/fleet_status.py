@@ -99,7 +99,9 @@ class FleetInstance(msgspec.Struct, frozen=True):
     cache_hits: CacheHits = CacheHits()
     model_report: str = ""
     """What its engine reports about its model, JSON of `cleave.api.model_report.ModelReport`. Only
-    the first ready instance of each revision has it, as all would say the same."""
+    the first ready instance of each revision and `model_digest` has it, as others say the same."""
+    model_digest: str = ""
+    """Hash of the config.json in its report, of every ready instance; empty: there is none."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True):

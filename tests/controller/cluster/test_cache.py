@@ -267,3 +267,12 @@ def test_a_deployment_gets_the_config_that_an_engine_has_reported() -> None:
         declared = build_object(chat(model="org/new"), version=version)
         cache.upsert({**declared, "status": {"reportedModel": {**report, **changed}}})
         assert get_model(cache).config is None
+
+
+def test_pod_groups_are_not_kept_as_nothing_reports_their_end() -> None:
+    cache = filled()
+    before = cache.count()
+    meta = {"name": "x", "namespace": "default", "ownerReferences": [{"kind": "Pod", "uid": "i1"}]}
+    group = {"apiVersion": "scheduling.k8s.io/v1beta1", "kind": "PodGroup", "metadata": meta}
+    assert cache.upsert(build_object(group, uid="g1")) == set()
+    assert cache.count() == before

@@ -93,6 +93,16 @@ async def test_an_apply_is_forced_under_the_operators_name() -> None:
     assert hands.seen == [POD]
 
 
+async def test_pod_groups_of_volcano_and_of_kubernetes_have_the_same_kind() -> None:
+    for version in ("scheduling.k8s.io/v1beta1", "scheduling.volcano.sh/v1beta1"):
+        hands = Hands()
+        meta = {"name": "chat-decode-1", "namespace": "llm"}
+        group = {"apiVersion": version, "kind": "PodGroup", "metadata": meta}
+        await hands.executor.carry_out([Apply(group)])
+        ((_, path, _),) = hands.server.requests
+        assert path == f"/apis/{version}/namespaces/llm/podgroups/chat-decode-1"
+
+
 def service(uid: str, deployment: str = "chat", applied: str = "x") -> Manifest:
     meta = {
         "name": "chat",

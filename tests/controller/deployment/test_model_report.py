@@ -1,6 +1,7 @@
 """What the operator takes up of engines' reports about an unknown model."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,3 +196,59 @@ def test_the_first_report_of_a_revision_stays() -> None:
     status["reportedModel"]["instanceRevision"] = "older"
     later = view(deployment(), report(kv_bytes=1), status)
     assert report_status(later)["reportedModel"]["cacheGroups"][0]["bytesPerToken"] == 1
+
+
+def with_engines(seen: DeploymentView, *configs: dict | None) -> DeploymentView:
+    """The view with instances `p0`, `p1`, ... that report these configs; None: nothing. Only the
+    first instance with a config has the report, as gateways send it."""
+    pods, instances, sent = [], {}, set()
+    for number, config in enumerate(configs):
+        name = f"p{number}"
+        pods.append(replace(seen.pods[0], name=name, uid=name))
+        instances[name] = FleetInstance(name)
+        if config is not None:
+            digest, text = model_report.compute_digest(config), report(config)
+            instances[name] = FleetInstance(
+                name, model_digest=digest, model_report="" if digest in sent else text
+            )
+            sent.add(digest)
+    return replace(seen, pods=tuple(pods), instances=instances)
+
+
+DEEPER = {**CONFIG, "num_hidden_layers": 48, "transformers_version": "5.1"}
+
+
+def test_a_report_is_replaced_once_no_engine_reports_it_any_more() -> None:
+    resource = deployment()
+    status = report_status(with_engines(view(resource, ""), CONFIG, CONFIG))
+    assert status["reportedModel"]["instance"] == "p0"
+    for configs, layers in (
+        ((DEEPER, CONFIG), 36),
+        ((DEEPER, None), 36),
+        ((None, None), 36),
+        ((DEEPER, DEEPER), 48),
+    ):
+        actions = reconcile(with_engines(view(resource, "", status), *configs))
+        patches = [each.status for each in actions if isinstance(each, PatchStatus)]
+        later = patches[0] if patches else status
+        assert later["reportedModel"]["config"]["num_hidden_layers"] == layers
+    changed = [apply_report(resource, each).spec.model.config for each in (status, later)]
+    assert changed[0] != changed[1]
+
+
+def test_a_report_without_a_digest_is_replaced_by_one_that_has_it() -> None:
+    status = report_status(with_engines(view(deployment(), ""), CONFIG))
+    digest = status["reportedModel"].pop("configDigest")
+    later = report_status(with_engines(view(deployment(), "", status), CONFIG))
+    assert later["reportedModel"]["configDigest"] == digest
+
+
+def test_engines_that_report_another_config_are_named_with_what_differs() -> None:
+    seen = with_engines(view(deployment(), ""), CONFIG, CONFIG, DEEPER, None)
+    status, reason, message = find_condition(report_status(seen))
+    assert (status, reason) == ("False", "EnginesDiffer")
+    ours, theirs = map(model_report.compute_digest, (CONFIG, DEEPER))
+    assert message.startswith(
+        f"1 of 3 engines report another config.json than p0 ({ours}), for which plans are made: "
+        f"p2 ({theirs}) has num_hidden_layers 48 instead of 36; "
+    )

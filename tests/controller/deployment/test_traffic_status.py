@@ -118,3 +118,17 @@ def test_the_condition_is_unknown_once_no_gateway_has_reported_for_ten_minutes()
         assert condition.status is is_met
     assert condition.reason == "NotObserved"
     assert condition.message.endswith("since 2023-11-14T22:13:20Z")
+
+
+def test_a_new_operator_keeps_figures_that_count_until_it_has_seen_a_minute() -> None:
+    before = measured(0.95)
+    reported = report_traffic(before)
+    first_scrape = TrafficWindow(NOW_S, 15.0, 9.0, measured=9, attained=4)
+    for age_s, is_kept in ((90, True), (600, True), (601, False)):
+        started = replace(
+            before, traffic=first_scrape, status={"observed": reported}, now_s=NOW_S + age_s
+        )
+        assert (report_traffic(started) == reported) is is_kept
+    whole = replace(first_scrape, length_s=60.0)
+    seen = replace(before, traffic=whole, status={"observed": reported}, now_s=NOW_S + 90)
+    assert report_traffic(seen) != reported

@@ -306,6 +306,27 @@ class TestSeveralNodes:
         assert created.manifest["metadata"]["name"] == f"{leader}-1"
         assert created.manifest["metadata"]["ownerReferences"][0]["uid"] == f"uid-{leader}"
 
+    def test_the_gang_that_the_pods_name_exists_before_the_follower(self) -> None:
+        here = view(self.desired, settings=OperatorSettings(has_pod_groups=True))
+        (created,) = (each for each in reconcile(here) if isinstance(each, Create))
+        leader = created.manifest["metadata"]["name"]
+        assert created.manifest["spec"]["schedulingGroup"] == {"podGroupName": leader}
+        here = replace(here, pods=(pod(leader, self.desired, ready=False),))
+        group, follower = (
+            each.manifest
+            for each in reconcile(here)
+            if isinstance(each, Apply | Create) and each.manifest["kind"] in ("PodGroup", "Pod")
+        )
+        assert (group["kind"], group["metadata"]["name"]) == ("PodGroup", leader)
+        assert group["metadata"]["ownerReferences"][0]["uid"] == f"uid-{leader}"
+        assert follower["spec"]["schedulingGroup"] == {"podGroupName": leader}
+        whole = pod(f"{leader}-1", self.desired, instance=leader, is_multi_node_worker=True)
+        here = replace(here, pods=(*here.pods, whole))
+        kinds = {
+            each.manifest["kind"] for each in reconcile(here) if isinstance(each, Apply | Create)
+        }
+        assert "PodGroup" not in kinds
+
     def test_it_is_ready_when_both_are(self) -> None:
         leader = pod("a", self.desired)
         follower = pod("a-1", self.desired, instance="a", is_multi_node_worker=True, ready=False)

@@ -13,6 +13,7 @@ from cleave.api.manifest import ManifestError, validate
 from cleave.api.replan_status import FittedPlanInputs
 from cleave.api.workload import Workload
 from cleave.controller.cluster.actions import PlanJob, PlanReview
+from cleave.controller.cluster.inventory import PlanMachines
 from cleave.controller.replan import planner_process
 from cleave.controller.replan.inputs import read_placement
 from cleave.controller.replan.planner_process import (
@@ -31,6 +32,11 @@ from tests.support.traffic_windows import draw
 
 WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
 QUESTION = PlanJob("digest", "numbers")
+NO_GPUS = PlanMachines(None, "numbers")
+
+
+def find_none() -> PlanMachines:
+    return NO_GPUS
 
 
 def text(**spec: Any) -> str:
@@ -38,7 +44,7 @@ def text(**spec: Any) -> str:
 
 
 def test_a_question_without_gpus_is_answered_with_what_is_missing() -> None:
-    said = run_planner(text(workload=WORKLOAD, engine={"type": "vLLM"}), None, QUESTION)
+    said = run_planner(text(workload=WORKLOAD, engine={"type": "vLLM"}), NO_GPUS, QUESTION)
     assert said.plan is None
     assert said.faults == ("no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)",)
     assert (said.inputs_hash, said.node_counts_hash) == ("digest", "numbers")
@@ -46,11 +52,11 @@ def test_a_question_without_gpus_is_answered_with_what_is_missing() -> None:
 
 def test_a_plan_says_how_it_grows_where_instances_are_to_follow_the_rate() -> None:
     spec = {"workload": WORKLOAD, "planning": {"maxGPUs": 4}}
-    alone = run_planner(text(**spec), None, QUESTION)
+    alone = run_planner(text(**spec), NO_GPUS, QUESTION)
     assert alone.plan is not None
     assert "growth" not in alone.plan
     roles = [{"role": pool["role"], "maxReplicas": 9} for pool in alone.plan["pools"]]
-    said = run_planner(text(**spec, scaling={"roles": roles}), None, QUESTION)
+    said = run_planner(text(**spec, scaling={"roles": roles}), NO_GPUS, QUESTION)
     assert said.plan is not None
     assert said.plan["growth"]["workers"] >= 1
 
@@ -67,7 +73,7 @@ async def test_a_deployment_that_cannot_be_handed_over_is_answered_with_the_faul
 
     monkeypatch.setattr(type(deployment), "model_dump_json", fail)
     try:
-        planner.submit("chat", deployment, None, QUESTION)
+        planner.submit("chat", deployment, find_none, QUESTION)
         await asyncio.wait_for(finished.wait(), 60)
         result = planner.get_result("chat")
         assert result is not None
@@ -92,13 +98,13 @@ LONG_PROMPTS = {
 
 def test_a_plan_chooses_cells_over_nixl_and_a_review_keeps_the_connector() -> None:
     engine = {"type": "vLLM"}
-    chosen = run_planner(text(engine=engine, **LONG_PROMPTS), SLOW, QUESTION).plan
+    chosen = run_planner(text(engine=engine, **LONG_PROMPTS), PlanMachines(SLOW), QUESTION).plan
     assert chosen is not None
     assert chosen["connector"] == "Nixl"
     assert all("perCell" in pool for pool in chosen["pools"])
     assert "each cell is one pod" in chosen["reason"]
     named = run_planner(
-        text(engine={**engine, "connector": "Cleave"}, **LONG_PROMPTS), SLOW, QUESTION
+        text(engine={**engine, "connector": "Cleave"}, **LONG_PROMPTS), PlanMachines(SLOW), QUESTION
     ).plan
     assert named is not None
     assert "connector" not in named
@@ -110,7 +116,7 @@ def test_a_plan_chooses_cells_over_nixl_and_a_review_keeps_the_connector() -> No
     settings = ReplanSettings(settle_s=0.0)
     look = PlanReview(600.0, pools, chosen["algorithm"], windows, settings, (), Connector.NIXL)
     question = PlanJob("digest", "numbers", FittedPlanInputs(workload=observed, of="x"), look)
-    enlarged = run_planner(text(engine=engine, **LONG_PROMPTS), SLOW, question)
+    enlarged = run_planner(text(engine=engine, **LONG_PROMPTS), PlanMachines(SLOW), question)
     assert enlarged.faults == ()
     assert enlarged.plan is not None
     assert enlarged.plan["connector"] == "Nixl"
@@ -120,7 +126,9 @@ def test_a_plan_chooses_cells_over_nixl_and_a_review_keeps_the_connector() -> No
 def test_a_plan_for_other_nodes_keeps_the_connector_of_the_plan_before() -> None:
     def plan(cluster: Cluster, connector: Connector | None, **spec: Any) -> dict[str, Any]:
         question = PlanJob("digest", "numbers", is_replan=True, connector=connector)
-        chosen = run_planner(text(engine={"type": "vLLM"}, **spec), cluster, question).plan
+        chosen = run_planner(
+            text(engine={"type": "vLLM"}, **spec), PlanMachines(cluster), question
+        ).plan
         assert chosen is not None
         return chosen
 
@@ -140,7 +148,9 @@ def test_another_connector_is_chosen_where_no_plan_with_the_one_before_is_feasib
 
     monkeypatch.setattr(plan_search, "plan", plan)
     question = PlanJob("digest", "numbers", is_replan=True)
-    chosen = run_planner(text(engine={"type": "vLLM"}, **LONG_PROMPTS), SLOW, question).plan
+    chosen = run_planner(
+        text(engine={"type": "vLLM"}, **LONG_PROMPTS), PlanMachines(SLOW), question
+    ).plan
     assert chosen is not None
     assert chosen["connector"] == "Nixl"
 
@@ -158,7 +168,7 @@ def test_no_file_is_opened_that_a_deployment_names(
 
     monkeypatch.setattr("builtins.open", watched)
     spec = {"model": "/run/secrets", "workload": {**WORKLOAD, "trace": None}, "engine": engine}
-    run_planner(text(**spec), None, QUESTION)
+    run_planner(text(**spec), NO_GPUS, QUESTION)
     assert not [path for path in opened if path.startswith("/run/secrets")]
 
 
@@ -189,7 +199,7 @@ async def test_the_same_question_is_submitted_once_and_another_one_replaces_it()
     client._run_in_process = answers  # type: ignore[method-assign]
     desired = validate(chat(workload=WORKLOAD))
     for inputs in ("one", "one", "two"):
-        client.submit("chat", desired, None, PlanJob(inputs))
+        client.submit("chat", desired, find_none, PlanJob(inputs))
         await settle()
     assert answers.questions == ["one", "two"]
     answers.release.set()
@@ -211,9 +221,9 @@ async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None
     review = PlanReview(0.0, (), "", (), ReplanSettings())
     for number in range(3):
         look = replace(QUESTION, inputs_hash=f"look {number}", review=review)
-        client.submit(f"chat-{number}", desired, None, look)
+        client.submit(f"chat-{number}", desired, find_none, look)
     await settle()
-    client.submit("new", desired, None, QUESTION)
+    client.submit("new", desired, find_none, QUESTION)
     await settle()
     answers.release.set()
     await settle()
@@ -227,7 +237,7 @@ async def test_a_planner_that_takes_too_long_is_stopped(monkeypatch: pytest.Monk
     monkeypatch.setattr(planner_process, "run_planner", sleeps)
     # The planner's process imports `sleeps` from here.
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
-    client.submit("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
+    client.submit("chat", validate(chat(workload=WORKLOAD)), find_none, QUESTION)
     await asyncio.wait_for(answered.wait(), 30)
     last = client.get_result("chat")
     assert last is not None
@@ -251,7 +261,7 @@ async def test_a_plan_that_takes_too_much_memory_ends_its_process_and_not_the_op
     )
     monkeypatch.setattr(planner_process, "run_planner", allocates)
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
-    client.submit("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
+    client.submit("chat", validate(chat(workload=WORKLOAD)), find_none, QUESTION)
     await asyncio.wait_for(answered.wait(), 30)
     last = client.get_result("chat")
     assert last is not None
@@ -294,7 +304,7 @@ async def test_a_plan_that_made_way_is_made_afterwards() -> None:
         return job
 
     client._run_in_process = make_way  # type: ignore[method-assign]
-    client.submit("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
+    client.submit("chat", validate(chat(workload=WORKLOAD)), find_none, QUESTION)
     await settle()
     assert groups == ["chat", None]
     assert client.get_result("chat") == QUESTION
@@ -305,3 +315,47 @@ async def test_a_plan_that_made_way_is_made_afterwards() -> None:
 def test_the_number_of_gpus_is_bounded(planning: dict[str, Any]) -> None:
     with pytest.raises(ManifestError, match="must be"):
         validate(chat(workload=WORKLOAD, planning=planning))
+
+
+async def test_machines_are_those_of_the_moment_when_the_plans_before_are_known() -> None:
+    """Two requests at the same moment must not count the same GPUs."""
+    promised: list[str] = []
+    client: PlannerClient[str] = PlannerClient(promised.append, str)
+    answers = Answers()
+    client._run_in_process = answers  # type: ignore[method-assign]
+    desired = validate(chat(workload=WORKLOAD))
+
+    def find_machines() -> PlanMachines:
+        return PlanMachines(None, f"without {promised}")
+
+    for name in ("one", "two"):
+        client.submit(name, desired, find_machines, replace(QUESTION, inputs_hash=name))
+    await settle()
+    assert answers.questions == ["one"]
+    answers.release.set()
+    await settle()
+    results = [client.get_result(name) for name in ("one", "two")]
+    assert [each and each.node_counts_hash for each in results] == ["without []", "without ['one']"]
+    await client.close()
+
+
+async def test_a_request_that_runs_is_not_stopped_by_other_machines() -> None:
+    client: PlannerClient[str] = PlannerClient(lambda _: None, str)
+    answers = Answers()
+    client._run_in_process = answers  # type: ignore[method-assign]
+    desired = validate(chat(workload=WORKLOAD))
+    for numbers in ("one", "two"):
+        client.submit("chat", desired, find_none, PlanJob("same", numbers))
+        await settle()
+    assert answers.questions == ["same"]
+    await client.close()
+
+
+def test_a_plan_that_fails_says_what_other_deployments_have() -> None:
+    spec = text(engine={"type": "vLLM"}, **LONG_PROMPTS)
+    taken = "other deployments have 15 of 16 GPUs"
+    none = run_planner(spec, PlanMachines(None, "", taken), QUESTION)
+    assert none.faults == (taken,)
+    one = Cluster.model_validate({"nodes": [{"gpu": "H100-SXM-80GB", "gpusPerNode": 1}]})
+    few = run_planner(spec, PlanMachines(one, "", taken), QUESTION)
+    assert few.infeasible.endswith(f"; {taken}")

@@ -7,6 +7,7 @@ import pytest
 from cleave.api.deployment import LLMDeployment
 from cleave.api.replan_status import LatencyCorrection
 from cleave.controller.cluster.actions import PlanJob
+from cleave.controller.cluster.inventory import PlanMachines
 from cleave.controller.replan.planner_process import run_planner
 from cleave.controller.replan.reconcile import reconcile_plan
 from cleave.planner.replan.revision import ReplanVerdict
@@ -17,7 +18,7 @@ from tests.support.deployment_views import ask, deployment, status, traffic, vie
 def look(desired: LLMDeployment, rate: float) -> PlanJob:
     question = reconcile_plan(view(desired, status(desired), windows=ask(rate))).plan_request
     assert question is not None
-    return run_planner(desired.model_dump_json(exclude_none=True), None, question)
+    return run_planner(desired.model_dump_json(exclude_none=True), PlanMachines(None), question)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_what_runs_is_compared_with_what_it_would_be_planned_as(overloaded: Plan
     result["plan"] = {**result["plan"], **overloaded.plan, "inputs": result["plan"]["inputs"]}
     question = reconcile_plan(view(desired, result, windows=ask(60))).plan_request
     assert question is not None
-    again = run_planner(desired.model_dump_json(exclude_none=True), None, question)
+    again = run_planner(desired.model_dump_json(exclude_none=True), PlanMachines(None), question)
     assert again.review_result is not None
     assert again.review_result.verdict is ReplanVerdict.KEEP
     assert again.plan is None
@@ -64,7 +65,7 @@ def test_what_cannot_be_simulated_is_a_fault() -> None:
     desired = deployment(engine={"type": "vLLM"})
     question = reconcile_plan(view(desired, status(desired), windows=traffic(4))).plan_request
     assert question is not None
-    failed = run_planner(desired.model_dump_json(exclude_none=True), None, question)
+    failed = run_planner(desired.model_dump_json(exclude_none=True), PlanMachines(None), question)
     assert failed.review_result is None
     assert "no node has GPUs" in failed.faults[0]
 
@@ -75,11 +76,11 @@ def test_the_corrected_model_plans_for_the_observed_traffic() -> None:
     assert question is not None
     plain = replace(question, review=None)
     text = desired.model_dump_json(exclude_none=True)
-    first = run_planner(text, None, plain)
+    first = run_planner(text, PlanMachines(None), plain)
     assert question.fitted_inputs is not None
     slow = LatencyCorrection(prefill=1.5, decode=1.5, of=question.model_hash)
     basis = question.fitted_inputs.model_copy(update={"correction": slow})
-    second = run_planner(text, None, replace(plain, fitted_inputs=basis))
+    second = run_planner(text, PlanMachines(None), replace(plain, fitted_inputs=basis))
     assert first.plan is not None
     assert second.plan is not None
     assert second.plan["gpus"] > first.plan["gpus"]

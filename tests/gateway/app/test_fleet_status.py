@@ -185,3 +185,25 @@ async def test_reports_about_models_are_few(stage) -> None:
         stage.state(engine, revision=f"r{number}", model_report="x" * 16_000)
     page = await read_page(stage)
     assert sum(bool(each.model_report) for each in page.instances) == 8
+
+
+async def test_an_instance_that_reports_another_config_has_its_report_too(stage) -> None:
+    reports = {"q": '{"configDigest":"a","tensor":1}', "r": '{"configDigest":"a","tensor":2}'}
+    reports |= {"s": '{"configDigest":"b"}', "t": '{"configDigest":"b"}', "u": "[" * 9_000}
+    for name, report in reports.items():
+        await stage.add(name, "prefill")
+        stage.state(stage.engines[name], revision="r1", model_report=report)
+    page = await read_page(stage)
+    digests = {each.name: each.model_digest for each in page.instances if each.model_digest}
+    assert digests == {"q": "a", "r": "a", "s": "b", "t": "b"}
+    assert [each.name for each in page.instances if each.model_report] == ["q", "s", "u"]
+
+
+async def test_every_revision_has_a_report_before_any_has_two(stage) -> None:
+    for number in range(12):
+        await stage.add(f"e{number:02}", "prefill")
+        engine, revision = stage.engines[f"e{number:02}"], "r1" if number < 10 else f"r{number}"
+        stage.state(engine, revision=revision, model_report=f'{{"configDigest":"{number}"}}')
+    page = await read_page(stage)
+    reporters = [each.name for each in page.instances if each.model_report]
+    assert reporters == ["e00", "e01", "e02", "e03", "e04", "e05", "e10", "e11"]

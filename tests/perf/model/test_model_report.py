@@ -64,3 +64,13 @@ def test_lists_of_modules_that_are_not_quantised_are_left_out() -> None:
 def test_infinite_numbers_are_left_out() -> None:
     limits = {"time_step_limit": [0.0, float("inf")], "inner": {"a": float("nan"), "b": 1.5}}
     assert model_report.select_config(limits) == {"inner": {"b": 1.5}}
+
+
+def test_the_digest_is_of_the_whole_config_and_of_nothing_else() -> None:
+    digest = json.loads(model_report.encode(FACTS))["configDigest"]
+    other = {**FACTS.config, "transformers_version": "5.0"}
+    changed = json.loads(model_report.encode(replace(FACTS, config=other)))
+    assert changed["configDigest"] != digest
+    assert changed["config"] == json.loads(model_report.encode(FACTS))["config"]
+    parallel = json.loads(model_report.encode(replace(FACTS, tensor=4, groups=[])))
+    assert parallel["configDigest"] == digest

@@ -22,6 +22,7 @@ from cleave.controller.cluster import objects
 from cleave.controller.cluster.apply import ChildrenByName
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.cluster.reported_model import apply_report
+from cleave.manifests.gang import POD_GROUP
 from cleave.manifests.labels import (
     COMPONENT,
     DEPLOYMENT,
@@ -107,6 +108,9 @@ class ObjectCache:
 
     def upsert(self, manifest: Manifest) -> set[ResourceKey]:
         """Cache an object; returns the keys to reconcile."""
+        if manifest["kind"] == POD_GROUP:
+            # Nothing depends on it, and nothing watches its end.
+            return set()
         key, uid, version = _build_key(manifest), *_get_version(manifest)
         cached_uid, cached_version = self._versions.get(key, ("", -1))
         if uid in self._tombstones or (uid == cached_uid and version < cached_version):

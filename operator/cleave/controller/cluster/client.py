@@ -17,6 +17,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
+from cleave.manifests.gang import POD_GROUP, POD_GROUP_VERSION
 from cleave.manifests.labels import Manifest
 
 FIELD_MANAGER = "cleave"
@@ -86,6 +87,7 @@ KINDS: Mapping[str, ApiResource] = {
     "RoleBinding": ApiResource("rbac.authorization.k8s.io/v1", "rolebindings"),
     "Lease": ApiResource("coordination.k8s.io/v1", "leases"),
     "LeaderWorkerSet": ApiResource("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
+    POD_GROUP: ApiResource(POD_GROUP_VERSION, "podgroups"),
     "ValidatingWebhookConfiguration": ApiResource(
         "admissionregistration.k8s.io/v1", "validatingwebhookconfigurations", is_namespaced=False
     ),

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 from cleave.api.role import Role
@@ -157,7 +158,10 @@ class Executor:
     async def _patch_whole(
         self, target: ObjectReference, manifest: Manifest, query: Mapping[str, str]
     ) -> Manifest:
-        return await self._write("PATCH", _build_path(target), manifest, client.APPLY_PATCH, query)
+        # Volcano's PodGroups have the name of Kubernetes' own.
+        kind = replace(client.KINDS[target.kind], version=manifest["apiVersion"])
+        path = kind.build_path(target.namespace, target.name)
+        return await self._write("PATCH", path, manifest, client.APPLY_PATCH, query)
 
     async def _is_applied(self, manifest: Manifest) -> bool:
         """Whether the object exists with the manifest that is to be applied.

@@ -159,6 +159,8 @@ def _merge_members(pod: str, members: list[FleetInstance], count: int) -> FleetI
         requests_in_flight=sum(each.requests_in_flight for each in members),
         restarts=max(each.restarts for each in members),
         model_report=next((each.model_report for each in members if each.model_report), ""),
+        # They read the same files.
+        model_digest=next((each.model_digest for each in members if each.model_digest), ""),
         kv_pairs=_merge_pairs([each.kv_pairs for each in members if each.kv_pairs.total]),
     )
 

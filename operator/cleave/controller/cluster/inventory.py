@@ -7,10 +7,11 @@ counts, which matters only to a plan whose instances find no node.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cleave.api.cluster import ASSUMED_NETWORK, Cluster, NetworkKind, NetworkSpec, NodeGroup
 from cleave.controller.cluster.apply import hash_content
+from cleave.controller.cluster.gpu_claims import FreeGpus
 from cleave.controller.cluster.objects import ObservedNode
 from cleave.manifests.topology import CLIQUE, HOSTNAME, NodeTopology
 
@@ -29,10 +30,26 @@ class Inventory:
     """Hash of the node counts by kind."""
     unusable: str = ""
     """Which GPU nodes cannot run Cleave's own image, and why; empty: all can."""
+    nodes: tuple[ObservedNode, ...] = field(default=(), compare=False)
+    """The nodes that `cluster` counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMachines:
+    """The machines that one plan may use."""
+
+    cluster: Cluster | None
+    """None: no node has GPUs, or none are left."""
+    counts_hash: str = ""
+    """Hash of the node counts by kind and by GPUs that are left."""
+    taken: str = ""
+    """How many GPUs other deployments have, as a sentence; empty: none."""
 
 
 UNUSABLE_S = 300.0
 """A node that has been unusable for longer does not count. It counts again at once."""
+_MAX_GROUPS = 64
+"""Most groups of equal nodes in a `Cluster`."""
 MAX_GPUS_PER_NODE = 128
 """Most GPUs of one node that the planner considers; a device plug-in that shares GPUs may offer any
 number."""
@@ -80,21 +97,18 @@ def build_inventory(
     """
     all_gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
     gpu_nodes = [node for node in all_gpu_nodes if not (needs_own_image and node.fault)]
-    groups = Counter(
-        (node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE))
-        for node in _select_countable(gpu_nodes, lost)
-    )
+    counted = tuple(_select_countable(gpu_nodes, lost))
+    rows = _count_groups(counted)
     has_rdma = bool(gpu_nodes) and all(
         node.has_rdma(needs_whole_cards=needs_whole_cards) for node in gpu_nodes
     )
     network = NetworkSpec(kind=NetworkKind.INFINIBAND) if has_rdma else ASSUMED_NETWORK
     if settings is not None and settings.network is not None:
         network = settings.network
-    rows = sorted((gpu, size, count) for (gpu, size), count in groups.items())
     cluster = None
     if rows:
         cluster = Cluster(
-            nodes=[NodeGroup(gpu=gpu, gpus_per_node=size, count=n) for gpu, size, n in rows],
+            nodes=_to_groups(rows),
             network=network,
             gpus=settings.gpus if settings else [],
             profiles=settings.profiles if settings else [],
@@ -106,7 +120,33 @@ def build_inventory(
         node_kinds_hash=hash_content(base),
         node_counts_hash=hash_content(rows),
         unusable=_explain_unusable(all_gpu_nodes),
+        nodes=counted,
     )
+
+
+def select_free(whole: Inventory, free: FreeGpus) -> PlanMachines:
+    """The machines of an inventory with the GPUs that other deployments leave. Kinds and network
+    stay those of all nodes, so that no plan changes with another deployment's."""
+    if whole.cluster is None or not free.num_taken:
+        return PlanMachines(whole.cluster, whole.node_counts_hash)
+    rows = _count_groups(free.nodes)
+    return PlanMachines(
+        whole.cluster.model_copy(update={"nodes": _to_groups(rows)}) if rows else None,
+        hash_content(rows),
+        f"other deployments have {free.num_taken} of {free.num_total} GPUs",
+    )
+
+
+def _count_groups(nodes: Iterable[ObservedNode]) -> list[tuple[str, int, int]]:
+    """Kind, GPUs and number of equal nodes, sorted; of very many groups the largest."""
+    groups = Counter((node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE)) for node in nodes)
+    rows = [(gpu, size, count) for (gpu, size), count in groups.items()]
+    rows.sort(key=lambda row: (-row[1] * row[2], row))
+    return sorted(rows[:_MAX_GROUPS])
+
+
+def _to_groups(rows: Iterable[tuple[str, int, int]]) -> list[NodeGroup]:
+    return [NodeGroup(gpu=gpu, gpus_per_node=size, count=count) for gpu, size, count in rows]
 
 
 def _explain_unusable(nodes: Sequence[ObservedNode]) -> str:

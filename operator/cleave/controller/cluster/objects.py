@@ -99,6 +99,8 @@ class ObservedPod:
     """Number of its cell, in a pool whose instances share nodes with others."""
     num_engines: int = 1
     """Engines in this pod; several: it is a cell."""
+    num_gpus: int = 0
+    """GPUs that it requests."""
     instance: str = ""
     """Name of its instance; empty: the pod's own name."""
     is_multi_node_worker: bool = False
@@ -232,6 +234,7 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         last_end=_find_last_end(status),
         start_fault=find_start_fault(status),
         num_engines=max(1, _count_agents(spec)),
+        num_gpus=_count_gpus(spec),
     )
 
 
@@ -265,6 +268,13 @@ def _count_agents(pod_spec: Manifest) -> int:
     containers = pod_spec.get("containers", ())
     ports = {port.get("name") for each in containers for port in each.get("ports", ())}
     return sum(get_agent_port_name(number) in ports for number in range(MAX_CELL_ENGINES))
+
+
+def _count_gpus(pod_spec: Manifest) -> int:
+    limits = (
+        each.get("resources", {}).get("limits", {}) for each in pod_spec.get("containers", ())
+    )
+    return sum(int(parse_quantity(each.get(GPU, 0))) for each in limits)
 
 
 def group_instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:

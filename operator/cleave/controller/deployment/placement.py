@@ -21,6 +21,9 @@ PLAN_READY = "PlanReady"
 PLAN_FEASIBLE = "PlanFeasible"
 MODEL_UNKNOWN = "ModelUnknown"
 """Reason of PlanReady False when there is traffic to plan for but the model is not known."""
+_INFEASIBLE, _FAULTY = "Infeasible", "Faulty"
+NO_PLAN = (_INFEASIBLE, _FAULTY)
+"""Reasons of PlanReady False when the planner has found no plan on these machines."""
 _PLAN_CONDITIONS = (PLAN_READY, PLAN_FEASIBLE)
 
 
@@ -99,7 +102,7 @@ def _decide_without_planner(inputs: PlanInputs, status: Manifest) -> PlacementDe
     try:
         placement = choose_placement(deployment, reads_files=False)
     except PlanError as error:
-        return _retain_plan(status, "Faulty", "; ".join(error.faults))
+        return _retain_plan(status, _FAULTY, "; ".join(error.faults))
     if nodes.cluster is not None:
         link = find_kv_link(deployment, placement, nodes.cluster, nodes.topology)
         placement = replace(placement, kv_link=link)
@@ -146,9 +149,9 @@ def _report_failed_plan(status: Manifest, result: PlanJob) -> PlacementDecision:
     """The planner found no plan; changed nodes or an edit of the spec submit it again."""
     if result.infeasible:
         why = f"{result.infeasible}; set spec.placement.manual to start it anyway"
-        states = (ConditionState(kind, False, "Infeasible", why) for kind in _PLAN_CONDITIONS)
+        states = (ConditionState(kind, False, _INFEASIBLE, why) for kind in _PLAN_CONDITIONS)
         return PlacementDecision(None, status.get("plan"), tuple(states))
-    return _retain_plan(status, "Faulty", "; ".join(result.faults))
+    return _retain_plan(status, _FAULTY, "; ".join(result.faults))
 
 
 def _decide_advice(

@@ -44,8 +44,9 @@ def report(
     observed = report_traffic(view)
     now += replan.conditions
     now += build_slo_condition(deployment, observed, view.now_s)
-    reported = model_report.choose_report(view, desired)
-    now += model_report.build_condition(deployment, reported)
+    reports = model_report.list_reports(view, desired)
+    reported = model_report.choose_report(view, desired, reports)
+    now += model_report.build_condition(deployment, reported, reports)
     roles = _list_roles(view, desired)
     status: Manifest = {
         "observedGeneration": generation or 0,

@@ -3,8 +3,9 @@ deployment's status report.
 
 Traffic always varies, and every write of the status wakes all watchers. So it is written at most
 once a minute, and only when a figure has changed by more than 5 %, the SLO is met no longer, or
-again, or the last write is five minutes old. The condition follows from what is written, and is
-Unknown once that is too old: then no gateway responds.
+again, or the last write is five minutes old. Less than a minute of traffic replaces no figures that
+still count. The condition follows from what is written, and is Unknown once that is too old: then
+no gateway responds.
 """
 
 from cleave.api.deployment import LLMDeployment, Slo
@@ -23,6 +24,8 @@ _MIN_MEASURED = 20
 """In fewer responses, one slow one decides."""
 _MIN_CHANGE = 0.05
 """Relative change below which figures count as equal."""
+_MIN_MINUTE = 0.9
+"""Share of a minute that figures need to replace others that are not too old."""
 _REWRITE_S = 300.0
 """Age from which unchanged figures are written again, so that their time says they are known."""
 _STALE_S = 600.0
@@ -37,7 +40,10 @@ def report_traffic(view: DeploymentView) -> Manifest | None:
     if view.traffic is None:
         return previous
     age_s = _compute_age_s(previous, view.now_s) if previous is not None else 0.0
-    if previous is not None and age_s < RECENT_WINDOWS * view.settings.traffic_poll_s:
+    minute_s = RECENT_WINDOWS * view.settings.traffic_poll_s
+    # A new operator begins with a window of a few seconds, in which too few requests end.
+    is_partial = view.traffic.length_s < _MIN_MINUTE * minute_s and age_s <= _STALE_S
+    if previous is not None and (age_s < minute_s or is_partial):
         return previous
     current = _to_status(view.traffic, view.now_s)
     if previous is None or age_s >= _REWRITE_S or _has_changed(previous, current):

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import apply
-from cleave.controller.cluster.actions import Create
+from cleave.controller.cluster.actions import Apply, Create
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests import container, credentials, multi_node
 from cleave.manifests.cell_pod import build_cell_pod
+from cleave.manifests.gang import add_gang, build_pod_group
 from cleave.manifests.labels import Manifest
 from cleave.manifests.resources import add_rdma_device
 from cleave.manifests.topology import assign_cells
@@ -49,8 +50,11 @@ def create_instances(view: PoolView, fleet: PoolInstances, count: int) -> Iterat
         yield Create(apply.with_owner(make(view, name, cell), pool))
 
 
-def complete_instances(view: PoolView, instances: Iterable[ObservedPod]) -> Iterator[Create]:
-    """Yield the further pods of instances whose leader pods have a uid now."""
+def complete_instances(
+    view: PoolView, instances: Iterable[ObservedPod]
+) -> Iterator[Apply | Create]:
+    """Yield the further pods of instances whose leader pods have a uid now, after the PodGroup that
+    all of them name."""
     if view.pool.spec.nodes == 1:
         return
     existing = {pod.name for pod in view.pods}
@@ -59,9 +63,15 @@ def complete_instances(view: PoolView, instances: Iterable[ObservedPod]) -> Iter
             continue
         leader = build_leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
-        for further_pod in build_node_pods(view, leader):
-            if further_pod["metadata"]["name"] not in existing:
-                yield Create(further_pod)
+        missing = [
+            pod for pod in build_node_pods(view, leader) if pod["metadata"]["name"] not in existing
+        ]
+        group = build_pod_group(
+            view.pool, instance.name, instance.uid, has_pod_groups=view.settings.has_pod_groups
+        )
+        if missing and group is not None:
+            yield Apply(group)
+        yield from map(Create, missing)
 
 
 def build_node_pods(view: PoolView, leader: Manifest) -> Iterator[Manifest]:
@@ -70,7 +80,7 @@ def build_node_pods(view: PoolView, leader: Manifest) -> Iterator[Manifest]:
     for pod in multi_node.build_node_pods(
         _add_devices(view), leader, device=settings.device, image_prefix=settings.image_prefix
     ):
-        yield apply.with_template(_apply_settings(view, pod), view.template_hash)
+        yield _finish_pod(view, pod, leader["metadata"]["name"])
 
 
 def build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
@@ -81,7 +91,12 @@ def build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
         manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
     else:
         manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)
-    return apply.with_template(_apply_settings(view, manifest), view.template_hash)
+    return _finish_pod(view, manifest, name)
+
+
+def _finish_pod(view: PoolView, pod: Manifest, instance: str) -> Manifest:
+    grouped = add_gang(pod, view.pool, instance, has_pod_groups=view.settings.has_pod_groups)
+    return apply.with_template(_apply_settings(view, grouped), view.template_hash)
 
 
 def choose_victims(pods: Sequence[ObservedPod], count: int) -> tuple[ObservedPod, ...]:

@@ -20,12 +20,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
 from cleave.api.replan_status import FittedPlanInputs
 from cleave.controller.cluster.actions import PlanJob
+from cleave.controller.cluster.inventory import PlanMachines
 from cleave.controller.replan.fair_lock import FairLock
 from cleave.controller.webhook.validation import list_unreadable_files
 
@@ -46,7 +46,7 @@ _STAND_IN_MODEL = "facebook/opt-13b"
 """Replaces a model in a folder when engines are emulated."""
 
 
-def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
+def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
     """Run the planner for a deployment (as JSON) and return `job` with its result. Runs in the
     planner's process; imports are local, as only that process needs these modules."""
     from cleave.controller.replan import review
@@ -75,10 +75,12 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
         if is_emulated:
             # Emulated engines need no GPU, so nodes do not bound their number.
             problem = problem_from_profile.build_problem(_without_folder(deployment))
-        elif cluster is None:
-            raise PlanError(["no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"])
+        elif machines.cluster is None:
+            raise PlanError(
+                [machines.taken or "no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"]
+            )
         else:
-            problem = problem_from_cluster.build_problem(deployment, cluster)
+            problem = problem_from_cluster.build_problem(deployment, machines.cluster)
         if job.review is not None:
             # With another connector a new plan would replace every instance.
             problem = problem.with_connector(job.review.connector)
@@ -95,7 +97,8 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
     except (PlanError, ManifestError) as error:
         return replace(job, faults=error.faults)
     if result.selected is None:
-        return replace(job, infeasible=strip_verdict(result))
+        taken = "" if is_emulated else machines.taken
+        return replace(job, infeasible="; ".join(filter(None, (strip_verdict(result), taken))))
     roles, selected = deployment.spec.scaling.roles, result.selected
     connector = selected.connector
     if keeps_connector:
@@ -170,15 +173,22 @@ class PlannerClient(Generic[K]):
         return self._submitted.get(key) if key in self._tasks else None
 
     def submit(
-        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
+        self,
+        key: K,
+        deployment: LLMDeployment,
+        find_machines: Callable[[], PlanMachines],
+        job: PlanJob,
     ) -> None:
-        """Submit a request, unless the same one is running; an older one of `key` is cancelled."""
+        """Submit a request, unless the same one is running; an older one of `key` is cancelled.
+        `find_machines` is called when its turn has come, after all results before it have been
+        reported. So a request that waits or runs counts machines that have changed as well."""
         if key in self._tasks:
-            if self._submitted[key] == job:
+            before = self._submitted[key]
+            if replace(before, node_counts_hash=job.node_counts_hash) == job:
                 return
             self._tasks[key].cancel()
         self._submitted[key] = job
-        self._tasks[key] = asyncio.create_task(self._run_job(key, deployment, cluster, job))
+        self._tasks[key] = asyncio.create_task(self._run_job(key, deployment, find_machines, job))
 
     def forget(self, key: K) -> None:
         """Cancel the request and drop the result of a deleted deployment."""
@@ -195,21 +205,41 @@ class PlannerClient(Generic[K]):
         self._stop_process()
 
     async def _run_job(
-        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
+        self,
+        key: K,
+        deployment: LLMDeployment,
+        find_machines: Callable[[], PlanMachines],
+        job: PlanJob,
     ) -> None:
-        group, outcome = self._get_group(key), None
+        group = self._get_group(key)
         try:
-            async with self._acquire_process(job, group):
-                with suppress(PlanPutOffError):
-                    outcome = await self._run_in_process(deployment, cluster, job, group)
-            if outcome is None:
+            try:
                 async with self._acquire_process(job, group):
-                    outcome = await self._run_in_process(deployment, cluster, job, None)
-            self._results[key] = outcome
+                    await self._plan(key, deployment, find_machines(), job, group)
+            except PlanPutOffError:
+                async with self._acquire_process(job, group):
+                    await self._plan(key, deployment, find_machines(), job, None)
         finally:
-            if self._tasks.get(key) is asyncio.current_task():
-                del self._tasks[key]
+            self._forget_task(key)
+
+    async def _plan(
+        self,
+        key: K,
+        deployment: LLMDeployment,
+        machines: PlanMachines,
+        job: PlanJob,
+        group: str | None,
+    ) -> None:
+        """Plan and report the result, while nothing else is planned. Raises PlanPutOffError; not
+        if `group` is None."""
+        job = replace(job, node_counts_hash=machines.counts_hash)
+        self._results[key] = await self._run_in_process(deployment, machines, job, group)
+        self._forget_task(key)
         self._on_finished(key)
+
+    def _forget_task(self, key: K) -> None:
+        if self._tasks.get(key) is asyncio.current_task():
+            del self._tasks[key]
 
     @asynccontextmanager
     async def _acquire_process(self, job: PlanJob, group: str) -> AsyncIterator[None]:
@@ -221,7 +251,7 @@ class PlannerClient(Generic[K]):
             yield
 
     async def _run_in_process(
-        self, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob, group: str | None
+        self, deployment: LLMDeployment, machines: PlanMachines, job: PlanJob, group: str | None
     ) -> PlanJob:
         """Raises PlanPutOffError; not if `group` is None."""
         if self._process_pool is None:
@@ -234,7 +264,7 @@ class PlannerClient(Generic[K]):
         loop = asyncio.get_running_loop()
         try:
             text = deployment.model_dump_json(exclude_none=True)
-            future = loop.run_in_executor(self._process_pool, run_planner, text, cluster, job)
+            future = loop.run_in_executor(self._process_pool, run_planner, text, machines, job)
             return await self._wait_for_result(future, group)
         except TimeoutError as error:
             self._stop_process()

@@ -1,7 +1,7 @@
 """The response of `GET /fleet`: every instance that this gateway watches. Used by the handlers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -25,6 +25,13 @@ from cleave.rpc.v1 import agent_pb2
 
 _TEXT_LIMIT = 300
 """Characters of a reason or detail."""
+_DIGEST_LIMIT = 64
+
+
+class _DigestOfReport(msgspec.Struct, frozen=True, rename="camel"):
+    """The part of an engine's report that gateways read."""
+
+    config_digest: str = ""
 
 
 def describe_fleet(context: GatewayContext) -> FleetStatus:
@@ -37,12 +44,14 @@ def describe_fleet(context: GatewayContext) -> FleetStatus:
         for decode, summary in summarize_pairs(table)
     }
     names = sorted(instances)[:MAX_INSTANCES]
-    reporters = _choose_reporters(instances[name] for name in names)
+    digests = _read_digests(instances[name] for name in names)
+    reporters = _choose_reporters(instances, digests)
     return FleetStatus(
         instances=tuple(
             msgspec.structs.replace(
                 _describe_instance(instances[n], pairs.get(n, KvPairs()), now),
                 model_report=instances[n].registration.model_report if n in reporters else "",
+                model_digest=digests.get(n, ""),
             )
             for n in names
         ),
@@ -51,14 +60,41 @@ def describe_fleet(context: GatewayContext) -> FleetStatus:
     )
 
 
-def _choose_reporters(instances: Iterable[RoutedInstance]) -> set[str]:
-    """The first ready instance of each revision that reports its model, for a few revisions."""
-    first: dict[str, str] = {}
+def _read_digests(instances: Iterable[RoutedInstance]) -> dict[str, str]:
+    """The digest in the report of each ready instance that has a report; empty: it has none."""
+    by_report: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for instance in instances:
         registration = instance.registration
-        if registration.state == agent_pb2.STATE_READY and _is_usable(registration.model_report):
-            first.setdefault(registration.revision, instance.name)
-    return {*list(first.values())[:MAX_REPORTS]}
+        report = registration.model_report
+        if registration.state != agent_pb2.STATE_READY or not _is_usable(report):
+            continue
+        if report not in by_report:
+            by_report[report] = _decode_digest(report)
+        digests[instance.name] = by_report[report]
+    return digests
+
+
+def _decode_digest(report: str) -> str:
+    try:
+        found = msgspec.json.decode(report, type=_DigestOfReport)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return found.config_digest[:_DIGEST_LIMIT]
+
+
+def _choose_reporters(
+    instances: Mapping[str, RoutedInstance], digests: Mapping[str, str]
+) -> set[str]:
+    """The first instance of each revision, then of each further config.json in it; a few."""
+    first: dict[str, str] = {}
+    others: dict[tuple[str, str], str] = {}
+    for name, digest in digests.items():
+        revision = instances[name].registration.revision
+        is_other = first.setdefault(revision, name) != name and digest != digests[first[revision]]
+        if is_other:
+            others.setdefault((revision, digest), name)
+    return {*[*first.values(), *others.values()][:MAX_REPORTS]}
 
 
 def _is_usable(report: str) -> bool:

@@ -5,6 +5,7 @@ by the agent, which reads it and puts it into its registration. The operator rea
 `cleave.api.model_report.ModelReport`, whose fields are the same. Standard library only.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ MAX_LENGTH = 1 << 14
 """Characters of a report. A config without its lists of modules has two thousand."""
 _FILE = "model.json"
 _MAX_TEXT, _MAX_ITEMS, _MAX_LEVELS = 200, 1_024, 6
+_DIGEST_DIGITS = 16
 _UNREAD = frozenset(
     {
         *("vision_config", "audio_config", "id2label", "label2id", "auto_map", "architectures"),
@@ -86,6 +88,7 @@ def encode(facts: EngineFacts) -> str:
     """The canonical text: equal facts have equal texts, in ASCII."""
     report = {
         "config": select_config(facts.config),
+        "configDigest": compute_digest(facts.config),
         "maxModelLen": facts.max_model_len,
         "blockSize": facts.block_size,
         "dtype": facts.dtype,
@@ -103,6 +106,13 @@ def encode(facts: EngineFacts) -> str:
         ],
     }
     return json.dumps(report, sort_keys=True, separators=(",", ":"))
+
+
+def compute_digest(config: Mapping[str, object]) -> str:
+    """Hash of a whole config.json: engines with equal ones serve the same model, as far as that
+    file says, whatever their parallel sizes."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
 
 
 def select_config(config: Mapping[str, object]) -> dict[str, object]:

@@ -1,0 +1,140 @@
+"""Deployments of one cluster that plan at the same moment: the whole operator, in memory."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+
+from cleave.api.deployment import LLMDeployment
+from cleave.controller.cluster.actions import Action, PlanJob
+from cleave.controller.cluster.gateway_client import GatewayClient
+from cleave.controller.cluster.inventory import PlanMachines
+from cleave.controller.controller import Controller
+from cleave.controller.metrics import OperatorMetrics
+from cleave.controller.settings import OperatorSettings
+from cleave.manifests.labels import Manifest
+
+from tests.support.fake_cluster import SmallCluster, chat, node
+
+WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+NEEDED = 6
+"""GPUs of each plan."""
+
+
+async def no_answers(_urls: object, _engine_counts: object) -> None:
+    return None
+
+
+async def plan(
+    _deployment: LLMDeployment, machines: PlanMachines, job: PlanJob, _group: str | None
+) -> PlanJob:
+    """A planner that takes as many mixed instances of one GPU as it needs, after a while."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    if machines.cluster is None or machines.cluster.total_gpus < NEEDED:
+        return replace(job, infeasible=f"too few GPUs; {machines.taken}")
+    pools = [{"role": "mixed", "replicas": NEEDED}]
+    selected = {"revision": "r", "reason": "", "gpus": NEEDED, "pools": pools}
+    return replace(job, plan={**selected, "algorithm": "Colocated", "inputs": job.inputs_hash})
+
+
+class ControlPlane:
+    """An operator on a cluster; nothing is reconciled but what changes enqueue."""
+
+    def __init__(self, cluster: SmallCluster) -> None:
+        self.cluster = cluster
+        self.late: list[tuple[str, Manifest]] = []
+        cluster.watchers.append(lambda kind, each: self.late.append((kind, each)))
+        self.late += [("LISTED", each) for each in cluster.objects.values()]
+        self.controller = Controller(
+            OperatorSettings(),
+            OperatorMetrics(),
+            now=lambda: cluster.now_s,
+            clock=lambda: cluster.now_s,
+            gateways=GatewayClient(lambda: cluster.now_s, fetch=no_answers),
+            debounce_s=0,
+        )
+        self.controller.planner._run_in_process = plan  # type: ignore[method-assign]
+
+    async def carry_out(self, actions: Iterable[Action]) -> None:
+        for how, manifest in self.cluster.do(actions):
+            # Another worker of the operator, or the planner, may run between two writes.
+            await asyncio.sleep(0)
+            (self.controller.on_change if how == "seen" else self.controller.on_delete)(manifest)
+
+    async def run(self, turns: int = 30) -> None:
+        queue = self.controller.queue
+        for _ in range(turns):
+            self.cluster.now_s += 1
+            self.cluster.settle()
+            for kind, manifest in self.late:
+                handle = self.controller
+                (handle.on_delete if kind == "DELETED" else handle.on_change)(manifest)
+            self.late.clear()
+            keys = [await queue.take() for _ in range(len(queue))]
+            await asyncio.gather(*(self.controller._reconcile(key, self) for key in keys))  # type: ignore[arg-type]
+            for key in keys:
+                queue.mark_done(key)
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+
+def deploy(cluster: SmallCluster, name: str) -> None:
+    declared = chat(model="meta-llama/Llama-3.1-8B", engine={"type": "vLLM"}, workload=WORKLOAD)
+    cluster.add({**declared, "metadata": {**declared["metadata"], "name": name}})
+
+
+def read_plan(cluster: SmallCluster, name: str) -> tuple[str, str]:
+    deployment = cluster.get("LLMDeployment", name)
+    assert deployment is not None
+    states = {each["type"]: each for each in deployment["status"]["conditions"]}
+    return states["PlanReady"]["status"], states["PlanReady"]["message"]
+
+
+def count_requested_gpus(cluster: SmallCluster) -> int:
+    (containers,) = zip(*(pod["spec"]["containers"] for pod in cluster.pods()), strict=True)
+    return sum(int(each["resources"]["limits"]["nvidia.com/gpu"]) for each in containers)
+
+
+async def test_two_deployments_do_not_plan_with_the_same_gpus() -> None:
+    cluster = SmallCluster()
+    cluster.add(node(gpus=8))
+    for name in ("one", "two"):
+        deploy(cluster, name)
+    here = ControlPlane(cluster)
+    await here.run()
+    assert read_plan(cluster, "one")[0] == "True"
+    status, message = read_plan(cluster, "two")
+    assert status == "False"
+    assert "too few GPUs; other deployments have 6 of 8 GPUs" in message
+    assert count_requested_gpus(cluster) == NEEDED
+
+    # A new operator has no memory of plans.
+    restarted = ControlPlane(cluster)
+    deploy(cluster, "three")
+    await restarted.run()
+    assert [read_plan(cluster, name)[0] for name in ("one", "two", "three")] == [
+        "True",
+        "False",
+        "False",
+    ]
+    assert count_requested_gpus(cluster) == NEEDED
+
+    # What is given back is planned at once, without waiting for a resync, and once.
+    cluster.remove("LLMDeployment", "one")
+    await restarted.run(60)
+    assert cluster.get("LLMDeployment", "one") is None
+    assert sorted(read_plan(cluster, name)[0] for name in ("two", "three")) == ["False", "True"]
+    assert count_requested_gpus(cluster) == NEEDED
+
+
+async def test_more_nodes_serve_both() -> None:
+    cluster = SmallCluster()
+    cluster.add(node(gpus=8))
+    for name in ("one", "two"):
+        deploy(cluster, name)
+    here = ControlPlane(cluster)
+    await here.run()
+    cluster.add(node("n2", gpus=8))
+    await here.run()
+    assert [read_plan(cluster, name)[0] for name in ("one", "two")] == ["True", "True"]
+    assert count_requested_gpus(cluster) == 2 * NEEDED

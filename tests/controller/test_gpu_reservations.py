@@ -1,0 +1,154 @@
+"""GPUs are planned once: what is left for each deployment."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cleave.api.deployment import LLMDeployment
+from cleave.controller.cluster.cache import ObjectCache, ResourceKey
+from cleave.controller.cluster.objects import ObservedNode
+from cleave.controller.gpu_reservations import GpuReservations
+from cleave.manifests.labels import Manifest
+from cleave.manifests.pool import build_pools
+from cleave.manifests.topology import NodeTopology
+from cleave.planner.placement import choose_placement
+
+from tests.support.fake_cluster import chat, manual_placement
+
+NODE = ObservedNode("n1", True, True, gpu="H100", num_gpus=16)
+PLAN = {
+    "pools": [
+        {"role": "prefill", "replicas": 2, "parallelism": {"tensor": 2}},
+        {"role": "decode", "replicas": 1, "parallelism": {"tensor": 4}},
+    ],
+    "revision": "r1",
+    "gpus": 8,
+    "reason": "",
+    "inputs": "x",
+}
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.cache = ObjectCache()
+        self.reservations = GpuReservations(self.cache, "gpu", lambda _: NodeTopology())
+        self.version = 0
+
+    def put(self, name: str, status: Manifest | None = None, **spec: Any) -> ResourceKey:
+        declared = chat(**{"engine": {"type": "vLLM"}, **spec})
+        meta = {"namespace": "default", "name": name}
+        return self.upsert({**declared, "metadata": meta, "status": status or {}})
+
+    def put_pools(self, name: str, **replicas: int) -> None:
+        resource = LLMDeployment.model_validate(
+            {
+                **chat(engine={"type": "vLLM"}, placement=manual_placement(**replicas)),
+                "metadata": {"name": name},
+            }
+        )
+        for pool in build_pools(resource, choose_placement(resource), NodeTopology()):
+            self.upsert(json.loads(pool.model_dump_json(exclude_none=True)))
+
+    def upsert(self, manifest: Manifest) -> ResourceKey:
+        self.version += 1
+        meta = {**manifest["metadata"], "uid": manifest["metadata"]["name"]}
+        meta["resourceVersion"] = str(self.version)
+        for key in self.cache.upsert({**manifest, "metadata": meta}):
+            self.reservations.mark_changed(key)
+        return ResourceKey(manifest["kind"], "default", meta["name"])
+
+    def delete(self, key: ResourceKey) -> None:
+        meta = {"namespace": "default", "name": key.name, "uid": key.name}
+        for each in self.cache.delete({"kind": key.kind, "metadata": meta}):
+            self.reservations.mark_changed(each)
+
+    def count_free(self, key: ResourceKey) -> int:
+        return sum(node.num_gpus for node in self.reservations.find_free(key, [NODE]).nodes)
+
+
+def test_a_deployment_may_use_its_own_gpus_and_none_of_others() -> None:
+    stage = Stage()
+    one, two = stage.put("one"), stage.put("two")
+    stage.put_pools("one", prefill=2, decode=3)
+    assert (stage.count_free(one), stage.count_free(two)) == (16, 11)
+    stage.put_pools("two", mixed=4)
+    assert (stage.count_free(one), stage.count_free(two)) == (12, 11)
+    for role in ("prefill", "decode"):
+        stage.delete(ResourceKey("InstancePool", "default", f"one-{role}"))
+    assert stage.count_free(two) == 16
+
+
+def test_pools_without_a_deployment_count() -> None:
+    stage = Stage()
+    stage.put_pools("manual", decode=3)
+    key = stage.put("chat")
+    assert stage.count_free(key) == 13
+    stage.delete(ResourceKey("InstancePool", "default", "manual-decode"))
+    assert stage.count_free(key) == 16
+
+
+def test_a_finished_plan_is_reserved_until_its_pools_exist() -> None:
+    stage = Stage()
+    one, two = stage.put("one"), stage.put("two")
+    stage.reservations.reserve(one, PLAN)
+    assert (stage.count_free(one), stage.count_free(two)) == (16, 8)
+    stage.reservations.release(one, dict(PLAN))
+    assert stage.count_free(two) == 8, "that of a newer plan stays"
+    stage.reservations.release(one, stage.reservations.get_plan(one))
+    assert stage.count_free(two) == 16
+
+
+def test_a_reserved_plan_replaces_what_the_pools_have_except_where_others_own_the_number() -> None:
+    stage = Stage()
+    one, two = stage.put("one"), stage.put("two")
+    stage.put_pools("one", prefill=5, decode=5)
+    stage.reservations.reserve(one, PLAN)
+    assert stage.count_free(two) == 8
+    stage.put_pools("one", prefill=1, decode=1)
+    owned = stage.cache.get(ResourceKey("InstancePool", "default", "one-decode"))
+    assert owned is not None
+    assert owned.resource is not None
+    manifest = json.loads(owned.resource.model_dump_json(exclude_none=True))
+    manifest["spec"] |= {"owner": "Autoscaler", "replicas": 7}
+    stage.upsert(manifest)
+    assert stage.count_free(two) == 16 - 4 - 7
+
+
+@pytest.mark.parametrize(
+    ("declared", "free"),
+    [
+        ({"status": {"plan": PLAN}}, 8),
+        ({"placement": manual_placement(mixed=5)}, 11),
+        ({}, 16),
+        ({"status": {"plan": PLAN}, "paused": True}, 16),
+        ({"status": {"plan": {"pools": "of a later version"}}}, 16),
+        ({"status": {"plan": PLAN}, "engine": {"type": "Emulated"}}, 16),
+    ],
+)
+def test_a_deployment_without_pools_claims_those_that_it_is_about_to_get(
+    declared: dict[str, Any], free: int
+) -> None:
+    """An operator may end between the status with the plan and the pools."""
+    stage = Stage()
+    stage.put("one", **declared)
+    assert stage.count_free(stage.put("two")) == free
+
+
+def test_what_has_changed_is_known_once() -> None:
+    stage = Stage()
+    stage.put("one")
+    assert not stage.reservations.take_change()
+    stage.put_pools("one", decode=1)
+    assert stage.reservations.take_change()
+    assert not stage.reservations.take_change()
+    stage.put_pools("one", decode=1)
+    assert not stage.reservations.take_change()
+
+
+def test_a_change_is_known_although_another_deployment_was_planned_meanwhile() -> None:
+    stage = Stage()
+    other = stage.put("other")
+    stage.put_pools("one", decode=1)
+    assert stage.count_free(other) == 15
+    assert stage.reservations.take_change()
