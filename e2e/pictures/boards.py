@@ -4,8 +4,9 @@
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ class Panel:
 
     title: str
     unit: str
-    description: str
+    decimals: int | None
+    """Of values; None: as many as they need."""
     queries: tuple[Query, ...]
 
 
@@ -59,10 +61,10 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a panel: Unix times in seconds, and values."""
+    """One line of a panel: Unix times in seconds, and values; None is a gap."""
 
     name: str
-    points: tuple[tuple[float, float], ...]
+    points: tuple[tuple[float, float | None], ...]
 
 
 def read_boards(folder: Path) -> list[Board]:
@@ -85,12 +87,12 @@ def parse_board(name: str, document: Mapping[str, Any]) -> Board:
 
 def _parse_panel(document: Mapping[str, Any]) -> Panel:
     queries = [Query(each["expr"], each["legendFormat"]) for each in document["targets"]]
-    unit = document["fieldConfig"]["defaults"]["unit"]
-    return Panel(document["title"], unit, document.get("description", ""), tuple(queries))
+    defaults = document["fieldConfig"]["defaults"]
+    return Panel(document["title"], defaults["unit"], defaults.get("decimals"), tuple(queries))
 
 
 def compute_rate_interval(scrape_s: int, step_s: int) -> int:
-    """Seconds of Grafana's $__rate_interval: four scrapes, or a step and a scrape if that is more."""
+    """Seconds of Grafana's $__rate_interval: four scrapes, or a step and a scrape if longer."""
     return max(_RATE_SCRAPES * scrape_s, step_s + scrape_s)
 
 
@@ -104,12 +106,25 @@ def name_series(legend: str, labels: Mapping[str, str]) -> str:
     return _LABEL.sub(lambda found: labels.get(found[1], ""), legend).strip()
 
 
-def build_series(legend: str, samples: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """The lines of one query from the answer to its range query; NaN and infinities are gaps."""
+def build_series(legend: str, samples: Sequence[Mapping[str, Any]], step_s: float) -> list[Series]:
+    """The lines of one query from the answer to its range query. A line is interrupted where a step
+    has no value, or one that is no number."""
     built = []
     for sample in samples:
         points = [(float(at), float(value)) for at, value in sample["values"]]
-        kept = tuple((at, value) for at, value in points if abs(value) < float("inf"))
-        if kept:
-            built.append(Series(name_series(legend, sample["metric"]), kept))
+        finite = [(at, value) for at, value in points if math.isfinite(value)]
+        if finite:
+            name = name_series(legend, sample["metric"])
+            built.append(Series(name, tuple(_interrupt(finite, step_s))))
     return built
+
+
+def _interrupt(
+    points: Sequence[tuple[float, float]], step_s: float
+) -> Iterator[tuple[float, float | None]]:
+    previous_s = math.inf
+    for at, value in points:
+        if at - previous_s > 1.5 * step_s:
+            yield previous_s + step_s, None
+        yield at, value
+        previous_s = at

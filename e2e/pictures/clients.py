@@ -46,7 +46,11 @@ class Clients:
     """Conversations of one model through one gateway, until `talk` returns."""
 
     def __init__(self, url: str, model: str, seed: int) -> None:
-        self._url, self._model, self._random = f"{url}/v1/chat/completions", model, random.Random(seed)
+        self._url, self._model, self._random = (
+            f"{url}/v1/chat/completions",
+            model,
+            random.Random(seed),
+        )
         self._idle: list[list[dict[str, str]]] = []
         """Conversations that wait for a next question."""
         self.outcomes: Counter[str] = Counter()
