@@ -108,7 +108,7 @@ site: ## the site of docs/ into build/site; fails on links and anchors that lead
 	@scripts/bootstrap --emulated
 	@NO_MKDOCS_2_WARNING=1 UV_PROJECT_ENVIRONMENT=build/site-tools $(UV) run --frozen --only-group docs mkdocs build
 
-pictures: setup tools ## the dashboards' pictures in docs/pictures, of ten minutes of an emulated fleet
+pictures: setup tools ## the dashboards' pictures in docs/pictures, of five minutes of an emulated fleet
 	@scripts/bootstrap --tests
 	.venv/bin/python -m e2e.pictures.run docs/pictures $(ARGS)
 

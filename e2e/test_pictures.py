@@ -1,6 +1,5 @@
-"""Pictures of the dashboards: what Grafana makes of their JSON, and a fleet whose panels have data."""
+"""Pictures of dashboards: what Grafana makes of their JSON, and a fleet whose panels have data."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -82,7 +81,6 @@ def test_every_panel_that_is_drawn_has_data_of_a_fleet_with_traffic(tmp_path: Pa
     boards = [board for board in read_boards(BOARDS) if board.name in DRAWN]
     recording = record(programs, tmp_path, DURATION_S, boards)
     assert recording.outcomes["200"] > 0
-    assert math.isclose(recording.until_s - recording.since_s, DURATION_S, rel_tol=10)
     draw(recording, boards, tmp_path)
     for name in DRAWN:
         assert (tmp_path / f"{name}.png").stat().st_size > 0

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from cleave.local.state import StateFolder
 from cleave.rpc.v1 import agent_pb2
 
 from e2e.support.deployments import Deployment, deployed
@@ -17,8 +18,6 @@ from e2e.support.prometheus import Prometheus, running
 MODEL = "chat"
 SCRAPE_S = 5
 _START_S = 120
-_INTERNAL_PORT_OFFSET = 10_000
-"""Of a gateway's second port on one machine."""
 _TARGETS = "targets.json"
 MANIFEST: dict[str, object] = {
     "apiVersion": "cleave.dev/v1alpha1",
@@ -45,9 +44,9 @@ class Fleet:
 
     def find_engines(self) -> None:
         """Let Prometheus scrape the engines that there are now: a new one has a new port."""
-        gateway = urlsplit(self.deployment.url)
-        internal = f"{gateway.hostname}:{(gateway.port or 0) + _INTERNAL_PORT_OFFSET}"
-        found = [_describe_target(internal, "chat-gateway")]
+        snapshot = StateFolder(self.deployment.state_dir / self.deployment.name).read()
+        assert snapshot is not None
+        found = [_describe_target(urlsplit(snapshot.internal_url).netloc, "chat-gateway")]
         for health in self.deployment.healths():
             registration = health.registration
             if registration.engine_url:

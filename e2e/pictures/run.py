@@ -1,5 +1,5 @@
 """Draws the dashboards over a few minutes of an emulated fleet:
-`python -m e2e.pictures.run OUTDIR --minutes 8`, or `make pictures`.
+`python -m e2e.pictures.run OUTDIR --minutes 5`, or `make pictures`.
 
 Panel by panel, with the queries and names of the dashboards' own JSON (decision 119). What is hard:
 everything that a panel counts has to happen, misses, flips and lost engines included. A panel
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 drawn, 1 panels are empty or something is missing, 2 bad usage."""
     parser = argparse.ArgumentParser("python -m e2e.pictures.run", description="Draw dashboards.")
     parser.add_argument("folder", type=Path, help="where the pictures go")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of traffic (default: 8)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of traffic (default: 5)")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     programs = find_programs(build=True)
