@@ -116,12 +116,7 @@ class ModelMetrics:
 
 
 class GatewayMetrics:
-    """Everything one gateway process has counted since its start.
-
-    What is hard: Prometheus computes no rate from the first sample of a series, so a counter that
-    appears with 1 and stays there has counted nothing for panels and alerts. So counters of rare
-    events begin with zeros, here or, where a label is a model, in the collector.
-    """
+    """Everything one gateway process has counted since its start."""
 
     __slots__ = (
         "audits", "canaries", "canary_seconds", "dispatches", "flips", "handoffs", "in_flight",
@@ -154,22 +149,21 @@ class GatewayMetrics:
         """By model and the reason of the router's pick."""
         self.retries: dict[tuple[str, str], int] = defaultdict(int)
         """By phase that failed, and cause."""
-        self.retries.update(((phase, cause), 0) for phase in PHASES for cause in RETRY_CAUSES)
         self.retries_delayed: dict[str, int] = defaultdict(int)
         """Retries that waited for their model's retry budget, by model."""
         self.suspects: dict[str, int] = defaultdict(int)
         """Requests that two engines ended with, by model."""
         self.recoveries: dict[tuple[str, str], int] = defaultdict(int)
         """Streams that another engine continued, by model and mode: continued, replayed."""
-        self.handoffs: dict[str, int] = defaultdict(int, used=0, failed=0, refused=0)
+        self.handoffs: dict[str, int] = defaultdict(int)
         """By result: used, failed (used, then an error), none (nothing to hand over), refused (of
         another boot or request, or unreadable), ahead (after the decode engine had responded)."""
-        self.canaries: dict[str, int] = defaultdict(int, good=0)
+        self.canaries: dict[str, int] = defaultdict(int)
         """Canary handoffs by result: good, near_tie, blurred (shows nothing), or what was wrong:
         tokens, bytes, slow, refused; audit: wrong in the handoff of a request."""
         self.canary_seconds: dict[str, float] = defaultdict(float)
         """Time of engines that canaries took, by phase."""
-        self.audits: dict[str, int] = defaultdict(int, same=0, different=0)
+        self.audits: dict[str, int] = defaultdict(int)
         """Handoffs of requests that were computed again as a whole, by result: same, near_tie,
         different, skipped (engines were busy, or failed)."""
         self.spans: dict[str, int] = defaultdict(int)
@@ -235,7 +229,12 @@ def record_completed(
 
 
 class GatewayCollector:
-    """Converts the counts to metric families; registered with prometheus_client."""
+    """Converts the counts to metric families; registered with prometheus_client.
+
+    What is hard: Prometheus computes no rate from the first sample of a series, so a counter that
+    appears with 1 and stays there has counted nothing for panels and alerts. So those of rare
+    events are exported with zeros before.
+    """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
@@ -250,7 +249,9 @@ class GatewayCollector:
         tokens = total.tenant_tokens
         yield _build_counter("tenant_tokens", "Of prompts and answers", tokens, "tenant")
         yield _build_counter("dispatches", "Picks by reason", total.dispatches, "model", "reason")
-        yield _build_counter("retries", "Failed attempts by cause", total.retries, "phase", "cause")
+        retries = dict.fromkeys(((phase, cause) for phase in PHASES for cause in RETRY_CAUSES), 0)
+        retries |= total.retries
+        yield _build_counter("retries", "Failed attempts by cause", retries, "phase", "cause")
         delayed, suspects = total.retries_delayed, dict.fromkeys(total.models, 0) | total.suspects
         yield _build_counter("retries_delayed", "Retries that waited", delayed, "model")
         yield _build_counter("suspects", "Requests that ended two engines", suspects, "model")
@@ -258,15 +259,18 @@ class GatewayCollector:
         recoveries = self._add_zeros(total.recoveries, _RECOVERIES)
         yield _build_counter("recoveries", recovered, recoveries, "model", "how")
         yield from self._collect_attainment()
-        yield _build_counter("handoffs", "KV handoffs by result", total.handoffs, "result")
-        yield _build_counter("kv_canaries", "Canary handoffs by result", total.canaries, "result")
+        handoffs = dict.fromkeys(("used", "failed", "refused"), 0) | total.handoffs
+        yield _build_counter("handoffs", "KV handoffs by result", handoffs, "result")
+        canaries = {"good": 0} | total.canaries
+        yield _build_counter("kv_canaries", "Canary handoffs by result", canaries, "result")
         name, text = "kv_canary_seconds", "Time of engines that canary handoffs took"
         seconds = CounterMetricFamily(f"cleave_gateway_{name}", text, labels=["phase"])
         for phase, spent_s in total.canary_seconds.items():
             seconds.add_metric([phase], spent_s)
         yield seconds
         audited = "Handoffs of requests that were computed again, by result"
-        yield _build_counter("kv_audits", audited, total.audits, "result")
+        audits = dict.fromkeys(("same", "different"), 0) | total.audits
+        yield _build_counter("kv_audits", audited, audits, "result")
         flips = dict.fromkeys(((model, *roles) for model in total.models for roles in _FLIPS), 0)
         flips |= total.flips
         yield _build_counter("flips", "Changes of roles", flips, "model", "from", "to")
