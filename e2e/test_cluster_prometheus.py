@@ -59,7 +59,6 @@ EMPTY_PANELS = {
     "Cached share of prompts": "the policy does not look at caches",
     "Prediction error": MANUAL_REASON,
     "Correction of the latency model": MANUAL_REASON,
-    "Planner results in an hour": MANUAL_REASON,
     "P90 TTFT, predicted and observed": "nothing is planned",
     "P90 TPOT, predicted and observed": "nothing is planned",
     "Attainment, predicted and observed": "nothing is planned",
