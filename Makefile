@@ -18,7 +18,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools node-tools node-images e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) scan site generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools node-tools node-images e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) pictures scan site generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -107,6 +107,10 @@ lint: setup
 site: ## the site of docs/ into build/site; fails on links and anchors that lead nowhere
 	@scripts/bootstrap --emulated
 	@NO_MKDOCS_2_WARNING=1 UV_PROJECT_ENVIRONMENT=build/site-tools $(UV) run --frozen --only-group docs mkdocs build
+
+pictures: setup tools ## the dashboards' pictures in docs/pictures, of five minutes of an emulated fleet
+	@scripts/bootstrap --tests
+	.venv/bin/python -m e2e.pictures.run docs/pictures $(ARGS)
 
 scan: setup ## check Dockerfiles and manifests against established policies (hadolint, checkov)
 	.venv/bin/python scripts/scan.py

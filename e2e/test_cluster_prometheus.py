@@ -49,20 +49,16 @@ spec:
       - {role: decode, replicas: 2}
 """
 """Targets that a busy machine meets, too; all workers on a node that can be lost."""
-GRAFANA = {"$model": ".*", "$__rate_interval": "10s"}
+GRAFANA = {"$namespace": ".*", "$model": ".*", "$__rate_interval": "10s"}
 """What Grafana puts in for its variables, at a scrape a second."""
 MANUAL_REASON = "the placement is manual, so nothing is predicted"
 EMPTY_PANELS = {
-    "What was missed": "all is well",
     "Shed requests": "no request is shed",
-    "Failures hidden from clients": "no engine fails",
     "KV lost": "these engines are not vLLM with connector Cleave",
     "Not ready": "every instance is ready",
     "Cached share of prompts": "the policy does not look at caches",
-    "Flips in an hour": "pools keep to themselves",
     "Prediction error": MANUAL_REASON,
     "Correction of the latency model": MANUAL_REASON,
-    "Planner results in an hour": MANUAL_REASON,
     "P90 TTFT, predicted and observed": "nothing is planned",
     "P90 TPOT, predicted and observed": "nothing is planned",
     "Attainment, predicted and observed": "nothing is planned",
@@ -70,7 +66,6 @@ EMPTY_PANELS = {
 """Panels without data in a fleet that is well, and why."""
 EMPTY_QUERIES = {
     "Shed, by reason and tenant",
-    "Failed attempts, and streams that were resumed after an engine was lost",
 }
 """Queries of the guide without data, for the same reasons."""
 CALAMITY = {

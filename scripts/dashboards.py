@@ -12,6 +12,8 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from panels import (
     MODEL,
+    NAMESPACE,
+    PLANNED,
     RATE,
     Graph,
     Line,
@@ -95,15 +97,21 @@ def serving() -> Dashboard:
             ),
         ),
         Graph(
-            "Tokens",
+            "Tokens per second",
             "short",
             (
                 Line("prompt", sum_rates(f"cleave_gateway_prompt_tokens_total{{{MODEL}}}")),
                 Line("output", sum_rates(f"cleave_gateway_output_tokens_total{{{MODEL}}}")),
             ),
-            "Per second.",
+            "Of requests that have ended; prompts with what engines find in their caches.",
         ),
-        Graph("In flight", "short", (Line("requests", "sum(cleave_gateway_requests_in_flight)"),)),
+        Graph(
+            "In flight",
+            "short",
+            (Line("requests", f"sum(cleave_gateway_requests_in_flight{{{NAMESPACE}}})"),),
+            "Of all models.",
+            decimals=0,
+        ),
         Graph(
             "Dispatch by reason",
             "reqps",
@@ -119,20 +127,23 @@ def serving() -> Dashboard:
             (
                 Line(
                     "{{reason}} {{tenant}}",
-                    sum_rates("cleave_gateway_shed_total", "reason, tenant"),
+                    sum_rates(f"cleave_gateway_shed_total{{{NAMESPACE}}}", "reason, tenant"),
                 ),
             ),
+            "Of all models.",
         ),
         Graph(
             "Failures hidden from clients",
             "reqps",
             (
                 Line(
-                    "{{phase}} {{cause}}", sum_rates("cleave_gateway_retries_total", "phase, cause")
+                    "{{phase}} {{cause}}",
+                    sum_rates(f"cleave_gateway_retries_total{{{NAMESPACE}}}", "phase, cause")
+                    + " > 0",
                 ),
-                Line("{{how}}", sum_rates("cleave_gateway_recoveries_total", "how")),
+                Line("{{how}}", sum_rates(f"cleave_gateway_recoveries_total{{{MODEL}}}", "how")),
             ),
-            "Retried attempts, and streams that continued on another engine.",
+            "Attempts that were retried, of all models, and streams that another engine continued.",
         ),
     )
     return dashboard
@@ -153,16 +164,19 @@ def pools() -> Dashboard:
                     f'max by (model, role) (cleave_gateway_instances{{state="ready",{MODEL}}})',
                 ),
             ),
+            decimals=0,
         ),
         Graph(
             "Not ready",
             "short",
             (
                 Line(
-                    "{{role}} {{state}}",
-                    f'max by (role, state) (cleave_gateway_instances{{state!="ready",{MODEL}}})',
+                    "{{model}} {{role}} {{state}}",
+                    "max by (model, role, state) "
+                    f'(cleave_gateway_instances{{state!="ready",{MODEL}}})',
                 ),
             ),
+            decimals=0,
         ),
         Graph(
             "Flips in an hour",
@@ -174,6 +188,7 @@ def pools() -> Dashboard:
                 ),
             ),
             "Instances that changed their role and that changed it back.",
+            decimals=0,
         ),
     )
     add(
@@ -182,11 +197,16 @@ def pools() -> Dashboard:
         Graph(
             "By result",
             "reqps",
-            (Line("{{result}}", sum_rates("cleave_gateway_handoffs_total", "result")),),
-            "A refused or failed handoff recomputes the prompt; tokens are never wrong.",
+            (
+                Line(
+                    "{{result}}",
+                    sum_rates(f"cleave_gateway_handoffs_total{{{NAMESPACE}}}", "result"),
+                ),
+            ),
+            "Of all models. A refused or failed handoff recomputes the prompt; no token is wrong.",
         ),
         Graph(
-            "Transferred tokens",
+            "Transferred tokens per second",
             "short",
             (
                 Line(
@@ -194,14 +214,14 @@ def pools() -> Dashboard:
                     sum_rates(f"cleave_gateway_handoff_tokens_total{{{MODEL}}}", "model"),
                 ),
             ),
-            "Prompt tokens per second.",
+            "Of prompts.",
         ),
         Graph(
             "KV lost",
-            "reqps",
+            "cps",
             (
-                Line("{{reason}}", sum_rates("cleave_kv_lost_total", "reason")),
-                Line("nixl", sum_rates("vllm:nixl_num_failed_transfers_total")),
+                Line("{{reason}}", sum_rates(f"cleave_kv_lost_total{{{NAMESPACE}}}", "reason")),
+                Line("nixl", sum_rates(f"vllm:nixl_num_failed_transfers_total{{{NAMESPACE}}}")),
             ),
             "Counted by engines per rank, including KV that they recomputed themselves.",
         ),
@@ -215,6 +235,7 @@ def pools() -> Dashboard:
                 ),
             ),
             "Closed: not picked together, because canaries moved no KV, the wrong one, or slowly.",
+            decimals=0,
         ),
         Graph(
             "Age of the oldest proof",
@@ -247,10 +268,11 @@ def pools() -> Dashboard:
             "short",
             (
                 Line(
-                    "{{role}} {{state}}",
+                    "{{model}} {{role}} {{state}}",
                     f"max by (model, role, state) (cleave_gateway_engine_requests{{{MODEL}}})",
                 ),
             ),
+            decimals=0,
         ),
         Graph(
             "Maximum KV usage",
@@ -265,18 +287,7 @@ def pools() -> Dashboard:
         Graph(
             "Cached share of prompts",
             "percentunit",
-            tuple(
-                Line(
-                    f"{{{{engine}}}} {source}",
-                    " / ".join(
-                        f"{join} by (model, engine) (rate("
-                        f'cleave_gateway_cache_{tokens}_tokens_total{{source="{source}",{MODEL}}}'
-                        f"{RATE}))"
-                        for tokens in ("hit", "prompt")
-                    ),
-                )
-                for source, join in (("engine", "max"), ("predicted", "sum"))
-            ),
+            (_compare_caches("engine", "max"), _compare_caches("predicted", "sum")),
             "As engines report it and as gateways predict it when they choose instances.",
         ),
         Graph(
@@ -297,6 +308,17 @@ def pools() -> Dashboard:
         ),
     )
     return dashboard
+
+
+def _compare_caches(source: str, join: str) -> Line:
+    """Cached tokens of prompts per token. `join`: how the figures of all gateways for one engine
+    make one; each has the engine's own figures, and predicts what itself sends."""
+
+    def add_engines(tokens: str) -> str:
+        counter = f'cleave_gateway_cache_{tokens}_tokens_total{{source="{source}",{MODEL}}}'
+        return f"sum by (model) ({join} by (model, engine) (rate({counter}{RATE})))"
+
+    return Line(f"{{{{model}}}} {source}", f"{add_engines('hit')} / {add_engines('prompt')}")
 
 
 def control() -> Dashboard:
@@ -326,7 +348,13 @@ def control() -> Dashboard:
                 ),
             ),
         ),
-        Graph("Queue", "short", (Line("objects", "sum(cleave_operator_queue_depth)"),)),
+        Graph(
+            "Queue",
+            "short",
+            (Line("objects", "sum(cleave_operator_queue_depth)"),),
+            "Objects due for a reconcile.",
+            decimals=0,
+        ),
         Graph(
             "Writes",
             "ops",
@@ -337,8 +365,20 @@ def control() -> Dashboard:
                 ),
             ),
         ),
-        Graph("Leaders", "short", (Line("leading operators", "sum(cleave_operator_leading)"),)),
-        Graph("Objects", "short", (Line("{{kind}}", "max by (kind) (cleave_operator_objects)"),)),
+        Graph(
+            "Leaders",
+            "short",
+            (Line("leading operators", "sum(cleave_operator_leading)"),),
+            "Always one.",
+            decimals=0,
+        ),
+        Graph(
+            "Objects",
+            "short",
+            (Line("{{kind}}", "max by (kind) (cleave_operator_objects)"),),
+            "What the operator knows of the cluster.",
+            decimals=0,
+        ),
     )
     add(dashboard, "Plans", *_plans())
     add(
@@ -348,12 +388,13 @@ def control() -> Dashboard:
             "Processes",
             "short",
             (
-                Line("serving", "sum(cleave_gateway_processes)"),
+                Line("serving", f"sum(cleave_gateway_processes{{{NAMESPACE}}})"),
                 Line(
                     "replaced in an hour",
-                    "sum(increase(cleave_gateway_process_restarts_total[1h]))",
+                    f"sum(increase(cleave_gateway_process_restarts_total{{{NAMESPACE}}}[1h]))",
                 ),
             ),
+            decimals=0,
         ),
         Graph(
             "CPU",
@@ -362,7 +403,7 @@ def control() -> Dashboard:
                 Line(
                     "{{pod}}",
                     f"sum by (pod) (rate(process_cpu_seconds_total{RATE}) "
-                    "and on (pod, instance) cleave_gateway_processes)",
+                    f"and on (pod, instance) cleave_gateway_processes{{{NAMESPACE}}})",
                 ),
             ),
             "Share of one core.",
@@ -374,7 +415,7 @@ def control() -> Dashboard:
                 Line(
                     "{{pod}}",
                     "sum by (pod) (process_resident_memory_bytes "
-                    "and on (pod, instance) cleave_gateway_processes)",
+                    f"and on (pod, instance) cleave_gateway_processes{{{NAMESPACE}}})",
                 ),
             ),
         ),
@@ -387,7 +428,7 @@ def _plans() -> tuple[Graph, ...]:
     labels = "deployment, source"
 
     def compare(latency: str) -> Graph:
-        selector = f'{{latency="{latency}",quantile="0.9",{MODEL}}}'
+        selector = f'{{latency="{latency}",quantile="0.9",{PLANNED}}}'
         query = f"max by ({labels}) (cleave_operator_latency_seconds{selector})"
         line = Line("{{deployment}} {{source}}", query)
         text = "Predicted for the running plan at the observed traffic, and observed."
@@ -402,7 +443,7 @@ def _plans() -> tuple[Graph, ...]:
             (
                 Line(
                     "{{deployment}} {{source}}",
-                    f"max by ({labels}) (cleave_operator_attainment{{{MODEL}}})",
+                    f"max by ({labels}) (cleave_operator_attainment{{{PLANNED}}})",
                 ),
             ),
         ),
@@ -412,7 +453,7 @@ def _plans() -> tuple[Graph, ...]:
             (
                 Line(
                     "{{deployment}}",
-                    f"max by (deployment) (cleave_operator_prediction_error{{{MODEL}}})",
+                    f"max by (deployment) (cleave_operator_prediction_error{{{PLANNED}}})",
                 ),
             ),
             "Above planning.replan.driftThreshold, no plan changes until the model is corrected.",
@@ -423,7 +464,7 @@ def _plans() -> tuple[Graph, ...]:
             (
                 Line(
                     "{{deployment}} {{phase}}",
-                    f"max by (deployment, phase) (cleave_operator_correction{{{MODEL}}})",
+                    f"max by (deployment, phase) (cleave_operator_correction{{{PLANNED}}})",
                 ),
             ),
             "Observed iteration time divided by that of the profile. 1: no correction.",
@@ -433,6 +474,7 @@ def _plans() -> tuple[Graph, ...]:
             "short",
             (Line("{{result}}", "sum by (result) (increase(cleave_operator_plans_total[1h]))"),),
             "Plans: planned, infeasible, failed. Reviews: keep, correct, propose, apply.",
+            decimals=0,
         ),
     )
 

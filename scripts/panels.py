@@ -1,10 +1,12 @@
 """Builders of Grafana dashboards: queries, panels, rows. Used by dashboards.py."""
 
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 from grafana_foundation_sdk.builders.common import VizLegendOptions, VizTooltipOptions
 from grafana_foundation_sdk.builders.dashboard import (
     Dashboard,
+    DashboardLink,
     DatasourceVariable,
     QueryVariable,
     Row,
@@ -16,12 +18,20 @@ from grafana_foundation_sdk.models.common import (
     LegendPlacement,
     TooltipDisplayMode,
 )
-from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefresh
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardLinkType,
+    DataSourceRef,
+    VariableRefresh,
+)
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 WIDTH, HEIGHT = 8, 7
 """Three panels side by side."""
-MODEL = 'model=~"$model"'
+NAMESPACE = 'namespace=~"$namespace"'
+"""That of a gateway's or engine's pod, not of what an operator reports."""
+MODEL = f'{NAMESPACE},model=~"$model"'
+PLANNED = 'deployment=~"($namespace)/.*",model=~"$model"'
+"""The same for what operators report of deployments."""
 RATE = "[$__rate_interval]"
 
 
@@ -43,10 +53,13 @@ class Graph:
     lines: tuple[Line, ...]
     text: str = ""
     """Description."""
+    decimals: int | None = None
+    """Of the axis and the values; None: as many as they need."""
 
 
 def make_board(name: str, title: str, text: str) -> Dashboard:
-    """An empty dashboard with variables for the data source and the models."""
+    """An empty dashboard with variables for the data source, namespaces and models, and links to
+    the others."""
     return (
         Dashboard(title)
         .uid(f"cleave-{name}")
@@ -56,16 +69,29 @@ def make_board(name: str, title: str, text: str) -> Dashboard:
         .time("now-1h", "now")
         .timezone("browser")
         .with_variable(DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(
-            QueryVariable("model")
-            .label("Model")
-            .query("label_values(cleave_gateway_instances, model)")
-            .datasource(SOURCE)
-            .multi(True)
-            .include_all(True)
-            .all_value(".*")
-            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .with_variable(_make_variable("namespace", "cleave_gateway_instances"))
+        .with_variable(_make_variable("model", f"cleave_gateway_instances{{{NAMESPACE}}}"))
+        .link(
+            DashboardLink("Cleave")
+            .type(DashboardLinkType.DASHBOARDS)
+            .tags(["cleave"])
+            .keep_time(True)
+            .include_vars(True)
         )
+    )
+
+
+def _make_variable(label: str, metric: str) -> QueryVariable:
+    """Any number of the values of a label. All of them match series without that label as well."""
+    return (
+        QueryVariable(label)
+        .label(label.capitalize())
+        .query(f"label_values({metric}, {label})")
+        .datasource(SOURCE)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
     )
 
 
@@ -95,8 +121,10 @@ def _make_panel(graph: Graph) -> Panel:
         )
         .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
     )
-    for line in graph.lines:
-        panel.with_target(Dataquery().expr(line.query).legend_format(line.name))
+    if graph.decimals is not None:
+        panel.decimals(graph.decimals)
+    for ref_id, line in zip(ascii_uppercase, graph.lines, strict=False):
+        panel.with_target(Dataquery().expr(line.query).legend_format(line.name).ref_id(ref_id))
     return panel
 
 
@@ -116,6 +144,6 @@ def find_quantiles(histogram: str, target: str = "") -> tuple[Line, ...]:
     """P50, P90 and P99 of a histogram, and the SLO `target` if it has one."""
     lines = [Line(f"P{s * 100:.0f}", find_quantile(s, histogram)) for s in (0.5, 0.9, 0.99)]
     if target:
-        query = f'max(cleave_gateway_slo_target_seconds{{slo="{target}"}})'
+        query = f'max(cleave_gateway_slo_target_seconds{{slo="{target}",{NAMESPACE}}})'
         lines.append(Line("target", query))
     return tuple(lines)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from cleave.controller.metrics import collect_plan_metrics
+from cleave.controller.metrics import OperatorCollector, OperatorMetrics, collect_plan_metrics
 from cleave.manifests.labels import Manifest
 
 
@@ -46,6 +46,17 @@ def test_conditions_and_corrections_are_numbers() -> None:
     assert exported["prediction_holds"] == {(): 0}
     assert exported["kv_rate_as_planned"] == {(): 1}
     assert exported["correction"] == {("prefill",): 1.5, ("decode",): 1.0}
+
+
+def test_results_of_the_planner_are_counted_from_zero() -> None:
+    metrics = OperatorMetrics()
+    metrics.plans["apply",] += 1
+    collector = OperatorCollector(metrics, queued=int, objects=dict, is_leading=bool, statuses=dict)
+    (plans,) = (each for each in collector.collect() if each.name == "cleave_operator_plans")
+    assert {each.labels["result"]: each.value for each in plans.samples} == {
+        **dict.fromkeys(("planned", "infeasible", "failed", "keep", "correct", "propose"), 0),
+        "apply": 1,
+    }
 
 
 def test_what_is_not_known_has_no_series() -> None:

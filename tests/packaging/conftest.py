@@ -10,6 +10,16 @@ import yaml
 
 ROOT = Path(__file__).parent.parent.parent
 
+
+class StrictLoader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, as Flux and `kubectl apply --server-side` do."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len({*keys}) == len(keys), f"a key is there twice, line {node.start_mark.line + 1}"
+        return super().construct_mapping(node, deep)
+
+
 Manifest = dict[str, Any]
 Render = Callable[..., list[Manifest]]
 
@@ -58,7 +68,7 @@ def render(helm: str, chart: Path) -> Render:
             timeout=60,
             check=True,
         )
-        return [found for found in yaml.safe_load_all(completed.stdout) if found]
+        return [found for found in yaml.load_all(completed.stdout, StrictLoader) if found]
 
     return run
 

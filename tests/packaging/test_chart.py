@@ -269,6 +269,17 @@ def test_common_labels_are_on_every_object_and_select_nothing(render) -> None:
     assert "team" not in deployment["spec"]["selector"]["matchLabels"]
 
 
+def test_the_operators_pods_may_have_labels_and_annotations_of_the_chart_otherwise(render) -> None:
+    values = ("commonLabels.team=ml", "operator.podLabels.team=serving")
+    never = "operator.podAnnotations.prometheus\\.io/scrape=never"
+    (deployment,) = find(render(*values, never), "Deployment")
+    assert deployment["metadata"]["labels"]["team"] == "ml"
+    meta = deployment["spec"]["template"]["metadata"]
+    assert meta["labels"]["team"] == "serving"
+    assert meta["annotations"]["prometheus.io/scrape"] == "never"
+    assert meta["annotations"]["prometheus.io/port"] == "8081"
+
+
 def test_pods_of_the_operator_take_what_other_charts_pods_take(render, tmp_path) -> None:
     values = {
         "podLabels": {"a": "b"},

@@ -46,6 +46,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") 
 {{- end }}
 {{- end -}}
 
+{{/* Of the operator's pods. */}}
+{{- define "cleave.podAnnotations" -}}
+kubectl.kubernetes.io/default-container: operator
+{{- if include "cleave.plans" . }}
+# The file is read at the start only.
+cleave.dev/planning: {{ toJson .Values.planning | sha256sum | trunc 16 | quote }}
+{{- end }}
+{{- if .Values.metrics.annotations }}
+prometheus.io/scrape: "true"
+prometheus.io/port: "8081"
+prometheus.io/path: /metrics
+{{- end }}
+{{- end -}}
+
 {{/* One endpoint of a PodMonitor: (list root port). */}}
 {{- define "cleave.endpoint" -}}
 {{- $monitor := (index . 0).Values.metrics.podMonitor -}}

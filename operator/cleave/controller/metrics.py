@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from cleave.controller.cluster import conditions
+from cleave.controller.cluster.actions import PLAN_RESULTS
 from cleave.controller.deployment.kv_path import KV_RATE_AS_PLANNED
 from cleave.controller.replan.verdict import PLAN_DRIFTED, PREDICTION_HOLDS
 from cleave.manifests.labels import Manifest
@@ -74,7 +75,10 @@ class OperatorCollector:
         yield _build_counter("reconciles", "Reconciles", ("kind", "outcome"), counted.reconciles)
         yield _build_counter("actions", "Writes", ("action", "outcome"), counted.actions)
         yield _build_counter("events", "Watch events", ("kind", "type"), counted.events)
-        yield _build_counter("plans", "Planner results", ("result",), counted.plans)
+        # Plans are rare, and Prometheus sees no increase in the first sample of a series.
+        plans: dict[tuple[str, ...], int] = dict.fromkeys(((each,) for each in PLAN_RESULTS), 0)
+        plans |= counted.plans
+        yield _build_counter("plans", "Planner results", ("result",), plans)
         yield from collect_plan_metrics(self._statuses())
         yield counted.build_durations()
         depth, leading = self._queued(), float(self._is_leading())

@@ -8,7 +8,15 @@ from prometheus_client import Histogram as Reference
 from prometheus_client.parser import text_string_to_metric_families
 
 from cleave.api.enums import DispatchPolicy
-from cleave.gateway.metrics.gateway_metrics import TTFT_BOUNDS_S, GatewayCollector, GatewayMetrics
+from cleave.gateway.failover.retry_policy import Failure
+from cleave.gateway.metrics.gateway_metrics import (
+    RETRY_CAUSES,
+    TTFT_BOUNDS_S,
+    GatewayCollector,
+    GatewayMetrics,
+    SloTargets,
+    record_completed,
+)
 from cleave.gateway.metrics.instance_metrics import CacheHitPage
 from cleave.rpc.v1 import agent_pb2
 
@@ -31,6 +39,44 @@ def test_histograms_are_written_as_prometheus_itself_would() -> None:
         for r in (own, registry)
     ]
     assert lines[0] == {line for line in lines[1] if "_created" not in line}
+
+
+def list_counts(metrics: GatewayMetrics) -> dict[str, float]:
+    """Values of all series of counters, by their text."""
+    registry = CollectorRegistry()
+    registry.register(GatewayCollector(metrics))
+    lines = generate_latest(registry).decode().splitlines()
+    pairs = (line.rpartition(" ") for line in lines if "_total" in line and line[0] != "#")
+    return {series: float(value) for series, _, value in pairs}
+
+
+def test_rare_events_are_counted_from_zero_for_prometheus_takes_no_rate_of_a_first_sample() -> None:
+    metrics = GatewayMetrics(SloTargets(1.0, 0.1))
+    record_completed(metrics, "m", "", "ok", 9, 5, (0.1, 0.1))
+    before = list_counts(metrics)
+    for outcome in ("failed", "broken", "unavailable", "shed"):
+        record_completed(metrics, "m", "", outcome, 0, 0, None)
+    record_completed(metrics, "m", "", "ok", 9, 5, (2.0, 0.1))
+    record_completed(metrics, "m", "", "ok", 9, 5, (0.1, 2.0))
+    record_completed(metrics, "m", "", "ok", 9, 5, (2.0, 2.0))
+    metrics.retries["decode", Failure.LOST.value] += 1
+    metrics.recoveries["m", "continued"] += 1
+    metrics.handoffs["refused"] += 1
+    metrics.audits["different"] += 1
+    metrics.suspects["m"] += 1
+    metrics.flips["m", "decode", "mixed"] += 1
+    grown = {series for series, value in list_counts(metrics).items() if value > before[series]}
+    assert len(grown) == 4 + 4 + 6 + 3, "outcomes, targets, events, and counts that had begun"
+
+
+def test_a_model_whose_answers_are_not_measured_has_no_attainment() -> None:
+    metrics = GatewayMetrics(SloTargets(1.0, 0.1))
+    record_completed(metrics, "m", "", "ok", 9, 5, None)
+    assert not [series for series in list_counts(metrics) if "slo_total" in series]
+
+
+def test_causes_of_retries_are_those_of_failures() -> None:
+    assert [failure.value for failure in Failure] == list(RETRY_CAUSES)
 
 
 async def read_page(stage) -> str:

@@ -28,14 +28,12 @@ PANELS = [
     for target in panel.get("targets", ())
 ]
 """Of Grafana's dashboards."""
-GRAFANA = {"$model": ".*", "$__rate_interval": "5m"}
+GRAFANA = {"$namespace": ".*", "$model": ".*", "$__rate_interval": "5m"}
 EMPTY_PANELS = {
     "pools: Cached share of prompts",
     "pools: Not ready",
-    "pools: Flips in an hour",
     "pools: KV lost",
     "pools: Rate of the slowest pair",
-    "serving: What was missed",
 }
 """Panels that have nothing to show of a fleet in which all goes well, and which is not dispatched
 by caches."""

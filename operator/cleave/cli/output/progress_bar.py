@@ -38,6 +38,6 @@ def show_simulation_progress(
         from cleave.simulator.run import is_compiled
 
         if not is_compiled(has_blocks):
-            typer.echo("compiling the simulator once for this version: 10 to 20 s", err=True)
+            typer.echo("compiling the simulator once for this version: 10 to 60 s", err=True)
     with show_progress(description) as tick:
         yield tick

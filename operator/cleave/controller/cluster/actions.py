@@ -161,6 +161,10 @@ class PlanJob:
         return "planned" if self.plan is not None else "infeasible"
 
 
+PLAN_RESULTS = ("planned", "infeasible", "failed", *(str(each).lower() for each in ReplanVerdict))
+"""The values of `PlanJob.result`."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
     """Submit a request to the planner process; its result enqueues the deployment again."""

@@ -32,7 +32,15 @@ PHASES = ("prefill", "decode")
 
 ITL_SAMPLE_MASK = 7
 """The gaps of one stream in eight are timed: timing all of them would cost 4 % per token."""
-_UNSERVED = frozenset(("shed", "unavailable", "failed", "broken"))
+_UNSERVED = ("shed", "unavailable", "failed", "broken")
+"""Outcomes of requests that nothing has served."""
+_MISSED = ("", "ttft", "tpot", "ttft_and_tpot", "unserved")
+_RECOVERIES = ("continued", "replayed")
+_FLIPS = (
+    ("prefill", "mixed"), ("mixed", "prefill"), ("decode", "mixed"), ("mixed", "decode"),
+)  # fmt: skip
+RETRY_CAUSES = ("lost", "unreached", "timeout", "status", "handoff", "stall", "too_long")
+"""The values of `failover.retry_policy.Failure`, which this module must not import."""
 
 
 class BucketHistogram:
@@ -150,10 +158,9 @@ class GatewayMetrics:
         self.handoffs: dict[str, int] = defaultdict(int)
         """By result: used, failed (used, then an error), none (nothing to hand over), refused (of
         another boot or request, or unreadable), ahead (after the decode engine had responded)."""
-        self.canaries: dict[str, int] = defaultdict(int, good=0)
+        self.canaries: dict[str, int] = defaultdict(int)
         """Canary handoffs by result: good, near_tie, blurred (shows nothing), or what was wrong:
-        tokens, bytes, slow, refused; audit: wrong in the handoff of a request. Canaries are rare:
-        the zero gives them a rate from the first one on."""
+        tokens, bytes, slow, refused; audit: wrong in the handoff of a request."""
         self.canary_seconds: dict[str, float] = defaultdict(float)
         """Time of engines that canaries took, by phase."""
         self.audits: dict[str, int] = defaultdict(int)
@@ -222,7 +229,12 @@ def record_completed(
 
 
 class GatewayCollector:
-    """Converts the counts to metric families; registered with prometheus_client."""
+    """Converts the counts to metric families; registered with prometheus_client.
+
+    What is hard: Prometheus computes no rate from the first sample of a series, so a counter that
+    appears with 1 and stays there has counted nothing for panels and alerts. So those of rare
+    events are exported with zeros before.
+    """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
@@ -230,29 +242,38 @@ class GatewayCollector:
     def collect(self) -> Iterable[Metric]:
         """Called at each scrape."""
         total = self._metrics
-        yield _build_counter("requests", "Requests by outcome", total.requests, "model", "outcome")
+        requests = self._add_zeros(total.requests, _UNSERVED)
+        yield _build_counter("requests", "Requests by outcome", requests, "model", "outcome")
         yield _build_counter("shed", "Requests not taken", total.rejections, "tenant", "reason")
         yield _build_counter("tenant_requests", "Requests", total.tenants, "tenant", "outcome")
         tokens = total.tenant_tokens
         yield _build_counter("tenant_tokens", "Of prompts and answers", tokens, "tenant")
         yield _build_counter("dispatches", "Picks by reason", total.dispatches, "model", "reason")
-        yield _build_counter("retries", "Failed attempts by cause", total.retries, "phase", "cause")
-        delayed, suspects = total.retries_delayed, total.suspects
+        retries = dict.fromkeys(((phase, cause) for phase in PHASES for cause in RETRY_CAUSES), 0)
+        retries |= total.retries
+        yield _build_counter("retries", "Failed attempts by cause", retries, "phase", "cause")
+        delayed, suspects = total.retries_delayed, dict.fromkeys(total.models, 0) | total.suspects
         yield _build_counter("retries_delayed", "Retries that waited", delayed, "model")
         yield _build_counter("suspects", "Requests that ended two engines", suspects, "model")
         recovered = "Streams that another engine went on with"
-        yield _build_counter("recoveries", recovered, total.recoveries, "model", "how")
+        recoveries = self._add_zeros(total.recoveries, _RECOVERIES)
+        yield _build_counter("recoveries", recovered, recoveries, "model", "how")
         yield from self._collect_attainment()
-        yield _build_counter("handoffs", "KV handoffs by result", total.handoffs, "result")
-        yield _build_counter("kv_canaries", "Canary handoffs by result", total.canaries, "result")
+        handoffs = dict.fromkeys(("used", "failed", "refused"), 0) | total.handoffs
+        yield _build_counter("handoffs", "KV handoffs by result", handoffs, "result")
+        canaries = {"good": 0} | total.canaries
+        yield _build_counter("kv_canaries", "Canary handoffs by result", canaries, "result")
         name, text = "kv_canary_seconds", "Time of engines that canary handoffs took"
         seconds = CounterMetricFamily(f"cleave_gateway_{name}", text, labels=["phase"])
         for phase, spent_s in total.canary_seconds.items():
             seconds.add_metric([phase], spent_s)
         yield seconds
         audited = "Handoffs of requests that were computed again, by result"
-        yield _build_counter("kv_audits", audited, total.audits, "result")
-        yield _build_counter("flips", "Changes of roles", total.flips, "model", "from", "to")
+        audits = dict.fromkeys(("same", "different"), 0) | total.audits
+        yield _build_counter("kv_audits", audited, audits, "result")
+        flips = dict.fromkeys(((model, *roles) for model in total.models for roles in _FLIPS), 0)
+        flips |= total.flips
+        yield _build_counter("flips", "Changes of roles", flips, "model", "from", "to")
         yield _build_counter("spans", "Spans of traces by result", total.spans, "result")
         for name, text, value in (
             ("requests_in_flight", "Requests being served", total.in_flight),
@@ -265,6 +286,15 @@ class GatewayCollector:
             "cleave_gateway_process_restarts", "Processes that were replaced", total.restarts
         )
         yield from self._collect_models()
+
+    def _add_zeros(
+        self, counted: Mapping[tuple[str, str], int], values: Iterable[str]
+    ) -> Mapping[tuple[str, str], int]:
+        """The counts, and zeros for the values that a model does not have yet."""
+        zeros = dict.fromkeys(
+            ((model, each) for model in self._metrics.models for each in values), 0
+        )
+        return zeros | dict(counted)
 
     def _collect_models(self) -> Iterable[Metric]:
         models = self._metrics.models.items()
@@ -299,8 +329,9 @@ class GatewayCollector:
     def _collect_attainment(self) -> Iterable[Metric]:
         """Goodput is the rate of requests that missed no target."""
         counted = self._metrics
-        # Models without any attained request are exported with 0.
-        attained = dict.fromkeys(((model, "") for model, _ in counted.slo_results), 0)
+        # Not those of models whose responses are not measured, as no attainment is not 0.
+        models = {model for model, _ in counted.slo_results}
+        attained = dict.fromkeys(((model, missed) for model in models for missed in _MISSED), 0)
         attained |= counted.slo_results
         yield _build_counter("slo", "Answers by what they missed", attained, "model", "missed")
         target = GaugeMetricFamily(
