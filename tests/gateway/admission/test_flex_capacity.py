@@ -1,0 +1,117 @@
+"""How many requests of the tier flex may run, and when one may start."""
+
+import math
+
+import pytest
+
+from cleave.gateway.admission import flex_capacity
+from cleave.gateway.admission.flex_capacity import (
+    INITIAL_LIMIT,
+    MAX_KV_USAGE,
+    SETTLE_S,
+    FlexWindow,
+    has_idle_capacity,
+)
+
+TARGET_S = 0.05
+
+
+def fill(window: FlexWindow) -> None:
+    while window.is_open:
+        window.start()
+
+
+def finish_round(window: FlexWindow, now: float) -> None:
+    """All that run end, and each is followed by as many as may run."""
+    for _ in range(window.num_running):
+        window.finish(now)
+        fill(window)
+
+
+@pytest.mark.parametrize(
+    ("backlog", "usage", "may"),
+    [
+        (0, 0.0, True),
+        (512, MAX_KV_USAGE, True),
+        (513, 0.0, False),
+        (0, MAX_KV_USAGE + 0.01, False),
+        (math.inf, 0.0, False),
+    ],
+)
+def test_a_request_starts_where_little_waits_and_kv_is_free(backlog, usage, may) -> None:
+    assert has_idle_capacity(backlog, 512, usage) is may
+
+
+def test_twice_as_many_run_after_each_round_without_harm() -> None:
+    window, numbers = FlexWindow(), []
+    fill(window)
+    for second in range(4):
+        numbers.append(window.num_running)
+        finish_round(window, float(second))
+    assert numbers == [4, 8, 16, 32]
+
+
+def test_fewer_requests_than_may_run_raise_no_limit() -> None:
+    window = FlexWindow()
+    for second in range(10):
+        window.start()
+        window.finish(float(second))
+    assert window.limit == INITIAL_LIMIT
+
+
+def test_a_stream_near_its_target_halves_the_number_once() -> None:
+    window = FlexWindow()
+    fill(window)
+    window.observe_stream(5.0, 0.81 * TARGET_S, TARGET_S, 10.0)
+    assert (window.limit, window.is_open) == (2.0, False)
+    # Streams that ran beside all four say nothing of two.
+    window.observe_stream(5.0, 2 * TARGET_S, TARGET_S, 10.5)
+    window.finish(11.0)
+    window.observe_stream(10.9, 2 * TARGET_S, TARGET_S, 11.0)
+    window.finish(12.0)
+    assert window.limit == 2.0
+    window.observe_stream(12.0 + SETTLE_S, 2 * TARGET_S, TARGET_S, 14.0)
+    assert window.limit == 1.0
+
+
+def test_above_a_number_that_did_harm_at_most_one_more_runs_per_round() -> None:
+    window = FlexWindow()
+    fill(window)
+    window.observe_stream(0.0, 2 * TARGET_S, TARGET_S, 1.0)
+    window.finish(2.0)
+    window.finish(2.0)
+    fill(window)
+    numbers = []
+    for second in range(4, 8):
+        numbers.append(window.num_running)
+        finish_round(window, float(second))
+    assert numbers == [2, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("tpot_s", "target_s"), [(0.79 * TARGET_S, TARGET_S), (1.0, 0.0)])
+def test_streams_that_meet_their_target_or_have_none_change_nothing(tpot_s, target_s) -> None:
+    window = FlexWindow()
+    fill(window)
+    window.observe_stream(0.0, tpot_s, target_s, 1.0)
+    assert window.limit == INITIAL_LIMIT
+
+
+def test_streams_while_none_runs_change_nothing() -> None:
+    window = FlexWindow()
+    window.observe_stream(0.0, 2 * TARGET_S, TARGET_S, 1.0)
+    assert window.limit == INITIAL_LIMIT
+
+
+def test_one_may_always_run_and_the_number_has_a_bound() -> None:
+    window = FlexWindow()
+    for second in range(0, 100, 10):
+        window.start()
+        window.observe_stream(second, 2 * TARGET_S, TARGET_S, float(second))
+        assert window.limit == 1.0
+        window.finish(second + 1.0)
+        assert window.is_open
+    window = FlexWindow()
+    window.limit = flex_capacity.MAX_LIMIT
+    fill(window)
+    finish_round(window, 1.0)
+    assert window.num_running == flex_capacity.MAX_LIMIT
