@@ -4,8 +4,8 @@ Called by requests at their start and end; the sweeper expires what waits too lo
 are in `rate_limit`, `fair_queue` and `deadline`; this module combines them. What is hard: queueing
 here is only worth its delay while engines have enough to do, so requests are held back only when
 every instance that could compute the prompt has a good batch waiting. Without tenants and without
-`late: Refuse` there is no queue, and requests skip this module, except those of the tier flex, which
-wait for idle capacity (`flex_lanes`).
+`late: Refuse` there is no queue, and requests skip this module, except those of the tier flex,
+which wait for idle capacity (`flex_lanes`).
 """
 
 import asyncio

@@ -15,9 +15,9 @@ BACKLOG_LIMIT_TOKENS = 512.0
 """Prompt tokens in the shortest queue up to which a request may start there: a quarter of the size
 at which prefill saturates (Splitwise, section IV-B)."""
 TTFT_SHARE = 0.1
-"""Share of the TTFT target that these tokens may take, once the gateway knows how long they take."""
+"""Share of the TTFT target that these tokens may take, once it is known how long they take."""
 MAX_KV_USAGE = 0.75
-"""Used share of the KV up to which a request may start: others and running outputs need the rest."""
+"""Used share of the KV up to which a request may start; others and growing outputs get the rest."""
 INITIAL_LIMIT = 4.0
 MAX_LIMIT = 4_096.0
 NEAR_SHARE = 0.8
@@ -43,8 +43,8 @@ class FlexWindow:
         self._slow_from = math.inf
         """Limit above which it grows slowly, as it was too high once."""
         self._settled_at = -math.inf
-        """Seconds; streams that began later ran beside at most `limit` requests. Infinite while more
-        run, after a decrease."""
+        """Seconds; streams that began later ran beside at most `limit` requests. Infinite after a
+        decrease, while more run."""
 
     @property
     def is_open(self) -> bool:

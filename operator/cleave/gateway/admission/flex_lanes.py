@@ -27,7 +27,7 @@ class FlexLanes:
     """The requests of the tier flex of one gateway process."""
 
     def __init__(self, registry: InstanceRegistry, max_wait_s: float, tpot_target_s: float) -> None:
-        """`max_wait_s`: of a request for idle capacity; `tpot_target_s`: of other streams; 0: none."""
+        """`max_wait_s`: for idle capacity. `tpot_target_s`: of other streams; 0: none."""
         self.is_active = False
         """Whether any request waits or runs: then `observe_stream` must be called."""
         self._registry = registry
@@ -45,8 +45,8 @@ class FlexLanes:
     def start_or_queue(
         self, waiter: Waiter, ticket: AdmissionTicket, now: float, limit_tokens: float
     ) -> None:
-        """Let a request start, or queue it. `limit_tokens`: as of `has_idle_capacity`; 0: requests of
-        other tiers wait."""
+        """Let a request start, or queue it. `limit_tokens`: that of `has_idle_capacity`; 0: others
+        wait, of other tiers."""
         self.is_active = True
         lane, tenant = self._lanes[ticket.model], ticket.tenant
         if not len(lane.queue) and self._may_start(lane, ticket.model, limit_tokens):
@@ -121,8 +121,8 @@ class FlexLanes:
 
 
 def _measure_kv_usage(instance: RoutedInstance) -> float:
-    """Used share of the KV of an instance that generates tokens, with what runs there by now; 1 if
-    requests wait in the engine, or if it takes none. Prefill instances hold KV only for a moment."""
+    """Used share of the KV of an instance that generates tokens; 1 if requests wait in its engine,
+    or if it takes none. Prefill instances hold KV for a moment only."""
     is_decoding = instance.registration.role != ROLE_PREFILL
     if not is_decoding or not instance.selectable or instance.load.num_waiting:
         return 1.0

@@ -1,4 +1,4 @@
-"""A request in admission control, from its start to its end. Used by the controller and its queues."""
+"""A request in admission control, from its start to its end. Used by controller and queues."""
 
 from typing import Protocol
 

@@ -112,9 +112,10 @@ class GatewayMetrics:
 
     __slots__ = (
         "audits", "canaries", "canary_seconds", "dispatches", "flex_in_flight", "flex_requests",
-        "flex_tokens", "flex_waiting", "flips", "handoffs", "in_flight", "keys_stale", "models", "processes", "recoveries", "rejections", "requests", "restarts",
-        "retries", "retries_delayed", "slo", "slo_results", "spans", "streams", "suspects",
-        "tenant_tokens", "tenants", "waiting",
+        "flex_tokens", "flex_waiting", "flips", "handoffs", "in_flight", "keys_stale", "models",
+        "processes", "recoveries", "rejections", "requests", "restarts", "retries",
+        "retries_delayed", "slo", "slo_results", "spans", "streams", "suspects", "tenant_tokens",
+        "tenants", "waiting",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
