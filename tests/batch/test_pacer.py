@@ -33,16 +33,16 @@ def test_the_limit_of_the_user_holds() -> None:
 def test_refusals_of_one_round_halve_the_number_once() -> None:
     pacer = make_pacer()
     for _ in range(int(INITIAL_LIMIT)):
-        pacer.back_off(1.0, 2.0, retry_after_s=1.0)
+        pacer.reduce(1.0, 2.0, retry_after_s=1.0)
     assert pacer.limit == INITIAL_LIMIT / 2
-    pacer.back_off(3.0, 4.0, retry_after_s=1.0)
+    pacer.reduce(3.0, 4.0, retry_after_s=1.0)
     assert pacer.limit == INITIAL_LIMIT / 4
 
 
 def test_one_request_is_always_tried() -> None:
     pacer = make_pacer()
     for second in range(20):
-        pacer.back_off(second, second + 0.5, retry_after_s=1.0)
+        pacer.reduce(second, second + 0.5, retry_after_s=1.0)
     assert pacer.limit == 1.0
     assert pacer.may_start(1_000.0)
 
@@ -50,7 +50,7 @@ def test_one_request_is_always_tried() -> None:
 @pytest.mark.parametrize("retry_after_s", [1.0, 5.0, 1_000.0])
 def test_no_request_is_sent_before_the_gateway_asks_for_it(retry_after_s) -> None:
     pacer = make_pacer()
-    delay_s = pacer.back_off(1.0, 2.0, retry_after_s)
+    delay_s = pacer.reduce(1.0, 2.0, retry_after_s)
     least = min(retry_after_s, MAX_DELAY_S)
     assert least <= delay_s <= least * (1 + SPREAD)
     assert not pacer.may_start(2.0 + least * 0.99)
@@ -59,8 +59,8 @@ def test_no_request_is_sent_before_the_gateway_asks_for_it(retry_after_s) -> Non
 
 def test_without_a_request_for_a_delay_it_doubles_up_to_a_bound() -> None:
     pacer = make_pacer()
-    delays = [pacer.back_off(at, at + 0.5, None) for at in range(10)]
+    delays = [pacer.reduce(at, at + 0.5, None) for at in range(10)]
     assert all(2**n <= delay <= 2**n * (1 + SPREAD) for n, delay in enumerate(delays[:6]))
     assert max(delays) <= MAX_DELAY_S * (1 + SPREAD)
     pacer.grow()
-    assert pacer.back_off(20.0, 21.0, None) <= 1 + SPREAD
+    assert pacer.reduce(20.0, 21.0, None) <= 1 + SPREAD

@@ -7,7 +7,7 @@ from cleave.batch.reply import (
     Reply,
     Usage,
     Verdict,
-    judge,
+    classify_reply,
     read_error_code,
     read_retry_after,
     read_usage,
@@ -37,7 +37,7 @@ SUSPECT = b'{"error": {"code": "suspect_request", "message": ""}}'
     ids=str,
 )
 def test_a_verdict_follows_from_status_and_tries(reply, num_tries, verdict) -> None:
-    assert judge(reply, num_tries) is verdict
+    assert classify_reply(reply, num_tries) is verdict
 
 
 @pytest.mark.parametrize(

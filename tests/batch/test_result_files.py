@@ -6,7 +6,7 @@ import os
 import pytest
 
 from cleave.batch import result_files
-from cleave.batch.batch_file import BatchLine, digest_id
+from cleave.batch.batch_file import BatchLine, hash_id
 from cleave.batch.result_files import (
     ResultFiles,
     ResultFilesError,
@@ -109,9 +109,9 @@ def test_a_file_of_something_else_is_not_touched(files, text) -> None:
 def test_results_of_another_batch_are_noticed(files, tmp_path) -> None:
     files.output.write_bytes(answer(A) + answer(B))
     with files:
-        files.check_belongs({digest_id("a"), digest_id("b")}, tmp_path / "batch")
+        files.check_belongs({hash_id("a"), hash_id("b")}, tmp_path / "batch")
         with pytest.raises(ResultFilesError, match="hold 1 results of requests that are not in"):
-            files.check_belongs({digest_id("a")}, tmp_path / "batch")
+            files.check_belongs({hash_id("a")}, tmp_path / "batch")
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path) -> None:

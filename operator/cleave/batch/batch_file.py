@@ -45,7 +45,7 @@ class BatchLine:
     @property
     def request_id(self) -> str:
         """The same in each run, for logs of the gateway and the results."""
-        return f"batch_req_{digest_id(self.custom_id)[:12].hex()}"
+        return f"batch_req_{hash_id(self.custom_id)[:12].hex()}"
 
 
 class _Line(msgspec.Struct):
@@ -59,7 +59,7 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def digest_id(custom_id: str) -> bytes:
+def hash_id(custom_id: str) -> bytes:
     """What is kept of a custom_id: 16 bytes."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
@@ -80,7 +80,7 @@ def check_batch(path: Path) -> set[bytes]:
                 except ValueError as error:
                     faults.append(f"{path}: {error}")
                 else:
-                    first = seen.setdefault(digest_id(line.custom_id), number)
+                    first = seen.setdefault(hash_id(line.custom_id), number)
                     if first != number:
                         text = f"custom_id: {line.custom_id!r} stands in line {first} already"
                         faults.append(f"{path}: line {number}: {text}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cleave.batch.batch_file import BatchLine
 from cleave.batch.pacer import Pacer
-from cleave.batch.reply import Reply, Verdict, judge, read_error_code, read_usage
+from cleave.batch.reply import Reply, Verdict, classify_reply, read_error_code, read_usage
 from cleave.batch.result_files import ResultFiles, build_error_line, build_response_line
 
 STOP_GRACE_S = 10.0
@@ -167,13 +167,13 @@ class BatchRun:
         self._progress.num_running = len(self._tasks)
         sent_at = clock()
         reply = await self._send(line)
-        verdict = judge(reply, request.num_tries + 1)
+        verdict = classify_reply(reply, request.num_tries + 1)
         if verdict is Verdict.UNAUTHORIZED:
             raise UnauthorizedError(f"status {reply.status}: no valid API key")
         if verdict is Verdict.REFUSED:
             self._progress.num_refusals += 1
             self._progress.obstacle = reply.fault or f"status {reply.status}"
-            delay_s = pacer.back_off(sent_at, clock(), reply.retry_after_s)
+            delay_s = pacer.reduce(sent_at, clock(), reply.retry_after_s)
             heapq.heappush(self._again, (clock() + delay_s, line.number, request))
             return
         pacer.grow()

@@ -38,7 +38,7 @@ class Pacer:
         self.num_running += 1
 
     def finish(self) -> None:
-        """A request has ended, in any way; `grow` or `back_off` follows, or neither."""
+        """A request has ended, in any way; `grow` or `reduce` follows, or neither."""
         self.num_running -= 1
 
     def grow(self) -> None:
@@ -46,7 +46,7 @@ class Pacer:
         self._num_refused = 0
         self.limit = min(self.limit + 1.0 / self.limit, float(self._max_running))
 
-    def back_off(self, sent_at: float, now: float, retry_after_s: float | None) -> float:
+    def reduce(self, sent_at: float, now: float, retry_after_s: float | None) -> float:
         """A request was refused; the delay, in seconds, after which it may be sent again.
         `retry_after_s`: what the gateway asks for; None: 1 s, twice as long each time."""
         if sent_at > self._decreased_at:

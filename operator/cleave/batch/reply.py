@@ -58,11 +58,11 @@ class Usage(msgspec.Struct, frozen=True):
     output_tokens: int = 0
 
 
-class _Answer(msgspec.Struct):
+class _CountedAnswer(msgspec.Struct):
     usage: Usage | None = None
 
 
-def judge(reply: Reply, num_tries: int) -> Verdict:
+def classify_reply(reply: Reply, num_tries: int) -> Verdict:
     """What to do after the answer to the `num_tries`-th try, refusals not counted."""
     if 200 <= reply.status < 300:
         return Verdict.SUCCEEDED
@@ -88,7 +88,7 @@ def read_error_code(body: bytes) -> str:
 def read_usage(body: bytes) -> Usage:
     """The tokens of an answer; zeros if it does not count them."""
     try:
-        return msgspec.json.decode(body, type=_Answer).usage or Usage()
+        return msgspec.json.decode(body, type=_CountedAnswer).usage or Usage()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Usage()
 

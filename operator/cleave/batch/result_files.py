@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from cleave.batch.batch_file import MAX_LINE_BYTES, BatchLine, digest_id
+from cleave.batch.batch_file import MAX_LINE_BYTES, BatchLine, hash_id
 
 MAX_RESULT_BYTES = 4 * MAX_LINE_BYTES
 """Of a line of results."""
@@ -24,7 +24,7 @@ class ResultFilesError(RuntimeError):
     """A file cannot be used, or not be written to."""
 
 
-class _Response(msgspec.Struct):
+class _RecordedResponse(msgspec.Struct):
     status_code: int
     request_id: str
     body: msgspec.Raw
@@ -38,7 +38,7 @@ class _Error(msgspec.Struct):
 class _Result(msgspec.Struct):
     id: str
     custom_id: str
-    response: _Response | None
+    response: _RecordedResponse | None
     error: _Error | None
 
 
@@ -58,7 +58,7 @@ def build_response_line(line: BatchLine, status: int, request_id: str, body: byt
         compact = msgspec.json.format(body, indent=-1)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         compact = _encode(body.decode("utf-8", "replace"))
-    response = _Response(status, request_id, msgspec.Raw(compact))
+    response = _RecordedResponse(status, request_id, msgspec.Raw(compact))
     return _encode(_Result(line.request_id, line.custom_id, response, None)) + b"\n"
 
 
@@ -101,7 +101,7 @@ class ResultFiles:
 
     def is_done(self, custom_id: str) -> bool:
         """Whether a request has its result."""
-        return digest_id(custom_id) in self._done
+        return hash_id(custom_id) in self._done
 
     def check_belongs(self, known: Collection[bytes], batch: Path) -> None:
         """Check that all results are of requests with these digests. Raises ResultFilesError."""
@@ -121,7 +121,7 @@ class ResultFiles:
         except OSError as error:
             os.ftruncate(fd, end)
             raise ResultFilesError(f"{path}: {error.strerror}") from None
-        self._done.add(digest_id(line.custom_id))
+        self._done.add(hash_id(line.custom_id))
         if succeeded:
             self.num_succeeded += 1
         else:
@@ -151,7 +151,7 @@ class ResultFiles:
                 number += 1
                 end += len(raw)
                 try:
-                    self._done.add(digest_id(_decode_identified(raw).custom_id))
+                    self._done.add(hash_id(_decode_identified(raw).custom_id))
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     fault = f"line {number} is not a result of a batch: name another file"
                     raise ResultFilesError(f"{path}: {fault}") from None
