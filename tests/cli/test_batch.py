@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cleave.cli.main import app
 
@@ -233,3 +234,28 @@ def test_a_pipe_cannot_be_read_twice(cli, tmp_path) -> None:
     result = cli.invoke(app, ["batch", str(tmp_path / "pipe")])
     assert result.exit_code == 2
     assert "must be a regular file, as it is read twice" in result.stderr
+
+
+def test_the_example_of_a_job_runs_the_command_on_its_volume(cli, gateway, tmp_path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "batch-job.yaml"
+    claim, job = yaml.safe_load_all(example.read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (mount,) = container["volumeMounts"]
+    (volume,) = pod["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    program, *words = [*container["command"], *container["args"]]
+    assert program == "cleave"
+    assert "http://chat-gateway:80" in words
+    requests = write_requests(tmp_path / "requests.jsonl", 3)
+    words = [word.replace("http://chat-gateway:80", gateway.url) for word in words]
+    words = [word.replace(mount["mountPath"], str(tmp_path)) for word in words]
+    result = cli.invoke(app, words)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["output_file"] == str(requests.with_suffix(".output.jsonl"))
+    security = container["securityContext"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert (security["allowPrivilegeEscalation"], security["capabilities"]) == (
+        False,
+        {"drop": ["ALL"]},
+    ), "as the profile `restricted` demands"
