@@ -1,7 +1,7 @@
 """Latency of interactive streams without a batch, beside one, and beside the same requests sent as
 ordinary ones, on emulated engines.
 
-README.md says how to read it. Exit code 1: a stream failed, or no request of the batch was answered.
+README.md says how to read it. Exit code 1: a stream failed, or the batch got no answer.
 """
 
 import argparse
