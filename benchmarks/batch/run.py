@@ -32,7 +32,7 @@ UP_S = 120
 NUM_REQUESTS = 20_000
 """Of the batch, more than can be answered: it is stopped."""
 OUTPUT_TOKENS = 64
-RAMP_S = 10.0
+RAMP_S = 8.0
 """From the start of a batch to the first stream that is measured."""
 CASES = {"alone": "", "beside a batch": "flex", "beside ordinary requests": "default"}
 """Tier of the batch by case; empty: there is none."""
@@ -61,6 +61,7 @@ def main() -> int:
                 with batch as counted:
                     streams = asyncio.run(measure(deployment.url, options.rate, seconds))
                 rows.append({"case": case, **summarize(streams), **counted})
+                print(rows[-1], file=sys.stderr, flush=True)
     result_table.show({"interactive streams": rows}, options.output, 130, format_cell)
     return 0 if rows[1]["batch req/s"] else 1
 

@@ -11,6 +11,7 @@ from cleave.gateway.admission.flex_capacity import (
     SETTLE_S,
     FlexWindow,
     has_idle_capacity,
+    has_seats,
 )
 
 TARGET_S = 0.05
@@ -40,6 +41,14 @@ def finish_round(window: FlexWindow, now: float) -> None:
 )
 def test_a_request_starts_where_little_waits_and_kv_is_free(backlog, usage, may) -> None:
     assert has_idle_capacity(backlog, 512, usage) is may
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "has"),
+    [(0, 0, True), (0, 1, True), (0, 2, False), (64, 5, True), (64, 6, False)],
+)
+def test_a_few_requests_wait_for_their_kv_and_not_for_seats(running, waiting, has) -> None:
+    assert has_seats(running, waiting) is has
 
 
 def test_twice_as_many_run_after_each_round_without_harm() -> None:

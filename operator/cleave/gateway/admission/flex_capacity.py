@@ -18,6 +18,8 @@ TTFT_SHARE = 0.1
 """Share of the TTFT target that these tokens may take, once it is known how long they take."""
 MAX_KV_USAGE = 0.75
 """Used share of the KV up to which a request may start; others and growing outputs get the rest."""
+WAITING_SHARE = 1 / 16
+"""Requests that may wait in an engine, of those that run there, and one more: whose KV arrives."""
 INITIAL_LIMIT = 4.0
 MAX_LIMIT = 4_096.0
 NEAR_SHARE = 0.8
@@ -30,6 +32,12 @@ def has_idle_capacity(backlog_tokens: float, limit_tokens: float, kv_usage: floa
     """Whether a request of this tier may start. `backlog_tokens`: prompt tokens in the shortest
     queue, at most `limit_tokens` of them; `kv_usage`: used share of the emptiest KV, 0..1."""
     return backlog_tokens <= limit_tokens and kv_usage <= MAX_KV_USAGE
+
+
+def has_seats(num_running: int, num_waiting: int) -> bool:
+    """Whether an engine with these requests lets none wait for a seat. Those whose KV is on its way
+    wait as well, a few at a time."""
+    return num_waiting <= 1 + WAITING_SHARE * num_running
 
 
 class FlexWindow:

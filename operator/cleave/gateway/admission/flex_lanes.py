@@ -6,7 +6,7 @@ keeps the queues. A request of another tier never waits for one of these.
 
 import math
 
-from cleave.gateway.admission.flex_capacity import FlexWindow, has_idle_capacity
+from cleave.gateway.admission.flex_capacity import FlexWindow, has_idle_capacity, has_seats
 from cleave.gateway.admission.ticket import AdmissionTicket, TicketQueue, Waiter
 from cleave.router.instance import RoutedInstance
 from cleave.router.registry import InstanceRegistry
@@ -121,9 +121,10 @@ class FlexLanes:
 
 
 def _measure_kv_usage(instance: RoutedInstance) -> float:
-    """Used share of the KV of an instance that generates tokens; 1 if requests wait in its engine,
-    or if it takes none. Prefill instances hold KV for a moment only."""
-    is_decoding = instance.registration.role != ROLE_PREFILL
-    if not is_decoding or not instance.selectable or instance.load.num_waiting:
+    """Used share of the KV of an instance that generates tokens; 1 if requests wait for a seat in
+    its engine, or if it takes none. Prefill instances hold KV for a moment only."""
+    load = instance.load
+    is_decoding = instance.registration.role != ROLE_PREFILL and instance.selectable
+    if not is_decoding or not has_seats(load.num_running, load.num_waiting):
         return 1.0
     return instance.in_flight.resident.pending / instance.kv_tokens
