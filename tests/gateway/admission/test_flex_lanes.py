@@ -1,7 +1,16 @@
 """Requests of the tier flex at a real gateway: they fill what is idle, and count apart."""
 
+import asyncio
+import json
+import random
+from collections import Counter
+
 import pytest
 
+from cleave.batch.batch_client import make_client
+from cleave.batch.batch_file import check_batch, read_lines
+from cleave.batch.batch_run import BatchProgress, BatchRun
+from cleave.batch.result_files import ResultFiles
 from cleave.gateway.admission.flex_capacity import INITIAL_LIMIT
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -135,4 +144,39 @@ async def test_limits_of_a_tenant_hold(make_stage, tmp_path) -> None:
     refused = await stage.ask(FLEX, **headers)
     assert (refused.status, refused.error["code"]) == (429, "tenant_queue_full")
     first.close()
+    await stage.until_idle()
+
+
+async def test_a_batch_runs_beside_streams_and_each_request_is_answered_once(
+    make_fleet, tmp_path
+) -> None:
+    stage, _ = await make_fleet({"p": "prefill", "d": "decode"})
+    batch = tmp_path / "batch.jsonl"
+    lines = [
+        {"custom_id": f"c{at}", "url": "/v1/completions", "body": ASK | {"prompt": f"number {at}"}}
+        for at in range(60)
+    ]
+    batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    progress = BatchProgress(len(check_batch(batch)))
+    client = make_client(f"http://127.0.0.1:{stage.gateway.port}", None, 60.0)
+    with ResultFiles(tmp_path / "out", tmp_path / "err") as files:
+        run = BatchRun(
+            read_lines(batch),
+            files,
+            client.send,
+            progress,
+            max_running=16,
+            rng=random.Random(1),
+        )
+        running = asyncio.create_task(run.run(60.0))
+        streams = [await stage.ask(ASK | {"stream": True}) for _ in range(10)]
+        await running
+    assert {stream.status for stream in streams} == {200}
+    results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert Counter(each["custom_id"] for each in results) == Counter(f"c{n}" for n in range(60))
+    assert all(each["response"]["body"]["usage"]["completion_tokens"] for each in results)
+    assert (progress.num_left, progress.num_failed) == (0, 0)
+    metrics = stage.context.metrics
+    assert (metrics.flex_requests["m", "ok"], metrics.requests["m", "ok"]) == (60, 10)
+    assert metrics.handoffs["used"] >= 60, "requests of a batch are split, too"
     await stage.until_idle()
