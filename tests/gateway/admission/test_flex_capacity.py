@@ -1,6 +1,7 @@
 """How many requests of the tier flex may run, and when one may start."""
 
 import math
+import random
 
 import pytest
 
@@ -124,3 +125,65 @@ def test_one_may_always_run_and_the_number_has_a_bound() -> None:
     fill(window)
     finish_round(window, 1.0)
     assert window.num_running == flex_capacity.MAX_LIMIT
+
+
+class Engine:
+    """Generates a token of each request in an iteration, which takes longer the more there are, and
+    runs as many requests of the tier as the window allows."""
+
+    def __init__(self, rng: random.Random, rate: float) -> None:
+        self.window = FlexWindow()
+        self.now = 0.0
+        self.tpots: list[float] = []
+        """Of finished streams of other tiers."""
+        self.most: list[int] = []
+        """Requests of the tier that ran, by iteration."""
+        self._rng = rng
+        self._rate = rate
+        self._next_at = rng.expovariate(rate)
+        self._flex: list[int] = []
+        """Tokens that are left."""
+        self._others: list[list[float]] = []
+        """(tokens that are left, when it began) of streams."""
+
+    def iterate(self) -> None:
+        """One iteration."""
+        while self.window.is_open:
+            self.window.start()
+            self._flex.append(self._rng.randint(32, 128))
+        while self._next_at <= self.now:
+            self._others.append([64, self.now])
+            self._next_at += self._rng.expovariate(self._rate)
+        self.most.append(len(self._flex))
+        self.now += compute_iteration_s(len(self._flex) + len(self._others))
+        self._flex = [left - 1 for left in self._flex]
+        for _ in range(self._flex.count(0)):
+            self.window.finish(self.now)
+        self._flex = [left for left in self._flex if left]
+        for stream in self._others:
+            stream[0] -= 1
+            if not stream[0]:
+                tpot_s = (self.now - stream[1]) / 64
+                self.tpots.append(tpot_s)
+                self.window.observe_stream(stream[1], tpot_s, TARGET_S, self.now)
+        self._others = [stream for stream in self._others if stream[0]]
+
+
+def compute_iteration_s(num_requests: int) -> float:
+    return 0.010 + 0.000_5 * num_requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rate", [0.5, 2.0, 8.0])
+def test_others_keep_their_target_while_much_of_what_is_idle_is_used(seed, rate) -> None:
+    engine = Engine(random.Random(seed), rate)
+    while engine.now < 600.0:
+        engine.iterate()
+    tpots = sorted(engine.tpots)
+    met = sum(tpot <= TARGET_S for tpot in tpots) / len(tpots)
+    # So many requests keep the mark of 80 % on their own.
+    allowed = next(n for n in range(1_000) if compute_iteration_s(n + 1) > 0.8 * TARGET_S)
+    others = 64 * rate * sum(tpots) / len(tpots)
+    used = sum(engine.most) / len(engine.most)
+    assert met >= 0.98
+    assert 0.5 <= used / (allowed - others) <= 1.1
