@@ -76,8 +76,8 @@ def test_messages_say_what_a_chat_says(
         "system": SYSTEM,
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": TOKENS,
-        "temperature": 0,
-        "extra_body": {"ignore_eos": True},
+        # A field that this SDK does not know any more.
+        "extra_body": {"temperature": 0, "ignore_eos": True},
     }
     raw = anthropic_client.messages.with_raw_response.create(**fields)
     assert "x-cleave-prefill" in raw.headers, "two instances made it"
