@@ -11,8 +11,16 @@ def make_pacer(max_running: int = 100) -> Pacer:
     return Pacer(max_running, random.Random(1))
 
 
-def test_one_more_is_sent_after_each_round_of_answers() -> None:
+def test_twice_as_many_are_sent_after_a_round_until_one_is_refused() -> None:
     pacer = make_pacer()
+    for _ in range(int(INITIAL_LIMIT)):
+        pacer.grow()
+    assert pacer.limit == 2 * INITIAL_LIMIT
+
+
+def test_after_a_refusal_one_more_is_sent_after_each_round_of_answers() -> None:
+    pacer = make_pacer()
+    pacer.reduce(1.0, 2.0, retry_after_s=1.0)
     before = pacer.limit
     for _ in range(int(before)):
         pacer.start()

@@ -1,9 +1,9 @@
 """How many requests of a batch are sent at a time. Pure; time and randomness are passed in.
 
 Used by `batch_run`. The gateway lets requests of a batch wait for idle capacity and refuses those
-beyond what its queue takes. So the number here only has to keep that queue filled: it grows by one
-with each round of answers, and halves when the gateway refuses (additive increase, multiplicative
-decrease).
+beyond what its queue takes. So the number here only has to keep that queue filled: it doubles with
+each round of answers until the gateway refuses one, halves then, and from there grows by one each
+round (additive increase, multiplicative decrease, as of TCP).
 """
 
 import random
@@ -28,6 +28,7 @@ class Pacer:
         self._num_refused = 0
         """Refusals since the latest answer, those of one round counted once."""
         self._decreased_at = -1.0
+        self._has_decreased = False
 
     def may_start(self, now: float) -> bool:
         """Whether one more request may be sent."""
@@ -44,7 +45,8 @@ class Pacer:
     def grow(self) -> None:
         """A request was answered."""
         self._num_refused = 0
-        self.limit = min(self.limit + 1.0 / self.limit, float(self._max_running))
+        step = 1.0 / self.limit if self._has_decreased else 1.0
+        self.limit = min(self.limit + step, float(self._max_running))
 
     def reduce(self, sent_at: float, now: float, retry_after_s: float | None) -> float:
         """A request was refused; the delay, in seconds, after which it may be sent again.
@@ -52,7 +54,7 @@ class Pacer:
         if sent_at > self._decreased_at:
             # Requests that were sent before say nothing about the smaller number.
             self.limit = max(1.0, self.limit / 2)
-            self._decreased_at = now
+            self._decreased_at, self._has_decreased = now, True
             self._num_refused += 1
         delay_s = 2.0 ** (self._num_refused - 1) if retry_after_s is None else retry_after_s
         delay_s = min(delay_s, MAX_DELAY_S) * (1 + SPREAD * self._rng.random())
