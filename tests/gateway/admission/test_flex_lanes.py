@@ -124,9 +124,10 @@ async def test_an_unknown_model_is_refused_at_once(single) -> None:
     await single.until_idle()
 
 
-async def test_responses_pass_the_tier_on(single) -> None:
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
+async def test_other_apis_have_the_tier_as_well(single, path) -> None:
     body = {"model": "m", "input": "hello", "service_tier": "flex"}
-    response = await single.ask(body, "/v1/responses")
+    response = await single.ask(body, path)
     assert response.status == 200
     assert single.context.metrics.flex_requests == {("m", "ok"): 1}
 
