@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MODULES = {
     "gateway": "context",
-    "gateway.admission": "api_keys controller deadline fair_queue rate_limit",
+    "gateway.admission": "api_keys controller deadline fair_queue rate_limit ticket",
     "gateway.app": "client_connection cors handlers",
     "gateway.failover": "retry_policy",
     "gateway.http": (

@@ -133,6 +133,11 @@ def test_small_images_start_empty_and_import_their_programs_at_the_build(target)
     assert re.search(r'"-m", "([\w.]+)"', command)[1] in collected.split()
 
 
+def test_the_gateways_image_holds_the_command_line_for_jobs() -> None:
+    (collected,) = [line for line in stages()["root-gateway"][1] if "collect_root" in line]
+    assert "cleave.cli.main" in collected.split()
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_images_name_their_version_revision_and_licence(target) -> None:
     labels = " ".join(line for line in lineage(target) if line.startswith("LABEL"))

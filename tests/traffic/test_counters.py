@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from cleave.gateway.metrics.gateway_metrics import (
     GatewayCollector,
     GatewayMetrics,
     SloTargets,
+    record_flex,
 )
 from cleave.traffic.counters import (
     Buckets,
@@ -47,6 +49,15 @@ def answer(metrics: GatewayMetrics, model: str, ttft_s: float, missed: str = "")
 @pytest.fixture
 def metrics() -> GatewayMetrics:
     return GatewayMetrics(SloTargets(0.4, 0.04))
+
+
+def test_requests_of_the_tier_flex_are_read_apart(metrics: GatewayMetrics) -> None:
+    answer(metrics, "m", 0.15)
+    before = parse_metrics_page(write_page(metrics), 1.0)
+    record_flex(metrics, "m", "", "ok", 100, 20)
+    after = parse_metrics_page(write_page(metrics), 1.0)
+    assert (before.flex_tokens, after.flex_tokens) == (0, 120)
+    assert replace(after, flex_tokens=0) == before, "nothing else counts them"
 
 
 def test_a_gateways_page_is_read_as_it_is_written(metrics: GatewayMetrics) -> None:

@@ -54,6 +54,16 @@ def test_joined_windows_are_as_one_look_over_both() -> None:
     assert join_windows([each for each in apart if each]) == compute_window(BEFORE, later)
 
 
+def test_tokens_of_the_tier_flex_are_compared_with_all_others() -> None:
+    lengths = Buckets((math.inf,), (2.0,), 100.0)
+    later = replace(AFTER, prompts=lengths, outputs=lengths, flex_tokens=50)
+    window = compute_window(BEFORE, later)
+    assert window is not None
+    assert (window.flex_share, window.num_requests) == (0.25, 36)
+    assert TrafficWindow(0.0, 1.0, 0.0).flex_share == 0.0
+    assert TrafficWindow(0.0, 1.0, 0.0, flex_tokens=1).flex_share == math.inf
+
+
 def serve(*counts: tuple[float, float]) -> tuple[TrafficWindow, ...]:
     """Of requests that came and that ended in each quarter of a minute."""
     return tuple(

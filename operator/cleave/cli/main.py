@@ -15,6 +15,7 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from cleave import distribution
+from cleave.cli.batch import batch
 from cleave.cli.components import PASSTHROUGH_SETTINGS, gateway, operator
 from cleave.cli.local.demo import demo
 from cleave.cli.local.down import down
@@ -106,6 +107,7 @@ _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run on this machine": (demo, up, status, top, logs, down),
     "Plan capacity": (plan, simulate, provision, workload, profile),
     "Check manifests": (validate, render, rollout),
+    "Send requests": (batch,),
 }
 """Commands by the heading under which `cleave --help` lists them."""
 for heading, commands in _GROUPS.items():

@@ -246,6 +246,9 @@ class GatewayServer:
                     client.check_deadline(now)
                 context.admission.expire_waiting(now)
             context.metrics.waiting = sum(context.admission.count_waiting().values())
+            flex = context.admission.flex
+            context.metrics.flex_waiting = flex.count_waiting()
+            context.metrics.flex_in_flight = context.metrics.flex_waiting + flex.count_running()
             context.publish_process_state(now)
             context.expire_pools(now)
 

@@ -18,7 +18,9 @@ from prometheus_client.samples import Sample
 _PREFIX = "cleave_gateway_"
 _START = "process_start_time_seconds"
 _REFUSED_OUTCOME = "refused"
-_TOTALS = ("prompt_tokens", "output_tokens", "shed", "retries", "recoveries", "flips")
+_TOTALS = (
+    "prompt_tokens", "output_tokens", "flex_tokens", "shed", "retries", "recoveries", "flips",
+)  # fmt: skip
 """Counters of the page with these names."""
 _HISTOGRAMS = ("ttft_seconds", "tpot_seconds", "request_prompt_tokens", "request_output_tokens")
 _OTHERS = ("requests_total", "requests_in_flight", "requests_waiting", "slo_")
@@ -113,6 +115,8 @@ class GatewayCounters:
     """Completed requests, except those rejected before they reached a model."""
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
+    flex_tokens: float = 0.0
+    """Of prompts and outputs of requests that only fill idle capacity, counted nowhere else."""
     measured: float = 0.0
     """Responses that were measured against the targets."""
     attained: float = 0.0

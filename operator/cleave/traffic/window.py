@@ -14,7 +14,7 @@ from itertools import accumulate
 from cleave.traffic.counters import Buckets, GatewayCounters
 
 _EMPTY = Buckets()
-_COUNTERS = ("prompts", "outputs", "ttft", "tpot", "measured", "attained")
+_COUNTERS = ("prompts", "outputs", "ttft", "tpot", "measured", "attained", "flex_tokens")
 _LIFETIME_QUANTILE = 0.9
 _MAX_CHANCE_DEVIATIONS = 3.0
 """Standard deviations by which arrivals and ended requests differ at random."""
@@ -39,6 +39,8 @@ class TrafficWindow:
     """Responses that were measured against the targets."""
     attained: float = 0.0
     """Measured responses that met both targets."""
+    flex_tokens: float = 0.0
+    """Of requests that only fill idle capacity; nothing else here counts these."""
 
     @property
     def start_s(self) -> float:
@@ -62,6 +64,12 @@ class TrafficWindow:
         quantiles = (each.compute_quantile(_LIFETIME_QUANTILE) or 0.0 for each in histograms)
         first_s, token_s, tokens = quantiles
         return first_s + tokens * token_s
+
+    @property
+    def flex_share(self) -> float:
+        """Tokens of requests that only fill idle capacity, relative to those of all others."""
+        tokens = self.prompts.total + self.outputs.total
+        return self.flex_tokens / tokens if tokens else math.inf if self.flex_tokens else 0.0
 
     @property
     def ttft_p50_ms(self) -> float | None:

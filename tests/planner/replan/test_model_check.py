@@ -127,6 +127,18 @@ def test_few_answers_say_nothing() -> None:
     assert found.attainment > 0.9
 
 
+def test_latencies_beside_a_batch_say_nothing_of_the_model() -> None:
+    play = Play(ask("Always"), Correction(2.0, 2.0))
+    windows = play.serve()
+    tokens = sum(each.prompts.total + each.outputs.total for each in windows)
+    for share, is_assessed in ((0.001, True), (1.0, False)):
+        beside = [replace(each, flex_tokens=share * tokens / len(windows)) for each in windows]
+        found = assess(play.problem, play.running, beside)
+        assert (found.error is not None) is is_assessed
+        assert ("share the engines" in found.reason) is not is_assessed
+        assert (found.correction == NO_CORRECTION) is not is_assessed
+
+
 def test_pools_that_lend_are_foreseen_to_lend() -> None:
     play = Play(ask("Always"))
     windows = play.serve(play.problem.demand.with_rate(24.0))

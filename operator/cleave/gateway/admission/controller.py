@@ -4,20 +4,25 @@ Called by requests at their start and end; the sweeper expires what waits too lo
 are in `rate_limit`, `fair_queue` and `deadline`; this module combines them. What is hard: queueing
 here is only worth its delay while engines have enough to do, so requests are held back only when
 every instance that could compute the prompt has a good batch waiting. Without tenants and without
-`late: Refuse` there is no queue, and requests skip this module.
+`late: Refuse` there is no queue, and requests skip this module, except those of the tier flex,
+which wait for idle capacity (`flex_lanes`).
 """
 
 import asyncio
 import math
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Protocol
 
 from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.deadline import FirstTokenModel, predict_ttft_excess_s
-from cleave.gateway.admission.fair_queue import FairQueue, QueueEntry
+from cleave.gateway.admission.flex_capacity import (
+    BACKLOG_LIMIT_TOKENS as FLEX_BACKLOG_TOKENS,
+)
+from cleave.gateway.admission.flex_capacity import TTFT_SHARE as FLEX_TTFT_SHARE
+from cleave.gateway.admission.flex_lanes import FlexLanes
 from cleave.gateway.admission.rate_limit import SharedTenantUsage, TenantLimits, TenantUsage
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
+from cleave.gateway.admission.ticket import AdmissionTicket, TicketQueue, Waiter
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
@@ -32,40 +37,6 @@ MIN_BACKLOG_LIMIT_TOKENS = 1_024.0
 _REFUSE = LateRequestPolicy.REFUSE
 BACKLOG_TTFT_SHARE = 0.5
 """Share of the TTFT target that may be spent waiting at an instance."""
-
-
-class Waiter(Protocol):
-    """A request that needs admission."""
-
-    def admit(self) -> None:
-        """Called when a queued request may go on."""
-
-    def reject(self, error: GatewayError) -> None:
-        """Called when a queued request is refused."""
-
-
-class AdmissionTicket:
-    """A request that was admitted or is queued, until `AdmissionController.release`."""
-
-    __slots__ = (
-        "admitted_at", "arrived_at", "backlog_tokens", "model", "prompt_tokens", "queue_entry",
-        "tenant",
-    )  # fmt: skip
-
-    def __init__(self, tenant: Tenant, model: str, prompt_tokens: int, now: float) -> None:
-        self.tenant = tenant
-        self.model = model
-        self.prompt_tokens = prompt_tokens
-        self.arrived_at = self.admitted_at = now
-        self.backlog_tokens = 0.0
-        """Prompt tokens queued before it at the instance with the shortest queue."""
-        self.queue_entry: QueueEntry[tuple[Waiter, AdmissionTicket]] | None = None
-        """Its entry in the queue; None: it was admitted at once."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it is still queued."""
-        return self.queue_entry is not None and self.queue_entry.item is not None
 
 
 class AdmissionController:
@@ -89,7 +60,8 @@ class AdmissionController:
         self._shared_state = shared_state
         self._num_processes = shared_state.num_processes if shared_state is not None else 1
         self._usage_by_tenant: dict[str, TenantUsage] = {}
-        self._queues: dict[str, FairQueue[tuple[Waiter, AdmissionTicket]]] = {}
+        self._queues: dict[str, TicketQueue] = {}
+        self.flex = FlexLanes(registry, self._max_wait_s, config.tpot_slo_ms / 1_000)
         self._ttft_models: dict[str, FirstTokenModel] = {}
         self._is_admitting = False
         self.has_waiters = asyncio.Event()
@@ -105,30 +77,34 @@ class AdmissionController:
         self.is_disabled = not refuses and not (by_name.keys() - {DEFAULT_TENANT.name})
 
     def admit_or_queue(
-        self, waiter: Waiter, tenant: Tenant, model: str, prompt_tokens: int, now: float
+        self,
+        waiter: Waiter,
+        tenant: Tenant,
+        model: str,
+        prompt_tokens: int,
+        now: float,
+        is_flex: bool = False,
     ) -> AdmissionTicket:
-        """Admit a request, or queue it: `admit` or `reject` follows. Raises GatewayError (429)."""
-        entry = self._registry.models.get(model)
-        if entry is not None and entry.base:
-            # Adapters run on the instances of their base model, so they share its queue.
-            model = entry.base
-        ticket = AdmissionTicket(tenant, model, prompt_tokens, now)
+        """Admit a request, or queue it: `admit` or `reject` follows. Raises GatewayError (429).
+        `is_flex`: it only fills idle capacity."""
+        model = self._to_base(model)
+        # Whether a model exists is the router's to say, at once.
+        ticket = AdmissionTicket(
+            tenant, model, prompt_tokens, now, is_flex and model in self._registry.models
+        )
+        if ticket.is_flex:
+            self._reserve_usage(ticket, self.flex.get_queue(model), now)
+            self.flex.start_or_queue(waiter, ticket, now, self._limit_flex_backlog(model))
+            if ticket.is_waiting:
+                self.has_waiters.set()
+            return ticket
         backlog, instances = self._measure_backlog(model)
         queue = self._queues.get(model)
         if queue is None:
-            queue = self._queues[model] = FairQueue()
+            queue = self._queues[model] = TicketQueue()
         # Connections are spread evenly, so the other processes have queues like this one.
         self._reject_if_late(ticket, backlog + self._num_processes * queue.total_cost / instances)
-        if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._num_processes):
-            message = "too many of its requests wait"
-            raise self._build_rejection(tenant, "tenant_queue_full", message)
-        usage = self._usage_by_tenant.get(tenant.name)
-        if usage is None:
-            usage = self._usage_by_tenant[tenant.name] = self._create_usage(tenant, now)
-        exceeded = usage.acquire(prompt_tokens, now)
-        if exceeded is not None:
-            reason, message = exceeded.reason, exceeded.message
-            raise self._build_rejection(tenant, reason, message, exceeded.retry_after_s)
+        self._reserve_usage(ticket, queue, now)
         ticket.backlog_tokens = backlog
         min_limit = min(MIN_BACKLOG_LIMIT_TOKENS, BACKLOG_LIMIT_TOKENS)
         if len(queue) or (backlog >= min_limit and backlog >= self._compute_backlog_limit(model)):
@@ -154,37 +130,40 @@ class AdmissionController:
         ttft_model.observe(ticket.backlog_tokens + ticket.prompt_tokens, now - ticket.admitted_at)
         self.admit_waiting(ticket.model, now)
 
+    def observe_stream(self, model: str, began_at: float, tpot_s: float, now: float) -> None:
+        """A stream has ended beside requests of the tier flex; `began_at`: its first byte."""
+        self.flex.observe_stream(self._to_base(model), began_at, tpot_s, now)
+
     def release(self, ticket: AdmissionTicket, output_tokens: int, now: float) -> None:
         """A request has ended, was cancelled or failed."""
-        if ticket.queue_entry is not None and ticket.is_waiting:
+        if ticket.is_flex:
+            self.flex.release(ticket, now)
+        elif ticket.queue_entry is not None and ticket.is_waiting:
             self._queues[ticket.model].remove(ticket.queue_entry)
         self._usage_by_tenant[ticket.tenant.name].release(output_tokens, now)
         self.admit_waiting(ticket.model, now)
 
     def admit_waiting(self, model: str, now: float) -> None:
         """Admit queued requests of a model as long as an instance has room."""
-        queue = self._queues.get(model)
-        # By length, because compiled code checks `not queue` for None only. `_is_admitting` stops
-        # the recursion of requests that end as soon as they are admitted.
-        if queue is None or not len(queue) or self._is_admitting:
+        # `_is_admitting` stops the recursion of requests that end as soon as they are admitted.
+        if self._is_admitting:
             return
         self._is_admitting = True
         try:
-            while (backlog := self._measure_backlog(model)[0]) < self._compute_backlog_limit(model):
-                if (queued := queue.pop()) is None:
-                    break
-                waiter, ticket = queued
-                ticket.admitted_at, ticket.backlog_tokens = now, backlog
-                self._record_wait(model, now - ticket.arrived_at)
-                waiter.admit()
+            queue = self._queues.get(model)
+            # By length, because compiled code checks `not queue` for None only.
+            if queue is not None and len(queue):
+                self._admit_from(queue, model, now)
+            if self.flex.is_active:
+                self.flex.start_waiting(model, now, self._limit_flex_backlog(model))
         finally:
             self._is_admitting = False
 
     def admit_all_waiting(self, now: float) -> None:
         """Admit queued requests of all models: other processes' requests end unseen here."""
-        for model in tuple(self._queues):
+        for model in {*self._queues, *self.flex.list_waiting_models()}:
             self.admit_waiting(model, now)
-        if not self.count_waiting():
+        if not self.count_waiting() and not self.flex.count_waiting():
             self.has_waiters.clear()
 
     def expire_waiting(self, now: float) -> None:
@@ -198,10 +177,41 @@ class AdmissionController:
             if not len(queue):
                 # Clients may send any model name, so empty queues are removed.
                 del self._queues[model]
+        for waiter, ticket in self.flex.list_expired(now):
+            message = f"no capacity was idle for {now - ticket.arrived_at:.0f} s"
+            waiter.reject(self._build_rejection(ticket.tenant, "no_idle_capacity", message))
 
     def count_waiting(self) -> dict[str, int]:
-        """Queued requests by model."""
+        """Queued requests by model, except those of the tier flex."""
         return {model: len(queue) for model, queue in self._queues.items() if len(queue)}
+
+    def _to_base(self, model: str) -> str:
+        """The model whose instances and queue an adapter shares; else the same name."""
+        entry = self._registry.models.get(model)
+        return entry.base if entry is not None and entry.base else model
+
+    def _reserve_usage(self, ticket: AdmissionTicket, queue: TicketQueue, now: float) -> None:
+        """Count a request that may have to wait in `queue`. Raises GatewayError (429)."""
+        tenant = ticket.tenant
+        if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._num_processes):
+            message = "too many of its requests wait"
+            raise self._build_rejection(tenant, "tenant_queue_full", message)
+        usage = self._usage_by_tenant.get(tenant.name)
+        if usage is None:
+            usage = self._usage_by_tenant[tenant.name] = self._create_usage(tenant, now)
+        exceeded = usage.acquire(ticket.prompt_tokens, now)
+        if exceeded is not None:
+            reason, message = exceeded.reason, exceeded.message
+            raise self._build_rejection(tenant, reason, message, exceeded.retry_after_s)
+
+    def _admit_from(self, queue: TicketQueue, model: str, now: float) -> None:
+        while (backlog := self._measure_backlog(model)[0]) < self._compute_backlog_limit(model):
+            if (queued := queue.pop()) is None:
+                break
+            waiter, ticket = queued
+            ticket.admitted_at, ticket.backlog_tokens = now, backlog
+            self._record_wait(model, now - ticket.arrived_at)
+            waiter.admit()
 
     def _create_usage(self, tenant: Tenant, now: float) -> TenantUsage:
         if self._shared_state is not None:
@@ -235,6 +245,17 @@ class AdmissionController:
         tokens = ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
         limit = BACKLOG_LIMIT_TOKENS
         return min(max(tokens, MIN_BACKLOG_LIMIT_TOKENS), limit) if tokens else limit
+
+    def _limit_flex_backlog(self, model: str) -> float:
+        """Prompt tokens in the shortest queue up to which a request of the tier flex may start."""
+        queue, ttft_model = self._queues.get(model), self._ttft_models.get(model)
+        if queue is not None and len(queue):
+            return 0.0
+        limit = FLEX_BACKLOG_TOKENS
+        if ttft_model is None or not self._ttft_target_s:
+            return limit
+        tokens = ttft_model.compute_tokens_within(FLEX_TTFT_SHARE * self._ttft_target_s)
+        return min(tokens, limit) if tokens else limit
 
     def _measure_backlog(self, model: str) -> tuple[float, int]:
         """(prompt tokens in the shortest queue of any instance, instances that compute prompts)."""

@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection
 from http import HTTPStatus
 
-from cleave.gateway.admission.controller import AdmissionTicket
 from cleave.gateway.admission.tenants import Tenant
+from cleave.gateway.admission.ticket import AdmissionTicket
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http.completion_request import (
     CompletionRequest,

@@ -87,8 +87,8 @@ class CompletionRequest:
     """A parsed request."""
 
     __slots__ = (
-        "can_disaggregate", "fields", "has_token_ids", "model", "output_tokens", "prompt_tokens",
-        "return_token_ids", "stream",
+        "can_disaggregate", "fields", "has_token_ids", "is_flex", "model", "output_tokens",
+        "prompt_tokens", "return_token_ids", "stream",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +116,8 @@ class CompletionRequest:
         """The gateway requests token IDs in the stream, so that another engine can continue it."""
         self.return_token_ids = return_token_ids
         """The client requested token IDs too; otherwise they are removed from the stream."""
+        self.is_flex = "service_tier" in fields and bytes(fields["service_tier"]) == b'"flex"'
+        """It only fills idle capacity."""
 
 
 class BodyScan:

@@ -119,10 +119,11 @@ class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "audits", "canaries", "canary_seconds", "dispatches", "flips", "handoffs", "in_flight",
-        "keys_stale", "models", "processes", "recoveries", "rejections", "requests", "restarts",
-        "retries", "retries_delayed", "slo", "slo_results", "spans", "streams", "suspects",
-        "tenant_tokens", "tenants", "waiting",
+        "audits", "canaries", "canary_seconds", "dispatches", "flex_in_flight", "flex_requests",
+        "flex_tokens", "flex_waiting", "flips", "handoffs", "in_flight", "keys_stale", "models",
+        "processes", "recoveries", "rejections", "requests", "restarts", "retries",
+        "retries_delayed", "slo", "slo_results", "spans", "streams", "suspects", "tenant_tokens",
+        "tenants", "waiting",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
@@ -137,6 +138,14 @@ class GatewayMetrics:
         no instance; failed: engines failed; broken: they failed in mid-stream; cancelled: the
         client disconnected.
         """
+        self.flex_requests: dict[tuple[str, str], int] = defaultdict(int)
+        """The same of requests with `service_tier: flex`, which count nowhere else: what only fills
+        idle capacity must neither add instances nor count as a missed target."""
+        self.flex_tokens: dict[str, int] = defaultdict(int)
+        """Of their prompts and outputs, by model."""
+        self.flex_in_flight = 0
+        """Of them, those that run or wait; updated by the sweeper, as the next one."""
+        self.flex_waiting = 0
         self.slo_results: dict[tuple[str, str], int] = defaultdict(int)
         """By model and missed target: none (empty), ttft, tpot, ttft_and_tpot, unserved."""
         self.rejections: dict[tuple[str, str], int] = defaultdict(int)
@@ -228,6 +237,23 @@ def record_completed(
         metrics.slo_results[model, missed] += 1
 
 
+def record_flex(
+    metrics: GatewayMetrics,
+    model: str,
+    tenant: str,
+    outcome: str,
+    prompt_tokens: int,
+    output_tokens: int,
+) -> None:
+    """Count a finished request of the tier flex; the arguments are those of `record_completed`."""
+    metrics.flex_requests[model, outcome] += 1
+    if tenant:
+        metrics.tenants[tenant, outcome] += 1
+        metrics.tenant_tokens[tenant] += prompt_tokens + output_tokens
+    if model:
+        metrics.flex_tokens[model] += prompt_tokens + output_tokens
+
+
 class GatewayCollector:
     """Converts the counts to metric families; registered with prometheus_client.
 
@@ -244,6 +270,10 @@ class GatewayCollector:
         total = self._metrics
         requests = self._add_zeros(total.requests, _UNSERVED)
         yield _build_counter("requests", "Requests by outcome", requests, "model", "outcome")
+        text = "Requests of the tier flex by outcome, counted nowhere else"
+        yield _build_counter("flex_requests", text, total.flex_requests, "model", "outcome")
+        text = "Prompt and output tokens of the tier flex"
+        yield _build_counter("flex_tokens", text, total.flex_tokens, "model")
         yield _build_counter("shed", "Requests not taken", total.rejections, "tenant", "reason")
         yield _build_counter("tenant_requests", "Requests", total.tenants, "tenant", "outcome")
         tokens = total.tenant_tokens
@@ -278,6 +308,8 @@ class GatewayCollector:
         for name, text, value in (
             ("requests_in_flight", "Requests being served", total.in_flight),
             ("requests_waiting", "Of these, waiting for a turn", total.waiting),
+            ("flex_in_flight", "Requests of the tier flex that run or wait", total.flex_in_flight),
+            ("flex_waiting", "Of these, waiting for idle capacity", total.flex_waiting),
             ("keys_stale", "1: the previous API keys are in use", total.keys_stale),
             ("processes", "Processes that serve", total.processes),
         ):

@@ -24,8 +24,8 @@ connections are released exactly once, in `_release`.
 import logging
 from http import HTTPStatus
 
-from cleave.gateway.admission.controller import AdmissionTicket
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
+from cleave.gateway.admission.ticket import AdmissionTicket
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.handoff_sampling import build_sample, is_greedy
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableError
@@ -34,7 +34,7 @@ from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.http import errors, headers
 from cleave.gateway.http.completion_request import CompletionRequest, set_cache_salt
 from cleave.gateway.http.errors import GatewayError, convert_router_error
-from cleave.gateway.metrics.gateway_metrics import ITL_SAMPLE_MASK, record_completed
+from cleave.gateway.metrics.gateway_metrics import ITL_SAMPLE_MASK, record_completed, record_flex
 from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.request_observer import RequestObserver
@@ -107,8 +107,9 @@ class ProxiedRequest:
         """Ask for admission, then pick instances and send the request."""
         context = self._context
         context.active_requests.add(self)
-        context.num_awaiting_first_byte += 1
-        context.metrics.in_flight += 1
+        if not self._completion.is_flex:
+            context.num_awaiting_first_byte += 1
+            context.metrics.in_flight += 1
         suspects = context.suspect_requests
         if suspects.shapes and suspects.contains(self._path, self._completion):
             self._respond_error(errors.SUSPECT_REQUEST, "refused")
@@ -116,7 +117,7 @@ class ProxiedRequest:
             context.metrics.rejections[self._tenant.name, "queue_full"] += 1
             error = convert_router_error(QueueFull("too many requests wait already"))
             self._respond_error(error, "shed")
-        elif context.admission.is_disabled:
+        elif context.admission.is_disabled and not self._completion.is_flex:
             self._start_attempt()
         else:
             self._request_admission()
@@ -184,7 +185,8 @@ class ProxiedRequest:
             context.metrics.recoveries[self._completion.model, retry.recovery_mode] += 1
             attempt.set_paused(client.blocked)
             return
-        context.num_awaiting_first_byte -= 1
+        if not self._completion.is_flex:
+            context.num_awaiting_first_byte -= 1
         self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
         self._pick = attempt.pick
         metrics = context.metrics
@@ -317,7 +319,12 @@ class ProxiedRequest:
         completion = self._completion
         try:
             self._ticket = self._context.admission.admit_or_queue(
-                self, self._tenant, completion.model, completion.prompt_tokens, self._started_at
+                self,
+                self._tenant,
+                completion.model,
+                completion.prompt_tokens,
+                self._started_at,
+                completion.is_flex,
             )
         except GatewayError as error:
             self._respond_error(error, "shed")
@@ -470,8 +477,10 @@ class ProxiedRequest:
             return
         context.active_requests.discard(self)
         attempt, relay, stream_s = self._attempt, self._relay, None
+        is_flex = self._completion.is_flex
         if relay is None:
-            context.num_awaiting_first_byte -= 1
+            if not is_flex:
+                context.num_awaiting_first_byte -= 1
         else:
             self._output_tokens = relay.num_events
             if outcome != "cancelled":
@@ -486,12 +495,17 @@ class ProxiedRequest:
                 context.router.observe_completion(attempt.pick, self._output_tokens)
             attempt.end()
         metrics, model = context.metrics, self._completion.model
-        metrics.in_flight -= 1
         if self._retry_state is not None:
             self._retry_state.release_slot()
         label = model if model in context.router.registry.known_models else ""
         prompt, output, tenant = self._prompt_tokens, self._output_tokens, self._tenant.name
-        record_completed(metrics, label, tenant, outcome, prompt, output, stream_s, self._pick)
+        if is_flex:
+            record_flex(metrics, label, tenant, outcome, prompt, output)
+        else:
+            metrics.in_flight -= 1
+            record_completed(metrics, label, tenant, outcome, prompt, output, stream_s, self._pick)
+            if context.admission.flex.is_active and relay is not None and outcome == "ok":
+                self._observe_beside_flex(relay)
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             tokens = self._output_tokens
@@ -500,6 +514,14 @@ class ProxiedRequest:
             context.admission.release(ticket, tokens, context.clock())
         if self._observer is not None:
             self._observer.on_finished(outcome, prompt, output)
+
+    def _observe_beside_flex(self, relay: SseRelay) -> None:
+        """A stream has ended while requests of the tier flex ran, which must not slow it down."""
+        if self._output_tokens > 1:
+            now, began_at = self._context.clock(), relay.started_at
+            tpot_s = (now - began_at) / (self._output_tokens - 1)
+            admission = self._context.admission
+            admission.observe_stream(self._completion.model, began_at, tpot_s, now)
 
     def _count_charged_tokens(self, relay: SseRelay | None, cancelled: Pick | None) -> int:
         """Output tokens to charge to a tenant with a limit: an event may have several, and a client

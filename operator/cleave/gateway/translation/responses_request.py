@@ -24,11 +24,11 @@ from cleave.gateway.translation.request_fields import (
 
 _TRANSLATED = frozenset((
     "input", "instructions", "max_output_tokens", "metadata", "model", "parallel_tool_calls",
-    "reasoning", "stream", "text", "tool_choice", "tools", "user",
+    "reasoning", "service_tier", "stream", "text", "tool_choice", "tools", "user",
 ))  # fmt: skip
 _IGNORED = frozenset((
     "access_programs", "background", "include", "max_tool_calls", "moderation", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "store",
     "stream_options", "top_logprobs", "truncation",
 ))  # fmt: skip
 """About OpenAI's service and its own tools; some of their values are refused below."""
@@ -119,8 +119,9 @@ def convert_responses_request(fields: Fields) -> Chat:
     check_names(fields, KNOWN, REFUSED)
     _refuse_values(fields)
     chat = copy_engine_fields(fields)
-    if "user" in fields:
-        chat["user"] = fields["user"]
+    for name in ("service_tier", "user"):
+        if name in fields:
+            chat[name] = fields[name]
     chat["messages"] = _convert_input(fields)
     limit = decode_field(fields, "max_output_tokens", _LIMIT, None)
     if limit is not None:

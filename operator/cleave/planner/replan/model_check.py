@@ -42,6 +42,8 @@ _MIN_CHANGE = 0.02
 """Relative changes of a correction below this are ignored."""
 _ATTAINMENT_MARGIN = 0.2
 """Observed attainment this far above the predicted one means that the model is too slow."""
+_MAX_FLEX_SHARE = 0.02
+"""Tokens of the tier flex, relative to all others, up to which latencies are those of the model."""
 _BISECTION_STEPS = 8
 _ITERATIONS = 2
 
@@ -81,6 +83,8 @@ class ModelAssessment:
     """Predicted over the observed time; where nothing was assessed, the long-run prediction."""
     correction: Correction
     """The correction to plan with from now on."""
+    is_shared: bool = False
+    """Whether requests that fill idle capacity ran as well, so that nothing was assessed."""
 
     @property
     def holds(self) -> bool:
@@ -96,6 +100,8 @@ class ModelAssessment:
     @property
     def reason(self) -> str:
         """One sentence for status."""
+        if self.is_shared:
+            return "requests of the tier flex share the engines, so the prediction is not assessed"
         if not self.comparisons:
             return "too few responses to assess the prediction"
         if self.error is None:
@@ -126,10 +132,11 @@ def assess(
     observed = join_windows(settled) if settled else TrafficWindow(0.0, 0.0, 0.0)
     model = ReplayModel(problem, running_plan, observed.length_s)
     is_enough = min(observed.ttft.num, observed.tpot.num) >= MIN_RESPONSES
-    expected = model.simulate(correction) if is_enough else None
+    is_shared = observed.flex_share > _MAX_FLEX_SHARE
+    expected = model.simulate(correction) if is_enough and not is_shared else None
     long_run = replay.predict_attainment(model.build_corrected_problem(correction), running_plan)
     if expected is None or len(expected.tpot_ms) < MIN_RESPONSES:
-        return ModelAssessment((), long_run, correction)
+        return ModelAssessment((), long_run, correction, is_shared)
     faster = model.simulate(correction.scale(1 - _TIMING_SLACK))
     slower = model.simulate(correction.scale(1 + _TIMING_SLACK))
     found = tuple(_compare(observed, expected, faster, slower, threshold))

@@ -1,0 +1,174 @@
+"""The two files of a batch's results, which are its only state. Used by `batch_run`.
+
+Lines have the form of OpenAI's output and error files. A run that was killed continues where it
+stopped: what stands in a file is done, and what does not is sent. What is hard: a kill, or a full
+disk, may leave half a line. It is cut off when the files are opened again, so that each line is
+whole and each custom_id stands in one of the files once.
+"""
+
+import fcntl
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from cleave.batch.batch_file import MAX_LINE_BYTES, BatchLine, hash_id
+
+MAX_RESULT_BYTES = 4 * MAX_LINE_BYTES
+"""Of a line of results."""
+
+
+class ResultFilesError(RuntimeError):
+    """A file cannot be used, or not be written to."""
+
+
+class _RecordedResponse(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class _Error(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Result(msgspec.Struct):
+    id: str
+    custom_id: str
+    response: _RecordedResponse | None
+    error: _Error | None
+
+
+class _Identified(msgspec.Struct):
+    custom_id: str
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_identified = msgspec.json.Decoder(_Identified).decode
+
+
+def build_response_line(line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
+    """The result of a request that was answered, with its line end. `body`: JSON; anything else
+    becomes a JSON text."""
+    try:
+        msgspec.json.decode(body)
+        compact = msgspec.json.format(body, indent=-1)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        compact = _encode(body.decode("utf-8", "replace"))
+    response = _RecordedResponse(status, request_id, msgspec.Raw(compact))
+    return _encode(_Result(line.request_id, line.custom_id, response, None)) + b"\n"
+
+
+def build_error_line(line: BatchLine, code: str, message: str) -> bytes:
+    """The result of a request that was not answered, with its line end."""
+    return _encode(_Result(line.request_id, line.custom_id, None, _Error(code, message))) + b"\n"
+
+
+class ResultFiles:
+    """The files of one run, a context manager. Only one run at a time may use them."""
+
+    def __init__(self, output: Path, errors: Path) -> None:
+        """`output`: for answers with a status of 2xx; `errors`: for all others."""
+        self.output = output
+        self.errors = errors
+        self._output_fd = self._errors_fd = -1
+        self.num_succeeded = 0
+        """Results in `output`."""
+        self.num_failed = 0
+        """Results in `errors`."""
+        self._done: set[bytes] = set()
+
+    def __enter__(self) -> Self:
+        """Open the files, cut off what a killed run left of a line, and read what is done.
+        Raises ResultFilesError."""
+        try:
+            self._output_fd = _open_locked(self.output)
+            self._errors_fd = _open_locked(self.errors)
+            self.num_succeeded = self._read_done(self.output, self._output_fd)
+            self.num_failed = self._read_done(self.errors, self._errors_fd)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files."""
+        self.sync()
+        self._close()
+
+    def is_done(self, custom_id: str) -> bool:
+        """Whether a request has its result."""
+        return hash_id(custom_id) in self._done
+
+    def check_belongs(self, known: Collection[bytes], batch: Path) -> None:
+        """Check that all results are of requests with these digests. Raises ResultFilesError."""
+        if foreign := len(self._done.difference(known)):
+            results = f"{self.output} and {self.errors}"
+            fault = f"hold {foreign} results of requests that are not in {batch}"
+            raise ResultFilesError(f"{results} {fault}: name other files")
+
+    def add(self, line: BatchLine, result: bytes, succeeded: bool) -> None:
+        """Append a result. Raises ResultFilesError; then nothing of it is in the file."""
+        path, fd = (self.output, self._output_fd) if succeeded else (self.errors, self._errors_fd)
+        end = os.lseek(fd, 0, os.SEEK_END)
+        try:
+            rest = memoryview(result)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+        except OSError as error:
+            os.ftruncate(fd, end)
+            raise ResultFilesError(f"{path}: {error.strerror}") from None
+        self._done.add(hash_id(line.custom_id))
+        if succeeded:
+            self.num_succeeded += 1
+        else:
+            self.num_failed += 1
+
+    def sync(self) -> None:
+        """Write to the disk what the kernel holds. Raises ResultFilesError."""
+        for path, fd in ((self.output, self._output_fd), (self.errors, self._errors_fd)):
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise ResultFilesError(f"{path}: {error.strerror}") from None
+
+    def _close(self) -> None:
+        for fd in (self._output_fd, self._errors_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._output_fd = self._errors_fd = -1
+
+    def _read_done(self, path: Path, fd: int) -> int:
+        """Read which requests are done, and cut off half a line; number of results."""
+        end = number = 0
+        with os.fdopen(os.dup(fd), "rb") as file:
+            while raw := file.readline(MAX_RESULT_BYTES):
+                if not raw.endswith(b"\n"):
+                    break
+                number += 1
+                end += len(raw)
+                try:
+                    self._done.add(hash_id(_decode_identified(raw).custom_id))
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    fault = f"line {number} is not a result of a batch: name another file"
+                    raise ResultFilesError(f"{path}: {fault}") from None
+            if len(raw) == MAX_RESULT_BYTES:
+                raise ResultFilesError(f"{path}: line {number + 1} is too long: name another file")
+        os.ftruncate(fd, end)
+        return number
+
+
+def _open_locked(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ResultFilesError(f"{path}: {error.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise ResultFilesError(f"{path}: another run writes to it: wait until it ends") from None
+    return fd
