@@ -109,6 +109,7 @@ def build_launch_plan(
     if faults := list(find_unsupported(deployment.spec)):
         raise DeploymentStartError(faults)
     # Needs NumPy, which previews of rollouts do without.
+    from cleave.manifests.cell_pod import build_cell_pod, has_several_engines
     from cleave.manifests.worker import build_worker_pod
 
     # Unlike the operator, this machine reads the model's folder.
@@ -116,7 +117,9 @@ def build_launch_plan(
     device: Device = "gpu" if node.gpus else "cpu"
     pools = build_pools(deployment, placement)
     workers = [
-        build_worker_pod(pool, ordinal, device=device)
+        (build_cell_pod if has_several_engines(pool.spec) else build_worker_pod)(
+            pool, ordinal, device=device
+        )
         for pool in pools
         for ordinal in range(pool.spec.replicas)
     ]

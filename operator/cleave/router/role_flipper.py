@@ -180,6 +180,8 @@ class RoleFlipper:
     def _may_flip(self, instance: RoutedInstance) -> bool:
         """Whether an instance can change its role; if not, the reason is logged once."""
         registration = instance.registration
+        if registration.data_parallel_size > 1:
+            return False
         roles = {registration.role, registration.home or registration.role}
         if registration.epoch < role_epochs.MAX_EPOCH and roles <= _ROLE_NUMBERS.keys():
             self._excluded.discard(instance.name)
