@@ -27,6 +27,7 @@ from cleave.manifests.labels import ROLE, Manifest
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import Device
+from cleave.perf.hardware import memory
 from cleave.perf.model import model_source
 from cleave.planner.deployment_checks import explain_unknown_model, resolve_connector
 from cleave.planner.placement import Placement, choose_placement
@@ -159,7 +160,8 @@ def _list_memory_faults(
     }
     for pool in pools:
         if node.gpus:
-            share = shape.weight_bytes // pool.spec.parallelism.gpus
+            size = pool.spec.parallelism
+            share = memory.compute_weight_bytes(shape, size.tensor, size.pipeline, size.data)
             room = max(gpu.memory_bytes for gpu in node.gpus)
             where = "of each GPU"
             remedy = "use a larger spec.placement.manual[].parallelism, or a smaller model"

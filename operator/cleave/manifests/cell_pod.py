@@ -45,7 +45,10 @@ def build_cell_pod(
     command = ["python", "-m", "cleave_worker.agent.cell", *flags]
     container["command"] = [*command, *map(json.dumps, agents)]
     container["ports"] = [port for number in range(len(agents)) for port in _build_ports(number)]
-    container["resources"] = sum_resources([build_resources(e.spec, device) for e in engines])
+    # Claims are the pod's: they have the GPUs of all engines.
+    claims = {k: v for k, v in container["resources"].items() if k == "claims"}
+    parts = [build_resources(engine.spec, device) for engine in engines]
+    container["resources"] = sum_resources(parts) | claims
     sizes = build_scratch_sizes([engine.spec for engine in engines], device)
     pod["spec"]["volumes"] = limit_scratch(pod["spec"]["volumes"], sizes)
     for probe in ("readinessProbe", "livenessProbe"):

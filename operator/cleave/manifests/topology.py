@@ -75,7 +75,7 @@ def get_product_label(gpu: str) -> str:
 def count_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: NodeTopology) -> int:
     """Nodes that one instance of `pool`, as a part of `pools`, spans."""
     room = machines.get_gpus_per_node(pool.gpu)
-    if room is None:
+    if room is None or pool.parallelism.data > 1:
         return 1
     if pool.per_cell and machines.domain == HOSTNAME:
         per_node = max(1, room // count_stage_gpus(pools))
