@@ -90,6 +90,17 @@ async def test_a_decode_instance_helps_with_prompts_and_goes_home_again(
     assert "d1: decode -> mixed; pressure of prompts" in managed.noted[0].describe()
 
 
+async def test_data_parallel_ranks_are_not_flipped_one_by_one(
+    manage: Manage, registry: InstanceRegistry, loaded, make_event
+) -> None:
+    managed = manage()
+    for name in ("d1", "d2"):
+        event = make_event(name, "decode", epoch=1, home=_role("decode"), data_parallel_size=2)
+        registry.on_event(name, event, managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    assert await managed.run(30) == []
+
+
 async def test_prompts_that_wait_do_not_fill_the_instances_that_will_decode_them(
     manage: Manage, registry: InstanceRegistry
 ) -> None:

@@ -1,0 +1,77 @@
+"""Gives vLLM's data-parallel ranks on CPU the two collective operations that they lack.
+
+Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
+agent started the engine, and nothing on GPUs. Before the experts of a layer, the ranks gather each
+other's rows, and afterwards each gets the sum of its own rows. Their numbers differ by rank. vLLM
+0.32 has operations for that on GPUs only: a data-parallel engine on CPU starts, and fails with
+NotImplementedError in its first step (`CpuCommunicator.all_gatherv`).
+"""
+
+import os
+from itertools import accumulate
+from typing import Any
+
+from cleave.shm.load_page import ENV
+
+
+def add_collectives() -> None:
+    """Add the operations to vLLM's communicator for CPUs."""
+    if ENV not in os.environ:
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def all_gatherv(
+    communicator: Any,  # noqa: ANN401
+    input_: Any,  # noqa: ANN401
+    dim: int = 0,
+    sizes: list[int] | None = None,
+) -> Any:  # noqa: ANN401
+    """Gather the rows of a tensor, or of each of a list of tensors, from all ranks; `sizes`: rows
+    by rank, None: equally many. Raises NotImplementedError for another `dim` than 0."""
+    if dim != 0:
+        raise NotImplementedError(f"rows are gathered along dim 0, not {dim}")
+    if isinstance(input_, list):
+        return [all_gatherv(communicator, each, dim, sizes) for each in input_]
+    counts = sizes or [input_.shape[0]] * communicator.world_size
+    return _gather_rows(communicator, input_, counts)
+
+
+def reduce_scatterv(
+    communicator: Any,  # noqa: ANN401
+    input_: Any,  # noqa: ANN401
+    dim: int = -1,
+    sizes: list[int] | None = None,
+) -> Any:  # noqa: ANN401
+    """Add up a tensor over all ranks and return this rank's rows of the sum; `sizes`: rows by rank,
+    None: equally many. Raises NotImplementedError for another `dim` than the first."""
+    import torch.distributed
+
+    if dim % input_.dim() != 0:
+        raise NotImplementedError(f"rows are scattered along dim 0, not {dim}")
+    size, rank = communicator.world_size, communicator.rank_in_group
+    counts = sizes or [input_.shape[0] // size] * size
+    total = input_.contiguous().clone()
+    torch.distributed.all_reduce(total, group=communicator.device_group)
+    start = [0, *accumulate(counts)][rank]
+    return total[start : start + counts[rank]].clone()
+
+
+def _gather_rows(communicator: Any, rows: Any, counts: list[int]) -> Any:  # noqa: ANN401
+    """Gloo gathers tensors of one size only, so each rank sends as many rows as the largest has."""
+    import torch
+
+    longest = max(counts)
+    sent = rows.new_zeros((longest, *rows.shape[1:]))
+    sent[: rows.shape[0]] = rows
+    received = rows.new_empty((longest * communicator.world_size, *rows.shape[1:]))
+    torch.distributed.all_gather_into_tensor(received, sent, group=communicator.device_group)
+    parts = [received[at * longest : at * longest + count] for at, count in enumerate(counts)]
+    return torch.cat(parts)
