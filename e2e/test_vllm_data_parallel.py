@@ -33,12 +33,13 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(
-    model: Path, folder: Path, *pools: dict[str, Any], **spec: Any
-) -> Iterator[Deployment]:
+def running(model: Path, folder: Path, *pools: dict[str, Any], **spec: Any) -> Iterator[Deployment]:
     folder.mkdir()
     # Less than is usual for vLLM: the model is small. Engines share the cores of a small machine.
-    room = {"requests": {"memory": "3Gi", "cpu": "500m"}, "limits": {"memory": "3Gi", "cpu": "900m"}}
+    room = {
+        "requests": {"memory": "3Gi", "cpu": "500m"},
+        "limits": {"memory": "3Gi", "cpu": "900m"},
+    }
     manifest = tiny_vllm(
         model, placement={"manual": list(pools)}, template={"resources": room}, **spec
     )
@@ -100,5 +101,5 @@ def test_ranks_hand_over_to_ranks(
         assert all(each.kv_path.verified for each in pairs.instances().values())
         assert ask_all(pairs.url) == expected
         handoffs = httpx.get(f"{pairs.url}/metrics", timeout=TIMEOUT_S).text
-        assert 'cleave_gateway_handoffs_total' in handoffs
+        assert "cleave_gateway_handoffs_total" in handoffs
         assert all(count > 0 for count in count_prompts(pairs).values())

@@ -1,6 +1,7 @@
 """A cell in one pod: one container for all its agents."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_data_parallel_ranks_are_engines_of_one_pod(rank_pod) -> None:
     assert container["readinessProbe"]["grpc"] == {"port": 8999, "service": "ready"}
     agents = [json.loads(text) for text in container["command"][7:]]
     for rank, agent in enumerate(agents):
-        options = dict(zip(agent, agent[1:], strict=False))
+        options = dict(pairwise(agent))
         assert options["--name"] == f"chat-decode-0.rank-{rank}"
         assert options["--role"] == "$(CLEAVE_ROLE)"
         assert options["--port"] == str(9000 + 2 * rank)

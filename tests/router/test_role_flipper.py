@@ -121,9 +121,7 @@ async def test_all_data_parallel_ranks_of_an_instance_change_their_role(
 async def test_ranks_of_which_one_refused_go_home_together(
     with_ranks: Managed, registry: InstanceRegistry, loaded, make_event
 ) -> None:
-    event = make_event(
-        "a.rank-1", "mixed", epoch=2, home=_role("decode"), data_parallel_size=2
-    )
+    event = make_event("a.rank-1", "mixed", epoch=2, home=_role("decode"), data_parallel_size=2)
     registry.on_event("a.rank-1", event, with_ranks.clock.now_s)
     orders = await with_ranks.run(60)
     assert orders == [("a.rank-0", "decode", 2), ("a.rank-1", "decode", 3)]

@@ -113,8 +113,8 @@ class InstancePoolSpec(ApiModel):
         ValidationRule(
             cel="!has(self.parallelism.data) || self.parallelism.data == 1 || (self.nodes == 1 && "
             "!has(self.colocation) && (!has(self.members) || self.members.size() == 0))",
-            is_valid=lambda s: s.parallelism.data == 1 or not (
-                s.nodes > 1 or s.colocation or s.members
+            is_valid=lambda s: (
+                s.parallelism.data == 1 or not (s.nodes > 1 or s.colocation or s.members)
             ),
             message="above 1 needs nodes 1, and neither colocation nor members: the data-parallel "
             "ranks of an instance are in one pod, which has no other engines",

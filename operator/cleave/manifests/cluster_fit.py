@@ -162,9 +162,7 @@ def _list_memory_faults(
         sizes, gpu = (size.tensor, size.pipeline), found.machines[kind].gpu
         # A profile may have measured that it fits; instances above a node are not estimated.
         if size.data > 1 or found.explain_unsupported(kind, *sizes) is not None:
-            why = memory.explain_unsupported(
-                shape, gpu, *sizes, data=size.data, expert=size.expert
-            )
+            why = memory.explain_unsupported(shape, gpu, *sizes, data=size.data, expert=size.expert)
             if why is not None:
                 yield f"{_FIELD}[{index}].parallelism: {why}; use more GPUs for an instance"
 

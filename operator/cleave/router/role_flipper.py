@@ -186,7 +186,7 @@ class RoleFlipper:
                     flippable = {
                         name: ranks
                         for name, ranks in found.items()
-                        if all([self._may_flip(rank) for rank in ranks])
+                        if all(map(self._may_flip, ranks))
                     }
                     await self._check_group(self._states.setdefault(key, FlipState()), flippable)
         for key in self._states.keys() - present:

@@ -96,9 +96,7 @@ async def test_the_agents_file_names_worker_pods_while_they_are_there(
     assert kubelet.agents_file.read_text() == ""
 
 
-async def test_the_agents_file_names_each_agent_of_a_pod(
-    kubelet: Kubelet, pod: PodBuilder
-) -> None:
+async def test_the_agents_file_names_each_agent_of_a_pod(kubelet: Kubelet, pod: PodBuilder) -> None:
     manifest = pod("w", SLEEP, labels={"cleave.dev/component": "worker"})
     names = {"agent": 9000, "engine": 9001, "agent-1": 9002, "engine-1": 9003}
     (container,) = manifest["spec"]["containers"]

@@ -312,9 +312,7 @@ def test_experts_are_shared_by_all_ranks_as_wholes_or_each_of_them() -> None:
     # 128 experts of width 768, and 4 KV heads.
     sparse = model_shape.load_shape("qwen3-30b-a3b")
     assert sparse.explain_unsupported(2, 1, 16) is None
-    assert sparse.explain_unsupported(1, 1, 5) == (
-        "an MLP of width 768 cannot be shared by 5 GPUs"
-    )
+    assert sparse.explain_unsupported(1, 1, 5) == ("an MLP of width 768 cannot be shared by 5 GPUs")
     assert sparse.explain_unsupported(1, 1, 5, expert=True) is None
     assert sparse.explain_unsupported(16, 1, 16, expert=True) == (
         "128 experts do not suffice for 256 GPUs"

@@ -1,4 +1,4 @@
-"""The common life of an instance's data-parallel ranks: when their engines start, stop and end. Pure.
+"""The common life of an instance's data-parallel ranks: when their engines start and end. Pure.
 
 Used by `agent.cell`, which starts the agents of all ranks and hears their reports over
 `agent.gang_link`. vLLM's ranks compute in step, through collective operations. When one engine

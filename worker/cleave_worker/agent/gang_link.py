@@ -119,7 +119,7 @@ class GangMember:
 
 
 def make_member(config: AgentConfig, on_drain: Callable[[], None]) -> GangMember | None:
-    """Return the connection of an agent to the other ranks' launcher; None: it has no other ranks."""
+    """Return the connection of an agent to the launcher of all ranks; None: there are no others."""
     return GangMember(config.gang_fd, on_drain) if config.gang_fd >= 0 else None
 
 

@@ -3,8 +3,9 @@
 `cleave up` and end-to-end tests give it the same manifests a cluster would get. It provides the
 kubelet features that pods need: an address per pod, the downward API, exclusive cores, probes,
 restarts, graceful termination. `<state>/agents` is its DNS: ip:port of each agent of each worker
-pod, rewritten at each change. The pure modules beside this one decide; this one only assigns addresses, cores and
-GPUs to pods and frees them again. These assignments must always match the set of pods.
+pod, rewritten at each change. The pure modules beside this one decide; this one only assigns
+addresses, cores and GPUs to pods and frees them again. These assignments must always match the set
+of pods.
 """
 
 import asyncio
