@@ -1,4 +1,4 @@
-"""Instances of data-parallel ranks behind a gateway, with emulated engines: one life, many doors."""
+"""Instances of data-parallel ranks behind a gateway, with emulated engines."""
 
 import concurrent.futures
 import json
