@@ -205,6 +205,16 @@ def test_all_ranks_end_at_the_signal_of_a_kubelet(ranks: RunningRanks) -> None:
     assert ranks.process.wait(30) == 0
 
 
+def test_ranks_end_when_their_launcher_is_killed(ranks: RunningRanks, all_gone) -> None:
+    launcher = Path(f"/proc/{ranks.process.pid}/task/{ranks.process.pid}/children")
+    agents = [int(pid) for pid in launcher.read_text().split()]
+    engines = [ranks.find_engine(port) for port in PORTS]
+    ranks.process.kill()
+    all_gone([*agents, *engines])
+    assert "the launcher of the data-parallel ranks has ended" in ranks.log.read_text()
+    assert "Traceback" not in ranks.log.read_text()
+
+
 def test_a_rank_is_not_started_alone() -> None:
     arguments = [
         *("--name", "a", "--deployment", "d", "--role", "mixed", "--model", "m"),

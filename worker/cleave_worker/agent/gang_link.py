@@ -20,7 +20,7 @@ _LINE_BYTES = 4096
 """Limit of a line; they have about 50 bytes."""
 
 
-class GangLost(RuntimeError):  # noqa: N818
+class GangLost(ConnectionError):  # noqa: N818
     """The launcher has ended, and with it the other ranks."""
 
 
