@@ -319,6 +319,14 @@ def test_a_data_parallel_rank_has_the_engine_id_that_vllm_makes_of_it(config_of:
     assert "--enable-expert-parallel" in launch.argv
 
 
+def test_an_emulated_engine_does_not_know_its_rank(config_of: ConfigOf) -> None:
+    config = config_of(engine="emulated", data_parallel_size=2, data_parallel_rank=1)
+    launch = build_engine_launch(config, replace(BOOT, boot_id=create_boot_id(config)), {})
+    assert "_" not in json.loads(option(launch, "--kv-transfer-config"))["engine_id"]
+    assert launch.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
+    assert "--data-parallel-size" not in launch.argv
+
+
 def test_an_engine_that_is_no_rank_gets_no_flags_of_one(config_of: ConfigOf) -> None:
     config = config_of(engine="vllm")
     assert "_" not in create_boot_id(config)

@@ -259,7 +259,12 @@ def _build_kv_transfer_config(
 
 def _get_rank_suffix(config: AgentConfig) -> str:
     is_rank = config.engine == "vllm" and config.data_parallel_size > 1
-    return f"_dp{config.data_parallel_rank}" if is_rank else ""
+    return f"_dp{_get_vllm_rank(config)}" if is_rank else ""
+
+
+def _get_vllm_rank(config: AgentConfig) -> int:
+    """The data-parallel rank that vLLM knows of; emulated engines do not."""
+    return config.data_parallel_rank if config.engine == "vllm" else 0
 
 
 def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> dict[str, str]:
@@ -268,7 +273,7 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         ENGINE_KEY_ENV: boot.engine_key,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
         # vLLM adds the data-parallel rank.
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port - config.data_parallel_rank),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port - _get_vllm_rank(config)),
         "PYTHONUNBUFFERED": "1",
         # A redirect would lead past the list of allowed hosts.
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
