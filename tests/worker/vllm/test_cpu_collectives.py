@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from cleave.shm.load_page import ENV
-from cleave_worker.vllm.cpu_collectives import add_collectives, all_gatherv, reduce_scatterv
+from cleave_worker.vllm.cpu_collectives import add_collectives, add_rows, collect_rows
 
 ROWS = (1, 3)
 """Of each rank."""
@@ -27,11 +27,11 @@ def run_rank(rank: int, store: str) -> None:
 
     everything = torch.cat([rows_of(number) for number in range(len(ROWS))])
     ids = torch.arange(ROWS[rank])
-    gathered, gathered_ids = all_gatherv(communicator, [rows_of(rank), ids], sizes=[*ROWS])
+    gathered, gathered_ids = collect_rows(communicator, [rows_of(rank), ids], sizes=[*ROWS])
     own = everything * (rank + 1)
-    scattered = reduce_scatterv(communicator, own, dim=0, sizes=[*ROWS])
-    equal = all_gatherv(communicator, torch.tensor([rank, rank]))
-    equal_part = reduce_scatterv(communicator, torch.ones(6, 2), dim=0)
+    scattered = add_rows(communicator, own, dim=0, sizes=[*ROWS])
+    equal = collect_rows(communicator, torch.tensor([rank, rank]))
+    equal_part = add_rows(communicator, torch.ones(6, 2), dim=0)
     assert gathered.equal(everything)
     assert gathered_ids.tolist() == [0, 0, 1, 2]
     assert scattered.equal(3 * rows_of(rank))
@@ -49,9 +49,9 @@ def test_other_dimensions_are_refused() -> None:
     torch = pytest.importorskip("torch")
     nothing = SimpleNamespace(world_size=1)
     with pytest.raises(NotImplementedError, match="along dim 0, not 1"):
-        all_gatherv(nothing, torch.ones(2, 2), dim=1)
+        collect_rows(nothing, torch.ones(2, 2), dim=1)
     with pytest.raises(NotImplementedError, match="along dim 0, not -1"):
-        reduce_scatterv(nothing, torch.ones(2, 2), dim=-1)
+        add_rows(nothing, torch.ones(2, 2), dim=-1)
 
 
 @pytest.fixture
@@ -77,5 +77,5 @@ def test_vllm_on_cpu_has_them_where_an_agent_started_it(
     assert communicator.all_gatherv is before
     monkeypatch.setenv(ENV, "/dev/null")
     add_collectives()
-    assert communicator.all_gatherv is all_gatherv
-    assert communicator.reduce_scatterv is reduce_scatterv
+    assert communicator.all_gatherv is collect_rows
+    assert communicator.reduce_scatterv is add_rows

@@ -13,7 +13,7 @@ from cleave_worker.agent import drain as draining
 from cleave_worker.agent.authentication import Authenticator, SharedToken
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
-from cleave_worker.agent.gang_link import make_member
+from cleave_worker.agent.gang.gang_link import make_member
 from cleave_worker.agent.instance import WorkerInstance
 from cleave_worker.agent.readiness import verify_role
 from cleave_worker.agent.service import AgentServer

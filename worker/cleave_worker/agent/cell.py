@@ -36,7 +36,7 @@ from cleave.rpc.channel import dial
 from cleave_worker.agent import config
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.cpu_cores import list_online_cores
-from cleave_worker.agent.gang_link import GangServer
+from cleave_worker.agent.gang.gang_link import GangServer
 from cleave_worker.agent.launch import find_free_port, has_gpu
 from cleave_worker.agent.service import READY_SERVICE
 

@@ -24,11 +24,11 @@ def add_collectives() -> None:
         return
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    CpuCommunicator.all_gatherv = all_gatherv
-    CpuCommunicator.reduce_scatterv = reduce_scatterv
+    CpuCommunicator.all_gatherv = collect_rows
+    CpuCommunicator.reduce_scatterv = add_rows
 
 
-def all_gatherv(
+def collect_rows(
     communicator: Any,  # noqa: ANN401
     input_: Any,  # noqa: ANN401
     dim: int = 0,
@@ -39,12 +39,12 @@ def all_gatherv(
     if dim != 0:
         raise NotImplementedError(f"rows are gathered along dim 0, not {dim}")
     if isinstance(input_, list):
-        return [all_gatherv(communicator, each, dim, sizes) for each in input_]
+        return [collect_rows(communicator, each, dim, sizes) for each in input_]
     counts = sizes or [input_.shape[0]] * communicator.world_size
-    return _gather_rows(communicator, input_, counts)
+    return _collect_rows(communicator, input_, counts)
 
 
-def reduce_scatterv(
+def add_rows(
     communicator: Any,  # noqa: ANN401
     input_: Any,  # noqa: ANN401
     dim: int = -1,
@@ -64,7 +64,7 @@ def reduce_scatterv(
     return total[start : start + counts[rank]].clone()
 
 
-def _gather_rows(communicator: Any, rows: Any, counts: list[int]) -> Any:  # noqa: ANN401
+def _collect_rows(communicator: Any, rows: Any, counts: list[int]) -> Any:  # noqa: ANN401
     """Gloo gathers tensors of one size only, so each rank sends as many rows as the largest has."""
     import torch
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave_worker.agent.gang import Gang, GangOrder, Order, Report
+from cleave_worker.agent.gang.gang import Gang, GangOrder, Order, Report
 
 PORTS = (9000, 9002)
 

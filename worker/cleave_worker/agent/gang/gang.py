@@ -1,7 +1,7 @@
 """The common life of an instance's data-parallel ranks: when their engines start and end. Pure.
 
 Used by `agent.cell`, which starts the agents of all ranks and hears their reports over
-`agent.gang_link`. vLLM's ranks compute in step, through collective operations. When one engine
+`gang_link`. vLLM's ranks compute in step, through collective operations. When one engine
 ends, the others fail or wait in their next step, and a single engine cannot join them again. So no
 engine starts before those of all ranks have ended, all stop when one is lost, and one whose
 requests have finished stays until those of the others have.

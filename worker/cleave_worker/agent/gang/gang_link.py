@@ -1,7 +1,7 @@
 """The connection between the agent of a data-parallel rank and the launcher of all ranks.
 
 `agent.cell` makes a pair of sockets for each rank and gives one of them to the rank's agent. Over
-it go lines of JSON: reports of the agent, orders of the launcher (`agent.gang`). A closed
+it go lines of JSON: reports of the agent, orders of the launcher (`gang`). A closed
 connection means that the other side has ended.
 """
 
@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.gang import Gang, GangOrder, Order, Report
+from cleave_worker.agent.gang.gang import Gang, GangOrder, Order, Report
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES = 4096
@@ -95,12 +95,12 @@ class GangMember:
         try:
             while line := await reader.readline():
                 message = json.loads(line)
-                self._follow(GangOrder(Order(message["order"]), message["start"]), message)
+                self._apply(GangOrder(Order(message["order"]), message["start"]), message)
         finally:
             self._is_lost = True
             self._notify()
 
-    def _follow(self, order: GangOrder, message: dict[str, int]) -> None:
+    def _apply(self, order: GangOrder, message: dict[str, int]) -> None:
         match order.kind:
             case Order.START:
                 self._start, self._rpc_port = order.start, message["rpc_port"]
@@ -138,7 +138,7 @@ class GangServer:
         for rank, own in enumerate(sockets):
             reader, writer = await asyncio.open_unix_connection(sock=own, limit=_LINE_BYTES)
             self._writers.append(writer)
-            self._tasks.append(asyncio.create_task(self._hear(rank, reader)))
+            self._tasks.append(asyncio.create_task(self._receive(rank, reader)))
 
     def close(self) -> None:
         """Close all connections."""
@@ -147,7 +147,7 @@ class GangServer:
         for writer in self._writers:
             writer.close()
 
-    async def _hear(self, rank: int, reader: asyncio.StreamReader) -> None:
+    async def _receive(self, rank: int, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 message = json.loads(line)
