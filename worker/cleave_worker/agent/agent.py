@@ -43,6 +43,7 @@ class WorkerAgent:
         )
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[DrainResult] | None = None
+        self._has_signal = False
 
     async def run(self) -> int:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
@@ -70,7 +71,9 @@ class WorkerAgent:
             await self._end(supervising)
 
     def _on_signal(self) -> None:
-        if self._drain is None:
+        if not self._has_signal:
+            # A call, or a data-parallel rank that got the signal earlier, may have begun the drain.
+            self._has_signal = True
             self._begin_drain(self._config.drain_timeout)
         else:
             _log.warning("second signal: ending at once")

@@ -1,5 +1,6 @@
 """Data-parallel ranks: their common life as a decision, and with real agents."""
 
+import concurrent.futures
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
@@ -103,13 +105,20 @@ class RunningRanks:
     host: str
     log: Path
 
-    def registrations(self) -> list[agent_pb2.Registration]:
+    def healths(self) -> list[agent_pb2.HealthResponse]:
         found = []
         for port in PORTS:
             with grpc.insecure_channel(f"{self.host}:{port}") as channel:
                 stub = agent_pb2_grpc.AgentStub(channel)
-                found.append(stub.Health(agent_pb2.HealthRequest(), timeout=20).registration)
+                found.append(stub.Health(agent_pb2.HealthRequest(), timeout=20))
         return found
+
+    def registrations(self) -> list[agent_pb2.Registration]:
+        return [each.registration for each in self.healths()]
+
+    def drain(self, port: int) -> agent_pb2.DrainResponse:
+        with grpc.insecure_channel(f"{self.host}:{port}") as channel:
+            return agent_pb2_grpc.AgentStub(channel).Drain(agent_pb2.DrainRequest(), timeout=120)
 
     def are_ready(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
@@ -193,11 +202,27 @@ def test_the_death_of_one_engine_restarts_those_of_all_ranks(
 
 
 def test_a_drain_of_one_rank_drains_all_and_they_end_together(ranks: RunningRanks) -> None:
-    with grpc.insecure_channel(f"{ranks.host}:9002") as channel:
-        response = agent_pb2_grpc.AgentStub(channel).Drain(agent_pb2.DrainRequest(), timeout=30)
-    assert response.empty
+    assert ranks.drain(9002).empty
     ranks.process.wait(30)
     assert "ranks: end" in ranks.log.read_text()
+
+
+def test_a_signal_joins_the_drain_that_another_rank_has_begun(
+    ranks: RunningRanks, wait: Callable[..., None]
+) -> None:
+    body = {"model": "m", "prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    url = f"http://{ranks.host}:{PORTS[0] + 1}/v1/completions"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(httpx.post, url, json=body, timeout=120)
+        wait(lambda: ranks.healths()[0].load.num_running == 1)
+        drain = pool.submit(ranks.drain, PORTS[1])
+        draining = agent_pb2.STATE_DRAINING
+        wait(lambda: ranks.healths()[0].registration.state == draining)
+        ranks.process.send_signal(signal.SIGTERM)
+        assert answer.result(120).json()["usage"]["completion_tokens"] == 200
+        # The other rank has stayed until now, as its engine takes part in each step.
+        assert drain.result(120).empty
+    assert ranks.process.wait(30) == 0
 
 
 def test_all_ranks_end_at_the_signal_of_a_kubelet(ranks: RunningRanks) -> None:
