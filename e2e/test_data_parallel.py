@@ -74,8 +74,8 @@ def test_each_rank_is_an_instance_for_gateways_and_all_are_one_for_the_user(
     ranks: Deployment,
 ) -> None:
     until(lambda: are_verified(ranks), TIMEOUT_S, "every rank has handed KV over")
-    rows = json.loads(ranks.cleave("status", "ranks", "-o", "json").stdout)
-    names = [row["instance"] for row in rows]
+    (found,) = json.loads(ranks.cleave("status", "ranks", "-o", "json").stdout)
+    names = [row["instance"] for row in found["instances"]]
     assert [n for n in names if "gateway" not in n] == [
         "ranks-prefill-0", "ranks-decode-0", "ranks-decode-1",
     ]  # fmt: skip
