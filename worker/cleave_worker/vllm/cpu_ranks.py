@@ -1,21 +1,29 @@
-"""Gives vLLM's data-parallel ranks on CPU the two collective operations that they lack.
+"""Gives vLLM's data-parallel ranks on CPU two collective operations and the choice of own experts.
 
 Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
 agent started the engine, and nothing on GPUs. Before the experts of a layer, the ranks gather each
 other's rows, and afterwards each gets the sum of its own rows. Their numbers differ by rank. vLLM
 0.32 has operations for that on GPUs only: a data-parallel engine on CPU starts, and fails with
-NotImplementedError in its first step (`CpuCommunicator.all_gatherv`).
+NotImplementedError in its first step (`CpuCommunicator.all_gatherv`). With expert parallelism a
+rank has some of the experts only. vLLM's kernel for CPUs takes the numbers of all experts for those
+of its own, and ends with a segmentation fault (`CPUUnquantizedExperts.apply`, which ignores its
+`expert_map`; quantised experts have classes of their own and are left as they are).
 """
 
 import os
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
 from cleave.shm.load_page import ENV
 
+_IDS, _WEIGHTS, _MAP = "topk_ids", "topk_weights", "expert_map"
+"""Arguments of vLLM's experts, by name."""
 
-def add_collectives() -> None:
-    """Add the operations to vLLM's communicator for CPUs."""
+
+def complete_ranks() -> None:
+    """Add the operations to vLLM's communicator for CPUs, and the choice of own experts to its
+    experts."""
     if ENV not in os.environ:
         return
     from vllm.platforms import current_platform
@@ -26,6 +34,30 @@ def add_collectives() -> None:
 
     CpuCommunicator.all_gatherv = collect_rows
     CpuCommunicator.reduce_scatterv = add_rows
+    _choose_own_experts()
+
+
+def select_own(weights: Any, ids: Any, expert_map: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return the weights and numbers of the experts of each row on this rank. `expert_map`: the
+    own number of each expert, -1 for those of other ranks, which get the weight 0."""
+    own = expert_map[ids.long()].to(ids.dtype)
+    return weights.masked_fill(own < 0, 0), own.clamp(min=0)
+
+
+def _choose_own_experts() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+    parameters = signature(apply)
+
+    def apply_own(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        bound = parameters.bind(*args, **kwargs)
+        named = bound.arguments
+        if named[_MAP] is not None:
+            named[_WEIGHTS], named[_IDS] = select_own(named[_WEIGHTS], named[_IDS], named[_MAP])
+        apply(*bound.args, **bound.kwargs)
+
+    CPUUnquantizedExperts.apply = apply_own
 
 
 def collect_rows(
