@@ -118,7 +118,8 @@ def test_an_engine_without_prefix_cache_counts_its_prompts_as_not_found(
     stats: ModuleType, page: LoadPage
 ) -> None:
     cache = SimpleNamespace(num_gpu_blocks=100, enable_prefix_caching=False)
-    logger = stats.LoadPageStatLogger(SimpleNamespace(cache_config=cache))
+    config = SimpleNamespace(cache_config=cache, parallel_config=CONFIG.parallel_config)
+    logger = stats.LoadPageStatLogger(config)
     prompts = iteration(computed=300)
     for _ in range(2):
         logger.record(scheduler(prefix_cache_stats=None), prompts)

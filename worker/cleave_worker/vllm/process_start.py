@@ -4,8 +4,9 @@ Loaded by vLLM (entry point `vllm.general_plugins`) in the API server; does noth
 started the engine, and nothing on GPUs. vLLM forks its engine core on GPUs, but on CPU it spawns
 core and workers, because a worker's OpenMP takes its cores and libraries from the environment when
 it is loaded. Every import takes 20 seconds of a core. The core and the coordinator of data-parallel
-ranks compute nothing, so they are always forked; a worker is when the agent started the API server with the environment of its only worker
-(`cleave_worker.agent.launch`), whose one thread leaves nothing behind that a fork would break.
+ranks compute nothing, so they are always forked; a worker is when the agent started the API server
+with the environment of its only worker (`cleave_worker.agent.launch`), whose one thread leaves
+nothing behind that a fork would break.
 """
 
 import multiprocessing
