@@ -248,13 +248,10 @@ async def send_flip(flip: RoleFlip) -> None:
 
 
 def group_ranks(instances: Iterable[RoutedInstance]) -> dict[str, list[RoutedInstance]]:
-    """Instances by name, each with its data-parallel ranks, which are named INSTANCE.rank-NUMBER;
-    one without ranks is alone."""
+    """Instances by name, each with its data-parallel ranks; one without ranks is alone."""
     groups: dict[str, list[RoutedInstance]] = {}
     for each in instances:
-        is_rank = each.registration.data_parallel_size > 1
-        name = each.name.partition(".")[0] if is_rank else each.name
-        groups.setdefault(name, []).append(each)
+        groups.setdefault(each.whole, []).append(each)
     return groups
 
 
