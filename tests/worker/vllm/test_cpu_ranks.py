@@ -32,6 +32,7 @@ def run_rank(rank: int, store: str) -> None:
     scattered = add_rows(communicator, own, dim=0, sizes=[*ROWS])
     equal = collect_rows(communicator, torch.tensor([rank, rank]))
     equal_part = add_rows(communicator, torch.ones(6, 2), dim=0)
+    dist.destroy_process_group()
     assert gathered.equal(everything)
     assert gathered_ids.tolist() == [0, 0, 1, 2]
     assert scattered.equal(3 * rows_of(rank))

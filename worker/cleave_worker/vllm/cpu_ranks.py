@@ -103,7 +103,6 @@ def _collect_rows(communicator: Any, rows: Any, counts: list[int]) -> Any:  # no
     longest = max(counts)
     sent = rows.new_zeros((longest, *rows.shape[1:]))
     sent[: rows.shape[0]] = rows
-    received = rows.new_empty((longest * communicator.world_size, *rows.shape[1:]))
-    torch.distributed.all_gather_into_tensor(received, sent, group=communicator.device_group)
-    parts = [received[at * longest : at * longest + count] for at, count in enumerate(counts)]
-    return torch.cat(parts)
+    received = [torch.empty_like(sent) for _ in counts]
+    torch.distributed.all_gather(received, sent, group=communicator.device_group)
+    return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])
