@@ -49,3 +49,17 @@ def test_a_second_builder_keeps_the_first_ones_model(tmp_path: Path) -> None:
     tiny_model.build(tmp_path / "tiny")
     tiny_model.build(tmp_path / "tiny")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_a_model_with_experts_is_a_mixtral(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    tiny_model.build(tmp_path / "tiny", tiny_model.TinyModelShape(layers=1, experts=3))
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    assert config["architectures"] == ["MixtralForCausalLM"]
+    assert (config["num_local_experts"], config["num_experts_per_tok"]) == (3, 2)
+    with safe_open(tmp_path / "tiny" / "model.safetensors", "np") as weights:
+        mlp = [name for name in weights.keys() if "block_sparse_moe" in name]  # noqa: SIM118
+        router = weights.get_slice("model.layers.0.block_sparse_moe.gate.weight")
+        assert router.get_shape() == [3, config["hidden_size"]]
+    assert len(mlp) == 1 + 3 * 3

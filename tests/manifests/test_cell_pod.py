@@ -1,10 +1,11 @@
 """A cell in one pod: one container for all its agents."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
-from cleave.manifests.cell_pod import build_cell_pod
+from cleave.manifests.cell_pod import build_cell_pod, has_several_engines
 from cleave.manifests.owned_objects import build_workers_service
 from cleave.manifests.topology import NodeTopology
 
@@ -100,3 +101,53 @@ def test_its_ports_are_those_of_the_workers_service(container, deployment) -> No
 def test_it_is_probed_as_a_whole(container) -> None:
     assert container["readinessProbe"]["grpc"] == {"port": 8999, "service": "ready"}
     assert container["livenessProbe"]["grpc"] == {"port": 8999}
+
+
+RANKS = {"role": "decode", "replicas": 2, "gpu": "H100"}
+SIZE = {"tensor": 2, "data": 2, "expert": True}
+
+
+@pytest.fixture
+def rank_pod(deployment, pools_of):
+    """The first instance of a pool with two data-parallel ranks."""
+    chat = deployment(
+        placement={"manual": [{"role": "prefill"}, RANKS | {"parallelism": SIZE}]},
+        engine={"args": ["--seed", "1"]},
+    )
+    _, pool = pools_of(chat, NodeTopology({H100: 8}))
+    assert pool.spec.gpus == 4
+    assert has_several_engines(pool.spec)
+    return build_cell_pod(pool, 0)
+
+
+def test_data_parallel_ranks_are_engines_of_one_pod(rank_pod) -> None:
+    assert rank_pod["metadata"]["name"] == "chat-decode-0"
+    assert rank_pod["metadata"]["labels"]["cleave.dev/role"] == "decode"
+    (container,) = rank_pod["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert container["readinessProbe"]["grpc"] == {"port": 8999, "service": "ready"}
+    agents = [json.loads(text) for text in container["command"][7:]]
+    for rank, agent in enumerate(agents):
+        options = dict(pairwise(agent))
+        assert options["--name"] == f"chat-decode-0.rank-{rank}"
+        assert options["--role"] == "$(CLEAVE_ROLE)"
+        assert options["--port"] == str(9000 + 2 * rank)
+        assert options["--tensor-parallel-size"] == "2"
+        assert options["--data-parallel-size"] == "2"
+        assert options["--data-parallel-rank"] == str(rank)
+        assert "--expert-parallel" in agent
+        assert agent[-3:] == ["--", "--seed", "1"]
+    assert len(agents) == 2
+
+
+def test_data_parallel_ranks_have_the_claims_of_their_pod(deployment, pools_of) -> None:
+    claims = {"gpuResource": "", "resourceClaims": [{"name": "gpus", "resourceClaimName": "four"}]}
+    pools = [{"role": "mixed", "parallelism": SIZE}]
+    (pool,) = pools_of(deployment(placement={"manual": pools}, template=claims))
+    (container,) = build_cell_pod(pool, "x")["spec"]["containers"]
+    assert container["resources"]["claims"] == [{"name": "gpus"}]
+
+
+def test_other_instances_have_one_engine(deployment, pools_of) -> None:
+    for pool in pools_of(deployment()):
+        assert not has_several_engines(pool.spec)

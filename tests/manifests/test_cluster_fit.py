@@ -39,6 +39,20 @@ def test_what_the_nodes_have_room_for_is_no_misfit() -> None:
     assert find(pool(tensor=8, gpu="NVIDIA-H100-80GB-HBM3"), cluster=MIXED) == []
 
 
+def test_data_parallel_ranks_share_the_experts_and_a_node() -> None:
+    sparse = "Qwen/Qwen3-235B-A22B"
+    size = {"tensor": 1, "data": 8, "expert": True}
+    ranks = {"role": "mixed", "parallelism": size, "replicas": 2}
+    assert find(ranks, model=sparse) == []
+    (alone,) = find(pool(), model=sparse)
+    assert "does not fit" in alone
+    (line,) = find(ranks | {"parallelism": size | {"tensor": 2}, "replicas": 1}, model=sparse)
+    assert line == (
+        "spec.placement.manual: the data-parallel ranks of an instance share a node: they take 16 "
+        "GPUs, and a node has 8 x H100-SXM-80GB; use a smaller data size"
+    )
+
+
 def test_weights_that_exceed_a_gpu_are_a_misfit() -> None:
     (line,) = find(pool("prefill", 2), pool("decode"))
     assert line.startswith("spec.placement.manual[1].parallelism: llama-3.1-70b does not fit: 131")

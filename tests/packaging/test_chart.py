@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from cleave.api.manifest import load_cluster, validate
-from cleave.api.pool import MAX_CELL_ENGINES
+from cleave.api.role import MAX_POD_ENGINES
 from cleave.controller import install_check, main
 from cleave.manifests.labels import ENGINE_PORT, get_agent_port_name
 from cleave.manifests.pool import build_pools
@@ -217,7 +217,7 @@ def test_the_engines_that_a_pod_monitor_finds_have_the_port_that_it_names(render
     assert engines["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     endpoint, *others = engines["spec"]["podMetricsEndpoints"]
     # Further engines of cells in one pod.
-    names = [get_agent_port_name(number) for number in range(1, MAX_CELL_ENGINES)]
+    names = [get_agent_port_name(number) for number in range(1, MAX_POD_ENGINES)]
     assert [each["port"] for each in others] == [n.replace("agent", "engine") for n in names]
     (container,) = pod["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}

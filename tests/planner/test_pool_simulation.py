@@ -139,3 +139,9 @@ def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
 def test_emulated_instances_run_on_any_declared_gpu(problem) -> None:
     pools = [PlannedPool(Role.MIXED, 2, gpu="H100")]
     assert build_fleet(problem, pools).mixed[0].replicas == 2
+
+
+def test_data_parallel_ranks_are_not_predicted(problem) -> None:
+    ranks = PlannedPool(Role.MIXED, 1, Parallelism(data=2))
+    with pytest.raises(PlanError, match=r"mixed: parallelism.data 2: instances of data-parallel"):
+        build_fleet(problem, [ranks])

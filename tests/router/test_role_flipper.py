@@ -90,6 +90,52 @@ async def test_a_decode_instance_helps_with_prompts_and_goes_home_again(
     assert "d1: decode -> mixed; pressure of prompts" in managed.noted[0].describe()
 
 
+RANKS = ("a.rank-0", "a.rank-1", "b.rank-0", "b.rank-1")
+"""Of two decode instances."""
+
+
+@pytest.fixture
+def with_ranks(manage: Manage, registry: InstanceRegistry, make_event) -> Managed:
+    """A prefill instance, and two decode instances with two data-parallel ranks each."""
+    managed = manage(p="prefill")
+    for name in RANKS:
+        event = make_event(name, "decode", epoch=1, home=_role("decode"), data_parallel_size=2)
+        registry.on_event(name, event, managed.clock.now_s)
+    return managed
+
+
+async def test_all_data_parallel_ranks_of_an_instance_change_their_role(
+    with_ranks: Managed, registry: InstanceRegistry, loaded
+) -> None:
+    registry.on_event("p", loaded("p", prompt=WAITING), with_ranks.clock.now_s)
+    orders = await with_ranks.run(2)
+    assert orders == [("a.rank-0", "mixed", 2), ("a.rank-1", "mixed", 2)]
+    # The other one always keeps its role, as min_decode says: ranks are not counted.
+    assert await with_ranks.run(10) == []
+    registry.on_event("p", loaded("p"), with_ranks.clock.now_s)
+    orders = await with_ranks.run(60)
+    assert orders == [("a.rank-0", "decode", 3), ("a.rank-1", "decode", 3)]
+    assert [flip.whole for flip in with_ranks.noted] == ["a", "a"]
+
+
+async def test_ranks_of_which_one_refused_go_home_together(
+    with_ranks: Managed, registry: InstanceRegistry, loaded, make_event
+) -> None:
+    event = make_event("a.rank-1", "mixed", epoch=2, home=_role("decode"), data_parallel_size=2)
+    registry.on_event("a.rank-1", event, with_ranks.clock.now_s)
+    orders = await with_ranks.run(60)
+    assert orders == [("a.rank-0", "decode", 2), ("a.rank-1", "decode", 3)]
+
+
+async def test_an_instance_without_all_its_ranks_is_not_flipped(
+    with_ranks: Managed, registry: InstanceRegistry, loaded
+) -> None:
+    registry.remove_agent("a.rank-1")
+    registry.on_event("p", loaded("p", prompt=WAITING), with_ranks.clock.now_s)
+    orders = await with_ranks.run(10)
+    assert [order[0] for order in orders] in ([], ["b.rank-0", "b.rank-1"])
+
+
 async def test_prompts_that_wait_do_not_fill_the_instances_that_will_decode_them(
     manage: Manage, registry: InstanceRegistry
 ) -> None:

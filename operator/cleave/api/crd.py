@@ -69,6 +69,7 @@ _POOL_COLUMNS = (
     _AGE,
 )
 _WIDE_POOL_COLUMNS = (
+    ("DP", "integer", ".spec.parallelism.data", "Data parallel size; empty: 1."),
     ("Updated", "integer", ".status.updated", "Instances of the present spec."),
     ("Owner", "string", ".spec.owner", "Who sets the number of instances."),
     ("Reason", "string", f"{_READY}.reason", "Why it is ready or not."),

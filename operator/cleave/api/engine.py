@@ -248,9 +248,9 @@ class EngineSpec(ApiModel):
             is_valid=lambda e: (
                 not any(arg.startswith(("--data-parallel", "--data_parallel")) for arg in e.args)
             ),
-            message="must not hold --data-parallel-*: a handoff names one engine, and each "
-            "data-parallel rank is one more; use replicas, and for experts a larger tensor size "
-            "with --enable-expert-parallel",
+            message="must not hold --data-parallel-*: set parallelism.data in "
+            "spec.placement.manual, so that each rank has an agent of its own; models without "
+            "experts take replicas instead",
             field="args",
         ),
         ValidationRule(

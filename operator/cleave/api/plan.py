@@ -52,6 +52,13 @@ class ManualPool(ApiModel):
             message="has no effect on mixed instances, which transfer no KV; remove it",
             field="perCell",
         ),
+        ValidationRule(
+            cel="!has(self.perCell) || !has(self.parallelism.data) || self.parallelism.data == 1",
+            is_valid=lambda p: p.per_cell is None or p.parallelism.data == 1,
+            message="cannot go with parallelism.data above 1: the data-parallel ranks of an "
+            "instance have a pod of their own; remove one of them",
+            field="perCell",
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from cleave.api.base import ApiModel, ValidationRule
 from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.model import ModelField
 from cleave.api.resource import Conditions, Resource, build_name_rule
-from cleave.api.role import Parallelism, Role
+from cleave.api.role import MAX_POD_ENGINES, Parallelism, Role
 
 KIND = "InstancePool"
 
@@ -50,16 +50,12 @@ class Colocation(ApiModel):
     """Whether each cell has a domain of its own."""
 
 
-MAX_CELL_ENGINES = 16
-"""Most engines of a cell in one pod; each has two ports."""
-
-
 class CellMember(ApiModel):
     """Engines of one role in a cell that is one pod."""
 
     role: Annotated[Role, Field(strict=False)]
     """Role of the engines."""
-    replicas: Annotated[int, Field(ge=1, le=MAX_CELL_ENGINES)] = 1
+    replicas: Annotated[int, Field(ge=1, le=MAX_POD_ENGINES)] = 1
     """Number of engines in each pod."""
     parallelism: Parallelism = Parallelism()
     """How one engine is distributed over GPUs."""
@@ -110,9 +106,27 @@ class InstancePoolSpec(ApiModel):
     rules = (
         ValidationRule(
             cel="(self.parallelism.tensor * self.parallelism.pipeline) % self.nodes == 0",
-            is_valid=lambda s: s.parallelism.gpus % s.nodes == 0,
+            is_valid=lambda s: s.parallelism.gpus_per_engine % s.nodes == 0,
             message="must divide the GPUs of an instance (tensor * pipeline)",
             field="nodes",
+        ),
+        ValidationRule(
+            cel="!has(self.parallelism.data) || self.parallelism.data == 1 || (self.nodes == 1 && "
+            "!has(self.colocation) && (!has(self.members) || self.members.size() == 0))",
+            is_valid=lambda s: (
+                s.parallelism.data == 1 or not (s.nodes > 1 or s.colocation or s.members)
+            ),
+            message="above 1 needs nodes 1, and neither colocation nor members: the data-parallel "
+            "ranks of an instance are in one pod, which has no other engines",
+            field="parallelism.data",
+        ),
+        ValidationRule(
+            cel="!has(self.members) || "
+            "self.members.all(m, !has(m.parallelism) || !has(m.parallelism.data) || "
+            "m.parallelism.data == 1)",
+            is_valid=lambda s: all(each.parallelism.data == 1 for each in s.members),
+            message="cannot be data-parallel: a pod has the ranks of one instance, or a cell",
+            field="members",
         ),
         ValidationRule(
             cel="!has(self.members) || self.members.size() == 0 || "
@@ -123,9 +137,9 @@ class InstancePoolSpec(ApiModel):
         ),
         ValidationRule(
             cel="!has(self.members) || self.members.map(m, has(m.replicas) ? m.replicas : 1).sum()"
-            f" <= {MAX_CELL_ENGINES}",
-            is_valid=lambda s: sum(each.replicas for each in s.members) <= MAX_CELL_ENGINES,
-            message=f"must have at most {MAX_CELL_ENGINES} engines together",
+            f" <= {MAX_POD_ENGINES}",
+            is_valid=lambda s: sum(each.replicas for each in s.members) <= MAX_POD_ENGINES,
+            message=f"must have at most {MAX_POD_ENGINES} engines together",
             field="members",
         ),
     )

@@ -27,6 +27,7 @@ from cleave.manifests.labels import ROLE, Manifest
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import Device
+from cleave.perf.hardware import memory
 from cleave.perf.model import model_source
 from cleave.planner.deployment_checks import explain_unknown_model, resolve_connector
 from cleave.planner.placement import Placement, choose_placement
@@ -109,6 +110,7 @@ def build_launch_plan(
     if faults := list(find_unsupported(deployment.spec)):
         raise DeploymentStartError(faults)
     # Needs NumPy, which previews of rollouts do without.
+    from cleave.manifests.cell_pod import build_cell_pod, has_several_engines
     from cleave.manifests.worker import build_worker_pod
 
     # Unlike the operator, this machine reads the model's folder.
@@ -116,7 +118,9 @@ def build_launch_plan(
     device: Device = "gpu" if node.gpus else "cpu"
     pools = build_pools(deployment, placement)
     workers = [
-        build_worker_pod(pool, ordinal, device=device)
+        (build_cell_pod if has_several_engines(pool.spec) else build_worker_pod)(
+            pool, ordinal, device=device
+        )
         for pool in pools
         for ordinal in range(pool.spec.replicas)
     ]
@@ -156,7 +160,8 @@ def _list_memory_faults(
     }
     for pool in pools:
         if node.gpus:
-            share = shape.weight_bytes // pool.spec.parallelism.gpus
+            size = pool.spec.parallelism
+            share = memory.compute_weight_bytes(shape, size.tensor, size.pipeline, size.data)
             room = max(gpu.memory_bytes for gpu in node.gpus)
             where = "of each GPU"
             remedy = "use a larger spec.placement.manual[].parallelism, or a smaller model"

@@ -41,6 +41,8 @@ class PodView:
     last_exit_code: int | None
     admitted_at: float
     """Seconds since the epoch."""
+    further_addresses: tuple[str, ...] = ()
+    """host:port of the other agents, of a pod with several engines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,12 +57,42 @@ class InstanceRow:
 
 async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
     """A row per pod; all agents are requested concurrently."""
-    agents = [pod.address for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
+    running = [pod for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
+    agents = [each for pod in running for each in (pod.address, *pod.further_addresses)]
     token_file = get_folder(snapshot.deployment).path / files.TOKEN_FILE
     responses = await asyncio.gather(*(_get_agent_health(each, token_file) for each in agents))
     healths = dict(zip(agents, responses, strict=True))
     boots = {each.registration.boot_id for each in responses if each is not None}
-    return [build_row(pod, snapshot, healths.get(pod.address), boots) for pod in snapshot.pods]
+    return [
+        build_row(
+            pod,
+            snapshot,
+            merge_ranks([healths.get(each) for each in (pod.address, *pod.further_addresses)]),
+            boots,
+        )
+        for pod in snapshot.pods
+    ]
+
+
+def merge_ranks(
+    healths: Sequence[agent_pb2.HealthResponse | None],
+) -> agent_pb2.HealthResponse | None:
+    """The health of a pod from those of its engines, which are data-parallel ranks if there are
+    several: the first that is not ready, with the requests of all. None: an agent does not respond.
+    """
+    known = [each for each in healths if each is not None]
+    if len(known) < len(healths):
+        return None
+    merged = agent_pb2.HealthResponse()
+    ready = agent_pb2.STATE_READY
+    merged.CopyFrom(next((e for e in known if e.registration.state != ready), known[0]))
+    merged.registration.restarts = max(each.registration.restarts for each in known)
+    merged.load.num_running = sum(each.load.num_running for each in known)
+    merged.load.num_waiting = sum(each.load.num_waiting for each in known)
+    merged.load.kv_cache_usage = max(each.load.kv_cache_usage for each in known)
+    del merged.pairs.proofs[:]
+    merged.pairs.proofs.extend(proof for each in known for proof in each.pairs.proofs)
+    return merged
 
 
 def build_row(

@@ -139,6 +139,7 @@ def build_pod_view(spec: PodSpec, pod_state: PodState) -> PodView:
         waiting=pod_state.waiting,
         last_exit_code=pod_state.last.exit_code if pod_state.last else None,
         admitted_at=pod_state.admitted_at,
+        further_addresses=tuple(f"{pod_state.pod_ip}:{port}" for port in spec.agent_ports[1:]),
     )
 
 

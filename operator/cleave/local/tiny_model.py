@@ -1,4 +1,4 @@
-"""A tiny random Llama with its tokenizer, built locally: no download, no account.
+"""A tiny random Llama with its tokenizer, or a Mixtral: built locally, no download, no account.
 
 Used by `cleave demo` and by tests that run real engines. A random model must still depend on its
 whole prompt, or a lost KV cache would go unnoticed. So attention is sharp and weighs as much as the
@@ -44,6 +44,8 @@ class TinyModelShape:
     heads: int = 4
     kv_heads: int = 2
     mlp: int = 512
+    experts: int = 0
+    """Experts of each layer, of which two compute a token; 0: a dense Llama, else a Mixtral."""
 
     @property
     def head_size(self) -> int:
@@ -84,7 +86,7 @@ def build(path: Path, shape: TinyModelShape = TinyModelShape()) -> None:
 
 
 def _build_config(shape: TinyModelShape, vocabulary_size: int) -> dict[str, Any]:
-    return {
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": vocabulary_size,
@@ -105,6 +107,15 @@ def _build_config(shape: TinyModelShape, vocabulary_size: int) -> dict[str, Any]
         "eos_token_id": 1,
         "torch_dtype": "float32",
     }
+    if shape.experts:
+        config |= {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": shape.experts,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        }
+    return config
 
 
 def _write_tokenizer(folder: Path) -> list[str]:
@@ -163,10 +174,19 @@ def _write_weights(path: Path, shape: TinyModelShape, vocabulary: list[str]) -> 
             f"{prefix}.self_attn.k_proj.weight": matrix(shape.kv_size, shape.hidden, _SHARPNESS),
             f"{prefix}.self_attn.v_proj.weight": matrix(shape.kv_size, shape.hidden),
             f"{prefix}.self_attn.o_proj.weight": matrix(shape.hidden, shape.hidden),
-            f"{prefix}.mlp.gate_proj.weight": matrix(shape.mlp, shape.hidden),
-            f"{prefix}.mlp.up_proj.weight": matrix(shape.mlp, shape.hidden),
-            f"{prefix}.mlp.down_proj.weight": matrix(shape.hidden, shape.mlp),
         }
+        if shape.experts:
+            experts = f"{prefix}.block_sparse_moe"
+            weights[f"{experts}.gate.weight"] = matrix(shape.experts, shape.hidden)
+            names = [(f"{experts}.experts.{n}", "w1", "w3", "w2") for n in range(shape.experts)]
+        else:
+            names = [(f"{prefix}.mlp", "gate_proj", "up_proj", "down_proj")]
+        for folder, gate, up, down in names:
+            weights |= {
+                f"{folder}.{gate}.weight": matrix(shape.mlp, shape.hidden),
+                f"{folder}.{up}.weight": matrix(shape.mlp, shape.hidden),
+                f"{folder}.{down}.weight": matrix(shape.hidden, shape.mlp),
+            }
     save_file(weights, path, metadata={"format": "pt"})
 
 

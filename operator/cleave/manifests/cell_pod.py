@@ -1,15 +1,16 @@
-"""A cell in one pod: several agents and their engines in one container. Pure.
+"""Several agents and their engines in one pod and one container: a cell, or the data-parallel ranks
+of one instance. Pure.
 
-Called by the controller for pools with `members`. Kubernetes gives GPUs to containers, and CUDA IPC
-needs a shared PID namespace and all device files: so the engines of a cell share one container,
-which `cleave_worker.agent.cell` starts, each with GPUs of its own.
+Called by the controller and `cleave.local`. Kubernetes gives GPUs to containers, and CUDA IPC needs
+a shared PID namespace and all device files: so these engines share one container, which
+`cleave_worker.agent.cell` starts, each with GPUs of its own.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from cleave.api.pool import InstancePool
+from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.manifests.container import build_flags
 from cleave.manifests.labels import (
     AGENT_PORT,
@@ -24,29 +25,64 @@ from cleave.manifests.worker import build_agent_command, build_worker_pod
 _AGENT_PREFIX = ["python", "-m", "cleave_worker.agent.main"]
 
 
+def has_several_engines(spec: InstancePoolSpec) -> bool:
+    """Whether an instance of the pool is a pod with several engines."""
+    return bool(spec.members) or spec.parallelism.data > 1
+
+
 def build_cell_pod(
-    pool: InstancePool, name: str, *, device: Device = "gpu", image_prefix: str = ""
+    pool: InstancePool, name: str | int, *, device: Device = "gpu", image_prefix: str = ""
 ) -> Manifest:
-    """Pod of one cell of a pool with `members`, for nodes that compute on `device`."""
+    """Pod of one cell, or of all data-parallel ranks of an instance, for nodes that compute on
+    `device`. `name` may be the instance's number instead, from 0."""
+    name = name if isinstance(name, str) else f"{pool.name}-{name}"
     pod = build_worker_pod(pool, name, device=device, image_prefix=image_prefix)
     (container,) = pod["spec"]["containers"]
-    engines = list(_list_engines(pool))
-    agents = [
-        build_agent_command(
-            engine, instance, name, device, role=engine.spec.role, port=_get_agent_port(number)
-        )[len(_AGENT_PREFIX) :]
-        for number, (instance, engine) in enumerate(_name_engines(engines, name))
-    ]
+    engines = list(_list_engines(pool) if pool.spec.members else _list_ranks(pool))
+    build = _build_cell_agents if pool.spec.members else _build_rank_agents
+    agents = [command[len(_AGENT_PREFIX) :] for command in build(engines, name, device)]
     flags = build_flags({"--host": "$(POD_IP)", "--port": CELL_HEALTH_PORT})
     command = ["python", "-m", "cleave_worker.agent.cell", *flags]
     container["command"] = [*command, *map(json.dumps, agents)]
     container["ports"] = [port for number in range(len(agents)) for port in _build_ports(number)]
-    container["resources"] = sum_resources([build_resources(e.spec, device) for e in engines])
+    # Claims are the pod's: they have the GPUs of all engines.
+    claims = {k: v for k, v in container["resources"].items() if k == "claims"}
+    parts = [build_resources(engine.spec, device) for engine in engines]
+    container["resources"] = sum_resources(parts) | claims
     sizes = build_scratch_sizes([engine.spec for engine in engines], device)
     pod["spec"]["volumes"] = limit_scratch(pod["spec"]["volumes"], sizes)
     for probe in ("readinessProbe", "livenessProbe"):
         container[probe]["grpc"]["port"] = CELL_HEALTH_PORT
     return pod
+
+
+def _build_cell_agents(
+    engines: Iterable[InstancePool], pod: str, device: Device
+) -> Iterator[list[str]]:
+    for number, (name, engine) in enumerate(_name_engines(engines, pod)):
+        role, port = engine.spec.role, _get_agent_port(number)
+        yield build_agent_command(engine, name, pod, device, role=role, port=port)
+
+
+def _build_rank_agents(
+    engines: Sequence[InstancePool], pod: str, device: Device
+) -> Iterator[list[str]]:
+    """Commands of the ranks' agents, whose instances are named `POD.rank-NUMBER`."""
+    for rank, engine in enumerate(engines):
+        yield build_agent_command(
+            engine,
+            f"{pod}.rank-{rank}",
+            device=device,
+            port=_get_agent_port(rank),
+            data_parallel=(len(engines), rank),
+        )
+
+
+def _list_ranks(pool: InstancePool) -> list[InstancePool]:
+    """For each data-parallel rank the pool that it would be an instance of, if it had a pod."""
+    size = pool.spec.parallelism
+    own = {"parallelism": size.model_copy(update={"data": 1})}
+    return [pool.model_copy(update={"spec": pool.spec.model_copy(update=own)})] * size.data
 
 
 def _list_engines(pool: InstancePool) -> Iterator[InstancePool]:

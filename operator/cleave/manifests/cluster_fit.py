@@ -85,6 +85,11 @@ def explain_no_room(pools: Sequence[PlannedPool], kind: str, nodes: NodesBySize)
         return (
             f"needs {needed} x {kind}, and the nodes have {total}; use fewer or smaller instances"
         )
+    if max(pieces) > room and any(pool.parallelism.data > 1 for pool in pools):
+        return (
+            f"the data-parallel ranks of an instance share a node: they take {max(pieces)} GPUs, "
+            f"and a node has {room} x {kind}; use a smaller data size"
+        )
     if max(pieces) > room:
         return (
             f"the instances of a cell that share a node take {max(pieces)} GPUs, and a node has "
@@ -153,11 +158,12 @@ def _list_memory_faults(
 ) -> Iterator[str]:
     found = estimator.build_estimator(shape, cluster)
     for index, (pool, kind) in enumerate(zip(pools, kinds, strict=True)):
-        sizes = pool.parallelism.tensor, pool.parallelism.pipeline
+        size = pool.parallelism
+        sizes, gpu = (size.tensor, size.pipeline), found.machines[kind].gpu
         # A profile may have measured that it fits; instances above a node are not estimated.
-        if found.explain_unsupported(kind, *sizes) is not None:
-            gpu = found.machines[kind].gpu
-            if (why := memory.explain_unsupported(shape, gpu, *sizes)) is not None:
+        if size.data > 1 or found.explain_unsupported(kind, *sizes) is not None:
+            why = memory.explain_unsupported(shape, gpu, *sizes, data=size.data, expert=size.expert)
+            if why is not None:
                 yield f"{_FIELD}[{index}].parallelism: {why}; use more GPUs for an instance"
 
 

@@ -32,7 +32,9 @@ def find_kv_link(
     link = _select_link(deployment, placement, cluster, machines)
     if link is None:
         return None
-    sent, received = (max(pool.parallelism.gpus for pool in pools) for pools in _split(placement))
+    sent, received = (
+        max(pool.parallelism.gpus_per_engine for pool in pools) for pools in _split(placement)
+    )
     # Where a decode instance has more GPUs than a prefill instance, several receive from one.
     return PlannedKvLink(link.kind, link.effective_gb_per_s * min(1.0, sent / received))
 

@@ -4,7 +4,8 @@ Called by the controller, for a deployment or a manually created pool.
 """
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.pool import MAX_CELL_ENGINES, InstancePool
+from cleave.api.pool import InstancePool
+from cleave.api.role import MAX_POD_ENGINES
 from cleave.manifests.labels import (
     AGENT_PORT,
     DEPLOYMENT,
@@ -28,7 +29,7 @@ def build_workers_service(owner: DeploymentOrPool) -> Manifest:
     deployment = get_deployment_name(owner)
     labels = build_component_labels(deployment, WORKER)
     # A pod has the ports of its own agents only: Kubernetes omits the others for it.
-    names = map(get_agent_port_name, range(MAX_CELL_ENGINES))
+    names = map(get_agent_port_name, range(MAX_POD_ENGINES))
     ports = [
         {"name": name, "port": AGENT_PORT + 2 * number, "targetPort": name}
         for number, name in enumerate(names)

@@ -12,8 +12,7 @@ from itertools import count
 from typing import Self
 
 from cleave.api.cluster import Cluster
-from cleave.api.pool import MAX_CELL_ENGINES
-from cleave.api.role import Parallelism
+from cleave.api.role import MAX_POD_ENGINES, Parallelism
 from cleave.manifests.labels import Manifest
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.planner.plan import PlannedPool
@@ -76,7 +75,7 @@ def get_product_label(gpu: str) -> str:
 def count_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: NodeTopology) -> int:
     """Nodes that one instance of `pool`, as a part of `pools`, spans."""
     room = machines.get_gpus_per_node(pool.gpu)
-    if room is None:
+    if room is None or pool.parallelism.data > 1:
         return 1
     if pool.per_cell and machines.domain == HOSTNAME:
         per_node = max(1, room // count_stage_gpus(pools))
@@ -97,7 +96,7 @@ def fits_one_pod(pools: Sequence[PlannedPool], machines: NodeTopology) -> bool:
         return False
     engines = sum(pool.per_cell or 0 for pool in pools)
     gpus = sum((pool.per_cell or 0) * pool.parallelism.gpus for pool in pools)
-    return len(pools) > 1 and engines <= MAX_CELL_ENGINES and gpus <= room
+    return len(pools) > 1 and engines <= MAX_POD_ENGINES and gpus <= room
 
 
 def count_cells_per_node(pools: Sequence[PlannedPool], machines: NodeTopology) -> int | None:

@@ -156,9 +156,10 @@ def build_agent_command(
     *,
     role: str = f"$({_ROLE_ENV})",
     port: int = AGENT_PORT,
+    data_parallel: tuple[int, int] = (1, 0),
 ) -> list[str]:
     """Command line of the agent; arguments after `--` go to the engine. The engine's port is the
-    one after `port`."""
+    one after `port`. `data_parallel`: number of ranks of the instance, and which one this is."""
     spec = pool.spec
     scheduling = spec.engine.scheduling
     flags = {
@@ -168,6 +169,7 @@ def build_agent_command(
         "--cell": cell,
         "--role": role,
         **build_engine_flags(spec),
+        **_build_rank_flags(*data_parallel),
         "--engine": spec.engine.type.lower(),
         "--start-timeout": get_start_timeout_s(spec, device),
         "--host": "$(POD_IP)",
@@ -179,6 +181,10 @@ def build_agent_command(
     extra = build_engine_args(spec, "0", "$(POD_IP)")
     separated = ["--", *extra] if extra else []
     return ["python", "-m", "cleave_worker.agent.main", *container.build_flags(flags), *separated]
+
+
+def _build_rank_flags(size: int, rank: int) -> dict[str, object]:
+    return {"--data-parallel-size": size, "--data-parallel-rank": rank} if size > 1 else {}
 
 
 def get_start_timeout_s(spec: InstancePoolSpec, device: Device) -> int | None:
@@ -197,6 +203,7 @@ def build_engine_flags(spec: InstancePoolSpec) -> dict[str, object]:
         "--served-model-name": model.name,
         "--tensor-parallel-size": size.tensor,
         "--pipeline-parallel-size": size.pipeline,
+        "--expert-parallel": size.expert,
         "--max-model-len": model.max_model_len,
         "--connector": engine.kv_connector is not Connector.NIXL and engine.kv_connector.lower(),
         "--transfer": engine.transfer is not TransferMode.PULL and engine.transfer.lower(),

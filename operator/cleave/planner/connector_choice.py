@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from cleave.api.deployment import LLMDeploymentSpec
 from cleave.api.engine import Connector, EngineSpec, EngineType, TransferMode
 from cleave.api.plan import ManualPool
-from cleave.api.pool import MAX_CELL_ENGINES
-from cleave.api.role import Role
+from cleave.api.role import MAX_POD_ENGINES, Role
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.perf.model.model_shape import ModelShape
 
@@ -102,7 +101,7 @@ def _are_one_pod_cells(spec: LLMDeploymentSpec, shape: ModelShape | None) -> boo
         return False
     if len({pool.gpu for pool in pools}) > 1 or not _may_have_nvlink(pools[0]):
         return False
-    if sum(pool.per_cell or 0 for pool in pools) > MAX_CELL_ENGINES:
+    if sum(pool.per_cell or 0 for pool in pools) > MAX_POD_ENGINES:
         return False
     heads = shape.shardable_kv_heads if shape else None
     sizes = {pool.role: pool.parallelism for pool in pools}

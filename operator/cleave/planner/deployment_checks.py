@@ -54,8 +54,11 @@ def list_parallelism_faults(
                 f"over {spec.template.gpu_resource}, as CUDA programs see one MIG device; set "
                 "tensor and pipeline to 1"
             )
-        tensor, pipeline = pool.parallelism.tensor, pool.parallelism.pipeline
-        if shape and (reason := shape.explain_unsupported(tensor, pipeline)):
+        size = pool.parallelism
+        reason = shape and shape.explain_unsupported(
+            size.tensor, size.pipeline, size.data, expert=size.expert
+        )
+        if shape and reason:
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
     heads = shape.shardable_kv_heads if shape else None
     connector = choose_connector(deployment, reads_files=reads_files).connector

@@ -130,6 +130,9 @@ def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
     kinds = {supply.gpu: supply for supply in problem.supplies}
     gpu = _resolve_gpu(pool, list(kinds))
     size = pool.parallelism
+    if size.data > 1:
+        field = f"spec.placement.manual: {pool.role}: parallelism.data {size.data}"
+        raise PlanError([f"{field}: instances of data-parallel ranks are not predicted"])
     estimate = problem.estimator.estimate(gpu, size.tensor, size.pipeline)
     if estimate is None:
         why = problem.estimator.explain_unsupported(gpu, size.tensor, size.pipeline)

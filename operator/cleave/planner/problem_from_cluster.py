@@ -10,7 +10,7 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.api.pool import MAX_CELL_ENGINES
+from cleave.api.role import MAX_POD_ENGINES
 from cleave.perf import estimator
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, find_gpu
@@ -104,7 +104,7 @@ def build_supplies(
             # CUDA IPC needs a shared PID namespace, so KV between pods of one node uses the
             # network, too. A cell is one pod; without NVLink UCX does not read by CUDA IPC.
             network = inventory.find_network_link(cluster, gpu)
-            is_small = per_node <= MAX_CELL_ENGINES
+            is_small = per_node <= MAX_POD_ENGINES
             within = build_node_link(gpu) if has_cells and is_small and gpu.nvlink_gbps else None
             supplies.append(Supply(name, count, per_node, usable, network, network, within))
     return tuple(supplies)

@@ -268,6 +268,13 @@ class RoutedInstance:
         return self.load.kv_blocks_free * self.registration.kv_block_size >= prompt_tokens
 
     @property
+    def whole(self) -> str:
+        """Name of the instance that it is a data-parallel rank of, which are named
+        INSTANCE.rank-NUMBER; its own name if it is none."""
+        is_rank = self.registration.data_parallel_size > 1
+        return self.name.partition(".")[0] if is_rank else self.name
+
+    @property
     def selectable(self) -> bool:
         """Whether new requests may be sent there."""
         return (

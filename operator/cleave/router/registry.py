@@ -106,6 +106,14 @@ class InstanceRegistry:
         served = self.models.values()
         return [table for each in served if not each.base for table in each.score_tables]
 
+    def list_ranks(self, name: str) -> list[str]:
+        """Names of all data-parallel ranks of the instance that `name` is a rank of; only `name` if
+        it is none, or not known."""
+        instance = self.instances.get(name)
+        if instance is None or instance.whole == name:
+            return [name]
+        return [each.name for each in self.instances.values() if each.whole == instance.whole]
+
     def refresh(self, instance: RoutedInstance) -> None:
         """Recompute the scores of an instance whose load changed."""
         if instance.score_table is not None:

@@ -4,12 +4,13 @@ Once a second it computes the inputs of `policy.role_flipping` for the instances
 and revision, and executes the decision through their agents. What is hard: there are several
 gateways and only one may decide. Agents report to every router its rank among the routers that
 watch them; the router with rank 0 at most of the instances decides. If two routers ever do so, the
-epoch of the role lets only one SetRole request succeed.
+epoch of the role lets only one SetRole request succeed. Data-parallel ranks compute in step, so
+that one with prompts delays all: they change their role together, and count as one instance.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,6 +30,8 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 log = logging.getLogger(__name__)
 
 Role: TypeAlias = "agent_pb2.Role.ValueType"
+Ranks: TypeAlias = Sequence[RoutedInstance]
+"""The data-parallel ranks of one instance, or an instance without ranks alone."""
 
 _ROLE_NUMBERS = {role: number for number, role in enumerate(ROLES)}
 """Role -> its number in `policy.role_flipping`."""
@@ -43,9 +46,11 @@ RETRY_DELAY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RoleFlip:
-    """The decision to give one instance another role."""
+    """The decision to give one instance, or one rank of it, another role."""
 
     instance: str
+    whole: str
+    """The instance that it is a rank of; otherwise the same as `instance`."""
     model: str
     agent: str
     boot_id: str
@@ -65,7 +70,7 @@ class RoleFlip:
     def describe(self) -> str:
         """A description for the log."""
         return (
-            f"{self.instance}: {' -> '.join(self.labels[1:])}; "
+            f"{self.whole}: {' -> '.join(self.labels[1:])}; "
             f"pressure of prompts {self.prefill_pressure:.2f}, "
             f"of decoding {self.decode_pressure:.2f}"
         )
@@ -83,39 +88,45 @@ class FlipState:
 
     def decide(
         self,
-        instances: list[RoutedInstance],
+        instances: Mapping[str, Ranks],
         thresholds: FlipThresholds,
         now_s: float,
         enabled: bool = True,
-    ) -> RoleFlip | None:
-        """The flip to execute now, or None; `enabled`: False while flipping is off."""
+    ) -> tuple[RoleFlip, ...]:
+        """The flip to execute now, for each rank of one instance; empty: there is none. `enabled`:
+        False while flipping is off."""
         now_ms = now_s * 1000
-        self._update_members([instance.name for instance in instances])
-        computed_share = _compute_computed_share([instance.in_flight for instance in instances])
-        for member, instance in zip(self._members, instances, strict=True):
-            _fill_member(member, instance, computed_share, now_ms)
+        self._update_members([*instances])
+        loads = [rank.in_flight for ranks in instances.values() for rank in ranks]
+        computed_share = _compute_computed_share(loads)
+        for member, ranks in zip(self._members, instances.values(), strict=True):
+            _fill_member(member, ranks, computed_share, now_ms)
         if enabled:
             slot, role = role_flipping.decide(self._members, self._history, thresholds, now_ms)
         else:
             slot, role = role_flipping.return_flipped(self._members, now_ms)
         if slot == NONE:
-            return None
-        instance, registration = instances[slot], instances[slot].registration
-        return RoleFlip(
-            instance.name,
-            registration.model,
-            instance.agent,
-            registration.boot_id,
-            registration.epoch + 1,
-            registration.role,
-            ROLES[role],
-            self._compute_pressure(0, thresholds),
-            self._compute_pressure(1, thresholds),
+            return ()
+        whole = self._names[slot]
+        pressures = [self._compute_pressure(side, thresholds) for side in range(2)]
+        return tuple(
+            RoleFlip(
+                rank.name,
+                whole,
+                rank.registration.model,
+                rank.agent,
+                rank.registration.boot_id,
+                rank.registration.epoch + 1,
+                rank.registration.role,
+                ROLES[role],
+                *pressures,
+            )
+            for rank in instances[whole]
         )
 
     def record(self, flip: RoleFlip, now_s: float) -> None:
         """Record an executed flip."""
-        slot = self._names.index(flip.instance)
+        slot = self._names.index(flip.whole)
         role_flipping.record_role(self._members, slot, _ROLE_NUMBERS[flip.role], now_s * 1000)
 
     def _compute_pressure(self, side: int, thresholds: FlipThresholds) -> float:
@@ -171,7 +182,12 @@ class RoleFlipper:
                 key = registration.deployment, registration.revision
                 present.add(key)
                 if is_leader(table.instances):
-                    flippable = [each for each in table.instances if self._may_flip(each)]
+                    found = group_ranks(table.instances)
+                    flippable = {
+                        name: ranks
+                        for name, ranks in found.items()
+                        if all(map(self._may_flip, ranks))
+                    }
                     await self._check_group(self._states.setdefault(key, FlipState()), flippable)
         for key in self._states.keys() - present:
             del self._states[key]
@@ -192,22 +208,25 @@ class RoleFlipper:
             log.warning(message, instance.name, role, home, registration.epoch)
         return False
 
-    async def _check_group(self, state: FlipState, instances: list[RoutedInstance]) -> None:
+    async def _check_group(self, state: FlipState, instances: Mapping[str, Ranks]) -> None:
         now, enabled = self._clock(), self._mode is not FlippingMode.OFF
-        flip = state.decide(instances, self._thresholds, now, enabled)
-        if flip is None:
+        flips = state.decide(instances, self._thresholds, now, enabled)
+        if not flips:
             state.recommended = None
         elif self._mode is FlippingMode.ADVISORY:
-            if state.recommended is None or state.recommended.instance != flip.instance:
+            flip = flips[0]
+            if state.recommended is None or state.recommended.whole != flip.whole:
                 log.info("would flip %s", flip.describe())
                 self._on_flip(flip)
             state.recommended = flip
         elif now >= state.retry_at_s:
-            await self._execute(state, flip)
+            await self._execute(state, flips)
 
-    async def _execute(self, state: FlipState, flip: RoleFlip) -> None:
+    async def _execute(self, state: FlipState, flips: Sequence[RoleFlip]) -> None:
+        flip = flips[0]
         try:
-            await self._set_role(flip)
+            for rank_flip in flips:
+                await self._set_role(rank_flip)
         except (grpc.aio.AioRpcError, ValueError) as error:
             # ValueError: a number of the registration does not fit the request.
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
@@ -228,6 +247,14 @@ async def send_flip(flip: RoleFlip) -> None:
         )
 
 
+def group_ranks(instances: Iterable[RoutedInstance]) -> dict[str, list[RoutedInstance]]:
+    """Instances by name, each with its data-parallel ranks; one without ranks is alone."""
+    groups: dict[str, list[RoutedInstance]] = {}
+    for each in instances:
+        groups.setdefault(each.whole, []).append(each)
+    return groups
+
+
 def _compute_computed_share(loads: list[InFlightLoad]) -> float:
     claimed = sum(each.resident.pending for each in loads)
     # Other routers' requests count as resident only from their prefill on: `remote` is excluded.
@@ -236,25 +263,47 @@ def _compute_computed_share(loads: list[InFlightLoad]) -> float:
 
 
 def _fill_member(
-    member: role_flipping.Members, instance: RoutedInstance, computed_share: float, now_ms: float
+    member: role_flipping.Members, ranks: Ranks, computed_share: float, now_ms: float
 ) -> None:
     """Fill in the inputs of the policy; `computed_share`: from `_compute_computed_share`."""
-    registration, in_flight = instance.registration, instance.in_flight
+    role = _ROLE_NUMBERS[_find_role(ranks)]
+    if member["role"] != role:
+        # The operator, a user or another gateway has changed the role.
+        member["since_ms"] = now_ms
+    first = ranks[0].registration
+    member["wait_ms"] = sum(_predict_wait_ms(each, now_ms) for each in ranks) / len(ranks)
+    member["use"] = sum(_compute_use(each, computed_share) for each in ranks) / len(ranks)
+    member["configured_role"] = _ROLE_NUMBERS[first.home or first.role]
+    member["role"] = role
+    member["is_open"] = len(ranks) >= first.data_parallel_size and all(
+        each.selectable and each.registration.kv_path.verified for each in ranks
+    )
+
+
+def _find_role(ranks: Ranks) -> Role:
+    """The role; of ranks of which only some have changed it, as one agent refused, the new one: all
+    will get their configured role again, or the next one."""
+    roles = [each.registration.role for each in ranks]
+    homes = [each.registration.home or each.registration.role for each in ranks]
+    changed = (role for role, home in zip(roles, homes, strict=True) if role != home)
+    return next(changed, roles[0])
+
+
+def _predict_wait_ms(instance: RoutedInstance, now_ms: float) -> float:
+    in_flight = instance.in_flight
     queue = in_flight.queue
     pending = in_flight.prompt.pending
     pending_ms = queue.predict_ms(pending, in_flight.count_prompts(pending))
     # The start of a prompt of another router is not known.
     elapsed_ms = max(now_ms - queue.head_started_ms, 0.0) if in_flight.prompt.own >= 1.0 else 0.0
+    return max(pending_ms - elapsed_ms, 0.0)
+
+
+def _compute_use(instance: RoutedInstance, computed_share: float) -> float:
+    """Share of the KV that computed prompts take."""
+    registration = instance.registration
     capacity = registration.kv_blocks_total * registration.kv_block_size
-    role = _ROLE_NUMBERS[registration.role]
-    if member["role"] != role:
-        # The operator, a user or another gateway has changed the role.
-        member["since_ms"] = now_ms
-    member["wait_ms"] = max(pending_ms - elapsed_ms, 0.0)
-    member["use"] = computed_share * in_flight.resident.pending / capacity if capacity else 0.0
-    member["configured_role"] = _ROLE_NUMBERS[registration.home or registration.role]
-    member["role"] = role
-    member["is_open"] = instance.selectable and registration.kv_path.verified
+    return computed_share * instance.in_flight.resident.pending / capacity if capacity else 0.0
 
 
 def is_leader(instances: list[RoutedInstance]) -> bool:

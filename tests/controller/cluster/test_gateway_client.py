@@ -272,6 +272,14 @@ def test_a_cell_in_one_pod_is_one_instance() -> None:
     assert merged["other"] == member("other")
 
 
+def test_data_parallel_ranks_are_one_instance_of_their_role() -> None:
+    page = FleetStatus((member("d.rank-0", num_running=1), member("d.rank-1", num_running=2)))
+    (merged,) = merge([page], {"d": 2}).values()
+    assert (merged.name, merged.role, merged.num_running) == ("d", "decode", 3)
+    assert merged.selectable
+    assert not merge([page], {"d": 3})["d"].selectable
+
+
 @pytest.mark.parametrize("fault", [{"selectable": False}, {"kv_path": KvPath(detail="untested")}])
 def test_a_cell_takes_requests_only_when_all_its_members_do(fault: dict[str, Any]) -> None:
     page = FleetStatus((member("c.decode-0"), member("c.prefill-0", role="prefill", **fault)))

@@ -118,7 +118,8 @@ def test_engines_that_follow_their_role_are_equal_under_any_role_limits(
 
 
 @pytest.mark.parametrize("spec", [{"nodes": 2, "parallelism": {"tensor": 2}},
-                                  {"colocation": {"perCell": 1}}])  # fmt: skip
+                                  {"colocation": {"perCell": 1}},
+                                  {"parallelism": {"data": 2}}])  # fmt: skip
 def test_what_is_bound_to_its_place_does_not_move(spec: dict[str, Any]) -> None:
     bound = pools(**spec)
     assert chosen(bound(prefill=1, decode=3), bound(prefill=2, decode=2)) == []

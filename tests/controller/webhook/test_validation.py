@@ -36,6 +36,10 @@ def parallel(role, tensor=1, pipeline=1, **more):
     return {"role": role, "parallelism": {"tensor": tensor, "pipeline": pipeline}, **more}
 
 
+def ranks(role, **sizes):
+    return {"role": role, "parallelism": sizes}
+
+
 def test_the_smallest_deployment_is_possible_anywhere() -> None:
     assert find() == find(A100) == find(SMALL) == ValidationFindings()
 
@@ -46,6 +50,28 @@ def test_heads_that_cannot_be_shared_are_a_fault() -> None:
     assert said == (
         "spec.placement.manual[0].parallelism: llama-3.1-8b: "
         "32 attention heads cannot be shared by 3 GPUs"
+    )
+
+
+def test_ranks_of_a_model_without_experts_are_a_fault() -> None:
+    (fault,) = find(placement=manual(ranks("mixed", data=2))).faults
+    assert fault == (
+        "spec.placement.manual[0].parallelism: llama-3.1-8b: it has no experts, and without them "
+        "data-parallel ranks are separate instances"
+    )
+
+
+def test_ranks_beyond_the_largest_node_wait() -> None:
+    pools = manual(ranks("mixed", data=8, expert=True))
+    assert find(A100, model="Qwen/Qwen3-30B-A3B", placement=pools) == ValidationFindings()
+    pools = manual(ranks("mixed", tensor=2, data=8, expert=True))
+    found = find(A100, model="Qwen/Qwen3-30B-A3B", placement=pools)
+    assert found.faults == ()
+    (said,) = found.warnings
+    assert said == (
+        "spec.placement.manual[0].parallelism: the data-parallel ranks of an instance take 16 GPUs "
+        "of one node, the largest node has 8 x A100-SXM-80GB now; instances will wait: use a "
+        "smaller data size"
     )
 
 

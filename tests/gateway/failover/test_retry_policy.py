@@ -497,3 +497,19 @@ async def test_a_client_disconnect_stops_its_engine_requests(pair, moment: str) 
     await pair.until(lambda: running.requests[0].cut, "its connection is closed")
     await pair.until_idle()
     assert pair.context.metrics.requests == {("m", "cancelled"): 1}
+
+
+@pytest.mark.parametrize("script", [hang_up, fail])
+async def test_after_one_data_parallel_rank_the_others_are_not_tried(make_stage, script) -> None:
+    """Their engines end a moment later, and their agents have not said so yet."""
+    ranks = [f"a.rank-{number}" for number in range(3)]
+    stage = await make_stage({**dict.fromkeys(ranks, "mixed"), "b": "mixed"})
+    for name in ranks:
+        stage.state(stage.engines[name], data_parallel_size=3)
+        stage.engines[name].script = script
+    for _ in range(4):
+        assert (await stage.ask(ASK)).status == 200
+    tried = [len(stage.engines[name].requests) for name in ranks]
+    assert sum(tried) <= 4, f"a request was given to two of them: {tried}"
+    assert sum(tried) > 0
+    await stage.until_idle()

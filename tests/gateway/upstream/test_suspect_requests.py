@@ -8,7 +8,14 @@ import pytest
 from cleave.gateway.http.completion_request import parse_completion
 from cleave.gateway.proxy import retry_state
 from cleave.gateway.upstream import suspect_requests
-from cleave.gateway.upstream.suspect_requests import MAX_REMEMBERED, MEMORY_S, SuspectRequests
+from cleave.gateway.upstream.suspect_requests import (
+    MAX_REMEMBERED,
+    MEMORY_S,
+    EngineFailure,
+    SuspectRequests,
+    Suspicion,
+    assess_failures,
+)
 from cleave.rpc.v1 import agent_pb2
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -172,3 +179,19 @@ def test_a_limited_number_of_suspects_is_remembered() -> None:
     assert not suspects.contains(PATH, parse(f"prompt {9:06}"))
     assert suspects.contains(PATH, parse(f"prompt {10:06}"))
     assert len(suspects._entries) == MAX_REMEMBERED
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("a.rank-0", "a.rank-1"), Suspicion.NONE),  # one death ended both
+        (("a.rank-0", "a.rank-0"), Suspicion.SUSPECT),
+        (("a.rank-0", "a.rank-1", "b"), Suspicion.SUSPECT),
+    ],
+)
+async def test_ranks_of_one_instance_count_as_one_engine(make_stage, names, expected) -> None:
+    stage = await make_stage({"a.rank-0": "mixed", "a.rank-1": "mixed", "b": "mixed"})
+    for name in ("a.rank-0", "a.rank-1"):
+        stage.state(stage.engines[name], data_parallel_size=2)
+    failures = [EngineFailure(name, "an earlier boot", is_broken=True) for name in names]
+    assert assess_failures(failures, stage.context.router.registry, 0.0) is expected

@@ -96,6 +96,16 @@ async def test_the_agents_file_names_worker_pods_while_they_are_there(
     assert kubelet.agents_file.read_text() == ""
 
 
+async def test_the_agents_file_names_each_agent_of_a_pod(kubelet: Kubelet, pod: PodBuilder) -> None:
+    manifest = pod("w", SLEEP, labels={"cleave.dev/component": "worker"})
+    names = {"agent": 9000, "engine": 9001, "agent-1": 9002, "engine-1": 9003}
+    (container,) = manifest["spec"]["containers"]
+    container["ports"] = [{"name": n, "containerPort": port} for n, port in names.items()]
+    kubelet.run_pod(manifest)
+    address = status(kubelet, "w")["podIP"]
+    assert kubelet.agents_file.read_text() == f"{address}:9000\n{address}:9002\n"
+
+
 async def test_whole_cores_are_exclusive_and_the_rest_is_shared(
     kubelet: Kubelet, pod: PodBuilder, until: Until
 ) -> None:

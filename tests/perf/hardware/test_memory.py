@@ -139,6 +139,18 @@ def test_more_gpus_never_hold_less(name: str, gpu, tensor: int, pipeline: int) -
             assert compute_kv_capacity_tokens(shape, gpu, 2 * tensor, pipeline) > before
 
 
+def test_data_parallel_ranks_divide_the_experts_and_nothing_else() -> None:
+    shape = model_shape.load_shape("deepseek-v3")
+    alone, of_eight = (compute_weight_bytes(shape, 1, 1, data) for data in (1, 8))
+    assert shape.experts is not None
+    experts = shape.experts.count * shape.count_mlp_parameters(shape.experts.intermediate_size)
+    moved = experts * shape.expert_layers * shape.bytes_per_weight * 7 / 8
+    assert alone - of_eight == pytest.approx(moved, rel=1e-6)
+    h200 = next(each for each in CATALOGUE if each.name == "H200-SXM-141GB")
+    assert "does not fit" in str(memory.explain_unsupported(shape, h200, 1, 1))
+    assert memory.explain_unsupported(shape, h200, 1, 1, data=8, expert=True) is None
+
+
 def test_a_model_that_does_not_fit_has_no_capacity_and_a_reason() -> None:
     shape = model_shape.load_shape("llama-3.1-70b")
     assert compute_kv_capacity_tokens(shape, A100, 1, 1) == 0

@@ -303,6 +303,22 @@ def test_kv_heads_and_mlp_must_divide_too() -> None:
     assert odd.explain_unsupported(2, 1) == "an MLP of width 14337 cannot be shared by 2 GPUs"
 
 
+def test_experts_are_shared_by_all_ranks_as_wholes_or_each_of_them() -> None:
+    dense = model_shape.from_config("m", LLAMA)
+    for sizes, expert in (((1, 1, 2), False), ((2, 1), True)):
+        assert dense.explain_unsupported(*sizes, expert=expert) == (
+            "it has no experts, and without them data-parallel ranks are separate instances"
+        )
+    # 128 experts of width 768, and 4 KV heads.
+    sparse = model_shape.load_shape("qwen3-30b-a3b")
+    assert sparse.explain_unsupported(2, 1, 16) is None
+    assert sparse.explain_unsupported(1, 1, 5) == ("an MLP of width 768 cannot be shared by 5 GPUs")
+    assert sparse.explain_unsupported(1, 1, 5, expert=True) is None
+    assert sparse.explain_unsupported(16, 1, 16, expert=True) == (
+        "128 experts do not suffice for 256 GPUs"
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

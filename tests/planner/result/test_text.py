@@ -15,6 +15,7 @@ from cleave.planner.result.text import (
     format_number,
     format_percent,
     format_plan,
+    format_pool,
     format_power,
 )
 
@@ -57,6 +58,9 @@ def test_a_pool_is_described_in_full() -> None:
     pool = PlannedPool(Role.PREFILL, 2, Parallelism(tensor=4, pipeline=2), "A100")
     assert describe_pool(pool) == ("2 prefill instances, each on 8 x A100 (tensor 4, pipeline 2)")
     assert describe_pool(PlannedPool(Role.MIXED, 1)) == "1 mixed instance on 1 x GPU"
+    ranks = PlannedPool(Role.DECODE, 1, Parallelism(data=8, expert=True), "H200")
+    assert describe_pool(ranks) == "1 decode instance on 8 x H200 (data 8, experts distributed)"
+    assert format_pool(ranks) == "1D tp1 dp8 ep"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave_worker.agent.cell import CellError, assign_gpus, plan_agents
+from cleave_worker.agent.cell import CellError, assign_cores, assign_gpus, plan_agents
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -67,6 +67,43 @@ def test_bad_commands_are_refused_in_a_line() -> None:
         plan_agents(same, {}, has_gpus=False)
     with pytest.raises(CellError, match="must be a JSON list of texts"):
         plan_agents(['{"a": 1}'], {}, has_gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("affinity", "shares"),
+    [
+        ({2, 3, 5, 7, 8, 9}, ["2,3", "5,7,8,9"]),
+        ({2, 3, 5, 7}, ["2", "3,5"]),
+        # Not a static CPU manager's: agents lock free ones by themselves.
+        (set(range(16)), ["auto", "auto"]),
+        ({1, 2}, ["auto", "auto"]),
+    ],
+)
+def test_engines_on_cpu_share_the_cores_of_their_container(
+    affinity: set[int], shares: list[str]
+) -> None:
+    assert assign_cores([1, 2], frozenset(affinity), frozenset(range(16))) == shares
+
+
+def ranks(*numbers: int, size: int = 2) -> list[str]:
+    return commands(
+        *(
+            arguments(
+                f"i.rank-{at}",
+                "decode",
+                9000 + 2 * at,
+                *("--data-parallel-size", str(size), "--data-parallel-rank", str(number)),
+            )
+            for at, number in enumerate(numbers)
+        )
+    )
+
+
+@pytest.mark.parametrize("agents", [ranks(0), ranks(1, 1), ranks(0, 1, size=3)])
+def test_all_data_parallel_ranks_of_one_instance_are_needed(agents: list[str]) -> None:
+    assert len(plan_agents(ranks(0, 1), {}, has_gpus=False)) == 2
+    with pytest.raises(CellError, match="there must be each rank of one instance once"):
+        plan_agents(agents, {}, has_gpus=False)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from cleave_worker.agent.launch import (
     Launch,
     LaunchError,
     build_engine_launch,
+    create_boot_id,
     find_cache_faults,
     read_block_size,
 )
@@ -298,3 +299,36 @@ def test_a_key_of_ones_own_for_vllm_is_refused(config_of: ConfigOf, arguments, e
     with pytest.raises(LaunchError, match="remove --api-key and VLLM_API_KEY") as refused:
         build_engine_launch(config_of(engine="vllm", engine_args=arguments), BOOT, env)
     assert "x" not in str(refused.value).split()
+
+
+def test_a_data_parallel_rank_has_the_engine_id_that_vllm_makes_of_it(config_of: ConfigOf) -> None:
+    sizes = {"data_parallel_size": 4, "data_parallel_rank": 3, "expert_parallel": True}
+    config = config_of(engine="vllm", **sizes)
+    boot_id = create_boot_id(config)
+    assert boot_id.endswith("_dp3")
+    boot = replace(BOOT, boot_id=boot_id, rpc_port=7000)
+    launch = build_engine_launch(config, boot, {})
+    settings = json.loads(option(launch, "--kv-transfer-config"))
+    # vLLM appends the rank to it, and to the port of the side channel it adds the rank.
+    assert f"{settings['engine_id']}_dp3" == boot_id
+    assert launch.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5598"
+    assert option(launch, "--data-parallel-size") == "4"
+    assert option(launch, "--data-parallel-rank") == "3"
+    assert option(launch, "--data-parallel-address") == config.host
+    assert option(launch, "--data-parallel-rpc-port") == "7000"
+    assert "--enable-expert-parallel" in launch.argv
+
+
+def test_an_emulated_engine_does_not_know_its_rank(config_of: ConfigOf) -> None:
+    config = config_of(engine="emulated", data_parallel_size=2, data_parallel_rank=1)
+    launch = build_engine_launch(config, replace(BOOT, boot_id=create_boot_id(config)), {})
+    assert "_" not in json.loads(option(launch, "--kv-transfer-config"))["engine_id"]
+    assert launch.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
+    assert "--data-parallel-size" not in launch.argv
+
+
+def test_an_engine_that_is_no_rank_gets_no_flags_of_one(config_of: ConfigOf) -> None:
+    config = config_of(engine="vllm")
+    assert "_" not in create_boot_id(config)
+    arguments = build_engine_launch(config, BOOT, {}).argv
+    assert not [each for each in arguments if "data-parallel" in each or "expert" in each]

@@ -10,10 +10,11 @@ from cleave_worker.vllm.process_start import enable_forking
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """vLLM's modules that start the engine core and workers, restored afterwards."""
+    """vLLM's modules that start the engine core and workers, restored afterwards, as is the one
+    that starts the coordinator of data-parallel ranks."""
     core: ModuleType = pytest.importorskip("vllm.v1.engine.utils")
     worker: ModuleType = pytest.importorskip("vllm.v1.executor.multiproc_executor")
-    for module in (core, worker):
+    for module in (core, worker, coordinator()):
         monkeypatch.setattr(module, "get_mp_context", module.get_mp_context)
     # As vLLM sets it on CPU.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -21,7 +22,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
     return core, worker
 
 
-def start_methods(modules: tuple[ModuleType, ModuleType]) -> list[str]:
+def coordinator() -> ModuleType:
+    module: ModuleType = pytest.importorskip("vllm.v1.engine.coordinator")
+    return module
+
+
+def start_methods(modules: tuple[ModuleType, ...]) -> list[str]:
     return [module.get_mp_context().get_start_method() for module in modules]
 
 
@@ -31,6 +37,7 @@ def test_the_engine_core_is_forked_and_workers_with_cores_of_their_own_are_spawn
     monkeypatch.setenv(ENV, "/dev/null")
     enable_forking()
     assert start_methods(modules) == ["fork", "spawn"]
+    assert start_methods((coordinator(),)) == ["fork"]
 
 
 @pytest.mark.parametrize(("threads", "expected"), [("1", "fork"), ("2", "spawn")])

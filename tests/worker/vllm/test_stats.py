@@ -14,7 +14,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 CONFIG = SimpleNamespace(
-    cache_config=SimpleNamespace(num_gpu_blocks=100, enable_prefix_caching=True)
+    cache_config=SimpleNamespace(num_gpu_blocks=100, enable_prefix_caching=True),
+    parallel_config=SimpleNamespace(data_parallel_index=0),
 )
 
 
@@ -117,7 +118,8 @@ def test_an_engine_without_prefix_cache_counts_its_prompts_as_not_found(
     stats: ModuleType, page: LoadPage
 ) -> None:
     cache = SimpleNamespace(num_gpu_blocks=100, enable_prefix_caching=False)
-    logger = stats.LoadPageStatLogger(SimpleNamespace(cache_config=cache))
+    config = SimpleNamespace(cache_config=cache, parallel_config=CONFIG.parallel_config)
+    logger = stats.LoadPageStatLogger(config)
     prompts = iteration(computed=300)
     for _ in range(2):
         logger.record(scheduler(prefix_cache_stats=None), prompts)
@@ -139,3 +141,15 @@ def test_vllm_without_an_agent_is_not_changed(
     logger.log_engine_initialized()
     logger.record(scheduler(num_running_reqs=1), iteration())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_data_parallel_rank_writes_its_own_load_and_no_other_ones(
+    stats: ModuleType, page: LoadPage
+) -> None:
+    config = SimpleNamespace(
+        cache_config=CONFIG.cache_config, parallel_config=SimpleNamespace(data_parallel_index=1)
+    )
+    stats.LoadPageStatLogger(config, 0).log_engine_initialized()
+    assert page.read() == LoadSnapshot()
+    stats.LoadPageStatLogger(config, 1).log_engine_initialized()
+    assert page.read().kv_blocks_total == 100

@@ -13,6 +13,7 @@ from cleave_worker.agent import drain as draining
 from cleave_worker.agent.authentication import Authenticator, SharedToken
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
+from cleave_worker.agent.gang.gang_link import make_member
 from cleave_worker.agent.instance import WorkerInstance
 from cleave_worker.agent.readiness import verify_role
 from cleave_worker.agent.service import AgentServer
@@ -20,6 +21,8 @@ from cleave_worker.agent.supervisor import EngineSupervisor
 
 _log = logging.getLogger(__name__)
 _RPC_GRACE_SECONDS = 1.0
+_GANG_SLACK_SECONDS = 2.0
+"""Beyond the drain timeout, for the last data-parallel rank to report that it is drained."""
 
 
 class WorkerAgent:
@@ -28,7 +31,8 @@ class WorkerAgent:
     def __init__(self, config: AgentConfig, cores: tuple[int, ...], gpu: bool) -> None:
         self._config = config
         self._instance = WorkerInstance(config)
-        self._supervisor = EngineSupervisor(config, self._instance, cores, gpu)
+        self._gang = make_member(config, self._begin_gang_drain)
+        self._supervisor = EngineSupervisor(config, self._instance, cores, gpu, self._gang)
         verify = partial(verify_role, config, self._instance)
         self._server = AgentServer(
             self._instance,
@@ -39,10 +43,13 @@ class WorkerAgent:
         )
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[DrainResult] | None = None
+        self._has_signal = False
 
     async def run(self) -> int:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
         await self._server.start()
+        if self._gang:
+            await self._gang.open()
         if not self._config.authenticates_callers:
             address = self._config.address
             _log.warning("callers are not authenticated: %s and its engine serve all", address)
@@ -64,7 +71,9 @@ class WorkerAgent:
             await self._end(supervising)
 
     def _on_signal(self) -> None:
-        if self._drain is None:
+        if not self._has_signal:
+            # A call, or a data-parallel rank that got the signal earlier, may have begun the drain.
+            self._has_signal = True
             self._begin_drain(self._config.drain_timeout)
         else:
             _log.warning("second signal: ending at once")
@@ -79,17 +88,26 @@ class WorkerAgent:
         if self._drain is None:
             _log.info("draining for at most %.0f s", seconds)
             self._instance.drain()
+            if self._gang:
+                self._gang.report_drain()
             self._drain = asyncio.create_task(self._wait_until_empty(seconds))
             self._drain.add_done_callback(lambda _: self._stopping.set())
         return self._drain
 
+    def _begin_gang_drain(self) -> None:
+        self._begin_drain(self._config.drain_timeout)
+
     async def _wait_until_empty(self, seconds: float) -> DrainResult:
-        timing = self._config.timing
+        timing, clock = self._config.timing, asyncio.get_running_loop().time
+        ends_at = clock() + max(seconds, self._config.drain_timeout) + _GANG_SLACK_SECONDS
         drained = await draining.drain(
             lambda: self._instance.load, seconds, timing.quiet_period, timing.drain_poll
         )
         if not drained.is_empty:
             _log.warning("drain timed out with %d unfinished requests", drained.num_remaining)
+        if self._gang:
+            # The other data-parallel ranks need this engine for their own steps.
+            await self._gang.finish_drain(ends_at - clock())
         return drained
 
     async def _end(self, supervising: "asyncio.Task[None]") -> None:
@@ -97,6 +115,8 @@ class WorkerAgent:
             self._drain.cancel()
         supervising.cancel()
         await asyncio.wait({supervising})
+        if self._gang:
+            self._gang.close()
         self._instance.end()
         await self._server.stop(_RPC_GRACE_SECONDS)
 

@@ -1,9 +1,11 @@
-"""Runs the agents of a cell in one pod: prefill and decode engines of one container.
+"""Runs several agents in one container: of a cell, or of the data-parallel ranks of an instance.
 
-The container command of a pool with `members`. Engines of one container share its PID namespace and
-device files, so their KV takes CUDA IPC, over NVLink where there is one. Each agent is a process of
-its own, as it kills what descends from it, and sees only its own GPUs. The agents start, drain and
-end together: when one ends by itself, the others end at once, and the container is restarted.
+The container command of a pool with `members`, or with a data-parallel size above 1. Engines of one
+container share its PID namespace and device files, so their KV and what ranks exchange takes CUDA
+IPC, over NVLink where there is one. Each agent is a process of its own, as it kills what descends
+from it, and sees only its own GPUs and cores. The agents start, drain and end together: when one
+ends by itself, the others end at once, and the container is restarted. The engines of a cell are
+restarted one by one, those of data-parallel ranks all at once (`agent.gang`).
 
 The standard health protocol reports for probes: alive while every agent responds, and ready while
 every instance is.
@@ -18,10 +20,12 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import grpc
@@ -31,7 +35,9 @@ from cleave import logs
 from cleave.rpc.channel import dial
 from cleave_worker.agent import config
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.launch import has_gpu
+from cleave_worker.agent.cpu_cores import list_online_cores
+from cleave_worker.agent.gang.gang_link import GangServer
+from cleave_worker.agent.launch import find_free_port, has_gpu
 from cleave_worker.agent.service import READY_SERVICE
 
 _log = logging.getLogger(__name__)
@@ -63,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.configure(options.log_format)
     try:
         agents = plan_agents(options.agents, os.environ, has_gpus=has_gpu())
-        return asyncio.run(_Cell(agents, _format_address(options.host, options.port)).run())
+        return asyncio.run(_Cell(agents, options.host, options.port).run())
     except CellError as error:
         print(f"cleave-cell: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -75,17 +81,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan_agents(
     commands: Sequence[str], env: Mapping[str, str], *, has_gpus: bool
 ) -> list[CellAgent]:
-    """Parse the agents' arguments (JSON lists) and give each its own GPUs. Raises CellError."""
+    """Parse the agents' arguments (JSON lists) and give each its own GPUs or cores. Raises
+    CellError."""
     arguments = [tuple(_parse_arguments(text)) for text in commands]
     configs = [config.parse(each, env) for each in arguments]
+    _check_ranks(configs)
     ports = [port for each in configs for port in (each.port, each.engine_port) if port]
     if len(set(ports)) < len(ports):
         raise CellError(f"ports {sorted(ports)} of the agents and engines must differ")
-    uses_gpus = has_gpus and any(each.engine == "vllm" for each in configs)
-    shares = assign_gpus([each.num_ranks for each in configs], env) if uses_gpus else None
+    sizes = [each.num_ranks for each in configs]
+    if not any(each.engine == "vllm" for each in configs):
+        return [CellAgent(args, each, env) for args, each in zip(arguments, configs, strict=True)]
+    if has_gpus:
+        shares = assign_gpus(sizes, env)
+        return [
+            CellAgent(args, each, {**env, _VISIBLE: share})
+            for args, each, share in zip(arguments, configs, shares, strict=True)
+        ]
+    cores = assign_cores(sizes, frozenset(os.sched_getaffinity(0)), list_online_cores())
     return [
-        CellAgent(args, each, {**env, _VISIBLE: shares[number]} if shares else env)
-        for number, (args, each) in enumerate(zip(arguments, configs, strict=True))
+        # An option of the agent's own comes later and counts.
+        CellAgent(("--cores", own, *args), each, env)
+        for args, each, own in zip(arguments, configs, cores, strict=True)
     ]
 
 
@@ -102,12 +119,36 @@ def assign_gpus(sizes: Sequence[int], env: Mapping[str, str]) -> list[str]:
     return shares
 
 
+def assign_cores(
+    sizes: Sequence[int], affinity: frozenset[int], online: frozenset[int]
+) -> list[str]:
+    """`--cores` of each engine. Cores that a static CPU manager has given to the container are
+    divided in proportion to the sizes; otherwise each agent locks free ones by itself."""
+    per_rank = len(affinity) // sum(sizes)
+    if affinity >= online or not per_rank:
+        return ["auto"] * len(sizes)
+    cores = iter(sorted(affinity))
+    return [",".join(map(str, islice(cores, size * per_rank))) for size in sizes]
+
+
+def _check_ranks(configs: Sequence[AgentConfig]) -> None:
+    """Check that there are all data-parallel ranks of one instance, or none. Raises CellError."""
+    sizes = {each.data_parallel_size for each in configs}
+    ranks = sorted(each.data_parallel_rank for each in configs)
+    if sizes != {1} and (sizes != {len(configs)} or ranks != [*range(len(configs))]):
+        raise CellError(
+            f"data-parallel ranks {ranks} of sizes {sorted(sizes)}: there must be each rank of one"
+            " instance once"
+        )
+
+
 class _Cell:
     """The running agents, and the health of all."""
 
-    def __init__(self, agents: Sequence[CellAgent], address: str) -> None:
+    def __init__(self, agents: Sequence[CellAgent], host: str, port: int) -> None:
         self._agents = agents
-        self._address = address
+        self._gang = _make_gang(agents, host)
+        self._address = _format_address(host, port)
         self._processes: list[Process] = []
         self._is_stopping = False
         self._health = health.aio.HealthServicer()
@@ -129,17 +170,22 @@ class _Cell:
             return await self._run_agents()
         finally:
             watching.cancel()
+            if self._gang:
+                self._gang.close()
             await server.stop(None)
 
     async def _run_agents(self) -> int:
+        own_sockets = []
         for agent in self._agents:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "cleave_worker.agent.main", *agent.arguments,
-                env=dict(agent.env), stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-            self._processes.append(process)
-            if self._is_stopping:
-                process.terminate()
+            if self._gang:
+                own, theirs = socket.socketpair()
+                own_sockets.append(own)
+                with theirs:
+                    await self._start_agent(agent, theirs.fileno())
+            else:
+                await self._start_agent(agent)
+        if self._gang:
+            await self._gang.open(own_sockets)
         endings = [asyncio.create_task(each.wait()) for each in self._processes]
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
         if not self._is_stopping:
@@ -150,6 +196,17 @@ class _Cell:
             return status if status == 2 else 1
         statuses = await asyncio.gather(*endings)
         return 0 if not any(statuses) else 1
+
+    async def _start_agent(self, agent: CellAgent, gang_fd: int | None = None) -> None:
+        of_gang = [] if gang_fd is None else ["--gang-fd", str(gang_fd)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "cleave_worker.agent.main", *of_gang, *agent.arguments,
+            env=dict(agent.env), stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=() if gang_fd is None else (gang_fd,),
+        )  # fmt: skip
+        self._processes.append(process)
+        if self._is_stopping:
+            process.terminate()
 
     async def _end_at_once(self, endings: Sequence["asyncio.Task[int]"]) -> None:
         self._is_stopping = True
@@ -190,6 +247,13 @@ class _Cell:
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set("", serving if is_alive else not_serving)
         await self._health.set(READY_SERVICE, serving if is_ready else not_serving)
+
+
+def _make_gang(agents: Sequence[CellAgent], host: str) -> GangServer | None:
+    """The common life of data-parallel ranks; None: these are engines of a cell."""
+    if agents[0].config.data_parallel_size == 1:
+        return None
+    return GangServer(len(agents), partial(find_free_port, host))
 
 
 async def _is_serving(stub: health_pb2_grpc.HealthStub, service: str) -> bool:

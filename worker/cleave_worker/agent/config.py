@@ -88,6 +88,13 @@ class AgentConfig:
     allow_shared_cores: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    expert_parallel: bool = False
+    data_parallel_size: int = 1
+    """Ranks of the instance, each with an agent and an engine of its own."""
+    data_parallel_rank: int = 0
+    """Which of them this is."""
+    gang_fd: int = -1
+    """Descriptor of the connection to the launcher of all ranks; -1: this is the only one."""
     max_model_len: int = 0
     """In tokens; 0: the model's own."""
     scheduling: Mapping[Role, RoleSchedulingConfig] = field(default_factory=dict)
@@ -127,7 +134,7 @@ class AgentConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that hold a part of the model."""
+        """Number of processes of the engine that hold a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -141,6 +148,11 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         parser.error("--name is required (or CLEAVE_POD_NAME)")
     if not options.host:
         parser.error("--host is required (or POD_IP)")
+    if options.data_parallel_rank >= options.data_parallel_size:
+        parser.error(
+            f"--data-parallel-rank {options.data_parallel_rank} is not below"
+            f" --data-parallel-size {options.data_parallel_size}"
+        )
     # Every other option has the name of its field.
     fields = vars(options)
     times = {name: fields.pop(name) for name in ("start_timeout", "peer_wait")}
@@ -181,6 +193,10 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--allow-shared-cores", action="store_true", default=shared)
     add("--tensor-parallel-size", type=_parse_count, default=1)
     add("--pipeline-parallel-size", type=_parse_count, default=1)
+    add("--expert-parallel", action="store_true", help="experts as wholes on different GPUs")
+    add("--data-parallel-size", type=_parse_count, default=1)
+    add("--data-parallel-rank", type=_parse_rank, default=0, help="started by cleave-cell")
+    add("--gang-fd", type=int, default=-1, help="set by cleave-cell for data-parallel ranks")
     add("--max-model-len", type=_parse_count, default=0, metavar="TOKENS")
     add(
         "--scheduling",
@@ -243,6 +259,13 @@ def _parse_count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return count
+
+
+def _parse_rank(text: str) -> int:
+    rank = int(text)
+    if rank < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+    return rank
 
 
 def _parse_scheduling(text: str) -> dict[Role, RoleSchedulingConfig]:

@@ -104,6 +104,7 @@ class WorkerInstance:
             engine=config.engine,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
+            data_parallel_size=config.data_parallel_size,
             max_model_len=config.max_model_len,
             max_adapters=read_max_adapters(config),
             ahead_from_tokens=int(config.is_overlapped and config.transfer != "auto"),

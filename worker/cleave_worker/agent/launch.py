@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,9 @@ class Boot:
     """What the engine asks for; empty: nothing."""
     access_page: Path | None = None
     """Says whether it serves without its key for now."""
+    rpc_port: int = 0
+    """Where the engine of data-parallel rank 0 listens for those of the other ranks; 0: there are
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,12 @@ class Launch:
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+
+
+def create_boot_id(config: AgentConfig) -> str:
+    """Return a new boot id, which the KV transfer takes for its engine id: vLLM 0.32 appends the
+    data-parallel rank to that (`EngineCoreProc.run_engine_core`)."""
+    return uuid.uuid4().hex[:12] + _get_rank_suffix(config)
 
 
 def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
@@ -199,6 +209,16 @@ def _build_vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, st
         # all hosts, and with an empty one as well.
         "--allowed-media-domains", *(config.media_domains or (_NO_DOMAIN,)),
     ]  # fmt: skip
+    if config.expert_parallel:
+        arguments.append("--enable-expert-parallel")
+    if config.data_parallel_size > 1:
+        arguments += [
+            "--data-parallel-size", str(config.data_parallel_size),
+            # Makes vLLM leave the choice of a rank to its clients (external load balancing).
+            "--data-parallel-rank", str(config.data_parallel_rank),
+            "--data-parallel-address", config.host,
+            "--data-parallel-rpc-port", str(boot.rpc_port),
+        ]  # fmt: skip
     if boot.gpu:
         return arguments if has_nvcc(base) else [*arguments, *_ARGUMENTS_WITHOUT_NVCC]
     if config.pipeline_parallel_size > 1:
@@ -233,7 +253,18 @@ def _build_kv_transfer_config(
         if "checkpoints" in extra:
             settings |= _CHECKPOINTED_CONNECTOR
         user_settings = {**user_settings, _EXTRA_CONFIG: extra}
-    return {**settings, **user_settings, "engine_id": boot.boot_id}
+    engine_id = boot.boot_id.removesuffix(_get_rank_suffix(config))
+    return {**settings, **user_settings, "engine_id": engine_id}
+
+
+def _get_rank_suffix(config: AgentConfig) -> str:
+    is_rank = config.engine == "vllm" and config.data_parallel_size > 1
+    return f"_dp{_get_vllm_rank(config)}" if is_rank else ""
+
+
+def _get_vllm_rank(config: AgentConfig) -> int:
+    """The data-parallel rank that vLLM knows of; emulated engines do not."""
+    return config.data_parallel_rank if config.engine == "vllm" else 0
 
 
 def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> dict[str, str]:
@@ -241,7 +272,8 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         LOAD_PAGE_ENV: str(boot.load_page),
         ENGINE_KEY_ENV: boot.engine_key,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port),
+        # vLLM adds the data-parallel rank.
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port - _get_vllm_rank(config)),
         "PYTHONUNBUFFERED": "1",
         # A redirect would lead past the list of allowed hosts.
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",

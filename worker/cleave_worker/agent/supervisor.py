@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import time
-import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,8 +21,15 @@ from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.config import AgentConfig, AgentTiming
+from cleave_worker.agent.gang.gang_link import GangMember
 from cleave_worker.agent.instance import EnginePages, WorkerInstance, get_kv_direction
-from cleave_worker.agent.launch import Boot, build_engine_launch, find_free_port, read_block_size
+from cleave_worker.agent.launch import (
+    Boot,
+    build_engine_launch,
+    create_boot_id,
+    find_free_port,
+    read_block_size,
+)
 from cleave_worker.agent.process import EngineProcess, choose_sink
 from cleave_worker.agent.readiness import verify_kv_path
 from cleave_worker.scheduling.config_page import SchedulingPage
@@ -68,8 +74,15 @@ class EngineSupervisor:
     """The engine of one agent, through all of its boots."""
 
     def __init__(
-        self, config: AgentConfig, instance: WorkerInstance, cores: tuple[int, ...], gpu: bool
+        self,
+        config: AgentConfig,
+        instance: WorkerInstance,
+        cores: tuple[int, ...],
+        gpu: bool,
+        gang: GangMember | None = None,
     ) -> None:
+        """`gang`: the other data-parallel ranks; None: there are none."""
+        self._gang = gang
         self._config = config
         self._instance = instance
         self._cores = cores
@@ -84,15 +97,19 @@ class EngineSupervisor:
             self._process.kill()
 
     async def run(self) -> None:
-        """Keep an engine running until cancelled, or until it ends while draining."""
+        """Keep an engine running until cancelled, or until it ends while draining. Raises GangLost
+        when the other data-parallel ranks have ended for good."""
         clock = asyncio.get_running_loop().time
         timing = self._config.timing
         quick_deaths = 0
         while True:
+            rpc_port = await self._gang.wait_for_start() if self._gang else 0
             started_at = clock()
             try:
-                await self._run_engine()
+                await self._run_engine(rpc_port)
             except EngineFault as fault:
+                if self._gang:
+                    self._gang.report_lost()
                 _log.warning("engine lost: %s", fault)
                 self._instance.mark_engine_lost(str(fault))
             if self._instance.draining:
@@ -100,10 +117,10 @@ class EngineSupervisor:
             quick_deaths = 0 if clock() - started_at >= timing.stable_after else quick_deaths + 1
             await asyncio.sleep(compute_restart_delay(max(0, quick_deaths - 1), timing))
 
-    async def _run_engine(self) -> None:
+    async def _run_engine(self, rpc_port: int) -> None:
         """Run one engine from start to end. Raises EngineFault."""
         with open_pages() as (folder, pages):
-            boot = self._create_boot(folder)
+            boot = self._create_boot(folder, rpc_port)
             url = _build_url(self._config.host, boot.engine_port)
             process = self._process = await EngineProcess.start(
                 build_engine_launch(self._config, boot, os.environ),
@@ -117,7 +134,8 @@ class EngineSupervisor:
                 self._instance.start_boot(boot.boot_id, url, pages, kv_port, boot.engine_key)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 supervision = self._supervise(url, boot)
-                await _run_until_first_ends(supervision, _raise_at_exit(process))
+                of_gang = [_raise_at_stop(self._gang)] if self._gang else []
+                await _run_until_first_ends(supervision, _raise_at_exit(process), *of_gang)
             except EngineFault:
                 # An engine that does not respond will not stop gracefully either, and delays the
                 # next start.
@@ -129,10 +147,10 @@ class EngineSupervisor:
                     process.kill()
                 await process.stop()
 
-    def _create_boot(self, folder: Path) -> Boot:
+    def _create_boot(self, folder: Path, rpc_port: int) -> Boot:
         host = self._config.host
         return Boot(
-            boot_id=uuid.uuid4().hex[:12],
+            boot_id=create_boot_id(self._config),
             engine_port=self._config.engine_port or find_free_port(host),
             kv_port=find_free_port(host),
             load_page=folder / "load",
@@ -141,6 +159,7 @@ class EngineSupervisor:
             gpu=self._gpu,
             engine_key=create_key() if self._config.authenticates_callers else "",
             access_page=folder / "access",
+            rpc_port=rpc_port,
         )
 
     async def _supervise(self, url: str, boot: Boot) -> None:
@@ -216,6 +235,11 @@ async def _raise_at_exit(process: EngineProcess) -> None:
     status = await process.wait()
     suffix = f": {process.exit_reason}" if process.exit_reason else ""
     raise EngineFault(f"engine ended with status {status}{suffix}")
+
+
+async def _raise_at_stop(gang: GangMember) -> None:
+    await gang.wait_for_stop()
+    raise EngineFault("the engine of another data-parallel rank was lost")
 
 
 async def _run_until_first_ends(*coroutines: Coroutine[object, object, None]) -> None:

@@ -216,6 +216,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--served-model-name", metavar="NAME")
     add("--tensor-parallel-size", type=int, default=1)
     add("--pipeline-parallel-size", type=int, default=1)
+    add("--expert-parallel", action="store_true")
     add("--max-model-len", type=int, default=0, metavar="TOKENS")
     add("--connector", choices=CONNECTORS, default="nixl")
     add("--transfer", choices=TRANSFER_MODES, default=TRANSFER_MODES[0])

@@ -3,9 +3,10 @@
 Loaded by vLLM (entry point `vllm.general_plugins`) in the API server; does nothing unless an agent
 started the engine, and nothing on GPUs. vLLM forks its engine core on GPUs, but on CPU it spawns
 core and workers, because a worker's OpenMP takes its cores and libraries from the environment when
-it is loaded. Every import takes 20 seconds of a core. The core computes nothing, so it is always
-forked; a worker is when the agent started the API server with the environment of its only worker
-(`cleave_worker.agent.launch`), whose one thread leaves nothing behind that a fork would break.
+it is loaded. Every import takes 20 seconds of a core. The core and the coordinator of data-parallel
+ranks compute nothing, so they are always forked; a worker is when the agent started the API server
+with the environment of its only worker (`cleave_worker.agent.launch`), whose one thread leaves
+nothing behind that a fork would break.
 """
 
 import multiprocessing
@@ -23,10 +24,10 @@ def enable_forking() -> None:
 
     if not current_platform.is_cpu():
         return
-    from vllm.v1.engine import utils
+    from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
-    utils.get_mp_context = _get_fork_context
+    utils.get_mp_context = coordinator.get_mp_context = _get_fork_context
     if has_worker_environment():
         multiproc_executor.get_mp_context = _get_fork_context
 

@@ -31,11 +31,11 @@ def estimate_pending_prompt_tokens(num_waiting: int, tokens_per_prompt: float) -
 
 
 class LoadPageStatLogger(StatLoggerBase):
-    """Writes the load page of one engine; ignores further data-parallel engines."""
+    """Writes the load page of the API server's own engine, a data-parallel rank or the only one."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ANN401
-        path = os.environ.get(ENV)
-        self._page = LoadPage(Path(path)) if path and engine_index == 0 else None
+        path, own = os.environ.get(ENV), vllm_config.parallel_config.data_parallel_index
+        self._page = LoadPage(Path(path)) if path and engine_index == own else None
         self._cache_config = vllm_config.cache_config
         self._tokens_per_prompt = 0.0
         self._num_preemptions = 0

@@ -134,7 +134,8 @@ def _merge_views(views: list[FleetInstance]) -> FleetInstance:
 
 
 def _group_by_pod(instances: Iterable[FleetInstance]) -> dict[str, list[FleetInstance]]:
-    """The instances of each pod; those of a cell are named POD.ROLE-NUMBER."""
+    """The instances of each pod; those of a cell are named POD.ROLE-NUMBER, data-parallel ranks
+    POD.rank-NUMBER."""
     groups: dict[str, list[FleetInstance]] = {}
     for instance in instances:
         groups.setdefault(instance.name.partition(".")[0], []).append(instance)
@@ -142,15 +143,17 @@ def _group_by_pod(instances: Iterable[FleetInstance]) -> dict[str, list[FleetIns
 
 
 def _merge_members(pod: str, members: list[FleetInstance], count: int) -> FleetInstance:
-    """A cell in one pod as one mixed instance: open if all `count` are known and open."""
+    """A cell in one pod as one mixed instance, or data-parallel ranks as one of their role: open if
+    all `count` are known and open."""
     if len(members) == 1 and members[0].name == pod:
         return members[0]
     paths = [each for each in members if not each.kv_path.verified]
+    roles = {each.role for each in members}
     worst = paths[0] if paths else find_slowest_kv_path(members) or members[0]
     return msgspec.structs.replace(
         worst,
         name=pod,
-        role=Role.MIXED.value,
+        role=roles.pop() if len(roles) == 1 else Role.MIXED.value,
         home="",
         selectable=len(members) >= count and all(map(_is_complete, members)),
         num_running=sum(each.num_running for each in members),

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from cleave.api.pool import MAX_CELL_ENGINES
-from cleave.api.role import Role
+from cleave.api.role import MAX_POD_ENGINES, Role
 from cleave.manifests.labels import (
     CELL,
     COMPONENT,
@@ -267,7 +266,7 @@ def _find_last_end(status: Manifest) -> str:
 def _count_agents(pod_spec: Manifest) -> int:
     containers = pod_spec.get("containers", ())
     ports = {port.get("name") for each in containers for port in each.get("ports", ())}
-    return sum(get_agent_port_name(number) in ports for number in range(MAX_CELL_ENGINES))
+    return sum(get_agent_port_name(number) in ports for number in range(MAX_POD_ENGINES))
 
 
 def _count_gpus(pod_spec: Manifest) -> int:

@@ -16,6 +16,7 @@ from cleave.controller.cluster.actions import ObjectReference, Repurpose
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool.pods import choose_victims
 from cleave.controller.views import Pools
+from cleave.manifests.cell_pod import has_several_engines
 from cleave.manifests.labels import AGENT_PORT, POOL, Manifest
 from cleave.manifests.labels import ROLE as ROLE_LABEL
 from cleave.rpc.fleet_status import FleetInstance
@@ -70,7 +71,7 @@ def are_compatible(one: InstancePool, other: InstancePool) -> bool:
     """Whether pods of both pools differ in the role only, and may change pools."""
     if one.spec.nodes > 1 or one.spec.colocation or other.spec.colocation:
         return False
-    if one.spec.members or other.spec.members:
+    if has_several_engines(one.spec) or has_several_engines(other.spec):
         return False
     spec = one.spec.model_copy(update={"role": other.spec.role})
     return apply.hash_template(one.model_copy(update={"spec": spec})) == apply.hash_template(other)

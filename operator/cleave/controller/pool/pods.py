@@ -10,7 +10,7 @@ from cleave.controller.cluster.actions import Apply, Create
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests import container, credentials, multi_node
-from cleave.manifests.cell_pod import build_cell_pod
+from cleave.manifests.cell_pod import build_cell_pod, has_several_engines
 from cleave.manifests.gang import add_gang, build_pod_group
 from cleave.manifests.labels import Manifest
 from cleave.manifests.resources import add_rdma_device
@@ -87,7 +87,7 @@ def build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
     """The pod of an instance, or of all engines of a cell, or the first one of several nodes."""
     settings, pool = view.settings, _add_devices(view)
     device, prefix = settings.device, settings.image_prefix
-    if pool.spec.members:
+    if has_several_engines(pool.spec):
         manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
     else:
         manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)

@@ -68,7 +68,10 @@ def check_pool(pool: InstancePool, cluster: Cluster | None) -> ValidationFinding
         return ValidationFindings(tuple(faults), warnings)
     shape = _load_model_shape(spec.model)
     size = spec.parallelism
-    if shape and (reason := shape.explain_unsupported(size.tensor, size.pipeline)):
+    reason = shape and shape.explain_unsupported(
+        size.tensor, size.pipeline, size.data, expert=size.expert
+    )
+    if shape and reason:
         faults.append(f"spec.parallelism: {shape.name}: {reason}")
     missing = _list_missing_gpus("spec", spec.gpu, spec.parallelism, cluster)
     return ValidationFindings(tuple(faults), (*warnings, *missing))
@@ -118,8 +121,11 @@ def _list_missing_gpus(
     if cluster is None:
         return
     gpus_by_kind: Counter[str] = Counter()
+    largest: Counter[str] = Counter()
     for group in cluster.nodes:
-        gpus_by_kind[_normalize_gpu(group.gpu)] += group.count * group.gpus_per_node
+        name = _normalize_gpu(group.gpu)
+        gpus_by_kind[name] += group.count * group.gpus_per_node
+        largest[name] = max(largest[name], group.gpus_per_node)
     if gpu is not None and _normalize_gpu(gpu) not in gpus_by_kind:
         kinds = ", ".join(gpus_by_kind)
         yield f"{path}.gpu: no node has {gpu} now, there is {kinds}; instances will wait"
@@ -129,6 +135,12 @@ def _list_missing_gpus(
         yield (
             f"{path}.parallelism: an instance takes {parallelism.gpus} GPUs, all nodes together "
             f"have {gpus_by_kind[kind]} x {kind} now; instances will wait"
+        )
+    elif parallelism.data > 1 and parallelism.gpus > largest[kind]:
+        yield (
+            f"{path}.parallelism: the data-parallel ranks of an instance take {parallelism.gpus} "
+            f"GPUs of one node, the largest node has {largest[kind]} x {kind} now; instances will "
+            "wait: use a smaller data size"
         )
 
 

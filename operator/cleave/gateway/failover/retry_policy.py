@@ -86,6 +86,13 @@ class FailureHistory:
             self.excluded.add(instance)
         return self.num_decode_failures <= DECODE_BUDGET
 
+    def extend_to_ranks(self, ranks: Collection[str]) -> None:
+        """Treat all data-parallel ranks of an instance as the one that failed: their engines end
+        together, the others a moment later."""
+        for failed in (self.excluded, self.suspects):
+            if not failed.isdisjoint(ranks):
+                failed.update(ranks)
+
     def record_cached_prompt(self, boot_id: str, tokens: int, failure: Failure) -> None:
         """A prefill instance computed this many tokens before the decode attempt failed."""
         if failure in _ENGINE_LOST:

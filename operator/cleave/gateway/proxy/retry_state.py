@@ -89,6 +89,12 @@ class RetryState:
             self._events_at_loss = relay.num_events
             if not history.reset_budget():
                 return False
+        is_retried = self._record_attempt(history, attempt, failure)
+        registry = self._context.router.registry
+        history.extend_to_ranks(registry.list_ranks(attempt.target.instance))
+        return is_retried
+
+    def _record_attempt(self, history: FailureHistory, attempt: Attempt, failure: Failure) -> bool:
         instance = attempt.target.instance
         if attempt.prefill is None:
             prefill = attempt.pick.prefill

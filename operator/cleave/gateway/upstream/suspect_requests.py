@@ -7,12 +7,13 @@ and so does the same request for some minutes.
 
 What is hard: a connection also breaks when only the network does, and other requests run on an
 engine that ends. So an engine counts only once its agent has reported the end of its process, and
-only for requests that had generated nothing there, or begun a moment before.
+only for requests that had generated nothing there, or begun a moment before. Data-parallel ranks
+end together: those of one instance count as one engine.
 """
 
 import enum
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -57,10 +58,22 @@ def assess_failures(
     if len(failures) < MIN_ENDED_ENGINES:
         return Suspicion.NONE
     ended = [each for each in failures if _has_ended(each, registry)]
-    if len(ended) >= MIN_ENDED_ENGINES:
+    if _count_engines(ended, registry) >= MIN_ENDED_ENGINES:
         return Suspicion.SUSPECT
-    possible = sum(each.is_broken or each in ended for each in failures)
+    possible = _count_engines([e for e in failures if e.is_broken or e in ended], registry)
     return Suspicion.OPEN if possible >= MIN_ENDED_ENGINES and age_s < REPORT_S else Suspicion.NONE
+
+
+def _count_engines(failures: Collection[EngineFailure], registry: InstanceRegistry) -> int:
+    """Engines that failed; of the ranks of one instance those of the rank that failed most often,
+    as one death ends all."""
+    by_rank = Counter(each.instance for each in failures)
+    by_instance: dict[str, int] = {}
+    for name, count in by_rank.items():
+        instance = registry.instances.get(name)
+        whole = name if instance is None else instance.whole
+        by_instance[whole] = max(by_instance.get(whole, 0), count)
+    return sum(by_instance.values())
 
 
 def _has_ended(failure: EngineFailure, registry: InstanceRegistry) -> bool:

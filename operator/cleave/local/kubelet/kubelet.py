@@ -2,9 +2,10 @@
 
 `cleave up` and end-to-end tests give it the same manifests a cluster would get. It provides the
 kubelet features that pods need: an address per pod, the downward API, exclusive cores, probes,
-restarts, graceful termination. `<state>/agents` is its DNS: one ip:9000 per worker pod, rewritten
-at each change. The pure modules beside this one decide; this one only assigns addresses, cores and
-GPUs to pods and frees them again. These assignments must always match the set of pods.
+restarts, graceful termination. `<state>/agents` is its DNS: ip:port of each agent of each worker
+pod, rewritten at each change. The pure modules beside this one decide; this one only assigns
+addresses, cores and GPUs to pods and frees them again. These assignments must always match the set
+of pods.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from cleave.local.kubelet.node import GpuDevice, LocalNode
 from cleave.local.kubelet.pod_spec import PodError, PodSpec, parse_pod
 from cleave.local.kubelet.pod_status import PodState, build_status
 from cleave.local.kubelet.pod_worker import ContainerCommand, PodWorker
-from cleave.manifests.labels import AGENT_PORT, COMPONENT, WORKER, Manifest
+from cleave.manifests.labels import COMPONENT, WORKER, Manifest
 from cleave.rpc import agent_discovery
 from cleave.rpc.credentials import TOKEN_ENV
 
@@ -205,9 +206,10 @@ class Kubelet:
 
     def _write_agents_file(self) -> None:
         agents = sorted(
-            f"{life.state.pod_ip}:{AGENT_PORT}"
+            f"{life.state.pod_ip}:{port}"
             for life in self._pod_workers.values()
             if life.spec.labels.get(COMPONENT) == WORKER
+            for port in life.spec.agent_ports
         )
         files.write_atomically(self.agents_file, "".join(f"{agent}\n" for agent in agents))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cleave.manifests.labels import Manifest
+from cleave.manifests.labels import AGENT_PORT, Manifest
 from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import GPU
 
@@ -64,6 +64,8 @@ class PodSpec:
     """Command and arguments, `$(VAR)` not yet expanded."""
     env: tuple[Manifest, ...]
     ports: tuple[int, ...]
+    agent_ports: tuple[int, ...]
+    """Where its agents listen, if it is a worker pod."""
     exclusive_cores: int
     """Number of exclusive cores; 0: it runs on the shared ones."""
     memory_bytes: int
@@ -106,6 +108,8 @@ def _parse_pod(pod: Manifest) -> PodSpec:
         command=tuple(map(str, [*_get_list(container, "command"), *_get_list(container, "args")])),
         env=tuple(_get_list(container, "env")),
         ports=tuple(int(port["containerPort"]) for port in declared),
+        agent_ports=tuple(number for name, number in ports.items() if name.startswith("agent"))
+        or (AGENT_PORT,),
         exclusive_cores=_count_exclusive_cores(requests, limits),
         memory_bytes=int(parse_quantity(requests.get("memory", 0))),
         gpus=int(limits.get(GPU, 0)),

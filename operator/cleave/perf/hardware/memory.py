@@ -38,8 +38,9 @@ NCCL_RESERVE = replace(VLLM_RESERVE, outside_gib=(8 * 342 + 384) * _MIB)
 MiB each (`cleave_worker.transfer.transports.nccl`), and staging buffers (decision 047)."""
 
 
-def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int) -> int:
-    """Bytes of weights on one GPU of the stage with the most layers.
+def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int, data: int = 1) -> int:
+    """Bytes of weights on one GPU of the stage with the most layers. `data` ranks share the experts
+    of each layer, and each has all other weights.
 
     The embedding is on the first stage, the LM head on the last one, both sharded over `tensor`
     GPUs; tied ones are stored on both stages if these differ.
@@ -50,7 +51,7 @@ def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int) -> int:
         tables = embedding if shape.has_tied_embeddings else embedding + head
     else:
         tables = max(embedding, head)
-    layers = _compute_layer_bytes(shape, tensor, pipeline)
+    layers = _compute_layer_bytes(shape, tensor, pipeline, data)
     return round(tables * shape.dtype_bytes + layers) + shape.compute_mtp_bytes(tensor)
 
 
@@ -80,13 +81,15 @@ def compute_kv_capacity_tokens(
     pipeline: int,
     reserve: MemoryReserve = VLLM_RESERVE,
     context_tokens: int | None = None,
+    data: int = 1,
 ) -> int:
-    """Tokens of KV that fit on an instance, over all its GPUs; 0: the weights do not fit.
+    """Tokens of KV that fit on an engine (a rank, if `data` is above 1), over all its GPUs; 0: the
+    weights do not fit.
 
     With windows or states a request's bytes are not in proportion to its tokens: the capacity is
     for requests with a context of `context_tokens` (None: of the longest).
     """
-    free = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve)
+    free = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve, data)
     tokens = min(context_tokens or shape.max_model_len, shape.max_model_len)
     if shape.sliding_window is None and shape.states is None:
         return max(0, int(free // shape.compute_kv_bytes_on_gpu(tensor, pipeline)))
@@ -96,15 +99,22 @@ def compute_kv_capacity_tokens(
 
 
 def explain_unsupported(
-    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: MemoryReserve = VLLM_RESERVE
+    shape: ModelShape,
+    gpu: Gpu,
+    tensor: int,
+    pipeline: int,
+    reserve: MemoryReserve = VLLM_RESERVE,
+    data: int = 1,
+    *,
+    expert: bool = False,
 ) -> str | None:
     """Why the model cannot be served with this parallelism, in a sentence; None: it can."""
-    if (reason := shape.explain_unsupported(tensor, pipeline)) is not None:
+    if (reason := shape.explain_unsupported(tensor, pipeline, data, expert=expert)) is not None:
         return f"{shape.name}: {reason}"
-    if compute_kv_capacity_tokens(shape, gpu, tensor, pipeline, reserve) > 0:
+    if compute_kv_capacity_tokens(shape, gpu, tensor, pipeline, reserve, data=data) > 0:
         return None
-    weights = compute_weight_bytes(shape, tensor, pipeline) / _GIB
-    spare = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve) / _GIB + weights
+    weights = compute_weight_bytes(shape, tensor, pipeline, data) / _GIB
+    spare = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve, data) / _GIB + weights
     return (
         f"{shape.name} does not fit: {weights:.1f} GiB of weights on each {gpu.name}, "
         f"which has {spare:.1f} GiB for weights and KV"
@@ -112,20 +122,20 @@ def explain_unsupported(
 
 
 def _compute_free_bytes(
-    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: MemoryReserve
+    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: MemoryReserve, data: int
 ) -> float:
     runtime = reserve.runtime_gib
-    if tensor * pipeline > 1:
+    if tensor * pipeline * data > 1:
         runtime += reserve.collective_gib
     outside = reserve.outside_gib * _GIB
     share = min(gpu.memory_bytes * reserve.utilisation, gpu.memory_bytes - outside)
-    usable = share - compute_weight_bytes(shape, tensor, pipeline)
+    usable = share - compute_weight_bytes(shape, tensor, pipeline, data)
     return usable - runtime * _GIB - compute_activation_bytes(shape, tensor, reserve)
 
 
-def _compute_layer_bytes(shape: ModelShape, tensor: int, pipeline: int) -> float:
+def _compute_layer_bytes(shape: ModelShape, tensor: int, pipeline: int, data: int) -> float:
     """Bytes of the layers on one GPU of the stage with the most layers."""
-    dense, sparse = shape.count_layer_mlp_parameters(tensor)
+    dense, sparse = shape.count_layer_mlp_parameters(tensor, data)
     count = shape.count_layers_per_stage(pipeline)
     # Dense layers come first, so that a later stage may have none of them.
     sparse_layers = min(count, shape.expert_layers)

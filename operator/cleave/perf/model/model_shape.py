@@ -319,9 +319,16 @@ class ModelShape:
         """Layers of the largest of `pipeline` stages."""
         return -(-self.num_layers // pipeline)
 
-    def explain_unsupported(self, tensor: int, pipeline: int) -> str | None:
-        """Why the model cannot be sharded over `tensor` x `pipeline` GPUs; None: it can. The rules
-        are vLLM's; cleave.perf.hardware.memory checks the memory."""
+    def explain_unsupported(
+        self, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> str | None:
+        """Why the model cannot be sharded over `tensor` x `pipeline` GPUs of each of `data` ranks;
+        None: it can. `expert`: experts are distributed as wholes. The rules are vLLM's;
+        cleave.perf.hardware.memory checks the memory."""
+        if self.experts is None and (data > 1 or expert):
+            return "it has no experts, and without them data-parallel ranks are separate instances"
+        if self.experts is not None and (reason := self._explain_shares(tensor * data, expert)):
+            return reason
         if tensor < 1 or pipeline < 1:
             return f"parallel sizes {tensor} x {pipeline} are below 1"
         if self.num_attention_heads % tensor:
@@ -331,31 +338,33 @@ class ModelShape:
             return f"{self.num_kv_heads} KV heads cannot be shared by {tensor} GPUs"
         if self.states is not None and self.states.heads % tensor:
             return f"state layers of {self.states.heads} heads cannot be shared by {tensor} GPUs"
-        for width in self._list_mlp_widths():
-            if width % tensor:
-                return f"an MLP of width {width} cannot be shared by {tensor} GPUs"
+        has_dense = self.experts is None or self.experts.dense_layers
+        if has_dense and self.intermediate_size % tensor:
+            return f"an MLP of width {self.intermediate_size} cannot be shared by {tensor} GPUs"
         if pipeline > self.num_layers:
             return f"{self.num_layers} layers cannot fill {pipeline} pipeline stages"
         return None
 
-    def count_layer_mlp_parameters(self, tensor: int = 1) -> tuple[int, int]:
-        """MLP weights on one of `tensor` GPUs: (of a dense layer, of a mixture-of-experts layer).
-        The second is 0 if the model has no experts."""
-        dense, sparse = self._count_stored_mlp_parameters()
+    def count_layer_mlp_parameters(self, tensor: int = 1, data: int = 1) -> tuple[int, int]:
+        """MLP weights on one of `tensor` GPUs of each of `data` ranks, which share the experts: (of
+        a dense layer, of a mixture-of-experts layer). The second is 0 if the model has none."""
+        dense, sparse = self._count_stored_mlp_parameters(data)
         return dense // tensor, sparse // tensor
 
-    def _list_mlp_widths(self) -> tuple[int, ...]:
-        if self.experts is None:
-            return (self.intermediate_size,)
-        dense = (self.intermediate_size,) if self.experts.dense_layers else ()
-        return (self.experts.intermediate_size, *dense)
+    def _explain_shares(self, gpus: int, is_whole: bool) -> str | None:
+        """Why so many GPUs cannot share the experts of a layer, as wholes or each of them."""
+        assert self.experts is not None
+        count, width = self.experts.count, self.experts.intermediate_size
+        if is_whole:
+            return f"{count} experts do not suffice for {gpus} GPUs" if count < gpus else None
+        return f"an MLP of width {width} cannot be shared by {gpus} GPUs" if width % gpus else None
 
-    def _count_stored_mlp_parameters(self) -> tuple[int, int]:
+    def _count_stored_mlp_parameters(self, data: int = 1) -> tuple[int, int]:
         dense = self.count_mlp_parameters(self.intermediate_size)
         if self.experts is None:
             return dense, 0
         router = self.hidden_size * self.experts.count
-        own = self.experts.count * self.count_mlp_parameters(self.experts.intermediate_size)
+        own = self.experts.count * self.count_mlp_parameters(self.experts.intermediate_size) // data
         shared = self.count_mlp_parameters(self.experts.shared_intermediate_size)
         return dense, own + shared + router
 

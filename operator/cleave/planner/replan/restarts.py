@@ -58,7 +58,7 @@ def _list_limits(current: Pools, pool: PlannedPool) -> Iterator[PlannedPool]:
 
 def _get_hardware(pool: PlannedPool) -> tuple[object, ...]:
     gpu = None if pool.gpu == EMULATED_GPU else pool.gpu
-    return gpu, pool.parallelism.tensor, pool.parallelism.pipeline
+    return gpu, pool.parallelism
 
 
 def _get_limits(pool: PlannedPool) -> tuple[int | None, int | None]:

@@ -20,6 +20,10 @@ def format_pool(pool: PlannedPool) -> str:
     parts = [f"{pool.replicas}{_LETTERS[pool.role]}", f"tp{pool.parallelism.tensor}"]
     if pool.parallelism.pipeline > 1:
         parts.append(f"pp{pool.parallelism.pipeline}")
+    if pool.parallelism.data > 1:
+        parts.append(f"dp{pool.parallelism.data}")
+    if pool.parallelism.expert:
+        parts.append("ep")
     return " ".join(parts)
 
 
@@ -42,8 +46,9 @@ def describe_pool(pool: PlannedPool) -> str:
     size = pool.parallelism
     instances = "instance" if pool.replicas == 1 else "instances, each"
     device = pool.gpu or ("GPU" if size.gpus == 1 else "GPUs")
-    sizes = {"tensor": size.tensor, "pipeline": size.pipeline}
+    sizes = {"tensor": size.tensor, "pipeline": size.pipeline, "data": size.data}
     spread = [f"{name} {value}" for name, value in sizes.items() if value > 1]
+    spread += ["experts distributed"] if size.expert else []
     detail = f" ({', '.join(spread)})" if spread else ""
     return f"{pool.replicas} {pool.role} {instances} on {size.gpus} x {device}{detail}"
 

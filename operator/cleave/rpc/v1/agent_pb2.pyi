@@ -274,6 +274,7 @@ class Registration(_message.Message):
     AHEAD_FROM_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_FAILURE_FIELD_NUMBER: _builtins.int
     MODEL_REPORT_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     ENGINE_KEY_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
@@ -318,6 +319,8 @@ class Registration(_message.Message):
     """why the engine was started again last, one sentence; empty: it was not"""
     model_report: _builtins.str
     """JSON of cleave.api.model_report.ModelReport; empty: not known"""
+    data_parallel_size: _builtins.int
+    """ranks of which this is one: they start and end together; 0: not told"""
     engine_key: _builtins.str
     """secret: what this boot's HTTP API asks for; empty: nothing"""
     @_builtins.property
@@ -357,11 +360,12 @@ class Registration(_message.Message):
         ahead_from_tokens: _builtins.int = ...,
         last_failure: _builtins.str = ...,
         model_report: _builtins.str = ...,
+        data_parallel_size: _builtins.int = ...,
         engine_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,101 @@
+"""Instances of data-parallel ranks behind a gateway, with emulated engines."""
+
+import concurrent.futures
+import json
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+
+import httpx
+import pytest
+
+from cleave.rpc.v1 import agent_pb2
+
+from e2e.support.deployments import Deployment, deployed, emulated, until
+from e2e.support.vllm_prompts import metric
+
+TIMEOUT_S = 120
+STREAMS = 12
+VICTIM = "ranks-decode-0.rank-1"
+NAMES = [
+    *(f"ranks-prefill-0.rank-{rank}" for rank in range(2)),
+    *(f"ranks-decode-{number}.rank-{rank}" for number in range(2) for rank in range(2)),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A prefill and two decode instances, of two ranks each."""
+    manifest = emulated("ranks", 1, 2)
+    spec = manifest["spec"]
+    for pool in spec["placement"]["manual"]:  # type: ignore[index]
+        pool["parallelism"] = {"data": 2}
+    with deployed(manifest, tmp_path_factory.mktemp("ranks"), 120) as deployment:
+        yield deployment
+
+
+def ask(deployment: Deployment, prompt: str, max_tokens: int = 2_000) -> str:
+    """The text of one stream, whole."""
+    body = {"model": "ranks", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+    answer = httpx.post(
+        f"{deployment.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=TIMEOUT_S
+    )
+    assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-500:]
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(
+        choice["text"]
+        for line in lines
+        for choice in json.loads(line.removeprefix("data: "))["choices"]
+    )
+
+
+def are_verified(deployment: Deployment) -> bool:
+    found = deployment.instances()
+    return {*found} == {*NAMES} and all(
+        each.state == agent_pb2.STATE_READY and each.kv_path.verified for each in found.values()
+    )
+
+
+def count_answers(deployment: Deployment) -> dict[str, float]:
+    """Requests that each engine has finished, by its name."""
+    return {
+        name: metric(each.engine_url, "vllm:request_success_total")
+        for name, each in deployment.instances().items()
+    }
+
+
+def is_busy(deployment: Deployment, name: str) -> bool:
+    (load,) = (h.load for h in deployment.healths() if h.registration.instance == name)
+    return load.num_running > 0
+
+
+def test_each_rank_is_an_instance_for_gateways_and_all_are_one_for_the_user(
+    ranks: Deployment,
+) -> None:
+    until(lambda: are_verified(ranks), TIMEOUT_S, "every rank has handed KV over")
+    (found,) = json.loads(ranks.cleave("status", "ranks", "-o", "json").stdout)
+    names = [row["instance"] for row in found["instances"]]
+    assert [n for n in names if "gateway" not in n] == [
+        "ranks-prefill-0", "ranks-decode-0", "ranks-decode-1",
+    ]  # fmt: skip
+
+
+def test_streams_of_all_ranks_go_on_when_one_engine_dies_and_all_are_restarted(
+    ranks: Deployment,
+) -> None:
+    until(lambda: are_verified(ranks), TIMEOUT_S, "every rank has handed KV over")
+    prompts = [f"question {number} " * 20 for number in range(STREAMS)]
+    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
+        expected = [*pool.map(partial(ask, ranks), prompts)]
+        answers = count_answers(ranks)
+        assert all(answers.values()), f"not all took part: {answers}"
+        before = ranks.instances()
+        streams = [pool.submit(ask, ranks, prompt) for prompt in prompts]
+        until(lambda: is_busy(ranks, VICTIM), TIMEOUT_S, "it decodes")
+        os.kill(ranks.engine(VICTIM).pid, signal.SIGKILL)
+        assert [each.result(2 * TIMEOUT_S) for each in streams] == expected
+    until(lambda: are_verified(ranks), TIMEOUT_S, "all ranks are ready again")
+    now = ranks.instances()
+    changed = {name for name in NAMES if now[name].boot_id != before[name].boot_id}
+    assert changed == {"ranks-decode-0.rank-0", VICTIM}

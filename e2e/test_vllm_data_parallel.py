@@ -1,0 +1,108 @@
+"""vLLM on CPU as data-parallel ranks that share the experts of a tiny model (EP)."""
+
+import concurrent.futures
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cleave.local.tiny_model import TinyModelShape, build
+from cleave.rpc.v1 import agent_pb2
+
+from e2e.support.deployments import Deployment, deployed, start_fast, tiny_vllm, until
+from e2e.support.vllm_prompts import CASES, Case, ask, metric
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+RANKS = {"data": 2, "expert": True}
+START_S = 420
+CHOSEN = [case for case in CASES if case.prompt_tokens <= 1_000]
+
+
+@pytest.fixture(scope="module")
+def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Mixtral with four experts."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    build(path, TinyModelShape(experts=4))
+    return path
+
+
+@contextmanager
+def running(model: Path, folder: Path, *pools: dict[str, Any], **spec: Any) -> Iterator[Deployment]:
+    """A deployment whose engines share the cores of a small machine."""
+    folder.mkdir()
+    # Less than is usual for vLLM: the model is small.
+    amounts = {"memory": "3Gi", "cpu": "900m"}
+    template = {"resources": {"requests": amounts, "limits": amounts}}
+    manifest = tiny_vllm(model, placement={"manual": list(pools)}, template=template, **spec)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CLEAVE_ALLOW_SHARED_CORES", "1")
+        with deployed(manifest, folder, timeout_s=START_S) as deployment:
+            yield deployment
+
+
+@pytest.fixture(scope="module")
+def expected(sparse_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[int]]:
+    """The tokens of one engine alone."""
+    folder = tmp_path_factory.mktemp("alone") / "d"
+    with running(sparse_model, folder, {"role": "mixed"}, engine=start_fast()) as alone:
+        return {case: ask(alone.url, case).tokens for case in CHOSEN}
+
+
+def ask_all(deployment: Deployment) -> dict[Case, list[int]]:
+    """The tokens, of which every engine must have computed some."""
+    before = count_requests(deployment)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda case: ask(deployment.url, case).tokens, CHOSEN)
+        tokens = dict(zip(CHOSEN, answers, strict=True))
+    after = count_requests(deployment)
+    assert all(after[name] > count for name, count in before.items()), (before, after)
+    return tokens
+
+
+def count_requests(deployment: Deployment) -> dict[str, float]:
+    """Requests that each engine has finished, by its name."""
+    return {
+        name: metric(each.engine_url, "vllm:request_success_total")
+        for name, each in deployment.instances().items()
+    }
+
+
+def test_ranks_answer_as_one_engine_and_are_restarted_together(
+    sparse_model: Path, expected: dict[Case, list[int]], tmp_path: Path
+) -> None:
+    pool = {"role": "mixed", "parallelism": RANKS}
+    with running(sparse_model, tmp_path / "d", pool) as ranks:
+        before = ranks.instances()
+        assert before.keys() == {"tiny-mixed-0.rank-0", "tiny-mixed-0.rank-1"}
+        assert ask_all(ranks) == expected
+
+        os.kill(ranks.engine("tiny-mixed-0.rank-1").pid, signal.SIGKILL)
+        until(lambda: are_restarted(ranks, before), START_S, "both engines are new and ready")
+        assert ask_all(ranks) == expected
+
+
+def are_restarted(ranks: Deployment, before: dict[str, agent_pb2.Registration]) -> bool:
+    now = ranks.instances()
+    return now.keys() == before.keys() and all(
+        each.state == agent_pb2.STATE_READY and each.boot_id != before[name].boot_id
+        for name, each in now.items()
+    )
+
+
+@pytest.mark.parametrize("connector", ["Nixl", "Cleave"])
+def test_ranks_hand_over_to_ranks(
+    sparse_model: Path, expected: dict[Case, list[int]], tmp_path: Path, connector: str
+) -> None:
+    pools = [{"role": role, "parallelism": RANKS} for role in ("prefill", "decode")]
+    engine = {"connector": connector}
+    with running(sparse_model, tmp_path / "d", *pools, engine=engine) as pairs:
+        ready = pairs.instances()
+        assert len(ready) == 4
+        assert all(each.kv_path.verified for each in ready.values())
+        assert ask_all(pairs) == expected
+        assert metric(pairs.url, 'cleave_gateway_handoffs_total{result="used"}') >= len(CHOSEN)

@@ -1,0 +1,1 @@
+"""The common life of the data-parallel ranks of one instance."""
