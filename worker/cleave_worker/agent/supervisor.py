@@ -114,7 +114,11 @@ class EngineSupervisor:
             )
             try:
                 kv_port = boot.kv_port if self._config.is_overlapped else 0
-                self._instance.start_boot(boot.boot_id, url, pages, kv_port, boot.engine_key)
+                # No connector of vLLM's serves its prefix cache.
+                prefix_port = boot.kv_port if self._config.engine == "emulated" else 0
+                self._instance.start_boot(
+                    boot.boot_id, url, pages, kv_port, boot.engine_key, prefix_port
+                )
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 supervision = self._supervise(url, boot)
                 await _run_until_first_ends(supervision, _raise_at_exit(process))
