@@ -7,7 +7,13 @@ of every next turn of a conversation, so blocks are looked up only where the sea
 import math
 
 from cleave.policy.dispatch import NONE, TO_PREFILL, ScoreColumn
-from cleave.policy.prefix_cache import CLOCK_TOKENS, estimate_cached_tokens, is_cached
+from cleave.policy.prefix_cache import (
+    CLOCK_BITS,
+    CLOCK_TOKENS,
+    estimate_cached_tokens,
+    is_cached,
+)
+from cleave.policy.prefix_pull import predict_saved_ms
 from cleave.policy.prompt_cost import (
     PromptView,
     count_mixed,
@@ -27,8 +33,8 @@ class CachedPromptView(PromptView):
     """One prompt and the instances of a table; `request`, a number, is not used."""
 
     __slots__ = (
-        "_assumed", "_column", "_first", "_holder", "_index", "_is_wait", "_loaded", "_now_ms",
-        "_other", "_request", "_seen", "_table", "_uses",
+        "_assumed", "_column", "_first", "_holder", "_index", "_is_wait", "_loaded", "_most",
+        "_now_ms", "_other", "_request", "_seen", "_table", "_uses",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +54,10 @@ class CachedPromptView(PromptView):
         self._other, self._assumed = NONE, 0.0
         self._is_wait = purpose == TO_PREFILL
         self._now_ms = now_ms
+        self._most = 0.0
+        """Tokens of the prompt that may be pulled from another instance."""
+        if self._is_wait and table.instances[first].target.prefix_port:
+            self._most = find_source(table, request)[1]
         # The adapter is loaded where it is pinned and where it has computed a prompt.
         self._loaded = ADAPTER_TOKENS if request.adapter is not None else 0.0
         self._uses = request.known_uses
@@ -108,7 +118,10 @@ class CachedPromptView(PromptView):
             wait_ms = predict_queue_ms(score, pending, self._now_ms, token_ms)
         else:
             wait_ms = count_mixed(pending, score) * token_ms
-        return predict_cost_ms(wait_ms, total - cached, queue.prompt_ms, token_ms)
+        cost_ms = predict_cost_ms(wait_ms, total - cached, queue.prompt_ms, token_ms)
+        if not self._most:
+            return cost_ms
+        return cost_ms - predict_pull_saving_ms(instance, cached, self._most)
 
     def predict_bound(self, request: int, purpose: int, least: int, depth: int) -> float:
         """As in the base class."""
@@ -123,7 +136,11 @@ class CachedPromptView(PromptView):
         else:
             pending = self._table.pending_prompt.get_score(least)
             wait_ms = count_mixed(pending, score) * token_ms
-        return predict_cost_ms(wait_ms, prompt.prompt_tokens - cached, queue.prompt_ms, token_ms)
+        uncached = prompt.prompt_tokens - cached
+        cost_ms = predict_cost_ms(wait_ms, uncached, queue.prompt_ms, token_ms)
+        if not self._most:
+            return cost_ms
+        return cost_ms - predict_pull_saving_ms(self._table.instances[least], cached, self._most)
 
     def _has_cached(self, slot: int, depth: int, stamp: int) -> bool:
         """Whether an instance that has used the first `depth` blocks takes part in the search."""
@@ -152,6 +169,48 @@ def count_blocks(index: PrefixIndex, instance: RoutedInstance, request: RoutingR
             blocks = 0
         request.use_holder, request.use_blocks, request.use_stamp = holder, blocks, stamp
     return request.use_blocks
+
+
+def find_source(
+    table: ScoreTable, request: RoutingRequest, excluded: RoutedInstance | None = None
+) -> tuple[RoutedInstance | None, float]:
+    """(the instance whose cache has most of a prompt and can be pulled from, its tokens of it), or
+    (None, 0); never `excluded`.
+
+    An instance that decodes has answers as well: it counts as if the prompt continued the last one
+    of them, as long as the one that is predicted now. Of several the one that used it longest ago:
+    later ones may not have computed it yet.
+    """
+    cached = estimate_cached_tokens(request.known, request.text_bytes, request.prompt_tokens)
+    source, most, oldest = None, 0.0, -1
+    for cell in request.known_uses:
+        slot = table.slot_by_holder.get(get_holder(cell), NONE)
+        if slot == NONE or table.instances[slot] is excluded:
+            continue
+        instance = table.instances[slot]
+        clock, stamp = instance.in_flight.read_clock(), get_stamp(cell)
+        if not instance.target.prefix_port:
+            continue
+        if not is_cached(clock, stamp, measure_capacity(instance)):
+            continue
+        tokens = cached * instance.hits.trust
+        if instance.target.role == "decode":
+            tokens = min(tokens + request.output_tokens, float(request.prompt_tokens))
+        age = (clock - stamp) % (1 << CLOCK_BITS)
+        if tokens > most or (tokens == most and age > oldest):
+            source, most, oldest = instance, tokens, age
+    return source, most
+
+
+def predict_pull_saving_ms(instance: RoutedInstance, cached: float, most: float) -> float:
+    """What a prompt of which the instance has `cached` tokens gains there if it pulls the rest of
+    `most` tokens; 0 if that is not a block of KV, or it has not measured how long that takes."""
+    registration = instance.registration
+    link_token_ms = registration.kv_path.token_ms
+    if most < cached + registration.kv_block_size or link_token_ms <= 0.0:
+        return 0.0
+    # Measured with a short prompt, whose latency it contains.
+    return predict_saved_ms(cached, most, instance.in_flight.queue.token_ms, 0.0, link_token_ms)
 
 
 def measure_capacity(instance: RoutedInstance) -> float:

@@ -48,6 +48,8 @@ class Target:
     """Port of rank 0 for layer-wise KV transfer during prefill; 0: not supported."""
     overlap_min_tokens: int = 0
     """Prompt tokens from which layer-wise transfer is worthwhile; 0: the plan determines it."""
+    prefix_port: int = 0
+    """Port at which other engines can pull what it has cached; 0: nowhere."""
 
     holder: int = 0
     """Number of the boot in `router.prefix_index`."""
@@ -356,6 +358,7 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         role=get_enum_name(agent_pb2.Role, registration.role),
         kv_port=registration.kv_port,
         overlap_min_tokens=registration.ahead_from_tokens,
+        prefix_port=registration.prefix_port,
         holder=to_holder(registration.boot_id),
         engine_key=registration.engine_key,
         kv_key=compute_kv_key(registration.engine_key),

@@ -77,9 +77,9 @@ class Pick:
     """The instances picked for a request; counts as load in flight until released."""
 
     __slots__ = (
-        "_decode_entry", "_is_counted", "_is_looked_up", "_new_blocks", "_prefill_entry",
+        "_decode_entry", "_is_counted", "_is_looked_up", "_new_blocks", "_prefill_entry", "_pulled",
         "decode", "decoding_since", "output_tokens", "predicted_cached", "prefill", "prompt_tokens",
-        "prompts_before", "reason",
+        "prompts_before", "reason", "source",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +103,11 @@ class Pick:
         """`computed_tokens` of its decode instance at that time; for BestFit only."""
         self.predicted_cached = 0.0
         """Tokens of its prompt that were predicted to be cached where it is computed."""
+        self.source: Target | None = None
+        """From whose prefix cache the prefill target pulls what it lacks of the beginning of the
+        prompt; None: it computes that."""
+        self._pulled = 0.0
+        """Tokens that it is predicted to pull from there."""
         self._is_looked_up = False
         """Whether the prompt's blocks were looked up."""
         self._new_blocks: tuple[tuple[list[int], int], ...] = ()
@@ -223,7 +228,10 @@ class Router:
             if phase is _PREFILL_PHASE:
                 if self.uses_prompt_text:
                     self._count_computed(pick, instance, in_flight, tokens)
-                ms = in_flight.queue.observe_completion(tokens, now * 1000, in_flight.prompt.remote)
+                # Of a prompt that is pulled in part, the time says nothing of computing.
+                counted = tokens if not pick._pulled else 0.0
+                queue, remote = in_flight.queue, in_flight.prompt.remote
+                ms = queue.observe_completion(counted, now * 1000, remote)
                 if self._fits_iteration_times:
                     self._iteration_times.add_prompt(tokens, ms)
                     in_flight.computed_tokens += tokens
@@ -461,11 +469,16 @@ class Router:
         if request.blocks:
             pick._is_looked_up = True
             selector.observe_cached(prompt, cached)
+            if first is not decode and request.known:
+                source, most = selector.choose_source(first, request, cached)
+                if source is not None:
+                    pick.source, pick._pulled, cached = source.target, most - cached, most
             new = selector.record_prompt(first, request)
             if new:
                 pick._new_blocks = ((new, first.target.holder),)
-            if self._rules.short_prompt_tokens and first is not decode:
-                # Only then is it of interest what a decode instance has cached.
+            is_of_interest = self._rules.short_prompt_tokens or decode.target.prefix_port
+            if is_of_interest and first is not decode:
+                # What a decode instance has cached: for short prompts, and for others to pull it.
                 new = selector.record_prompt(decode, request)
                 pick._new_blocks += ((new, decode.target.holder),)
             if self._num_picks % _PRUNE_EVERY == 0:
@@ -484,7 +497,7 @@ class Router:
         tokens = float(pick.prompt_tokens)
         looked_up = tokens if pick._is_looked_up else 0.0
         in_flight.count_prompt(tokens, looked_up, pick.predicted_cached)
-        in_flight.count_written(min(uncached, instance.max_prompt_tokens))
+        in_flight.count_written(min(uncached + pick._pulled, instance.max_prompt_tokens))
 
     def _count_output(self, pick: Pick, output_tokens: int) -> None:
         """A request has ended: its output is in the KV of the instance that decoded it, with the

@@ -35,7 +35,13 @@ from cleave.policy.prefix_cache import (
 )
 from cleave.policy.prompt_cost import count_all_mixed, find_cheapest
 from cleave.policy.session_affinity import find_attached, goes_back, to_key
-from cleave.router.cached_prompts import CachedPromptView, count_blocks, measure_capacity
+from cleave.router.cached_prompts import (
+    CachedPromptView,
+    count_blocks,
+    find_source,
+    measure_capacity,
+    predict_pull_saving_ms,
+)
 from cleave.router.instance import RoutedInstance
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.prefix_index import (
@@ -131,6 +137,21 @@ class EndpointSelector:
         """Tokens of the prompt that any engine has computed before."""
         known = request.known
         return estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
+
+    def choose_source(
+        self, instance: RoutedInstance, request: RoutingRequest, cached: float
+    ) -> tuple[RoutedInstance | None, float]:
+        """(the instance from whose cache a prefill instance is to pull what it lacks of the
+        beginning of a prompt, of which it probably has `cached` tokens; how many it then has), or
+        (None, `cached`): none. The engine knows best what it lacks, so a source is named also where
+        nothing is expected to be pulled."""
+        table = instance.score_table
+        if not instance.target.prefix_port or not isinstance(table, ScoreTable):
+            return None, cached
+        source, most = find_source(table, request, instance)
+        if source is None or predict_pull_saving_ms(instance, 0.0, most) <= 0.0:
+            return None, cached
+        return source, most if predict_pull_saving_ms(instance, cached, most) > 0.0 else cached
 
     def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> list[int]:
         """Record that an instance will cache the prompt's KV; the blocks that are new to it."""

@@ -25,6 +25,7 @@ from cleave.simulator.prefix_caches import (
     store_prompt,
     take_cached_prefix,
 )
+from cleave.simulator.prefix_pulls import find_fetchable, start_fetch
 from cleave.simulator.queues import (
     add_member,
     find_phase,
@@ -94,7 +95,7 @@ def _batch_chunks(state: State, i: int, s: int, now: float, begin: float) -> boo
     if not has_enough and slot.rows + slot.tokens > 0:
         return False
     while slot.tokens + slot.rows < limit and inst.running < inst.max_seqs:
-        if _join_loaded(state, i, s) or _admit_chunk(state, i, s, now, begin):
+        if _join_loaded(state, i, s, now, begin) or _admit_chunk(state, i, s, now, begin):
             continue
         if slot.tokens + slot.rows > 0 or inst.scheduled >= now:
             break
@@ -117,6 +118,11 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     if request.queued > inst.scheduled:
         return False
     cached = find_cached_prefix(state, i, r) if has_caches() else 0
+    if has_caches() and get_prompt(state, r).source != NONE:
+        fetched = find_fetchable(state, r, cached)
+        if fetched:
+            return _admit_fetch(state, i, s, queue, fetched, now)
+        cached = find_cached_prefix(state, i, r)
     left = request.to_compute - cached
     count = compute_chunk_size(left, inst.max_tokens - slot.tokens - slot.rows)
     if not _has_room(state, i, s, r, cached + count):
@@ -139,11 +145,11 @@ def _batch_prompts(state: State, i: int, s: int, now: float, begin: float) -> bo
     has_enough = _allocate_growth(state, i, s, now)
     if slot.rows > 0 and (policy == Batching.FASTER_TRANSFORMER or not has_enough):
         return has_enough
-    while inst.running < inst.max_seqs and _join_loaded(state, i, s):
+    while inst.running < inst.max_seqs and _join_loaded(state, i, s, now, begin):
         pass
     if policy != Batching.PREFILL_FIRST and policy != Batching.LIGHTLLM:
         _admit_prompts(state, i, s, now, begin)
-        while inst.running < inst.max_seqs and _join_loaded(state, i, s):
+        while inst.running < inst.max_seqs and _join_loaded(state, i, s, now, begin):
             pass
     return has_enough
 
@@ -194,6 +200,24 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     return True
 
 
+def _admit_fetch(state: State, i: int, s: int, queue: int, tokens: int, now: float) -> bool:
+    """Reserve blocks for all of the prompt at the head of a queue, and pull `tokens` of it after
+    those that are cached here; False: no room. It will be computed before those that wait."""
+    r = get_queue(state, queue).head
+    inst, request = get_instance(state, i), get_request(state, r)
+    # Searched again, because the search on the source was the latest.
+    cached = find_cached_prefix(state, i, r)
+    if not _has_room(state, i, s, r, request.to_compute):
+        return False
+    _pop_waiting(state, i, queue)
+    _take_cached(state, i, r, cached, now)
+    blocks = count_blocks(inst, request.to_compute) - cached // inst.block
+    change_usage(inst, now, blocks, tokens)
+    get_prompt(state, r).is_whole = 1
+    start_fetch(state, s, i, r, tokens, now)
+    return True
+
+
 def _take_cached(state: State, i: int, r: int, cached: int, now: float) -> None:
     """Start the computation of a prompt after its `cached` tokens, which the request then holds."""
     if cached == 0:
@@ -223,7 +247,7 @@ def _pop_waiting(state: State, i: int, queue: int) -> None:
         state.offered |= PROMPTS
 
 
-def _join_loaded(state: State, i: int, s: int) -> bool:
+def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """Add the next request whose KV has arrived to the iteration; False when there is none, or it
     came after the iteration was scheduled."""
     loaded = get_queue(state, state.num_instances + i)
@@ -232,8 +256,13 @@ def _join_loaded(state: State, i: int, s: int) -> bool:
         return False
     r = pop(state, state.num_instances + i)
     request = get_request(state, r)
-    add_member(state, i, s, r)
     inst.running += 1
+    if has_caches() and request.computed < request.to_compute and request.prefill == i:
+        left = inst.max_tokens - slot.tokens - slot.rows
+        count = compute_chunk_size(request.to_compute - request.computed, left)
+        _add_chunk(state, i, s, r, count, now, begin)
+        return True
+    add_member(state, i, s, r)
     slot.decodes = 1
     slot.rows += 1
     slot.contexts += request.prompt + request.generated
@@ -273,6 +302,8 @@ def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, beg
 def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
     """Additional blocks for the next `count` tokens of a prompt."""
     request = get_request(state, r)
+    if has_caches() and get_prompt(state, r).is_whole:
+        return 0
     if request.computed == 0:
         return count_blocks(inst, count)
     return count_blocks(inst, request.computed + count) - count_blocks(inst, request.computed)
@@ -316,7 +347,12 @@ def _preempt_partial(state: State, i: int, now: float) -> None:
     """Preempt the prompt that is partly computed, as `_preempt` does."""
     inst = get_instance(state, i)
     r = inst.partial
-    free_blocks(state, i, r, get_request(state, r).computed, now)
+    computed = get_request(state, r).computed
+    free_blocks(state, i, r, computed, now)
+    if has_caches() and get_prompt(state, r).is_whole:
+        prompt_blocks = count_blocks(inst, get_request(state, r).to_compute)
+        change_usage(inst, now, count_blocks(inst, computed) - prompt_blocks, 0)
+        get_prompt(state, r).is_whole = 0
     inst.partial = NONE
     _requeue(state, i, r)
 

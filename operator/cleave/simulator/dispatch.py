@@ -46,6 +46,8 @@ from cleave.simulator.prefix_index import (
     count_known_tokens,
     find_known_depth,
     find_shortest,
+    find_source,
+    predict_pull_saving_ms,
     record_prompt,
 )
 from cleave.simulator.record_access import (
@@ -167,6 +169,7 @@ def _find_in(state: State, values: Scores, purpose: int, r: int) -> int:
 def _find_by_cost(state: State, column: int, r: int) -> int:
     """The slot where the prompt costs least, given what is known of caches."""
     depth = find_known_depth(state, r)
+    get_prompt(state, r).known = depth
     count = state.num_instances
     if not depth:
         return find_least(get_scores(state, column * count, count))
@@ -280,14 +283,31 @@ def _record_prompt(state: State, r: int, i: int) -> None:
     request, prompt = get_request(state, r), get_prompt(state, r)
     prompt.uncached = request.prompt - count_known_tokens(state, i, r)
     if request.decode == NONE or request.decode == i:
-        record_prompt(state, i, r, prompt.uncached + request.predicted)
+        record_prompt(state, i, r, prompt.uncached + request.predicted, True)
         return
-    record_prompt(state, i, r, float(prompt.uncached))
+    written = float(prompt.uncached)
+    if state.pulls_prefixes:
+        _choose_source(state, r, i)
+    record_prompt(state, i, r, written)
     # What a decode instance caches matters only if it may compute prompts.
     may_flip = state.next_flip_check < math.inf
     is_mixed = get_instance(state, request.decode).role == MIXED
-    if is_mixed or may_flip or state.short_prompt_tokens > 0:
-        record_prompt(state, request.decode, r, request.prompt + request.predicted)
+    if is_mixed or may_flip or state.short_prompt_tokens > 0 or state.pulls_prefixes:
+        record_prompt(state, request.decode, r, request.prompt + request.predicted, True)
+
+
+def _choose_source(state: State, r: int, i: int) -> None:
+    """Where instance `i` may pull from what it lacks of the prompt of request `r`. It knows best
+    what that is, so a source is named also where nothing is expected to be pulled."""
+    prompt = get_prompt(state, r)
+    if predict_pull_saving_ms(state, r, TO_PREFILL, i, 0) <= 0.0:
+        return
+    prompt.source = find_source(state, r, i)
+    depth = (get_request(state, r).prompt - prompt.uncached) // state.block_tokens
+    if prompt.source == NONE or predict_pull_saving_ms(state, r, TO_PREFILL, i, depth) <= 0.0:
+        return
+    prompt.is_pulled = 1
+    prompt.uncached = max(get_request(state, r).prompt - prompt.known * state.block_tokens, 0)
 
 
 def _count_uncached(state: State, r: int) -> int:
@@ -327,7 +347,8 @@ def remove_prompt_load(state: State, r: int) -> None:
     inst.computed_tokens += tokens
     if request.decode != NONE:
         request.prompts_before = get_instance(state, request.decode).computed_tokens
-    if tokens > 0:
+    # Of a prompt that is pulled in part, the time says nothing of computing.
+    if tokens > 0 and not (knows_caches(state) and get_prompt(state, r).is_pulled):
         _learn_prompt_times(state, i, tokens)
     inst.head_started_ms = state.now
     if request.prefill != NONE:

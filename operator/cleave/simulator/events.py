@@ -13,6 +13,7 @@ from cleave.simulator.completion import complete_iterations, complete_request, n
 from cleave.simulator.dispatch import dispatch_request
 from cleave.simulator.iterations import advance_pipeline, schedule_next
 from cleave.simulator.outcome import RequestOutcome
+from cleave.simulator.prefix_pulls import end_fetch, is_fetching
 from cleave.simulator.queues import has_waiting_requests, pop, push
 from cleave.simulator.record_access import (
     get_instance,
@@ -82,13 +83,22 @@ def run_events(state: State) -> None:
         elif handoff == now:
             _deliver_handoff(state, now)
         else:
-            r = pop_pull(state)
-            end_pull(state, r, now)
-            notify_instance(state, get_request(state, r).decode, now, False)
+            _end_transfer(state, now)
     for r in range(count):
         request = get_request(state, r)
         if math.isnan(request.end) and request.outcome == RequestOutcome.SERVED:
             request.outcome = RequestOutcome.UNFINISHED
+
+
+def _end_transfer(state: State, now: float) -> None:
+    """The transfer that ends first has ended."""
+    r = pop_pull(state)
+    if is_fetching(state, r):
+        end_fetch(state, r, now)
+        notify_instance(state, get_request(state, r).prefill, now, False)
+        return
+    end_pull(state, r, now)
+    notify_instance(state, get_request(state, r).decode, now, False)
 
 
 def _deliver_request(state: State, r: int, now: float) -> None:

@@ -126,6 +126,10 @@ class SimulatedFleet:
     """The router's policy."""
     cache_view: CacheView = CacheView.SENT
     """Matters only with a trace whose prompts repeat (`Trace.blocks`)."""
+    pulls_prefixes: bool = False
+    """Whether a prefill instance pulls a prompt's beginning from the cache of another prefill or
+    decode instance where that is faster than computing it (`policy.prefix_pull`), like a handoff.
+    Matters only where dispatch knows of caches."""
     defers_dispatch: bool = False
     """True: deferred binding (Vidur, section 4.5) replaces `dispatch`: requests and handoffs wait
     in central queues, first come first served, until an instance has room between two iterations.

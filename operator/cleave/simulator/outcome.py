@@ -40,6 +40,10 @@ class SimulationResult:
     """Prompt tokens that were in the prefix cache of the instance that computed the prompt."""
     pull_cached_tokens: Counts
     """Prompt tokens that were in the decode instance's own cache, which it did not pull."""
+    fetched_tokens: Counts
+    """Prompt tokens that were pulled from another instance's prefix cache instead of computed."""
+    source_instance: Counts
+    """Where dispatch has decided that they be pulled from; -1: nowhere."""
     instances: "InstanceStatistics"
     num_flips: int = 0
     """Number of role changes of all instances."""

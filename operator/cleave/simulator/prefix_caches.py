@@ -23,6 +23,7 @@ preemptions. A preempted request finds its prompt again, but not its answer.
 from cleave.simulator.kv_blocks import change_usage, count_blocks
 from cleave.simulator.prefix_index import forget_block, record_block
 from cleave.simulator.record_access import (
+    get_answer,
     get_block,
     get_cache,
     get_copy,
@@ -134,13 +135,15 @@ def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
     blocks = 0
     for at in range(held):
         blocks += get_copy(state, _get_owned_copy(state, i, r, at).value).size
+    answered = _count_answer_blocks(state, r, held, tokens)
+    answer_size = state.block_tokens // inst.block
     # Full blocks after them are cached as well, but by content that no other prompt has.
-    others = tokens // inst.block - blocks
+    others = tokens // inst.block - blocks - answered * answer_size
     if others > 0:
-        c = _create_copy(state, NONE, others)
-        get_copy(state, c).owners = 0
-        _link_as_newest(state, i, c)
-        cache.size += others
+        _add_free_copy(state, i, NONE, others)
+    for at in range(answered - 1, -1, -1):
+        block = get_answer(state, get_prompt(state, r).first_answer + at).value
+        _add_free_copy(state, i, block, answer_size)
     kept = 0
     for at in range(held - 1, -1, -1):
         c = _get_owned_copy(state, i, r, at).value
@@ -153,6 +156,40 @@ def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
             cache.size += copy.size
     _set_num_owned(state, i, r, 0)
     return kept
+
+
+def _count_answer_blocks(state: State, r: int, held: int, tokens: int) -> int:
+    """Blocks of the answer that `tokens` of request `r` fill. They follow those of its prompt."""
+    prompt = get_prompt(state, r)
+    if prompt.num_answers == 0 or held < prompt.num_blocks:
+        return 0
+    count: int = min(tokens // state.block_tokens - held, prompt.num_answers)
+    return max(count, 0)
+
+
+def _add_free_copy(state: State, i: int, block: int, size: int) -> None:
+    """Cache a block that no request holds."""
+    c = _create_copy(state, block, size)
+    copy = get_copy(state, c)
+    copy.instance = i
+    copy.owners = 0
+    if block != NONE:
+        _link_to_block(state, c)
+        if state.cache_view == CACHED:
+            record_block(state, i, block)
+    _link_as_newest(state, i, c)
+    get_cache(state, i).size += size
+
+
+def refresh_prefix(state: State, i: int, r: int) -> None:
+    """The blocks that the latest search has found on instance `i` have been read by another one,
+    as if a request had held them."""
+    prompt = get_prompt(state, r)
+    for at in range(prompt.found - 1, -1, -1):
+        c = _find_copy(state, i, get_block(state, prompt.first_block + at).value)
+        if get_copy(state, c).owners == 0:
+            _drop_link(state, i, c)
+            _link_as_newest(state, i, c)
 
 
 def _evict(state: State, i: int) -> None:

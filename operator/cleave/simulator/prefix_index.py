@@ -10,8 +10,10 @@ by one, and each is in two lists, of its instance by use and of all that cache i
 import math
 
 from cleave.policy.dispatch import TO_PREFILL
+from cleave.policy.prefix_pull import predict_saved_ms
 from cleave.policy.prompt_cost import count_mixed, predict_cost_ms, predict_queue_ms
 from cleave.simulator.record_access import (
+    get_answer,
     get_block,
     get_cache,
     get_first_known,
@@ -80,7 +82,36 @@ def predict_at(state: State, r: int, column: int, i: int, depth: int) -> float:
         wait_ms = count_mixed(pending, score) * inst.upper_token_ms
     else:
         wait_ms = predict_queue_ms(score, pending, state.now, inst.upper_token_ms)
-    return predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms)
+    cost_ms = predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms)
+    return cost_ms - predict_pull_saving_ms(state, r, column, i, depth)
+
+
+def predict_pull_saving_ms(state: State, r: int, column: int, i: int, depth: int) -> float:
+    """What the prompt of request `r` gains at instance `i`, which is known to cache `depth` blocks
+    of it, if it pulls what others have; 0 on instances that also decode."""
+    if not state.pulls_prefixes or column != TO_PREFILL:
+        return 0.0
+    there = float(get_prompt(state, r).known * state.block_tokens)
+    here = float(depth * state.block_tokens)
+    token_ms = get_instance(state, i).token_ms
+    return predict_saved_ms(here, there, token_ms, state.latency, state.token)
+
+
+def find_source(state: State, r: int, i: int) -> int:
+    """The instance that is known to have most of the prompt of request `r`, other than `i`. Of
+    several the first that got it: later ones may not have computed it yet."""
+    prompt = get_prompt(state, r)
+    source = NONE
+    if prompt.known == 0:
+        return source
+    block = get_block(state, prompt.first_block + prompt.known - 1).value
+    k = get_first_known(state, block).value
+    while k != NONE:
+        known = get_known(state, k)
+        if known.instance != i:
+            source = int(known.instance)
+        k = known.next
+    return source
 
 
 def find_known_depth(state: State, r: int) -> int:
@@ -106,7 +137,8 @@ def predict_bound(state: State, r: int, column: int, least: int, depth: int) -> 
         wait_ms = count_mixed(inst.pending_prompt_tokens, score.value) * inst.upper_token_ms
     else:
         wait_ms = predict_queue_ms(score.value, 0.0, state.now, inst.upper_token_ms)
-    return predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms)
+    cost_ms = predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms)
+    return cost_ms - predict_pull_saving_ms(state, r, column, least, depth)
 
 
 def count_known_tokens(state: State, i: int, r: int) -> int:
@@ -114,9 +146,13 @@ def count_known_tokens(state: State, i: int, r: int) -> int:
     return min(find_depth(state, r, NONE, i) * state.block_tokens, get_request(state, r).prompt)
 
 
-def record_prompt(state: State, i: int, r: int, written: float) -> None:
-    """Request `r` was sent to instance `i`, which will write `written` tokens of KV for it."""
+def record_prompt(state: State, i: int, r: int, written: float, answers: bool = False) -> None:
+    """Request `r` was sent to instance `i`, which will write `written` tokens of KV for it;
+    `answers`: also those of its answer."""
     prompt, inst, cache = get_prompt(state, r), get_instance(state, i), get_cache(state, i)
+    if answers:
+        for at in range(prompt.num_answers - 1, -1, -1):
+            record_block(state, i, get_answer(state, prompt.first_answer + at).value)
     full = min(prompt.num_blocks, get_request(state, r).prompt // state.block_tokens)
     # Engines evict the end of a prompt first.
     for at in range(full - 1, -1, -1):

@@ -155,6 +155,7 @@ def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.R
         "has_decode": bool((role != records.PREFILL).any()),
         "num_instances": len(instances),
         "cache_view": _choose_view(fleet),
+        "pulls_prefixes": fleet.pulls_prefixes and _choose_view(fleet) is not CacheView.NOTHING,
         "num_leaves": _count_leaves(len(instances)),
         "max_block": instances["block"].max(),
         "max_stages": instances["stages"].max(),

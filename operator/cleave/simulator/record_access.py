@@ -60,6 +60,8 @@ get_copy = _declare_row("copies", records.COPY)
 get_known = _declare_row("known", records.KNOWN)
 get_block = _declare_row("blocks", records.NUMBER)
 """The number of the block in that row of the blocks of all prompts."""
+get_answer = _declare_row("answers", records.NUMBER)
+"""The same of the blocks of all answers."""
 get_first_copy = _declare_row("first_copies", records.NUMBER)
 """The head of the list of copies of a block."""
 get_first_known = _declare_row("first_known", records.NUMBER)

@@ -66,7 +66,12 @@ PROMPT = _build_dtype(
     # to be computed. hit, pull_hit: tokens found in the cache of the instance that computed it, and
     # of the one that pulled it. found, shared: blocks that the latest search has found, and KV
     # blocks of these that other requests hold. held_prefill, held_decode: number of copies held.
-    "first_block num_blocks uncached hit pull_hit found shared held_prefill held_decode",
+    # first_answer, num_answers: the answer's part of `answers`. known: leading blocks that any
+    # instance is known to cache. source: the instance whose cache has what is missing of its
+    # beginning; NONE: that is computed. is_pulled: dispatch expects that some is pulled from there.
+    # fetched: tokens that were. is_whole: the instance has allocated blocks for all of the prompt.
+    "first_block num_blocks uncached hit pull_hit found shared held_prefill held_decode "
+    "first_answer num_answers known source is_pulled fetched is_whole",
 )
 """What caches have to do with one request; only with a trace whose prompts repeat."""
 
@@ -116,11 +121,11 @@ INSTANCE = _build_dtype(
     # Constants of the engine:
     "prompt_step prompt_square hop hop_token "
     # next, wake: time of its next event and of the wake-up of an idle slot; link: when its link is
-    # free; pending_prompt_tokens, resident_tokens, computed_tokens (of all prompts so far): the
-    # router's accounting, in tokens;
+    # free, inbound: when it can receive another prefix; pending_prompt_tokens, resident_tokens,
+    # computed_tokens (of all prompts so far): the router's accounting, in tokens;
     # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral of KV use.
     # scheduled: when the next iteration was scheduled; inf: it will be when it starts.
-    "next wake scheduled link pending_prompt_tokens resident_tokens weighted_context "
+    "next wake scheduled link inbound pending_prompt_tokens resident_tokens weighted_context "
     "computed_tokens head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts "
     "sum_tokens sum_inverses sum_ms sum_rates sum_squares sum_last_tokens sum_last_ms last_pick "
     "kv_at kv_area busy",
@@ -164,7 +169,9 @@ STATE = _build_dtype(
     # block_tokens: tokens per block of the trace; num_block_uses: length of `blocks`. cache_view:
     # what dispatch knows of caches, NOTHING unless its policy uses it.
     # num_copies, num_known: rows used so far; free_copy, free_known: lists of rows to use again.
+    # pulls_prefixes: whether prompts may pull their beginning from another instance's cache.
     "block_tokens num_block_uses cache_view num_copies free_copy num_known free_known "
+    "pulls_prefixes "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; handoffs in delivery;
     # then, with deferred dispatch, waiting handoffs and prompts. heaps (slot, heap_size):
     # `end_step << 32 | request` of the members, a binary heap. phases (slot, max_block): members by
@@ -175,8 +182,8 @@ STATE = _build_dtype(
     # members, pressure_history: input of policy.role_flipping.
     # blocks: numbers of the blocks of all prompts; first_copies, first_known: heads of the lists of
     # a block's copies and KNOWN; held: copies that requests hold for `blocks`, first on prefill,
-    # then on decode instances.
-    "prompts caches blocks copies first_copies held known first_known "
+    # then on decode instances. answers: numbers of the blocks of all answers.
+    "prompts caches blocks answers copies first_copies held known first_known "
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
     "pressure_history",
 )

@@ -158,9 +158,15 @@ def _lay_out_caches(
 ) -> dict[str, NDArray[Any]]:
     """The arrays of the prefix caches. They cost address space; memory only where they are used."""
     uses = len(blocks.numbers)
+    num_answers = 0 if blocks.answers is None else len(blocks.answers.numbers)
     prompts = np.zeros(len(blocks.starts) - 1, records.PROMPT)
     prompts["first_block"] = blocks.starts[:-1]
     prompts["num_blocks"] = np.diff(blocks.starts)
+    prompts["source"] = records.NONE
+    answers = blocks.answers
+    if answers is not None:
+        prompts["first_answer"] = answers.starts[:-1]
+        prompts["num_answers"] = np.diff(answers.starts)
     caches = np.zeros(len(instances), records.CACHE)
     for name in ("oldest", "newest", "first_used", "last_used"):
         caches[name] = records.NONE
@@ -173,11 +179,12 @@ def _lay_out_caches(
         "prompts": prompts,
         "caches": caches,
         "blocks": np.ascontiguousarray(blocks.numbers, np.int64),
+        "answers": np.zeros(1) if answers is None else np.ascontiguousarray(answers.numbers),
         # Each copy has at least one KV block, and none is shared by two.
         "copies": np.empty(int(instances["blocks"].sum()) + 1, records.COPY),
         "first_copies": np.full(blocks.count, records.NONE),
         "held": np.empty(2 * uses, np.int64),
-        "known": np.empty(2 * uses, records.KNOWN),
+        "known": np.empty(2 * (uses + num_answers), records.KNOWN),
         "first_known": np.full(blocks.count, records.NONE),
     }
 
@@ -265,6 +272,8 @@ def build_result(arrays: dict[str, NDArray[Any]], state: Records) -> SimulationR
         outcome=column("outcome"),
         cached_tokens=nothing if prompts is None else column("hit", prompts),
         pull_cached_tokens=nothing if prompts is None else column("pull_hit", prompts),
+        fetched_tokens=nothing if prompts is None else column("fetched", prompts),
+        source_instance=nothing + records.NONE if prompts is None else column("source", prompts),
         instances=InstanceStatistics(
             busy_ms=column("busy", instances),
             **{name: column(name, instances) for name in _COUNT_FIELDS},

@@ -27,7 +27,9 @@ class PromptBlocks:
     numbers: NDArray[np.int64]
     """Numbers of the blocks of all prompts; a prompt's are consecutive, from its first token on."""
     count: int
-    """Number of different blocks."""
+    """Number of different blocks, those of answers included."""
+    answers: "AnswerBlocks | None" = None
+    """None: no prompt contains an earlier answer, as far as is known."""
 
     @property
     def per_prompt(self) -> float:
@@ -36,13 +38,15 @@ class PromptBlocks:
 
     def select(self, order: NDArray[np.int64], lap: NDArray[np.int64]) -> "PromptBlocks":
         """The blocks of the requests `order`; those of different `lap`s share nothing."""
-        counts = np.diff(self.starts)[order]
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        own = np.repeat(np.arange(len(order)), counts)
-        sources = np.arange(starts[-1]) - starts[own] + self.starts[order[own]]
+        starts, own, sources = _select_rows(self.starts, order)
         numbers = self.numbers[sources] + lap[own] * self.count
         laps = int(lap.max()) + 1
-        return PromptBlocks(self.block_tokens, starts, numbers, self.count * laps)
+        answers = self.answers
+        if answers is not None:
+            answer_starts, own, sources = _select_rows(answers.starts, order)
+            answer_numbers = answers.numbers[sources] + lap[own] * self.count
+            answers = AnswerBlocks(answer_starts, answer_numbers)
+        return PromptBlocks(self.block_tokens, starts, numbers, self.count * laps, answers)
 
     def take_first(self, num: int) -> "PromptBlocks":
         """The blocks of the first `num` prompts; the arrays are parts of these."""
@@ -62,7 +66,7 @@ class PromptBlocks:
         return PromptBlocks(self.block_tokens * factor, starts, numbers, len(kept))
 
     def cut(self, prompt_tokens: NDArray[np.int64]) -> "PromptBlocks":
-        """The blocks of prompts that are cut to `prompt_tokens`."""
+        """The blocks of prompts that are cut to `prompt_tokens`; if any is, without answers."""
         counts = np.diff(self.starts)
         left = np.minimum(counts, -(-prompt_tokens // self.block_tokens))
         if (left == counts).all():
@@ -91,6 +95,29 @@ class PromptBlocks:
 
     def _list_owners(self) -> NDArray[np.int64]:
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerBlocks:
+    """The blocks that answers fill, which instances that decode cache: prompts that continue them
+    have the same. The first of a request begins where the last full block of its prompt ends, so a
+    prompt with such blocks has none that is shorter."""
+
+    starts: NDArray[np.int64]
+    """By request the index of its first block in `numbers`, and at the end their total."""
+    numbers: NDArray[np.int64]
+    """As those of `PromptBlocks`."""
+
+
+def _select_rows(
+    starts: NDArray[np.int64], order: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Of the rows `order` of lists that begin at `starts`: their starts one after another, and by
+    item the row in `order` and its old index."""
+    counts = np.diff(starts)[order]
+    selected = np.concatenate(([0], np.cumsum(counts)))
+    own = np.repeat(np.arange(len(order)), counts)
+    return selected, own, np.arange(selected[-1]) - selected[own] + starts[order[own]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def start_pull(state: State, s: int, r: int, cached: int, now: float) -> None:
             slot.pulls = state.receiver
         slot.pulls += tokens * state.receiver_token
     if end > now:
-        _push_pull(state, end, r)
+        push_pull(state, end, r)
     else:
         end_pull(state, r, now)
 
@@ -54,7 +54,7 @@ def end_pull(state: State, r: int, now: float) -> None:
     push(state, state.num_instances + request.decode, r)
 
 
-def _push_pull(state: State, time: float, r: int) -> None:
+def push_pull(state: State, time: float, r: int) -> None:
     """Add the transfer of request `r`, which ends at `time`, to the heap."""
     at = state.num_pulls
     state.num_pulls += 1

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.simulator.fleet import DispatchPolicy, SimulatedEngine, SimulatedFleet
+from cleave.simulator.fleet import Batching, DispatchPolicy, SimulatedEngine, SimulatedFleet
 from cleave.simulator.trace import PromptBlocks, Trace
 
 _MAX_TOKENS = 1 << 24
@@ -68,11 +68,25 @@ def check_blocks(
             f"request {at} of the trace has {counts[at]} blocks of {tokens} tokens; its prompt of "
             f"{prompt_tokens[at]} tokens has 0 to {most[at]}"
         )
-    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < blocks.count):
-        at = int(np.flatnonzero((numbers < 0) | (numbers >= blocks.count))[0])
+    _check_numbers("numbers", numbers, blocks.count)
+    answers = blocks.answers
+    if answers is None:
+        return
+    _check_numbers("answers.numbers", answers.numbers, blocks.count)
+    wrong = (np.diff(answers.starts) > 0) & (counts != prompt_tokens // tokens)
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
         raise SimulationError(
-            f"blocks.numbers[{at}] of the trace is {numbers[at]}; it must be in "
-            f"0..{blocks.count - 1}"
+            f"request {at} of the trace has an answer with blocks, and {counts[at]} blocks of its "
+            f"prompt; number only its {prompt_tokens[at] // tokens} full ones"
+        )
+
+
+def _check_numbers(name: str, numbers: NDArray[np.int64], count: int) -> None:
+    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < count):
+        at = int(np.flatnonzero((numbers < 0) | (numbers >= count))[0])
+        raise SimulationError(
+            f"blocks.{name}[{at}] of the trace is {numbers[at]}; it must be in 0..{count - 1}"
         )
 
 
@@ -98,6 +112,9 @@ def check_fleet(fleet: SimulatedFleet) -> None:
     for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed):
         if pool.replicas < 0:
             raise SimulationError(f"replicas is {pool.replicas}; it must be at least 0")
+    pools = fleet.prefill if fleet.pulls_prefixes else ()
+    if any(pool.engine.batching is not Batching.VLLM for pool in pools):
+        raise SimulationError("pulls_prefixes needs batching VLLM on all prefill instances")
     transfer = fleet.transfer
     for name, value in (
         ("dispatch_ms", fleet.dispatch_ms),

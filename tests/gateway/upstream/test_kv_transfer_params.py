@@ -4,13 +4,16 @@ import json
 
 import pytest
 
+from cleave.gateway.http.completion_request import KV_REQUEST_PARAMS
 from cleave.gateway.upstream.kv_transfer_params import (
     HandoffError,
+    build_prefix_source_params,
     contains_handoff,
     read_handoff,
     read_usage,
     strip_handoff,
 )
+from cleave.router.instance import Target
 
 REQUEST = b"5e1f-1"
 HANDOFF = (
@@ -52,6 +55,14 @@ def test_a_hand_off_of_another_request_is_refused(name: str) -> None:
 def test_a_hand_off_that_names_no_engine_is_refused(handoff: bytes) -> None:
     with pytest.raises(HandoffError):
         read_handoff(answer(handoff), "boot-1", REQUEST)
+
+
+def test_a_source_of_the_prefix_is_added_to_the_usual_request_for_kv() -> None:
+    source = Target("d1", "10.0.0.7", 80, "", "boot-d1", 0, prefix_port=5_600)
+    params = json.loads(bytes(build_prefix_source_params(source)))
+    place = params.pop("prefix_source")
+    assert place == {"engine_id": "boot-d1", "host": "10.0.0.7", "port": 5_600}
+    assert params == json.loads(bytes(KV_REQUEST_PARAMS))
 
 
 def test_no_handoff_differs_from_a_wrong_one() -> None:

@@ -72,6 +72,16 @@ def test_the_registration_contains_the_layerwise_address_and_prompt_limit(
     assert (registration.kv_port, registration.ahead_from_tokens) == (5601, tokens)
 
 
+def test_the_registration_says_where_the_prefix_cache_can_be_pulled_from(
+    instance: WorkerInstance, tmp_path: Path
+) -> None:
+    with LoadPage(tmp_path / "load") as page:
+        instance.start_boot("b1", "http://h:1", EnginePages(page), prefix_port=5602)
+        assert instance.copy_registration().prefix_port == 5602
+        instance.start_boot("b2", "http://h:1", EnginePages(page))
+        assert instance.copy_registration().prefix_port == 0
+
+
 async def test_reports_carry_the_load_page(instance: WorkerInstance) -> None:
     report = instance.build_load_report()
     assert (report.boot_id, report.num_running, report.kv_blocks_free) == ("b1", 3, 7)

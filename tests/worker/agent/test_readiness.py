@@ -328,5 +328,6 @@ async def test_the_duration_of_a_pull_is_that_of_each_rank_of_the_decode_engine(
     monkeypatch.setattr(readiness.kv_self_test, "verify_transfer", verify_transfer)
     test = readiness._build_test(config, instance)
     peer = agent_pb2.Registration(instance="w-1", tensor_parallel_size=4, pipeline_parallel_size=2)
-    assert (await test(peer, KvDirection.OUT)).pull_ms == pytest.approx(50)
+    path = await test(peer, KvDirection.OUT)
+    assert (path.pull_ms, path.token_ms) == pytest.approx((50, 0.025))
     assert (await test(peer, KvDirection.IN)).pull_ms == pytest.approx(400)

@@ -64,6 +64,14 @@ def test_a_full_disk_is_a_fault_of_this_boot_and_leaves_nothing(
         assert pages.load.read().num_running == 0
 
 
+@pytest.mark.parametrize(("engine", "port"), [("emulated", 2), ("vllm", 0)])
+def test_only_emulated_engines_offer_their_prefix_cache(
+    config_of: Callable[..., AgentConfig], tmp_path: Path, engine: str, port: int
+) -> None:
+    boot = Boot("b1", engine_port=1, kv_port=2, load_page=tmp_path / "load")
+    assert supervisor.choose_prefix_port(config_of(engine=engine), boot) == port
+
+
 @pytest.mark.parametrize(
     ("engine", "answer", "steps"),
     [

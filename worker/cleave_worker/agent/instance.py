@@ -183,8 +183,10 @@ class WorkerInstance:
         pages: EnginePages,
         kv_port: int = 0,
         engine_key: str = "",
+        prefix_port: int = 0,
     ) -> None:
-        """Record a new engine, with its pages and the key that it asks for."""
+        """Record a new engine, with its pages and the key that it asks for. `kv_port`: where its KV
+        can be followed; `prefix_port`: where its prefix cache can be pulled from; 0: nowhere."""
         self._pages = pages
         self._write_scheduling()
         self._write_access()
@@ -193,6 +195,7 @@ class WorkerInstance:
         state.engine_url = engine_url
         state.kv_port = kv_port
         state.engine_key = engine_key
+        state.prefix_port = prefix_port
         state.ClearField("kv_path")
         state.ClearField("model_report")
         self._verified_paths.clear()

@@ -146,13 +146,15 @@ def _build_test(config: AgentConfig, instance: WorkerInstance) -> RunKvTest:
             random_words=rng,
         )
         carrier = transfer.after.transport
+        pull_ms = transfer.seconds * 1e3 / _count_ranks(decode)
         details = (transfer.describe(), memory_lock.explain_limit())
         kv_path = agent_pb2.KvPath(
             verified=True,
             transport=f"{transport} over {carrier}" if carrier else transport,
             transfer_ms=transfer.first_token_ms,
             bytes_per_s=transfer.bytes_per_s,
-            pull_ms=transfer.seconds * 1e3 / _count_ranks(decode),
+            pull_ms=pull_ms,
+            token_ms=pull_ms / max(transfer.num_tokens, 1),
             detail=f"{prefill.instance} -> {decode.instance}: {'; '.join(filter(None, details))}",
         )
         _log.info("KV path verified: %s, %s", kv_path.transport, kv_path.detail)

@@ -41,6 +41,12 @@ class EngineFault(RuntimeError):  # noqa: N818
     """Why a boot of the engine ended or must end."""
 
 
+def choose_prefix_port(config: AgentConfig, boot: Boot) -> int:
+    """Return where the engine's prefix cache can be pulled from; 0: no connector of vLLM's serves
+    it (decision 114)."""
+    return boot.kv_port if config.engine == "emulated" else 0
+
+
 def compute_restart_delay(quick_deaths: int, timing: AgentTiming) -> float:
     """Return the seconds before the next start, after `quick_deaths` short boots in a row."""
     return min(timing.restart_delay * 2.0 ** min(quick_deaths, 30), timing.restart_delay_max)
@@ -131,7 +137,10 @@ class EngineSupervisor:
             )
             try:
                 kv_port = boot.kv_port if self._config.is_overlapped else 0
-                self._instance.start_boot(boot.boot_id, url, pages, kv_port, boot.engine_key)
+                prefix_port = choose_prefix_port(self._config, boot)
+                self._instance.start_boot(
+                    boot.boot_id, url, pages, kv_port, boot.engine_key, prefix_port
+                )
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 supervision = self._supervise(url, boot)
                 of_gang = [_raise_at_stop(self._gang)] if self._gang else []

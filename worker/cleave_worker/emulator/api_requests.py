@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cleave_worker.emulator import tokenizer
-from cleave_worker.emulator.sequence import EngineRequest, RemotePrefill
+from cleave_worker.emulator.sequence import EngineRequest, PrefixSource, RemotePrefill
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _UNSUPPORTED = ("prompt_logprobs", "echo", "suffix", "best_of")
@@ -100,7 +100,7 @@ def parse_call(
     if min_tokens > max_tokens:
         fault = f"must be less than or equal to max_tokens={max_tokens}, got {min_tokens}."
         raise build_bad_request(f"min_tokens {fault}", "min_tokens")
-    hold, handoff = _parse_kv_transfer(body)
+    hold, handoff, source = _parse_kv_transfer(body)
     request = EngineRequest(
         id=f"{internal}-{uuid.uuid4().hex[:8]}",
         prompt=prompt,
@@ -109,6 +109,7 @@ def parse_call(
         ignore_eos=bool(body.get("ignore_eos")),
         do_remote_decode=hold,
         handoff=handoff,
+        source=source,
         seed=_parse_integer(body, "seed", None) if body.get("temperature") != 0 else None,
         adapter=model if model != models[0] else "",
         cache_salt=body.get("cache_salt") or "",
@@ -263,14 +264,32 @@ def _parse_include_usage(body: dict[str, Any], stream: bool) -> bool:
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
-def _parse_kv_transfer(body: dict[str, Any]) -> tuple[bool, RemotePrefill | None]:
+def _parse_kv_transfer(
+    body: dict[str, Any],
+) -> tuple[bool, RemotePrefill | None, PrefixSource | None]:
     params = body.get("kv_transfer_params")
     if params is None:
-        return False, None
+        return False, None, None
     if not isinstance(params, dict):
         raise build_bad_request("kv_transfer_params must be an object.", "kv_transfer_params")
     handoff = _parse_handoff(params) if params.get("do_remote_prefill") else None
-    return bool(params.get("do_remote_decode")), handoff
+    source = params.get("prefix_source")
+    return (
+        bool(params.get("do_remote_decode")),
+        handoff,
+        _parse_source(source) if source is not None else None,
+    )
+
+
+def _parse_source(params: dict[str, Any]) -> PrefixSource:
+    try:
+        port = int(params["port"])
+        if not 0 < port < 65536:
+            raise ValueError(f"port {port}")
+        return PrefixSource(str(params["engine_id"]), str(params["host"]), port)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        fault = f"prefix_source of kv_transfer_params is malformed: {error!r}"
+        raise build_bad_request(fault, "kv_transfer_params") from error
 
 
 def _parse_handoff(params: dict[str, Any]) -> RemotePrefill:

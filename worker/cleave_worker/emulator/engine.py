@@ -102,7 +102,7 @@ class EmulatedEngine:
         """Queue a request that fits max_model_len; its tokens go to the listener. An engine without
         a KV connector computes everything itself, as vLLM does."""
         if not self.side_channel:
-            request = replace(request, do_remote_decode=False, handoff=None)
+            request = replace(request, do_remote_decode=False, handoff=None, source=None)
         sequence = Sequence(request, time.monotonic())
         self._listeners[sequence] = listener
         self.scheduler.add(sequence)
@@ -146,7 +146,8 @@ class EmulatedEngine:
                 self.scheduler.apply_scheduling(config)
             step = self.scheduler.schedule()
             for sequence in step.loads:
-                self._pulls[sequence] = asyncio.create_task(self._pull(sequence))
+                work = self._pull(sequence) if sequence.handoff else self._pull_prefix(sequence)
+                self._pulls[sequence] = asyncio.create_task(work)
             self._publish()
             now = time.monotonic()
             if not step.scheduled:
@@ -252,6 +253,31 @@ class EmulatedEngine:
             self._pulls.pop(sequence, None)
             side_channel.forget(sequence)
             self._wake.set()
+
+    async def _pull_prefix(self, sequence: Sequence) -> None:
+        """Pull the beginning of a prompt from another engine's cache; what cannot be pulled is
+        computed."""
+        side_channel, source = self.side_channel, sequence.source
+        assert side_channel
+        assert source
+        keys = self.scheduler.get_missing_keys(sequence)
+        started = time.monotonic()
+        self.metrics.external_queries += len(keys) * self.config.block_size
+        contents: list[int] = []
+        try:
+            contents = await side_channel.pull_prefix(
+                source, keys, lambda blocks: self._estimate_transfer(blocks)[0]
+            )
+            if contents:
+                self.metrics.transfer_s.observe(time.monotonic() - started)
+                self.metrics.transfer_bytes.observe(self._estimate_transfer(len(contents))[1])
+                self.metrics.external_hits += len(contents) * self.config.block_size
+        except KvTransferError:
+            self.metrics.failed_transfers += 1
+        finally:
+            self._pulls.pop(sequence, None)
+            self._wake.set()
+        self.scheduler.load_prefix(sequence, contents)
 
     def _estimate_transfer(self, num_blocks: int) -> tuple[float, int]:
         """Return seconds and bytes of the transfer of `num_blocks` blocks."""

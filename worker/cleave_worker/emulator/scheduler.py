@@ -153,6 +153,39 @@ class EmulatedScheduler:
         sequence.adopt(sequence.prompt_len, self.pool)
         self._publish(sequence, sequence.cached_tokens)
 
+    def get_missing_keys(self, sequence: Sequence) -> list[bytes]:
+        """Return the keys of the full blocks of a loading sequence's prompt that were not cached
+        here; never that of its last token, which is always computed."""
+        size = self.pool.block_size
+        keys = sequence.compute_block_keys((len(sequence.tokens) - 1) // size, size)
+        return keys[sequence.num_computed // size :]
+
+    def load_prefix(self, sequence: Sequence, contents: list[int]) -> None:
+        """Store the contents of the blocks that a loading sequence has pulled from another engine's
+        cache; the rest of its prompt is computed. Empty: all of it."""
+        size, before = self.pool.block_size, sequence.pending_prompt_tokens
+        first = sequence.num_computed // size
+        self._loading.remove(sequence)
+        self._loaded.append(sequence)
+        sequence.source = None
+        if not contents:
+            return
+        for block, content in zip(sequence.blocks[first:], contents, strict=False):
+            self.pool.contents[block] = content
+        start = sequence.num_computed
+        sequence.pulled_tokens = len(contents) * size
+        sequence.adopt(start + sequence.pulled_tokens, self.pool)
+        self._publish(sequence, start)
+        self.pending_prompt_tokens += sequence.pending_prompt_tokens - before
+
+    def acquire_cached(self, name: str, keys: list[bytes]) -> list[int]:
+        """Lease the cached blocks of the longest run of `keys`, so that they are not reused, and
+        return their contents; `release` ends it."""
+        blocks = self.pool.acquire_cached(keys) if self.limits.prefix_caching else []
+        if blocks:
+            self._leased_blocks[name] = blocks
+        return [self.pool.contents[block] for block in blocks]
+
     def recompute(self, sequence: Sequence) -> None:
         """Compute a prompt whose pull failed here, in the blocks that it has."""
         before = sequence.pending_prompt_tokens
@@ -236,7 +269,7 @@ class EmulatedScheduler:
                     break
                 self._waiting.popleft()
                 self._window.record_pop()
-                if sequence.handoff:
+                if sequence.handoff or sequence.source:
                     sequence.state = SequenceState.LOADING
                     self._loading.add(sequence)
                     step.loads.append(sequence)
@@ -272,7 +305,11 @@ class EmulatedScheduler:
             cached_blocks = self.pool.acquire_cached(keys)
         cached = len(cached_blocks) * size
         remaining = num_tokens - cached
-        count = remaining if sequence.handoff else compute_chunk_size(remaining, budget)
+        if sequence.source and (num_tokens - 1) // size == len(cached_blocks):
+            sequence.source = None
+        # A sequence that waits for its KV holds blocks, so it gets all that it needs.
+        is_whole = sequence.handoff or sequence.source
+        count = remaining if is_whole else compute_chunk_size(remaining, budget)
         missing = -(-(cached + count) // size) - len(cached_blocks)
         if missing > self.pool.num_free:
             self.pool.free(cached_blocks)

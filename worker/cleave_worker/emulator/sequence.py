@@ -28,6 +28,14 @@ class RemotePrefill(NamedTuple):
     block_ids: tuple[int, ...]
 
 
+class PrefixSource(NamedTuple):
+    """An engine whose prefix cache may have the beginning of a prompt."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A checked client request. Lengths in tokens."""
@@ -41,6 +49,8 @@ class EngineRequest:
     """Lease the blocks after the end to another instance (do_remote_decode)."""
     handoff: RemotePrefill | None = None
     """Pull the prompt's KV instead of computing it (do_remote_prefill)."""
+    source: PrefixSource | None = None
+    """Pull what it has cached of the prompt and this engine has not."""
     seed: int | None = None
     """Seed of the sampler; None: the model's one continuation."""
     choice: int = 0
@@ -81,7 +91,8 @@ class Sequence:
     __slots__ = (
         "_content", "_keys", "_num_written", "_start", "_summary", "blocks", "cached_tokens",
         "first_token_at", "handoff", "last_token_at", "num_computed", "num_preemptions",
-        "prompt_len", "pulled_tokens", "request", "scheduled_at", "state", "submitted_at", "tokens",
+        "prompt_len", "pulled_tokens", "request", "scheduled_at", "source", "state", "submitted_at",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, submitted_at: float = 0.0) -> None:
@@ -89,6 +100,8 @@ class Sequence:
         self.tokens = array("I", request.prompt)
         self.prompt_len = len(request.prompt)
         self.handoff = request.handoff
+        self.source = request.source if request.handoff is None else None
+        """Until its prefix is pulled, or cannot be."""
         self.state = SequenceState.WAITING
         self.num_preemptions = 0
         self.cached_tokens = 0

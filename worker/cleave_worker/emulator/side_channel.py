@@ -17,14 +17,17 @@ from cleave_worker.emulator.config import KvTransferConfig
 from cleave_worker.emulator.faults import Faults
 from cleave_worker.emulator.metrics import EngineMetrics
 from cleave_worker.emulator.scheduler import EmulatedScheduler
-from cleave_worker.emulator.sequence import RemotePrefill, Sequence
+from cleave_worker.emulator.sequence import PrefixSource, RemotePrefill, Sequence
 from cleave_worker.emulator.side_channel_messages import (
     BlockContents,
     Heartbeat,
     Message,
+    PrefixReleased,
     PullBlocks,
     PullDone,
+    PullPrefix,
     PullRefused,
+    ReleasePrefix,
     SideChannelError,
     compute_checksum,
     receive,
@@ -71,6 +74,7 @@ class KvSideChannel:
         self._timer: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
         self._port = config.port
+        self._num_prefix_pulls = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._expected: dict[Sequence, RemotePrefill] = {}
         self._heartbeat_task: asyncio.Task[None] | None = None
@@ -157,30 +161,76 @@ class KvSideChannel:
         finally:
             writer.close()
 
+    async def pull_prefix(
+        self, source: PrefixSource, keys: list[bytes], estimate_s: Callable[[int], float]
+    ) -> list[int]:
+        """Return the contents of the leading blocks of `keys` that another engine has cached; none
+        if it has none. `estimate_s`: seconds of the transfer of so many blocks.
+
+        The blocks are leased while they are read, and used only if the lease lasted until the end.
+        Raises KvTransferError when the other engine is another one than expected, is lost, or sent
+        something else than its cache has.
+        """
+        if source.engine_id == self.config.engine_id:
+            raise KvTransferError("an engine cannot pull KV from itself")
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(source.host, source.port)
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise KvTransferError("the instance with the prefix cannot be reached") from error
+        self._num_prefix_pulls += 1
+        lease = f"prefix-{self.config.engine_id}-{self._num_prefix_pulls}"
+        try:
+            send(writer, PullPrefix(source.engine_id, lease, keys))
+            response = await self._receive_contents(reader)
+            if len(response.contents) > len(keys):
+                raise SideChannelError("unexpected response")
+            if not response.contents:
+                return []
+            await _wait_for_transfer(reader, estimate_s(len(response.contents)))
+            send(writer, ReleasePrefix(source.engine_id, lease))
+            async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
+                released = await receive(reader)
+        except (SideChannelError, OSError, TimeoutError) as error:
+            raise KvTransferError(f"the instance with the prefix was lost: {error}") from error
+        finally:
+            writer.close()
+        if not isinstance(released, PrefixReleased) or not released.is_valid:
+            raise KvTransferError("the prefix's lease ended before it was read")
+        self._check(response, "the instance with the prefix has")
+        return response.contents
+
     async def _read(
         self, reader: StreamReader, writer: StreamWriter, pull: PullBlocks, duration_s: float
     ) -> list[int]:
         send(writer, pull)
+        response = await self._receive_contents(reader)
+        if len(response.contents) != len(pull.block_ids):
+            raise SideChannelError("unexpected response")
+        await _wait_for_transfer(reader, duration_s)
+        send(writer, PullDone(pull.engine_id, pull.request_id))
+        self._check(response, "the prefill instance wrote")
+        return response.contents
+
+    @staticmethod
+    async def _receive_contents(reader: StreamReader) -> BlockContents:
         async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
             response = await receive(reader)
         if isinstance(response, PullRefused):
             raise KvTransferError(response.reason)
-        if not isinstance(response, BlockContents) or len(response.contents) != len(pull.block_ids):
+        if not isinstance(response, BlockContents):
             raise SideChannelError("unexpected response")
-        # The producer sends nothing more: data or an end of the stream means that it was lost.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(duration_s):
-                await reader.read(1)
-                raise SideChannelError("connection closed during the transfer")
-        send(writer, PullDone(pull.engine_id, pull.request_id))
+        return response
+
+    def _check(self, response: BlockContents, right: str) -> None:
         if compute_checksum(response.contents) != response.checksum:
             self._metrics.corrupt_transfers += 1
-            raise KvTransferError("the KV is not what the prefill instance wrote")
-        return response.contents
+            raise KvTransferError(f"the KV is not what {right}")
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         if task := asyncio.current_task():
             self._retain(task)
+        prefixes: set[str] = set()
         try:
             while True:
                 async with asyncio.timeout(_IDLE_TIMEOUT_S):
@@ -188,12 +238,22 @@ class KvSideChannel:
                 if isinstance(message, PullBlocks):
                     send(writer, self._build_response(message))
                     await writer.drain()
+                elif isinstance(message, PullPrefix):
+                    prefixes.add(message.lease)
+                    send(writer, self._grant_prefix(message))
+                    await writer.drain()
+                elif isinstance(message, ReleasePrefix):
+                    send(writer, PrefixReleased(self._end_lease(message.engine_id, message.lease)))
+                    await writer.drain()
                 else:
                     self._handle_notification(message)
         except (SideChannelError, OSError, TimeoutError, asyncio.CancelledError):
             # Only `stop` cancels; asyncio's stream server would log a cancelled handler.
             pass
         finally:
+            # A consumer that is gone reads nothing more.
+            for lease in prefixes:
+                self._end_lease(self.config.engine_id, lease)
             writer.close()
 
     def _build_response(self, pull: PullBlocks) -> BlockContents | PullRefused:
@@ -212,6 +272,26 @@ class KvSideChannel:
         contents = self._scheduler.get_leased_contents(pull.request_id, stale) or {}
         present = [contents[block] for block in pull.block_ids]
         return self._apply_faults(BlockContents(present, checksum))
+
+    def _grant_prefix(self, pull: PullPrefix) -> BlockContents | PullRefused:
+        if pull.engine_id != self.config.engine_id:
+            return PullRefused(f"engine {pull.engine_id} does not run here any more")
+        if pull.lease in self._leased:
+            return PullRefused(f"the name {pull.lease} is taken")
+        contents = self._scheduler.acquire_cached(pull.lease, pull.keys)
+        if contents:
+            self._leased[pull.lease] = LeasedKv(b"", {})
+            self._leases.grant(pull.lease, self._get_time())
+            self._set_timer()
+        return self._apply_faults(BlockContents(contents, compute_checksum(contents)))
+
+    def _end_lease(self, engine_id: str, request_id: str) -> bool:
+        """Free what is leased; return whether it still was."""
+        if engine_id != self.config.engine_id or not self._leases.end(request_id):
+            return False
+        self._release(request_id)
+        self._on_freed()
+        return True
 
     def _apply_faults(self, response: BlockContents) -> BlockContents:
         """Return the response, changed by the active faults."""
@@ -233,9 +313,8 @@ class KvSideChannel:
         if isinstance(message, Heartbeat):
             for request_id in message.request_ids:
                 self._leases.extend(request_id, self._get_time())
-        elif self._leases.end(message.request_id):
-            self._release(message.request_id)
-            self._on_freed()
+        else:
+            self._end_lease(message.engine_id, message.request_id)
 
     def _release(self, request_id: str) -> None:
         del self._leased[request_id]
@@ -286,6 +365,15 @@ class KvSideChannel:
     @staticmethod
     def _get_time() -> float:
         return asyncio.get_running_loop().time()
+
+
+async def _wait_for_transfer(reader: StreamReader, duration_s: float) -> None:
+    """Wait as long as a transfer takes. Raises SideChannelError when the producer is lost: it sends
+    nothing meanwhile, so data or an end of the stream means that."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(duration_s):
+            await reader.read(1)
+            raise SideChannelError("connection closed during the transfer")
 
 
 def _build_heartbeats(handoffs: Iterable[RemotePrefill]) -> list[tuple[RemotePrefill, Heartbeat]]:

@@ -55,7 +55,41 @@ class PullRefused(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Message = PullBlocks | PullDone | Heartbeat | BlockContents | PullRefused
+class PullPrefix(msgspec.Struct, tag=True, frozen=True):
+    """Request what the prefix cache has of blocks, and lease it; the response is `BlockContents` of
+    the leading ones that are cached."""
+
+    engine_id: str
+    lease: str
+    """The consumer's name for the lease."""
+    keys: list[bytes]
+    """Of blocks that follow each other. They depend on all tokens before, adapter and salt."""
+
+
+class ReleasePrefix(msgspec.Struct, tag=True, frozen=True):
+    """The blocks of this lease were read: free them."""
+
+    engine_id: str
+    lease: str
+
+
+class PrefixReleased(msgspec.Struct, tag=True, frozen=True):
+    """Response to `ReleasePrefix`."""
+
+    is_valid: bool
+    """Whether the lease has lasted until now; otherwise what was read must not be used."""
+
+
+Message = (
+    PullBlocks
+    | PullDone
+    | Heartbeat
+    | BlockContents
+    | PullRefused
+    | PullPrefix
+    | ReleasePrefix
+    | PrefixReleased
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -28,7 +28,11 @@ from cleave.gateway.proxy.overlapped_prefill import (
 from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.upstream.circuit_breaker import StallDetector
 from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
-from cleave.gateway.upstream.kv_transfer_params import HandoffError, read_handoff
+from cleave.gateway.upstream.kv_transfer_params import (
+    HandoffError,
+    build_prefix_source_params,
+    read_handoff,
+)
 from cleave.gateway.upstream.stream_start import StreamStart, classify_start, skip_role_deltas
 from cleave.router.instance import Target
 from cleave.router.router import Pick, RequestPhase
@@ -150,7 +154,12 @@ class Attempt:
         if self.prefill.kv_port and can_overlap(context, pick, self._completion.prompt_tokens):
             self._send_overlapped(self.prefill, prefill, pool)
         else:
-            self._send(prefill, build_prefill_body(self._completion))
+            source = pick.source
+            if source is None:
+                body = build_prefill_body(self._completion)
+            else:
+                body = build_prefill_body(self._completion, build_prefix_source_params(source))
+            self._send(prefill, body)
 
     def set_paused(self, blocked: bool) -> None:
         """Stop reading the response, or read again."""

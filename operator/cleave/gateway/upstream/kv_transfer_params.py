@@ -46,6 +46,15 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     return response.kv_transfer_params, tokens
 
 
+def build_prefix_source_params(source: Target) -> msgspec.Raw:
+    """`kv_transfer_params` for a prefill engine that is to pull the beginning of the prompt from
+    the prefix cache of another engine."""
+    place = {"engine_id": source.boot_id, "host": source.host, "port": source.prefix_port}
+    return msgspec.Raw(
+        bytes(KV_REQUEST_PARAMS)[:-1] + b',"prefix_source":%b}' % msgspec.json.encode(place)
+    )
+
+
 def build_overlapped_prefill_params(name: bytes) -> msgspec.Raw:
     """`kv_transfer_params` for a prefill engine whose KV is pulled by name while it is computed."""
     return msgspec.Raw(bytes(KV_REQUEST_PARAMS)[:-1] + b',"cleave":{"name":"%b"}}' % name)

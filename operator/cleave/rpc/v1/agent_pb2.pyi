@@ -275,6 +275,7 @@ class Registration(_message.Message):
     LAST_FAILURE_FIELD_NUMBER: _builtins.int
     MODEL_REPORT_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PREFIX_PORT_FIELD_NUMBER: _builtins.int
     ENGINE_KEY_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
@@ -320,7 +321,9 @@ class Registration(_message.Message):
     model_report: _builtins.str
     """JSON of cleave.api.model_report.ModelReport; empty: not known"""
     data_parallel_size: _builtins.int
-    """ranks of which this is one: they start and end together; 0: not told"""
+    """ranks of which this is one: they start and end together; 0: not reported"""
+    prefix_port: _builtins.int
+    """where other engines can pull the prompts that it has cached; 0: nowhere"""
     engine_key: _builtins.str
     """secret: what this boot's HTTP API asks for; empty: nothing"""
     @_builtins.property
@@ -361,11 +364,12 @@ class Registration(_message.Message):
         last_failure: _builtins.str = ...,
         model_report: _builtins.str = ...,
         data_parallel_size: _builtins.int = ...,
+        prefix_port: _builtins.int = ...,
         engine_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "prefix_port", b"prefix_port", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,6 +387,7 @@ class KvPath(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
     PULL_MS_FIELD_NUMBER: _builtins.int
+    TOKEN_MS_FIELD_NUMBER: _builtins.int
     verified: _builtins.bool
     transport: _builtins.str
     """"nixl over rdma", "nixl over tcp", "nixl", "emulated" """
@@ -394,6 +399,8 @@ class KvPath(_message.Message):
     """bytes that the decode engine pulled / seconds it took; 0: not told"""
     pull_ms: _builtins.float
     """what each rank of the decode engine pulled for; 0: not reported"""
+    token_ms: _builtins.float
+    """pull_ms per prompt token; 0: not reported"""
     def __init__(
         self,
         *,
@@ -403,10 +410,11 @@ class KvPath(_message.Message):
         detail: _builtins.str = ...,
         bytes_per_s: _builtins.float = ...,
         pull_ms: _builtins.float = ...,
+        token_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "detail", b"detail", "pull_ms", b"pull_ms", "transfer_ms", b"transfer_ms", "transport", b"transport", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "detail", b"detail", "pull_ms", b"pull_ms", "token_ms", b"token_ms", "transfer_ms", b"transfer_ms", "transport", b"transport", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
