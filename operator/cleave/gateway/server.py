@@ -29,6 +29,7 @@ from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.tracing.recorder import RequestRecorder, make_recorder
 from cleave.gateway.witness.auditor import Auditor
 from cleave.gateway.witness.witness import Witness
+from cleave.api.enums import FlippingMode
 from cleave.policy.role_flipping import build_thresholds
 from cleave.router.agent_watcher import AgentWatcher
 from cleave.router.grpc_service import RouterServer
@@ -59,7 +60,9 @@ class GatewayServer:
         load = shared.open_load_accounting() if shared else None
         registry = InstanceRegistry(config.policy, load)
         ttft_ms, tpot_ms = config.ttft_slo_ms or math.inf, config.tpot_slo_ms or math.inf
-        rules = RoutingRules(config.whole_below_tokens, ttft_ms, tpot_ms)
+        thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
+        headroom_ms = thresholds.headroom_ms if config.flipping is FlippingMode.AUTO else 0.0
+        rules = RoutingRules(config.whole_below_tokens, ttft_ms, tpot_ms, headroom_ms)
         self._config = config
         self._shared_state = shared
         self._api_keys_file = ApiKeysFile(config.api_keys)
@@ -81,7 +84,6 @@ class GatewayServer:
         self._witness: Witness | None = None
         # One process is enough, and the supervisor keeps the first one running.
         if shared is None or shared.process_index == 0:
-            thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
             self._role_flipper = RoleFlipper(
                 registry, config.flipping, thresholds, time.monotonic, self._record_flip
             )

@@ -162,6 +162,7 @@ def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.R
     values["next_flip_check"] = math.inf
     if fleet.flipping is not None:
         values |= fleet.flipping._asdict() | {"next_flip_check": CHECK_PERIOD_MS}
+        values["headroom_ms"] = fleet.flipping.headroom_ms
     if fleet.best_fit is not None:
         limits = asdict(fleet.best_fit)
         values |= limits.pop("coefficients") | limits
