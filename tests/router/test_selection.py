@@ -239,7 +239,7 @@ def test_prompts_wait_at_prefill_instances_before_mixed_ones_take_them(routed) -
     assert names(eager.pick("m", 1_000)) == (None, "m1")
     # 0.1 ms for a token, before anything is learned.
     patient = routed(DispatchPolicy.SHORTEST_WAIT, RoutingRules(headroom_ms=250), **fleet)
-    assert prefills(patient, 30) == {"p1": 30}
+    assert prefills(patient, 26) == {"p1": 26}
     assert names(patient.pick("m", 100)) == (None, "m1")
 
 
