@@ -25,7 +25,7 @@ BATCHINGS = {"whole prompts first": Batching.PREFILL_FIRST, "chunks": Batching.V
 PROMPT_BUDGETS = {Batching.PREFILL_FIRST: MOST_TOKENS, Batching.VLLM: 2048}
 """Most tokens of an iteration: a whole prompt has to fit."""
 SHARES = 1.0, 0.99
-MAX_WORKERS = 1024
+MAX_WORKERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Row:
     """The same, Cleave's default policy."""
     best_fit: int
     """The same, best fit."""
+    best_fit_known: int
+    """The same, if the router knew the outputs."""
 
 
 def compare(
@@ -58,12 +60,13 @@ def compare(
             def count(
                 worker: Worker,
                 dispatch: DispatchPolicy,
+                served: Trace = trace,
                 batching: Batching = batching,
                 share: float = share,
             ) -> int:
                 limits = BestFitModel(worker.coefficients, ttft_ms, tpot_ms)
                 fleet = SimulatedFleet(dispatch=dispatch, best_fit=limits)
-                return worker.gpus * count_workers(fleet, worker, batching, trace, share)
+                return worker.gpus * count_workers(fleet, worker, batching, served, share)
 
             yield Row(
                 best.name,
@@ -74,6 +77,7 @@ def compare(
                 count(best, DispatchPolicy.LEAST_REQUESTS),
                 count(best, DispatchPolicy.PREFIX_AWARE),
                 count(best, DispatchPolicy.BEST_FIT),
+                count(best, DispatchPolicy.BEST_FIT, replace(trace, predicted_tokens=None)),
             )
 
 

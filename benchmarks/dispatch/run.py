@@ -66,10 +66,12 @@ ALADDIN_CASES = (("llama-2-70b", 2, 75.0), ("llama-2-13b", 1, 30.0))
 """Table 2 of the paper: models, tensor parallel sizes and TPOT targets of its A100 testbed."""
 
 COLOCATED_CASES = (
-    ("llama-2-70b", 2, 1600.0, 75.0, (1.0, 2.5, 5.0, 10.0)),
-    ("llama-2-13b", 1, 600.0, 30.0, (2.5, 5.0, 10.0, 25.0)),
+    ("llama-2-70b", 2, 1600.0, 75.0, (1.0, 2.5, 5.0)),
+    ("llama-2-13b", 1, 600.0, 30.0, (2.5, 5.0, 10.0)),
 )
 """Tables 2 and 3: models, best tensor parallel size, TTFT and TPOT targets on A100; rates."""
+COLOCATED_GPU = "A100-PCIe-80GB"
+"""The paper's A100 have no NVLink."""
 DEFAULT_TENSOR = 4
 """All GPUs of the paper's machines."""
 
@@ -258,8 +260,8 @@ def saved_colocated(console: Console, quick: bool) -> Rows:
     """Aladdin's figure 11."""
     rows: Rows = []
     for name, tensor, ttft_ms, tpot_ms, rates in COLOCATED_CASES[: 1 if quick else None]:
-        best, default = (worker(name, "A100-SXM-80GB", each) for each in (tensor, DEFAULT_TENSOR))
-        columns = "default", "shortest queue", "Cleave", "best fit", "saved"
+        best, default = (worker(name, COLOCATED_GPU, each) for each in (tensor, DEFAULT_TENSOR))
+        columns = "default", "shortest queue", "Cleave", "best fit", "outputs known", "saved"
         table = _table("batching, rate, share", *columns)
         for rate in rates[: 1 if quick else None]:
             for row in colocated_savings.compare(
@@ -268,7 +270,10 @@ def saved_colocated(console: Console, quick: bool) -> Rows:
                 against = row.default, row.shortest_queue
                 table.add_row(
                     f"{row.batching}, {rate:g}, {row.share:.0%}",
-                    *(str(each or "-") for each in (*against, row.cleave, row.best_fit)),
+                    *(
+                        str(each or "-")
+                        for each in (*against, row.cleave, row.best_fit, row.best_fit_known)
+                    ),
                     " / ".join(
                         f"{1 - row.best_fit / each:.0%}" if each and row.best_fit else "-"
                         for each in against

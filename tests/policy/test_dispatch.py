@@ -120,11 +120,10 @@ def test_prompts_leave_a_mixed_instance_to_its_decodes_while_the_prefill_queue_h
     assert least_pair(prefill, decode, mixed, waiting, headroom=890) == (NONE, 2)
 
 
-def test_headroom_is_what_a_mixed_instance_computes_in_the_time() -> None:
-    assert compute_headroom(1_000.0, 0.1, False) == pytest.approx(10_000)
-    assert compute_headroom(1_000.0, 0.1, True) == 0.0, "it is there for prompts"
-    assert compute_headroom(0.0, 0.1, False) == 0.0
-    assert compute_headroom(1_000.0, 0.0, False) > 1e8, "prompts seem to take no time"
+def test_headroom_is_what_a_prefill_instance_computes_in_the_time() -> None:
+    assert compute_headroom(1_000.0, 0.1) == pytest.approx(10_000)
+    assert compute_headroom(0.0, 0.1) == 0.0
+    assert compute_headroom(1_000.0, 0.0) > 1e8, "prompts seem to take no time"
 
 
 def test_equal_queues_are_split_as_planned() -> None:

@@ -100,7 +100,6 @@ class History:
         self.apply, self.now_s = apply, 1.0
         self.roles = [PREFILL] * draw.randint(1, 4) + [DECODE] * draw.randint(1, 4)
         self.roles += [MIXED] * draw.choice([0, 0, 1, 2])
-        self.homes = list(self.roles)
         self.blocks = draw.randint(60, 250)
         self.is_closed = np.zeros(len(self.roles), np.int64)
         slope = draw.choice([0.001, 0.01])
@@ -153,7 +152,6 @@ class History:
             model="m",
             boot_id=f"boot{i}",
             role=ROLES[self.roles[i]],
-            home=ROLES[self.homes[i]],
             state=agent_pb2.STATE_READY,
             engine_url="http://127.0.0.1:8000",
             kv_block_size=BLOCK,

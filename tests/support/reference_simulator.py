@@ -10,7 +10,6 @@ from collections import deque
 
 from cleave.perf.timing import PromptChunk
 from cleave.policy.dispatch import TIE_WEIGHT
-from cleave.policy.role_flipping import DECODE
 from cleave.simulator.fleet import Admission, Batching, DispatchPolicy, SimulatedFleet
 from cleave.simulator.trace import Trace
 
@@ -134,16 +133,11 @@ class Reference:
         if best is None:
             return None, mixed_pick
         if mixed_pick:
-            spare = best.pending_prompt_tokens - 1.0 - self.measure_headroom(mixed_pick)
-            if mixed_pick.pending_prompt_tokens < spare:
+            flipping = self.fleet.flipping
+            headroom = flipping.headroom_ms / best.token_ms if flipping else 0.0
+            if mixed_pick.pending_prompt_tokens < best.pending_prompt_tokens - 1.0 - headroom:
                 return None, mixed_pick
         return best, decode
-
-    def measure_headroom(self, instance: Instance) -> float:
-        flipping = self.fleet.flipping
-        if flipping is None or self.manager.members[instance.number]["configured_role"] == DECODE:
-            return 0.0
-        return flipping.headroom_ms / instance.token_ms
 
     def deliver(self, request: Request) -> None:
         if not self.of("prefill", "mixed"):

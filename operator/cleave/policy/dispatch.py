@@ -289,7 +289,7 @@ def select_pair(
     """(prefill slot, decode slot) of a request that may be split; (NONE, slot): not split.
 
     `decode`: scores of all slots that decode; `pending_prompt`: prompt tokens waiting in all slots;
-    `headroom`: from `compute_headroom`, of mixed slots.
+    `headroom`: from `compute_headroom`, of prefill slots.
     """
     first = find_for(finder, TO_PREFILL, request, NONE)
     second = find_for(finder, TO_DECODE, request, first) if first != NONE else NONE
@@ -347,20 +347,19 @@ def settle(
     # Each has to compute what waits there and the rest of the prompt.
     queue = pending_prompt.get_score(first) - cached
     queue_mixed = pending_prompt.get_score(mixed) - cached_mixed
-    if prefers_mixed(queue, decode.get_score(second), queue_mixed, headroom.get_score(mixed)):
+    if prefers_mixed(queue, decode.get_score(second), queue_mixed, headroom.get_score(first)):
         return NONE, mixed
     return first, second
 
 
-def compute_headroom(wait_ms: float, token_ms: float, helps_prefill: bool) -> float:
-    """Prompt tokens that may wait more at prefill instances before this mixed one takes a prompt.
+def compute_headroom(wait_ms: float, token_ms: float) -> float:
+    """Prompt tokens that may wait more at a prefill instance than at a mixed one.
 
-    `wait_ms`: the time for them; `token_ms`: the mixed instance's time for a prompt token. A prompt
-    there delays all requests that decode there, whereas waiting costs nothing while the prompt
-    still meets its target (Splitwise, section IV-A: the own pool comes first). `helps_prefill`: it
-    is a decode instance that was flipped since prompts wait too long; then they are shared evenly.
+    `wait_ms`: the time for them; `token_ms`: the prefill instance's time for a prompt token. A
+    prompt on a mixed instance delays all requests that decode there, whereas waiting costs nothing
+    while the prompt still meets its target (Splitwise, section IV-A: the own pool comes first).
     """
-    return 0.0 if helps_prefill else wait_ms / max(token_ms, MIN_TOKEN_MS)
+    return wait_ms / max(token_ms, MIN_TOKEN_MS)
 
 
 def computes_short(tokens: int, pending: float, queue: float, limit: int) -> bool:
@@ -388,7 +387,7 @@ def prefers_mixed(queue: float, decode: float, queue_mixed: float, headroom: flo
     `queue`, `queue_mixed`: waiting prompt tokens of the prefill and of the mixed instance, less
     those of this prompt that it has cached;
     `decode`: score of the decode instance; each includes STALE_PENALTY if the instance is stale;
-    `headroom`: of the mixed instance. The mixed instance is taken if its prompt queue is shorter
+    `headroom`: of the prefill instance. The mixed instance is taken if its prompt queue is shorter
     by more than `headroom`; if equal, the split is taken because the placement was planned for it.
     The mixed instance is also taken if an instance of the split is stale and the mixed one is not.
     """

@@ -47,7 +47,6 @@ from cleave.router.prefix_index import (
 from cleave.router.registry import ServedModel
 from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import ArrayScoreColumn, ScoreTable, WritableScoreColumn
-from cleave.rpc.v1 import agent_pb2
 
 _INF = math.inf
 _REFRESHES = 4
@@ -490,12 +489,9 @@ class HeadroomColumn(ScoreColumn):
         """By slot, of the table that is searched."""
 
     def get_score(self, slot: int) -> float:
-        """Prompt tokens that may wait more at prefill instances before this one takes a prompt."""
-        instance = self.instances[slot]
-        helps_prefill = instance.registration.home == agent_pb2.ROLE_DECODE
-        return dispatch.compute_headroom(
-            self._wait_ms, instance.in_flight.queue.token_ms, helps_prefill
-        )
+        """Prompt tokens that may wait more at the instance than at a mixed one."""
+        queue = self.instances[slot].in_flight.queue
+        return dispatch.compute_headroom(self._wait_ms, queue.token_ms)
 
 
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:

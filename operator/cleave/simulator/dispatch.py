@@ -51,7 +51,6 @@ from cleave.simulator.prefix_index import (
 )
 from cleave.simulator.record_access import (
     get_instance,
-    get_members,
     get_prompt,
     get_request,
     get_score,
@@ -59,7 +58,6 @@ from cleave.simulator.record_access import (
     read_amounts,
 )
 from cleave.simulator.records import (
-    DECODE,
     HEADROOM,
     HEAVINESS,
     MIXED,
@@ -410,13 +408,12 @@ def update_scores(state: State, i: int) -> None:
     get_score(state, PENDING_PROMPT * count + i).value = inst.pending_prompt_tokens
     if inst.role == PREFILL:
         get_score(state, TO_PREFILL * count + i).value = first
+        headroom = compute_headroom(state.headroom_ms, inst.token_ms)
+        get_score(state, HEADROOM * count + i).value = headroom
         return
     get_score(state, TO_DECODE * count + i).value = total
     if inst.role == MIXED:
         get_score(state, TO_WHOLE * count + i).value = total
-        helps_prefill = get_members(state, 0, count)[i]["configured_role"] == DECODE
-        headroom = compute_headroom(state.headroom_ms, inst.token_ms, helps_prefill)
-        get_score(state, HEADROOM * count + i).value = headroom
     if state.decode_pick == LIGHTEST:
         get_score(state, ROOM * count + i).value = inst.blocks * inst.block - inst.resident_tokens
         get_score(state, HEAVINESS * count + i).value = compute_heavy_ratio(

@@ -192,8 +192,8 @@ def _build_scores(fleet: SimulatedFleet, instances: records.Records) -> NDArray[
     scores[TO_DECODE, role == records.PREFILL] = np.inf
     scores[TO_WHOLE, role != records.MIXED] = np.inf
     if fleet.flipping is not None:
-        headroom = compute_headroom(fleet.flipping.headroom_ms, DEFAULT_TOKEN_MS, False)
-        scores[records.HEADROOM, role == records.MIXED] = headroom
+        headroom = compute_headroom(fleet.flipping.headroom_ms, DEFAULT_TOKEN_MS)
+        scores[records.HEADROOM, role == records.PREFILL] = headroom
     return scores
 
 
