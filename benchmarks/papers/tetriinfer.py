@@ -164,7 +164,11 @@ def measure_mixed(engine: SimulatedEngine, trace: Trace) -> Figures:
 def measure_pair(timing: EngineTiming, trace: Trace, link: str) -> Figures:
     """TetriInfer's pair of one prefill and one decode instance."""
     prefill = SimulatedEngine(
-        timing, KV_TOKENS, max_num_batched_tokens=512, order=PrefillOrder.SJF, prefill_sched_batch=16
+        timing,
+        KV_TOKENS,
+        max_num_batched_tokens=512,
+        order=PrefillOrder.SJF,
+        prefill_sched_batch=16,
     )
     decode = SimulatedEngine(
         timing, KV_TOKENS, max_num_batched_tokens=MAX_TOKENS, admission=Admission.RESERVE_DYNAMIC

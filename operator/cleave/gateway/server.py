@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cleave.api.enums import FlippingMode
 from cleave.gateway.admission.api_keys import ApiKeysFile
 from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.app.cors import CorsConnection, CorsPolicy
@@ -29,7 +30,6 @@ from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.tracing.recorder import RequestRecorder, make_recorder
 from cleave.gateway.witness.auditor import Auditor
 from cleave.gateway.witness.witness import Witness
-from cleave.api.enums import FlippingMode
 from cleave.policy.role_flipping import build_thresholds
 from cleave.router.agent_watcher import AgentWatcher
 from cleave.router.grpc_service import RouterServer
