@@ -1,7 +1,7 @@
 """The planner's answers beside what the papers report, each difference with its reason.
 
 Called by `make bench-papers`: DistServe's Tables 1, 2 and 5, convergence of its simulated goodput,
-Vidur's what-if analysis, Splitwise's clusters, TetriInfer's classes. About five minutes on one core.
+Vidur's what-if analysis, Splitwise's clusters, TetriInfer's classes. Five minutes on one core.
 """
 
 import argparse

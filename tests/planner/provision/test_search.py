@@ -263,3 +263,17 @@ def test_token_machines_help_while_prompts_wait_too_long() -> None:
     helped = simulate(fleet, trace)
     assert (alone.num_flips, helped.num_flips > 0) == (0, True)
     assert helped.ttft_ms.max() < alone.ttft_ms.max()
+
+
+@pytest.mark.parametrize("pair", [HA, replace(HA, lends=False)], ids=["lending", "alone"])
+@pytest.mark.parametrize("rate", [8.0, 16.0])
+def test_more_machines_never_serve_worse(pair: MachinePair, rate: float) -> None:
+    """What the search along the edge of the feasible counts relies on."""
+    search = PairSearch(question(ProvisioningObjective.COST, (pair,), rate=rate), pair)
+    counts = range(1, 6)
+    holds = {(p, t): search.holds(p, t, rate) for p in counts for t in counts}
+    assert 0 < sum(holds.values()) < len(holds)
+    for prompts, tokens in holds:
+        for more in ((prompts + 1, tokens), (prompts, tokens + 1)):
+            if more in holds and holds[prompts, tokens]:
+                assert holds[more], f"{prompts} + {tokens} hold, {more[0]} + {more[1]} do not"
