@@ -3,23 +3,29 @@
 `benchmarks/chaos/run.py` is the same for longer.
 """
 
+import asyncio
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from e2e.chaos import beat, control_plane
 from e2e.chaos.expected_output import CHAT, COMPLETIONS, expect
 from e2e.chaos.faults import FLEET, FLEET_KINDS, GATEWAY_KINDS, WORKER_KINDS, draw
+from e2e.chaos.report import ended_by_interrupt
 from e2e.chaos.requests import Ask
 from e2e.chaos.requests import draw as draw_request
-from e2e.chaos.run import shorten
+from e2e.chaos.run import Storm, shorten
 from e2e.chaos.verdict import Case, Seen, check_answer, check_refusal_of_poison
+from e2e.support.deployments import until
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "chaos" / "run.py"
 SEED = 20
@@ -141,6 +147,14 @@ def test_a_gateway_may_be_killed_after_any_byte_of_a_right_answer(ask: Ask) -> N
     for wrong in (early, body + b"data: [DONE]\n\n"):
         verdict = check_answer(ask, Seen(0, status=200, body=wrong, broken="reset"), True)
         assert (verdict.case, "[DONE]" in verdict.reason) == (Case.WRONG, True)
+
+
+async def test_an_interrupted_storm_begins_no_more_faults_and_reports() -> None:
+    storm = cast("Storm", SimpleNamespace(lasting_s=float("inf")))
+    with ended_by_interrupt(storm):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.to_thread(until, lambda: storm.lasting_s == 0, 10, "the storm to end")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_report_shows_a_short_body_whole_and_both_ends_of_a_long_one() -> None:

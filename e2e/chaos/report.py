@@ -3,11 +3,12 @@
 import asyncio
 import os
 import platform
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
@@ -82,12 +83,29 @@ async def run_storm(
     )
     violation = ""
     try:
-        await storm.run(drawn, burst)
+        with ended_by_interrupt(storm):
+            await storm.run(drawn, burst)
         report_progress("done", len(drawn), len(drawn))
     except ViolationError as fault:
         complaints = [f"log of gateway {g.name}:\n{g.read_complaints()}" for g in fleet.gateways]
         violation = "\n".join([str(fault), *complaints])
     return build_report(fleet, load, storm, seed, violation)
+
+
+@contextmanager
+def ended_by_interrupt(storm: Storm) -> Iterator[None]:
+    """Ctrl-C lets faults that have begun end, and reports; a second one breaks the run off."""
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        storm.lasting_s = 0
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: str) -> Report:

@@ -50,6 +50,10 @@ def _is_flag(arg: str, flag: str) -> bool:
     return len(name) > len("--") and name.startswith("--") and flag.startswith(name)
 
 
+def _is_reserved(arg: str) -> bool:
+    return any(_is_flag(arg, flag) for flag in RESERVED_FLAGS)
+
+
 class EngineType(StrEnum):
     """The program that computes tokens."""
 
@@ -221,15 +225,13 @@ class EngineSpec(ApiModel):
             field="scheduling",
         ),
         ValidationRule(
-            cel="!has(self.args) || self.args.all(a, "
-            "!(a.split('=')[0].replace('_', '-') in "
-            f"{_format_cel_list(RESERVED_FLAGS)}))",
-            is_valid=lambda e: not any(_normalize_flag(a) in RESERVED_FLAGS for a in e.args),
+            cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]') || "
+            f"!{_format_cel_list(RESERVED_FLAGS)}.exists(f, "
+            "f.startsWith(a.split('=')[0].replace('_', '-'))))",
+            is_valid=lambda e: not any(map(_is_reserved, e.args)),
             message="must not hold a flag that Cleave sets itself: " + ", ".join(RESERVED_FLAGS),
             field="args",
-            list_offenders=lambda e: [
-                arg.split("=")[0] for arg in e.args if _normalize_flag(arg) in RESERVED_FLAGS
-            ],
+            list_offenders=lambda e: [arg.split("=")[0] for arg in e.args if _is_reserved(arg)],
         ),
         ValidationRule(
             cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]* '))",
