@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from cleave.api.role import Role
 from cleave.perf.latency_correction import Correction
 from cleave.planner.plan import EMULATED_GPU, PlannedPool
-from cleave.planner.replan import revision
-from cleave.planner.replan.replay import RunningPlan
 from cleave.planner.replan.revision import (
     PlanForecast,
     ReplacedPlan,
@@ -298,24 +296,3 @@ def test_too_few_requests_decide_nothing() -> None:
     play = Play(ask("Always"))
     with pytest.raises(RefitError, match="are needed"):
         revise(play.problem, play.running, play.serve()[:1])
-
-
-def test_only_a_plan_that_meets_its_targets_is_compared_with_one_without_flips(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that takes less must not count on instances that flip: they are the reserve."""
-    judged: list[RunningPlan] = []
-    forecast = revision._forecast
-
-    def record(problem, running_plan: RunningPlan) -> PlanForecast:
-        judged.append(running_plan)
-        return forecast(problem, running_plan)
-
-    monkeypatch.setattr(revision, "_forecast", record)
-    thresholds = build_thresholds(800)
-    for rate, expected in ((12.0, None), (40.0, thresholds)):
-        play = Play(ask("Always"), running=replace(plan(ask("Always")), flipping=thresholds))
-        judged.clear()
-        play.look(play.problem.demand.with_rate(rate))
-        current, proposed = judged
-        assert (current.flipping, proposed.flipping) == (thresholds, expected)

@@ -150,8 +150,8 @@ def revise(
         _forecast(mean_problem, running_plan),
         observed_attainment=_compute_observed_attainment(windows, settle_s),
     )
-    margin, is_met = compute_margin(windows), current.min_attainment >= problem.slo.attainment
-    if is_met:
+    margin = compute_margin(windows)
+    if current.min_attainment >= problem.slo.attainment:
         margin += _TRAFFIC_MARGIN
     peak_problem = replace(mean_problem, demand=demand.with_rate(demand.rate * (1 + margin)))
     result = plan_search.plan(peak_problem)
@@ -159,10 +159,7 @@ def revise(
     if best is None:
         return Revision(ReplanDecision(ReplanVerdict.KEEP, result.reason), assessment, result)
     best = _reduce_restarts(peak_problem, running_plan.pools, best, settings)
-    # A plan with fewer resources must serve the traffic without instances that flip their roles:
-    # they are the reserve for the next change.
-    flipping = None if is_met else running_plan.flipping
-    proposed_plan = RunningPlan(best.pools, best.algorithm, flipping)
+    proposed_plan = replace(running_plan, pools=best.pools, algorithm=best.algorithm)
     proposed = _forecast(peak_problem, proposed_plan)
     at_s, observed_s = windows[-1].end_s, sum(each.length_s for each in windows)
     decision = decide(mean_problem, current, proposed, settings, at_s, replaced_plans, observed_s)
