@@ -9,7 +9,7 @@ import math
 from collections import deque
 
 from cleave.perf.timing import PromptChunk
-from cleave.policy.dispatch import TIE_WEIGHT
+from cleave.policy.dispatch import TIE_WEIGHT, compute_headroom
 from cleave.simulator.fleet import Admission, Batching, DispatchPolicy, SimulatedFleet
 from cleave.simulator.trace import Trace
 
@@ -134,7 +134,8 @@ class Reference:
             return None, mixed_pick
         if mixed_pick:
             flipping = self.fleet.flipping
-            headroom = flipping.headroom_ms / best.token_ms if flipping else 0.0
+            wait_ms = flipping.headroom_ms if flipping else 0.0
+            headroom = compute_headroom(wait_ms, best.token_ms)
             if mixed_pick.pending_prompt_tokens < best.pending_prompt_tokens - 1.0 - headroom:
                 return None, mixed_pick
         return best, decode
