@@ -1,7 +1,7 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
-`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|best-fit|savings|moves|
-adapters|cost|pairs|caches ...]`; without names all of them, about half an hour on one core.
+`python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|best-fit|savings|colocated|
+moves|adapters|cost|pairs|caches ...]`; without names all of them, about half an hour on one core.
 `--quick`: does all of it work? Quote none of its figures.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import adapters
 import caches
+import colocated_savings
 import cost
 import goodput
 import moves
@@ -63,6 +64,16 @@ APART = (
 
 ALADDIN_CASES = (("llama-2-70b", 2, 75.0), ("llama-2-13b", 1, 30.0))
 """Table 2 of the paper: models, tensor parallel sizes and TPOT targets of its A100 testbed."""
+
+COLOCATED_CASES = (
+    ("llama-2-70b", 2, 1600.0, 75.0, (1.0, 2.5, 5.0)),
+    ("llama-2-13b", 1, 600.0, 30.0, (2.5, 5.0, 10.0)),
+)
+"""Tables 2 and 3: models, best tensor parallel size, TTFT and TPOT targets on A100; rates."""
+COLOCATED_GPU = "A100-PCIe-80GB"
+"""The paper's A100 have no NVLink."""
+DEFAULT_TENSOR = 4
+"""All GPUs of the paper's machines."""
 
 Rows = list[dict[str, object]]
 
@@ -245,6 +256,35 @@ def saved(console: Console, quick: bool) -> Rows:
     return rows
 
 
+def saved_colocated(console: Console, quick: bool) -> Rows:
+    """Aladdin's figure 11."""
+    rows: Rows = []
+    for name, tensor, ttft_ms, tpot_ms, rates in COLOCATED_CASES[: 1 if quick else None]:
+        best, default = (worker(name, COLOCATED_GPU, each) for each in (tensor, DEFAULT_TENSOR))
+        columns = "default", "shortest queue", "Cleave", "best fit", "outputs known", "saved"
+        table = _table("batching, rate, share", *columns)
+        for rate in rates[: 1 if quick else None]:
+            for row in colocated_savings.compare(
+                best, default, rate, ttft_ms, tpot_ms, 300 if quick else 2000
+            ):
+                against = row.default, row.shortest_queue
+                table.add_row(
+                    f"{row.batching}, {rate:g}, {row.share:.0%}",
+                    *(
+                        str(each or "-")
+                        for each in (*against, row.cleave, row.best_fit, row.best_fit_known)
+                    ),
+                    " / ".join(
+                        f"{1 - row.best_fit / each:.0%}" if each and row.best_fit else "-"
+                        for each in against
+                    ),
+                )
+                rows.append(asdict(row))
+        aim = f"TTFT {ttft_ms:g} ms, TPOT {tpot_ms:g} ms"
+        _print(console, f"Fewest GPUs of mixed instances for {aim}: {best.name}", table)
+    return rows
+
+
 def moved(console: Console, quick: bool) -> Rows:
     """Aladdin's Algorithm 2."""
     rows: Rows = []
@@ -347,6 +387,7 @@ SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "goodput": goodputs,
     "best-fit": shared,
     "savings": saved,
+    "colocated": saved_colocated,
     "moves": moved,
     "adapters": measure_retained,
     "cost": costs,

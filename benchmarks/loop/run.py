@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from best_split import choose_split, cut
 from days import DAYS, TTFT_MS, Phases, ask, draw, for_phase
 from delayed_oracle import wait_for
 from replanning import Follower, Step, gpus, to_fleet
@@ -31,7 +32,7 @@ from cleave.policy.role_flipping import build_thresholds
 from cleave.simulator.trace import Trace
 
 PHASE_S, QUICK_PHASE_S = 2_400.0, 600.0
-MODES = ("oracle", "late", "static", "flips", "replans", "both")
+MODES = ("oracle", "late", "static", "flips", "best-split", "replans", "both")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,14 @@ def live(mode: str, day: Day, plans: Sequence[RunningPlan]) -> Lived:
         for at_s, running in zip(day.edges[1:-1], plans[1:], strict=True):
             virtual_fleet.change(to_fleet(day.real, running), at_s)
             steps.append(Step(at_s, at_s, at_s, running))
+    elif mode == "best-split":
+        fleet, slo = virtual_fleet.fleet, day.problem.slo
+        for start_s, stop_s in pairwise(day.edges):
+            split = choose_split(fleet, cut(day.trace, start_s, stop_s), slo)
+            if start_s:
+                virtual_fleet.change(split, start_s)
+            else:
+                virtual_fleet.fleet = split
     elif mode == "late":
         steps = wait_for(virtual_fleet, day.real, plans, day.edges)
     elif mode in ("replans", "both"):

@@ -90,6 +90,26 @@ MISCONFIGURATION = 2.0
 """Vidur, section 7.3: cost of serving Chat-1M with Arxiv-4K's best configuration."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClassGains:
+    """TetriInfer over vLLM for one class of requests (section 5.1, figures 11 to 15), less 1; None:
+    the text gives no number."""
+
+    ttft: float | None
+    jct: float
+    used: float
+    """Time that instances were in use."""
+
+
+CLASS_GAINS = {
+    "LPLD": ClassGains(-0.44, -0.40, 0.0),
+    "LPHD": ClassGains(-0.97, -0.47, -0.38),
+    "HPLD": ClassGains(-0.09, -0.23, 0.43),
+    "HPHD": ClassGains(None, -0.19, 0.07),
+    "Mixed": ClassGains(-0.85, -0.50, -0.21),
+}
+
+
 Machines = tuple[int, int]
 """Prompt and token machines of eight GPUs each."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from cleave.api.enums import FlippingMode
 from cleave.cli.main import app as cleave
 from cleave.gateway.config import GatewayConfig, parse_size
 from cleave.gateway.main import main
@@ -230,3 +231,13 @@ async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -
     finally:
         await gateway.stop()
         await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("flipping", "headroom_ms"), [(FlippingMode.AUTO, 1_000.0), (FlippingMode.OFF, 0.0)]
+)
+def test_prompts_wait_before_mixed_instances_take_them_where_roles_flip(
+    flipping: FlippingMode, headroom_ms: float
+) -> None:
+    config = GatewayConfig(agents="", port=0, ttft_slo_ms=2_500.0, flipping=flipping)
+    assert GatewayServer(config).context.router._rules.headroom_ms == headroom_ms

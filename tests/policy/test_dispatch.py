@@ -1,6 +1,7 @@
 """Least pending tokens over masked arrays."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from cleave.policy.dispatch import (
     add_cell_costs,
     choose_least_pair,
     close_slots,
+    compute_headroom,
     compute_heavy_ratio,
     computes_short,
     draw,
@@ -47,9 +49,10 @@ class Column(ScoreColumn):
         return find_least(self.values)
 
 
-def least_pair(*columns: Column) -> tuple[int, int]:
+def least_pair(*columns: Column, headroom: float = 0.0) -> tuple[int, int]:
     """The result of the fast search, compared with the full one."""
-    chosen = choose_least_pair(*columns)
+    spare = Column(*[headroom] * columns[0].size)
+    chosen = choose_least_pair(*columns, spare)
     by_purpose = dict(zip((TO_PREFILL, TO_DECODE, TO_WHOLE), columns, strict=False))
 
     def find(purpose: int, request: None, first: int) -> int:
@@ -58,7 +61,7 @@ def least_pair(*columns: Column) -> tuple[int, int]:
     def count(request: None, slot: int) -> float:
         return 0.0
 
-    assert select_pair(find, count, None, columns[1], columns[3]) == chosen
+    assert select_pair(find, count, None, columns[1], columns[3], spare) == chosen
     return chosen
 
 
@@ -102,10 +105,25 @@ def test_a_mixed_instance_serves_whole_when_its_prompt_queue_is_shorter() -> Non
 
 
 def test_what_a_mixed_or_prefill_instance_has_cached_of_the_prompt_shortens_its_queue() -> None:
-    decode, waiting = Column(INF, 0, 9), Column(400, 0, 500)
-    assert settle(0, 1, 2, decode, waiting, 0.0, 0.0) == (0, 1)
-    assert settle(0, 1, 2, decode, waiting, 0.0, 102.0) == (NONE, 2)
-    assert settle(0, 1, 2, decode, waiting, 50.0, 102.0) == (0, 1)
+    decode, waiting, none = Column(INF, 0, 9), Column(400, 0, 500), Column(0, 0, 0)
+    assert settle(0, 1, 2, decode, waiting, none, 0.0, 0.0) == (0, 1)
+    assert settle(0, 1, 2, decode, waiting, none, 0.0, 102.0) == (NONE, 2)
+    assert settle(0, 1, 2, decode, waiting, none, 50.0, 102.0) == (0, 1)
+
+
+def test_prompts_leave_a_mixed_instance_to_its_decodes_while_the_prefill_queue_has_headroom() -> (
+    None
+):
+    decode, mixed, waiting = Column(INF, 0, 9), Column(INF, INF, 9), Column(1_000, 0, 100)
+    prefill = Column(400, INF, INF)
+    assert least_pair(prefill, decode, mixed, waiting, headroom=900) == (0, 1)
+    assert least_pair(prefill, decode, mixed, waiting, headroom=890) == (NONE, 2)
+
+
+def test_headroom_is_what_a_prefill_instance_computes_in_the_time() -> None:
+    assert compute_headroom(1_000.0, 0.1) == pytest.approx(10_000)
+    assert compute_headroom(0.0, 0.1) == 0.0
+    assert compute_headroom(1_000.0, 0.0) > 1e8, "prompts seem to take no time"
 
 
 def test_equal_queues_are_split_as_planned() -> None:

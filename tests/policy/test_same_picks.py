@@ -107,6 +107,7 @@ class History:
         packing = BestFitModel(fit, draw.choice([40.0, 200.0]), draw.choice([12.0, 30.0]))
         short = draw.choice([0, 0, 80, 250])
         self.packing = packing
+        self.headroom_ms = draw.choice([0.0, 4.0, 40.0])
         self._start_simulation(policy, packing, short)
         self._start_router(policy, packing, short)
         self.waiting: dict[int, Pick] = {}
@@ -129,10 +130,13 @@ class History:
         self.trace = dataclasses.replace(self.trace, predicted_tokens=np.array(predicted))
         self.arrays, self.state = lay_out(prepare_fleet(fleet), self.trace, 0)
         self.state["random"] = 1 + draw.randrange(1 << 30)
+        self.state["headroom_ms"] = self.headroom_ms
+        for i in range(len(self.roles)):
+            self.simulate(SCORE, i)
 
     def _start_router(self, policy: DispatchPolicy, packing: BestFitModel, short: int) -> None:
         directory = InstanceRegistry(policy)
-        rules = RoutingRules(short, packing.ttft_ms, packing.tpot_ms)
+        rules = RoutingRules(short, packing.ttft_ms, packing.tpot_ms, self.headroom_ms)
         seed = int(self.state["random"][0])
         self.router = Router(directory, rules=rules, clock=lambda: self.now_s, seed=seed)
         self.router.length_predictor = self.lengths = Known()

@@ -232,6 +232,17 @@ def test_short_prompts_go_whole_while_prefill_instances_are_busy(routed) -> None
         assert router.registry.instances[name].in_flight.prompt.own in (0, 150), "one at a time"
 
 
+def test_prompts_wait_at_prefill_instances_before_mixed_ones_take_them(routed) -> None:
+    fleet = {"p1": "prefill", "d1": "decode", "m1": "mixed"}
+    eager = routed(DispatchPolicy.SHORTEST_WAIT, **fleet)
+    eager.pick("m", 1_000)
+    assert names(eager.pick("m", 1_000)) == (None, "m1")
+    # 0.1 ms for a token, before anything is learned.
+    patient = routed(DispatchPolicy.SHORTEST_WAIT, RoutingRules(headroom_ms=250), **fleet)
+    assert prefills(patient, 26) == {"p1": 26}
+    assert names(patient.pick("m", 100)) == (None, "m1")
+
+
 def test_predictions_come_from_answers_not_from_limits(routed) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     for _ in range(50):

@@ -9,7 +9,7 @@ import math
 from collections import deque
 
 from cleave.perf.timing import PromptChunk
-from cleave.policy.dispatch import TIE_WEIGHT
+from cleave.policy.dispatch import TIE_WEIGHT, compute_headroom
 from cleave.simulator.fleet import Admission, Batching, DispatchPolicy, SimulatedFleet
 from cleave.simulator.trace import Trace
 
@@ -132,8 +132,12 @@ class Reference:
             return best, decode
         if best is None:
             return None, mixed_pick
-        if mixed_pick and mixed_pick.pending_prompt_tokens < best.pending_prompt_tokens - 1.0:
-            return None, mixed_pick
+        if mixed_pick:
+            flipping = self.fleet.flipping
+            wait_ms = flipping.headroom_ms if flipping else 0.0
+            headroom = compute_headroom(wait_ms, best.token_ms)
+            if mixed_pick.pending_prompt_tokens < best.pending_prompt_tokens - 1.0 - headroom:
+                return None, mixed_pick
         return best, decode
 
     def deliver(self, request: Request) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cleave.api.enums import FlippingMode
 from cleave.gateway.admission.api_keys import ApiKeysFile
 from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.app.cors import CorsConnection, CorsPolicy
@@ -59,7 +60,9 @@ class GatewayServer:
         load = shared.open_load_accounting() if shared else None
         registry = InstanceRegistry(config.policy, load)
         ttft_ms, tpot_ms = config.ttft_slo_ms or math.inf, config.tpot_slo_ms or math.inf
-        rules = RoutingRules(config.whole_below_tokens, ttft_ms, tpot_ms)
+        thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
+        headroom_ms = thresholds.headroom_ms if config.flipping is FlippingMode.AUTO else 0.0
+        rules = RoutingRules(config.whole_below_tokens, ttft_ms, tpot_ms, headroom_ms)
         self._config = config
         self._shared_state = shared
         self._api_keys_file = ApiKeysFile(config.api_keys)
@@ -81,7 +84,6 @@ class GatewayServer:
         self._witness: Witness | None = None
         # One process is enough, and the supervisor keeps the first one running.
         if shared is None or shared.process_index == 0:
-            thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
             self._role_flipper = RoleFlipper(
                 registry, config.flipping, thresholds, time.monotonic, self._record_flip
             )

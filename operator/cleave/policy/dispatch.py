@@ -94,6 +94,9 @@ times at a thousandth of the work. So the empty decode side of a new revision at
 not so many that its prompts queue.
 """
 
+MIN_TOKEN_MS = 1e-6
+"""Least time of a prompt token in `compute_headroom`: a model that was learned may have 0."""
+
 _MAX_DRAWS = 64
 """Attempts to draw an open instance before falling back to the least score of all."""
 
@@ -281,10 +284,12 @@ def select_pair(
     request: Request,
     decode: ScoreColumn,
     pending_prompt: ScoreColumn,
+    headroom: ScoreColumn,
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) of a request that may be split; (NONE, slot): not split.
 
-    `decode`: scores of all slots that decode; `pending_prompt`: prompt tokens waiting in all slots.
+    `decode`: scores of all slots that decode; `pending_prompt`: prompt tokens waiting in all slots;
+    `headroom`: from `compute_headroom`, of prefill slots.
     """
     first = find_for(finder, TO_PREFILL, request, NONE)
     second = find_for(finder, TO_DECODE, request, first) if first != NONE else NONE
@@ -293,7 +298,7 @@ def select_pair(
     if second != NONE and whole != NONE:
         cached = count_cached_for(counter, request, first)
         cached_whole = count_cached_for(counter, request, whole)
-    return settle(first, second, whole, decode, pending_prompt, cached, cached_whole)
+    return settle(first, second, whole, decode, pending_prompt, headroom, cached, cached_whole)
 
 
 def find_for(finder: Finder[Request], purpose: int, request: Request, first: int) -> int:
@@ -308,7 +313,11 @@ def count_cached_for(counter: CachedCounter[Request], request: Request, slot: in
 
 
 def choose_least_pair(
-    prefill: ScoreColumn, decode: ScoreColumn, mixed: ScoreColumn, pending_prompt: ScoreColumn
+    prefill: ScoreColumn,
+    decode: ScoreColumn,
+    mixed: ScoreColumn,
+    pending_prompt: ScoreColumn,
+    headroom: ScoreColumn,
 ) -> tuple[int, int]:
     """`select_pair` for rules that pick by the least score alone: the path of most requests.
 
@@ -318,7 +327,7 @@ def choose_least_pair(
     first = prefill.find_least()
     second = decode.find_least() if first != NONE else NONE
     whole = mixed.find_least() if mixed.size else NONE
-    return settle(first, second, whole, decode, pending_prompt, 0.0, 0.0)
+    return settle(first, second, whole, decode, pending_prompt, headroom, 0.0, 0.0)
 
 
 def settle(
@@ -327,6 +336,7 @@ def settle(
     mixed: int,
     decode: ScoreColumn,
     pending_prompt: ScoreColumn,
+    headroom: ScoreColumn,
     cached: float,
     cached_mixed: float,
 ) -> tuple[int, int]:
@@ -337,9 +347,19 @@ def settle(
     # Each has to compute what waits there and the rest of the prompt.
     queue = pending_prompt.get_score(first) - cached
     queue_mixed = pending_prompt.get_score(mixed) - cached_mixed
-    if prefers_mixed(queue, decode.get_score(second), queue_mixed):
+    if prefers_mixed(queue, decode.get_score(second), queue_mixed, headroom.get_score(first)):
         return NONE, mixed
     return first, second
+
+
+def compute_headroom(wait_ms: float, token_ms: float) -> float:
+    """Prompt tokens that may wait more at a prefill instance than at a mixed one.
+
+    `wait_ms`: the time for them; `token_ms`: the prefill instance's time for a prompt token. A
+    prompt on a mixed instance delays all requests that decode there, whereas waiting costs nothing
+    while the prompt still meets its target (Splitwise, section IV-A: the own pool comes first).
+    """
+    return wait_ms / max(token_ms, MIN_TOKEN_MS)
 
 
 def computes_short(tokens: int, pending: float, queue: float, limit: int) -> bool:
@@ -361,17 +381,17 @@ def measure_backlog(pending: float, resident: float, last_pick: float) -> float:
     return pending + RESIDENT_WEIGHT * resident + last_pick * TIE_WEIGHT
 
 
-def prefers_mixed(queue: float, decode: float, queue_mixed: float) -> bool:
+def prefers_mixed(queue: float, decode: float, queue_mixed: float, headroom: float) -> bool:
     """Whether a mixed instance serves a request instead of a split.
 
     `queue`, `queue_mixed`: waiting prompt tokens of the prefill and of the mixed instance, less
     those of this prompt that it has cached;
-    `decode`: score of the decode instance; each includes STALE_PENALTY if the instance is stale.
-    The mixed instance is taken if its prompt queue is shorter, which saves the transfer; if equal,
-    the split is taken because the placement was planned for it. The mixed instance is also taken if
-    an instance of the split is stale and the mixed one is not.
+    `decode`: score of the decode instance; each includes STALE_PENALTY if the instance is stale;
+    `headroom`: of the prefill instance. The mixed instance is taken if its prompt queue is shorter
+    by more than `headroom`; if equal, the split is taken because the placement was planned for it.
+    The mixed instance is also taken if an instance of the split is stale and the mixed one is not.
     """
-    return queue_mixed < queue - 1.0 or queue_mixed < STALE_PENALTY <= decode
+    return queue_mixed < queue - 1.0 - headroom or queue_mixed < STALE_PENALTY <= decode
 
 
 def add_cell_costs(

@@ -82,6 +82,12 @@ class FlipThresholds(NamedTuple):
     min_decode: int = 1
     """Number of instances that always stay in the decode role."""
 
+    @property
+    def headroom_ms(self) -> float:
+        """How much longer prompts wait at prefill instances than at mixed ones, for which this is
+        not enough pressure to flip (`dispatch.compute_headroom`)."""
+        return LOW_PRESSURE * self.wait_ms
+
 
 def build_thresholds(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) -> FlipThresholds:
     """The thresholds for a TTFT target; 0: there is no target."""

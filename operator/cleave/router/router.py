@@ -48,6 +48,9 @@ class RoutingRules:
     """TTFT target of BestFit."""
     tpot_ms: float = math.inf
     """TPOT target of BestFit."""
+    headroom_ms: float = 0.0
+    """How much longer prompts wait at prefill instances than at mixed ones, which also decode
+    (`dispatch.compute_headroom`); 0: as long."""
 
 
 _MAX_ATTEMPTS = 3
@@ -157,6 +160,7 @@ class Router:
             clock,
             seed or random.randrange(1, 2147483647),
             prefix_memory or PrefixMemory(),
+            self._rules.headroom_ms,
         )
         rule = dispatch.RULES[registry.policy]
         self.uses_prompt_text = self._selector.reads_text

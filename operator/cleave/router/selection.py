@@ -19,6 +19,7 @@ from cleave.policy.dispatch import (
     TO_PREFILL,
     TO_WHOLE,
     CellNumbers,
+    ScoreColumn,
     Scores,
 )
 from cleave.policy.output_length import guess_progress
@@ -70,14 +71,17 @@ class EndpointSelector:
         clock: Callable[[], float],
         seed: int,
         prefix_memory: PrefixMemory,
+        headroom_ms: float = 0.0,
     ) -> None:
-        """`clock`: seconds; `seed`: above 0, for random policies; `prefix_memory`: of the index."""
+        """`clock`: seconds; `seed`: above 0, for random policies; `prefix_memory`: of the index;
+        `headroom_ms`: as in `RoutingRules`."""
         rule = dispatch.RULES[policy]
         self._is_by_score = dispatch.is_by_score(rule)
         self._counts = rule.counts
         self._picks = rule.prefill, rule.decode
         self._keeps_adapters = rule.keeps_adapters
         self._prefers_own = rule.prefers_own
+        self._headroom = HeadroomColumn(headroom_ms)
         self.reads_text = rule.prefill == dispatch.CACHED
         """Whether the policy looks at cached prompts, where prompts repeat."""
         self._iteration_times = iteration_times
@@ -183,14 +187,17 @@ class EndpointSelector:
     ) -> tuple[int, int]:
         """(prefill slot, decode slot), or (NONE, slot): both phases there; (NONE, NONE): none.
         `closed`: slots to exclude."""
-        queues, closed_pairs = table.pending_prompt, table.closed_pairs
+        queues, closed_pairs, headroom = table.pending_prompt, table.closed_pairs, self._headroom
+        headroom.instances = table.instances
         is_plain = request.session is None and request.adapter is None and request.cached is None
         if self._is_by_score and is_plain and not closed and table.cells is None:
             is_least = not request.known and not table.is_shared
             if is_least and not closed_pairs.count:
-                return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
+                return dispatch.choose_least_pair(
+                    table.prefill, table.decode, table.mixed, queues, headroom
+                )
             if is_least:
-                return _choose_open_pair(table)
+                return _choose_open_pair(table, headroom)
             if not closed_pairs.count:
                 return self._choose_plain_pair(table, request)
 
@@ -211,7 +218,7 @@ class EndpointSelector:
         def count(request: RoutingRequest, slot: int) -> float:
             return self._count_cached_at(table, request, slot)
 
-        return dispatch.select_pair(find, count, request, table.decode, queues)
+        return dispatch.select_pair(find, count, request, table.decode, queues, headroom)
 
     def find_slot(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
@@ -318,8 +325,10 @@ class EndpointSelector:
         if second != NONE and whole != NONE:
             cached = self._count_cached_at(table, request, first)
             cached_whole = self._count_cached_at(table, request, whole)
-        queues = table.pending_prompt
-        return dispatch.settle(first, second, whole, table.decode, queues, cached, cached_whole)
+        queues, headroom = table.pending_prompt, self._headroom
+        return dispatch.settle(
+            first, second, whole, table.decode, queues, headroom, cached, cached_whole
+        )
 
     def _find_plain(
         self, table: ScoreTable, column: WritableScoreColumn, purpose: int, request: RoutingRequest
@@ -488,12 +497,30 @@ class EndpointSelector:
         )
 
 
+class HeadroomColumn(ScoreColumn):
+    """`dispatch.compute_headroom` of instances, computed when it is read: only where mixed
+    instances may take prompts."""
+
+    __slots__ = ("_wait_ms", "instances")
+
+    def __init__(self, wait_ms: float) -> None:
+        super().__init__(0)
+        self._wait_ms = wait_ms
+        self.instances: list[RoutedInstance] = []
+        """By slot, of the table that is searched."""
+
+    def get_score(self, slot: int) -> float:
+        """Prompt tokens that may wait more at the instance than at a mixed one."""
+        queue = self.instances[slot].in_flight.queue
+        return dispatch.compute_headroom(self._wait_ms, queue.token_ms)
+
+
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:
     """The slots of named instances."""
     return [s for s, i in enumerate(table.instances) if i.name in names] if names else []
 
 
-def _choose_open_pair(table: ScoreTable) -> tuple[int, int]:
+def _choose_open_pair(table: ScoreTable, headroom: ScoreColumn) -> tuple[int, int]:
     """`dispatch.choose_least_pair` where some pairs are closed: it looks past the least scores only
     if these are of a closed pair."""
     pairs, decode, mixed = table.closed_pairs, table.decode, table.mixed
@@ -505,7 +532,8 @@ def _choose_open_pair(table: ScoreTable) -> tuple[int, int]:
         open_decode = dispatch.close_slots(decode.to_array(), pairs.get_decodes(first))
         second = dispatch.find_least(open_decode)
     whole = mixed.find_least() if mixed.size else NONE
-    return dispatch.settle(first, second, whole, decode, table.pending_prompt, 0.0, 0.0)
+    queues = table.pending_prompt
+    return dispatch.settle(first, second, whole, decode, queues, headroom, 0.0, 0.0)
 
 
 def _close_pairs(

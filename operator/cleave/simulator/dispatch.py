@@ -28,6 +28,7 @@ from cleave.policy.dispatch import (
     TO_WHOLE,
     Scores,
     choose_least_pair,
+    compute_headroom,
     compute_heavy_ratio,
     computes_short,
     find_least,
@@ -59,6 +60,7 @@ from cleave.simulator.record_access import (
     read_amounts,
 )
 from cleave.simulator.records import (
+    HEADROOM,
     HEAVINESS,
     MIXED,
     NONE,
@@ -106,11 +108,12 @@ def select_instances(state: State, r: int) -> tuple[int, int]:
     if state.has_prefill and state.has_decode:
         decode = get_scores(state, TO_DECODE * count, count)
         pending_prompt = get_scores(state, PENDING_PROMPT * count, count)
+        headroom = get_scores(state, HEADROOM * count, count)
         if state.is_by_score:
             prefill = get_scores(state, TO_PREFILL * count, count)
             mixed = get_scores(state, TO_WHOLE * count, count)
-            return choose_least_pair(prefill, decode, mixed, pending_prompt)
-        return select_pair(state, state, r, decode, pending_prompt)
+            return choose_least_pair(prefill, decode, mixed, pending_prompt, headroom)
+        return select_pair(state, state, r, decode, pending_prompt, headroom)
     if state.has_prefill:
         return find(state, TO_PREFILL, r, NONE), NONE
     return NONE, find(state, TO_DECODE, r, NONE)
@@ -426,6 +429,8 @@ def update_scores(state: State, i: int) -> None:
     get_score(state, PENDING_PROMPT * count + i).value = inst.pending_prompt_tokens
     if inst.role == PREFILL:
         get_score(state, TO_PREFILL * count + i).value = first
+        headroom = compute_headroom(state.headroom_ms, inst.token_ms)
+        get_score(state, HEADROOM * count + i).value = headroom
         return
     get_score(state, TO_DECODE * count + i).value = total
     if inst.role == MIXED:

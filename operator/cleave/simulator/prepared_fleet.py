@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.dispatch import RULES, TO_DECODE, TO_PREFILL, TO_WHOLE, is_by_score
+from cleave.policy.dispatch import (
+    RULES,
+    TO_DECODE,
+    TO_PREFILL,
+    TO_WHOLE,
+    compute_headroom,
+    is_by_score,
+)
 from cleave.policy.queue_model import DEFAULT_SUMS, DEFAULT_TOKEN_MS
 from cleave.policy.role_flipping import build_members
 from cleave.simulator import records
@@ -66,7 +73,7 @@ def prepare_fleet(fleet: SimulatedFleet) -> PreparedFleet:
         int(instances["block"].max()),
         int(stages.max()),
         np.array(tables.points),
-        _build_scores(instances),
+        _build_scores(fleet, instances),
         _build_tree(len(instances)),
         _build_members(instances["role"]),
     )
@@ -163,6 +170,7 @@ def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.R
     values["next_flip_check"] = math.inf
     if fleet.flipping is not None:
         values |= fleet.flipping._asdict() | {"next_flip_check": CHECK_PERIOD_MS}
+        values["headroom_ms"] = fleet.flipping.headroom_ms
     if fleet.best_fit is not None:
         limits = asdict(fleet.best_fit)
         values |= limits.pop("coefficients") | limits
@@ -177,13 +185,16 @@ def _choose_view(fleet: SimulatedFleet) -> CacheView:
     return fleet.cache_view if uses_caches and not fleet.defers_dispatch else CacheView.NOTHING
 
 
-def _build_scores(instances: records.Records) -> NDArray[np.float64]:
+def _build_scores(fleet: SimulatedFleet, instances: records.Records) -> NDArray[np.float64]:
     role = instances["role"]
     scores = np.zeros((records.NUM_COLUMNS, len(role)))
     scores[records.ROOM] = instances["blocks"] * instances["block"]
     scores[TO_PREFILL, role != records.PREFILL] = np.inf
     scores[TO_DECODE, role == records.PREFILL] = np.inf
     scores[TO_WHOLE, role != records.MIXED] = np.inf
+    if fleet.flipping is not None:
+        headroom = compute_headroom(fleet.flipping.headroom_ms, DEFAULT_TOKEN_MS)
+        scores[records.HEADROOM, role == records.PREFILL] = headroom
     return scores
 
 

@@ -22,7 +22,7 @@ from cleave.policy.role_flipping import PRESSURE_HISTORY as PRESSURE_HISTORY
 NONE = -1
 """No row."""
 
-PENDING_PROMPT, ROOM, HEAVINESS, FULLNESS, NUM_COLUMNS = 3, 4, 5, 6, 7
+PENDING_PROMPT, ROOM, HEAVINESS, FULLNESS, HEADROOM, NUM_COLUMNS = 3, 4, 5, 6, 7, 8
 """Columns of scores after TO_PREFILL, TO_DECODE and TO_WHOLE of `policy.dispatch`."""
 
 NOTHING, SENT, CACHED = 0, 1, 2
@@ -151,10 +151,10 @@ TIME = _build_dtype("value", "")
 
 STATE = _build_dtype(
     # next_flip_check: ms of the next role-flip check, inf: roles are fixed. wait_ms to idle_ms,
-    # min_prefill, min_decode: the FlipThresholds.
+    # min_prefill, min_decode: the FlipThresholds. headroom_ms: `FlipThresholds.headroom_ms`.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
     "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait_ms full_usage rise_ms calm_ms "
-    "idle_ms max_ttft max_tpot",
+    "idle_ms headroom_ms max_ttft max_tpot",
     # counts, *_pick: the rule of policy.dispatch; is_by_score: whether it picks the least score;
     # is_deferred: whether requests wait in central queues instead; offered: central queues with a
     # new head; is_predicted: outputs are predicted, not known. first_counted, end_counted: rows of

@@ -281,3 +281,17 @@ def test_clusters_for_prompts_that_repeat_are_tried_with_full_caches(monkeypatch
     assert spans[0].warmup > 50
     PairSearch(question(ProvisioningObjective.COST, (MIXED,)), MIXED).simulate_slowdowns(2, 0, 1.0)
     assert spans[1].warmup == 0
+
+
+@pytest.mark.parametrize("pair", [HA, replace(HA, lends=False)], ids=["lending", "alone"])
+@pytest.mark.parametrize("rate", [8.0, 16.0])
+def test_more_machines_never_serve_worse(pair: MachinePair, rate: float) -> None:
+    """What the search along the edge of the feasible counts relies on."""
+    search = PairSearch(question(ProvisioningObjective.COST, (pair,), rate=rate), pair)
+    counts = range(1, 6)
+    holds = {(p, t): search.holds(p, t, rate) for p in counts for t in counts}
+    assert 0 < sum(holds.values()) < len(holds)
+    for prompts, tokens in holds:
+        for more in ((prompts + 1, tokens), (prompts, tokens + 1)):
+            if more in holds and holds[prompts, tokens]:
+                assert holds[more], f"{prompts} + {tokens} hold, {more[0]} + {more[1]} do not"

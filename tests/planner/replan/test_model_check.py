@@ -165,5 +165,6 @@ def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(
     found = assess_play(play, demand=play.problem.demand.with_rate(20.0))
     assert found.attainment < 0.4
     assert not found.holds
-    assert found.correction.prefill == pytest.approx(1.0, abs=0.08)
+    # Where roles flip, prompts wait as long as they may, so that waits say less of their times.
+    assert found.correction.prefill == pytest.approx(1.0, abs=0.16 if lends else 0.08)
     assert found.correction.decode == pytest.approx(1.0, abs=0.08)
