@@ -130,10 +130,7 @@ async def test_thresholds_of_the_service_follow_its_labels(server, make_slice, u
     async with watching() as watcher:
         await until(lambda: server.is_watched, "it watches")
         assert watcher.thresholds == PlanThresholds(256), "the one written last counts"
-        changed = make_slice(
-            "two", "fd00::1", kind="IPv6", version=9, whole_below=64, ahead_from=512
-        )
-        server.put(changed)
+        server.put(make_slice("two", version=9, whole_below=64, ahead_from=512))
         await until(lambda: watcher.thresholds == PlanThresholds(64, 512), "other labels")
         await server.stop()
         await asyncio.sleep(0.2)

@@ -5,10 +5,9 @@ import pytest
 from cleave.rpc.plan_thresholds import AHEAD_FROM, WHOLE_BELOW, PlanThresholds, parse_thresholds
 
 
-@pytest.mark.parametrize(
-    "thresholds", [PlanThresholds(), PlanThresholds(256), PlanThresholds(8, 512)]
-)
-def test_what_is_written_is_read(thresholds: PlanThresholds) -> None:
+@pytest.mark.parametrize("tokens", [(0, 0), (256, 0), (8, 512)])
+def test_what_is_written_is_read(tokens: tuple[int, int]) -> None:
+    thresholds = PlanThresholds(*tokens)
     assert parse_thresholds(thresholds.to_labels()) == thresholds
 
 

@@ -9,10 +9,10 @@ from urllib.parse import parse_qs, urlsplit
 
 
 def build_slice(
-    name: str, *hosts: str, kind: str = "IPv4", version: int = 0, **labels: int
+    name: str, *hosts: str, kind: str = "IPv4", version: int = 0, **thresholds: int
 ) -> dict:
-    """An EndpointSlice; `labels`: thresholds, as `whole_below=256`."""
-    named = {f"cleave.dev/{key.replace('_', '-')}": str(value) for key, value in labels.items()}
+    """An EndpointSlice; `thresholds`: labels, as `whole_below=256`."""
+    named = {f"cleave.dev/{key.replace('_', '-')}": str(n) for key, n in thresholds.items()}
     return {
         "metadata": {"name": name, "resourceVersion": str(version), "labels": named},
         "addressType": kind,
@@ -120,15 +120,16 @@ async def serve_slices(kubeconfig: Path) -> AsyncIterator[FakeApiServer]:
     """An API server, to which the written file leads."""
     fake = FakeApiServer()
     await fake.start()
-    kubeconfig.write_text(
-        json.dumps(
-            {
-                "current-context": "here",
-                "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
-                "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{fake.port}"}}],
-                "users": [{"name": "u", "user": {"token": "secret"}}],
-            }
-        )
-    )
+    _write_kubeconfig(kubeconfig, fake.port)
     yield fake
     await fake.stop()
+
+
+def _write_kubeconfig(path: Path, port: int) -> None:
+    document = {
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "users": [{"name": "u", "user": {"token": "secret"}}],
+    }
+    path.write_text(json.dumps(document))
