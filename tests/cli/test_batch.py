@@ -237,7 +237,7 @@ def test_a_pipe_cannot_be_read_twice(cli, tmp_path) -> None:
 
 
 def test_the_example_of_a_job_runs_the_command_on_its_volume(cli, gateway, tmp_path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "batch-job.yaml"
+    example = Path(__file__).parents[2] / "examples" / "batch" / "job.yaml"
     claim, job = yaml.safe_load_all(example.read_text())
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
