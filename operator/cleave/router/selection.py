@@ -35,7 +35,6 @@ from cleave.policy.prefix_cache import (
     is_cached,
 )
 from cleave.policy.prompt_cost import count_all_mixed, find_cheapest
-from cleave.policy.queue_model import compute_mean_token_ms
 from cleave.policy.session_affinity import find_attached, goes_back, to_key
 from cleave.router.cached_prompts import (
     CachedPromptView,
@@ -53,7 +52,12 @@ from cleave.router.prefix_index import (
 )
 from cleave.router.registry import ServedModel
 from cleave.router.routing_request import CachedPrompt, RoutingRequest
-from cleave.router.score_table import ArrayScoreColumn, ScoreTable, WritableScoreColumn
+from cleave.router.score_table import (
+    ArrayScoreColumn,
+    ScoreTable,
+    WritableScoreColumn,
+    compute_headroom_of,
+)
 
 _INF = math.inf
 _REFRESHES = 4
@@ -512,10 +516,7 @@ class HeadroomColumn(ScoreColumn):
 
     def get_score(self, slot: int) -> float:
         """Prompt tokens that may wait more at the instance than at a mixed one."""
-        queue = self.instances[slot].in_flight.queue
-        prompts = queue.count_prompts(1.0)
-        mean_token_ms = compute_mean_token_ms(queue.prompt_ms, queue.token_ms, prompts)
-        return dispatch.compute_headroom(self._wait_ms, mean_token_ms)
+        return compute_headroom_of(self.instances[slot], self._wait_ms)
 
 
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:
