@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_again_and_again_answers_each_request_once(gateway,
     killed = len(read(output)) if output.read_bytes().endswith(b"\n") else None
     assert killed is None or killed < number, "it was killed before the end"
     with output.open("ab") as file:
-        file.write(b'{"id": "half a li')
+        file.write(b'{"id":"batch_req_4')
     run = start(requests, gateway, "-o", "json")
     stdout, stderr = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, stderr
@@ -225,6 +225,32 @@ def test_wrong_input_is_refused_before_a_file_is_made(cli, gateway, tmp_path) ->
 def test_wrong_options_are_named(cli, requests, options, fault) -> None:
     options = [option.format(file=requests) for option in options]
     result = cli.invoke(app, ["batch", str(requests), *options])
+    assert result.exit_code == 2
+    assert fault in result.stderr
+
+
+def test_a_link_to_the_file_is_the_same_file(cli, requests, tmp_path) -> None:
+    link, before = tmp_path / "link.jsonl", requests.read_bytes()
+    link.symlink_to(requests)
+    result = cli.invoke(app, ["batch", str(requests), "-O", str(link)])
+    assert result.exit_code == 2
+    assert "must be different files" in result.stderr
+    assert requests.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        (".", "must be a regular file"),
+        ("/", "must be a regular file"),
+        ("..", "must be a regular file"),
+        ("x" * 250, "No such file"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_names_that_are_no_files_are_named(cli, file, fault, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = cli.invoke(app, ["batch", file])
     assert result.exit_code == 2
     assert fault in result.stderr
 
