@@ -243,7 +243,7 @@ def test_prompts_wait_at_prefill_instances_before_mixed_ones_take_them(routed) -
     assert names(patient.pick("m", 100)) == (None, "m1")
 
 
-def test_mixed_instances_help_where_prompts_take_the_same_time_whatever_their_length(
+def test_mixed_instances_help_where_prompts_take_the_same_time_at_any_length(
     routed,
 ) -> None:
     fleet = {"p1": "prefill", "d1": "decode", "m1": "mixed"}
