@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from cleave.manifests.labels import ENGINE_PORT
+from cleave.manifests.labels import ENGINE_PORT, GATEWAY_PORT
 from cleave.rpc.engine_key import ENV, build_headers
 
 from e2e.cluster.cluster import Cluster, wait_until
@@ -118,6 +118,36 @@ def counts(chat: Chat) -> dict[str, int]:
     return {pool["role"]: pool["replicas"] for pool in chat.deployment["status"]["plan"]["pools"]}
 
 
+def planned_threshold(chat: Chat) -> int:
+    """Prompt tokens below which decode instances may compute prompts, by the plan in force."""
+    return int(chat.deployment["status"]["plan"].get("wholeBelowTokens", 0))
+
+
+def apply_threshold(chat: Chat) -> bool:
+    """Whether every gateway applies the plan's threshold, as its page says."""
+    expected = 'cleave_gateway_plan_threshold_tokens{threshold="whole_below"} '
+    found = set()
+    for pod in list_gateways(chat):
+        address = f"http://{pod['status']['podIP']}:{GATEWAY_PORT}/metrics"
+        lines = httpx.get(address, timeout=10).text.splitlines()
+        (line,) = (each for each in lines if each.startswith(expected))
+        found.add(float(line.removeprefix(expected)))
+    return found == {planned_threshold(chat)}
+
+
+def list_gateways(chat: Chat) -> list[dict[str, Any]]:
+    """The pods of the gateway."""
+    return chat.cluster.list("pods", chat.namespace, "cleave.dev/component=gateway")
+
+
+def find_starts(chat: Chat) -> set[tuple[str, int]]:
+    """Uid and restarts of each gateway's pod."""
+    return {
+        (pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"])
+        for pod in list_gateways(chat)
+    }
+
+
 def verdicts(chat: Chat) -> list[str]:
     """What came of the last looks, the latest first."""
     return [each["verdict"] for each in chat.deployment["status"].get("plans", [])]
@@ -151,7 +181,9 @@ def test_advice_follows_the_traffic_and_then_the_plan_does_without_a_failed_requ
     watching: Cluster,
 ) -> None:
     with started(watching, manifest(CODE, {}, replan={"mode": "Advisory"})) as chat:
-        before = counts(chat)
+        before, starts = counts(chat), find_starts(chat)
+        assert planned_threshold(chat) > 0
+        until(chat, "gateways apply the plan's threshold", lambda: apply_threshold(chat))
         with Stream(chat.address, "chat", CONVERSATION) as stream:
             until(chat, "another plan is proposed", lambda: "Proposed" in verdicts(chat))
             assert condition(chat.deployment, "PlanDrifted") == "True"
@@ -163,6 +195,8 @@ def test_advice_follows_the_traffic_and_then_the_plan_does_without_a_failed_requ
             until(chat, "it serves", lambda: stream.answered > answered + 50)
         assert stream.failures == []
         assert counts(chat)["prefill"] > before["prefill"]
+        until(chat, "gateways apply the new plan's threshold", lambda: apply_threshold(chat))
+        assert find_starts(chat) == starts, "another plan starts no gateway again"
         events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
         for reason in ("PlanDrifted", "PlanProposed", "Replanned"):
             assert reason in events

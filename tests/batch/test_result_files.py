@@ -113,7 +113,7 @@ def test_a_file_of_something_else_is_not_touched(files, text) -> None:
 @pytest.mark.parametrize("text", ["a note", REQUEST, '{"id":"chatcmpl-1"}'])
 def test_a_last_line_that_does_not_end_is_cut_off_only_if_it_is_of_a_result(files, text) -> None:
     files.errors.write_bytes(answer(A) + text.encode())
-    with pytest.raises(ResultFilesError, match="err.jsonl: line 2, which does not end"), files:
+    with pytest.raises(ResultFilesError, match=r"err\.jsonl: line 2, which does not end"), files:
         pass
     assert files.errors.read_bytes() == answer(A) + text.encode()
 

@@ -244,14 +244,14 @@ class GatewayConfig:
         "--whole-below",
         0,
         "while prefill instances are busy, the decode instance computes prompts up to this "
-        "length itself; 0: none",
+        "length itself; 0: none; a plan's label of the workers' Service counts instead",
         metavar="TOKENS",
     )
     ahead_from_tokens: int = _declare(
         "--ahead-from",
         0,
         "KV of prompts from this length on is transferred while it is computed, by workers "
-        "with --transfer auto; 0: none",
+        "with --transfer auto; 0: none; a plan's label of the workers' Service counts instead",
         metavar="TOKENS",
     )
     access_log: bool = _declare("--access-log", False, "log each request, without its content")

@@ -245,10 +245,9 @@ class AdmissionController:
         """Prompt tokens in the shortest queue from which requests are queued here. Prompts that
         mixed instances are to take must not be held back: they take them from the headroom on."""
         limit, ttft_model = BACKLOG_LIMIT_TOKENS, self._ttft_models.get(model)
-        tokens = 0.0
-        if ttft_model is not None:
-            tokens = ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
-        if tokens:
+        if ttft_model is not None and (
+            tokens := ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
+        ):
             limit = min(max(tokens, MIN_BACKLOG_LIMIT_TOKENS), limit)
         entry = self._registry.models.get(model)
         if entry is None or not self._headroom_ms:
