@@ -5,8 +5,8 @@ for these versions as well. What needs the index is skipped where it cannot be r
 """
 
 import importlib.metadata
-import os
 import json
+import os
 import re
 import shutil
 import socket
