@@ -62,6 +62,7 @@ class AgentWatcher:
     ) -> None:
         """`name`: common name of all `processes` that share load accounting; empty: a new one.
         `deployment`: whose agents are accepted; empty: of any."""
+        self._source = source
         self._agents = AgentDiscovery(source)
         self._registry = registry
         self._clock = clock
@@ -86,6 +87,8 @@ class AgentWatcher:
         Raises DiscoveryError when the source is malformed.
         """
         await self._discover()
+        if not self._addresses:
+            log.info("no agents in %s yet: requests get 503 until it lists some", self._source)
         self._poller = asyncio.create_task(self._poll())
         if self._unregistered:
             with contextlib.suppress(TimeoutError):
