@@ -12,18 +12,18 @@ WAIT_S = 60
 
 
 class Compilation:
-    """Stands for the simulator's machine code; `asked` counts how often it was looked for."""
+    """Stands for the simulator's machine code; `num_calls` counts how often it was looked for."""
 
     def __init__(self) -> None:
         self.is_done = False
-        self.asked = 0
-        self.asked_again = threading.Event()
+        self.num_calls = 0
+        self.called_again = threading.Event()
 
     def is_compiled(self, has_blocks: bool) -> bool:
-        self.asked += 1
+        self.num_calls += 1
         # The first question is whether anything is to be announced; lines follow the next ones.
-        if self.asked > 3:
-            self.asked_again.set()
+        if self.num_calls > 3:
+            self.called_again.set()
         return self.is_done
 
 
@@ -39,7 +39,7 @@ def test_a_long_compilation_is_reported_until_it_ends(
     compilation: Compilation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with show_simulation_progress("planning"):
-        assert compilation.asked_again.wait(WAIT_S)
+        assert compilation.called_again.wait(WAIT_S)
     first, *lines = capsys.readouterr().err.splitlines()
     assert first.startswith("compiling the simulator once for this version: ")
     assert len(lines) >= 2
@@ -53,4 +53,4 @@ def test_nothing_is_said_where_it_was_compiled_before(
     with show_simulation_progress("planning"):
         pass
     assert capsys.readouterr().err == ""
-    assert compilation.asked == 1
+    assert compilation.num_calls == 1

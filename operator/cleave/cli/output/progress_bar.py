@@ -38,12 +38,12 @@ def show_simulation_progress(
 ) -> Iterator[ProgressCallback]:
     """`show_progress` for simulations; announces when the simulator has to be compiled first.
     `has_blocks`: of a trace with the blocks of prompts."""
-    with _announce_compilation(has_blocks), show_progress(description) as tick:
+    with _report_compilation(has_blocks), show_progress(description) as tick:
         yield tick
 
 
 @contextmanager
-def _announce_compilation(has_blocks: bool) -> Iterator[None]:
+def _report_compilation(has_blocks: bool) -> Iterator[None]:
     """Print that the simulator is compiled in this block, if it is, and every REPEAT_S that it
     still is."""
     if not find_spec("numba"):
