@@ -227,7 +227,7 @@ def test_a_local_deployment_runs_from_the_wheel(local) -> None:
         assert local("down").returncode == 0
     demo = local("demo", "--engine", "emulated", "--once", "--port", port)
     assert demo.returncode == 0, demo.stderr
-    assert "KV hand-offs used" in demo.stdout
+    assert "KV handoffs used" in demo.stdout
 
 
 def test_vllm_that_is_not_installed_is_one_line_with_the_commands(local) -> None:
