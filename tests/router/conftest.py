@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from cleave.api.enums import DispatchPolicy
 from cleave.router.registry import InstanceRegistry
+from cleave.router.router import Router, RoutingRules, SharedRouter
 from cleave.rpc.v1 import agent_pb2
 
 ROLES = {
@@ -70,5 +72,20 @@ def fleet_of(registry: InstanceRegistry, make_event: State) -> Callable[..., Ins
         for name, role in roles.items():
             registry.on_event(name, make_event(name, role), 0.0)
         return registry
+
+    return make
+
+
+@pytest.fixture
+def routed(make_event, clock):
+    """A router with PrefixAware over `name=role` instances."""
+
+    def make(roles: dict[str, str], rules: RoutingRules | None = None, **fields: object) -> Router:
+        memory, shared = fields.pop("memory", None), fields.pop("shared_load", None)
+        registry = InstanceRegistry(DispatchPolicy.PREFIX_AWARE, shared)
+        for name, role in roles.items():
+            registry.on_event(name, make_event(name, role, **fields), 0.0)
+        router = SharedRouter if shared else Router
+        return router(registry, rules=rules, clock=clock, seed=5, prefix_memory=memory)
 
     return make

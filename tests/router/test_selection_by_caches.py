@@ -5,65 +5,22 @@ from collections import Counter
 
 import pytest
 
-from cleave.api.enums import DispatchPolicy
 from cleave.policy.prefix_cache import FIRST_BLOCK_BYTES, MAX_DETECTORS, hash_first_block
 from cleave.router.prefix_index import PrefixMemory
-from cleave.router.registry import InstanceRegistry
-from cleave.router.router import RequestPhase, Router, RoutingRules, SharedRouter
+from cleave.router.router import RequestPhase, RoutingRules
 from cleave.router.shared_load import SharedLoad, build_table
 from cleave.rpc.v1 import agent_pb2
 
+from tests.support.cached_prompts import (
+    MIXED,
+    add_queue,
+    first_instance,
+    make_text,
+    send,
+    serve,
+)
+
 SPLIT = {"p1": "prefill", "p2": "prefill", "p3": "prefill", "d1": "decode"}
-MIXED = {"m1": "mixed", "m2": "mixed", "m3": "mixed"}
-BYTES_PER_TOKEN = 4
-OUTPUT_TOKENS = 100
-
-
-@pytest.fixture
-def routed(make_event, clock):
-    """A router with PrefixAware over `name=role` instances."""
-
-    def make(roles: dict[str, str], rules: RoutingRules | None = None, **fields: object) -> Router:
-        memory, shared = fields.pop("memory", None), fields.pop("shared_load", None)
-        registry = InstanceRegistry(DispatchPolicy.PREFIX_AWARE, shared)
-        for name, role in roles.items():
-            registry.on_event(name, make_event(name, role, **fields), 0.0)
-        router = SharedRouter if shared else Router
-        return router(registry, rules=rules, clock=clock, seed=5, prefix_memory=memory)
-
-    return make
-
-
-def make_text(seed: int, tokens: int) -> bytes:
-    """With a byte that closes it, as in JSON, so that whole blocks of it are cached."""
-    return random.Random(seed).randbytes(tokens * BYTES_PER_TOKEN) + b"]"
-
-
-def send(router: Router, text: bytes, model: str = "m", **request: object):
-    tokens = len(text) // BYTES_PER_TOKEN
-    return router.pick(model, tokens, OUTPUT_TOKENS, text=text, **request)
-
-
-def first_instance(pick) -> str:
-    return (pick.prefill or pick.decode).instance
-
-
-def serve(router: Router, text: bytes, **request: object) -> tuple[str, float]:
-    """(the instance that computes the prompt, tokens it computes) of a request that ends at once"""
-    pick = send(router, text, **request)
-    computed = round(pick._prefill_entry[2])
-    router.observe_completion(pick, OUTPUT_TOKENS)
-    router.release(pick)
-    return first_instance(pick), computed
-
-
-def add_queue(router: Router, name: str, tokens: int) -> None:
-    """Let prompts wait there, since now."""
-    instance = router.registry.instances[name]
-    instance.in_flight.prompt.add(tokens)
-    instance.in_flight.num_prompts += 1
-    instance.in_flight.queue.head_started_ms = router._clock() * 1000
-    router.registry.refresh(instance)
 
 
 @pytest.mark.parametrize("roles", [SPLIT, MIXED])
@@ -287,73 +244,6 @@ def test_hits_are_predicted_by_instance(routed) -> None:
     assert instances["d1"].in_flight.predict_hits() == (0, 0, 0)
 
 
-def report(router: Router, loaded, name: str, queries: int, hits: int) -> None:
-    event = loaded(name, prefix_cache_queries=queries, prefix_cache_hits=hits)
-    router.registry.on_event(name, event, router._clock())
-
-
-def test_engines_without_prefix_cache_get_prompts_by_their_wait_alone(
-    routed, loaded, clock
-) -> None:
-    router = routed(MIXED)
-    text = make_text(1, 4_096)
-    home, _ = serve(router, text)
-    others = set(MIXED) - {home}
-    report(router, loaded, home, 0, 0)
-    for number in range(100):
-        serve(router, text, excluded=others)
-        clock.now_s += 1.0
-        report(router, loaded, home, 4_096 * (number + 2), 0)
-    assert serve(router, text, excluded=others)[1] > 4_000
-    add_queue(router, home, 200)
-    assert serve(router, text)[0] != home
-    hits = router.registry.instances[home].hits
-    assert hits.predicted_share == pytest.approx(1.0, rel=0.01), "the guess stays visible"
-    assert hits.engine_share == 0
-
-
-def test_predictions_count_as_much_as_the_engine_confirms(routed, loaded, clock) -> None:
-    router = routed({"p1": "prefill", "d1": "decode"})
-    text = make_text(1, 4_096)
-    serve(router, text)
-    report(router, loaded, "p1", 4_096, 0)
-    for number in range(1, 101):
-        serve(router, text)
-        clock.now_s += 1.0
-        report(router, loaded, "p1", 4_096 * (number + 1), 2_048 * number)
-    assert serve(router, text)[1] == pytest.approx(2_048, abs=60)
-    assert router.registry.instances["p1"].hits.engine_share == 0.5
-
-
-def test_one_early_report_takes_no_trust_away(routed, loaded, clock) -> None:
-    router = routed({"p1": "prefill", "d1": "decode"})
-    text = make_text(1, 4_096)
-    serve(router, text)
-    report(router, loaded, "p1", 0, 0)
-    for _ in range(20):
-        serve(router, text)
-    clock.now_s += 1.0
-    # Most of these prompts are computed, and their lookups not yet reported.
-    report(router, loaded, "p1", 4_096, 0)
-    assert serve(router, text)[1] == 0
-    clock.now_s += 1.0
-    report(router, loaded, "p1", 15 * 4_096, 0)
-    assert serve(router, text)[1] < 300, "one judgment counts little"
-
-
-def test_counts_of_an_engine_that_fall_or_overflow_keep_trust_between_0_and_1(
-    routed, loaded, clock
-) -> None:
-    router = routed({"p1": "prefill", "d1": "decode"})
-    text = make_text(1, 4_096)
-    for queries, hits in ((0, 0), (1 << 63, 1 << 63), (0, 0), (40_000, 1 << 63), (80_000, 0)):
-        report(router, loaded, "p1", queries, hits)
-        for _ in range(20):
-            serve(router, text)
-        clock.now_s += 10.0
-        assert 0.0 <= router.registry.instances["p1"].hits.trust <= 1.0
-
-
 def test_a_prompt_that_is_never_computed_does_not_draw_its_repetition(routed) -> None:
     router = routed(dict.fromkeys(("m1", "m2", "m3", "m4"), "mixed"))
     text = make_text(1, 4_096)
@@ -367,17 +257,6 @@ def test_a_prompt_that_is_never_computed_does_not_draw_its_repetition(routed) ->
     holder, _ = serve(router, text)
     router.release(send(router, text))
     assert serve(router, text) == (holder, 0)
-
-
-def test_agents_that_report_no_hits_are_believed_to_have_a_cache(routed, loaded, clock) -> None:
-    router = routed({"p1": "prefill", "d1": "decode"})
-    text = make_text(1, 4_096)
-    for _ in range(60):
-        serve(router, text)
-        clock.now_s += 1.0
-        router.registry.on_event("p1", loaded("p1"), clock.now_s)
-    assert serve(router, text)[1] == 0
-    assert router.registry.instances["p1"].hits.engine_share is None
 
 
 def test_gateways_of_one_fleet_send_first_copies_to_the_same_instance(routed, loaded) -> None:

@@ -74,3 +74,10 @@ def chat(
 THINK = {"reasoning": "let me "}, {"reasoning": "see"}
 SAY = {"content": "I will "}, {"content": "look."}
 CALL = call_delta("weather", ""), call_delta(None, '{"city": '), call_delta(None, '"Ulm"}')
+
+
+def answer_or_call(body: dict[str, Any]) -> tuple[Sequence[Delta], str]:
+    """For `chat`: a thought, a text and a call; the answer once a tool has given its result."""
+    if body["messages"][-1]["role"] == "tool":
+        return ({"content": "It is "}, {"content": "sunny."}), "stop"
+    return (*THINK, *SAY, *CALL), "tool_calls"

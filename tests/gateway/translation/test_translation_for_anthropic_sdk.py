@@ -1,13 +1,11 @@
 """Anthropic's SDK, unmodified, against a gateway whose prefill and decode engines are apart."""
 
-import asyncio
-
 import anthropic
 import pytest
 
 from cleave.rpc.v1 import agent_pb2
 
-from tests.gateway.translation.scripted_chat import CALL, SAY, THINK, chat
+from tests.gateway.translation.scripted_chat import answer_or_call, chat
 
 TOOL = {
     "name": "weather",
@@ -73,7 +71,7 @@ async def test_a_message_is_split_and_metered_like_a_chat(fleet, sdk) -> None:
 
 @pytest.mark.parametrize("lost_after", [1, 2, 9, 23])
 async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(
-    fleet, sdk, lost_after: int
+    fleet, sdk, one_loss, lost_after: int
 ) -> None:
     stage, engines = fleet
     client = sdk(stage)
@@ -88,27 +86,11 @@ async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(
         return message
 
     expected = await ask()
-    for name in ("d1", "d2"):
-        engines[name].engine.faults.drop = lost_after
-
-    async def recover() -> None:
-        await stage.until(lambda: stage.context.metrics.retries["decode", "lost"] > 0, "lost")
-        for emulated in engines.values():
-            emulated.engine.faults.clear()
-
-    recovery = asyncio.create_task(recover())
-    message = await ask()
-    await recovery
+    async with one_loss(stage, engines, lost_after):
+        message = await ask()
     assert message.content == expected.content
     assert message.usage == expected.usage
-    assert {how for _, how in stage.context.metrics.recoveries} == {"continued"}
     await stage.until_idle()
-
-
-def answer_or_call(body: dict) -> tuple[tuple, str]:
-    if body["messages"][-1]["role"] == "tool":
-        return ({"content": "It is "}, {"content": "sunny."}), "stop"
-    return (*THINK, *SAY, *CALL), "tool_calls"
 
 
 @pytest.mark.parametrize("drop_after", [None, 1, 2, 3, 5, 7])

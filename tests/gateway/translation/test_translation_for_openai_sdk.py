@@ -1,13 +1,12 @@
 """OpenAI's SDK and its Agents SDK, unmodified, over /v1/responses with P/D apart."""
 
-import asyncio
 import json
 
 import agents
 import openai
 import pytest
 
-from tests.gateway.translation.scripted_chat import CALL, SAY, THINK, chat
+from tests.gateway.translation.scripted_chat import answer_or_call, chat
 
 QUESTION = "tell me a story " * 20
 TOOL = {
@@ -75,33 +74,17 @@ async def test_a_response_is_split_and_metered_like_a_chat(fleet, sdk) -> None:
 
 @pytest.mark.parametrize("lost_after", [1, 2, 9, 23])
 async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(
-    fleet, sdk, lost_after: int
+    fleet, sdk, one_loss, lost_after: int
 ) -> None:
     stage, engines = fleet
     client = sdk(stage)
     arguments = {"input": QUESTION, "max_output_tokens": 24, "temperature": 0.7}
     expected = (await collect(client, extra_body=ENDLESS, **arguments))[-1].response
-    for name in ("d1", "d2"):
-        engines[name].engine.faults.drop = lost_after
-
-    async def recover() -> None:
-        await stage.until(lambda: stage.context.metrics.retries["decode", "lost"] > 0, "lost")
-        for emulated in engines.values():
-            emulated.engine.faults.clear()
-
-    recovery = asyncio.create_task(recover())
-    final = (await collect(client, extra_body=ENDLESS, **arguments))[-1].response
-    await recovery
+    async with one_loss(stage, engines, lost_after):
+        final = (await collect(client, extra_body=ENDLESS, **arguments))[-1].response
     assert final.output_text == expected.output_text
     assert final.usage == expected.usage
-    assert {how for _, how in stage.context.metrics.recoveries} == {"continued"}
     await stage.until_idle()
-
-
-def answer_or_call(body: dict) -> tuple[tuple, str]:
-    if body["messages"][-1]["role"] == "tool":
-        return ({"content": "It is "}, {"content": "sunny."}), "stop"
-    return (*THINK, *SAY, *CALL), "tool_calls"
 
 
 @pytest.mark.parametrize("drop_after", [None, 1, 2, 3, 5, 7])
