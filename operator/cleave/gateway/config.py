@@ -365,7 +365,20 @@ def _add_option(parser: argparse.ArgumentParser, declared: Field[Any]) -> None:
         metavar = "{" + ",".join(each.value for each in type(default)) + "}"
     kind = str if default is None else type(default)
     parse = option["parse"] or _PARSERS.get(kind, kind)
+    if default not in (None, "", 0) and "default" not in text:
+        text = f"{text} (default {_format_default(default)})"
     parser.add_argument(flag, dest=name, type=parse, default=default, metavar=metavar, help=text)
+
+
+def _format_default(default: object) -> str:
+    """A default as a user would write it."""
+    if isinstance(default, Enum):
+        return str(default.value)
+    if isinstance(default, tuple):
+        return ",".join(default)
+    if isinstance(default, int) and default >= 1 << 20:
+        return f"{default >> 20}MiB"
+    return str(default)
 
 
 def _select_values(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:

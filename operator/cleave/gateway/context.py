@@ -77,7 +77,9 @@ class GatewayContext:
         """Lowercase names of request headers to keep besides those that are always kept."""
         slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)
-        self.admission = AdmissionController(config, router.registry, self.metrics, shared_state)
+        self.admission = AdmissionController(
+            config, router.registry, self.metrics, shared_state, router.headroom_ms
+        )
         self.tokens_per_event = TokensPerEvent()
         self.set_api_keys(api_keys)
         self.set_thresholds(PlanThresholds())

@@ -65,6 +65,7 @@ class AgentWatcher:
         """`name`: common name of all `processes` that share load accounting; empty: a new one.
         `deployment`: whose agents are accepted; empty: of any. `on_thresholds`: called with the
         plan's thresholds whenever the source has others; None: they have no effect."""
+        self._source = source
         self._agents = AgentDiscovery(source)
         self._registry = registry
         self._clock = clock
@@ -91,6 +92,8 @@ class AgentWatcher:
         Raises DiscoveryError when the source is malformed.
         """
         await self._discover()
+        if not self._addresses:
+            log.info("no agents in %s yet: requests get 503 until it lists some", self._source)
         self._poller = asyncio.create_task(self._poll())
         if self._unregistered:
             with contextlib.suppress(TimeoutError):

@@ -163,6 +163,8 @@ class Router:
             prefix_memory or PrefixMemory(),
             rules.headroom_ms,
         )
+        self.headroom_ms = rules.headroom_ms
+        """As in the rules."""
         rule = dispatch.RULES[registry.policy]
         self.uses_prompt_text = self._selector.reads_text
         """Whether the policy uses the prompt's text."""
