@@ -61,6 +61,13 @@ class AgentTiming:
     quiet_period: float = 0.3
     """How long the load page must show no work before a drain counts the engine as empty."""
     drain_poll: float = 0.05
+    adapter_load: float = 300.0
+    """Limit of loading a LoRA adapter, which may have to be downloaded."""
+    adapter_overlap: float = 10.0
+    """How long the old source of an adapter takes requests beside a new one, which the other
+    engines load in the meantime."""
+    adapter_linger: float = 30.0
+    """From an adapter's last new request to its unloading; those under way arrive meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
