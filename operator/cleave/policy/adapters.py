@@ -138,12 +138,13 @@ def choose_next_step(
             else:
                 waits_s.append(rest_s)
             continue
-        rest_s = _measure_overlap(by_name.get(state.adapter.name), states, now_s, overlap_s)
-        if rest_s is None:
+        successor = by_name.get(state.adapter.name)
+        overlap_left_s = _measure_overlap(successor, states, now_s, overlap_s)
+        if overlap_left_s is None:
             continue
-        if rest_s <= 0:
+        if overlap_left_s <= 0:
             return AdapterStep(StepKind.WITHDRAW, state.adapter)
-        waits_s.append(rest_s)
+        waits_s.append(overlap_left_s)
     for each in ordered:
         known = states.get(each.engine_name)
         if known is not None and known.loaded_s is not None:

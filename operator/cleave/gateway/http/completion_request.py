@@ -9,6 +9,7 @@ search for the name. And parsing blocks the event loop, so any body must cost on
 
 import hashlib
 import re
+from copy import copy
 
 import msgspec
 
@@ -238,6 +239,13 @@ def parse_engine_request(
         or 1,
         output_tokens=_read_output_limit(fields) or 0,
     )
+
+
+def set_engine_model(completion: CompletionRequest, engine_model: str) -> CompletionRequest:
+    """The request to engines that know its adapter by another name than clients do."""
+    renamed = copy(completion)
+    renamed.fields = {**completion.fields, "model": msgspec.Raw(_encode(engine_model))}
+    return renamed
 
 
 def raise_priority(completion: CompletionRequest, minimum: int) -> None:
