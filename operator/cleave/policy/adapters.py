@@ -20,10 +20,10 @@ MAX_NAME_CHARACTERS = 128
 MAX_SOURCE_CHARACTERS = 1_024
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 """Pattern of names; without `@`, which separates the hash in the engine's name."""
-SOURCE = (
-    r"^(/[^\x00-\x1f\x7f]*[^/\x00-\x1f\x7f]|[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)$"
-)
+SOURCE = r"^(/[^:\n]+|[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*)$"
 """Pattern of sources: an absolute folder, or org/name of a repository of Hugging Face."""
+ENV = "CLEAVE_ADAPTERS"
+"""Variable with the adapters that a worker starts with, as `format_adapters` writes them."""
 FIRST_RETRY_S = 1.0
 """Seconds from the first failure to load an adapter to the next attempt; they double each time."""
 LONGEST_RETRY_S = 600.0
@@ -87,13 +87,29 @@ def find_fault(adapters: Sequence[AdapterSource]) -> str:
     if len(adapters) > MAX_ADAPTERS:
         return f"{len(adapters)} adapters: at most {MAX_ADAPTERS}"
     for each in adapters:
-        if not re.match(NAME, each.name) or len(each.name) > MAX_NAME_CHARACTERS:
+        if not re.fullmatch(NAME, each.name) or len(each.name) > MAX_NAME_CHARACTERS:
             return f"adapter name {each.name[:MAX_NAME_CHARACTERS]!r} does not match {NAME}"
-        if not re.match(SOURCE, each.source) or len(each.source) > MAX_SOURCE_CHARACTERS:
+        if not re.fullmatch(SOURCE, each.source) or len(each.source) > MAX_SOURCE_CHARACTERS:
             return f"source of adapter {each.name} must be an absolute folder or ORG/NAME"
     names = [each.name for each in adapters]
     repeated = next((name for name in names if names.count(name) > 1), "")
     return f"adapter {repeated} is named twice: one name has one source" if repeated else ""
+
+
+def parse_adapters(text: str) -> tuple[AdapterSource, ...]:
+    """Parse `format_adapters`. Raises ValueError."""
+    try:
+        adapters = tuple(AdapterSource(**each) for each in json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"adapters must be a JSON list of {{name, source}}: {error}") from None
+    if fault := find_fault(adapters):
+        raise ValueError(fault)
+    return adapters
+
+
+def format_adapters(adapters: Collection[AdapterSource]) -> str:
+    """Return the adapters as JSON, for the environment of a worker."""
+    return json.dumps([{"name": each.name, "source": each.source} for each in adapters])
 
 
 def hash_adapters(adapters: Collection[AdapterSource]) -> str:

@@ -139,6 +139,8 @@ class WorkerInstance:
         """Newest result of each pair and its time, by the boot of the prefill engine."""
         self.pairs_version = 0
         """Grows with every recorded result."""
+        if config.adapters:
+            self.order_adapters(config.adapters, 0)
 
     @property
     def versions(self) -> tuple[int, int]:

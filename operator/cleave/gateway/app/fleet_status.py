@@ -120,6 +120,8 @@ def _describe_instance(
     instance: RoutedInstance, pairs: KvPairs, now: float
 ) -> fleet_status.FleetInstance:
     registration, load, in_flight = instance.registration, instance.load, instance.in_flight
+    missing = [each for each in registration.runtime_adapters if not each.loaded]
+    faults = (f"{each.name}: {each.fault}" for each in missing if each.fault)
     return fleet_status.FleetInstance(
         name=instance.name,
         deployment=registration.deployment,
@@ -148,6 +150,9 @@ def _describe_instance(
             pull_ms=_to_finite(registration.kv_path.pull_ms),
         ),
         kv_pairs=pairs,
+        adapters_digest=registration.adapters_digest[:_DIGEST_LIMIT],
+        adapters_pending=len(missing),
+        adapter_fault=next(faults, "")[:_TEXT_LIMIT],
         cache_hits=CacheHits(instance.hits.predicted_share, instance.hits.engine_share),
     )
 
