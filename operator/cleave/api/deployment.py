@@ -318,7 +318,7 @@ class LLMDeploymentSpec(ApiModel):
             message="exclude --lora-modules in engine.args: list all adapters here",
             field="adapters",
         ),
-        build_unique_rule("adapters", "name", "adapter"),
+        build_unique_rule("adapters", "name", "LoRA adapter"),
     )
 
     @property

@@ -108,7 +108,7 @@ class FleetInstance(msgspec.Struct, frozen=True):
     adapters_pending: int = 0
     """How many of them it has not loaded."""
     adapter_fault: str = ""
-    """Why one of them is not loaded, with its name; empty: no attempt has failed."""
+    """Why one of them is not loaded, with its name; of the first few instances with a reason."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True):

@@ -2,19 +2,27 @@
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from cleave.policy.adapters import AdapterSource
+from cleave.policy.adapters import AdapterSource, format_adapters, hash_adapters
+from cleave.rpc.credentials import build_metadata
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.adapters import keep_loaded
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import AdaptersRefused, StaleAdapters, WorkerInstance
 
 SECONDS = 20
+EMULATED = ("--engine", "emulated", "--model", "opt-13b", "--served-model-name", "m")
+FAST = ("--time-scale", "0.1")
 OLD, NEW = AdapterSource("sql", "/a/1"), AdapterSource("sql", "/a/2")
 LAW = AdapterSource("law", "/a/law")
 
@@ -222,3 +230,44 @@ def test_a_report_that_changes_nothing_wakes_no_watcher(config: AgentConfig) -> 
     version = instance.version
     instance.report_adapters(report)
     assert instance.version == version
+
+
+def test_a_worker_begins_with_the_adapters_of_its_start_until_others_are_ordered(
+    config: AgentConfig,
+) -> None:
+    instance = WorkerInstance(replace(config, adapters=(OLD,)))
+    assert instance.ordered_adapters == (OLD,)
+    instance.order_adapters([LAW], 1)
+    assert instance.ordered_adapters == (LAW,)
+
+
+def test_an_engine_that_was_killed_comes_back_with_the_adapters(agents, tmp_path) -> None:
+    for name in ("sql", "law"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    sql, law = (AdapterSource(name, str(tmp_path / name)) for name in ("sql", "law"))
+
+    def has_loaded(*adapters: AdapterSource) -> Callable[[agent_pb2.Registration], bool]:
+        names = [each.engine_name for each in adapters]
+        return lambda registration: (
+            registration.state == agent_pb2.STATE_READY
+            and [e.engine_name for e in registration.runtime_adapters if e.loaded] == names
+        )
+
+    options = (*EMULATED, "--adapters", format_adapters([sql]))
+    agent = agents.start("x-0", "mixed", *options, engine_args=(*FAST, "--enable-lora"))
+    before = agent.until(has_loaded(sql))
+    assert before.adapters_digest == hash_adapters([sql])
+    sources = [agent_pb2.AdapterSource(name=e.name, source=e.source) for e in (sql, law)]
+    request = agent_pb2.SetAdaptersRequest(adapters=sources, generation=2)
+    agent.stub.SetAdapters(request, timeout=SECONDS, metadata=build_metadata())
+    agent.until(has_loaded(sql, law))
+    commands = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in agent.descendants()}
+    (engine,) = [p for p, c in commands.items() if b"emulator" in c and b"subreaper" not in c]
+    os.kill(engine, signal.SIGKILL)
+    after = agent.until(lambda r: has_loaded(sql, law)(r) and r.boot_id != before.boot_id)
+    ask = {"model": law.engine_name, "prompt": "hello", "max_tokens": 2}
+    url = f"{after.engine_url}/v1/completions"
+    answer = urllib.request.Request(url, json.dumps(ask).encode())
+    with urllib.request.urlopen(answer, timeout=SECONDS) as response:
+        assert json.load(response)["model"] == law.engine_name

@@ -148,8 +148,10 @@ def _select_adapters(cards: list[dict[str, object]]) -> tuple[str, ...]:
 def _read_fault(answer: EngineResponse) -> str:
     """The engine's sentence, or the beginning of its body."""
     try:
-        sentence = json.loads(answer.body)["error"]["message"]
-    except (ValueError, LookupError, TypeError):
+        content = json.loads(answer.body)
+        # Versions of vLLM differ in the level.
+        sentence = content.get("error", content)["message"]
+    except (ValueError, LookupError, TypeError, AttributeError):
         sentence = repr(answer.body[:_MAX_FAULT])
     return f"the engine answers {answer.status}: {sentence}"[:_MAX_SENTENCE]
 
