@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.manifests.container import build_flags
 from cleave.manifests.labels import (
-    AGENT_PORT,
     CELL_HEALTH_PORT,
     Manifest,
+    get_agent_port,
     get_agent_port_name,
 )
 from cleave.manifests.resources import Device, build_resources, build_scratch_sizes, sum_resources
@@ -102,11 +102,6 @@ def _name_engines(engines: Iterable[InstancePool], pod: str) -> Iterator[tuple[s
         role = str(engine.spec.role)
         yield f"{pod}.{role}-{counts[role]}", engine
         counts[role] += 1
-
-
-def get_agent_port(number: int) -> int:
-    """Port of the agent of the engine with this number in a pod, from 0."""
-    return AGENT_PORT + 2 * number
 
 
 def _build_ports(number: int) -> list[Manifest]:

@@ -12,7 +12,7 @@ from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import ObjectReference, OrderAdapters, Requeue
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.views import DeploymentView
-from cleave.manifests.cell_pod import get_agent_port
+from cleave.manifests.labels import get_agent_port
 from cleave.policy.adapters import AdapterSource, hash_adapters
 from cleave.rpc.fleet_status import FleetInstance
 
