@@ -257,11 +257,11 @@ class InstanceRegistry:
             pending |= found.pending
             for name, placement in found.placements.items():
                 if name not in self.models:
-                    self.models[name] = _place_adapter(name, model, base, placement)
+                    self.models[name] = _build_adapter(name, model, base, placement)
         self._pending_adapters = frozenset(pending - self.models.keys())
 
 
-def _place_adapter(
+def _build_adapter(
     name: str, model: str, base: ServedModel, placement: AdapterPlacement
 ) -> ServedModel:
     """The adapter with the score tables that have an instance with it."""

@@ -16,7 +16,7 @@ from aiohttp import web
 from cleave.policy.adapters import AdapterSource, format_adapters, hash_adapters
 from cleave.rpc.credentials import build_metadata
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.agent.adapters import keep_loaded
+from cleave_worker.agent.adapters.adapter_keeper import keep_loaded
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import AdaptersRefused, StaleAdapters, WorkerInstance
 

@@ -121,7 +121,7 @@ async def load_adapter(
     return _read_fault(answer)
 
 
-async def unload_adapter(
+async def remove_adapter(
     url: str, name: str, seconds: float, headers: dict[str, str] | None = None
 ) -> None:
     """Unload a LoRA adapter; the engine finishes its requests. Raises HttpError."""

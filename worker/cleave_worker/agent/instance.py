@@ -312,8 +312,8 @@ class WorkerInstance:
         self._notify()
 
     def order_adapters(self, ordered: Sequence[AdapterSource], generation: int) -> None:
-        """Take an order of adapters, of this generation of the deployment; `agent.adapters` follows
-        it. Raises AdaptersRefused."""
+        """Take an order of adapters, of this generation of the deployment, for `agent.adapters`.
+        Raises AdaptersRefused."""
         if fault := adapters.find_fault(ordered):
             raise AdaptersRefused(fault)
         newest = self._adapters_generation

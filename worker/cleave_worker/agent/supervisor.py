@@ -20,7 +20,7 @@ from cleave.rpc.http_client import HttpError
 from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent import engine_api
-from cleave_worker.agent.adapters import keep_loaded
+from cleave_worker.agent.adapters.adapter_keeper import keep_loaded
 from cleave_worker.agent.config import AgentConfig, AgentTiming
 from cleave_worker.agent.gang.gang_link import GangMember
 from cleave_worker.agent.instance import EnginePages, WorkerInstance, get_kv_direction

@@ -9,7 +9,6 @@ search for the name. And parsing blocks the event loop, so any body must cost on
 
 import hashlib
 import re
-from copy import copy
 
 import msgspec
 
@@ -243,9 +242,16 @@ def parse_engine_request(
 
 def set_engine_model(completion: CompletionRequest, engine_model: str) -> CompletionRequest:
     """The request to engines that know its adapter by another name than clients do."""
-    renamed = copy(completion)
-    renamed.fields = {**completion.fields, "model": msgspec.Raw(_encode(engine_model))}
-    return renamed
+    return CompletionRequest(
+        model=completion.model,
+        fields={**completion.fields, "model": msgspec.Raw(_encode(engine_model))},
+        stream=completion.stream,
+        can_disaggregate=completion.can_disaggregate,
+        prompt_tokens=completion.prompt_tokens,
+        output_tokens=completion.output_tokens,
+        has_token_ids=completion.has_token_ids,
+        return_token_ids=completion.return_token_ids,
+    )
 
 
 def raise_priority(completion: CompletionRequest, minimum: int) -> None:

@@ -68,7 +68,7 @@ class _AdapterKeeper:
     async def make_step(self) -> None:
         """Make the next step, or wait until one is due, and report the result."""
         instance, ordered = self._instance, self._instance.ordered_adapters
-        self._states = _follow(ordered, self._states)
+        self._states = _apply_order(ordered, self._states)
         step = choose_next_step(
             ordered,
             self._states,
@@ -83,7 +83,7 @@ class _AdapterKeeper:
         elif step.kind is StepKind.LOAD:
             await self._load(step.adapter)
         elif step.kind is StepKind.UNLOAD:
-            await self._unload(step.adapter)
+            await self._remove(step.adapter)
         else:
             name = step.adapter.engine_name
             self._states[name] = replace(self._states[name], withdrawn_s=self._clock())
@@ -109,10 +109,10 @@ class _AdapterKeeper:
             adapter, num_failures=failures, retry_s=now + delay_s, fault=fault
         )
 
-    async def _unload(self, adapter: AdapterSource) -> None:
+    async def _remove(self, adapter: AdapterSource) -> None:
         name = adapter.engine_name
         try:
-            await engine_api.unload_adapter(
+            await engine_api.remove_adapter(
                 self._url, name, self._timing.adapter_load, self._headers
             )
         except HttpError as error:
@@ -143,7 +143,7 @@ def build_report(
             )
 
 
-def _follow(
+def _apply_order(
     ordered: Sequence[AdapterSource], states: Mapping[str, AdapterState]
 ) -> dict[str, AdapterState]:
     """The states after an order: withdrawn adapters that are ordered again take requests, and
