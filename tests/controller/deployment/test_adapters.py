@@ -4,19 +4,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import Apply, Create, Delete, OrderAdapters, Requeue
+from cleave.controller.cluster.gateway_client import GatewayClient
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.deployment.adapters import build_conditions, list_orders, to_sources
 from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.views import DeploymentView
 from cleave.manifests.pool import hash_revision
 from cleave.policy.adapters import AdapterSource, hash_adapters
-from cleave.rpc.fleet_status import FleetInstance
+from cleave.rpc.fleet_status import FleetInstance, KvPath
 
+from tests.controller.test_convergence import condition, control_plane
 from tests.support import deployment_views
+from tests.support.fake_cluster import manual_placement
 
 ADAPTERS = [{"name": "sql", "source": "/data/sql"}, {"name": "law", "source": "org/law"}]
 SOURCES = (AdapterSource("sql", "/data/sql"), AdapterSource("law", "org/law"))
@@ -139,3 +143,72 @@ def test_instances_that_are_not_ready_do_not_count() -> None:
 
 def test_sources_are_those_of_the_spec() -> None:
     assert tuple(to_sources(deploy().spec.adapters)) == SOURCES
+
+
+class Fleet:
+    """The operator with a cluster in memory, whose agents follow orders as gateways report it."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.here = control_plane(**spec)
+        self.reported: dict[str, FleetInstance] = {}
+        self.fault = ""
+        gateways = GatewayClient(lambda: self.here.cluster.now_s, fetch=self.fetch)
+        self.here.controller._gateways = gateways
+        self.here.controller.cache.list_gateways = lambda _: ["10.1.0.1"]  # type: ignore[method-assign]
+
+    async def fetch(self, _urls: Any, _counts: Any) -> dict[str, FleetInstance]:
+        for action in self.orders:
+            digest, failed = hash_adapters(action.adapters), bool(self.fault)
+            self.reported[action.target.name] = report(digest, int(failed), self.fault)
+        return {name: self._describe(name) for name in self._list_pods()}
+
+    def _list_pods(self) -> list[str]:
+        return [each["metadata"]["name"] for each in self.here.cluster.pods()]
+
+    def _describe(self, pod: str) -> FleetInstance:
+        role = pod.split("-")[1]
+        known = {"role": role, "home": role, "state": "ready", "selectable": True}
+        adapters = self.reported.get(pod, report())
+        return structs.replace(adapters, name=pod, kv_path=KvPath(verified=True), **known)
+
+    @property
+    def orders(self) -> list[OrderAdapters]:
+        return [each for each in self.here.cluster.log if isinstance(each, OrderAdapters)]
+
+    @property
+    def uids(self) -> set[str]:
+        return {pod["metadata"]["uid"] for pod in self.here.cluster.pods()}
+
+    def edit(self, adapters: list[dict[str, str]]) -> None:
+        self.here.cluster.edit("LLMDeployment", "chat", adapters=adapters)
+        self.here.converge()
+
+
+def test_an_edit_reaches_every_instance_once_and_replaces_none() -> None:
+    engine = {"type": "Emulated", "args": ["--enable-lora"]}
+    fleet = Fleet(engine=engine, placement=manual_placement(prefill=1, decode=2))
+    fleet.here.converge()
+    uids = fleet.uids
+    assert fleet.orders == []
+    for number, adapters in enumerate((ADAPTERS[:1], ADAPTERS, []), 1):
+        fleet.edit(adapters)
+        assert len(fleet.orders) == 3 * number
+        assert fleet.uids == uids
+        if adapters:
+            assert condition(fleet.here.cluster, "AdaptersLoaded")["status"] == "True"
+        assert condition(fleet.here.cluster, "Ready")["status"] == "True"
+        specs = [each["spec"] for each in fleet.here.cluster.all("InstancePool")]
+        assert [each.get("adapters", []) for each in specs] == [adapters] * 2
+
+
+def test_an_engines_sentence_is_in_the_condition_and_the_model_stays_ready() -> None:
+    engine = {"type": "Emulated", "args": ["--enable-lora"]}
+    fleet = Fleet(engine=engine)
+    fleet.here.converge()
+    fleet.fault = "sql: the engine answers 404: No adapter found for /data/sql"
+    fleet.edit(ADAPTERS)
+    found = condition(fleet.here.cluster, "AdaptersLoaded")
+    assert (found["status"], found["reason"]) == ("False", "LoadFailed")
+    assert "No adapter found for /data/sql" in found["message"]
+    assert condition(fleet.here.cluster, "Ready")["status"] == "True"
+    assert len(fleet.orders) == 2, "the agents try again by themselves"
