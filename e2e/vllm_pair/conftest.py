@@ -46,16 +46,16 @@ def vllm_pair(
             {"role": "mixed", "maxNumSeqs": 1},
         ],
     }
-    modules = [f"{name}={path}" for name, path in adapters.items()]
     # A random model would go on with blanks for ever.
     structured = {"backend": "xgrammar", "disable_any_whitespace": True}
     args = [
-        *("--enable-lora", "--max-loras", str(len(adapters)), "--lora-modules", *modules),
+        *("--enable-lora", "--max-loras", str(len(adapters))),
         *("--structured-outputs-config", json.dumps(structured)),
         *("--otlp-traces-endpoint", collector[1]),
     ]
     manifest = tiny_vllm(
         tiny_model,
+        adapters=[{"name": name, "source": str(path)} for name, path in adapters.items()],
         pools={"flipping": "Off"},
         engine={"connector": "Nixl", "scheduling": scheduling, "args": args},
         gateway={"tracing": {"endpoint": collector[1], "share": 0.0}, "accessLog": True},

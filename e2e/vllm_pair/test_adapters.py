@@ -1,9 +1,15 @@
-"""LoRA adapters on vLLM: their KV is handed over like the model's own."""
+"""LoRA adapters on vLLM: loaded into running engines, their KV handed over like the model's own."""
 
+from pathlib import Path
+
+import grpc
 import httpx
 import pytest
 
-from e2e.support.deployments import Deployment
+from cleave.policy.adapters import AdapterSource
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+from e2e.support.deployments import Deployment, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 # The first log-probabilities of a prompt compile a kernel with g++.
@@ -19,12 +25,46 @@ def ask(url: str, model: str, prompt: str, **fields: object) -> tuple[list[int],
     return response.json()["choices"][0]["token_ids"], "x-cleave-prefill" in response.headers
 
 
+def list_models(url: str) -> dict[str, str | None]:
+    """The parents of the gateway's models, by name."""
+    listed = httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"]
+    return {each["id"]: each["parent"] for each in listed}
+
+
+def order(deployment: Deployment, generation: int, **sources: Path) -> None:
+    """Order adapters as the operator does, and wait until all agents have done what they can."""
+    adapters = [agent_pb2.AdapterSource(name=n, source=str(path)) for n, path in sources.items()]
+    request = agent_pb2.SetAdaptersRequest(adapters=adapters, generation=generation)
+    (file,) = deployment.state_dir.rglob("agents")
+    for address in file.read_text().split():
+        with grpc.insecure_channel(address) as channel:
+            agent = agent_pb2_grpc.AgentStub(channel)
+            agent.SetAdapters(request, timeout=TIMEOUT_S, metadata=deployment.agent_metadata)
+
+    ordered = {AdapterSource(name, str(path)).engine_name for name, path in sources.items()}
+
+    def is_settled() -> bool:
+        reports = [one.runtime_adapters for one in deployment.instances().values()]
+        return all(
+            {each.engine_name for each in report if each.loaded or each.fault} >= ordered
+            and {each.name for each in report} <= sources.keys()
+            for report in reports
+        )
+
+    until(is_settled, TIMEOUT_S, "the adapters are loaded")
+
+
+def read_error(url: str, model: str) -> tuple[int, str]:
+    """(status, code of the error) of a request; no code: it was answered."""
+    response = httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "a"}, timeout=60)
+    return response.status_code, response.json().get("error", {}).get("code", "")
+
+
 def test_each_adapter_answers_over_a_handoff_as_one_instance_does(
     vllm_pair: Deployment,
 ) -> None:
-    listed = httpx.get(f"{vllm_pair.url}/v1/models", timeout=TIMEOUT_S).json()["data"]
-    parents = {each["id"]: each["parent"] for each in listed}
-    assert parents == {"tiny": None, "sql": "tiny", "law": "tiny"}
+    parents = {"tiny": None, "sql": "tiny", "law": "tiny"}
+    until(lambda: list_models(vllm_pair.url) == parents, TIMEOUT_S, "the adapters are loaded")
     for number in range(2):
         prompt = f"{number}: the river runs under an old stone bridge BCDFG " * 8
         answers = []
@@ -35,3 +75,39 @@ def test_each_adapter_answers_over_a_handoff_as_one_instance_does(
             assert (tokens, split, both) == (alone, True, False), name
             answers.append(tuple(tokens))
         assert len(set(answers)) == 3
+
+
+def test_a_changed_source_serves_without_a_restart_and_without_the_old_ones_kv(
+    vllm_pair: Deployment, adapters: dict[str, Path]
+) -> None:
+    url = vllm_pair.url
+    parents = {"tiny": None, "sql": "tiny", "law": "tiny"}
+    until(lambda: list_models(url) == parents, TIMEOUT_S, "the adapters are loaded")
+    boots = {name: one.boot_id for name, one in vllm_pair.instances().items()}
+    prompt = "the river runs under another old stone bridge BCDFG " * 8
+    before = {name: ask(url, name, prompt) for name in ("sql", "law")}
+    assert before["sql"] != before["law"]
+
+    order(vllm_pair, 2, sql=adapters["law"], law=adapters["law"])
+    until(lambda: ask(url, "sql", prompt) == before["law"], TIMEOUT_S, "the new source answers")
+    assert ask(url, "sql", prompt)[1], "over a handoff"
+    answer = httpx.post(f"{url}/v1/completions", json={"model": "sql", "prompt": "a"}, timeout=60)
+    assert answer.json()["model"] == "sql"
+
+    order(vllm_pair, 3, law=adapters["law"], tax=adapters["law"] / "missing")
+    gone, waiting = (404, "model_not_found"), (503, "no_instance")
+    until(lambda: read_error(url, "sql") == gone, TIMEOUT_S, "no request is accepted any more")
+    until(lambda: read_error(url, "tax") == waiting, TIMEOUT_S, "the gateway knows of the order")
+    faults = [
+        each.fault
+        for one in vllm_pair.instances().values()
+        for each in one.runtime_adapters
+        if each.name == "tax"
+    ]
+    assert len(faults) == 2
+    assert all("No adapter found for" in fault and "tax@" not in fault for fault in faults)
+
+    order(vllm_pair, 4, **adapters)
+    until(lambda: read_error(url, "sql") == (200, ""), TIMEOUT_S, "the first source is back")
+    assert ask(url, "sql", prompt) == before["sql"]
+    assert {name: one.boot_id for name, one in vllm_pair.instances().items()} == boots

@@ -113,7 +113,7 @@ def test_python_names_are_no_yaml_names(manifest: Make) -> None:
 
 def test_an_unknown_field_is_rejected_with_all_valid_fields(manifest: Make) -> None:
     (fault,) = faults(yaml.safe_dump(manifest(zebra={"mode": "Auto"})))
-    known = "model, slo, workload, planning, placement, routing, pools, engine, scaling, template"
+    known = "model, slo, workload, planning, placement, routing, pools, engine, adapters, scaling"
     assert fault.startswith(f"spec.zebra: unknown field; known here: {known}")
 
 

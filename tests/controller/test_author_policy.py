@@ -63,3 +63,13 @@ def test_what_the_policy_denies_is_named_and_allowed_without_one(
 def test_what_the_policy_allows_passes() -> None:
     spec = {"engine": {"image": "registry.example/worker:1", "args": ["--seed", "1"]}}
     assert not list(list_violations(build_deployment(**spec), STRICT))
+
+
+@pytest.mark.parametrize("flag", ["--enable-lora", "--lora-modules"])
+def test_where_arguments_for_adapters_are_denied_a_list_of_them_is(flag: str) -> None:
+    adapters = [{"name": "sql", "source": "/data/sql"}]
+    deployment = build_deployment(adapters=adapters, engine={"args": ["--enable-lora"]})
+    policy = AuthorPolicy(denied_engine_args=(flag,))
+    faults = list(list_violations(deployment, policy))
+    assert "spec.adapters: the operator's policy denies LoRA adapters" in faults
+    assert not list(list_violations(deployment, AuthorPolicy()))

@@ -74,7 +74,7 @@ def test_the_operators_pods_alone_of_their_namespace_reach_agents() -> None:
     home = {"kubernetes.io/metadata.name": "cleave-system"}
     assert source["namespaceSelector"] == {"matchLabels": home}
     assert source["podSelector"] == {"matchLabels": OPERATOR}
-    assert list_ports(rule) == [9000]
+    assert list_ports(rule) == list(range(9000, 9032, 2)), "a pod has up to 16 agents"
 
 
 def test_gateways_are_open_to_clients_and_their_internal_port_is_not() -> None:

@@ -12,6 +12,7 @@ from cleave.manifests.labels import AGENT_PORT
 from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_agent_command, build_scheduling_args, build_worker_pod
 from cleave.planner.placement import choose_placement
+from cleave.policy.adapters import AdapterSource, parse_adapters
 from cleave.policy.admission import Admission
 from cleave.policy.prompt_order import PrefillOrder
 from cleave.rpc.v1 import agent_pb2
@@ -158,6 +159,14 @@ def test_pods_learn_their_address_and_where_the_agents_are(pool) -> None:
         },
         {"name": "A", "value": "b"},
     ]
+
+
+def test_a_worker_starts_with_the_adapters_of_its_pool(pool) -> None:
+    adapters = [{"name": "sql", "source": "/data/sql"}]
+    spec = pool(adapters=adapters, engine={"args": ["--enable-lora"]})
+    env = {each["name"]: each.get("value") for each in container(build_worker_pod(spec, 0))["env"]}
+    assert parse_adapters(env["CLEAVE_ADAPTERS"]) == (AdapterSource("sql", "/data/sql"),)
+    assert "CLEAVE_ADAPTERS" in RESERVED_ENV
 
 
 def test_the_environment_set_by_cleave_cannot_be_overridden(pool) -> None:

@@ -168,3 +168,102 @@ def test_keys_of_adapters_differ(routed) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql", "law")
     keys = [router.registry.models[name].adapter for name in ("m", "sql", "law")]
     assert keys == [None, to_key("sql"), to_key("law")]
+
+
+RUNTIME = {"name": "sql", "engine_name": "sql@1", "loaded": True, "generation": 1}
+
+
+def make_runtime(*changes: dict) -> list[agent_pb2.RuntimeAdapter]:
+    """Adapters that were loaded at run time: `RUNTIME` with changes."""
+    return [agent_pb2.RuntimeAdapter(**RUNTIME | each) for each in changes]
+
+
+def test_a_runtime_adapter_is_served_where_it_is_loaded_in_both_phases(
+    registry, make_event
+) -> None:
+    for name, role in FOUR.items():
+        has_it = make_runtime({}) if name in ("p2", "d1") else []
+        registry.on_event(name, make_event(name, role, runtime_adapters=has_it), 0.0)
+    router = Router(registry)
+    assert {serve(router, "sql") for _ in range(12)} == {("p2", "d1")}
+    assert {serve(router, "m")[0] for _ in range(12)} == {"p1", "p2"}
+    assert router.pick("sql", 10).engine_model == "sql@1"
+    assert router.pick("m", 10).engine_model == ""
+    assert router.explain_unavailable("sql") == ""
+
+
+def test_a_pair_never_has_two_sources_of_an_adapter(registry, make_event) -> None:
+    newer = {"engine_name": "sql@2", "generation": 2}
+    for name, role in FOUR.items():
+        event = make_event(name, role, runtime_adapters=make_runtime({}))
+        registry.on_event(name, event, 0.0)
+    router = Router(registry)
+    for name, role in FOUR.items():
+        assert router.pick("sql", 10).engine_model == "sql@1", f"before {name} has the new one"
+        event = make_event(name, role, runtime_adapters=make_runtime(newer, {}))
+        registry.on_event(name, event, 0.0)
+    assert router.pick("sql", 10).engine_model == "sql@2", "the newest that all have"
+    alone = make_event("p1", "prefill", runtime_adapters=make_runtime(newer))
+    registry.on_event("p1", alone, 0.0)
+    assert router.pick("sql", 10).engine_model == "sql@2"
+
+
+def test_the_source_that_more_open_instances_have_is_served(registry, make_event) -> None:
+    old, new = make_runtime({}), make_runtime({"engine_name": "sql@2", "generation": 2})
+    states = {"a": (old, agent_pb2.STATE_READY), "b": (new, agent_pb2.STATE_STARTING)}
+    for name, (adapters, state) in states.items():
+        event = make_event(name, "mixed", runtime_adapters=adapters, state=state)
+        registry.on_event(name, event, 0.0)
+    assert serve(Router(registry), "sql") == (None, "a")
+
+
+def test_an_adapter_that_no_instance_has_loaded_is_waited_for(registry, make_event) -> None:
+    event = make_event("a", "mixed", runtime_adapters=make_runtime({"loaded": False}))
+    registry.on_event("a", event, 0.0)
+    with pytest.raises(NoInstance, match="no instance has loaded the adapter 'sql' yet"):
+        Router(registry).pick("sql", 10)
+    with pytest.raises(UnknownModel):
+        Router(registry).pick("law", 10)
+    registry.on_event("a", make_event("a", "mixed", runtime_adapters=make_runtime({})), 0.0)
+    assert serve(Router(registry), "sql") == (None, "a")
+    registry.on_event("a", make_event("a", "mixed"), 0.0)
+    with pytest.raises(UnknownModel):
+        Router(registry).pick("sql", 10)
+
+
+def test_an_instance_without_the_adapter_is_no_substitute(registry, make_event) -> None:
+    draining = agent_pb2.STATE_DRAINING
+    gone = make_event("a", "mixed", runtime_adapters=make_runtime({}), state=draining)
+    registry.on_event("a", gone, 0.0)
+    registry.on_event("b", make_event("b", "mixed"), 0.0)
+    router = Router(registry)
+    with pytest.raises(NoInstance, match=r"b .mixed.: has not loaded the adapter"):
+        router.pick("sql", 10, excluded=("x",), suspect=("y",))
+    assert "has not loaded the adapter" in router.explain_unavailable("sql")
+
+
+def test_an_adapter_from_the_start_goes_before_one_loaded_later(registry, make_event) -> None:
+    event = make_event("a", "mixed", adapters=["sql"], runtime_adapters=make_runtime({}))
+    registry.on_event("a", event, 0.0)
+    assert Router(registry).pick("sql", 10).engine_model == ""
+
+
+def test_caches_of_two_sources_are_not_confused(registry, make_event) -> None:
+    registry = InstanceRegistry(DispatchPolicy.PREFIX_AWARE)
+    text = b"x" * FIRST_BLOCK_BYTES * 4 + b"]"
+    router = Router(registry)
+    for engine_name, todo in (("sql@1", 500), ("sql@1", 0), ("sql@2", 500)):
+        adapters = make_runtime({"engine_name": engine_name})
+        registry.on_event("a", make_event("a", "mixed", runtime_adapters=adapters), 0.0)
+        pick = router.pick("sql", 500, text=text)
+        assert round(pick._prefill_entry[2]) == todo, engine_name
+        router.observe_completion(pick, 1)
+        router.release(pick)
+
+
+def test_more_runtime_adapters_than_fit_stay_together(registry, make_event) -> None:
+    both = make_runtime({}, {"name": "law", "engine_name": "law@1"})
+    for name in ("a", "b"):
+        event = make_event(name, "mixed", runtime_adapters=both, max_adapters=1)
+        registry.on_event(name, event, 0.0)
+    assert len({serve(Router(registry), "sql") for _ in range(8)}) == 1

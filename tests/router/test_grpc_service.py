@@ -8,7 +8,7 @@ import pytest
 from cleave.api.enums import FallbackPolicy
 from cleave.router.grpc_service import RouterServer, RouterService
 from cleave.router.router import Router
-from cleave.rpc.v1 import router_pb2, router_pb2_grpc
+from cleave.rpc.v1 import agent_pb2, router_pb2, router_pb2_grpc
 
 
 @pytest.fixture
@@ -91,3 +91,12 @@ async def test_a_ticket_that_is_never_released_lapses(fleet_of) -> None:
     service.expire(101.0)
     assert registry.instances["p"].in_flight.prompt.own == 0
     assert registry.instances["d"].in_flight.num_requests == 0
+
+
+async def test_callers_learn_the_engines_name_of_an_adapter(stub, registry, make_event) -> None:
+    adapter = agent_pb2.RuntimeAdapter(name="sql", engine_name="sql@1", loaded=True)
+    registry.on_event("d", make_event("d", "mixed", runtime_adapters=[adapter]), 0.0)
+    picked = await stub.Pick(router_pb2.PickRequest(model="sql"))
+    assert picked.engine_model == "sql@1"
+    listed = (await stub.Fleet(router_pb2.FleetRequest(model="sql"))).instances
+    assert [each.registration.instance for each in listed] == ["d"]

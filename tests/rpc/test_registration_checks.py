@@ -26,6 +26,8 @@ def make_registration(**fields: object) -> agent_pb2.Registration:
         ({"deployment": "other"}, "deployment 'other', not 'chat'"),
         ({"adapters": [f"a{n}" for n in range(1_025)]}, "1025 adapters"),
         ({"adapters": ["a" * 513]}, "a name has 513 characters"),
+        ({"runtime_adapters": [{"name": f"a{n}"} for n in range(1_025)]}, "1025 adapters"),
+        ({"runtime_adapters": [{"engine_name": "a" * 513}]}, "a name has 513 characters"),
         ({"model": "m" * 513}, "a name has 513 characters"),
         ({"reason": "r" * (512 << 10)}, "is too large"),
     ],

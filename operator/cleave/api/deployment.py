@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cleave.api import replan_status
+from cleave.api.adapters import AdapterList
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.engine import Connector, DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
@@ -252,6 +253,11 @@ class LLMDeploymentSpec(ApiModel):
     """How the prefill and decode pools exchange instances while traffic changes."""
     engine: EngineSpec = EngineSpec()
     """The inference engine of every instance."""
+    adapters: AdapterList = Field(default_factory=list)
+    """LoRA adapters of the model. Running engines load and unload them as this list changes, with
+    neither a restart nor a rollout; engine.args must have --enable-lora, and sets limits such as
+    --max-loras and --max-lora-rank. A changed source takes the requests of its name once it is
+    loaded; requests that run are finished with the previous one."""
     scaling: Scaling = Scaling()
     """How the number of instances follows traffic between two plans, in a cluster."""
     template: WorkerTemplate = WorkerTemplate()
@@ -296,6 +302,23 @@ class LLMDeploymentSpec(ApiModel):
             message="Never leaves every request unserved when all instances are decode instances",
             field="routing.fallback",
         ),
+        ValidationRule(
+            cel="!has(self.adapters) || size(self.adapters) == 0 || has(self.engine) && "
+            "has(self.engine.args) && self.engine.args.exists(a, "
+            "a.replace('_', '-') == '--enable-lora')",
+            is_valid=lambda s: not s.adapters or s.engine.enables_lora,
+            message="need --enable-lora in engine.args",
+            field="adapters",
+        ),
+        ValidationRule(
+            cel="!has(self.adapters) || size(self.adapters) == 0 || !has(self.engine) || "
+            "!has(self.engine.args) || !self.engine.args.exists(a, "
+            "a.split('=')[0].replace('_', '-') == '--lora-modules')",
+            is_valid=lambda s: not (s.adapters and s.engine.has_flag("--lora-modules")),
+            message="exclude --lora-modules in engine.args: list all adapters here",
+            field="adapters",
+        ),
+        build_unique_rule("adapters", "name", "LoRA adapter"),
     )
 
     @property
@@ -340,6 +363,7 @@ class LLMDeploymentStatus(ApiModel):
     PlanFeasible: the latency targets can be met. PlanDrifted: traffic differs from the planned
     traffic. PredictionHolds: instances are as fast as the planner predicts. SLOAttained: recent
     requests met spec.slo; absent where the operator does not read the gateways' traffic.
+    AdaptersLoaded: every ready instance has loaded spec.adapters; absent without any.
     ModelAsReported: all engines report the same config.json, and their KV bytes per token are those
     that plans count with; absent while no engine has reported them."""
     model: str | None = None

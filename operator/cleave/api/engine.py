@@ -24,7 +24,7 @@ RESERVED_FLAGS = (
 
 RESERVED_ENV = (
     "POD_IP", "CLEAVE_AGENTS", "CLEAVE_POD_NAME", "CLEAVE_LEADER", "CLEAVE_ROLE",
-    "CLEAVE_LOAD_PAGE", "CLEAVE_TERMS_PAGE", "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "CLEAVE_ADAPTERS", "CLEAVE_LOAD_PAGE", "CLEAVE_TERMS_PAGE", "VLLM_NIXL_SIDE_CHANNEL_HOST",
     "VLLM_NIXL_SIDE_CHANNEL_PORT", "CLEAVE_TOKEN_FILE", "CLEAVE_TRUSTED_ACCOUNTS",
 )  # fmt: skip
 """Environment variables that Cleave sets itself."""
@@ -289,6 +289,11 @@ class EngineSpec(ApiModel):
             return self.kv_connector is Connector.CLEAVE and "nccl" in ways
         except (ValueError, LookupError, TypeError):
             return False
+
+    @property
+    def enables_lora(self) -> bool:
+        """Whether engines can have LoRA adapters, by a flag that agents look for in full."""
+        return any(_normalize_flag(arg) == "--enable-lora" for arg in self.args)
 
     @property
     def emulation(self) -> Emulation:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cleave.api.adapters import AdapterList
 from cleave.api.base import ApiModel, ValidationRule
 from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.model import ModelField
@@ -95,6 +96,9 @@ class InstancePoolSpec(ApiModel):
     """The model to serve: its source as text, or an object."""
     engine: EngineSpec = EngineSpec()
     """The inference engine of every instance."""
+    adapters: AdapterList = Field(default_factory=list)
+    """LoRA adapters that new instances load. Changes reach running instances through the
+    LLMDeployment."""
     template: WorkerTemplate = WorkerTemplate()
     """Overrides for the worker pods."""
     pending_timeout_s: Annotated[int, Field(ge=10, le=86_400)] = 120

@@ -47,6 +47,10 @@ def list_violations(resource: LLMDeployment | InstancePool, policy: AuthorPolicy
     for flag in policy.denied_engine_args + files:
         if engine.has_flag(flag):
             yield f"spec.engine.args: the operator's policy denies {flag}"
+    if resource.spec.adapters and {"--enable-lora", "--lora-modules"} & {
+        *policy.denied_engine_args
+    }:
+        yield "spec.adapters: the operator's policy denies LoRA adapters"
     volumes = {volume.name: volume.model_dump() for volume in template.volumes}
     if not policy.allows_host_paths:
         cache = model.cache

@@ -22,6 +22,7 @@ from cleave.controller.cluster.actions import (
     Action,
     Delete,
     ObjectReference,
+    OrderAdapters,
     PatchStatus,
     Repurpose,
     RequestPlan,
@@ -39,7 +40,7 @@ from cleave.controller.cluster.cache import (
 from cleave.controller.cluster.client import KubeApiError
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
-from cleave.controller.cluster.gateway_client import GatewayClient
+from cleave.controller.cluster.gateway_client import GatewayClient, InstancesByPod
 from cleave.controller.cluster.inventory import Inventory, PlanMachines
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.cluster.workqueue import WorkQueue
@@ -302,6 +303,8 @@ class Controller:
     async def _carry_out(self, key: ResourceKey, executor: Executor, actions: list[Action]) -> None:
         if not any(isinstance(action, Repurpose) for action in actions):
             await executor.carry_out(actions)
+            if any(isinstance(action, OrderAdapters) for action in actions):
+                self._gateways.forget(key)
             return
         self._repurposing.add(key)
         try:
@@ -357,7 +360,8 @@ class Controller:
             self.cache.list_gateways(key),
             frozenset(pod.name for pod in present if pod.ready),
             self._count_engines(key),
-            has_starting=any(_may_report_start(pod, self._now()) for pod in present),
+            has_starting=any(_may_report_start(pod, self._now()) for pod in present)
+            or _has_pending_adapters(self._gateways.get_cached(key)),
         )
         pods = _with_load(self.cache.list_pods(key), reported or {})
         pools = [
@@ -467,6 +471,11 @@ def _may_report_start(pod: ObservedPod, now_s: float) -> bool:
     address there is no agent, and what has not started for long will not do so in seconds."""
     is_starting = pod.is_alive and not pod.ready and not pod.start_fault and pod.ip
     return bool(is_starting) and now_s - pod.created_s < _STARTING_S
+
+
+def _has_pending_adapters(instances: InstancesByPod) -> bool:
+    """Whether an instance still loads adapters, or retries to."""
+    return any(each.adapters_pending for each in (instances or {}).values())
 
 
 def _get_owner_key(key: ResourceKey, resource: InstancePool) -> ResourceKey:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.manifests.container import build_flags
 from cleave.manifests.labels import (
-    AGENT_PORT,
     CELL_HEALTH_PORT,
     Manifest,
+    get_agent_port,
     get_agent_port_name,
 )
 from cleave.manifests.resources import Device, build_resources, build_scratch_sizes, sum_resources
@@ -60,7 +60,7 @@ def _build_cell_agents(
     engines: Iterable[InstancePool], pod: str, device: Device
 ) -> Iterator[list[str]]:
     for number, (name, engine) in enumerate(_name_engines(engines, pod)):
-        role, port = engine.spec.role, _get_agent_port(number)
+        role, port = engine.spec.role, get_agent_port(number)
         yield build_agent_command(engine, name, pod, device, role=role, port=port)
 
 
@@ -73,7 +73,7 @@ def _build_rank_agents(
             engine,
             f"{pod}.rank-{rank}",
             device=device,
-            port=_get_agent_port(rank),
+            port=get_agent_port(rank),
             data_parallel=(len(engines), rank),
         )
 
@@ -104,11 +104,7 @@ def _name_engines(engines: Iterable[InstancePool], pod: str) -> Iterator[tuple[s
         counts[role] += 1
 
 
-def _get_agent_port(number: int) -> int:
-    return AGENT_PORT + 2 * number
-
-
 def _build_ports(number: int) -> list[Manifest]:
-    agent, port = get_agent_port_name(number), _get_agent_port(number)
+    agent, port = get_agent_port_name(number), get_agent_port(number)
     engine = agent.replace("agent", "engine")
     return [{"name": agent, "containerPort": port}, {"name": engine, "containerPort": port + 1}]

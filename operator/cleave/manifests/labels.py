@@ -41,6 +41,11 @@ INTERNAL_PORT = 8081
 """Port of a gateway for the operator: state of the fleet without API keys, and metrics."""
 
 
+def get_agent_port(number: int) -> int:
+    """Port of an agent, by its number in its pod."""
+    return AGENT_PORT + 2 * number
+
+
 def get_agent_port_name(number: int) -> str:
     """Name of the port of an agent, by its number in its pod."""
     return f"agent-{number}" if number else "agent"

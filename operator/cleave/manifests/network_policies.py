@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.role import MAX_POD_ENGINES
 from cleave.manifests.labels import (
-    AGENT_PORT,
     COMPONENT,
     DEPLOYMENT,
     GATEWAY,
@@ -23,6 +23,7 @@ from cleave.manifests.labels import (
     WORKER,
     Manifest,
     build_object,
+    get_agent_port,
     get_gateway_name,
     get_workers_name,
 )
@@ -67,10 +68,11 @@ def build_workers_policy(owner: DeploymentOrPool, isolation: NetworkIsolation) -
     agents. KV ports are chosen at each start, hence all ports. Kubernetes always admits the node
     itself, which probes and port-forwarding need."""
     deployment = get_deployment_name(owner)
+    agents = map(get_agent_port, range(MAX_POD_ENGINES))
     members = _select_components(deployment, WORKER, NODE_WORKER, GATEWAY)
     ingress = [
         {"from": [{"podSelector": members}]},
-        {"from": [_select_operator(isolation)], "ports": _list_ports([AGENT_PORT])},
+        {"from": [_select_operator(isolation)], "ports": _list_ports(agents)},
     ]
     workers = _select_components(deployment, WORKER, NODE_WORKER)
     egress = _build_egress(deployment, isolation, isolation.egress_ports)

@@ -178,6 +178,7 @@ def _build_pool(
             revision=revision_hash,
             model=spec.model,
             engine=_with_limits(spec.engine, planned, placement.pools),
+            adapters=spec.adapters,
             template=spec.template,
             pending_timeout_s=spec.rollout.pending_timeout_s,
             deletion_policy=spec.deletion_policy,

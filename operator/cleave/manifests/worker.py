@@ -41,6 +41,8 @@ from cleave.manifests.storage import (
     list_compile_caches,
 )
 from cleave.planner.problem import ADMISSIONS, ORDERS
+from cleave.policy.adapters import ENV as ADAPTERS_ENV
+from cleave.policy.adapters import AdapterSource, format_adapters
 
 RoleSchedulingArgs = dict[str, str | int]
 """Scheduling arguments of one role, as the agent's `--scheduling` takes them."""
@@ -264,6 +266,9 @@ def build_environment(pool: InstancePool, device: Device) -> list[Manifest]:
     if device == "gpu" and spec.engine.type is EngineType.VLLM:
         caches = list_compile_caches(spec.model, spec.gpu)
         variables += [{"name": name, "value": path} for name, path in caches.items()]
+    if spec.adapters:
+        adapters = [AdapterSource(each.name, each.source) for each in spec.adapters]
+        variables.append({"name": ADAPTERS_ENV, "value": format_adapters(adapters)})
     if spec.nodes > 1:
         variables.append({"name": "VLLM_HOST_IP", "value": "$(POD_IP)"})
     own = {variable.name: _build_variable(variable) for variable in spec.engine.env}

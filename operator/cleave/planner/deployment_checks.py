@@ -36,6 +36,14 @@ def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True
     return None
 
 
+def find_adapter_fault(deployment: LLMDeployment) -> str | None:
+    """Why an adapter could never be requested; None: each can."""
+    model = deployment.spec.model.name
+    if any(each.name == model for each in deployment.spec.adapters):
+        return f"spec.adapters: {model} is the name of the model itself; choose another name"
+    return None
+
+
 def list_parallelism_faults(
     deployment: LLMDeployment, *, reads_files: bool = True
 ) -> Iterator[str]:

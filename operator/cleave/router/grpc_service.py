@@ -69,6 +69,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             prefill=_to_message(pick.prefill) if pick.prefill is not None else None,
             decode=_to_message(pick.decode),
             reason=pick.reason,
+            engine_model=pick.engine_model,
         )
 
     async def Release(  # noqa: N802
@@ -164,7 +165,8 @@ def _to_message(target: Target) -> router_pb2.Target:
 
 def _serves_model(instance: RoutedInstance, model: str) -> bool:
     registration = instance.registration
-    return model in ("", registration.model) or model in registration.adapters
+    adapters = [*registration.adapters, *(each.name for each in registration.runtime_adapters)]
+    return model in ("", registration.model) or model in adapters
 
 
 def _describe_instance(instance: RoutedInstance, now: float) -> router_pb2.Instance:

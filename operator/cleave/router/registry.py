@@ -14,6 +14,7 @@ from cleave.policy.session_affinity import to_key
 from cleave.router.errors import NoInstance, RouterError, UnknownModel
 from cleave.router.instance import Connectivity, RoutedInstance
 from cleave.router.pair_proofs import PairResult
+from cleave.router.runtime_adapters import AdapterPlacement, choose_placements
 from cleave.router.score_table import ScoreTable
 from cleave.router.shared_load import SharedLoad
 from cleave.router.shared_score_table import build_shared_table
@@ -38,6 +39,11 @@ class ServedModel:
     """Key of an adapter; None: this is not an adapter."""
     is_crowded: bool = False
     """Whether instances serve more adapters than they can hold in memory at a time."""
+    engine_name: str = ""
+    """By which engines know an adapter that was loaded at run time; empty: by the model's name."""
+    lacking: frozenset[str] = frozenset()
+    """Instances in the score tables that have not loaded the adapter: they get none of its
+    requests."""
 
 
 class InstanceRegistry:
@@ -58,6 +64,8 @@ class InstanceRegistry:
         """Time of the first registration, in seconds of the callers' clock, by the name of the
         model, including those that no instance serves now: the first MAX_KNOWN_MODELS since the
         start, as each is a label of metrics that stay."""
+        self._pending_adapters: frozenset[str] = frozenset()
+        """Adapters that were ordered and that no instance has loaded yet."""
         self._names: dict[str, str] = {}
         self.latest_s = 0.0
         """Time of the latest event or sweep, in seconds of the callers' clock."""
@@ -128,6 +136,8 @@ class InstanceRegistry:
 
     def build_error(self, model: str) -> RouterError:
         """The error for an unknown model; NoInstance while the list of models is incomplete."""
+        if model in self._pending_adapters:
+            return NoInstance(f"no instance has loaded the adapter {model!r} yet")
         if self.knows_adapters:
             return UnknownModel(model)
         return NoInstance("no instance has answered so far")
@@ -232,9 +242,44 @@ class InstanceRegistry:
                 crowded = any(map(_is_crowded, members))
                 served = ServedModel(score_tables, members, tables[0][0], to_key(name), crowded)
                 self.models[name] = served
+        self._add_runtime_adapters()
         new = sorted(self.models.keys() - self.known_models.keys())
         room = MAX_KNOWN_MODELS - len(self.known_models)
         self.known_models.update(dict.fromkeys(new[:room], self.latest_s))
+
+    def _add_runtime_adapters(self) -> None:
+        """Add the adapters that engines have loaded since their start, below their models."""
+        pending: set[str] = set()
+        for model, base in list(self.models.items()):
+            if base.base:
+                continue
+            found = choose_placements(base.instances)
+            pending |= found.pending
+            for name, placement in found.placements.items():
+                if name not in self.models:
+                    self.models[name] = _build_adapter(name, model, base, placement)
+        self._pending_adapters = frozenset(pending - self.models.keys())
+
+
+def _build_adapter(
+    name: str, model: str, base: ServedModel, placement: AdapterPlacement
+) -> ServedModel:
+    """The adapter with the score tables that have an instance with it."""
+    tables = [
+        table
+        for table in base.score_tables
+        if any(each.name in placement.instances for each in table.instances)
+    ]
+    members = [instance for table in tables for instance in table.instances]
+    return ServedModel(
+        tables,
+        members,
+        model,
+        to_key(name),
+        any(map(_is_crowded, members)),
+        placement.engine_name,
+        frozenset(each.name for each in members) - placement.instances,
+    )
 
 
 def _list_adapters(instances: Collection[RoutedInstance]) -> Collection[str]:
@@ -244,7 +289,9 @@ def _list_adapters(instances: Collection[RoutedInstance]) -> Collection[str]:
 
 
 def _is_crowded(instance: RoutedInstance) -> bool:
-    return len(instance.registration.adapters) > instance.registration.max_adapters
+    registration = instance.registration
+    count = len(registration.adapters) + len(registration.runtime_adapters)
+    return count > registration.max_adapters
 
 
 def _knows_adapters(instance: RoutedInstance) -> bool:

@@ -81,8 +81,8 @@ class Pick:
 
     __slots__ = (
         "_decode_entry", "_is_counted", "_is_looked_up", "_new_blocks", "_prefill_entry", "_pulled",
-        "decode", "decoding_since", "output_tokens", "predicted_cached", "prefill", "prompt_tokens",
-        "prompts_before", "reason", "source",
+        "decode", "decoding_since", "engine_model", "output_tokens", "predicted_cached", "prefill",
+        "prompt_tokens", "prompts_before", "reason", "source",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +92,10 @@ class Pick:
         reason: str,
         prompt_tokens: int,
         output_tokens: float,
+        engine_model: str = "",
     ) -> None:
+        self.engine_model = engine_model
+        """The engines' name of an adapter that was loaded at run time; empty: the request's."""
         self.prefill: Target | None = prefill.target if prefill is not None else None
         """None: the decode target runs both phases."""
         self.decode: Target = decode.target
@@ -207,6 +210,8 @@ class Router:
         served = self.registry.models.get(model)
         if served is None:
             raise self.registry.build_error(model)
+        if served.lacking:
+            excluded = served.lacking.union(excluded)
         exclusions = [{*excluded, *suspect}, excluded] if suspect else [excluded]
         length = self.length_predictor.predict(prompt_tokens, output_tokens)
         request = self._selector.build_request(
@@ -214,7 +219,7 @@ class Router:
         )
         selection = self._select(model, served, request, colocated, exclusions, prefill_lost)
         prefill, decode, reason = selection
-        picked = Pick(prefill, decode, reason, prompt_tokens, length)
+        picked = Pick(prefill, decode, reason, prompt_tokens, length, served.engine_name)
         self._add_load(picked, prefill, decode, request)
         return picked
 
@@ -296,8 +301,9 @@ class Router:
             return str(self.registry.build_error(model))
         try:
             request = RoutingRequest(1, 1.0)
-            if self._select_pair(served, request, [()]) is None:
-                self._select_colocated(model, served, request, False, [()], False)
+            exclusions: list[Collection[str]] = [served.lacking]
+            if self._select_pair(served, request, exclusions) is None:
+                self._select_colocated(model, served, request, False, exclusions, False)
         except NoInstance as error:
             return str(error)
         return ""
@@ -575,6 +581,8 @@ def _describe_unavailable(
         state = get_enum_name(agent_pb2.State, registration.state)
         if instance.connectivity in (Connectivity.UNRESPONSIVE, Connectivity.DISCONNECTED):
             state = instance.connectivity.value
+        elif instance.name in served.lacking:
+            state = "has not loaded the adapter"
         elif instance.name in excluded:
             state = "failed this request"
         elif instance.selectable and not registration.kv_path.verified:

@@ -113,7 +113,7 @@ class EndpointSelector:
         request.cached = cached
         if self.reads_text and len(text) > FIRST_BLOCK_BYTES:
             # The KV of one adapter cannot be used by another.
-            seed = self._index.find_seed(model, salt)
+            seed = self._index.find_seed(served.engine_name or model, salt)
             repeats = self._repeats.find(seed)
             if repeats.is_repeating or repeats.is_sampled(text):
                 self._find_blocks(request, repeats, seed, text)

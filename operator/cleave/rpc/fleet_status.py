@@ -103,6 +103,13 @@ class FleetInstance(msgspec.Struct, frozen=True):
     model_digest: str = ""
     """Hash of the config.json in its report, of every ready instance; empty: there is none."""
 
+    adapters_digest: str = ""
+    """Of the adapters that it was ordered last to load at run time; empty: it was not."""
+    adapters_pending: int = 0
+    """How many of them it has not loaded."""
+    adapter_fault: str = ""
+    """Why one of them is not loaded, with its name; of the first few instances with a reason."""
+
 
 class FleetStatus(msgspec.Struct, frozen=True):
     """The response of one gateway."""

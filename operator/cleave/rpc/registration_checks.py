@@ -29,12 +29,13 @@ def check_registration(
     make. `deployment`, `pod`: names that the agent must have; empty: any."""
     if registration.ByteSize() > MAX_REGISTRATION_BYTES:
         raise RegistrationError(f"a registration of {registration.ByteSize()} bytes is too large")
-    if len(registration.adapters) > MAX_ADAPTERS:
-        count = len(registration.adapters)
+    loaded = registration.runtime_adapters
+    if (count := len(registration.adapters) + len(loaded)) > MAX_ADAPTERS:
         raise RegistrationError(f"{count} adapters, more than {MAX_ADAPTERS}")
     names = (
         registration.instance, registration.model, registration.revision, registration.boot_id,
-        registration.cell, *registration.adapters,
+        registration.cell, registration.adapters_digest, *registration.adapters,
+        *(name for each in loaded for name in (each.name, each.engine_name)),
     )  # fmt: skip
     if (longest := max(map(len, names))) > MAX_NAME_CHARACTERS:
         raise RegistrationError(f"a name has {longest} characters: {MAX_NAME_CHARACTERS} at most")

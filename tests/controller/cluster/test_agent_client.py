@@ -6,7 +6,12 @@ import grpc
 import pytest
 
 from cleave.api.role import Role
-from cleave.controller.cluster.agent_client import AgentError, set_configured_role
+from cleave.controller.cluster.agent_client import (
+    AgentError,
+    order_adapters,
+    set_configured_role,
+)
+from cleave.policy.adapters import AdapterSource
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 
@@ -85,3 +90,34 @@ async def test_an_agent_with_the_highest_epoch_gets_no_call(served: Served) -> N
 async def test_an_agent_that_is_not_there_is_an_error_of_one_line() -> None:
     with pytest.raises(AgentError, match=r"^agent 127\.0\.0\.1:1: .+"):
         await set_configured_role("127.0.0.1:1", Role.PREFILL)
+
+
+class AdapterAgent(Agent):
+    """Takes orders of adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter_orders: list[agent_pb2.SetAdaptersRequest] = []
+
+    async def SetAdapters(self, request, context):  # noqa: N802
+        self.adapter_orders.append(request)
+        if not request.adapters:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "generation 1 is older than 2")
+        return agent_pb2.SetAdaptersResponse()
+
+
+async def test_adapters_are_ordered_with_their_generation() -> None:
+    served = Served(AdapterAgent())
+    await served.server.start()
+    await order_adapters(served.address, [AdapterSource("sql", "/data/sql")], 7)
+    (order,) = served.agent.adapter_orders
+    assert [(each.name, each.source) for each in order.adapters] == [("sql", "/data/sql")]
+    assert order.generation == 7
+    with pytest.raises(AgentError, match="generation 1 is older than 2"):
+        await order_adapters(served.address, [], 1)
+    await served.server.stop(0)
+
+
+async def test_an_agent_of_an_earlier_version_is_named_as_such(served: Served) -> None:
+    with pytest.raises(AgentError, match="of an earlier version; delete its pod"):
+        await order_adapters(served.address, [], 1)

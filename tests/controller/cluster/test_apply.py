@@ -6,8 +6,14 @@ from cleave.api.engine import Connector, EngineSpec
 from cleave.api.pool import InstancePool, InstancePoolStatus
 from cleave.controller.cluster.apply import hash_template, is_same_status
 
+TEMPLATE_WITHOUT_ADAPTERS = "544132b11acb"
+"""Of `build_pool()`, as an operator writes it to whom pools have no adapters: another hash would
+replace all pods at an upgrade."""
 
-def build_pool(replicas: int = 1, **engine: str) -> InstancePool:
+
+def build_pool(
+    replicas: int = 1, adapters: tuple[dict[str, str], ...] = (), **engine: str
+) -> InstancePool:
     return InstancePool.model_validate(
         {
             "apiVersion": "cleave.dev/v1alpha1",
@@ -17,6 +23,7 @@ def build_pool(replicas: int = 1, **engine: str) -> InstancePool:
                 "deployment": "chat",
                 "role": "decode",
                 "replicas": replicas,
+                "adapters": list(adapters),
                 "revision": "r",
                 "model": "facebook/opt-13b",
                 "engine": {"image": "registry.example/vllm:1", **engine},
@@ -32,6 +39,11 @@ def test_the_template_changes_with_the_connector_in_use(monkeypatch: pytest.Monk
     # As in a version with another default.
     monkeypatch.setattr(EngineSpec, "kv_connector", Connector.NIXL)
     assert hash_template(build_pool()) != before
+
+
+def test_the_template_does_not_depend_on_adapters_and_is_that_of_the_version_before() -> None:
+    loaded = hash_template(build_pool(adapters=({"name": "sql", "source": "/data/sql"},)))
+    assert loaded == hash_template(build_pool()) == TEMPLATE_WITHOUT_ADAPTERS
 
 
 def test_unknown_fields_of_a_later_version_make_no_difference_between_statuses() -> None:

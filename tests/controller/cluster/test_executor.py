@@ -12,6 +12,7 @@ from cleave.controller.cluster.actions import (
     Delete,
     Emit,
     ObjectReference,
+    OrderAdapters,
     PatchStatus,
     PlanJob,
     Repurpose,
@@ -24,6 +25,7 @@ from cleave.controller.cluster.client import KubeApiError
 from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
 from cleave.controller.metrics import OperatorMetrics
 from cleave.manifests.labels import Manifest
+from cleave.policy.adapters import AdapterSource
 
 POD: Manifest = {
     "apiVersion": "v1",
@@ -56,6 +58,7 @@ class Hands:
         self, *answers: Manifest | KubeApiError, may_write: bool = True, refusal: str = ""
     ) -> None:
         self.orders: list[tuple[str, Role]] = []
+        self.adapter_orders: list[tuple[Any, ...]] = []
         self.refusal = refusal
         self.server = Server(*answers)
         self.seen: list[Manifest] = []
@@ -69,7 +72,13 @@ class Hands:
             clock=lambda: 0.0,
             metrics=self.metrics,
             set_role=self.order,
+            send_adapters=self.order_adapters,
         )
+
+    async def order_adapters(self, agent: str, adapters: Any, generation: int) -> None:
+        self.adapter_orders.append((agent, tuple(adapters), generation))
+        if self.refusal:
+            raise AgentError(self.refusal)
 
     async def order(self, agent: str, role: Role) -> None:
         self.orders.append((agent, role))
@@ -325,3 +334,38 @@ async def test_no_agent_is_called_without_the_lease() -> None:
     with pytest.raises(NotLeadingError):
         await hands.executor.carry_out([MOVE])
     assert not hands.orders
+
+
+LOAD = OrderAdapters(
+    ObjectReference("Pod", "llm", "chat-decode-1", "u1"),
+    agents=("10.0.0.1:9000", "10.0.0.1:9002"),
+    adapters=(AdapterSource("sql", "/data/sql"),),
+    generation=3,
+    deployment=ObjectReference("LLMDeployment", "llm", "chat", "u0"),
+)
+
+
+async def test_adapters_are_ordered_from_every_agent_of_a_pod() -> None:
+    hands = Hands()
+    await hands.executor.carry_out([LOAD])
+    assert hands.adapter_orders == [(agent, LOAD.adapters, 3) for agent in LOAD.agents]
+    assert hands.metrics.actions == {("OrderAdapters", "done"): 1}
+    assert hands.server.requests == []
+
+
+async def test_an_order_of_adapters_that_an_agent_refuses_is_an_event_of_the_deployment() -> None:
+    hands = Hands({"kind": "Event"}, refusal="agent 10.0.0.1:9000: no answer")
+    await hands.executor.carry_out([LOAD])
+    ((_, path, options),) = hands.server.requests
+    assert path.endswith("/events")
+    body = options["body"]
+    assert body["reason"] == "AdaptersNotOrdered"
+    assert "chat-decode-1 does not load spec.adapters" in str(body)
+    assert hands.metrics.actions == {("OrderAdapters", "failed"): 1}
+
+
+async def test_who_does_not_lead_orders_no_adapters() -> None:
+    hands = Hands(may_write=False)
+    with pytest.raises(NotLeadingError):
+        await hands.executor.carry_out([LOAD])
+    assert hands.adapter_orders == []

@@ -355,3 +355,13 @@ def test_a_config_map_may_come_later() -> None:
     model = {"source": "org/new", "config": {"configMapKeyRef": {"name": "new"}}}
     found = find(A100, model=model, workload=WORKLOAD)
     assert found == ValidationFindings()
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "Emulated"])
+def test_an_adapter_with_the_name_of_its_model_could_never_be_requested(kind: str) -> None:
+    engine = {"type": kind, "args": ["--enable-lora"]}
+    model = {"source": "facebook/opt-13b", "servedName": "sql"}
+    adapters = [{"name": "law", "source": "/data/law"}, {"name": "sql", "source": "/data/sql"}]
+    faults = find(model=model, engine=engine, adapters=adapters).faults
+    assert "spec.adapters: sql is the name of the model itself; choose another name" in faults
+    assert not find(model=model, engine=engine, adapters=adapters[:1]).faults

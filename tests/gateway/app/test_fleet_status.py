@@ -63,6 +63,29 @@ async def test_every_instance_is_listed_with_its_load_and_kv_path(stage) -> None
     stage.context.router.release(pick)
 
 
+async def test_adapters_are_summed_up_in_a_digest_and_the_first_fault(stage) -> None:
+    adapters = [
+        agent_pb2.RuntimeAdapter(name="sql", engine_name="sql@1", loaded=True),
+        agent_pb2.RuntimeAdapter(name="law", engine_name="law@1"),
+        agent_pb2.RuntimeAdapter(name="tax", engine_name="tax@1", fault="no file " * 100),
+    ]
+    stage.state(stage.engines["d"], runtime_adapters=adapters, adapters_digest="abc")
+    described = (await read_page(stage)).instances[0]
+    assert (described.adapters_digest, described.adapters_pending) == ("abc", 2)
+    assert described.adapter_fault.startswith("tax: no file")
+    assert len(described.adapter_fault) <= 300
+
+
+async def test_a_source_that_nothing_can_load_does_not_fill_the_page(stage, monkeypatch) -> None:
+    monkeypatch.setattr(fleet_status, "_MAX_ADAPTER_FAULTS", 1)
+    for engine in stage.engines.values():
+        adapter = agent_pb2.RuntimeAdapter(name="sql", engine_name="sql@1", fault="no file")
+        stage.state(engine, runtime_adapters=[adapter], adapters_digest="abc")
+    first, second = (await read_page(stage)).instances
+    assert (first.adapter_fault, second.adapter_fault) == ("sql: no file", "")
+    assert (first.adapters_pending, second.adapters_pending) == (1, 1)
+
+
 async def test_pairs_are_summed_up_by_decode_instance(stage) -> None:
     await stage.add("q", "prefill")
     await stage.add("r", "prefill")

@@ -24,6 +24,7 @@ from cleave.gateway.endpoint_picker.server import EndpointPickerServer, format_g
 from cleave.gateway.http.completion_request import parse_completion, set_cache_salt
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
+from cleave.rpc.v1 import agent_pb2
 from cleave.rpc.v1 import external_processor_pb2 as pb
 
 from tests.support.ext_proc_client import (
@@ -188,6 +189,18 @@ async def test_engines_see_neither_the_hand_off_nor_the_request_id_of_clients(
     placed = await stage.proxy().ask(body, **{"x-request-id": "mine"})
     assert json.loads(placed.body) == {**ASK, "stream": True}
     assert placed.headers["x-request-id"] not in ("", "mine")
+
+
+async def test_an_adapter_of_which_engines_have_another_name_goes_to_the_gateway(
+    make_picker_stage,
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
+    adapter = agent_pb2.RuntimeAdapter(name="sql", engine_name="sql@1", loaded=True)
+    stage.state(stage.engines["x"], runtime_adapters=[adapter])
+    assert (await stage.proxy().ask({**ASK, "model": "sql"})).endpoints == [stage.address]
+    placed = await stage.proxy().ask({**ASK, "model": "sql"}, subset=[stage.endpoint_of("x")])
+    assert placed.endpoints == [stage.endpoint_of("x")]
+    assert json.loads(placed.body)["model"] == "sql@1"
 
 
 async def test_the_proxy_sends_an_engine_its_key(make_picker_stage) -> None:

@@ -43,6 +43,15 @@ def test_a_gateway_of_an_earlier_version_is_served_while_it_follows(tmp_path: Pa
         assert not access.is_allowed("/v1/completions", b"")
 
 
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_adapters_are_never_loaded_without_the_key(path: str, tmp_path: Path) -> None:
+    with AccessPage(tmp_path / "a") as agent, AccessPage(tmp_path / "a") as engine:
+        access = EngineAccess("right", engine)
+        agent.write(is_open=True)
+        assert not access.is_allowed(path, b"")
+        assert access.is_allowed(path, KEY)
+
+
 class FakeServer:
     """An ASGI server and the application behind the middleware."""
 

@@ -74,6 +74,12 @@ async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_every_method_of_agents_has_a_rule() -> None:
+    service = agent_pb2.DESCRIPTOR.services_by_name["Agent"]
+    methods = {f"/{service.full_name}/{each.name}" for each in service.methods}
+    assert methods <= set(AgentMethod)
+
+
 async def test_a_method_without_a_rule_is_refused_also_with_the_token(
     config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

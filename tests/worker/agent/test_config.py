@@ -4,6 +4,7 @@ import pytest
 
 from cleave.manifests.credentials import add_credentials
 from cleave.manifests.labels import Manifest
+from cleave.policy.adapters import ENV, AdapterSource
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.config import parse
 
@@ -82,3 +83,22 @@ def test_bad_usage_ends_with_exit_code_2(
         parse([*REQUIRED, *wrong], {})
     assert ended.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_a_worker_starts_with_the_adapters_of_its_environment() -> None:
+    own = [*REQUIRED, "--name", "w", "--host", "h"]
+    assert parse(own, {}).adapters == ()
+    env = {ENV: '[{"name": "sql", "source": "/data/sql"}]'}
+    assert parse(own, env).adapters == (AdapterSource("sql", "/data/sql"),)
+    assert parse([*own, "--adapters", "[]"], env).adapters == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '[{"name": "a"}]', '[{"name": "a@", "source": "/a"}]']
+)
+def test_adapters_that_cannot_be_are_refused_in_one_line(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse([*REQUIRED, "--name", "w", "--host", "h", "--adapters", text], {})
+    assert "argument --adapters: adapter" in capsys.readouterr().err

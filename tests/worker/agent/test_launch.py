@@ -332,3 +332,13 @@ def test_an_engine_that_is_no_rank_gets_no_flags_of_one(config_of: ConfigOf) -> 
     assert "_" not in create_boot_id(config)
     arguments = build_engine_launch(config, BOOT, {}).argv
     assert not [each for each in arguments if "data-parallel" in each or "expert" in each]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"), [((), None), (("--enable-lora",), "1"), (("--enable_lora",), "1")]
+)
+def test_adapters_can_be_loaded_where_the_engine_can_have_them(
+    config_of: ConfigOf, arguments: tuple[str, ...], value: str | None
+) -> None:
+    launch = build_engine_launch(config_of(engine="vllm", engine_args=arguments), BOOT, {})
+    assert launch.env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == value

@@ -346,3 +346,21 @@ async def test_only_so_many_results_are_kept(served: Served) -> None:
         )
     kept = [each.prefill_boot_id for each in served.instance.build_pair_proofs().proofs]
     assert kept == [str(number) for number in range(976, 2_000)]
+
+
+async def test_an_order_of_adapters_is_taken_unless_it_is_wrong_or_old(served: Served) -> None:
+    async def order(generation: int, *sources: str) -> grpc.StatusCode:
+        adapters = [agent_pb2.AdapterSource(name="sql", source=each) for each in sources]
+        request = agent_pb2.SetAdaptersRequest(adapters=adapters, generation=generation)
+        try:
+            await served.stub.SetAdapters(request, timeout=SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    assert await order(2, "/a") is grpc.StatusCode.OK
+    assert [each.source for each in served.instance.ordered_adapters] == ["/a"]
+    assert await order(2, "/a", "/b") is grpc.StatusCode.INVALID_ARGUMENT
+    assert await order(1) is grpc.StatusCode.FAILED_PRECONDITION
+    assert await order(3) is grpc.StatusCode.OK
+    assert served.instance.ordered_adapters == ()

@@ -71,3 +71,40 @@ def test_adapters_are_named_in_either_of_vllms_forms() -> None:
 def test_adapters_that_vllm_would_refuse_are_refused(modules, enabled, message) -> None:
     with pytest.raises(EmulatorConfigError, match=message):
         parse_adapters(modules, enabled)
+
+
+async def test_adapters_are_loaded_and_unloaded_at_run_time(serve, tmp_path) -> None:
+    server = await serve(loads_adapters=True)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    load = {"lora_name": "new", "lora_path": str(tmp_path)}
+    assert (await server.post(ASK | {"model": "new"}))[0] == 404
+    for status in (200, 400):
+        async with server.session.post(f"{server.url}/v1/load_lora_adapter", json=load) as response:
+            assert response.status == status, "a second time it is there already"
+    assert await server.text(ASK | {"model": "new"}) != await server.text(ASK)
+    for status in (200, 404):
+        path = f"{server.url}/v1/unload_lora_adapter"
+        async with server.session.post(path, json={"lora_name": "new"}) as response:
+            assert response.status == status
+    assert (await server.post(ASK | {"model": "new"}))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"lora_name": "new", "lora_path": "/no/such/folder"}, 404, "No adapter found for"),
+        ({"lora_path": "/a"}, 400, "lora_name"),
+        ({"lora_name": "m", "lora_path": "/a"}, 400, "already"),
+    ],
+)
+async def test_adapters_that_vllm_would_not_load_are_not(serve, body, status, message) -> None:
+    server = await serve(loads_adapters=True)
+    found, answer = await server.post(body, "/v1/load_lora_adapter")
+    assert (found, message in answer["error"]["message"]) == (status, True)
+
+
+async def test_without_vllms_variable_there_are_no_such_paths(serve) -> None:
+    server = await serve(adapters=ADAPTERS)
+    path = f"{server.url}/v1/load_lora_adapter"
+    async with server.session.post(path, json={"lora_name": "a"}) as response:
+        assert response.status == 404

@@ -21,6 +21,9 @@ _HEADER = engine_key.HEADER.encode()
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/metrics/"})
 """For probes and Prometheus: they compute nothing and show no request."""
 
+_GUARDED_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""For the agent, which always sends the key; they read files and change the engine."""
+
 Scope = MutableMapping[str, Any]
 AsgiApp = Callable[[Scope, Any, Any], Awaitable[None]]
 
@@ -37,7 +40,7 @@ class EngineAccess:
         """Whether to serve a request; `presented`: the key that it has."""
         if not self._key or hmac.compare_digest(presented, self._key) or path in _OPEN_PATHS:
             return True
-        return self._page is not None and self._page.is_open()
+        return path not in _GUARDED_PATHS and self._page is not None and self._page.is_open()
 
 
 def read_access(env: Mapping[str, str]) -> EngineAccess:

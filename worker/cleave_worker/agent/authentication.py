@@ -35,6 +35,7 @@ class AgentMethod(StrEnum):
 
     WATCH = f"{_AGENT_METHODS}Watch"
     SET_ROLE = f"{_AGENT_METHODS}SetRole"
+    SET_ADAPTERS = f"{_AGENT_METHODS}SetAdapters"
     DRAIN = f"{_AGENT_METHODS}Drain"
     HEALTH = f"{_AGENT_METHODS}Health"
     RECORD_PAIRS = f"{_AGENT_METHODS}RecordPairs"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cleave import logs
+from cleave.policy.adapters import ENV as ADAPTERS_ENV
+from cleave.policy.adapters import AdapterSource, parse_adapters
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
 from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.listen_addresses import parse_port
@@ -61,6 +63,13 @@ class AgentTiming:
     quiet_period: float = 0.3
     """How long the load page must show no work before a drain counts the engine as empty."""
     drain_poll: float = 0.05
+    adapter_load: float = 300.0
+    """Limit of loading a LoRA adapter, which may have to be downloaded."""
+    adapter_overlap: float = 10.0
+    """How long the old source of an adapter takes requests beside a new one, which the other
+    engines load in the meantime."""
+    adapter_linger: float = 30.0
+    """From an adapter's last new request to its unloading; those under way arrive meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,8 @@ class AgentConfig:
     """Service accounts whose tokens are accepted; with neither, all callers are."""
     peer_accounts: tuple[str, ...] = ()
     """Further ones, which may only ask for the health."""
+    adapters: tuple[AdapterSource, ...] = ()
+    """LoRA adapters that the engine loads at run time until others are ordered."""
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
     timing: AgentTiming = field(default_factory=AgentTiming)
@@ -246,12 +257,27 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         help="further accounts, of other agents, which may neither watch nor change this one "
         f"(default: ${PEERS_ENV})",
     )
+    add(
+        "--adapters",
+        type=_parse_adapters,
+        metavar="JSON",
+        default=env.get(ADAPTERS_ENV, "[]"),
+        help="LoRA adapters that the engine loads once it runs, a list of {name, source} "
+        f"(default: ${ADAPTERS_ENV})",
+    )
     logs.add_option(parser, env=env)
     return parser
 
 
 def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
+
+
+def _parse_adapters(text: str) -> tuple[AdapterSource, ...]:
+    try:
+        return parse_adapters(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parse_count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Requests of the agent to engines over HTTP: health, served models, first use, pull counters.
+"""Requests of the agent to engines over HTTP: health, models, adapters, first use, pull counters.
 
 Used by the supervisor and the KV test. vLLM and the emulated engine respond alike. Without TLS, as
 engines speak plain HTTP inside the cluster. Bodies are held in memory.
@@ -15,6 +15,8 @@ from cleave_worker.agent.instance import ServedEngineInfo
 
 _BODY_LIMIT = 8 << 20
 _MAX_FAULT = 200
+_MAX_SENTENCE = 500
+_OK, _NOT_FOUND = 200, 404
 _SAMPLING = {"temperature": 1, "top_p": 0.9, "top_k": 5, "logprobs": 1}
 
 _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
@@ -85,8 +87,7 @@ async def fetch_info(
         engine=f"{engine} {version}".strip() if engine == "vllm" else engine,
         max_model_len=int(first.get("max_model_len") or 0),
         kv_block_size=int(match.group(1)) if match else block_size,
-        # Only adapters have a parent.
-        adapters=tuple(str(card["id"]) for card in served if card.get("parent")),
+        adapters=_select_adapters(served),
         model_report=model_report,
     )
 
@@ -104,6 +105,55 @@ async def warm_up(
         "POST", f"{url}/v1/completions", payload, seconds=seconds, headers=headers
     )
     return "" if answer.status == 200 else f"{answer.status}: {answer.body[:_MAX_FAULT]!r}"
+
+
+async def load_adapter(
+    url: str, name: str, source: str, seconds: float, headers: dict[str, str] | None = None
+) -> str:
+    """Load a LoRA adapter into the running engine; return why it was not, empty if it was.
+    One that the engine has already counts as loaded. Raises HttpError."""
+    payload = {"lora_name": name, "lora_path": source}
+    answer = await request(
+        "POST", f"{url}/v1/load_lora_adapter", payload, seconds=seconds, headers=headers
+    )
+    if answer.status == _OK or name in await _list_adapters(url, seconds, headers):
+        return ""
+    return _read_fault(answer)
+
+
+async def remove_adapter(
+    url: str, name: str, seconds: float, headers: dict[str, str] | None = None
+) -> None:
+    """Unload a LoRA adapter; the engine finishes its requests. Raises HttpError."""
+    payload = {"lora_name": name}
+    answer = await request(
+        "POST", f"{url}/v1/unload_lora_adapter", payload, seconds=seconds, headers=headers
+    )
+    if answer.status not in (_OK, _NOT_FOUND):
+        raise HttpError(_read_fault(answer))
+
+
+async def _list_adapters(
+    url: str, seconds: float, headers: dict[str, str] | None
+) -> tuple[str, ...]:
+    cards = (await _fetch_json(f"{url}/v1/models", seconds, headers)).get("data")
+    return _select_adapters(cards if isinstance(cards, list) else [])
+
+
+def _select_adapters(cards: list[dict[str, object]]) -> tuple[str, ...]:
+    """Only adapters have a parent."""
+    return tuple(str(card["id"]) for card in cards if card.get("parent"))
+
+
+def _read_fault(answer: EngineResponse) -> str:
+    """The engine's sentence, or the beginning of its body."""
+    try:
+        content = json.loads(answer.body)
+        # Versions of vLLM differ in the level.
+        sentence = content.get("error", content)["message"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        sentence = repr(answer.body[:_MAX_FAULT])
+    return f"the engine answers {answer.status}: {sentence}"[:_MAX_SENTENCE]
 
 
 async def fetch_pull_counters(url: str, seconds: float) -> PullCounters | None:

@@ -7,10 +7,12 @@ they wait on.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from cleave.policy import adapters
+from cleave.policy.adapters import AdapterSource
 from cleave.policy.pair_trust import ResultOrder
 from cleave.rpc import role_epochs
 from cleave.rpc.v1 import agent_pb2
@@ -42,6 +44,14 @@ class EpochLeap(RoleChangeRefused):
 
 class BootMismatch(RoleChangeRefused):
     """The command was meant for an earlier boot of the engine."""
+
+
+class AdaptersRefused(ValueError):  # noqa: N818
+    """An order of adapters cannot be followed; the message gives the reason."""
+
+
+class StaleAdapters(AdaptersRefused):
+    """The order is older than the one that is followed."""
 
 
 class KvDirection(Enum):
@@ -120,10 +130,17 @@ class WorkerInstance:
         """Whether watchers should disconnect."""
         self.version = 0
         """Grows with every change of the registration."""
+        self.ordered_adapters: tuple[AdapterSource, ...] = ()
+        """LoRA adapters that the engine is to load at run time."""
+        self._adapter_generations: dict[str, int] = {}
+        """Newest generation that ordered an adapter, by its engine name."""
+        self._adapters_generation = 0
         self._pairs: dict[str, tuple[agent_pb2.PairProof, float]] = {}
         """Newest result of each pair and its time, by the boot of the prefill engine."""
         self.pairs_version = 0
         """Grows with every recorded result."""
+        if config.adapters:
+            self.order_adapters(config.adapters, 0)
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -293,6 +310,31 @@ class WorkerInstance:
             registration.kv_path.CopyFrom(agent_pb2.KvPath(detail=untested))
         self._write_scheduling()
         self._notify()
+
+    def order_adapters(self, ordered: Sequence[AdapterSource], generation: int) -> None:
+        """Take an order of adapters, of this generation of the deployment, for `agent.adapters`.
+        Raises AdaptersRefused."""
+        if fault := adapters.find_fault(ordered):
+            raise AdaptersRefused(fault)
+        newest = self._adapters_generation
+        if generation < newest:
+            raise StaleAdapters(f"generation {generation} is older than {newest}")
+        self.ordered_adapters, self._adapters_generation = tuple(ordered), generation
+        self._adapter_generations |= {each.engine_name: generation for each in ordered}
+        self._registration.adapters_digest = adapters.hash_adapters(ordered)
+        self._notify()
+
+    def report_adapters(self, reported: Sequence[agent_pb2.RuntimeAdapter]) -> None:
+        """Report what became of the order; watchers receive it unless nothing has changed."""
+        generations = self._adapter_generations
+        names = [each.engine_name for each in reported]
+        self._adapter_generations = {name: generations.get(name, 0) for name in names}
+        for each in reported:
+            each.generation = self._adapter_generations[each.engine_name]
+        if list(self._registration.runtime_adapters) != list(reported):
+            del self._registration.runtime_adapters[:]
+            self._registration.runtime_adapters.extend(reported)
+            self._notify()
 
     def set_open(self, is_open: bool) -> bool:
         """Let the engine serve requests without its key, or not; returns whether that changes."""

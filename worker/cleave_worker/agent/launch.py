@@ -39,6 +39,7 @@ _CHECKPOINTED_CONNECTOR = {
 }
 """Replaces CleaveConnector where the settings have `checkpoints`."""
 _SCHEDULER = "--scheduler-cls"
+_ENABLE_LORA = "--enable-lora"
 _API_KEY, _API_KEY_ENV = "--api-key", "VLLM_API_KEY"
 _ENV_WITHOUT_NVCC = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
 _ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
@@ -156,6 +157,11 @@ def read_max_adapters(config: AgentConfig) -> int:
     """Return the number of adapters that the engine holds at a time."""
     text = _get_option(config.engine_args, "--max-loras")
     return int(text) if text and text.isdigit() else 1
+
+
+def can_load_adapters(config: AgentConfig) -> bool:
+    """Return whether the engine is started with --enable-lora, so that it can have adapters."""
+    return any(arg.replace("_", "-") == _ENABLE_LORA for arg in config.engine_args)
 
 
 def has_gpu() -> bool:
@@ -295,6 +301,9 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         env[ACCESS_PAGE_ENV] = str(boot.access_page)
     if boot.scheduling_page is not None:
         env[TERMS_PAGE_ENV] = str(boot.scheduling_page)
+    if can_load_adapters(config):
+        # Adds paths to the engine's API, for which `access.engine_access` always asks for the key.
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if Path(config.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if config.engine == "vllm" and boot.gpu and not has_nvcc(base):

@@ -1,4 +1,4 @@
-"""The agent's gRPC service (watch, roles, drain, health) and the standard health protocol.
+"""The agent's gRPC service (watch, roles, adapters, drain, health); the health protocol.
 
 Called by gateways, other agents, kubelets and `cleave status`. A hundred watchers may stream from
 one agent. So a report is one message built from a few numbers, and a change of the registration is
@@ -13,11 +13,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from cleave.policy.adapters import AdapterSource
 from cleave.policy.queue_model import INTERVAL_MS, choose_report_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent.authentication import AuthenticationInterceptor, Authenticator
 from cleave_worker.agent.drain import DrainResult
-from cleave_worker.agent.instance import BootMismatch, EpochLeap, StaleEpoch, WorkerInstance
+from cleave_worker.agent.instance import (
+    AdaptersRefused,
+    BootMismatch,
+    EpochLeap,
+    StaleAdapters,
+    StaleEpoch,
+    WorkerInstance,
+)
 from cleave_worker.agent.kv_self_test import KvTestError
 from cleave_worker.scheduling.config import ROLES
 
@@ -172,6 +180,19 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         except BootMismatch as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         return agent_pb2.RecordPairsResponse()
+
+    async def SetAdapters(  # noqa: N802
+        self, request: agent_pb2.SetAdaptersRequest, context: _Context
+    ) -> agent_pb2.SetAdaptersResponse:
+        """Take an order of LoRA adapters; the registration reports how it is followed."""
+        ordered = [AdapterSource(each.name, each.source) for each in request.adapters]
+        try:
+            self._instance.order_adapters(ordered, request.generation)
+        except StaleAdapters as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except AdaptersRefused as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return agent_pb2.SetAdaptersResponse()
 
     async def Drain(  # noqa: N802
         self,

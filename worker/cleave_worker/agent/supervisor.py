@@ -20,6 +20,7 @@ from cleave.rpc.http_client import HttpError
 from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent import engine_api
+from cleave_worker.agent.adapters.adapter_keeper import keep_loaded
 from cleave_worker.agent.config import AgentConfig, AgentTiming
 from cleave_worker.agent.gang.gang_link import GangMember
 from cleave_worker.agent.instance import EnginePages, WorkerInstance, get_kv_direction
@@ -178,7 +179,8 @@ class EngineSupervisor:
             await self._warm_up(url, boot.engine_key)
         await self._wait_for_engine_info(url, boot)
         verification = keep_verified(self._config, self._instance)
-        await _run_until_first_ends(verification, self._watch_health(url))
+        adapters = keep_loaded(self._config, self._instance, url, build_headers(boot.engine_key))
+        await _run_until_first_ends(verification, adapters, self._watch_health(url))
 
     async def _wait_until_healthy(self, url: str) -> None:
         timing = self._config.timing

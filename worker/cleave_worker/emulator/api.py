@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as TypingSequence
 from functools import partial
+from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -153,7 +154,7 @@ class EmulatorApi:
     ) -> None:
         self._engine = engine
         self._access = access
-        self._models = (engine.config.served_model_name, *engine.config.adapters)
+        self._models = [engine.config.served_model_name, *engine.config.adapters]
         self._created = int(time.time())
         self._registry = EngineMetricsCollector(
             self._models[0], engine.metrics, engine.collect_gauges, engine.cache_config
@@ -170,6 +171,9 @@ class EmulatorApi:
         app.router.add_post("/tokenize", self._handle_tokenize)
         app.router.add_post("/detokenize", self._handle_detokenize)
         app.router.add_get("/v1/models", self._handle_models)
+        if self._engine.config.loads_adapters:
+            app.router.add_post("/v1/load_lora_adapter", self._handle_load_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self._handle_unload_adapter)
         app.router.add_get("/health", self._handle_health)
         app.router.add_get("/version", self._handle_version)
         app.router.add_get("/metrics", self._handle_metrics)
@@ -280,6 +284,27 @@ class EmulatorApi:
             for name in adapters
         ]
         return web.json_response({"object": "list", "data": cards})
+
+    async def _handle_load_adapter(self, request: web.Request) -> web.Response:
+        name, path = api_requests.parse_adapter(await _read_json(request))
+        if name in self._models:
+            fault = f"The lora adapter '{name}' has already been loaded."
+            raise EmulatorApiError(400, fault, "InvalidUserInput")
+        # vLLM reads this file.
+        if path.startswith("/") and not (Path(path) / "adapter_config.json").is_file():
+            fault = f"Loading lora {name} failed: No adapter found for {path}"
+            raise EmulatorApiError(404, fault, "NotFoundError")
+        self._models.append(name)
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _handle_unload_adapter(self, request: web.Request) -> web.Response:
+        name, _ = api_requests.parse_adapter(await _read_json(request))
+        if name not in self._models[1:]:
+            fault = f"The lora adapter '{name}' cannot be found."
+            raise EmulatorApiError(404, fault, "NotFoundError")
+        # Requests that run are finished.
+        self._models.remove(name)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _handle_health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self._engine.is_alive else 503)

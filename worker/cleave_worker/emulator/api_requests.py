@@ -79,6 +79,16 @@ class ApiCall:
         return self.requests[0]
 
 
+def parse_adapter(body: object) -> tuple[str, str]:
+    """Return (name, path) of a body for vLLM's paths that load and unload LoRA adapters; the path
+    is empty where there is none. Raises EmulatorApiError."""
+    fields = body if isinstance(body, dict) else {}
+    name, path = fields.get("lora_name"), fields.get("lora_path", "")
+    if not isinstance(name, str) or not isinstance(path, str) or not name:
+        raise EmulatorApiError(400, "'lora_name' needs to be provided.", "InvalidUserInput")
+    return name, path
+
+
 def parse_call(
     body: object, chat: bool, models: Sequence[str], max_model_len: int, headers: Mapping[str, str]
 ) -> ApiCall:

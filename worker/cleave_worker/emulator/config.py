@@ -48,6 +48,8 @@ class EmulatedEngineConfig:
     kv_transfer: KvTransferConfig | None = None
     adapters: tuple[str, ...] = ()
     """LoRA adapters by name; each continues a prompt in its own way."""
+    loads_adapters: bool = False
+    """Whether further ones are loaded at run time, as vLLM allows by an environment variable."""
 
     def __post_init__(self) -> None:
         """Reject limits that could never serve a request, as vLLM does at start-up."""

@@ -28,6 +28,7 @@ from cleave_worker.emulator.engine import EmulatedEngine
 from cleave_worker.emulator.scheduler import EngineLimits
 from cleave_worker.scheduling import config_page
 
+_RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _DEFAULT_SHAPE = "opt-13b"
 _KEEPALIVE_S = 5.0
 """uvicorn's keep-alive time, as in vLLM: clients must handle connections that close after it."""
@@ -75,6 +76,7 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
         time_scale=args.time_scale,
         kv_transfer=_load_kv_transfer(args, environment),
         adapters=config.parse_adapters(args.lora_modules, args.enable_lora),
+        loads_adapters=args.enable_lora and environment.get(_RUNTIME_LORA) == "1",
     )
     return EmulatorOptions(
         args.host, args.port, args.fault_injection, engine, _find_config(args.model)

@@ -8,6 +8,7 @@ from cleave.api.role import Role
 from cleave.manifests.labels import Manifest
 from cleave.planner.plan import PlannedPool
 from cleave.planner.replan.revision import ReplacedPlan, ReplanSettings, ReplanVerdict
+from cleave.policy.adapters import AdapterSource
 from cleave.traffic.window import TrafficWindow
 
 
@@ -59,6 +60,21 @@ class Repurpose:
     metadata: Manifest
     """Labels, annotations and owner reference to write; empty: they are up to date."""
     pool: ObjectReference
+
+
+@dataclass(frozen=True, slots=True)
+class OrderAdapters:
+    """Order the LoRA adapters of a running instance. When an agent refuses or does not respond, the
+    order is repeated later."""
+
+    target: ObjectReference
+    """The pod."""
+    agents: tuple[str, ...]
+    """Addresses of the pod's agents, as HOST:PORT."""
+    adapters: tuple[AdapterSource, ...]
+    generation: int
+    """Of the deployment."""
+    deployment: ObjectReference
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,5 +195,5 @@ class Requeue:
     after_s: float
 
 
-Write = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit
+Write = Apply | Create | Delete | Repurpose | OrderAdapters | PatchStatus | SetFinalizers | Emit
 Action = Write | RequestPlan | Requeue

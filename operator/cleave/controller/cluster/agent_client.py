@@ -1,12 +1,16 @@
-"""Client of the agents' gRPC API: sets the configured role of an instance. Called by the executor.
+"""Client of the agents' gRPC API: sets an instance's configured role, and orders its adapters.
+Called by the executor.
 
 The gateways' role flipper sets roles too, and an agent accepts only an epoch above its present one.
 So the epoch is read first, and read again after a lost race.
 """
 
+from collections.abc import Iterable
+
 import grpc
 
 from cleave.api.role import Role
+from cleave.policy.adapters import AdapterSource
 from cleave.rpc import role_epochs
 from cleave.rpc.channel import dial
 from cleave.rpc.credentials import build_metadata
@@ -59,6 +63,21 @@ async def set_configured_role(agent: str, role: Role) -> None:
                     return
         except grpc.aio.AioRpcError as error:
             raise AgentError(f"agent {agent}: {error.details() or error.code().name}") from error
+
+
+async def order_adapters(agent: str, adapters: Iterable[AdapterSource], generation: int) -> None:
+    """Order the LoRA adapters of an instance. Raises AgentError."""
+    sources = [agent_pb2.AdapterSource(name=e.name, source=e.source) for e in adapters]
+    request = agent_pb2.SetAdaptersRequest(adapters=sources, generation=generation)
+    async with dial(agent) as channel:
+        stub = agent_pb2_grpc.AgentStub(channel)
+        try:
+            await stub.SetAdapters(request, timeout=TIMEOUT_S, metadata=build_metadata())
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or error.code().name
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                reason = "it is of an earlier version; delete its pod to replace it"
+            raise AgentError(f"agent {agent}: {reason}") from error
 
 
 def _is_superseded(error: grpc.aio.AioRpcError) -> bool:

@@ -21,8 +21,10 @@ from cleave.manifests.labels import Manifest
 FINALIZER = "cleave.dev/drain"
 _HASH_DIGITS = 12
 _CONTROLLED_KINDS = ("Pod", "InstancePool", "Deployment")
-_FIELDS_NOT_IN_PODS = ("replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy")
-"""Fields of a pool's spec that do not affect its pods."""
+_FIELDS_NOT_IN_PODS = (
+    "adapters", "replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy",
+)  # fmt: skip
+"""Fields of a pool's spec that do not affect its pods, or of which running ones learn."""
 
 ChildrenByName = Mapping[tuple[str, str], ObservedChild]
 """The objects that were created for a resource, by kind and name."""

@@ -22,6 +22,7 @@ from cleave.controller.cluster.actions import (
     Delete,
     Emit,
     ObjectReference,
+    OrderAdapters,
     PatchStatus,
     Repurpose,
     RequestPlan,
@@ -29,10 +30,15 @@ from cleave.controller.cluster.actions import (
     SetFinalizers,
     Write,
 )
-from cleave.controller.cluster.agent_client import AgentError, set_configured_role
+from cleave.controller.cluster.agent_client import (
+    AgentError,
+    order_adapters,
+    set_configured_role,
+)
 from cleave.controller.cluster.objects import format_timestamp
 from cleave.controller.metrics import OperatorMetrics
 from cleave.manifests.labels import DEPLOYMENT, Manifest
+from cleave.policy.adapters import AdapterSource
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +56,10 @@ _MIN_WRITE_S = 0.05
 _MAX_COUNTED_EVENTS = 4_096
 _MAX_CONCURRENT = 32
 """Most concurrent requests."""
+
+
+SendAdapters = Callable[[str, Iterable[AdapterSource], int], Awaitable[None]]
+"""Orders adapters from the agent at an address, for a generation of the deployment."""
 
 
 class NotLeadingError(RuntimeError):
@@ -77,11 +87,13 @@ class Executor:
         clock: Callable[[], float],
         metrics: OperatorMetrics,
         set_role: Callable[[str, Role], Awaitable[None]] = set_configured_role,
+        send_adapters: SendAdapters = order_adapters,
     ) -> None:
         """`get_lease_s`: seconds for which this operator may still write. `set_role` sets the role
-        of an agent's instance and raises AgentError."""
+        of an agent's instance, `send_adapters` orders its adapters; both raise AgentError."""
         self._kube = kube
         self._set_role = set_role
+        self._send_adapters = send_adapters
         self._get_lease_s = get_lease_s
         self._on_change, self._on_delete = on_change, on_delete
         self._clock = clock
@@ -117,6 +129,10 @@ class Executor:
                         await self._delete(action)
                     case Repurpose():
                         if not await self._repurpose(action):
+                            self._metrics.actions[name, "failed"] += 1
+                            return
+                    case OrderAdapters():
+                        if not await self._order_adapters(action):
                             self._metrics.actions[name, "failed"] += 1
                             return
                     case PatchStatus():
@@ -230,6 +246,20 @@ class Executor:
             self._on_change(response)
             text = f"{target.name} serves as {action.role} from now on, without a restart"
             await self._emit(Emit(action.pool, "Repurposed", text))
+        return True
+
+    async def _order_adapters(self, action: OrderAdapters) -> bool:
+        """Order adapters from all agents of a pod; returns whether they have accepted."""
+        target = action.target
+        try:
+            self._get_write_timeout_s()
+            for agent in action.agents:
+                await self._send_adapters(agent, action.adapters, action.generation)
+        except AgentError as error:
+            log.warning("Pod %s/%s gets no adapters: %s", target.namespace, target.name, error)
+            text = f"{target.name} does not load spec.adapters: {error}"
+            await self._emit(Emit(action.deployment, "AdaptersNotOrdered", text, is_warning=True))
+            return False
         return True
 
     async def _patch_status(self, action: PatchStatus) -> None:

@@ -164,8 +164,16 @@ def _merge_members(pod: str, members: list[FleetInstance], count: int) -> FleetI
         model_report=next((each.model_report for each in members if each.model_report), ""),
         # They read the same files.
         model_digest=next((each.model_digest for each in members if each.model_digest), ""),
+        adapters_digest=_merge_digests({each.adapters_digest for each in members}),
+        adapters_pending=max(each.adapters_pending for each in members),
+        adapter_fault=next((each.adapter_fault for each in members if each.adapter_fault), ""),
         kv_pairs=_merge_pairs([each.kv_pairs for each in members if each.kv_pairs.total]),
     )
+
+
+def _merge_digests(digests: Collection[str]) -> str:
+    """The digest that all members of a pod report; one that no list has where they differ."""
+    return "/".join(sorted(digests))
 
 
 def _merge_pairs(parts: list[KvPairs]) -> KvPairs:

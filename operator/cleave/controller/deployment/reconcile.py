@@ -17,7 +17,7 @@ from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Apply, Delete, Emit, RequestPlan, Requeue
 from cleave.controller.cluster.apply import FINALIZER
-from cleave.controller.deployment import placement, repurpose, scaling
+from cleave.controller.deployment import adapters, placement, repurpose, scaling
 from cleave.controller.deployment import status as deployment_status
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.repurpose import RoleChange
@@ -85,6 +85,8 @@ def reconcile(view: DeploymentView) -> list[Action]:
         actions.append(RequestPlan(plan_request))
     # Status first: if a later write fails, users still see what exists.
     actions += deployment_status.report(view, decision, desired, replanned, is_applied=is_applied)
+    if not deployment.spec.paused:
+        writes += adapters.list_orders(view)
     return actions + writes
 
 

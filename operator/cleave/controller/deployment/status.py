@@ -13,7 +13,7 @@ from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Emit, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import ObservedPod
-from cleave.controller.deployment import kv_path, model_report, readiness
+from cleave.controller.deployment import adapters, kv_path, model_report, readiness
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.traffic_status import build_slo_condition, report_traffic
 from cleave.controller.replan.verdict import ReplanOutcome
@@ -104,6 +104,7 @@ def _build_conditions(
         *roles,
         gateway,
         *kv_path.build_conditions(view, desired, decision.plan),
+        *adapters.build_conditions(view),
         limited,
         progressing,
         _build_degraded(view, desired, available),

@@ -43,6 +43,8 @@ def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Vali
     faults = [*_list_profile_faults(spec.engine), *list_unreadable_files(deployment)]
     if fault := model_source.find_config_fault(spec.model):
         return ValidationFindings((*faults, fault))
+    if fault := deployment_checks.find_adapter_fault(deployment):
+        faults.append(fault)
     warnings = tuple(deployment_checks.list_warnings(deployment, reads_files=False))
     if spec.engine.type is EngineType.EMULATED:
         # Emulated instances have no weights to split and run on any node.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import msgspec
 
@@ -26,6 +27,8 @@ from cleave.rpc.v1 import agent_pb2
 _TEXT_LIMIT = 300
 """Characters of a reason or detail."""
 _DIGEST_LIMIT = 64
+_MAX_ADAPTER_FAULTS = 16
+"""Instances in one response that say why an adapter is not loaded."""
 
 
 class _DigestOfReport(msgspec.Struct, frozen=True, rename="camel"):
@@ -46,12 +49,15 @@ def describe_fleet(context: GatewayContext) -> FleetStatus:
     names = sorted(instances)[:MAX_INSTANCES]
     digests = _read_digests(instances[name] for name in names)
     reporters = _choose_reporters(instances, digests)
+    faults = (name for name in names if _find_adapter_fault(instances[name]))
+    failing = {*islice(faults, _MAX_ADAPTER_FAULTS)}
     return FleetStatus(
         instances=tuple(
             msgspec.structs.replace(
                 _describe_instance(instances[n], pairs.get(n, KvPairs()), now),
                 model_report=instances[n].registration.model_report if n in reporters else "",
                 model_digest=digests.get(n, ""),
+                adapter_fault=_find_adapter_fault(instances[n]) if n in failing else "",
             )
             for n in names
         ),
@@ -148,8 +154,17 @@ def _describe_instance(
             pull_ms=_to_finite(registration.kv_path.pull_ms),
         ),
         kv_pairs=pairs,
+        adapters_digest=registration.adapters_digest[:_DIGEST_LIMIT],
+        adapters_pending=sum(not each.loaded for each in registration.runtime_adapters),
         cache_hits=CacheHits(instance.hits.predicted_share, instance.hits.engine_share),
     )
+
+
+def _find_adapter_fault(instance: RoutedInstance) -> str:
+    """Why the first adapter that failed is not loaded, with its name; empty: none failed."""
+    adapters = instance.registration.runtime_adapters
+    faults = (f"{e.name}: {e.fault}" for e in adapters if e.fault and not e.loaded)
+    return next(faults, "")[:_TEXT_LIMIT]
 
 
 def _to_finite(value: float) -> float:

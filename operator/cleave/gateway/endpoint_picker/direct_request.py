@@ -17,6 +17,7 @@ from cleave.gateway.http.completion_request import (
     CompletionRequest,
     get_cache_salt,
     get_prompt_text,
+    set_engine_model,
 )
 from cleave.gateway.http.errors import GatewayError, build_engine_error, convert_router_error
 from cleave.gateway.metrics.gateway_metrics import record_completed
@@ -90,6 +91,8 @@ class DirectRequest:
             salt=get_cache_salt(completion) if router.uses_prompt_text else b"",
         )
         context.metrics.dispatches[completion.model, self._pick.reason] += 1
+        if self._pick.engine_model:
+            completion.fields = set_engine_model(completion, self._pick.engine_model).fields
         return self._pick.decode
 
     # --- called by the admission controller and the sweeper ---

@@ -167,9 +167,12 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         router, model = self._context.router, completion.model
         if completion.can_disaggregate and has_prefill_instance(router, model):
             return True
+        models = router.registry.models
+        if model in models and models[model].engine_name:
+            # The engine's name of the adapter would stand in its response.
+            return True
         if self._context.config.timeouts.wake_s <= 0:
             return False
-        models = router.registry.models
         return not models or (model in models and bool(router.explain_unavailable(model)))
 
     async def _send_direct(

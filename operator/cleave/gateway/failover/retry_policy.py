@@ -39,6 +39,8 @@ class Failure(enum.Enum):
     """A handoff that must not be used."""
     STALL = "stall"
     """No more bytes came, nor did they on any other stream of that instance."""
+    ADAPTER = "adapter"
+    """The engine has unloaded the request's adapter in the meantime."""
     TOO_LONG = "too_long"
     """A response that is larger than the gateway buffers; every engine would send the same."""
 
@@ -74,8 +76,9 @@ class FailureHistory:
 
     def record_decode_failure(self, instance: str, failure: Failure, disaggregated: bool) -> bool:
         """A decode attempt, or one of both phases, failed; returns whether the budget has a retry.
-        A request that no engine received costs no budget: every instance may be tried."""
-        if failure is Failure.UNREACHED:
+        A request that no engine received or knew the adapter of costs no budget: every instance may
+        be tried."""
+        if failure in (Failure.UNREACHED, Failure.ADAPTER):
             self.excluded.add(instance)
             return True
         self.num_decode_failures += 1

@@ -240,6 +240,20 @@ def parse_engine_request(
     )
 
 
+def set_engine_model(completion: CompletionRequest, engine_model: str) -> CompletionRequest:
+    """The request to engines that know its adapter by another name than clients do."""
+    return CompletionRequest(
+        model=completion.model,
+        fields={**completion.fields, "model": msgspec.Raw(_encode(engine_model))},
+        stream=completion.stream,
+        can_disaggregate=completion.can_disaggregate,
+        prompt_tokens=completion.prompt_tokens,
+        output_tokens=completion.output_tokens,
+        has_token_ids=completion.has_token_ids,
+        return_token_ids=completion.return_token_ids,
+    )
+
+
 def raise_priority(completion: CompletionRequest, minimum: int) -> None:
     """Raise the request's `priority`, 0 if absent, to at least `minimum`: engines serve lower
     values first. Raises GatewayError (400)."""

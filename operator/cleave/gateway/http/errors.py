@@ -77,6 +77,12 @@ RESPONSE_TOO_LONG = build_engine_error(
 )
 """A response that is not streamed exceeds its limit, or the room in the buffer budget."""
 
+ADAPTER_CHANGED = build_engine_error(
+    HTTPStatus.BAD_GATEWAY,
+    "the adapter was loaded from another source in the meantime: send the request again",
+)
+"""A stream that began with one source of its adapter cannot be continued with another."""
+
 SUSPECT_REQUEST = GatewayError(
     HTTPStatus.BAD_GATEWAY,
     "two engines ended while they ran this request, so it is refused for some minutes: "

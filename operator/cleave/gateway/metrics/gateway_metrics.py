@@ -39,7 +39,9 @@ _RECOVERIES = ("continued", "replayed")
 _FLIPS = (
     ("prefill", "mixed"), ("mixed", "prefill"), ("decode", "mixed"), ("mixed", "decode"),
 )  # fmt: skip
-RETRY_CAUSES = ("lost", "unreached", "timeout", "status", "handoff", "stall", "too_long")
+RETRY_CAUSES = (
+    "lost", "unreached", "timeout", "status", "handoff", "stall", "adapter", "too_long",
+)  # fmt: skip
 """The values of `failover.retry_policy.Failure`, which this module must not import."""
 
 

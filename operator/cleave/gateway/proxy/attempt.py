@@ -18,6 +18,7 @@ from cleave.gateway.http.completion_request import (
     build_colocated_body,
     build_decode_body,
     build_prefill_body,
+    set_engine_model,
 )
 from cleave.gateway.proxy.overlapped_prefill import (
     UNAUTHORIZED,
@@ -104,6 +105,8 @@ class Attempt:
         self._context = context
         self._handler = handler
         self._path = path
+        if pick.engine_model:
+            completion = set_engine_model(completion, pick.engine_model)
         self._completion = completion
         # A new id for each attempt: an engine may still have the previous one.
         self._request_id = context.make_request_id()

@@ -43,6 +43,7 @@ from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
 from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.engine_errors import convert_engine_error
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, read_usage, strip_handoff
+from cleave.gateway.upstream.model_names import ModelNames
 from cleave.gateway.upstream.suspect_requests import MEMORY_S
 from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Pick, RequestPhase
@@ -204,7 +205,8 @@ class ProxiedRequest:
         first = headers.build_stream_head(call.status, fields, self._request_id, client.chunked)
         sends_ids, wants_ids = self._completion.has_token_ids, self._completion.return_token_ids
         opaque = self._path not in RESUMABLE_PATHS
-        self._relay = SseRelay(first, client.chunked, now, sends_ids, opaque, wants_ids)
+        names = self._get_names(attempt.pick)
+        self._relay = SseRelay(first, client.chunked, now, sends_ids, opaque, wants_ids, names)
 
     def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """A piece of the stream."""
@@ -257,6 +259,8 @@ class ProxiedRequest:
         self._output_tokens = usage.completion_tokens or 0
         self._prompt_tokens = attempt.prompt_tokens or usage.prompt_tokens
         fields = headers.build_forwarded_headers(call.headers) + attempt.instance_headers
+        if names := self._get_names(attempt.pick):
+            stripped = names.restore(stripped)
         self._respond(call.status, fields, stripped, "ok")
 
     def on_rejection(self, call: UpstreamCall, body: bytes) -> None:
@@ -274,6 +278,11 @@ class ProxiedRequest:
         if b"remote_engine_id" in body and attempt.prefill is None:
             self._respond_error(errors.redact_engine_rejection(call.status), "refused")
             return
+        if names := self._get_names(attempt.pick):
+            if call.status == HTTPStatus.NOT_FOUND:
+                self.on_attempt_failed(Failure.ADAPTER, "has unloaded the adapter")
+                return
+            body = names.restore_in_text(body)
         fields, refusal = call.headers, convert_engine_error(call.status, body)
         if refusal is not None:
             # Its message is not recorded: engines quote the request.
@@ -297,7 +306,7 @@ class ProxiedRequest:
         phase = "decode" if attempt.prefill is None else "prefill"
         context = self._context
         context.metrics.retries[phase, failure.value] += 1
-        if failure is not Failure.TOO_LONG:
+        if failure not in (Failure.TOO_LONG, Failure.ADAPTER):
             is_stall = failure is Failure.STALL
             context.circuit_breaker.record_failure(name, context.clock(), immediately=is_stall)
         retry = self._get_retry_state()
@@ -347,6 +356,10 @@ class ProxiedRequest:
             pick = pick_instances(context.router, completion, history, suspects, self._session)
         except RouterError as error:
             self._handle_no_instance(error)
+            return
+        if self._pick is not None and pick.engine_model != self._pick.engine_model:
+            context.router.release(pick)
+            self._give_up(errors.ADAPTER_CHANGED, "failed")
             return
         context.metrics.dispatches[completion.model, pick.reason] += 1
         observer = self._observer
@@ -431,10 +444,19 @@ class ProxiedRequest:
         self._release("ok")
         self._client.end(reusable=True)
 
+    def _get_names(self, pick: Pick) -> ModelNames | None:
+        """The names of an adapter that was loaded at run time; None: engines use the client's."""
+        if not pick.engine_model:
+            return None
+        return ModelNames(self._completion.model, pick.engine_model)
+
     def _sample_handoff(self) -> None:
-        """Keep a share of the greedy streams with a handoff, to be computed again as a whole."""
+        """Keep a share of the greedy streams with a handoff, to be computed again as a whole; none
+        of adapters whose source may have changed by then."""
         attempt, relay, samples = self._attempt, self._relay, self._context.handoff_samples
         if attempt is None or relay is None or attempt.pick.prefill is None:
+            return
+        if attempt.pick.engine_model:
             return
         if is_greedy(self._path, self._completion) and samples.count_handoff():
             transcript, ids = relay.read_transcript(), relay.prompt_ids

@@ -16,6 +16,7 @@ from cleave.gateway.http.headers import LAST_CHUNK, encode_chunk
 from cleave.gateway.http.token_estimate import BYTES_PER_TOKEN
 from cleave.gateway.upstream.engine_errors import convert_error_event
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_handoff
+from cleave.gateway.upstream.model_names import ModelNames
 from cleave.gateway.upstream.stream_start import is_engine_fault
 
 COMPACTION_MASK = 1_023
@@ -58,8 +59,9 @@ class SseRelay:
     """One stream to one client."""
 
     __slots__ = (
-        "_chunked", "_head", "_opaque", "_partial_event", "_reported_tokens", "_return_token_ids",
-        "_sent_pieces", "_splice", "_transcript", "has_token_ids", "num_events", "prompt_ids",
+        "_chunked", "_head", "_names", "_opaque", "_partial_event", "_reported_tokens",
+        "_return_token_ids", "_sent_pieces", "_splice", "_transcript", "has_token_ids",
+        "num_events", "prompt_ids",
         "started_at",
     )  # fmt: skip
 
@@ -71,9 +73,11 @@ class SseRelay:
         has_token_ids: bool = False,
         opaque: bool = False,
         return_token_ids: bool = False,
+        names: ModelNames | None = None,
     ) -> None:
         """`has_token_ids`: the engine sends them; `return_token_ids`: the client requested them.
-        `opaque`: not a completion, so the format of its events is unknown."""
+        `opaque`: not a completion, so the format of its events is unknown. `names`: of the model,
+        if engines know it by another name than clients do."""
         self.started_at = now
         """Seconds, when the first byte came."""
         self.num_events = 0
@@ -87,6 +91,7 @@ class SseRelay:
         self._chunked = chunked
         self._opaque = opaque
         self._return_token_ids = return_token_ids
+        self._names = names
         self._partial_event = b""
         """The beginning of an event whose end has not arrived."""
         self._sent_pieces: list[bytes] = []
@@ -99,6 +104,8 @@ class SseRelay:
         up, and SpliceError."""
         if self._partial_event or not piece.endswith(_SEPARATOR):
             piece = self._take_complete_events(piece, complete)
+        if self._names is not None:
+            piece = self._names.restore(piece)
         if self._splice is not None:
             piece = self._rewrite(piece)
         lost = ""

@@ -276,6 +276,8 @@ class Registration(_message.Message):
     MODEL_REPORT_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     PREFIX_PORT_FIELD_NUMBER: _builtins.int
+    RUNTIME_ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_DIGEST_FIELD_NUMBER: _builtins.int
     ENGINE_KEY_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
@@ -324,6 +326,8 @@ class Registration(_message.Message):
     """ranks of which this is one: they start and end together; 0: not reported"""
     prefix_port: _builtins.int
     """where other engines can pull the prompts that it has cached; 0: nowhere"""
+    adapters_digest: _builtins.str
+    """of the newest SetAdapters (cleave.policy.adapters); empty: none"""
     engine_key: _builtins.str
     """secret: what this boot's HTTP API asks for; empty: nothing"""
     @_builtins.property
@@ -333,6 +337,10 @@ class Registration(_message.Message):
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """LoRA, by the names clients ask for"""
+
+    @_builtins.property
+    def runtime_adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuntimeAdapter]:
+        """ordered by SetAdapters, or still served"""
 
     def __init__(
         self,
@@ -365,15 +373,55 @@ class Registration(_message.Message):
         model_report: _builtins.str = ...,
         data_parallel_size: _builtins.int = ...,
         prefix_port: _builtins.int = ...,
+        runtime_adapters: _abc.Iterable[Global___RuntimeAdapter] | None = ...,
+        adapters_digest: _builtins.str = ...,
         engine_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "prefix_port", b"prefix_port", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "adapters_digest", b"adapters_digest", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "prefix_port", b"prefix_port", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "runtime_adapters", b"runtime_adapters", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Registration: _TypeAlias = Registration  # noqa: Y015
+
+@_typing.final
+class RuntimeAdapter(_message.Message):
+    """A LoRA adapter that was ordered at run time. While its source changes there are two of a name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ENGINE_NAME_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """clients ask for"""
+    engine_name: _builtins.str
+    """the engine's, which contains a hash of the source"""
+    loaded: _builtins.bool
+    """requests for it may be sent"""
+    fault: _builtins.str
+    """why it was not loaded at the last attempt, one sentence"""
+    generation: _builtins.int
+    """newest one that ordered it"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        engine_name: _builtins.str = ...,
+        loaded: _builtins.bool = ...,
+        fault: _builtins.str = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "fault", b"fault", "generation", b"generation", "loaded", b"loaded", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RuntimeAdapter: _TypeAlias = RuntimeAdapter  # noqa: Y015
 
 @_typing.final
 class KvPath(_message.Message):
@@ -520,6 +568,70 @@ class SetRoleRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """of the LLMDeployment"""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterSource]:
+        """all of them"""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___AdapterSource] | None = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAdaptersRequest: _TypeAlias = SetAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class AdapterSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    source: _builtins.str
+    """a folder of the worker, or org/name of a repository"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterSource: _TypeAlias = AdapterSource  # noqa: Y015
+
+@_typing.final
+class SetAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAdaptersResponse: _TypeAlias = SetAdaptersResponse  # noqa: Y015
 
 @_typing.final
 class SetRoleResponse(_message.Message):

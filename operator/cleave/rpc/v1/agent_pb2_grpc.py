@@ -59,6 +59,11 @@ class AgentStub:
                 request_serializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.PairProofs.SerializeToString,
                 response_deserializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.RecordPairsResponse.FromString,
                 _registered_method=True)
+        self.SetAdapters = channel.unary_unary(
+                '/cleave.rpc.v1.Agent/SetAdapters',
+                request_serializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.SetAdaptersRequest.SerializeToString,
+                response_deserializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.SetAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AgentServicer:
@@ -107,6 +112,16 @@ class AgentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetAdapters(self, request, context):
+        """Set the LoRA adapters that the running engine is to have, besides those of its command line:
+        missing ones are loaded, others unloaded once their requests have ended. Returns at once; the
+        registration reports the progress. INVALID_ARGUMENT for a name or source that cannot be, for
+        two adapters of one name and for too many; FAILED_PRECONDITION for an older generation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AgentServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -134,6 +149,11 @@ def add_AgentServicer_to_server(servicer, server):
                     servicer.RecordPairs,
                     request_deserializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.PairProofs.FromString,
                     response_serializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.RecordPairsResponse.SerializeToString,
+            ),
+            'SetAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdapters,
+                    request_deserializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.SetAdaptersRequest.FromString,
+                    response_serializer=cleave_dot_rpc_dot_v1_dot_agent__pb2.SetAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +291,33 @@ class Agent:
             '/cleave.rpc.v1.Agent/RecordPairs',
             cleave_dot_rpc_dot_v1_dot_agent__pb2.PairProofs.SerializeToString,
             cleave_dot_rpc_dot_v1_dot_agent__pb2.RecordPairsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cleave.rpc.v1.Agent/SetAdapters',
+            cleave_dot_rpc_dot_v1_dot_agent__pb2.SetAdaptersRequest.SerializeToString,
+            cleave_dot_rpc_dot_v1_dot_agent__pb2.SetAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

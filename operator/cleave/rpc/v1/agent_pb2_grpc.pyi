@@ -54,6 +54,12 @@ class AgentStub:
     side, and send them to every watcher. ABORTED when boot_id names an earlier engine;
     INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
     """
+    SetAdapters: _grpc.UnaryUnaryMultiCallable[_agent_pb2.SetAdaptersRequest, _agent_pb2.SetAdaptersResponse]
+    """Set the LoRA adapters that the running engine is to have, besides those of its command line:
+    missing ones are loaded, others unloaded once their requests have ended. Returns at once; the
+    registration reports the progress. INVALID_ARGUMENT for a name or source that cannot be, for
+    two adapters of one name and for too many; FAILED_PRECONDITION for an older generation.
+    """
 
 @_typing.type_check_only
 class AgentAsyncStub(AgentStub):
@@ -78,6 +84,12 @@ class AgentAsyncStub(AgentStub):
     """Keep what a gateway has found out about pairs of which this instance is the decode
     side, and send them to every watcher. ABORTED when boot_id names an earlier engine;
     INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
+    """
+    SetAdapters: _aio.UnaryUnaryMultiCallable[_agent_pb2.SetAdaptersRequest, _agent_pb2.SetAdaptersResponse]  # type: ignore[assignment]
+    """Set the LoRA adapters that the running engine is to have, besides those of its command line:
+    missing ones are loaded, others unloaded once their requests have ended. Returns at once; the
+    registration reports the progress. INVALID_ARGUMENT for a name or source that cannot be, for
+    two adapters of one name and for too many; FAILED_PRECONDITION for an older generation.
     """
 
 class AgentServicer(metaclass=_abc_1.ABCMeta):
@@ -130,6 +142,18 @@ class AgentServicer(metaclass=_abc_1.ABCMeta):
         """Keep what a gateway has found out about pairs of which this instance is the decode
         side, and send them to every watcher. ABORTED when boot_id names an earlier engine;
         INVALID_ARGUMENT for more than 256 proofs in one call, or a text above 256 characters.
+        """
+
+    @_abc_1.abstractmethod
+    def SetAdapters(
+        self,
+        request: _agent_pb2.SetAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_pb2.SetAdaptersResponse, _abc.Awaitable[_agent_pb2.SetAdaptersResponse]]:
+        """Set the LoRA adapters that the running engine is to have, besides those of its command line:
+        missing ones are loaded, others unloaded once their requests have ended. Returns at once; the
+        registration reports the progress. INVALID_ARGUMENT for a name or source that cannot be, for
+        two adapters of one name and for too many; FAILED_PRECONDITION for an older generation.
         """
 
 def add_AgentServicer_to_server(servicer: AgentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

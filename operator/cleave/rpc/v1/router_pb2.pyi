@@ -88,9 +88,12 @@ class PickResponse(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ENGINE_MODEL_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     reason: _builtins.str
     """"disaggregated", "single-instance", "no-prefill", ..."""
+    engine_model: _builtins.str
+    """what to name to the engines in place of the model; empty: the model"""
     @_builtins.property
     def prefill(self) -> Global___Target:
         """absent: the decode target does both phases"""
@@ -104,10 +107,11 @@ class PickResponse(_message.Message):
         prefill: Global___Target | None = ...,
         decode: Global___Target | None = ...,
         reason: _builtins.str = ...,
+        engine_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "reason", b"reason", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "engine_model", b"engine_model", "prefill", b"prefill", "reason", b"reason", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

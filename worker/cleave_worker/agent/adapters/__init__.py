@@ -1,0 +1,1 @@
+"""The LoRA adapters that a running engine loads and unloads."""
