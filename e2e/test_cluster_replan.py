@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,14 +16,10 @@ from cleave.rpc.engine_key import ENV, build_headers
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.open_loop_load import Kind, Stream
-from e2e.cluster.tools import REPOSITORY
-from e2e.pictures.boards import fill_variables, read_boards
-from e2e.support.prometheus import find_programs, pod_jobs, running
 from e2e.test_cluster_operator import OPEN_WORKERS, Chat, condition, installation, read_log
 
 pytestmark = pytest.mark.timeout(600)
 
-BOARDS = REPOSITORY / "charts" / "cleave" / "files" / "dashboards"
 CODE = Kind(rate=8, prompt_tokens=500, output_tokens=16)
 CONVERSATION = Kind(rate=16, prompt_tokens=400, output_tokens=40)
 PATIENCE_S = 180
@@ -221,25 +216,3 @@ def test_a_wrong_latency_profile_is_corrected_before_planning(slow: Served) -> N
     assert 1.4 < correction["prefill"] < 4, correction
     assert 1.4 < correction["decode"] < 4, correction
     assert slow.stream.failures == []
-
-
-def test_every_panel_about_the_operator_shows_something_where_plans_change(
-    slow: Served, tmp_path: Path
-) -> None:
-    programs = find_programs(build=False)
-    if programs is None:
-        pytest.skip("Prometheus is not here; scripts/prometheus builds it")
-    (board,) = (board for board in read_boards(BOARDS) if board.name == "control")
-    variables = {"namespace": ".*", "model": ".*", "__rate_interval": "10s"}
-    with running(programs, tmp_path, pod_jobs(slow.chat.cluster.kubeconfig)) as prometheus:
-
-        def find_empty() -> set[str]:
-            return {
-                panel.title
-                for panel in board.panels
-                if not any(
-                    prometheus.ask(fill_variables(query.text, variables)) for query in panel.queries
-                )
-            }
-
-        until(slow.chat, "every panel has data", lambda: not find_empty())
