@@ -108,9 +108,10 @@ site: ## the site of docs/ into build/site; fails on links and anchors that lead
 	@scripts/bootstrap --emulated
 	@NO_MKDOCS_2_WARNING=1 UV_PROJECT_ENVIRONMENT=build/site-tools $(UV) run --frozen --only-group docs mkdocs build
 
-pictures: setup tools ## the dashboards' pictures in docs/pictures, of five minutes of an emulated fleet
+pictures: setup tools ## the dashboards' pictures in docs/pictures, of five minutes of an emulated fleet and five of a cluster
 	@scripts/bootstrap --tests
 	.venv/bin/python -m e2e.pictures.run docs/pictures $(ARGS)
+	scripts/isolated .venv/bin/python -m e2e.pictures.run docs/pictures --cluster $(ARGS)
 
 scan: setup ## check Dockerfiles and manifests against established policies (hadolint, checkov)
 	.venv/bin/python scripts/scan.py

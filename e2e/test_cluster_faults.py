@@ -55,7 +55,12 @@ def test_requests_go_on_while_the_api_server_is_away(
         control_plane.start_api_server()
         wait_until(lambda: load.answered > during + 20, 30, "answers after its return")
     assert load.failures == []
-    wait_until(chat.is_ready, READY_S, "the operator has found its way back")
+    chat.edit({"gateway": {"replicas": 3}})
+    wait_until(
+        lambda: chat.is_ready() and len(ready(gateways(chat))) == 3,
+        READY_S,
+        "the operator has found its way back",
+    )
 
 
 def test_a_gateway_that_is_deleted_loses_no_request(chat: Chat) -> None:

@@ -210,6 +210,12 @@ def columns(cluster: Cluster) -> list[str]:
     return [each["name"] for each in version["additionalPrinterColumns"]]
 
 
+def test_helm_test_finds_the_installation_in_order_and_leaves_nothing(release: Cluster) -> None:
+    said = release.helm("test", "cleave", "-n", HOME, "--timeout", "2m", timeout_s=150)
+    assert "Failed" not in said
+    assert release.list("pods", HOME, "app.kubernetes.io/component=test") == []
+
+
 def test_operators_that_are_away_hold_up_no_deletion(release: Cluster, namespace: str) -> None:
     resource = deployment(engine={"type": "Emulated"})
     release.apply(resource, namespace=namespace)

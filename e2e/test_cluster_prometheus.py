@@ -54,6 +54,7 @@ GRAFANA = {"$namespace": ".*", "$model": ".*", "$__rate_interval": "10s"}
 MANUAL_REASON = "the placement is manual, so nothing is predicted"
 EMPTY_PANELS = {
     "Shed requests": "no request is shed",
+    "Failures hidden from clients": "no attempt fails",
     "KV lost": "these engines are not vLLM with connector Cleave",
     "Not ready": "every instance is ready",
     "Cached share of prompts": "the policy does not look at caches",

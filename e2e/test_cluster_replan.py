@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,15 +12,19 @@ import psutil
 import pytest
 import yaml
 
-from cleave.manifests.labels import ENGINE_PORT
+from cleave.manifests.labels import ENGINE_PORT, GATEWAY_PORT
 from cleave.rpc.engine_key import ENV, build_headers
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.open_loop_load import Kind, Stream
+from e2e.cluster.tools import REPOSITORY
+from e2e.pictures.boards import fill_variables, read_boards
+from e2e.support.prometheus import find_programs, pod_jobs, running
 from e2e.test_cluster_operator import OPEN_WORKERS, Chat, condition, installation, read_log
 
 pytestmark = pytest.mark.timeout(600)
 
+BOARDS = REPOSITORY / "charts" / "cleave" / "files" / "dashboards"
 CODE = Kind(rate=8, prompt_tokens=500, output_tokens=16)
 CONVERSATION = Kind(rate=16, prompt_tokens=400, output_tokens=40)
 PATIENCE_S = 180
@@ -70,9 +75,9 @@ def watching(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @contextmanager
-def started(cluster: Cluster, text: str) -> Iterator[Chat]:
+def started(cluster: Cluster, text: str, namespace: str = "") -> Iterator[Chat]:
     """The deployment `chat` in a namespace of its own, ready; deleted afterwards."""
-    namespace = f"test-replan-{secrets.token_hex(4)}"
+    namespace = namespace or f"test-replan-{secrets.token_hex(4)}"
     cluster.kubectl("create", "namespace", namespace)
     cluster.apply(OPEN_WORKERS, namespace=namespace)
     try:
@@ -118,6 +123,36 @@ def counts(chat: Chat) -> dict[str, int]:
     return {pool["role"]: pool["replicas"] for pool in chat.deployment["status"]["plan"]["pools"]}
 
 
+def planned_threshold(chat: Chat) -> int:
+    """Prompt tokens below which decode instances may compute prompts, by the plan in force."""
+    return int(chat.deployment["status"]["plan"].get("wholeBelowTokens", 0))
+
+
+def apply_threshold(chat: Chat) -> bool:
+    """Whether every gateway applies the plan's threshold, as its page says."""
+    expected = 'cleave_gateway_plan_threshold_tokens{threshold="whole_below"} '
+    found = set()
+    for pod in list_gateways(chat):
+        address = f"http://{pod['status']['podIP']}:{GATEWAY_PORT}/metrics"
+        lines = httpx.get(address, timeout=10).text.splitlines()
+        (line,) = (each for each in lines if each.startswith(expected))
+        found.add(float(line.removeprefix(expected)))
+    return found == {planned_threshold(chat)}
+
+
+def list_gateways(chat: Chat) -> list[dict[str, Any]]:
+    """The pods of the gateway."""
+    return chat.cluster.list("pods", chat.namespace, "cleave.dev/component=gateway")
+
+
+def find_starts(chat: Chat) -> set[tuple[str, int]]:
+    """Uid and restarts of each gateway's pod."""
+    return {
+        (pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"])
+        for pod in list_gateways(chat)
+    }
+
+
 def verdicts(chat: Chat) -> list[str]:
     """What came of the last looks, the latest first."""
     return [each["verdict"] for each in chat.deployment["status"].get("plans", [])]
@@ -151,7 +186,9 @@ def test_advice_follows_the_traffic_and_then_the_plan_does_without_a_failed_requ
     watching: Cluster,
 ) -> None:
     with started(watching, manifest(CODE, {}, replan={"mode": "Advisory"})) as chat:
-        before = counts(chat)
+        before, starts = counts(chat), find_starts(chat)
+        assert planned_threshold(chat) > 0
+        until(chat, "gateways apply the plan's threshold", lambda: apply_threshold(chat))
         with Stream(chat.address, "chat", CONVERSATION) as stream:
             until(chat, "another plan is proposed", lambda: "Proposed" in verdicts(chat))
             assert condition(chat.deployment, "PlanDrifted") == "True"
@@ -163,6 +200,8 @@ def test_advice_follows_the_traffic_and_then_the_plan_does_without_a_failed_requ
             until(chat, "it serves", lambda: stream.answered > answered + 50)
         assert stream.failures == []
         assert counts(chat)["prefill"] > before["prefill"]
+        until(chat, "gateways apply the new plan's threshold", lambda: apply_threshold(chat))
+        assert find_starts(chat) == starts, "another plan starts no gateway again"
         events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
         for reason in ("PlanDrifted", "PlanProposed", "Replanned"):
             assert reason in events
@@ -182,3 +221,25 @@ def test_a_wrong_latency_profile_is_corrected_before_planning(slow: Served) -> N
     assert 1.4 < correction["prefill"] < 4, correction
     assert 1.4 < correction["decode"] < 4, correction
     assert slow.stream.failures == []
+
+
+def test_every_panel_about_the_operator_shows_something_where_plans_change(
+    slow: Served, tmp_path: Path
+) -> None:
+    programs = find_programs(build=False)
+    if programs is None:
+        pytest.skip("Prometheus is not here; scripts/prometheus builds it")
+    (board,) = (board for board in read_boards(BOARDS) if board.name == "control")
+    variables = {"namespace": ".*", "model": ".*", "__rate_interval": "10s"}
+    with running(programs, tmp_path, pod_jobs(slow.chat.cluster.kubeconfig)) as prometheus:
+
+        def find_empty() -> set[str]:
+            return {
+                panel.title
+                for panel in board.panels
+                if not any(
+                    prometheus.ask(fill_variables(query.text, variables)) for query in panel.queries
+                )
+            }
+
+        until(slow.chat, "every panel has data", lambda: not find_empty())

@@ -14,7 +14,7 @@ from e2e.pictures.boards import (
     read_boards,
 )
 from e2e.pictures.page import CHROMIUM, UnknownUnitError, build_page
-from e2e.pictures.run import BOARDS, DRAWN, draw, record
+from e2e.pictures.run import BOARDS, DRAWN, DRAWN_OF_CLUSTER, draw, record
 from e2e.support.prometheus import ROOT, find_programs
 
 MOST_BYTES = 300_000
@@ -28,10 +28,11 @@ def test_every_dashboard_is_read_with_all_its_panels() -> None:
     assert [row.title for row in boards["serving"].rows] == ["Targets", "Latency", "Traffic"]
     assert boards["pools"].panels[0].title == "Ready, by role"
     assert boards["pools"].panels[0].decimals == 0
+    assert {*boards} == {*DRAWN, *DRAWN_OF_CLUSTER}, "each is drawn"
 
 
 def test_the_documents_have_a_picture_of_every_board_that_is_drawn() -> None:
-    for name in DRAWN:
+    for name in (*DRAWN, *DRAWN_OF_CLUSTER):
         file = ROOT / "docs" / "pictures" / f"{name}.png"
         assert file.read_bytes().startswith(b"\x89PNG")
         assert file.stat().st_size < MOST_BYTES

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from virtual_fleet import PERIOD_S, VirtualFleet
@@ -113,7 +113,7 @@ class Follower:
         if decision.verdict is not ReplanVerdict.APPLY or best is None:
             return planned_for or workload
         self._left.append(ReplacedPlan(self.running_plan.pools, now_s))
-        running = replace(self.running_plan, pools=best.pools, algorithm=best.algorithm)
+        running = self.running_plan.change_plan(best)
         seen_s = change.detected_s if change and change.detected_s > self._settled_s else now_s
         self._pending = Step(seen_s, now_s, now_s + START_S, running)
         return workload

@@ -106,7 +106,7 @@ def plan(problem: Problem) -> RunningPlan:
     best = plan_search.plan(problem).best
     if best is None:
         sys.exit("the planner has no plan for a phase")
-    return RunningPlan(best.pools, best.algorithm)
+    return RunningPlan(best.pools).change_plan(best)
 
 
 def live(mode: str, day: Day, plans: Sequence[RunningPlan]) -> Lived:

@@ -129,7 +129,7 @@ def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: s
         left=tally.left,
         worst_pause_s=round(tally.worst_pause_s, 2),
         worst_first_byte_s=round(tally.worst_first_s, 2),
-        gateways=dict(sorted(counts.items())),
+        gateways={name: number for name, number in sorted(counts.items()) if number},
         touched={kind: dict(cases) for kind, cases in sorted(storm.touched.items())},
         losses=storm.losses,
         poisoned=count_poisoned(fleet.deployment),

@@ -1,5 +1,6 @@
-"""Draws the dashboards over a few minutes of an emulated fleet:
-`python -m e2e.pictures.run OUTDIR --minutes 5`, or `make pictures`.
+"""Draws the dashboards over a few minutes of emulated fleets:
+`python -m e2e.pictures.run OUTDIR --minutes 5`, with `--cluster` in `scripts/isolated`; both are
+`make pictures`.
 
 Panel by panel, with the queries and names of the dashboards' own JSON (decision 119). What is hard:
 everything that a panel counts has to happen, misses, flips and lost engines included. A panel
@@ -30,15 +31,17 @@ from e2e.pictures.boards import (
 )
 from e2e.pictures.clients import Clients
 from e2e.pictures.fleet import MODEL, SCRAPE_S, Fleet, started
+from e2e.pictures.operated import operated
 from e2e.pictures.page import build_page, take_pictures
-from e2e.support.prometheus import ROOT, find_programs
+from e2e.support.prometheus import ROOT, Prometheus, find_programs
 
 log = logging.getLogger(__name__)
 
 BOARDS = ROOT / "charts" / "cleave" / "files" / "dashboards"
 DRAWN = ("serving", "pools")
-"""The third, `control`, is about the operator, which there is on clusters only;
-e2e/test_cluster_prometheus.py evaluates its panels."""
+"""Of a fleet on one machine."""
+DRAWN_OF_CLUSTER = ("control",)
+"""About the operator, which there is on clusters only."""
 MAY_BE_EMPTY: Mapping[str, str] = {
     "Not ready": "an engine may be back before the next scrape",
     "Shed requests": "on a slow machine clients ask too slowly for a rush",
@@ -81,13 +84,35 @@ def record(programs: Path, folder: Path, duration_s: float, boards: Sequence[Boa
         time.sleep(2 * SCRAPE_S)
         until_s = time.time()
         lines = {
-            board.name: {panel: ask(fleet, panel, since_s, until_s) for panel in board.panels}
-            for board in boards
+            board.name: ask_panels(fleet.prometheus, board, since_s, until_s) for board in boards
         }
     return Recording(since_s, until_s, lines, clients.outcomes)
 
 
-def ask(fleet: Fleet, panel: Panel, since_s: float, until_s: float) -> list[Series]:
+def record_cluster(
+    programs: Path, folder: Path, duration_s: float, boards: Sequence[Board]
+) -> Recording:
+    """The same of a cluster whose operator plans again; needs the network of scripts/isolated."""
+    with operated(programs, folder, SCRAPE_S) as found:
+        since_s = time.time()
+        found.pass_time(duration_s)
+        until_s = time.time()
+        lines = {
+            board.name: ask_panels(found.prometheus, board, since_s, until_s) for board in boards
+        }
+        outcomes = Counter({"answered": found.stream.answered})
+        outcomes.update(found.stream.failures)
+    return Recording(since_s, until_s, lines, outcomes)
+
+
+def ask_panels(
+    prometheus: Prometheus, board: Board, since_s: float, until_s: float
+) -> dict[Panel, list[Series]]:
+    """The lines of all panels of a board. Raises QueryError."""
+    return {panel: ask(prometheus, panel, since_s, until_s) for panel in board.panels}
+
+
+def ask(prometheus: Prometheus, panel: Panel, since_s: float, until_s: float) -> list[Series]:
     """The lines of a panel, as Grafana would draw them. Raises QueryError."""
     step_s = max(SCRAPE_S, int((until_s - since_s) / _POINTS))
     interval_s = compute_rate_interval(SCRAPE_S, step_s)
@@ -97,9 +122,7 @@ def ask(fleet: Fleet, panel: Panel, since_s: float, until_s: float) -> list[Seri
         for query in panel.queries
         for series in build_series(
             query.legend,
-            fleet.prometheus.look_back(
-                fill_variables(query.text, variables), since_s, until_s, step_s
-            ),
+            prometheus.look_back(fill_variables(query.text, variables), since_s, until_s, step_s),
             step_s,
         )
     ]
@@ -147,14 +170,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m e2e.pictures.run", description="Draw dashboards.")
     parser.add_argument("folder", type=Path, help="where the pictures go")
     parser.add_argument("--minutes", type=float, default=5.0, help="of traffic (default: 5)")
+    parser.add_argument(
+        "--cluster", action="store_true", help="draw Control plane, over a cluster of its own"
+    )
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     programs = find_programs(build=True)
     assert programs is not None
-    boards = [board for board in read_boards(BOARDS) if board.name in DRAWN]
+    names, look = (DRAWN_OF_CLUSTER, record_cluster) if args.cluster else (DRAWN, record)
+    boards = [board for board in read_boards(BOARDS) if board.name in names]
     args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        recording = record(programs, Path(folder), args.minutes * 60, boards)
+        recording = look(programs, Path(folder), args.minutes * 60, boards)
     log.info("requests by outcome: %s", dict(recording.outcomes))
     try:
         draw(recording, boards, args.folder)

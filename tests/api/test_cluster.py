@@ -71,6 +71,16 @@ def test_profiles_of_a_text_are_found_from_here(
                 ),
             ),
         ),
+        (
+            "nodes: [{gpu: H100}]\nnetwork: {bandwidthGbps: 1e300, latencyUs: 1e999}",
+            (
+                (
+                    "network.bandwidthGbps: must be a number (got '1e300'); "
+                    "YAML reads this as text: write 1.0e+300"
+                ),
+                "network.latencyUs: must be a number (got '1e999')",
+            ),
+        ),
         ("nodes: [{gpu: H100, count: 1.5}]", ("nodes[0].count: must be a whole number (got 1.5)",)),
         ("nodes: [{gpu: ''}]", ("nodes[0].gpu: must not be empty",)),
         ("nodes: [{gpu: 100}]", ("nodes[0].gpu: must be text (got 100)",)),

@@ -1,5 +1,7 @@
 """Requests of a batch over HTTP, and what is made of broken connections."""
 
+import asyncio
+
 import pytest
 
 from cleave.batch.batch_client import EndpointError, make_client
@@ -60,6 +62,19 @@ async def test_a_connection_that_breaks_is_not_one_that_was_never_made() -> None
     assert (away.status, away.is_unreachable) == (0, True)
     assert broken.fault
     assert away.fault
+
+
+async def test_without_tls_at_the_other_side_no_request_was_sent() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK)
+        await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as plain:
+        port = plain.sockets[0].getsockname()[1]
+        reply = await make_client(f"https://127.0.0.1:{port}", None, 30.0).send(LINE)
+    assert (reply.status, reply.is_unreachable) == (0, True)
+    assert "SSL" in reply.fault
 
 
 async def test_no_answer_in_time_is_a_fault() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from cleave.batch import batch_run
 from cleave.batch.batch_file import BatchLine
 from cleave.batch.batch_run import BatchProgress, BatchRun, UnauthorizedError
+from cleave.batch.pacer import INITIAL_LIMIT, Pacer
 from cleave.batch.reply import MAX_TRIES, Reply
 from cleave.batch.result_files import ResultFiles, ResultFilesError
 
@@ -126,6 +128,35 @@ async def test_errors_of_engines_are_tried_again_and_then_recorded(tmp_path) -> 
     }
     assert errors["c1"]["response"]["status_code"] == 500
     assert errors["c2"]["error"] == {"code": "no_response", "message": "response truncated"}
+
+
+async def test_no_more_requests_are_sent_at_a_time_while_engines_fail(tmp_path) -> None:
+    most = []
+
+    def fail(line, number):
+        if server.sent.total() > 4 * INITIAL_LIMIT:
+            return None
+        most.append(server.most)
+        return Reply(502)
+
+    server = Server(fail)
+    progress = await run_batch(tmp_path, server, make_lines(200), max_running=200)
+    assert progress.num_succeeded == 200
+    assert max(most) <= INITIAL_LIMIT
+
+
+async def test_a_process_that_stood_still_sends_what_is_due(tmp_path, monkeypatch) -> None:
+    may_start = Pacer.may_start
+
+    def stand_still(self: Pacer, now: float) -> bool:
+        if not (result := may_start(self, now)):
+            time.sleep(0.05)
+        return result
+
+    monkeypatch.setattr(Pacer, "may_start", stand_still)
+    server = Server(lambda line, number: Reply(429, retry_after_s=0.02) if number == 1 else None)
+    progress = await run_batch(tmp_path, server, make_lines(1), timeout_s=20.0)
+    assert progress.num_left == 0
 
 
 async def test_a_refused_key_ends_the_run_and_records_nothing(tmp_path) -> None:

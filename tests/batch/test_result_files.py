@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -98,12 +99,36 @@ def test_two_runs_cannot_write_to_the_same_files(files) -> None:
         pass
 
 
-@pytest.mark.parametrize("text", ["hello\n", '{"a": 1}\n', "[]\n"])
+REQUEST = '{"custom_id": "a", "url": "/v1/completions", "body": {"model": "m"}}'
+
+
+@pytest.mark.parametrize("text", ["hello\n", '{"a": 1}\n', "[]\n", REQUEST + "\n" + REQUEST])
 def test_a_file_of_something_else_is_not_touched(files, text) -> None:
     files.output.write_text(text)
     with pytest.raises(ResultFilesError, match="line 1 is not a result"), files:
         pass
     assert files.output.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["a note", REQUEST, '{"id":"chatcmpl-1"}'])
+def test_a_last_line_that_does_not_end_is_cut_off_only_if_it_is_of_a_result(files, text) -> None:
+    files.errors.write_bytes(answer(A) + text.encode())
+    with pytest.raises(ResultFilesError, match=r"err\.jsonl: line 2, which does not end"), files:
+        pass
+    assert files.errors.read_bytes() == answer(A) + text.encode()
+
+
+def test_zeros_that_a_machine_left_are_cut_off(files) -> None:
+    files.output.write_bytes(answer(A) + answer(B)[:30] + bytes(100))
+    with files:
+        assert files.num_succeeded == 1
+    assert files.output.read_bytes() == answer(A)
+
+
+def test_a_device_is_no_file_of_results(files) -> None:
+    nowhere = ResultFiles(Path("/dev/null"), files.errors)
+    with pytest.raises(ResultFilesError, match="/dev/null: must be a regular file"), nowhere:
+        pass
 
 
 def test_results_of_another_batch_are_noticed(files, tmp_path) -> None:

@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_again_and_again_answers_each_request_once(gateway,
     killed = len(read(output)) if output.read_bytes().endswith(b"\n") else None
     assert killed is None or killed < number, "it was killed before the end"
     with output.open("ab") as file:
-        file.write(b'{"id": "half a li')
+        file.write(b'{"id":"batch_req_4')
     run = start(requests, gateway, "-o", "json")
     stdout, stderr = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, stderr
@@ -229,6 +229,32 @@ def test_wrong_options_are_named(cli, requests, options, fault) -> None:
     assert fault in result.stderr
 
 
+def test_a_link_to_the_file_is_the_same_file(cli, requests, tmp_path) -> None:
+    link, before = tmp_path / "link.jsonl", requests.read_bytes()
+    link.symlink_to(requests)
+    result = cli.invoke(app, ["batch", str(requests), "-O", str(link)])
+    assert result.exit_code == 2
+    assert "must be different files" in result.stderr
+    assert requests.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        (".", "must be a regular file"),
+        ("/", "must be a regular file"),
+        ("..", "must be a regular file"),
+        ("x" * 250, "No such file"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_names_that_are_no_files_are_named(cli, file, fault, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = cli.invoke(app, ["batch", file])
+    assert result.exit_code == 2
+    assert fault in result.stderr
+
+
 def test_a_pipe_cannot_be_read_twice(cli, tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")
     result = cli.invoke(app, ["batch", str(tmp_path / "pipe")])
@@ -237,7 +263,7 @@ def test_a_pipe_cannot_be_read_twice(cli, tmp_path) -> None:
 
 
 def test_the_example_of_a_job_runs_the_command_on_its_volume(cli, gateway, tmp_path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "batch-job.yaml"
+    example = Path(__file__).parents[2] / "examples" / "batch" / "job.yaml"
     claim, job = yaml.safe_load_all(example.read_text())
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -169,6 +170,28 @@ def test_validate_reads_the_trace_and_the_cluster_that_a_plan_needs(
     cluster.write_text("nodes: [{gpu: H99}]")
     result = cli.invoke(app, ["validate", "-f", str(manifest), "--cluster", str(cluster)])
     assert (result.exit_code, "unknown GPU 'H99'" in result.stderr) == (2, True)
+
+
+def test_validate_refuses_a_model_that_fits_on_no_instance_of_the_cluster(
+    cli: CliRunner, manifest: Path, tmp_path: Path
+) -> None:
+    resource = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "big"},
+        "spec": {
+            "model": "meta-llama/Llama-3.1-405B-Instruct",
+            "slo": {"ttftMs": 400, "tpotMs": 40},
+            "workload": {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}},
+            "planning": {"maxGPUs": 1},
+        },
+    }
+    manifest.write_text(json.dumps(resource))
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("nodes: [{gpu: A100-SXM-80GB, gpusPerNode: 8}]")
+    result = cli.invoke(app, ["validate", "-f", str(manifest), "--cluster", str(cluster)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: spec.model: llama-3.1-405b does not fit: ")
 
 
 def test_targets_that_look_like_seconds_are_a_warning(cli: CliRunner, manifest: Path) -> None:

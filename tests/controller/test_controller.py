@@ -82,7 +82,7 @@ async def test_a_stored_resource_that_rules_refuse_now_says_so_and_can_be_delete
     (ready,) = patch.status["conditions"]
     assert (ready["type"], ready["status"], ready["reason"]) == ("Ready", "False", "Invalid")
     assert "spec.engine.args" in ready["message"]
-    assert "use replicas" in ready["message"]
+    assert "parallelism.data" in ready["message"]
 
     meta["deletionTimestamp"] = "2026-01-02T03:04:05Z"
     controller.cache.upsert(stored)

@@ -30,9 +30,9 @@ PLAN = {
 
 
 class Stage:
-    def __init__(self) -> None:
+    def __init__(self, topology: NodeTopology = NodeTopology()) -> None:  # noqa: B008
         self.cache = ObjectCache()
-        self.reservations = GpuReservations(self.cache, "gpu", lambda _: NodeTopology())
+        self.reservations = GpuReservations(self.cache, "gpu", lambda _: topology)
         self.version = 0
 
     def put(self, name: str, status: Manifest | None = None, **spec: Any) -> ResourceKey:
@@ -133,6 +133,23 @@ def test_a_deployment_without_pools_claims_those_that_it_is_about_to_get(
     stage = Stage()
     stage.put("one", **declared)
     assert stage.count_free(stage.put("two")) == free
+
+
+def test_a_placement_that_no_pool_can_have_stops_no_other_deployment() -> None:
+    stage = Stage(NodeTopology({"H100": 1}))
+    placement = manual_placement(mixed=1)
+    wide = stage.put("wide", placement=placement)
+    chat = stage.put("chat")
+    assert stage.count_free(chat) == 15
+    assert stage.reservations.take_change()
+    size = {"tensor": 8, "pipeline": 10}
+    stage.put("wide", placement={"manual": [{**placement["manual"][0], "parallelism": size}]})
+    assert stage.count_free(chat) == 16
+    assert stage.reservations.take_change()
+    stage.put("wide", placement=placement)
+    assert stage.count_free(chat) == 15
+    stage.delete(wide)
+    assert stage.count_free(chat) == 16
 
 
 def test_what_has_changed_is_known_once() -> None:

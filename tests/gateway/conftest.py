@@ -383,8 +383,8 @@ async def make_stage() -> AsyncIterator[Callable[..., Awaitable[Stage]]]:
         shared_state = options.pop("shared_state", None)
         # Engines count requests, so those of the witness only come where a test asks for them.
         options = {"witness_share": 0.0, "audit_share": 0.0, **options}
-        config = GatewayConfig(agents="", port=0, timeouts=timeouts, **options)
-        gateway = GatewayServer(config, shared_state)
+        options = {"agents": "", **options}
+        gateway = GatewayServer(GatewayConfig(port=0, timeouts=timeouts, **options), shared_state)
         await gateway.start()
         stage = Stage(gateway)
         stages.append(stage)

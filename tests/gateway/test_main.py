@@ -56,3 +56,12 @@ def test_a_gateway_that_everybody_may_use_warns(monkeypatch, caplog, host, optio
     monkeypatch.setattr(main_module, "run", lambda config: 0)
     assert main_module.main(["--agents", "", "--host", host, *options]) == 0
     assert ("--api-keys" in caplog.text) == warns
+
+
+def test_the_help_shows_defaults_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main_module.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for default in ("127.0.0.1", "8080", "PrefixAware", "16MiB", "30.0"):
+        assert f"(default {default})" in text
+    assert text.count("default: no authentication") == 1

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from cleave.gateway.config import GatewayConfig, parse_size
 from cleave.gateway.main import main
 from cleave.gateway.server import GatewayServer
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
+
+from tests.support.fake_api_server import build_slice, serve_slices
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -233,6 +236,35 @@ async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -
         await server.stop(0)
 
 
+async def test_thresholds_of_another_plan_are_applied_while_it_serves(
+    make_stage, tmp_path, monkeypatch
+) -> None:
+    """And exported, as a review of the plan must know what was in force."""
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    async with serve_slices(tmp_path / "kubeconfig") as server:
+        server.slices = {"one": build_slice("one", version=1, whole_below=256)}
+        agents = "endpoints:prod/chat-workers:9000"
+        stage = await make_stage({}, agents=agents, ahead_from_tokens=64)
+
+        async def read_thresholds() -> tuple[str, ...]:
+            page = (await stage.ask(None, "/metrics")).body.decode()
+            pattern = r'plan_threshold_tokens{threshold="%s"} (\d+)'
+            names = "whole_below", "ahead_from"
+            return tuple(re.findall(pattern % name, page)[0] for name in names)
+
+        context = stage.context
+        await stage.until(lambda: context.metrics.whole_below_tokens == 256, "the first plan's")
+        assert context.ahead_from_tokens == 64, "the flag counts where the plan says nothing"
+        assert await read_thresholds() == ("256", "64")
+        server.put(build_slice("one", version=2, whole_below=32, ahead_from=512))
+        await stage.until(lambda: context.metrics.whole_below_tokens == 32, "the next plan's")
+        assert context.ahead_from_tokens == 512
+        assert context.router._short_prompt_tokens == 32
+        server.put(build_slice("one", version=3))
+        await stage.until(lambda: context.metrics.whole_below_tokens == 0, "a plan without any")
+        assert await read_thresholds() == ("0", "64")
+
+
 @pytest.mark.parametrize(
     ("flipping", "headroom_ms"), [(FlippingMode.AUTO, 1_000.0), (FlippingMode.OFF, 0.0)]
 )
@@ -240,4 +272,5 @@ def test_prompts_wait_before_mixed_instances_take_them_where_roles_flip(
     flipping: FlippingMode, headroom_ms: float
 ) -> None:
     config = GatewayConfig(agents="", port=0, ttft_slo_ms=2_500.0, flipping=flipping)
-    assert GatewayServer(config).context.router._rules.headroom_ms == headroom_ms
+    selector = GatewayServer(config).context.router._selector
+    assert selector._headroom._wait_ms == headroom_ms

@@ -7,6 +7,7 @@ import pytest
 
 from cleave.manifests.cell_pod import build_cell_pod, has_several_engines
 from cleave.manifests.owned_objects import build_workers_service
+from cleave.manifests.resources import count_pod_gpus
 from cleave.manifests.topology import NodeTopology
 
 H100 = "NVIDIA-H100-80GB-HBM3"
@@ -151,3 +152,14 @@ def test_data_parallel_ranks_have_the_claims_of_their_pod(deployment, pools_of) 
 def test_other_instances_have_one_engine(deployment, pools_of) -> None:
     for pool in pools_of(deployment()):
         assert not has_several_engines(pool.spec)
+
+
+@pytest.mark.parametrize("template", [{}, {"resources": {"limits": {"nvidia.com/gpu": 2}}}])
+def test_the_gpus_of_a_pod_are_those_that_plans_count(deployment, pools_of, template) -> None:
+    ranks = [{"role": "mixed", "replicas": 1, "parallelism": SIZE | {"data": 4}}]
+    cell = {"placement": {"manual": MANUAL}, "engine": {"connector": "Nixl"}}
+    for spec in ({"placement": {"manual": ranks}}, cell):
+        (pool,) = pools_of(deployment(**spec, template=template), NodeTopology({H100: 8}))
+        (found,) = build_cell_pod(pool, "x")["spec"]["containers"]
+        counted = count_pod_gpus(pool.spec, "gpu")
+        assert found["resources"]["limits"]["nvidia.com/gpu"] == str(counted)

@@ -16,8 +16,10 @@ from cleave.manifests.gateway import (
     build_gateway_pod,
     build_gateway_service,
     build_url,
+    get_thresholds,
 )
 from cleave.manifests.worker import build_worker_pod
+from cleave.rpc.plan_thresholds import PlanThresholds
 
 
 def container(pod):
@@ -247,10 +249,15 @@ def test_the_gateway_gets_the_prompt_limit_of_decode_instances(deployment) -> No
     plan = SelectedPlan(revision="r", reason="planned", gpus=2, whole_below_tokens=256)
     alone = container(build_gateway_pod(deployment(), plan=plan))["command"]
     assert ("--whole-below", "256") in pairwise(alone)
-    chat = deployment().model_copy(update={"status": LLMDeploymentStatus(plan=plan)})
-    pod = build_gateway_deployment(chat)["spec"]["template"]
-    assert ("--whole-below", "256") in pairwise(container(pod)["command"])
     assert "--whole-below" not in container(build_gateway_pod(deployment()))["command"]
+
+
+def test_a_plan_changes_no_gateway_in_a_cluster(deployment) -> None:
+    """Its thresholds come with the workers' Service: a flag would start the pods again."""
+    chat = deployment(engine={"connector": "Cleave", "transfer": "Auto"})
+    plan = SelectedPlan(revision="r", reason="planned", gpus=2, whole_below_tokens=256)
+    planned = chat.model_copy(update={"status": LLMDeploymentStatus(plan=plan)})
+    assert build_gateway_deployment(planned) == build_gateway_deployment(chat)
 
 
 def test_the_gateway_gets_the_prompt_limit_of_overlapped_prefill(deployment) -> None:
@@ -258,6 +265,8 @@ def test_the_gateway_gets_the_prompt_limit_of_overlapped_prefill(deployment) -> 
     engine = {"connector": "Cleave", "transfer": "Auto"}
     command = container(build_gateway_pod(deployment(engine=engine), plan=plan))["command"]
     assert ("--ahead-from", "512") in pairwise(command)
+    assert get_thresholds(deployment(engine=engine), plan) == PlanThresholds(0, 512)
+    assert get_thresholds(deployment(), plan) == PlanThresholds()
     for others in (
         build_gateway_pod(deployment(engine=engine)),
         build_gateway_pod(deployment(engine=engine | {"transfer": "PerLayer"}), plan=plan),

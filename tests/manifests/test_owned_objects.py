@@ -12,6 +12,7 @@ from cleave.manifests.owned_objects import (
     build_workers_service,
 )
 from cleave.manifests.worker import build_worker_pod
+from cleave.rpc.plan_thresholds import PlanThresholds
 
 DEPLOYMENT = validate(
     {
@@ -39,6 +40,17 @@ def test_its_port_is_the_agents(deployment, pool) -> None:
         ("agent-1", 9002),
         ("agent-2", 9004),
     ]
+
+
+def test_its_labels_are_the_thresholds_of_the_plan_and_not_its_selector(deployment) -> None:
+    plain = build_workers_service(deployment())
+    labelled = build_workers_service(deployment(), PlanThresholds(256, 512))
+    assert labelled["metadata"]["labels"] == {
+        **plain["metadata"]["labels"],
+        "cleave.dev/whole-below": "256",
+        "cleave.dev/ahead-from": "512",
+    }
+    assert labelled["spec"] == plain["spec"]
 
 
 def test_pods_look_where_the_service_is(deployment, pool) -> None:

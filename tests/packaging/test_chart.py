@@ -387,6 +387,12 @@ def test_helm_tests_check_runs_with_permissions_of_its_own(render) -> None:
     ]
     assert {each["kind"] for each in hooks} == {"Pod", "Role", "RoleBinding", "ServiceAccount"}
     (pod,) = find(hooks, "Pod")
+    # Helm makes hooks of equal weight one by one in the order of their names; a pod is waited for.
+    weights = {
+        each["kind"]: int(each["metadata"]["annotations"].get("helm.sh/hook-weight", 0))
+        for each in hooks
+    }
+    assert all(weights.pop("Pod") > weight for weight in [*weights.values()])
     assert not OPERATOR_LABELS.items() <= pod["metadata"]["labels"].items(), "no Service selects it"
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["python", "-m", "cleave.controller.install_check"]

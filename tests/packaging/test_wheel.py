@@ -5,6 +5,7 @@ for these versions as well. What needs the index is skipped where it cannot be r
 """
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -39,6 +40,7 @@ BASE = {
     "rollout": ("-f emulated.yaml --from emulated.yaml", ""),
     "gateway": ("--agents 127.0.0.1:1", "gateway"),
     "operator": ("", "operator"),
+    "batch": ("requests.jsonl --endpoint http://127.0.0.1:1 --timeout 1", ""),
     "lengths": ("train trace.csv -O lengths.json", "lengths"),
 }
 """Commands -> arguments that they accept, and extras that are then missing."""
@@ -108,6 +110,9 @@ def runner(environment: Path, folder: Path):
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         + "".join(f"2026-01-01 00:00:{second:02}.0,100,{second}\n" for second in range(60))
     )
+    body = {"model": "m", "prompt": "p"}
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+    (folder / "requests.jsonl").write_text(json.dumps(request))
     own = {
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
@@ -222,7 +227,7 @@ def test_a_local_deployment_runs_from_the_wheel(local) -> None:
         assert local("down").returncode == 0
     demo = local("demo", "--engine", "emulated", "--once", "--port", port)
     assert demo.returncode == 0, demo.stderr
-    assert "KV hand-offs used" in demo.stdout
+    assert "KV handoffs used" in demo.stdout
 
 
 def test_vllm_that_is_not_installed_is_one_line_with_the_commands(local) -> None:

@@ -120,6 +120,14 @@ def test_prompts_leave_a_mixed_instance_to_its_decodes_while_the_prefill_queue_h
     assert least_pair(prefill, decode, mixed, waiting, headroom=890) == (NONE, 2)
 
 
+def test_headroom_keeps_no_prompt_at_a_stale_instance() -> None:
+    decode, mixed, waiting = Column(INF, 0, 9), Column(INF, INF, 9), Column(STALE_PENALTY, 0, 100)
+    prefill = Column(STALE_PENALTY, INF, INF)
+    assert least_pair(prefill, decode, mixed, waiting, headroom=2e9) == (NONE, 2)
+    stale_too = Column(STALE_PENALTY, 0, STALE_PENALTY + 100)
+    assert least_pair(prefill, decode, mixed, stale_too, headroom=2e9) == (0, 1)
+
+
 def test_headroom_is_what_a_prefill_instance_computes_in_the_time() -> None:
     assert compute_headroom(1_000.0, 0.1) == pytest.approx(10_000)
     assert compute_headroom(0.0, 0.1) == 0.0

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -69,6 +71,18 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 def is_open(registry: InstanceRegistry, name: str) -> bool:
     return name in registry.instances and registry.instances[name].selectable
+
+
+async def test_a_source_without_agents_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    missing = f"file:{tmp_path / 'agents'}"
+    async with watching(missing, InstanceRegistry()):
+        assert f"no agents in {missing} yet" in caplog.text
+    caplog.clear()
+    async with watching("127.0.0.1:1", InstanceRegistry()):
+        assert "no agents" not in caplog.text
 
 
 async def test_agents_are_followed_as_they_come_and_go(tmp_path, registry, make_event) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from cleave.api.enums import DispatchPolicy
 from cleave.policy.prefix_cache import CLOCK_TOKENS
-from cleave.router.registry import InstanceRegistry
+from cleave.router.pair_proofs import PairResult
+from cleave.router.registry import STALE_S, InstanceRegistry
 from cleave.router.router import RequestPhase, Router
 from cleave.rpc.v1 import agent_pb2
 
@@ -89,6 +90,35 @@ def test_a_source_that_has_restarted_is_none(routed, make_event) -> None:
         router.registry.on_event(name, event, 0.0)
     _, _, source, computed = serve(router, text)
     assert (source, computed) == ("", 1_024)
+
+
+def test_a_source_that_is_silent_or_drains_is_none(routed, make_event) -> None:
+    router, text = routed(), make_text(1, 1_024)
+    _, decode, _, _ = serve(router, text)
+    longer = text[:-1] + make_text(2, 500)
+    path = agent_pb2.KvPath(verified=True, token_ms=LINK_TOKEN_MS)
+    now = STALE_S + 1.0
+    for name, role in ROLES.items():
+        if name != decode:
+            event = make_event(name, role, prefix_port=5_000, kv_path=path)
+            router.registry.on_event(name, event, now)
+    router.registry.update_connectivity(now)
+    assert serve(router, longer)[2] != decode
+    state = agent_pb2.STATE_DRAINING
+    event = make_event(decode, "decode", prefix_port=5_000, kv_path=path, state=state)
+    router.registry.on_event(decode, event, now)
+    assert serve(router, longer)[2] != decode
+
+
+def test_a_source_of_a_pair_with_wrong_handoffs_is_none(routed, clock) -> None:
+    router, text = routed(), make_text(1, 1_024)
+    home, decode, _, _ = serve(router, text)
+    result = PairResult(home, agent_pb2.TRUST_FAILED, clock.now_s, source="w", sequence=1)
+    registry = router.registry
+    registry.record_pair(registry.instances[decode], f"{home}-boot", result, clock.now_s)
+    again, other, source, _ = serve(router, text[:-1] + make_text(2, 500))
+    assert (again, other != decode) == (home, True)
+    assert source != decode
 
 
 def test_another_tenant_pulls_nothing(routed) -> None:

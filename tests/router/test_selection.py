@@ -232,6 +232,17 @@ def test_short_prompts_go_whole_while_prefill_instances_are_busy(routed) -> None
         assert router.registry.instances[name].in_flight.prompt.own in (0, 150), "one at a time"
 
 
+def test_another_plans_limit_of_short_prompts_counts_from_now_on(routed) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
+    for _ in range(2):
+        router.pick("m", 5_000)
+    assert router.pick("m", 150).reason == "disaggregated"
+    router.set_short_prompt_tokens(200)
+    assert router.pick("m", 150).reason == "short-prompt"
+    router.set_short_prompt_tokens(0)
+    assert router.pick("m", 150).reason == "disaggregated"
+
+
 def test_prompts_wait_at_prefill_instances_before_mixed_ones_take_them(routed) -> None:
     fleet = {"p1": "prefill", "d1": "decode", "m1": "mixed"}
     eager = routed(DispatchPolicy.SHORTEST_WAIT, **fleet)
@@ -241,6 +252,19 @@ def test_prompts_wait_at_prefill_instances_before_mixed_ones_take_them(routed) -
     patient = routed(DispatchPolicy.SHORTEST_WAIT, RoutingRules(headroom_ms=250), **fleet)
     assert prefills(patient, 26) == {"p1": 26}
     assert names(patient.pick("m", 100)) == (None, "m1")
+
+
+def test_mixed_instances_help_where_prompts_take_the_same_time_at_any_length(
+    routed,
+) -> None:
+    fleet = {"p1": "prefill", "d1": "decode", "m1": "mixed"}
+    router = routed(DispatchPolicy.SHORTEST_WAIT, RoutingRules(headroom_ms=250), **fleet)
+    queue = router.registry.instances["p1"].in_flight.queue
+    for number in range(2_000):
+        queue.observe_completion((100, 500)[number % 2], 50.0 * (number + 1))
+    assert queue.token_ms < 0.002, "nearly all of it is the fixed time of a prompt"
+    assert [names(router.pick("m", 300))[0] for _ in range(6)] == ["p1"] * 6, "50 ms each"
+    assert names(router.pick("m", 300)) == (None, "m1")
 
 
 def test_predictions_come_from_answers_not_from_limits(routed) -> None:

@@ -9,6 +9,7 @@ import pytest
 from cleave.rpc import endpointslices
 from cleave.rpc.endpointslices import EndpointSliceWatcher, Service, list_endpoints, parse_slice
 from cleave.rpc.kube_api import ApiServerError
+from cleave.rpc.plan_thresholds import PlanThresholds
 
 WORKERS = Service("prod", "chat-workers", 9000)
 
@@ -119,6 +120,24 @@ async def test_what_was_known_stays_while_the_server_is_away(server, make_slice,
         server.slices = {"one": make_slice("one", "10.0.0.2")}
         await server.start()
         await until(lambda: set(watcher.pods) == {"10.0.0.2:9000"}, "it has come back")
+
+
+async def test_thresholds_of_the_service_follow_its_labels(server, make_slice, until) -> None:
+    server.slices = {
+        "one": make_slice("one", "10.0.0.1", version=5, whole_below=256),
+        "two": make_slice("two", "fd00::1", kind="IPv6", version=4),
+    }
+    async with watching() as watcher:
+        await until(lambda: server.is_watched, "it watches")
+        assert watcher.thresholds == PlanThresholds(256), "the one written last counts"
+        server.put(make_slice("two", version=9, whole_below=64, ahead_from=512))
+        await until(lambda: watcher.thresholds == PlanThresholds(64, 512), "other labels")
+        await server.stop()
+        await asyncio.sleep(0.2)
+        assert watcher.thresholds == PlanThresholds(64, 512), "as the addresses, while it is away"
+        server.slices = {"one": make_slice("one", "10.0.0.1", version=10)}
+        await server.start()
+        await until(lambda: watcher.thresholds == PlanThresholds(), "a plan without any")
 
 
 async def test_a_refused_watcher_backs_off(server, until) -> None:

@@ -135,7 +135,8 @@ class Reference:
         if mixed_pick:
             flipping = self.fleet.flipping
             wait_ms = flipping.headroom_ms if flipping else 0.0
-            headroom = compute_headroom(wait_ms, best.token_ms)
+            all_ms, tokens = best.completion_sums[4], best.completion_sums[2]
+            headroom = compute_headroom(wait_ms, all_ms / tokens)
             if mixed_pick.pending_prompt_tokens < best.pending_prompt_tokens - 1.0 - headroom:
                 return None, mixed_pick
         return best, decode

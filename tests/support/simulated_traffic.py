@@ -77,8 +77,7 @@ class Play:
         self.correction = revision.assessment.correction
         if revision.decision.verdict is ReplanVerdict.APPLY:
             self.left.append(ReplacedPlan(self.running.pools, self.now_s))
-            best = revision.proposal
-            self.running = replace(self.running, pools=best.pools, algorithm=best.algorithm)
+            self.running = self.running.change_plan(revision.proposal)
         return revision
 
     def look_often(self, times: int, demand: Demand | None = None) -> Iterator[Revision]:
@@ -92,7 +91,7 @@ def plan(problem: Problem, correction: Correction = NO_CORRECTION) -> RunningPla
     corrected = replace(problem, estimator=apply_correction(problem.estimator, correction))
     selected = plan_search.plan(corrected).selected
     assert selected is not None
-    return RunningPlan(selected.pools, selected.algorithm)
+    return RunningPlan(selected.pools).change_plan(selected)
 
 
 def count(running: RunningPlan) -> dict[str, int]:

@@ -69,11 +69,11 @@ def test_without_answers_nothing_changes() -> None:
 
 
 def test_what_is_under_way_is_summed_and_targets_are_one_gateways() -> None:
-    fields = {"in_flight": 2, "waiting": 1, "ttft_target_ms": 400}
+    fields = {"in_flight": 2, "waiting": 1, "ttft_target_ms": 400, "whole_below_tokens": 256}
     total = look(CounterSum(), 0.0, a=page(1, **fields), b=page(1, **fields))
     assert total.counts is not None
     assert (total.counts.in_flight, total.counts.waiting) == (4, 2)
-    assert total.counts.ttft_target_ms == 400
+    assert (total.counts.ttft_target_ms, total.counts.whole_below_tokens) == (400, 256)
 
 
 def test_different_bounds_are_added_where_both_are_known() -> None:

@@ -70,6 +70,7 @@ def test_a_gateways_page_is_read_as_it_is_written(metrics: GatewayMetrics) -> No
     metrics.recoveries["m", "continued"] += 3
     metrics.flips["m", "decode", "mixed"] += 4
     metrics.in_flight, metrics.waiting = 7, 5
+    metrics.whole_below_tokens, metrics.ahead_from_tokens = 256, 512
     counts = parse_metrics_page(write_page(metrics), 12.0)
     assert parse_metrics_page(select_lines(write_page(metrics)), 12.0) == counts
     assert (counts.at_s, counts.requests) == (12.0, 3)
@@ -77,6 +78,7 @@ def test_a_gateways_page_is_read_as_it_is_written(metrics: GatewayMetrics) -> No
     assert (counts.prompt_tokens, counts.output_tokens) == (200, 40)
     assert (counts.shed, counts.retries, counts.recoveries, counts.flips) == (1, 2, 3, 4)
     assert (counts.in_flight, counts.waiting) == (7, 5)
+    assert counts.whole_below_tokens == 256
     assert (counts.ttft_target_ms, counts.tpot_target_ms) == (400, 40)
     assert counts.ttft.counts[-1] == counts.tpot.counts[-1] == 2
     assert (counts.prompts.num, counts.prompts.mean) == (2, 100)

@@ -54,6 +54,13 @@ def test_joined_windows_are_as_one_look_over_both() -> None:
     assert join_windows([each for each in apart if each]) == compute_window(BEFORE, later)
 
 
+def test_a_window_has_the_threshold_of_its_end() -> None:
+    ends = [replace(AFTER, at_s=115.0 + tokens, whole_below_tokens=tokens) for tokens in (64, 256)]
+    windows = [compute_window(BEFORE, ends[0]), compute_window(*ends)]
+    assert [each.whole_below_tokens for each in windows if each] == [64, 256]
+    assert join_windows([each for each in windows if each]).whole_below_tokens == 256
+
+
 def test_tokens_of_the_tier_flex_are_compared_with_all_others() -> None:
     lengths = Buckets((math.inf,), (2.0,), 100.0)
     later = replace(AFTER, prompts=lengths, outputs=lengths, flex_tokens=50)

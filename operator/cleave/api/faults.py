@@ -4,6 +4,7 @@ Called by cleave.api.manifest and the webhook. What is hard: each fault is one l
 its field as it is written in YAML, and similar names are suggested for unknown ones.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -18,7 +19,7 @@ _MAX_VALUE_LENGTH = 60
 _MAX_FAULTS = 100
 _MAX_SUGGESTIONS = 10
 """Faults for which similar names are searched: that takes longer than all else."""
-_WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,2}")
+_WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,3}")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 
 _MESSAGES = {
@@ -110,9 +111,15 @@ def _explain_text(kind: str, value: object) -> str:
         return ""
     if _NUMBER.fullmatch(value) and not (kind.startswith("int") and "." in value):
         return f"; write it without quotes: {value}"
-    if _WITH_EXPONENT.fullmatch(value):
-        return f"; YAML reads this as text: write {float(value):.15g}"
+    if _WITH_EXPONENT.fullmatch(value) and math.isfinite(float(value)):
+        return f"; YAML reads this as text: write {_format_number(float(value))}"
     return ""
+
+
+def _format_number(number: float) -> str:
+    """Format a number so that YAML 1.1 reads it as one: with an exponent it needs a point."""
+    digits, exponent, power = f"{number:.15g}".partition("e")
+    return f"{digits}.0e{power}" if exponent and "." not in digits else digits + exponent + power
 
 
 def _explain_reference(kind: str, value: object) -> str:

@@ -78,6 +78,7 @@ def make_client(endpoint: str, api_key: str | None, timeout_s: float) -> BatchCl
 
 def _is_unreachable(cause: BaseException | None) -> bool:
     """Whether no connection was made, so that no server has seen the request."""
-    return isinstance(cause, socket.gaierror) or (
+    # A certificate or a server without TLS: found out before the request is sent.
+    return isinstance(cause, socket.gaierror | ssl.SSLError) or (
         isinstance(cause, OSError) and cause.errno in _UNREACHABLE
     )

@@ -6,6 +6,7 @@ kept.
 """
 
 import hashlib
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ MAX_LINES = 1_000_000
 MAX_LINE_BYTES = 16 << 20
 MAX_FAULTS = 10
 """Faults that are reported; one more line says that there are others."""
+REQUEST_ID_PREFIX = "batch_req_"
 _FLEX = msgspec.Raw(b'"flex"')
 
 
@@ -45,7 +47,7 @@ class BatchLine:
     @property
     def request_id(self) -> str:
         """The same in each run, for logs of the gateway and the results."""
-        return f"batch_req_{hash_id(self.custom_id)[:12].hex()}"
+        return f"{REQUEST_ID_PREFIX}{hash_id(self.custom_id)[:12].hex()}"
 
 
 class _Line(msgspec.Struct):
@@ -70,6 +72,8 @@ def check_batch(path: Path) -> set[bytes]:
     seen: dict[bytes, int] = {}
     faults: list[str] = []
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise BatchFileError([f"{path}: must be a regular file, as it is read twice"])
         with path.open("rb") as file:
             for number, raw in _iter_raw_lines(file):
                 if len(seen) >= MAX_LINES:

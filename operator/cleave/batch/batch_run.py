@@ -105,13 +105,15 @@ class BatchRun:
         deadline = clock() + timeout_s
         syncing = asyncio.create_task(self._sync_files())
         try:
-            while not self._stopped and self._fault is None and clock() < deadline:
+            while not self._stopped and self._fault is None and (now := clock()) < deadline:
                 self._changed.clear()
-                request = self._take(clock()) if self._pacer.may_start(clock()) else None
+                may_start = self._pacer.may_start(now)
+                request = self._take(now) if may_start else None
                 if request is not None:
                     self._start(request)
-                elif self._tasks or self._again or not self._pacer.may_start(clock()):
-                    await self._wait_for_change(self._find_next_time(clock(), deadline))
+                elif self._tasks or self._again or not may_start:
+                    # Of one time: read again, it may be past that of the next request by now.
+                    await self._wait_for_change(self._find_next_time(now, deadline))
                 else:
                     break
             if self._tasks:
@@ -176,13 +178,14 @@ class BatchRun:
             delay_s = pacer.reduce(sent_at, clock(), reply.retry_after_s)
             heapq.heappush(self._again, (clock() + delay_s, line.number, request))
             return
-        pacer.grow()
-        self._progress.obstacle = ""
         if verdict is Verdict.RETRY:
+            # No reason to send more at a time.
             delay_s = _TRY_DELAY_S * 2**request.num_tries
             request.num_tries += 1
             heapq.heappush(self._again, (clock() + delay_s, line.number, request))
             return
+        pacer.grow()
+        self._progress.obstacle = ""
         self._record(line, reply, verdict)
 
     def _record(self, line: BatchLine, reply: Reply, verdict: Verdict) -> None:

@@ -3,21 +3,25 @@
 Lines have the form of OpenAI's output and error files. A run that was killed continues where it
 stopped: what stands in a file is done, and what does not is sent. What is hard: a kill, or a full
 disk, may leave half a line. It is cut off when the files are opened again, so that each line is
-whole and each custom_id stands in one of the files once.
+whole and each custom_id stands in one of the files once. But a user may name any file, so nothing
+is cut off that is not the beginning of a result.
 """
 
 import fcntl
 import os
+import stat
 from collections.abc import Collection
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
 
-from cleave.batch.batch_file import MAX_LINE_BYTES, BatchLine, hash_id
+from cleave.batch.batch_file import MAX_LINE_BYTES, REQUEST_ID_PREFIX, BatchLine, hash_id
 
 MAX_RESULT_BYTES = 4 * MAX_LINE_BYTES
 """Of a line of results."""
+_LINE_BEGIN = f'{{"id":"{REQUEST_ID_PREFIX}'.encode()
+"""How each line of results begins."""
 
 
 class ResultFilesError(RuntimeError):
@@ -43,6 +47,8 @@ class _Result(msgspec.Struct):
 
 
 class _Identified(msgspec.Struct):
+    id: Annotated[str, msgspec.Meta(pattern=f"^{REQUEST_ID_PREFIX}")]
+    """Lines of requests have none."""
     custom_id: str
 
 
@@ -157,6 +163,11 @@ class ResultFiles:
                     raise ResultFilesError(f"{path}: {fault}") from None
             if len(raw) == MAX_RESULT_BYTES:
                 raise ResultFilesError(f"{path}: line {number + 1} is too long: name another file")
+        # A machine that lost power may leave zeros.
+        half = raw.rstrip(b"\0")
+        if half[: len(_LINE_BEGIN)] != _LINE_BEGIN[: len(half)]:
+            fault = f"line {number + 1}, which does not end, is not a result of a batch"
+            raise ResultFilesError(f"{path}: {fault}: name another file")
         os.ftruncate(fd, end)
         return number
 
@@ -166,6 +177,9 @@ def _open_locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise ResultFilesError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ResultFilesError(f"{path}: must be a regular file: name another file")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import signal
 import time
@@ -81,14 +82,14 @@ def batch(
     from cleave.batch.batch_run import BatchProgress, UnauthorizedError
     from cleave.batch.result_files import ResultFiles, ResultFilesError
 
+    if not file.name:
+        fail([f"{file}: must be a regular file, as it is read twice"], BAD_INPUT)
     files = ResultFiles(
         results or file.with_suffix(".output.jsonl"), errors or file.with_suffix(".errors.jsonl")
     )
-    paths = [path.absolute() for path in (file, files.output, files.errors)]
+    paths = [os.path.realpath(path) for path in (file, files.output, files.errors)]
     if len({*paths}) < len(paths):
         fail(["FILE, --output-file and --error-file must be different files"], BAD_INPUT)
-    if file.exists() and not file.is_file():
-        fail([f"{file}: must be a regular file, as it is read twice"], BAD_INPUT)
     started_at = time.monotonic()
     try:
         client = make_client(endpoint, api_key, request_timeout)

@@ -74,8 +74,8 @@ class GpuReservations:
     def _refresh(self) -> None:
         while self._stale:
             deployment = self._stale.pop()
-            before = self._claims.pop(deployment, GpuClaims())
             now = sum_claims(self._list_pools(deployment), self._device)
+            before = self._claims.pop(deployment, GpuClaims())
             if now.placed or now.waiting:
                 self._claims[deployment] = now
             if now != before:
@@ -139,7 +139,8 @@ class GpuReservations:
                 placement = choose_placement(deployment, reads_files=False)
             else:
                 return []
+            return build_pools(deployment, placement, self._get_topology(deployment))
         except (ValueError, PlanError):
-            # A later version wrote the plan; or the spec is faulty, and nothing starts.
+            # A later version wrote the plan; or the spec is faulty, or needs more nodes than a pool
+            # may have, and nothing starts. Other deployments must not learn of it.
             return []
-        return build_pools(deployment, placement, self._get_topology(deployment))

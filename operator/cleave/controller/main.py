@@ -17,6 +17,7 @@ from cleave.api.manifest import ManifestError, load_cluster
 from cleave.controller.author_policy import AuthorPolicy
 from cleave.controller.cluster.client import KubeApiError, connect
 from cleave.controller.cluster.leader_election import LeaseConfig
+from cleave.controller.handlers import WatchError
 from cleave.controller.manager import Manager, ManagerOptions, WebhookOptions
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.network_policies import NetworkIsolation
@@ -48,6 +49,11 @@ async def _serve(options: ManagerOptions) -> None:
     kube = await connect()
     try:
         await Manager(kube, options).run()
+    except WatchError as error:
+        # The event loop would wait for the tasks that are left.
+        log.critical("%s: the process ends", error)
+        logging.shutdown()
+        os._exit(1)
     finally:
         await kube.close()
 

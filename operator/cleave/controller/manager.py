@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import kopf
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -151,26 +150,26 @@ class Manager:
             parts.append(self._webhook.run())
         tasks = [asyncio.create_task(part) for part in parts]
         # Last: when kopf ends, it cancels every task that was created after it.
-        watches = asyncio.create_task(self._run_watches())
+        watches = asyncio.create_task(
+            handlers.run_watches(self._controller, self._metrics, self._options.namespaces)
+        )
         try:
             await asyncio.wait([*tasks, watches], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (*tasks, watches):
                 task.cancel()
             results = await asyncio.gather(*tasks, watches, return_exceptions=True)
-        for each in results:
-            if isinstance(each, BaseException) and not isinstance(each, asyncio.CancelledError):
-                raise each
-
-    async def _run_watches(self) -> None:
-        namespaces = self._options.namespaces
-        await kopf.operator(
-            registry=handlers.build_registry(self._controller, self._metrics),
-            settings=handlers.build_settings(),
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-        )
+        errors = [
+            each
+            for each in results
+            if isinstance(each, BaseException) and not isinstance(each, asyncio.CancelledError)
+        ]
+        # `main` has to know of a WatchError.
+        errors.sort(key=lambda error: not isinstance(error, handlers.WatchError))
+        for error in errors[1:]:
+            log.error("a part of the operator has failed too", exc_info=error)
+        if errors:
+            raise errors[0]
 
     def _make_webhook(self) -> server.WebhookServer | None:
         webhook, options = self._options.webhook, self._options

@@ -6,12 +6,13 @@ server knows is absent: owners, uids, and devices that nodes offer.
 
 from collections.abc import Iterator
 
-from cleave.api.deployment import LLMDeployment, LLMDeploymentStatus
+from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller.deployment.reconcile import build_owned_objects
 from cleave.controller.pool.pods import build_leader, build_node_pods
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import PoolView
+from cleave.manifests.gateway import get_thresholds
 from cleave.manifests.labels import Manifest, build_object
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.topology import NodeTopology
@@ -25,9 +26,8 @@ def list_objects(
     settings: OperatorSettings,
 ) -> Iterator[Manifest]:
     """Yield the objects of a deployment, then each pool and the pods of its first instance."""
-    plan = build_selected_plan(deployment, placement)
-    planned = deployment.model_copy(update={"status": LLMDeploymentStatus(plan=plan)})
-    yield from build_owned_objects(planned, settings)
+    thresholds = get_thresholds(deployment, build_selected_plan(deployment, placement))
+    yield from build_owned_objects(deployment, settings, thresholds)
     for pool in build_pools(deployment, placement, machines):
         spec = pool.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         yield build_object(

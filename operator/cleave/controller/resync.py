@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 PERIOD_S = 300.0
 WATCH_GRACE_S = 15.0
 """How late a watch event may be, in seconds."""
+_RECHECK_S = 30.0
 _MAX_STALE_RESYNCS = 2
 _PAGE = 500
 _GONE = 410
@@ -70,9 +71,9 @@ class Resync:
                 self._controller.on_change(item)
 
     async def run(self, period_s: float = PERIOD_S) -> None:
-        """List every `period_s` seconds; never returns."""
+        """List every `period_s` seconds, sooner after a watch has missed changes; never returns."""
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(_RECHECK_S if any(self._stale.values()) else period_s)
             for kind in WATCHED_KINDS:
                 try:
                     await self.resync(kind)

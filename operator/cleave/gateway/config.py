@@ -244,14 +244,14 @@ class GatewayConfig:
         "--whole-below",
         0,
         "while prefill instances are busy, the decode instance computes prompts up to this "
-        "length itself; 0: none",
+        "length itself; 0: none; a plan's label of the workers' Service counts instead",
         metavar="TOKENS",
     )
     ahead_from_tokens: int = _declare(
         "--ahead-from",
         0,
         "KV of prompts from this length on is transferred while it is computed, by workers "
-        "with --transfer auto; 0: none",
+        "with --transfer auto; 0: none; a plan's label of the workers' Service counts instead",
         metavar="TOKENS",
     )
     access_log: bool = _declare("--access-log", False, "log each request, without its content")
@@ -365,7 +365,20 @@ def _add_option(parser: argparse.ArgumentParser, declared: Field[Any]) -> None:
         metavar = "{" + ",".join(each.value for each in type(default)) + "}"
     kind = str if default is None else type(default)
     parse = option["parse"] or _PARSERS.get(kind, kind)
+    if default not in (None, "", 0) and "default" not in text:
+        text = f"{text} (default {_format_default(default)})"
     parser.add_argument(flag, dest=name, type=parse, default=default, metavar=metavar, help=text)
+
+
+def _format_default(default: object) -> str:
+    """A default as a user would write it."""
+    if isinstance(default, Enum):
+        return str(default.value)
+    if isinstance(default, tuple):
+        return ",".join(default)
+    if isinstance(default, int) and default >= 1 << 20:
+        return f"{default >> 20}MiB"
+    return str(default)
 
 
 def _select_values(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from cleave.gateway.upstream.retry_budget import RetryBudget
 from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.router.instance import Target
 from cleave.router.router import Router
+from cleave.rpc.plan_thresholds import PlanThresholds
 
 MAX_INTERNAL_CLIENTS = 256
 MAX_HANDSHAKES = 2_048
@@ -76,9 +77,12 @@ class GatewayContext:
         """Lowercase names of request headers to keep besides those that are always kept."""
         slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)
-        self.admission = AdmissionController(config, router.registry, self.metrics, shared_state)
+        self.admission = AdmissionController(
+            config, router.registry, self.metrics, shared_state, router.headroom_ms
+        )
         self.tokens_per_event = TokensPerEvent()
         self.set_api_keys(api_keys)
+        self.set_thresholds(PlanThresholds())
         self.circuit_breaker = CircuitBreaker()
         self.retry_budget = RetryBudget(config.retry_share, self._list_active_models)
         self.suspect_requests = SuspectRequests()
@@ -116,6 +120,16 @@ class GatewayContext:
         """Set the keys and tenants, at the start and whenever their file has changed."""
         self.api_keys = api_keys
         self.admission.set_tenants(api_keys.tenants, self.clock())
+
+    def set_thresholds(self, planned: PlanThresholds) -> None:
+        """Apply the plan's thresholds, at the start and whenever they change; the flags of the
+        gateway count where the plan has none."""
+        whole_below = planned.whole_below_tokens or self.config.whole_below_tokens
+        self.router.set_short_prompt_tokens(whole_below)
+        self.ahead_from_tokens = planned.ahead_from_tokens or self.config.ahead_from_tokens
+        """Prompts from this length on are transferred while they are computed; 0: none."""
+        self.metrics.whole_below_tokens = whole_below
+        self.metrics.ahead_from_tokens = self.ahead_from_tokens
 
     def restore_counters(self) -> None:
         """Restore the counters that this process's predecessor saved."""

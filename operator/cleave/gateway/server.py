@@ -37,6 +37,7 @@ from cleave.router.registry import InstanceRegistry
 from cleave.router.role_flipper import RoleFlip, RoleFlipper
 from cleave.router.router import Router, RoutingRules, SharedRouter
 from cleave.router.watchdog import WatchdogTimer
+from cleave.rpc.plan_thresholds import PlanThresholds
 from cleave.traffic import length_file
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class GatewayServer:
         ttft_ms, tpot_ms = config.ttft_slo_ms or math.inf, config.tpot_slo_ms or math.inf
         thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
         headroom_ms = thresholds.headroom_ms if config.flipping is FlippingMode.AUTO else 0.0
-        rules = RoutingRules(config.whole_below_tokens, ttft_ms, tpot_ms, headroom_ms)
+        rules = RoutingRules(ttft_ms=ttft_ms, tpot_ms=tpot_ms, headroom_ms=headroom_ms)
         self._config = config
         self._shared_state = shared
         self._api_keys_file = ApiKeysFile(config.api_keys)
@@ -78,7 +79,12 @@ class GatewayServer:
         self.context.restore_counters()
         group = (shared.gateway_id, shared.num_processes) if shared else ()
         self._agent_watcher = AgentWatcher(
-            config.agents, registry, time.monotonic, *group, deployment=config.deployment
+            config.agents,
+            registry,
+            time.monotonic,
+            *group,
+            deployment=config.deployment,
+            on_thresholds=self._apply_thresholds,
         )
         self._role_flipper: RoleFlipper | None = None
         self._witness: Witness | None = None
@@ -173,6 +179,10 @@ class GatewayServer:
             log.critical("a task of the gateway has failed: shutting down", exc_info=fault)
             self.failed = True
             self.stop_requested.set()
+
+    def _apply_thresholds(self, planned: PlanThresholds) -> None:
+        log.info("thresholds of the plan: %s", planned)
+        self.context.set_thresholds(planned)
 
     def _record_flip(self, flip: RoleFlip) -> None:
         self.context.metrics.flips[flip.labels] += 1

@@ -27,6 +27,7 @@ from cleave.manifests.labels import (
     get_agents_source,
     get_gateway_name,
 )
+from cleave.rpc.plan_thresholds import PlanThresholds
 
 SHUTDOWN_DELAY_S = 5
 """After SIGTERM gateways accept requests for this many seconds, until all nodes route elsewhere."""
@@ -51,7 +52,10 @@ def build_gateway_pod(
     plan: SelectedPlan | None = None,
 ) -> Manifest:
     """Pod of a deployment's gateway that listens on host:port; `plan`: the current one."""
-    flags = _build_flags(deployment, host, port, internal_port, plan)
+    flags = _build_flags(deployment, host, port, internal_port)
+    thresholds = get_thresholds(deployment, plan)
+    flags["--whole-below"] = thresholds.whole_below_tokens or None
+    flags["--ahead-from"] = thresholds.ahead_from_tokens or None
     container = _build_container(deployment, flags, port, internal_port)
     name = get_gateway_name(deployment.name)
     labels = build_component_labels(deployment.name, GATEWAY)
@@ -59,8 +63,19 @@ def build_gateway_pod(
     return build_object("v1", "Pod", name, deployment.namespace, labels, spec=spec)
 
 
+def get_thresholds(deployment: LLMDeployment, plan: SelectedPlan | None) -> PlanThresholds:
+    """The thresholds of a plan that gateways apply; those of `ahead_from_tokens` with
+    engine.transfer Auto only, as other modes leave no choice."""
+    if plan is None:
+        return PlanThresholds()
+    is_auto = deployment.spec.engine.transfer is TransferMode.AUTO
+    ahead_from = plan.ahead_from_tokens if is_auto else None
+    return PlanThresholds(plan.whole_below_tokens or 0, ahead_from or 0)
+
+
 def build_gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> Manifest:
-    """The gateway in a cluster: identical pods, on different nodes where possible."""
+    """The gateway in a cluster: identical pods, on different nodes where possible. The plan's
+    thresholds come with the workers' Service, so that they change without a restart."""
     labels = build_component_labels(deployment.name, GATEWAY)
     pod_spec = _build_pod_spec(deployment, _build_cluster_container(deployment, image_prefix))
     pod_spec["topologySpreadConstraints"] = topology.build_topology_spread(labels)
@@ -135,8 +150,7 @@ def _build_volumes(deployment: LLMDeployment) -> list[Manifest]:
 def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     """The container in a cluster: with a shutdown delay and a liveness probe."""
     gateway, scaling = deployment.spec.gateway, deployment.spec.scaling
-    plan = deployment.status.plan if deployment.status else None
-    flags = _build_flags(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT, plan)
+    flags = _build_flags(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT)
     flags["--leave-delay"] = SHUTDOWN_DELAY_S
     flags["--wake-timeout"] = scaling.wake_timeout_s if scaling.idle_s is not None else None
     if gateway.endpoint_picker:
@@ -160,12 +174,11 @@ def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Ma
 
 
 def _build_flags(
-    deployment: LLMDeployment, host: str, port: int, internal_port: int, plan: SelectedPlan | None
+    deployment: LLMDeployment, host: str, port: int, internal_port: int
 ) -> dict[str, object]:
     """Flags that need no cluster; `internal_port` serves the operator, without API keys."""
     spec = deployment.spec
     gateway, routing, slo, pools = spec.gateway, spec.routing, spec.slo, spec.pools
-    is_auto = spec.engine.transfer is TransferMode.AUTO
     return {
         "--host": host,
         "--port": port,
@@ -177,8 +190,6 @@ def _build_flags(
         "--policy": routing.policy,
         "--session-header": routing.session_header,
         "--lengths": routing.lengths_config_map and f"{_FILES}/{_LENGTHS}/lengths.json",
-        "--whole-below": (plan and plan.whole_below_tokens) or None,
-        "--ahead-from": (plan and is_auto and plan.ahead_from_tokens) or None,
         "--ttft-ms": slo.ttft_ms,
         "--tpot-ms": slo.tpot_ms,
         "--late": routing.late,

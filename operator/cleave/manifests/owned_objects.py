@@ -20,12 +20,17 @@ from cleave.manifests.labels import (
     get_gateway_name,
     get_workers_name,
 )
+from cleave.rpc.plan_thresholds import PlanThresholds
 
 DeploymentOrPool = LLMDeployment | InstancePool
 
 
-def build_workers_service(owner: DeploymentOrPool) -> Manifest:
-    """The headless Service by which agents are discovered, including those that are not ready."""
+def build_workers_service(
+    owner: DeploymentOrPool,
+    thresholds: PlanThresholds = PlanThresholds(),  # noqa: B008 - a frozen value
+) -> Manifest:
+    """The headless Service by which agents are discovered, including those that are not ready. Its
+    labels give gateways the `thresholds` of the plan in force."""
     deployment = get_deployment_name(owner)
     labels = build_component_labels(deployment, WORKER)
     # A pod has the ports of its own agents only: Kubernetes omits the others for it.
@@ -42,8 +47,8 @@ def build_workers_service(owner: DeploymentOrPool) -> Manifest:
         "selector": labels,
         "ports": [{**port, "protocol": "TCP", "appProtocol": "grpc"} for port in ports],
     }
-    name = get_workers_name(deployment)
-    return build_object("v1", "Service", name, owner.namespace, labels, spec=spec)
+    name, labelled = get_workers_name(deployment), {**labels, **thresholds.to_labels()}
+    return build_object("v1", "Service", name, owner.namespace, labelled, spec=spec)
 
 
 def build_accounts(owner: DeploymentOrPool, cluster_role: str) -> list[Manifest]:

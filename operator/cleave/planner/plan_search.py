@@ -63,7 +63,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     power that the objective needs is unknown.
     """
     started = time.perf_counter()
-    feasible = _list_candidates(problem)
+    feasible = list_feasible(problem)
     meter = _ProgressMeter(progress, total=8 * len(feasible) + 20)
     search = replace(SearchContext.from_problem(problem), tick=meter.tick)
     choice = affinity.choose_affinity(search, feasible)
@@ -100,7 +100,9 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     )
 
 
-def _list_candidates(problem: Problem) -> tuple[Candidate, ...]:
+def list_feasible(problem: Problem) -> tuple[Candidate, ...]:
+    """The instances on which the model fits, at least one; `cleave validate` simulates no more.
+    Raises PlanError as `plan`."""
     feasible = list_candidates(problem)
     if not feasible:
         raise PlanError([f"spec.model: {_explain_no_candidate(problem)}"])

@@ -95,7 +95,7 @@ not so many that its prompts queue.
 """
 
 MIN_TOKEN_MS = 1e-6
-"""Least time of a prompt token in `compute_headroom`: a model that was learned may have 0."""
+"""Least time of a prompt token in `compute_headroom`."""
 
 _MAX_DRAWS = 64
 """Attempts to draw an open instance before falling back to the least score of all."""
@@ -352,14 +352,15 @@ def settle(
     return first, second
 
 
-def compute_headroom(wait_ms: float, token_ms: float) -> float:
+def compute_headroom(wait_ms: float, mean_token_ms: float) -> float:
     """Prompt tokens that may wait more at a prefill instance than at a mixed one.
 
-    `wait_ms`: the time for them; `token_ms`: the prefill instance's time for a prompt token. A
+    `wait_ms`: the time for them; `mean_token_ms`: the prefill instance's time for a prompt token
+    (`queue_model.compute_mean_token_ms`, as the flips that `wait_ms` comes from measure waits). A
     prompt on a mixed instance delays all requests that decode there, whereas waiting costs nothing
     while the prompt still meets its target (Splitwise, section IV-A: the own pool comes first).
     """
-    return wait_ms / max(token_ms, MIN_TOKEN_MS)
+    return wait_ms / max(mean_token_ms, MIN_TOKEN_MS)
 
 
 def computes_short(tokens: int, pending: float, queue: float, limit: int) -> bool:
@@ -391,7 +392,10 @@ def prefers_mixed(queue: float, decode: float, queue_mixed: float, headroom: flo
     by more than `headroom`; if equal, the split is taken because the placement was planned for it.
     The mixed instance is also taken if an instance of the split is stale and the mixed one is not.
     """
-    return queue_mixed < queue - 1.0 - headroom or queue_mixed < STALE_PENALTY <= decode
+    if queue_mixed < queue - 1.0 - headroom or queue_mixed < STALE_PENALTY <= decode:
+        return True
+    # Cached tokens are less than half of the penalty, headroom may be more than all of it.
+    return queue_mixed < STALE_PENALTY / 2 <= queue
 
 
 def add_cell_costs(

@@ -121,6 +121,12 @@ def fit_prompt_times(sums: RegressionSums) -> tuple[float, float, float]:
     return fixed_ms * iterations / prompts, token_ms, token_ms + min(margin_ms, ms / tokens)
 
 
+def compute_mean_token_ms(prompt_ms: float, token_ms: float, prompts_per_token: float) -> float:
+    """Time of a prompt token of the mean prompt, with its part of the fixed time. Unlike `token_ms`
+    it is not 0 where times do not follow the tokens."""
+    return prompts_per_token * prompt_ms + token_ms
+
+
 class PrefillQueueModel:
     """How fast an instance computes prompts, and when it started the first one of its queue.
 

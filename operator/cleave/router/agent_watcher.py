@@ -22,6 +22,7 @@ from cleave.router.watchdog import WatchdogTimer
 from cleave.rpc.agent_discovery import AgentDiscovery, DiscoveryError
 from cleave.rpc.channel import dial
 from cleave.rpc.credentials import build_metadata
+from cleave.rpc.plan_thresholds import PlanThresholds
 from cleave.rpc.registration_checks import MAX_REGISTRATION_BYTES, check_registration
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -59,13 +60,18 @@ class AgentWatcher:
         processes: int = 1,
         *,
         deployment: str = "",
+        on_thresholds: Callable[[PlanThresholds], None] | None = None,
     ) -> None:
         """`name`: common name of all `processes` that share load accounting; empty: a new one.
-        `deployment`: whose agents are accepted; empty: of any."""
+        `deployment`: whose agents are accepted; empty: of any. `on_thresholds`: called with the
+        plan's thresholds whenever the source has others; None: they have no effect."""
+        self._source = source
         self._agents = AgentDiscovery(source)
         self._registry = registry
         self._clock = clock
         self._deployment = deployment
+        self._on_thresholds = on_thresholds
+        self._thresholds = PlanThresholds()
         # Agents count routers by name and report their number to each of them.
         self._name = name or uuid.uuid4().hex
         # The processes share reports, so that together they request as many as a single one.
@@ -86,6 +92,8 @@ class AgentWatcher:
         Raises DiscoveryError when the source is malformed.
         """
         await self._discover()
+        if not self._addresses:
+            log.info("no agents in %s yet: requests get 503 until it lists some", self._source)
         self._poller = asyncio.create_task(self._poll())
         if self._unregistered:
             with contextlib.suppress(TimeoutError):
@@ -116,6 +124,10 @@ class AgentWatcher:
         # Not wait_for: before Python 3.12 it may lose a cancellation, and stop() would never end.
         async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
             self._addresses = await self._agents.list_addresses()
+        if self._agents.thresholds != self._thresholds:
+            self._thresholds = self._agents.thresholds
+            if self._on_thresholds is not None:
+                self._on_thresholds(self._thresholds)
         for address in self._addresses - self._streams.keys():
             self._unregistered.add(address)
             self._streams[address] = asyncio.create_task(self._watch(address))

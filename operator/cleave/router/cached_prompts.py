@@ -21,7 +21,7 @@ from cleave.policy.prompt_cost import (
     predict_queue_ms,
 )
 from cleave.policy.session_affinity import ADAPTER_TOKENS
-from cleave.router.instance import RoutedInstance
+from cleave.router.instance import Connectivity, RoutedInstance
 from cleave.router.prefix_index import PrefixIndex, get_holder, get_stamp
 from cleave.router.routing_request import RoutingRequest
 from cleave.router.score_table import ScoreTable
@@ -175,11 +175,12 @@ def find_source(
     table: ScoreTable, request: RoutingRequest, excluded: RoutedInstance | None = None
 ) -> tuple[RoutedInstance | None, float]:
     """(the instance whose cache has most of a prompt and can be pulled from, its tokens of it), or
-    (None, 0); never `excluded`.
+    (None, 0); never `excluded`, which is to pull.
 
     An instance that decodes has answers as well: it counts as if the prompt continued the last one
     of them, as long as the one that is predicted now. Of several the one that used it longest ago:
-    later ones may not have computed it yet.
+    later ones may not have computed it yet. An instance that has been silent or drains is not
+    waited for, and one of a pair whose handoffs were wrong is not trusted with a prefix either.
     """
     cached = estimate_cached_tokens(request.known, request.text_bytes, request.prompt_tokens)
     source, most, oldest = None, 0.0, -1
@@ -190,6 +191,10 @@ def find_source(
         instance = table.instances[slot]
         clock, stamp = instance.in_flight.read_clock(), get_stamp(cell)
         if not instance.target.prefix_port:
+            continue
+        if instance.connectivity is not Connectivity.FRESH or not instance.selectable:
+            continue
+        if excluded is not None and table.closed_pairs.is_closed(excluded.slot, slot):
             continue
         if not is_cached(clock, stamp, measure_capacity(instance)):
             continue

@@ -154,8 +154,9 @@ class Router:
         self.length_predictor: LengthPredictor = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
         """Predicts output lengths; `observe_completion` trains it."""
         self._fallback = fallback
-        self._rules = rules or RoutingRules()
-        self._iteration_times = IterationTimeEstimator(self._rules.ttft_ms, self._rules.tpot_ms)
+        rules = rules or RoutingRules()
+        self._short_prompt_tokens = rules.short_prompt_tokens
+        self._iteration_times = IterationTimeEstimator(rules.ttft_ms, rules.tpot_ms)
         self._clock = clock
         self._selector = EndpointSelector(
             registry.policy,
@@ -163,8 +164,10 @@ class Router:
             clock,
             seed or random.randrange(1, 2147483647),
             prefix_memory or PrefixMemory(),
-            self._rules.headroom_ms,
+            rules.headroom_ms,
         )
+        self.headroom_ms = rules.headroom_ms
+        """As in the rules."""
         rule = dispatch.RULES[registry.policy]
         self.uses_prompt_text = self._selector.reads_text
         """Whether the policy uses the prompt's text."""
@@ -175,6 +178,10 @@ class Router:
         shared_load = registry.shared_load
         count = itertools.count(1).__next__
         self._count_pick = shared_load.count_pick if shared_load is not None else count
+
+    def set_short_prompt_tokens(self, tokens: int) -> None:
+        """Apply another plan's `RoutingRules.short_prompt_tokens` to all requests from now on."""
+        self._short_prompt_tokens = tokens
 
     def pick(
         self,
@@ -312,7 +319,7 @@ class Router:
     ) -> Selection:
         selection = None
         if not colocated:
-            if self._rules.short_prompt_tokens:
+            if self._short_prompt_tokens:
                 selection = self._select_short(served, request, exclusions)
             selection = selection or self._select_pair(served, request, exclusions)
         return selection or self._select_colocated(
@@ -323,7 +330,7 @@ class Router:
         self, served: ServedModel, request: RoutingRequest, exclusions: list[Collection[str]]
     ) -> Selection | None:
         """A decode instance for a short or mostly cached prompt, if prefill takes longer."""
-        limit = self._rules.short_prompt_tokens
+        limit = self._short_prompt_tokens
         uncached = request.prompt_tokens
         if request.blocks:
             uncached -= int(self._selector.count_most_cached(request))
@@ -486,7 +493,7 @@ class Router:
             new = selector.record_prompt(first, request)
             if new:
                 pick._new_blocks = ((new, first.target.holder),)
-            is_of_interest = self._rules.short_prompt_tokens or decode.target.prefix_port
+            is_of_interest = self._short_prompt_tokens or decode.target.prefix_port
             if is_of_interest and first is not decode:
                 # What a decode instance has cached: for short prompts, and for others to pull it.
                 new = selector.record_prompt(decode, request)

@@ -28,6 +28,7 @@ from cleave.policy.dispatch import (
     Scores,
 )
 from cleave.policy.prompt_cost import count_all_mixed, count_mixed
+from cleave.policy.queue_model import compute_mean_token_ms
 from cleave.policy.session_affinity import to_key
 from cleave.router.closed_pairs import ClosedPairs
 from cleave.router.instance import BaseScoreTable, Connectivity, RoutedInstance
@@ -295,6 +296,13 @@ class ScoreTable(BaseScoreTable):
             shortest = min(shortest, pending[slot])
         return shortest
 
+    def find_headroom(self, wait_ms: float) -> float:
+        """Most prompt tokens that may wait more at a prefill instance than at the mixed ones
+        (`dispatch.compute_headroom`); 0 where there are not both."""
+        if not (self.prefill.size and self.mixed.size):
+            return 0.0
+        return max(compute_headroom_of(self.instances[s], wait_ms) for s in self.prompt_slots)
+
     def update(self, slot: int) -> None:
         """Recompute the scores of an instance from its load."""
         instance = self.instances[slot]
@@ -349,6 +357,14 @@ def build_ring(names: tuple[str, ...]) -> list[int]:
         for number, name in enumerate(names)
         for point in range(_POINTS)
     )
+
+
+def compute_headroom_of(instance: RoutedInstance, wait_ms: float) -> float:
+    """`dispatch.compute_headroom` of a prefill instance, by what it has learned."""
+    queue = instance.in_flight.queue
+    prompts = queue.count_prompts(1.0)
+    mean_token_ms = compute_mean_token_ms(queue.prompt_ms, queue.token_ms, prompts)
+    return dispatch.compute_headroom(wait_ms, mean_token_ms)
 
 
 def list_uses(instance: RoutedInstance) -> Collection[str]:

@@ -52,7 +52,12 @@ from cleave.router.prefix_index import (
 )
 from cleave.router.registry import ServedModel
 from cleave.router.routing_request import CachedPrompt, RoutingRequest
-from cleave.router.score_table import ArrayScoreColumn, ScoreTable, WritableScoreColumn
+from cleave.router.score_table import (
+    ArrayScoreColumn,
+    ScoreTable,
+    WritableScoreColumn,
+    compute_headroom_of,
+)
 
 _INF = math.inf
 _REFRESHES = 4
@@ -511,8 +516,7 @@ class HeadroomColumn(ScoreColumn):
 
     def get_score(self, slot: int) -> float:
         """Prompt tokens that may wait more at the instance than at a mixed one."""
-        queue = self.instances[slot].in_flight.queue
-        return dispatch.compute_headroom(self._wait_ms, queue.token_ms)
+        return compute_headroom_of(self.instances[slot], self._wait_ms)
 
 
 def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:

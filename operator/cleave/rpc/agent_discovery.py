@@ -18,6 +18,7 @@ from cleave.rpc import endpointslices
 from cleave.rpc.endpointslices import EndpointSliceWatcher, Service
 from cleave.rpc.http_client import HttpError
 from cleave.rpc.kube_api import AccessError, ApiServerError, find_access
+from cleave.rpc.plan_thresholds import PlanThresholds
 
 ENV = "CLEAVE_AGENTS"
 """Environment variable with the default source."""
@@ -51,6 +52,11 @@ class AgentDiscovery:
         elif self._task.done():
             self._task.result()
         return frozenset(self._watcher.pods)
+
+    @property
+    def thresholds(self) -> PlanThresholds:
+        """The plan's, as far as known now; none: the source has none."""
+        return self._watcher.thresholds if self._watcher is not None else PlanThresholds()
 
     def get_pod_name(self, address: str) -> str:
         """Name of the pod at an address; empty: the source names no pods."""

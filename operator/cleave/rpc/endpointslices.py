@@ -1,4 +1,4 @@
-"""The endpoints of a Service, listed once or watched. Used by agent_discovery.py.
+"""The endpoints of a Service, listed once or watched, and its labels. Used by agent_discovery.py.
 
 All endpoints count, ready or not: agents report their own state, and draining ones are watched to
 their end. What is hard: the API server may be unavailable for minutes while requests go on, so the
@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 from cleave.rpc import kube_api
 from cleave.rpc.http_client import HttpError
 from cleave.rpc.kube_api import AccessError, ApiServerAccess, ApiServerError, find_access
+from cleave.rpc.plan_thresholds import PlanThresholds, parse_thresholds
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,20 @@ _GONE = 410
 
 PodsByAddress = dict[str, str]
 """Pod name by host:port; an empty name: the endpoint names no pod."""
-_Slices = dict[str, PodsByAddress]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """One EndpointSlice."""
+
+    pods: PodsByAddress
+    thresholds: PlanThresholds
+    """From its labels, which are those of the Service."""
+    version: int
+    """Resource version."""
+
+
+_Slices = dict[str, _Slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,8 @@ class EndpointSliceWatcher:
         self._slices: _Slices = {}
         self.pods: PodsByAddress = {}
         """As of the last list or event."""
+        self.thresholds = PlanThresholds()
+        """Likewise, from the slice that was written last: the others follow."""
 
     async def run(self) -> None:
         """List and watch until cancelled; errors are logged and retried with back-off."""
@@ -75,7 +91,7 @@ class EndpointSliceWatcher:
 
     async def _relist(self, access: ApiServerAccess) -> str:
         self._slices, version = await _list_slices(access, self._service)
-        self.pods = _merge_slices(self._slices)
+        self._update()
         return version
 
     async def _watch(self, access: ApiServerAccess, version: str) -> None:
@@ -103,10 +119,22 @@ class EndpointSliceWatcher:
             if kind == "DELETED":
                 self._slices.pop(item["metadata"]["name"], None)
             elif kind in ("ADDED", "MODIFIED"):
-                self._slices[item["metadata"]["name"]] = parse_slice(item, self._service.port)
+                self._slices[item["metadata"]["name"]] = _read_slice(item, self._service.port)
         except (KeyError, TypeError, AttributeError) as error:
             raise HttpError(f"the API server sent an invalid event: {error!r}") from None
+        self._update()
+
+    def _update(self) -> None:
         self.pods = _merge_slices(self._slices)
+        newest = max(self._slices.values(), key=lambda each: each.version, default=None)
+        self.thresholds = newest.thresholds if newest else PlanThresholds()
+
+
+def _read_slice(item: dict[str, Any], port: int) -> _Slice:
+    meta = item["metadata"]
+    version = str(meta.get("resourceVersion", ""))
+    thresholds = parse_thresholds(meta.get("labels") or {})
+    return _Slice(parse_slice(item, port), thresholds, int(version) if version.isdigit() else 0)
 
 
 def parse_slice(item: dict[str, Any], port: int) -> PodsByAddress:
@@ -144,7 +172,7 @@ async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slic
     slice_list = await kube_api.get_object(access, path, LIST_TIMEOUT_S)
     try:
         items = slice_list.get("items") or ()
-        slices = {each["metadata"]["name"]: parse_slice(each, service.port) for each in items}
+        slices = {each["metadata"]["name"]: _read_slice(each, service.port) for each in items}
         return slices, slice_list["metadata"]["resourceVersion"]
     except (KeyError, TypeError, AttributeError) as error:
         raise HttpError(f"the API server sent an invalid EndpointSliceList: {error!r}") from None
@@ -156,4 +184,4 @@ def _build_path(service: Service, **parameters: str) -> str:
 
 
 def _merge_slices(slices: _Slices) -> PodsByAddress:
-    return {address: pod for pods in slices.values() for address, pod in pods.items()}
+    return {address: pod for each in slices.values() for address, pod in each.pods.items()}

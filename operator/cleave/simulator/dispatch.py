@@ -38,7 +38,7 @@ from cleave.policy.dispatch import (
 )
 from cleave.policy.output_length import guess_progress
 from cleave.policy.prompt_cost import find_cheapest
-from cleave.policy.queue_model import add_completion, fit_prompt_times
+from cleave.policy.queue_model import add_completion, compute_mean_token_ms, fit_prompt_times
 from cleave.simulator import records
 from cleave.simulator.kv_blocks import fits_instance
 from cleave.simulator.outcome import RequestOutcome
@@ -429,7 +429,9 @@ def update_scores(state: State, i: int) -> None:
     get_score(state, PENDING_PROMPT * count + i).value = inst.pending_prompt_tokens
     if inst.role == PREFILL:
         get_score(state, TO_PREFILL * count + i).value = first
-        headroom = compute_headroom(state.headroom_ms, inst.token_ms)
+        prompts = inst.sum_prompts / inst.sum_tokens
+        mean_token_ms = compute_mean_token_ms(inst.prompt_ms, inst.token_ms, prompts)
+        headroom = compute_headroom(state.headroom_ms, mean_token_ms)
         get_score(state, HEADROOM * count + i).value = headroom
         return
     get_score(state, TO_DECODE * count + i).value = total

@@ -12,7 +12,7 @@ from cleave.traffic.counters import GatewayCounters
 
 _GAUGES = ("in_flight", "waiting")
 """Gauges: summed over gateways, not accumulated."""
-_SAME_FOR_ALL = ("ttft_target_ms", "tpot_target_ms")
+_SAME_FOR_ALL = ("ttft_target_ms", "tpot_target_ms", "whole_below_tokens")
 _OTHERS = {*_GAUGES, *_SAME_FOR_ALL, "at_s", "started_s"}
 _COUNTERS = tuple(each.name for each in fields(GatewayCounters) if each.name not in _OTHERS)
 

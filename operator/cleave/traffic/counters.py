@@ -23,7 +23,9 @@ _TOTALS = (
 )  # fmt: skip
 """Counters of the page with these names."""
 _HISTOGRAMS = ("ttft_seconds", "tpot_seconds", "request_prompt_tokens", "request_output_tokens")
-_OTHERS = ("requests_total", "requests_in_flight", "requests_waiting", "slo_")
+_OTHERS = (
+    "requests_total", "requests_in_flight", "requests_waiting", "slo_", "plan_threshold_tokens",
+)  # fmt: skip
 _LINE_STARTS = (
     _START,
     *(_PREFIX + name for name in (*_OTHERS, *_HISTOGRAMS)),
@@ -136,6 +138,9 @@ class GatewayCounters:
     """Requests in flight that wait for admission at the gateway."""
     ttft_target_ms: float | None = None
     tpot_target_ms: float | None = None
+    whole_below_tokens: int = 0
+    """Prompt length up to which decode instances may compute prompts; 0: they compute none, or the
+    gateway is of a version that does not report it."""
 
 
 def select_lines(page: str) -> str:
@@ -175,6 +180,7 @@ def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
         waiting=total("requests_waiting"),
         ttft_target_ms=target_ms("ttft"),
         tpot_target_ms=target_ms("tpot"),
+        whole_below_tokens=round(total("plan_threshold_tokens", threshold="whole_below")),
     )
 
 

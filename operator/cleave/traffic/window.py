@@ -41,6 +41,8 @@ class TrafficWindow:
     """Measured responses that met both targets."""
     flex_tokens: float = 0.0
     """Of requests that only fill idle capacity; nothing else here counts these."""
+    whole_below_tokens: int = 0
+    """Prompt length up to which decode instances could compute prompts at the end; 0: none."""
 
     @property
     def start_s(self) -> float:
@@ -84,7 +86,8 @@ def compute_window(before: GatewayCounters, after: GatewayCounters) -> TrafficWi
         return None
     ended, in_flight = after.requests - before.requests, after.in_flight - before.in_flight
     increases = {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
-    return TrafficWindow(after.at_s, length_s, max(ended + in_flight, 0.0), **increases)
+    arrived, whole_below = max(ended + in_flight, 0.0), after.whole_below_tokens
+    return TrafficWindow(after.at_s, length_s, arrived, **increases, whole_below_tokens=whole_below)
 
 
 def join_windows(windows: Sequence[TrafficWindow]) -> TrafficWindow:
@@ -118,4 +121,5 @@ def _is_draining(windows: Sequence[TrafficWindow]) -> bool:
 def _add(first: TrafficWindow, second: TrafficWindow) -> TrafficWindow:
     names = ("length_s", "num_requests", *_COUNTERS)
     sums = {name: getattr(first, name) + getattr(second, name) for name in names}
-    return TrafficWindow(max(first.end_s, second.end_s), **sums)
+    end_s, whole_below = max(first.end_s, second.end_s), second.whole_below_tokens
+    return TrafficWindow(end_s, **sums, whole_below_tokens=whole_below)

@@ -164,5 +164,5 @@ def test_the_demo_answers_once_and_ends(cleave: Cleave, port: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "emulated engine" in done.stdout
-    assert "KV hand-offs used               1" in done.stdout
+    assert "KV handoffs used                1" in done.stdout
     assert cleave("status").stdout == "no deployments running on this machine\n"

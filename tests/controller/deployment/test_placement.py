@@ -52,6 +52,7 @@ def test_a_manual_placement_is_applied() -> None:
     assert decision.placement is not None
     assert decision.placement.count_replicas(Role.PREFILL) == 2
     assert read_condition(decision) == (True, "Manual")
+    assert decision.conditions[1].message == "the placement is manual: nothing was predicted"
     assert decision.plan_request is None
 
 
@@ -75,6 +76,9 @@ def test_without_traffic_the_smallest_pair_comes_up_and_no_plan_is_claimed() -> 
     assert [pool.replicas for pool in decision.placement.pools] == [1, 1]
     assert read_condition(decision) == (False, "NotPlanned")
     assert "spec.workload" in decision.conditions[0].message
+    feasible = decision.conditions[1]
+    assert feasible.status is None
+    assert feasible.message == "there is no plan that could be compared with the targets"
 
 
 def test_a_model_that_the_planner_does_not_know_gets_the_smallest_pair_and_the_reason() -> None:

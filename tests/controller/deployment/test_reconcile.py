@@ -26,7 +26,9 @@ from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.rpc.fleet_status import FleetInstance, KvPath
+from cleave.rpc.plan_thresholds import PlanThresholds, parse_thresholds
 
+from tests.support import deployment_views as planned
 from tests.support.fake_cluster import chat, manual_placement
 
 NOW_S = 1_000_000.0
@@ -163,6 +165,41 @@ def test_access_that_was_opened_by_hand_is_closed_again(kind: str, field: str, e
     children[kind, theirs["metadata"]["name"]] = parse_child({**theirs, field: edited})
     names_again = names(reconcile(replace(here, children=children)))
     assert theirs["metadata"]["name"] in names_again
+
+
+def test_another_threshold_of_the_plan_changes_a_label_and_starts_nothing_again() -> None:
+    desired = planned.deployment(engine={"connector": "Cleave", "transfer": "Auto"})
+    status = planned.status(desired)
+    first = reconcile(planned.view(desired, status))
+    applied = [each.manifest for each in first if isinstance(each, Apply)]
+    children = {(m["kind"], m["metadata"]["name"]): parse_child(m) for m in applied}
+    settled = planned.view(desired, status, children=children)
+    assert names(reconcile(settled)) == []
+    changed = {**status["plan"], "wholeBelowTokens": 256, "aheadFromTokens": 512}
+    (service,) = (
+        each.manifest
+        for each in reconcile(replace(settled, status={**status, "plan": changed}))
+        if isinstance(each, Apply)
+    )
+    assert (service["kind"], service["metadata"]["name"]) == ("Service", "chat-workers")
+    labels = service["metadata"]["labels"]
+    assert parse_thresholds(labels) == PlanThresholds(256, 512)
+
+
+def test_a_plan_that_cannot_be_read_has_no_thresholds() -> None:
+    """A later version wrote it, before a roll-back."""
+    desired = planned.deployment()
+    before = planned.status(desired)
+    unreadable = {**before["plan"], "inputs": "of-another", "wholeBelowTokens": "many"}
+    here = replace(planned.view(desired, before), status={**before, "plan": unreadable})
+    (service,) = (
+        each.manifest
+        for each in reconcile(here)
+        if isinstance(each, Apply)
+        and each.manifest["metadata"]["name"] == "chat-workers"
+        and each.manifest["kind"] == "Service"
+    )
+    assert parse_thresholds(service["metadata"]["labels"]) == PlanThresholds()
 
 
 def test_a_new_revision_moves_all_roles_together() -> None:

@@ -77,6 +77,13 @@ def test_recent_is_as_long_as_it_has_to_be() -> None:
     assert recent_s((), 0) == 0
 
 
+def test_recent_windows_have_the_present_threshold_for_short_prompts() -> None:
+    before, after = traffic(4, 600, NOW_S - 150), traffic(4, 150)
+    changed = *before, *(replace(each, whole_below_tokens=256) for each in after)
+    assert list_recent(changed, NOW_S - 900, 300, 60) == changed[len(before) :]
+    assert len(list_recent(before + after, NOW_S - 900, 300, 60)) > len(after)
+
+
 def test_a_course_goes_on_where_it_was() -> None:
     state = DriftState()
     for count in range(1, len(DOUBLED) + 1):

@@ -8,8 +8,10 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.replan_status import LatencyCorrection
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.inventory import PlanMachines
+from cleave.controller.replan import review
 from cleave.controller.replan.planner_process import run_planner
 from cleave.controller.replan.reconcile import reconcile_plan
+from cleave.planner.placement import PlanError
 from cleave.planner.replan.revision import ReplanVerdict
 
 from tests.support.deployment_views import ask, deployment, status, traffic, view
@@ -59,6 +61,26 @@ def test_what_runs_is_compared_with_what_it_would_be_planned_as(overloaded: Plan
     assert again.review_result is not None
     assert again.review_result.verdict is ReplanVerdict.KEEP
     assert again.plan is None
+
+
+def test_the_threshold_that_gateways_apply_is_simulated(monkeypatch) -> None:
+    """Not the plan's, which gateways of an earlier version do not get."""
+    simulated = []
+
+    def record(problem, running_plan, *_) -> None:
+        simulated.append(running_plan.whole_below_tokens)
+        raise PlanError(["enough"])
+
+    monkeypatch.setattr(review, "revise", record)
+    desired = deployment(planning={"maxGPUs": 6})
+    planned = status(desired)
+    planned["plan"]["wholeBelowTokens"] = 512
+    for tokens in (0, 256):
+        windows = tuple(replace(each, whole_below_tokens=tokens) for each in ask(60))
+        job = reconcile_plan(view(desired, planned, windows=windows)).plan_request
+        assert job is not None
+        run_planner(desired.model_dump_json(exclude_none=True), PlanMachines(None), job)
+    assert simulated == [0, 256]
 
 
 def test_what_cannot_be_simulated_is_a_fault() -> None:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from cleave.api.enums import DispatchPolicy, LateRequestPolicy
+from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
 from cleave.gateway import server
 from cleave.gateway.admission import controller
 
@@ -236,6 +236,34 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(
     gate.opened.set()
     assert (await first.read()).status == 200
     await stage.until_idle()
+
+
+@pytest.mark.parametrize(("above_headroom", "entry"), [(-1_000, "p"), (1_000, "m")])
+async def test_no_prompt_is_held_back_that_a_mixed_instance_is_to_take(
+    make_stage, tmp_path, above_headroom, entry
+) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})
+    roles = {"p": "prefill", "d": "decode", "m": "mixed"}
+    rules = {"flipping": FlippingMode.AUTO, "ttft_slo_ms": 10_000.0}
+    stage = await make_stage(roles, api_keys=keys, first_byte_s=5.0, **rules)
+    registry = stage.context.router.registry
+    (table,) = registry.models["m"].score_tables
+    headroom = table.find_headroom(stage.context.router.headroom_ms)
+    assert headroom > 2 * controller.BACKLOG_LIMIT_TOKENS
+    instance = registry.instances["p"]
+    instance.in_flight.prompt.add(headroom + above_headroom)
+    registry.refresh(instance)
+    assert (await stage.ask(ASK, **bearer("a"))).status == 200
+    served = [name for name, engine in stage.engines.items() if engine.requests]
+    assert served == (["m"] if entry == "m" else ["p", "d"])
+    instance.in_flight.prompt.add(2_000 + controller.BACKLOG_LIMIT_TOKENS)
+    registry.refresh(instance)
+    client = await stage.connect()
+    client.send(ASK, **bearer("a"))
+    await stage.until(lambda: stage.context.admission.count_waiting() == {"m": 1}, "that is enough")
+    instance.in_flight.prompt.remove(instance.in_flight.prompt.own)
+    registry.refresh(instance)
+    assert (await client.read()).status == 200
 
 
 async def test_who_waits_is_let_in_once_others_requests_have_ended(

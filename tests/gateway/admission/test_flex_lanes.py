@@ -97,19 +97,27 @@ async def test_a_client_that_leaves_gives_back_its_place(single) -> None:
     opened.set()
 
 
-async def test_slow_streams_of_others_halve_the_number(make_stage) -> None:
+@pytest.mark.parametrize("is_slow_client", [False, True])
+async def test_slow_streams_of_others_halve_the_number(make_stage, is_slow_client) -> None:
     stage = await make_stage({"x": "mixed"}, tpot_slo_ms=0.000_1)
     flex, engine = stage.context.admission.flex, stage.engines["x"]
     opened = stage.hold()
     clients = await send(stage, *[FLEX] * 8)
     await stage.until(lambda: len(engine.requests) == 4, "four run")
-    engine.script = None
-    assert (await stage.ask(ASK | {"stream": True})).status == 200
+    held = stage.hold()
+    (ordinary,) = await send(stage, ASK | {"stream": True})
+    await stage.until(lambda: len(engine.requests) == 5, "it runs")
+    if is_slow_client:
+        (request,) = (r for r in stage.context.active_requests if not r._completion.is_flex)
+        request.set_paused(True)
+        request.set_paused(False)
+    held.set()
+    assert (await ordinary.read()).status == 200
+    assert (flex._lanes["m"].window.limit < INITIAL_LIMIT) is not is_slow_client
     opened.set()
     for client in clients:
         assert (await client.read()).status == 200
     await stage.until_idle()
-    assert flex._lanes["m"].window.limit < INITIAL_LIMIT
 
 
 @pytest.mark.parametrize("tier", ["auto", "default", "priority", None, 7])

@@ -1,14 +1,17 @@
 """Engines that fail as real ones do, seen through the gateway: no KV to pull, streams cut."""
 
 import asyncio
+import itertools
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cleave.gateway.upstream import circuit_breaker
 from cleave.rpc.v1 import agent_pb2
+from cleave_worker.emulator import api_requests
 
 BLOCK_TOKENS = 16
 NO_PORT = 1
@@ -75,6 +78,23 @@ async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(fleet, pat
     assert {how for _, how in stage.context.metrics.recoveries} == {"continued"}
     assert stage.context.metrics.requests == {("m", "ok"): 2}
     await stage.until_idle()
+
+
+@PATHS
+@pytest.mark.parametrize("how", ["continued", "replayed"])
+async def test_both_halves_of_a_stream_say_that_it_was_created_at_the_same_time(
+    fleet, path, how, monkeypatch
+) -> None:
+    seconds = itertools.count(1_000)
+    clock = SimpleNamespace(time=lambda: float(next(seconds)))
+    monkeypatch.setattr(api_requests, "time", clock)  # Each request gets a second of its own.
+    stage, _ = fleet
+    sampling = {"temperature": 0.7} if how == "continued" else {"temperature": 0, "logprobs": True}
+    if path == COMPLETIONS and how == "replayed":
+        sampling["logprobs"] = 1
+    _, events = await ask_and_lose(fleet, ask(path, **sampling), path, 9)
+    assert {mode for _, mode in stage.context.metrics.recoveries} == {how}
+    assert len({event["created"] for event in events}) == 1
 
 
 @PATHS

@@ -53,6 +53,16 @@ def test_a_wrong_model_is_reported_and_corrected_at_the_first_review(
     assert 2_000 < found.correction.num_requests < 3_000
 
 
+def test_short_prompts_on_decode_instances_do_not_look_like_fast_prefill_instances() -> None:
+    play = Play(ask("Always"))
+    assert play.running.whole_below_tokens > 0
+    windows = play.serve()
+    problem = replace(play.problem, demand=to_demand(windows).with_max_model_len(2048))
+    assert assess(problem, play.running, windows).correction == NO_CORRECTION
+    without = replace(play.running, whole_below_tokens=0)
+    assert assess(problem, without, windows).correction.prefill < 0.95
+
+
 def test_part_of_a_window_is_simulated_where_its_prompts_have_too_many_blocks(monkeypatch) -> None:
     unrepeated = ask("Never", rate=13.7)
     source = replace(unrepeated.demand.source, conversations=Conversations(6, 60, 64))

@@ -303,7 +303,7 @@ def test_a_key_of_ones_own_for_vllm_is_refused(config_of: ConfigOf, arguments, e
 
 def test_a_data_parallel_rank_has_the_engine_id_that_vllm_makes_of_it(config_of: ConfigOf) -> None:
     sizes = {"data_parallel_size": 4, "data_parallel_rank": 3, "expert_parallel": True}
-    config = config_of(engine="vllm", **sizes)
+    config = config_of(engine="vllm", host="10.0.0.7", **sizes)
     boot_id = create_boot_id(config)
     assert boot_id.endswith("_dp3")
     boot = replace(BOOT, boot_id=boot_id, rpc_port=7000)
@@ -314,7 +314,7 @@ def test_a_data_parallel_rank_has_the_engine_id_that_vllm_makes_of_it(config_of:
     assert launch.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5598"
     assert option(launch, "--data-parallel-size") == "4"
     assert option(launch, "--data-parallel-rank") == "3"
-    assert option(launch, "--data-parallel-address") == config.host
+    assert option(launch, "--data-parallel-address") == "127.0.0.1", "open to the pod only"
     assert option(launch, "--data-parallel-rpc-port") == "7000"
     assert "--enable-expert-parallel" in launch.argv
 

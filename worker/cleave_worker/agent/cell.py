@@ -37,7 +37,7 @@ from cleave_worker.agent import config
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.cpu_cores import list_online_cores
 from cleave_worker.agent.gang.gang_link import GangServer
-from cleave_worker.agent.launch import find_free_port, has_gpu
+from cleave_worker.agent.launch import RANKS_HOST, find_free_port, has_gpu
 from cleave_worker.agent.service import READY_SERVICE
 
 _log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class _Cell:
 
     def __init__(self, agents: Sequence[CellAgent], host: str, port: int) -> None:
         self._agents = agents
-        self._gang = _make_gang(agents, host)
+        self._gang = _make_gang(agents)
         self._address = _format_address(host, port)
         self._processes: list[Process] = []
         self._is_stopping = False
@@ -249,11 +249,11 @@ class _Cell:
         await self._health.set(READY_SERVICE, serving if is_ready else not_serving)
 
 
-def _make_gang(agents: Sequence[CellAgent], host: str) -> GangServer | None:
+def _make_gang(agents: Sequence[CellAgent]) -> GangServer | None:
     """The common life of data-parallel ranks; None: these are engines of a cell."""
     if agents[0].config.data_parallel_size == 1:
         return None
-    return GangServer(len(agents), partial(find_free_port, host))
+    return GangServer(len(agents), partial(find_free_port, RANKS_HOST))
 
 
 async def _is_serving(stub: health_pb2_grpc.HealthStub, service: str) -> bool:

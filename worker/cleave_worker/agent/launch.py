@@ -48,6 +48,9 @@ kernels with nvcc, which CUDA's wheels do not contain; without it the engine end
 `cleave_worker.vllm.flashinfer` disables the rest of FlashInfer."""
 _NO_DOMAIN = "none.invalid"
 """A host that cannot exist (RFC 2606)."""
+RANKS_HOST = "127.0.0.1"
+"""Where data-parallel ranks, which share a pod, meet. vLLM's ZeroMQ sockets and torch's store check
+no key, so they must not be open to the network."""
 _CACHE_FOLDERS = (
     "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
 )  # fmt: skip
@@ -222,7 +225,7 @@ def _build_vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, st
             "--data-parallel-size", str(config.data_parallel_size),
             # Makes vLLM leave the choice of a rank to its clients (external load balancing).
             "--data-parallel-rank", str(config.data_parallel_rank),
-            "--data-parallel-address", config.host,
+            "--data-parallel-address", RANKS_HOST,
             "--data-parallel-rpc-port", str(boot.rpc_port),
         ]  # fmt: skip
     if boot.gpu:

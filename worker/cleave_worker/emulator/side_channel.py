@@ -239,8 +239,11 @@ class KvSideChannel:
                     send(writer, self._build_response(message))
                     await writer.drain()
                 elif isinstance(message, PullPrefix):
-                    prefixes.add(message.lease)
-                    send(writer, self._grant_prefix(message))
+                    granted = self._grant_prefix(message)
+                    # A name that is taken is another connection's, or that of a handoff.
+                    if isinstance(granted, BlockContents):
+                        prefixes.add(message.lease)
+                    send(writer, granted)
                     await writer.drain()
                 elif isinstance(message, ReleasePrefix):
                     send(writer, PrefixReleased(self._end_lease(message.engine_id, message.lease)))

@@ -126,7 +126,7 @@ def _print_introduction(console: "Console", job: "LaunchPlan", emulated: bool, t
     if tiny and not emulated:
         console.print("The model is tiny and random, built locally: its output is gibberish.")
     if emulated:
-        console.print("Its output is made-up words; API, KV hand-off and timings are real.")
+        console.print("Its output is made-up words; API, KV handoff and timings are real.")
     console.print(f"[dim]logs: {state.get_folder(job.deployment).path / 'logs'}[/]\n")
 
 
@@ -200,7 +200,7 @@ async def _print_report(job: "LaunchPlan", console: "Console", response: "ChatRe
     figures.add_row("output", f"{response.output_tokens} tokens")
     figures.add_row("time to first token (TTFT)", f"{response.ttft_ms:.0f} ms")
     figures.add_row("time per token after it (TPOT)", f"{response.tpot_ms:.1f} ms")
-    figures.add_row("KV hand-offs used", str(num_handoffs))
+    figures.add_row("KV handoffs used", str(num_handoffs))
     for row in (row for each in deployments for row in each["instances"]):
         if row["kv_path"]:
             figures.add_row(f"KV path of {row['instance']}", row["kv_path"])

@@ -27,9 +27,10 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 def validate(file: Files, cluster: ClusterFile = None) -> None:
     """Check the fields and values of manifests, and that they can be planned.
 
-    With --cluster, its GPUs and trace files are checked as well, and that the nodes have room for
-    spec.placement.manual; emulated engines need no cluster file to be planned. Valid values that
-    are probably mistakes, such as targets in seconds or a model that cannot be planned, are
+    With --cluster, its GPUs and trace files are checked as well, and that the nodes have room
+    for spec.placement.manual, or for one instance of the model; emulated engines need no
+    cluster file to be planned. Whether targets are met only a plan says. Valid values that are
+    probably mistakes, such as targets in seconds or a model that cannot be planned, are
     warnings. Objects of other APIs are skipped; of a folder, YAML and JSON files are read.
 
     Exit codes: 0 all are valid, 2 one is invalid, with one line per error.
@@ -103,4 +104,7 @@ def _validate(manifest: "LLMDeployment", folder: Path, cluster: Path | None, lab
 
             problem_from_cluster.build_demand(deployment, folder)
     elif cluster or (spec.workload and not spec.placement and spec.engine.type == "Emulated"):
-        build_planning_input(deployment, folder, cluster, Overrides(), seed=0)
+        problem = build_planning_input(deployment, folder, cluster, Overrides(), seed=0).problem
+        from cleave.planner import plan_search
+
+        plan_search.list_feasible(problem)

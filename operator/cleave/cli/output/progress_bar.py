@@ -1,5 +1,6 @@
-"""A progress bar on standard error; nothing is printed where that is not a terminal."""
+"""A progress bar on standard error, where that is a terminal; a line where something takes long."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -8,6 +9,9 @@ import typer
 
 ProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, total steps, and a description of the current step."""
+
+REPEAT_S = 15.0
+"""Between two lines about a compilation: on a busy machine it takes minutes."""
 
 
 @contextmanager
@@ -34,10 +38,38 @@ def show_simulation_progress(
 ) -> Iterator[ProgressCallback]:
     """`show_progress` for simulations; announces when the simulator has to be compiled first.
     `has_blocks`: of a trace with the blocks of prompts."""
-    if find_spec("numba"):
-        from cleave.simulator.run import is_compiled
-
-        if not is_compiled(has_blocks):
-            typer.echo("compiling the simulator once for this version: 10 to 60 s", err=True)
-    with show_progress(description) as tick:
+    with _report_compilation(has_blocks), show_progress(description) as tick:
         yield tick
+
+
+@contextmanager
+def _report_compilation(has_blocks: bool) -> Iterator[None]:
+    """Print that the simulator is compiled in this block, if it is, and every REPEAT_S that it
+    still is."""
+    if not find_spec("numba"):
+        yield
+        return
+    from cleave.simulator.run import is_compiled
+
+    if is_compiled(has_blocks):
+        yield
+        return
+    typer.echo(
+        "compiling the simulator once for this version: 10 to 60 s, longer on a busy machine",
+        err=True,
+    )
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        waited_s = REPEAT_S
+        while not is_over.wait(REPEAT_S) and not is_compiled(has_blocks):
+            typer.echo(f"still compiling the simulator after {waited_s:.0f} s", err=True)
+            waited_s += REPEAT_S
+
+    reporter = threading.Thread(target=repeat, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        reporter.join()

@@ -123,7 +123,7 @@ def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
     try:
         best = growth.find_best_size(problem)
         ranked = ", then ".join(_format_worker_size(best.gpu, size) for size in best.sizes[:2])
-        yield "worker size", f"best for decode: {ranked} (Aladdin, Eq. 5-6)"
+        yield "worker size", f"most tokens per GPU in decode: {ranked} (Aladdin, Eq. 5-6)"
     except ScalingError as error:
         yield "worker size", str(error)
     try:
@@ -134,8 +134,8 @@ def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
     law, worker = scaling.law, " + ".join(format_pool(pool) for pool in scaling.worker)
     line = f"{format_number(law.k5)} x rate {'-' if law.c5 < 0 else '+'} {abs(law.c5):.2f}"
     counts = ", ".join(f"{n} at {format_number(rate)}" for rate, n in scaling.counts.items())
-    yield "growth", f"{line}, rounded up, times {worker} (Aladdin, Eq. 7)"
-    yield "", f"from short simulations: {counts} req/s"
+    yield "growth", f"other rates need {worker} {line} times, rounded up (Aladdin, Eq. 7)"
+    yield "", f"fitted to short simulations: {counts} req/s"
     lowest = f"{format_number(law.lowest_rate)} req/s"
     if not law.holds_at(problem.rate):
         yield "", f"does not apply below {lowest}, where minutes differ too much"
@@ -150,16 +150,16 @@ def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
         return
     one, pause_ms = costs.resume_cost, format_ms(1e3 * costs.pause_s)
     returned = f"{format_ms(one.prefix_cached_ms)} where its prompt is still cached"
-    single = f"one stream takes {format_ms(one.recompute_ms)}, {returned}"
-    yield "recovery", f"recomputed, {single}; all of an instance {pause_ms}"
+    single = f"one stream of it is computed again in {format_ms(one.recompute_ms)}, {returned}"
+    yield "recovery", f"when an instance is lost, {single}; all its streams in {pause_ms}"
     restored_pause_ms = format_ms(1e3 * costs.restored_pause_s)
     restored = f"{format_ms(one.restored_ms)} and {restored_pause_ms}"
     rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
     used = f"{rate} of each GPU's link, {room} of host memory"
-    yield "", f"from checkpoints {restored}; they use {used}"
+    yield "", f"with checkpoints in {restored}; they use {used}"
     break_even_h = format_number(costs.break_even_hours)
-    pays = f"save GPU time only if an instance is lost at least every {break_even_h} h"
-    yield "", pays if costs.link_share < 1 else "never save GPU time: the link is too slow"
+    pays = f"they save GPU time only if an instance is lost at least every {break_even_h} h"
+    yield "", pays if costs.link_share < 1 else "they never save GPU time: the link is too slow"
 
 
 def _format_worker_size(gpu: str, size: WorkerSize) -> str:

@@ -21,7 +21,7 @@ PLAN_READY = "PlanReady"
 PLAN_FEASIBLE = "PlanFeasible"
 MODEL_UNKNOWN = "ModelUnknown"
 """Reason of PlanReady False when there is traffic to plan for but the model is not known."""
-_INFEASIBLE, _FAULTY = "Infeasible", "Faulty"
+_INFEASIBLE, _FAULTY, _MANUAL = "Infeasible", "Faulty", "Manual"
 NO_PLAN = (_INFEASIBLE, _FAULTY)
 """Reasons of PlanReady False when the planner has found no plan on these machines."""
 _PLAN_CONDITIONS = (PLAN_READY, PLAN_FEASIBLE)
@@ -109,7 +109,7 @@ def _decide_without_planner(inputs: PlanInputs, status: Manifest) -> PlacementDe
     selected = build_selected_plan(deployment, placement)
     written = selected.model_dump(mode="json", exclude_none=True)
     if deployment.spec.placement is not None:
-        return PlacementDecision(placement, written, _build_ready("Manual", selected.reason))
+        return PlacementDecision(placement, written, _build_ready(_MANUAL, selected.reason))
     # The fleet serves, but PlanReady is False: it was not planned.
     reason = "NotPlanned" if deployment.spec.workload is None else MODEL_UNKNOWN
     return PlacementDecision(placement, written, _build_not_ready(reason, selected.reason))
@@ -190,12 +190,16 @@ def _retain_plan(status: Manifest, reason: str, message: str) -> PlacementDecisi
 
 def _build_ready(reason: str, message: str) -> tuple[ConditionState, ...]:
     ready = ConditionState(PLAN_READY, True, reason, message)
-    return ready, ConditionState(PLAN_FEASIBLE, True, reason)
+    feasible = "the plan meets the targets, as predicted"
+    if reason == _MANUAL:
+        feasible = "the placement is manual: nothing was predicted"
+    return ready, ConditionState(PLAN_FEASIBLE, True, reason, feasible)
 
 
 def _build_not_ready(reason: str, message: str) -> tuple[ConditionState, ...]:
     not_ready = ConditionState(PLAN_READY, False, reason, message)
-    return not_ready, ConditionState(PLAN_FEASIBLE, None, reason)
+    unknown = "there is no plan that could be compared with the targets"
+    return not_ready, ConditionState(PLAN_FEASIBLE, None, reason, unknown)
 
 
 def _get_reason(plan_status: Manifest) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.plan import SelectedPlan
 from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool, PoolRollout, ReplicasOwner
 from cleave.api.role import Role
@@ -27,9 +28,14 @@ from cleave.controller.rollout.planner import InstanceCount, RoleState, RolloutS
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests import container, credentials, network_policies, owned_objects
-from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
+from cleave.manifests.gateway import (
+    build_gateway_deployment,
+    build_gateway_service,
+    get_thresholds,
+)
 from cleave.manifests.labels import Manifest, build_object
 from cleave.manifests.pool import build_pools
+from cleave.rpc.plan_thresholds import PlanThresholds
 
 _REQUEUE_S = 30.0
 _MAX_SKEW = 0.25
@@ -65,7 +71,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
             pool.spec.role: _keep_owner_replicas(pool, current.get(pool.spec.role))
             for pool in desired_pools
         }
-    owned = build_owned_objects(deployment, view.settings)
+    owned = build_owned_objects(deployment, view.settings, _find_thresholds(deployment, decision))
     writes: list[Action] = [*apply.build_changes(owned, deployment, view.children)]
     if changes:
         writes += _update_pools(view, desired)
@@ -139,11 +145,23 @@ def _report_scaling(view: DeploymentView, desired: Pools) -> Iterator[Emit]:
         yield Emit(target, "Scaled", f"instances: {', '.join(changes)}{rate}")
 
 
-def build_owned_objects(deployment: LLMDeployment, settings: OperatorSettings) -> list[Manifest]:
-    """Objects of a deployment that do not depend on its plan."""
+def _find_thresholds(deployment: LLMDeployment, decision: PlacementDecision) -> PlanThresholds:
+    """Those of the plan in force; none where it cannot be read: a later version wrote it."""
+    try:
+        plan = SelectedPlan.read_status(decision.plan) if decision.plan else None
+    except ValueError:
+        plan = None
+    return get_thresholds(deployment, plan)
+
+
+def build_owned_objects(
+    deployment: LLMDeployment, settings: OperatorSettings, thresholds: PlanThresholds
+) -> list[Manifest]:
+    """Objects of a deployment beside its pools. On its plan only labels of the workers' Service
+    depend, the `thresholds`."""
     owned = [
         *owned_objects.build_accounts(deployment, settings.discovery_role),
-        owned_objects.build_workers_service(deployment),
+        owned_objects.build_workers_service(deployment, thresholds),
         build_gateway_service(deployment),
         _build_gateway(deployment, settings),
         owned_objects.build_gateway_budget(deployment),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from cleave.api.workload import Workload
 from cleave.controller.views import DriftState
@@ -82,12 +82,20 @@ def _list_after(windows: Sequence[TrafficWindow], at_s: float) -> list[TrafficWi
     return [window for window in windows if window.start_s >= at_s]
 
 
+def _list_alike(windows: Sequence[TrafficWindow]) -> list[TrafficWindow]:
+    """The last windows with one threshold for short prompts."""
+    newest = reversed(windows)
+    alike = takewhile(lambda w: w.whole_below_tokens == windows[-1].whole_below_tokens, newest)
+    return [*alike][::-1]
+
+
 def list_recent(
     windows: Sequence[TrafficWindow], since_s: float, enough_s: float, lead_s: float
 ) -> tuple[TrafficWindow, ...]:
     """Return the newest windows after `since_s` that last `enough_s` and hold enough requests.
-    Windows of `lead_s` before them are included; latencies are compared without these."""
-    after = _list_after(windows, since_s)
+    Windows of `lead_s` before them are included; latencies are compared without these. In all of
+    them gateways applied the same threshold for short prompts."""
+    after = _list_alike(_list_after(windows, since_s))
     newest = after[::-1]
     lengths = accumulate(window.length_s for window in newest)
     requests = accumulate(min(window.prompts.num, window.outputs.num) for window in newest)

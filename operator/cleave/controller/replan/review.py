@@ -40,7 +40,13 @@ def run_review(
     flips = deployment.spec.pools
     has_manager = flips.flipping is FlippingMode.AUTO and any(p.role is Role.PREFILL for p in pools)
     manager = build_thresholds(deployment.spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
-    running_plan = RunningPlan(pools, review.algorithm, manager if has_manager else None)
+    running_plan = RunningPlan(
+        pools,
+        review.algorithm,
+        manager if has_manager else None,
+        # What gateways apply, whichever plan it comes from.
+        review.windows[-1].whole_below_tokens,
+    )
     past = [
         ReplacedPlan(_complete_pools(problem, each.pools, ""), each.until_s)
         for each in review.past_plans

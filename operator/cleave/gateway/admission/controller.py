@@ -48,8 +48,10 @@ class AdmissionController:
         registry: InstanceRegistry,
         metrics: GatewayMetrics,
         shared_state: SharedGatewayState | None = None,
+        headroom_ms: float = 0.0,
     ) -> None:
-        """`shared_state`: shared with other processes; counts tenants' usage."""
+        """`shared_state`: shared with other processes; counts tenants' usage. `headroom_ms`: of the
+        router's rules."""
         self.is_disabled = True
         """No tenant has limits and no late request is refused, so requests need no admission."""
         self._late_policy = config.late_policy
@@ -58,6 +60,7 @@ class AdmissionController:
         self._registry = registry
         self._metrics = metrics
         self._shared_state = shared_state
+        self._headroom_ms = headroom_ms
         self._num_processes = shared_state.num_processes if shared_state is not None else 1
         self._usage_by_tenant: dict[str, TenantUsage] = {}
         self._queues: dict[str, TicketQueue] = {}
@@ -239,12 +242,17 @@ class AdmissionController:
         return self._ttft_target_s > 0 and (tenant.late or self._late_policy) is _REFUSE
 
     def _compute_backlog_limit(self, model: str) -> float:
-        ttft_model = self._ttft_models.get(model)
-        if ttft_model is None:
-            return BACKLOG_LIMIT_TOKENS
-        tokens = ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
-        limit = BACKLOG_LIMIT_TOKENS
-        return min(max(tokens, MIN_BACKLOG_LIMIT_TOKENS), limit) if tokens else limit
+        """Prompt tokens in the shortest queue from which requests are queued here. Prompts that
+        mixed instances are to take must not be held back: they take them from the headroom on."""
+        limit, ttft_model = BACKLOG_LIMIT_TOKENS, self._ttft_models.get(model)
+        if ttft_model is not None and (
+            tokens := ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
+        ):
+            limit = min(max(tokens, MIN_BACKLOG_LIMIT_TOKENS), limit)
+        entry = self._registry.models.get(model)
+        if entry is None or not self._headroom_ms:
+            return limit
+        return limit + max(each.find_headroom(self._headroom_ms) for each in entry.score_tables)
 
     def _limit_flex_backlog(self, model: str) -> float:
         """Prompt tokens in the shortest queue up to which a request of the tier flex may start."""

@@ -121,11 +121,11 @@ class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "audits", "canaries", "canary_seconds", "dispatches", "flex_in_flight", "flex_requests",
-        "flex_tokens", "flex_waiting", "flips", "handoffs", "in_flight", "keys_stale", "models",
-        "processes", "recoveries", "rejections", "requests", "restarts", "retries",
-        "retries_delayed", "slo", "slo_results", "spans", "streams", "suspects", "tenant_tokens",
-        "tenants", "waiting",
+        "ahead_from_tokens", "audits", "canaries", "canary_seconds", "dispatches",
+        "flex_in_flight", "flex_requests", "flex_tokens", "flex_waiting", "flips", "handoffs",
+        "in_flight", "keys_stale", "models", "processes", "recoveries", "rejections", "requests",
+        "restarts", "retries", "retries_delayed", "slo", "slo_results", "spans", "streams",
+        "suspects", "tenant_tokens", "tenants", "waiting", "whole_below_tokens",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
@@ -192,6 +192,9 @@ class GatewayMetrics:
         """1: the changed file of API keys cannot be read, and the previous keys are in use."""
         self.streams = 0
         """Streams begun so far."""
+        self.whole_below_tokens = 0
+        """Thresholds of the plan that are in force, set by the context; 0: none."""
+        self.ahead_from_tokens = 0
 
 
 def record_completed(
@@ -316,6 +319,14 @@ class GatewayCollector:
             ("processes", "Processes that serve", total.processes),
         ):
             yield GaugeMetricFamily(f"cleave_gateway_{name}", text, value)
+        thresholds = GaugeMetricFamily(
+            "cleave_gateway_plan_threshold_tokens",
+            "Prompt lengths from the plan that this gateway applies; 0: none",
+            labels=["threshold"],
+        )
+        thresholds.add_metric(["whole_below"], total.whole_below_tokens)
+        thresholds.add_metric(["ahead_from"], total.ahead_from_tokens)
+        yield thresholds
         yield CounterMetricFamily(
             "cleave_gateway_process_restarts", "Processes that were replaced", total.restarts
         )

@@ -19,7 +19,9 @@ from prometheus_client.metrics_core import Metric
 from cleave.gateway.metrics.gateway_metrics import BucketHistogram, GatewayCollector, GatewayMetrics
 from cleave.gateway.shared_state import SharedGatewayState
 
-_UNSAVED = ("slo", "in_flight", "keys_stale", "processes", "restarts")
+_SAME_FOR_ALL = ("keys_stale", "whole_below_tokens", "ahead_from_tokens")
+"""All processes read the same file and watch the same EndpointSlices."""
+_UNSAVED = ("slo", "in_flight", "processes", "restarts", *_SAME_FOR_ALL)
 _NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")
 """Taken from the parent process."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -43,8 +45,8 @@ class MultiprocessCollector:
         for process in range(shared_state.num_processes):
             restore_counters(total, shared_state.read_counters(process))
         pids = shared_state.list_pids()
-        # All processes read the same file.
-        total.keys_stale = self._metrics.keys_stale
+        for name in _SAME_FOR_ALL:
+            setattr(total, name, getattr(self._metrics, name))
         total.in_flight = shared_state.count_in_flight()
         total.processes, total.restarts = len(pids), shared_state.restarts
         yield from GatewayCollector(total).collect()

@@ -50,7 +50,7 @@ def can_overlap(context: GatewayContext, pick: Pick, prompt_tokens: int) -> bool
     # Overlap needs the KV service at both ends.
     if prefill is None or not prefill.kv_port or not pick.decode.kv_port:
         return False
-    min_tokens = prefill.overlap_min_tokens or context.config.ahead_from_tokens
+    min_tokens = prefill.overlap_min_tokens or context.ahead_from_tokens
     if not min_tokens or prompt_tokens < min_tokens:
         return False
     instances = context.router.registry.instances

@@ -538,8 +538,9 @@ class ProxiedRequest:
             self._observer.on_finished(outcome, prompt, output)
 
     def _observe_beside_flex(self, relay: SseRelay) -> None:
-        """A stream has ended while requests of the tier flex ran, which must not slow it down."""
-        if self._output_tokens > 1:
+        """A stream has ended while requests of the tier flex ran, which must not slow it down; one
+        that its client took slowly says nothing of that."""
+        if self._output_tokens > 1 and not self._was_paused:
             now, began_at = self._context.clock(), relay.started_at
             tpot_s = (now - began_at) / (self._output_tokens - 1)
             admission = self._context.admission

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cleave.api.deployment import Slo
 from cleave.perf import latency_correction
 from cleave.perf.latency_correction import Correction
-from cleave.planner.plan import PlannedPool
+from cleave.planner.plan import Plan, PlannedPool
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
@@ -41,6 +41,17 @@ class RunningPlan:
     """The algorithm that found the plan, as in `Plan.algorithm`."""
     flipping: FlipThresholds | None = None
     """Thresholds of role flipping; None: roles are not flipped."""
+    whole_below_tokens: int = 0
+    """Prompt length up to which gateways let decode instances compute prompts; 0: none."""
+
+    def change_plan(self, plan: Plan) -> Self:
+        """Another plan, served by the same gateways."""
+        return replace(
+            self,
+            pools=plan.pools,
+            algorithm=plan.algorithm,
+            whole_below_tokens=plan.whole_below_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,8 +132,10 @@ def build_placement(problem: Problem, running_plan: RunningPlan) -> CandidatePla
 
 
 def build_fleet(problem: Problem, plan: RunningPlan, cell: CandidatePlacement) -> SimulatedFleet:
-    """One cell of a placement as a simulator fleet, with role flipping."""
-    return replace(build_cell(problem, cell), flipping=plan.flipping)
+    """One cell of a placement as a simulator fleet, with what gateways do: role flipping, and
+    short prompts on decode instances."""
+    fleet, tokens = build_cell(problem, cell), plan.whole_below_tokens
+    return replace(fleet, flipping=plan.flipping, short_prompt_tokens=tokens)
 
 
 def _select_window(outcome: SimulationResult, start_ms: float, length_ms: float) -> Times:

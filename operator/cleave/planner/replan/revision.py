@@ -159,7 +159,7 @@ def revise(
     if best is None:
         return Revision(ReplanDecision(ReplanVerdict.KEEP, result.reason), assessment, result)
     best = _reduce_restarts(peak_problem, running_plan.pools, best, settings)
-    proposed_plan = replace(running_plan, pools=best.pools, algorithm=best.algorithm)
+    proposed_plan = running_plan.change_plan(best)
     proposed = _forecast(peak_problem, proposed_plan)
     at_s, observed_s = windows[-1].end_s, sum(each.length_s for each in windows)
     decision = decide(mean_problem, current, proposed, settings, at_s, replaced_plans, observed_s)
@@ -202,7 +202,8 @@ def _reduce_restarts(
     that restarts does not serve meanwhile; better limits have to make up for that."""
 
     def predict_pools(pools: tuple[PlannedPool, ...]) -> float:
-        return predict_attainment(problem, RunningPlan(pools, best.algorithm))
+        plan = RunningPlan(pools, best.algorithm, whole_below_tokens=best.whole_below_tokens)
+        return predict_attainment(problem, plan)
 
     target, at_best = problem.slo.attainment, predict_pools(best.pools)
     min_attainment = min(at_best, target + _ATTAINMENT_MARGIN * (1 - target))

@@ -46,9 +46,12 @@ def choose_affinity(search: SearchContext, candidates: Sequence[Candidate]) -> A
     prompts = compute_prefill_rate(build_prefill(problem, candidate).engine, lengths)
     of_ttft, of_link = handoff_ms / problem.slo.ttft_ms, prompts * handoff_ms / 1000
     is_fast = of_ttft <= SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
-    return AffinityChoice(
-        Affinity.HIGH if is_fast else Affinity.LOW,
-        f"the KV of a mean prompt takes {handoff_ms:.3g} ms over the network: {of_ttft:.1%} of "
-        f"the TTFT target (up to {SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} "
-        f"of the time of a busy instance's link (up to {_SHARE_OF_LINK:.0%})",
+    takes = (
+        f"{handoff_ms:.3g} ms, {of_ttft:.1%} of the TTFT target ({SHARE_OF_TTFT:.0%} at most), and "
+        f"{min(of_link, 9.99):.0%} of a busy instance's link ({_SHARE_OF_LINK:.0%} at most)"
     )
+    if is_fast:
+        reason = f"KV may leave its node: over the network that of a mean prompt takes {takes}"
+        return AffinityChoice(Affinity.HIGH, reason)
+    reason = f"KV stays inside a node: over the network that of a mean prompt would take {takes}"
+    return AffinityChoice(Affinity.LOW, reason)
