@@ -14,7 +14,7 @@ from cleave.controller.cluster.cache import DEPLOYMENTS, POOLS, ObjectCache, Res
 from cleave.controller.cluster.gpu_claims import (
     FreeGpus,
     GpuClaims,
-    gives_back,
+    has_freed,
     subtract_claims,
     sum_claims,
 )
@@ -80,7 +80,7 @@ class GpuReservations:
             if now.placed or now.waiting:
                 self._claims[deployment] = now
             if now != before:
-                self._has_gained |= gives_back(before, now)
+                self._has_gained |= has_freed(before, now)
                 # Sums and differences of Counters have no zeros.
                 self._total = GpuClaims(
                     self._total.placed - before.placed + now.placed,

@@ -10,7 +10,7 @@ from cleave.api.role import Role
 from cleave.controller.cluster.gpu_claims import (
     GpuClaims,
     GpuPiece,
-    gives_back,
+    has_freed,
     subtract_claims,
     sum_claims,
 )
@@ -160,4 +160,4 @@ def build_claims(pieces: int = 0, kind: str = "", **placed: int) -> GpuClaims:
 def test_gpus_are_given_back_unless_pods_only_get_nodes(
     before: GpuClaims, now: GpuClaims, is_gain: bool
 ) -> None:
-    assert gives_back(before, now) is is_gain
+    assert has_freed(before, now) is is_gain

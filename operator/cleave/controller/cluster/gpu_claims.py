@@ -67,7 +67,7 @@ def sum_claims(
     return claims
 
 
-def gives_back(before: GpuClaims, now: GpuClaims) -> bool:
+def has_freed(before: GpuClaims, now: GpuClaims) -> bool:
     """Whether a deployment leaves others GPUs that it claimed before. Not where its pods get nodes:
     their claims move there."""
     given = sum(piece.gpus * count for piece, count in (before.waiting - now.waiting).items())
