@@ -139,6 +139,22 @@ def test_results_of_another_batch_are_noticed(files, tmp_path) -> None:
             files.check_belongs({hash_id("a")}, tmp_path / "batch")
 
 
+def test_a_request_with_two_results_is_named_and_both_stay(files, tmp_path) -> None:
+    failed = build_error_line(B, "x", "y")
+    files.output.write_bytes(answer(A) + answer(B))
+    files.errors.write_bytes(failed)
+    fault = r"err\.jsonl: line 1 is of a request with a result before it or in .*out\.jsonl: name"
+    with pytest.raises(ResultFilesError, match=fault), files:
+        pass
+    assert files.errors.read_bytes() == failed
+    with ResultFiles(files.output, tmp_path / "other.jsonl") as other:
+        assert (other.num_succeeded, other.num_failed) == (2, 0)
+    files.output.write_bytes(answer(A) + answer(A))
+    again = ResultFiles(files.output, files.errors)
+    with pytest.raises(ResultFilesError, match=r"out\.jsonl: line 2 .* before it: name"), again:
+        pass
+
+
 def test_a_folder_that_does_not_exist_is_named(tmp_path) -> None:
     files = ResultFiles(tmp_path / "none" / "out.jsonl", tmp_path / "err.jsonl")
     with pytest.raises(ResultFilesError, match="No such file"), files:

@@ -6,6 +6,7 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
+from cleave.api.pool import InstancePool
 from cleave.controller.author_policy import AuthorPolicy, list_violations
 from cleave.controller.webhook.admission import check_resource
 
@@ -58,6 +59,35 @@ def test_what_the_policy_denies_is_named_and_allowed_without_one(
         key: value for key, value in spec.items() if key != "engine"
     })  # fmt: skip
     assert fault in check_resource(document, None, STRICT).faults
+
+
+EXPERTS = {"data": 8, "expert": True}
+
+
+def test_sizes_that_add_a_denied_flag_are_denied() -> None:
+    policy = AuthorPolicy(denied_engine_args=("--enable_expert_parallel", "--data-parallel-size"))
+    pools = [{"role": "prefill"}, {"role": "decode", "parallelism": EXPERTS}]
+    deployment = build_deployment(placement={"manual": pools})
+    field = "spec.placement.manual[1].parallelism"
+    assert list(list_violations(deployment, policy)) == [
+        f"{field}.expert: the operator's policy denies --enable_expert_parallel, which it adds",
+        f"{field}.data: the operator's policy denies --data-parallel-size, which it adds",
+    ]
+    assert not list(list_violations(deployment, AuthorPolicy()))
+    assert not list(list_violations(deployment, STRICT))
+    spec = {"deployment": "chat", "role": "decode", "revision": "r", "model": "m"}
+    named = {"metadata": {"name": "chat-decode"}}
+    pool = InstancePool.model_validate({**named, "spec": {**spec, "parallelism": EXPERTS}})
+    assert [each.split(":")[0] for each in list_violations(pool, policy)] == [
+        "spec.parallelism.expert",
+        "spec.parallelism.data",
+    ]
+    members = [{"role": "decode", "parallelism": {"tensor": 2, "expert": True}}]
+    cell = InstancePool.model_validate(
+        {**named, "spec": {**spec, "role": "mixed", "members": members}}
+    )
+    (fault,) = list_violations(cell, policy)
+    assert fault.startswith("spec.members[0].parallelism.expert: ")
 
 
 def test_what_the_policy_allows_passes() -> None:

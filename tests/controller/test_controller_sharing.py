@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.controller.cluster.actions import Action, PlanJob
 from cleave.controller.cluster.gateway_client import GatewayClient
 from cleave.controller.cluster.inventory import PlanMachines
-from cleave.controller.controller import Controller
+from cleave.controller.controller import WAKE_PERIOD_S, Controller
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.labels import Manifest
@@ -83,6 +86,17 @@ def deploy(cluster: SmallCluster, name: str) -> None:
     cluster.add({**declared, "metadata": {**declared["metadata"], "name": name}})
 
 
+def build_free_pool(replicas: int) -> Manifest:
+    """The pool of a deployment that does not exist."""
+    spec = {"deployment": "other", "role": "mixed", "revision": "r", "model": "m"}
+    return {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "InstancePool",
+        "metadata": {"name": "other-mixed", "namespace": "default"},
+        "spec": {**spec, "engine": {"type": "vLLM"}, "replicas": replicas},
+    }
+
+
 def read_plan(cluster: SmallCluster, name: str) -> tuple[str, str]:
     deployment = cluster.get("LLMDeployment", name)
     assert deployment is not None
@@ -138,3 +152,49 @@ async def test_more_nodes_serve_both() -> None:
     await here.run()
     assert [read_plan(cluster, name)[0] for name in ("one", "two")] == ["True", "True"]
     assert count_requested_gpus(cluster) == 2 * NEEDED
+
+
+async def test_what_scales_up_and_down_elsewhere_causes_few_plans() -> None:
+    cluster = SmallCluster()
+    cluster.add(node(gpus=8))
+    deploy(cluster, "big")
+    here, jobs = ControlPlane(cluster), []
+
+    async def count(*job: Any) -> PlanJob:
+        jobs.append(cluster.now_s)
+        return await plan(*job)
+
+    here.controller.planner._run_in_process = count  # type: ignore[method-assign]
+    cluster.add(build_free_pool(replicas=4))
+    await here.run()
+    jobs.clear()
+    for replicas in (5, 6, 7, 8):
+        cluster.edit("InstancePool", "other-mixed", replicas=replicas)
+        await here.run(3)
+    assert not jobs, "fewer free GPUs are no reason"
+    for _ in range(30):
+        for replicas in (7, 8):
+            cluster.edit("InstancePool", "other-mixed", replicas=replicas)
+            await here.run(3)
+    # 180 s: one per period, and one more where GPUs were taken while it was made.
+    assert 2 <= len(jobs) <= 8
+    cluster.edit("InstancePool", "other-mixed", replicas=1)
+    await here.run(int(WAKE_PERIOD_S) + 10)
+    assert read_plan(cluster, "big")[0] == "True"
+
+
+async def test_a_fault_in_what_others_claim_does_not_end_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = SmallCluster()
+    cluster.add(node(gpus=8))
+    deploy(cluster, "one")
+    here = ControlPlane(cluster)
+
+    def fail() -> bool:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(here.controller._reservations, "take_gain", fail)
+    await here.run()
+    assert read_plan(cluster, "one")[0] == "True"
+    assert "its GPUs are not counted" in caplog.text

@@ -141,31 +141,33 @@ def test_a_placement_that_no_pool_can_have_stops_no_other_deployment() -> None:
     wide = stage.put("wide", placement=placement)
     chat = stage.put("chat")
     assert stage.count_free(chat) == 15
-    assert stage.reservations.take_change()
     size = {"tensor": 8, "pipeline": 10}
     stage.put("wide", placement={"manual": [{**placement["manual"][0], "parallelism": size}]})
     assert stage.count_free(chat) == 16
-    assert stage.reservations.take_change()
+    assert stage.reservations.take_gain()
     stage.put("wide", placement=placement)
     assert stage.count_free(chat) == 15
     stage.delete(wide)
     assert stage.count_free(chat) == 16
 
 
-def test_what_has_changed_is_known_once() -> None:
+def test_what_is_given_back_is_known_once() -> None:
     stage = Stage()
     stage.put("one")
-    assert not stage.reservations.take_change()
+    stage.put_pools("one", decode=2)
+    assert not stage.reservations.take_gain(), "what is taken is no gain"
     stage.put_pools("one", decode=1)
-    assert stage.reservations.take_change()
-    assert not stage.reservations.take_change()
+    assert stage.reservations.take_gain()
+    assert not stage.reservations.take_gain()
     stage.put_pools("one", decode=1)
-    assert not stage.reservations.take_change()
+    assert not stage.reservations.take_gain()
 
 
-def test_a_change_is_known_although_another_deployment_was_planned_meanwhile() -> None:
+def test_a_gain_is_known_although_another_deployment_was_planned_meanwhile() -> None:
     stage = Stage()
     other = stage.put("other")
+    stage.put_pools("one", decode=2)
+    assert stage.count_free(other) == 14
     stage.put_pools("one", decode=1)
     assert stage.count_free(other) == 15
-    assert stage.reservations.take_change()
+    assert stage.reservations.take_gain()

@@ -86,6 +86,15 @@ def test_more_gpus_than_all_nodes_have_are_a_misfit() -> None:
     )
 
 
+def test_instances_above_the_most_nodes_are_a_misfit() -> None:
+    nodes = {"nodes": [{"count": 100, "gpu": "H100", "gpusPerNode": 1}]}
+    many, size = Cluster.model_validate(nodes), {"tensor": 8, "pipeline": 10}
+    (line,) = find(pool("decode", **size), cluster=many, model="example/unknown-9b")
+    assert line.startswith("spec.placement.manual[0].parallelism: an instance of 80 GPUs")
+    fits = {"tensor": 8, "pipeline": 8}
+    assert not find(pool("decode", **fits), cluster=many, model="example/unknown-9b")
+
+
 def test_a_cell_above_a_node_is_a_misfit() -> None:
     (line,) = find(pool("prefill", 2, perCell=1), pool("decode", 8, perCell=1))
     assert "the instances of a cell that share a node take 10 GPUs, and a node has 8" in line

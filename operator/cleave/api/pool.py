@@ -17,6 +17,8 @@ from cleave.api.resource import Conditions, Resource, build_name_rule
 from cleave.api.role import MAX_POD_ENGINES, Parallelism, Role
 
 KIND = "InstancePool"
+MAX_INSTANCE_NODES = 64
+"""Most nodes that one instance may span."""
 
 
 class ReplicasOwner(StrEnum):
@@ -81,7 +83,7 @@ class InstancePoolSpec(ApiModel):
     in step. Absent: the pool replaces its instances one by one."""
     parallelism: Parallelism = Parallelism()
     """How one instance is distributed over GPUs."""
-    nodes: Annotated[int, Field(ge=1, le=64)] = 1
+    nodes: Annotated[int, Field(ge=1, le=MAX_INSTANCE_NODES)] = 1
     """Nodes that one instance spans, with one pod on each."""
     colocation: Colocation | None = None
     """Which instances share a node or NVLink domain; absent: they may be placed anywhere."""

@@ -157,10 +157,15 @@ class ResultFiles:
                 number += 1
                 end += len(raw)
                 try:
-                    self._done.add(hash_id(_decode_identified(raw).custom_id))
+                    digest = hash_id(_decode_identified(raw).custom_id)
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     fault = f"line {number} is not a result of a batch: name another file"
                     raise ResultFilesError(f"{path}: {fault}") from None
+                if digest in self._done:
+                    where = "" if path == self.output else f" or in {self.output}"
+                    fault = f"line {number} is of a request with a result before it{where}"
+                    raise ResultFilesError(f"{path}: {fault}: name another file, or remove it")
+                self._done.add(digest)
             if len(raw) == MAX_RESULT_BYTES:
                 raise ResultFilesError(f"{path}: line {number + 1} is too long: name another file")
         # A machine that lost power may leave zeros.

@@ -23,7 +23,8 @@ class AuthorPolicy:
     allowed_images: tuple[str, ...] = ()
     """Prefixes of image names; empty: all."""
     denied_engine_args: tuple[str, ...] = ()
-    """Flags of the engine; if there are any, configuration files of the engine are denied, too."""
+    """Flags of the engine, also where a field adds one: parallelism.expert and parallelism.data. If
+    there are any, configuration files of the engine are denied, too."""
 
 
 ALLOW_ALL = AuthorPolicy()
@@ -47,10 +48,16 @@ def list_violations(resource: LLMDeployment | InstancePool, policy: AuthorPolicy
     for flag in policy.denied_engine_args + files:
         if engine.has_flag(flag):
             yield f"spec.engine.args: the operator's policy denies {flag}"
+<<<<<<< HEAD
     if resource.spec.adapters and {"--enable-lora", "--lora-modules"} & {
         *policy.denied_engine_args
     }:
         yield "spec.adapters: the operator's policy denies LoRA adapters"
+=======
+        for path, added in _list_added_flags(resource):
+            if flag.replace("_", "-") == added:
+                yield f"{path}: the operator's policy denies {flag}, which it adds"
+>>>>>>> low7
     volumes = {volume.name: volume.model_dump() for volume in template.volumes}
     if not policy.allows_host_paths:
         cache = model.cache
@@ -65,6 +72,26 @@ def list_violations(resource: LLMDeployment | InstancePool, policy: AuthorPolicy
             yield from _list_denied_volumes(volumes, kind)
     if template.host_network and not policy.allows_host_network:
         yield "spec.template.hostNetwork: the operator's policy denies it"
+
+
+def _list_added_flags(resource: LLMDeployment | InstancePool) -> Iterator[tuple[str, str]]:
+    """Yield the fields in which an author has chosen what a flag of the engine says, with the flag.
+    Not tensor and pipeline sizes: every engine has those flags, and plans choose them, too."""
+    if isinstance(resource, InstancePool):
+        sizes = {"spec.parallelism": resource.spec.parallelism}
+        for index, member in enumerate(resource.spec.members):
+            sizes[f"spec.members[{index}].parallelism"] = member.parallelism
+    else:
+        pools = resource.spec.placement.manual if resource.spec.placement else []
+        sizes = {
+            f"spec.placement.manual[{index}].parallelism": pool.parallelism
+            for index, pool in enumerate(pools)
+        }
+    for path, size in sizes.items():
+        if size.expert:
+            yield f"{path}.expert", "--enable-expert-parallel"
+        if size.data > 1:
+            yield f"{path}.data", "--data-parallel-size"
 
 
 def _list_denied_volumes(volumes: dict[str, dict[str, object]], kind: str) -> Iterator[str]:

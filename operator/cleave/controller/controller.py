@@ -7,6 +7,7 @@ filled all the time, so that a new leader can start at once.
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -73,6 +74,9 @@ _MAX_DEBOUNCE_S = 2.0
 _STALE_RETRY_S = 0.2
 _STARTING_S = 1200.0
 """How long a new pod's agent is read more often."""
+WAKE_PERIOD_S = 60.0
+"""A deployment that is short of GPUs is reconciled at most once per period because others give some
+back: a plan may take a minute of CPU, and scaling elsewhere may take them again soon."""
 CONFIG_PERIOD_S = 60.0
 """A ConfigMap with a model's config.json is read again after this time."""
 
@@ -111,6 +115,8 @@ class Controller:
         self._faults: dict[ResourceKey, str] = {}
         self._idle_since: dict[ResourceKey, float] = {}
         self._decision_s: dict[ResourceKey, float] = {}
+        self._woken_at: dict[ResourceKey, float] = {}
+        """When a deployment short of GPUs was, or will be, enqueued for what others gave back."""
         self._read_config_map = read_config_map
         self._config_read: dict[ResourceKey, tuple[str, float]] = {}
         """Name of each deployment's ConfigMap, and when it was read last."""
@@ -232,6 +238,7 @@ class Controller:
             self._faults.pop(key, None)
             self._idle_since.pop(key, None)
             self._decision_s.pop(key, None)
+            self._woken_at.pop(key, None)
             self._config_read.pop(key, None)
             self._metrics.record_reconcile(key.kind, "gone", 0.0)
             return
@@ -263,10 +270,23 @@ class Controller:
             log.exception("%s %s/%s: again in %.1f s", *key, self.queue.retry_with_backoff(key))
         else:
             outcome = self._finish(key, cached, actions)
-        if self._reservations.take_change():
-            # What another deployment has given back may suffice now.
-            self._enqueue({*self._list_short_of_gpus()} - {key})
+        self._wake_short_of_gpus(key)
         self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)
+
+    def _wake_short_of_gpus(self, reconciled: ResourceKey) -> None:
+        """Enqueue the deployments that what another one has given back may suffice for now."""
+        try:
+            if not self._reservations.take_gain():
+                return
+            now = self._clock()
+            for key in {*self._list_short_of_gpus()} - {reconciled}:
+                last = self._woken_at.get(key, -math.inf)
+                if last <= now:
+                    at = self._woken_at[key] = max(now, last + WAKE_PERIOD_S)
+                    self.queue.add_after(key, max(self._debounce_s, at - now))
+        except Exception:
+            # A bug that the claims of one object trigger must not end the worker.
+            log.exception("%s %s/%s: its GPUs are not counted", *reconciled)
 
     def _list_short_of_gpus(self) -> Iterator[ResourceKey]:
         """Yield the deployments that have no plan, or whose instances find no node."""

@@ -14,6 +14,7 @@ from cleave.controller.cluster.cache import DEPLOYMENTS, POOLS, ObjectCache, Res
 from cleave.controller.cluster.gpu_claims import (
     FreeGpus,
     GpuClaims,
+    has_freed,
     subtract_claims,
     sum_claims,
 )
@@ -42,7 +43,7 @@ class GpuReservations:
         """By deployment, also of pools that name one which does not exist."""
         self._plans: dict[ResourceKey, Manifest] = {}
         self._stale: set[ResourceKey] = set()
-        self._has_changed = False
+        self._has_gained = False
         self._deployments: dict[ResourceKey, ResourceKey] = {}
         """The deployment of each pool."""
 
@@ -65,11 +66,11 @@ class GpuReservations:
             del self._plans[deployment]
             self._stale.add(deployment)
 
-    def take_change(self) -> bool:
-        """Return whether any claim has changed since the last call."""
+    def take_gain(self) -> bool:
+        """Return whether a deployment has given GPUs back since the last call."""
         self._refresh()
-        has_changed, self._has_changed = self._has_changed, False
-        return has_changed
+        has_gained, self._has_gained = self._has_gained, False
+        return has_gained
 
     def _refresh(self) -> None:
         while self._stale:
@@ -79,7 +80,7 @@ class GpuReservations:
             if now.placed or now.waiting:
                 self._claims[deployment] = now
             if now != before:
-                self._has_changed = True
+                self._has_gained |= has_freed(before, now)
                 # Sums and differences of Counters have no zeros.
                 self._total = GpuClaims(
                     self._total.placed - before.placed + now.placed,

@@ -1,6 +1,7 @@
-"""Whether the machines of a cluster file have room for a manual placement. Pure.
+"""Whether machines have room for a manual placement. Pure.
 
-Called by `cleave validate` and `cleave simulate`, and by previews of rollouts. GPUs are counted as
+Called by `cleave validate` and `cleave simulate`, and by previews of rollouts, with the machines of
+a cluster file; by the operator for the nodes that an instance spans. GPUs are counted as
 the operator's pods take them: those of one pod are on one node, an instance above a node is a pod
 per node, and equal pipeline stages of a cell share a node.
 """
@@ -10,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
 from cleave.api.plan import ManualPool
-from cleave.api.pool import InstancePool
+from cleave.api.pool import MAX_INSTANCE_NODES, InstancePool
 from cleave.api.role import Role
 from cleave.manifests.topology import (
     NodeTopology,
@@ -53,6 +55,7 @@ def list_misfits(
     if faults:
         yield from faults
         return
+    yield from list_span_faults(deployment, NodeTopology.from_cluster(cluster))
     names = [str(kind) for kind in kinds]
     if shape is not None:
         yield from _list_memory_faults(pools, names, cluster, shape)
@@ -137,6 +140,25 @@ def _format_sizes(sizes: Mapping[int, int]) -> str:
     """`2 x 8 and 1 x 4`: two of eight GPUs and one of four; `none`."""
     parts = (f"{count} x {size}" for size, count in sorted(sizes.items()) if count)
     return " and ".join(parts) or "none"
+
+
+def list_span_faults(deployment: LLMDeployment, machines: NodeTopology) -> Iterator[str]:
+    """Yield a line `path: why` for each pool of spec.placement.manual whose instances would span
+    more nodes than the API allows. Emulated engines span none."""
+    spec = deployment.spec
+    if spec.placement is None or spec.engine.type is EngineType.EMULATED:
+        return
+    pools = [to_planned_pool(pool) for pool in spec.placement.manual]
+    for index, pool in enumerate(pools):
+        size, spanned = pool.parallelism, count_nodes(pool, pools, machines)
+        if spanned > MAX_INSTANCE_NODES:
+            yield (
+                f"{_FIELD}[{index}].parallelism: an instance of {size.gpus} GPUs (tensor "
+                f"{size.tensor}, pipeline {size.pipeline}) would span {spanned} nodes, and may "
+                f"span {MAX_INSTANCE_NODES}; the largest node has "
+                f"{machines.get_gpus_per_node(pool.gpu)} GPUs: set smaller sizes, or use nodes "
+                "with more GPUs"
+            )
 
 
 def _find_kind(pool: ManualPool, cluster: Cluster, kinds: Sequence[str]) -> str | UnknownGpuError:

@@ -1,5 +1,6 @@
 """GPUs that pools claim, and what is left of the nodes."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from cleave.api.role import Role
 from cleave.controller.cluster.gpu_claims import (
     GpuClaims,
     GpuPiece,
+    has_freed,
     subtract_claims,
     sum_claims,
 )
@@ -133,3 +135,29 @@ def test_a_pod_without_a_node_takes_its_kind() -> None:
     found = subtract_claims([node("a", 4), node("b", 8, "A100"), node("c", 4, "A100")], claims)
     assert {each.name: each.num_gpus for each in found.nodes} == {"a": 4, "b": 4}
     assert (found.num_taken, found.num_total) == (8, 16)
+
+
+def build_claims(pieces: int = 0, kind: str = "", **placed: int) -> GpuClaims:
+    """`pieces`: pods of 4 GPUs without a node; `placed`: GPUs by node."""
+    waiting = Counter({GpuPiece(4, kind): pieces} if pieces else {})
+    return GpuClaims(Counter(placed), waiting)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_gain"),
+    [
+        (build_claims(a=4), build_claims(), True),
+        (build_claims(a=4), build_claims(a=2), True),
+        (build_claims(a=4), build_claims(b=4), True),
+        (build_claims(), build_claims(a=4), False),
+        (build_claims(pieces=2), build_claims(pieces=1), True),
+        (build_claims(pieces=2), build_claims(pieces=1, a=4), False),
+        (build_claims(pieces=2), build_claims(pieces=1, a=3), True),
+        (build_claims(pieces=1), build_claims(pieces=1, kind=H100), True),
+        (build_claims(pieces=1), build_claims(pieces=2), False),
+    ],
+)
+def test_gpus_are_given_back_unless_pods_only_get_nodes(
+    before: GpuClaims, now: GpuClaims, is_gain: bool
+) -> None:
+    assert has_freed(before, now) is is_gain

@@ -56,6 +56,22 @@ def test_a_manual_placement_is_applied() -> None:
     assert decision.plan_request is None
 
 
+def test_instances_above_the_most_nodes_are_named_and_the_pools_stay() -> None:
+    small = build_inventory([ObservedNode("n1", True, True, gpu="H100", num_gpus=1)])
+    pools = [{"role": "prefill"}, {"role": "decode", "parallelism": {"tensor": 8, "pipeline": 10}}]
+    desired = deployment(model="example/unknown-9b", placement={"manual": pools})
+    decision = ask(desired, {"plan": plan("before")}, inventory=small)
+    assert decision.placement is None
+    assert decision.plan == plan("before")
+    assert read_condition(decision) == (False, "Faulty")
+    assert decision.conditions[0].message == (
+        "spec.placement.manual[1].parallelism: an instance of 80 GPUs (tensor 8, pipeline 10) "
+        "would span 80 nodes, and may span 64; the largest node has 1 GPUs: set smaller sizes, or "
+        "use nodes with more GPUs"
+    )
+    assert ask(desired).placement is not None, "over 10 nodes of 8 GPUs"
+
+
 def test_a_placement_that_was_not_planned_has_the_link_of_the_nodes() -> None:
     for desired in (deployment(placement=manual_placement(prefill=2, decode=1)), deployment()):
         plan = ask(desired).plan

@@ -26,7 +26,7 @@ def fill(window: FlexWindow) -> None:
 def finish_round(window: FlexWindow, now: float) -> None:
     """All that run end, and each is followed by as many as may run."""
     for _ in range(window.num_running):
-        window.finish(now)
+        window.finish(now, is_ok=True)
         fill(window)
 
 
@@ -65,8 +65,23 @@ def test_fewer_requests_than_may_run_raise_no_limit() -> None:
     window = FlexWindow()
     for second in range(10):
         window.start()
-        window.finish(float(second))
+        window.finish(float(second), is_ok=True)
     assert window.limit == INITIAL_LIMIT
+
+
+def test_requests_that_failed_raise_no_limit() -> None:
+    window = FlexWindow()
+    for second in range(100):
+        fill(window)
+        window.finish(float(second), is_ok=False)
+    assert window.limit == INITIAL_LIMIT
+    fill(window)
+    window.observe_stream(0.0, 2 * TARGET_S, TARGET_S, 100.0)
+    for _ in range(2):
+        window.finish(101.0, is_ok=False)
+    fill(window)
+    window.finish(101.0 + SETTLE_S, is_ok=True)
+    assert window.limit == 2.5, "they end a decrease all the same"
 
 
 def test_a_stream_near_its_target_halves_the_number_once() -> None:
@@ -76,9 +91,9 @@ def test_a_stream_near_its_target_halves_the_number_once() -> None:
     assert (window.limit, window.is_open) == (2.0, False)
     # Streams that ran beside all four say nothing of two.
     window.observe_stream(5.0, 2 * TARGET_S, TARGET_S, 10.5)
-    window.finish(11.0)
+    window.finish(11.0, is_ok=True)
     window.observe_stream(10.9, 2 * TARGET_S, TARGET_S, 11.0)
-    window.finish(12.0)
+    window.finish(12.0, is_ok=True)
     assert window.limit == 2.0
     window.observe_stream(12.0 + SETTLE_S, 2 * TARGET_S, TARGET_S, 14.0)
     assert window.limit == 1.0
@@ -88,8 +103,8 @@ def test_above_a_number_that_did_harm_at_most_one_more_runs_per_round() -> None:
     window = FlexWindow()
     fill(window)
     window.observe_stream(0.0, 2 * TARGET_S, TARGET_S, 1.0)
-    window.finish(2.0)
-    window.finish(2.0)
+    window.finish(2.0, is_ok=True)
+    window.finish(2.0, is_ok=True)
     fill(window)
     numbers = []
     for second in range(4, 8):
@@ -118,7 +133,7 @@ def test_one_may_always_run_and_the_number_has_a_bound() -> None:
         window.start()
         window.observe_stream(second, 2 * TARGET_S, TARGET_S, float(second))
         assert window.limit == 1.0
-        window.finish(second + 1.0)
+        window.finish(second + 1.0, is_ok=True)
         assert window.is_open
     window = FlexWindow()
     window.limit = flex_capacity.MAX_LIMIT
@@ -158,7 +173,7 @@ class Engine:
         self.now += compute_iteration_s(len(self._flex) + len(self._others))
         self._flex = [left - 1 for left in self._flex]
         for _ in range(self._flex.count(0)):
-            self.window.finish(self.now)
+            self.window.finish(self.now, is_ok=True)
         self._flex = [left for left in self._flex if left]
         for stream in self._others:
             stream[0] -= 1

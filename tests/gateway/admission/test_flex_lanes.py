@@ -97,6 +97,19 @@ async def test_a_client_that_leaves_gives_back_its_place(single) -> None:
     opened.set()
 
 
+async def test_requests_that_the_engine_refuses_let_no_more_run(single) -> None:
+    flex, engine = single.context.admission.flex, single.engines["x"]
+
+    async def refuse(engine, request, writer) -> None:
+        engine.send_json(writer, {"error": {"message": "max_tokens is too large"}}, 400)
+
+    engine.script = refuse
+    clients = await send(single, *[FLEX] * 20)
+    assert [(await client.read()).status for client in clients] == [400] * 20
+    assert flex._lanes["m"].window.limit == INITIAL_LIMIT
+    await single.until_idle()
+
+
 @pytest.mark.parametrize("is_slow_client", [False, True])
 async def test_slow_streams_of_others_halve_the_number(make_stage, is_slow_client) -> None:
     stage = await make_stage({"x": "mixed"}, tpot_slo_ms=0.000_1)

@@ -67,6 +67,13 @@ def sum_claims(
     return claims
 
 
+def has_freed(before: GpuClaims, now: GpuClaims) -> bool:
+    """Whether a deployment leaves others GPUs that it claimed before. Not where its pods get nodes:
+    their claims move there."""
+    given = sum(piece.gpus * count for piece, count in (before.waiting - now.waiting).items())
+    return bool(before.placed - now.placed) or given > (now.placed - before.placed).total()
+
+
 def subtract_claims(nodes: Sequence[ObservedNode], claims: GpuClaims) -> FreeGpus:
     """What claims leave of the GPU nodes.
 

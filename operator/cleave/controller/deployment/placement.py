@@ -12,6 +12,7 @@ from cleave.controller.cluster import conditions
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.conditions import PLANNING, ConditionState
 from cleave.controller.replan.inputs import PlanInputs, read_placement
+from cleave.manifests.cluster_fit import list_span_faults
 from cleave.manifests.kv_link import find_kv_link
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_selected_plan
@@ -101,6 +102,8 @@ def _decide_without_planner(inputs: PlanInputs, status: Manifest) -> PlacementDe
     deployment, nodes = inputs.deployment, inputs.inventory
     try:
         placement = choose_placement(deployment, reads_files=False)
+        if faults := list(list_span_faults(deployment, nodes.topology)):
+            raise PlanError(faults)
     except PlanError as error:
         return _retain_plan(status, _FAULTY, "; ".join(error.faults))
     if nodes.cluster is not None:

@@ -63,14 +63,15 @@ class FlexWindow:
         """A request of the tier starts."""
         self.num_running += 1
 
-    def finish(self, now: float) -> None:
-        """One has ended, well or not. Where as many ran as may, more may run from now on: twice as
-        many after each round, and one more above a limit that was too high once."""
+    def finish(self, now: float, *, is_ok: bool) -> None:
+        """One has ended. Where as many ran as may, more may run from now on: twice as many after
+        each round, and one more above a limit that was too high once. One that was not answered
+        raises no limit: it may have ended at once, so it shows of no other that there is room."""
         was_full = not self.is_open
         self.num_running -= 1
         if self._settled_at == math.inf and self.num_running <= self.limit:
             self._settled_at = now + SETTLE_S
-        elif was_full and now >= self._settled_at:
+        elif is_ok and was_full and now >= self._settled_at:
             step = 1.0 if self.limit < self._slow_from else 1.0 / self.limit
             self.limit = min(self.limit + step, MAX_LIMIT)
 

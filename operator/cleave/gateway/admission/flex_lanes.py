@@ -73,13 +73,13 @@ class FlexLanes:
             lane.window.start()
             waiter.admit()
 
-    def release(self, ticket: AdmissionTicket, now: float) -> None:
-        """A request has ended, was cancelled or refused."""
+    def release(self, ticket: AdmissionTicket, now: float, *, is_ok: bool) -> None:
+        """A request has ended; `is_ok`: not cancelled, refused or failed."""
         lane = self._lanes[ticket.model]
         if ticket.queue_entry is not None and ticket.is_waiting:
             lane.queue.remove(ticket.queue_entry)
         else:
-            lane.window.finish(now)
+            lane.window.finish(now, is_ok=is_ok)
         if not len(lane.queue) and not lane.window.num_running:
             if ticket.model not in self._registry.models:
                 del self._lanes[ticket.model]

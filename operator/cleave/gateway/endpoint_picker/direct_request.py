@@ -173,7 +173,8 @@ class DirectRequest:
             context.router.release(self._pick)
         self._record_outcome(outcome, tokens)
         if self._ticket is not None:
-            context.admission.release(self._ticket, tokens, context.clock())
+            is_ok = outcome == "ok"
+            context.admission.release(self._ticket, tokens, context.clock(), is_ok=is_ok)
 
     def _count_tokens(self) -> int:
         """As the engine counts them, or else the number of events."""

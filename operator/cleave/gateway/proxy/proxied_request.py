@@ -533,7 +533,7 @@ class ProxiedRequest:
             tokens = self._output_tokens
             if self._tenant.limits.tokens_per_minute:
                 tokens = self._count_charged_tokens(relay, cancelled_pick)
-            context.admission.release(ticket, tokens, context.clock())
+            context.admission.release(ticket, tokens, context.clock(), is_ok=outcome == "ok")
         if self._observer is not None:
             self._observer.on_finished(outcome, prompt, output)
 
