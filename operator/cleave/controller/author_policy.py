@@ -48,16 +48,13 @@ def list_violations(resource: LLMDeployment | InstancePool, policy: AuthorPolicy
     for flag in policy.denied_engine_args + files:
         if engine.has_flag(flag):
             yield f"spec.engine.args: the operator's policy denies {flag}"
-<<<<<<< HEAD
+        for path, added in _list_added_flags(resource):
+            if flag.replace("_", "-") == added:
+                yield f"{path}: the operator's policy denies {flag}, which it adds"
     if resource.spec.adapters and {"--enable-lora", "--lora-modules"} & {
         *policy.denied_engine_args
     }:
         yield "spec.adapters: the operator's policy denies LoRA adapters"
-=======
-        for path, added in _list_added_flags(resource):
-            if flag.replace("_", "-") == added:
-                yield f"{path}: the operator's policy denies {flag}, which it adds"
->>>>>>> low7
     volumes = {volume.name: volume.model_dump() for volume in template.volumes}
     if not policy.allows_host_paths:
         cache = model.cache
