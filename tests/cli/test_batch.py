@@ -117,18 +117,18 @@ def test_a_batch_is_answered_and_summed_up(cli, gateway, requests) -> None:
     result = cli.invoke(app, ["batch", str(requests), "--endpoint", gateway.url, "-o", "json"])
     assert result.exit_code == 0, result.stderr
     summary = json.loads(result.stdout)
-    assert summary.pop("duration_s") >= 0
+    assert summary.pop("durationS") >= 0
     assert summary == {
         "total": 20,
         "succeeded": 20,
         "failed": 0,
         "remaining": 0,
-        "done_before": 0,
-        "sent_again": 0,
-        "prompt_tokens": 60,
-        "output_tokens": 40,
-        "output_file": str(requests.with_suffix(".output.jsonl")),
-        "error_file": str(requests.with_suffix(".errors.jsonl")),
+        "doneBefore": 0,
+        "sentAgain": 0,
+        "promptTokens": 60,
+        "outputTokens": 40,
+        "outputFile": str(requests.with_suffix(".output.jsonl")),
+        "errorFile": str(requests.with_suffix(".errors.jsonl")),
     }
     answers = {each["custom_id"]: each for each in read(requests.with_suffix(".output.jsonl"))}
     assert {name: each["response"]["body"]["echo"] for name, each in answers.items()} == {
@@ -173,7 +173,7 @@ def test_a_run_that_is_killed_again_and_again_answers_each_request_once(gateway,
     ids = Counter(each["custom_id"] for each in read(output))
     assert ids == Counter(f"c{at}" for at in range(number))
     summary = json.loads(stdout)
-    assert summary["done_before"] >= 120
+    assert summary["doneBefore"] >= 120
     assert (summary["succeeded"], summary["failed"]) == (number, 0)
     assert not requests.with_suffix(".errors.jsonl").read_bytes()
 
@@ -272,13 +272,13 @@ def test_the_example_of_a_job_runs_the_command_on_its_volume(cli, gateway, tmp_p
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     program, *words = [*container["command"], *container["args"]]
     assert program == "cleave"
-    assert "http://chat-gateway:80" in words
+    assert "http://chat:80" in words
     requests = write_requests(tmp_path / "requests.jsonl", 3)
-    words = [word.replace("http://chat-gateway:80", gateway.url) for word in words]
+    words = [word.replace("http://chat:80", gateway.url) for word in words]
     words = [word.replace(mount["mountPath"], str(tmp_path)) for word in words]
     result = cli.invoke(app, words)
     assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["output_file"] == str(requests.with_suffix(".output.jsonl"))
+    assert json.loads(result.stdout)["outputFile"] == str(requests.with_suffix(".output.jsonl"))
     security = container["securityContext"]
     assert pod["securityContext"]["runAsNonRoot"]
     assert (security["allowPrivilegeEscalation"], security["capabilities"]) == (

@@ -75,7 +75,7 @@ def batch(
       # Answer requests.jsonl; answers go to requests.output.jsonl
       cleave batch requests.jsonl
       # Use a gateway in a cluster, and print a summary as JSON
-      cleave batch requests.jsonl --endpoint http://chat-gateway.ai.svc:8080 -o json
+      cleave batch requests.jsonl --endpoint http://chat.ai.svc -o json
     """
     from cleave.batch.batch_client import EndpointError, make_client
     from cleave.batch.batch_file import BatchFileError, check_batch
@@ -174,13 +174,13 @@ def _print_summary(
             "succeeded": progress.num_succeeded,
             "failed": progress.num_failed,
             "remaining": progress.num_left,
-            "done_before": num_before,
-            "sent_again": progress.num_refusals,
-            "prompt_tokens": progress.prompt_tokens,
-            "output_tokens": progress.output_tokens,
-            "duration_s": round(seconds, 3),
-            "output_file": str(files.output),
-            "error_file": str(files.errors),
+            "doneBefore": num_before,
+            "sentAgain": progress.num_refusals,
+            "promptTokens": progress.prompt_tokens,
+            "outputTokens": progress.output_tokens,
+            "durationS": round(seconds, 3),
+            "outputFile": str(files.output),
+            "errorFile": str(files.errors),
         }
         typer.echo(json.dumps(summary, indent=1))
         return
