@@ -392,7 +392,8 @@ def test_helm_tests_check_runs_with_permissions_of_its_own(render) -> None:
         each["kind"]: int(each["metadata"]["annotations"].get("helm.sh/hook-weight", 0))
         for each in hooks
     }
-    assert all(weights.pop("Pod") > weight for weight in [*weights.values()])
+    of_pod = weights.pop("Pod")
+    assert all(of_pod > weight for weight in weights.values())
     assert not OPERATOR_LABELS.items() <= pod["metadata"]["labels"].items(), "no Service selects it"
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["python", "-m", "cleave.controller.install_check"]

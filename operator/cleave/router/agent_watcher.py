@@ -93,7 +93,7 @@ class AgentWatcher:
         """
         await self._discover()
         if not self._addresses:
-            log.info("no agents in %s yet: requests get 503 until it lists some", self._source)
+            log.info("no agents in %r yet: requests get 503 until it lists some", self._source)
         self._poller = asyncio.create_task(self._poll())
         if self._unregistered:
             with contextlib.suppress(TimeoutError):

@@ -160,8 +160,9 @@ def test_lines_of_a_gateway_are_json_where_the_environment_says_so() -> None:
         [*command, "--access-log"], env=environment, stderr=subprocess.PIPE, text=True
     ) as gateway:
         try:
-            first = json.loads(gateway.stderr.readline())
-            url = first["message"].removeprefix("listening on ")
+            messages = (json.loads(line)["message"] for line in gateway.stderr)
+            listening = next(each for each in messages if each.startswith("listening on "))
+            url = listening.removeprefix("listening on ")
             with pytest.raises(urllib.error.HTTPError):
                 urllib.request.urlopen(f"{url}/v1/completions", json.dumps(ASK).encode(), 10)
             gateway.send_signal(signal.SIGTERM)
