@@ -79,7 +79,7 @@ async def test_a_source_without_agents_is_named_in_the_log(
     caplog.set_level(logging.INFO)
     missing = f"file:{tmp_path / 'agents'}"
     async with watching(missing, InstanceRegistry()):
-        assert f"no agents in {missing} yet" in caplog.text
+        assert f"no agents in {missing!r} yet" in caplog.text
     caplog.clear()
     async with watching("127.0.0.1:1", InstanceRegistry()):
         assert "no agents" not in caplog.text
