@@ -93,7 +93,8 @@ class Deployment:
 
     def engine(self, instance: str) -> psutil.Process:
         """The process of an instance that serves HTTP."""
-        (found,) = [
+        # A child between fork and exec has its command line, too.
+        found, *_ = [
             p
             for p in self.agent(instance).children(recursive=True)
             if ("api_server" in (line := command(p)) or "emulator.main" in line)
