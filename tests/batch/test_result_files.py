@@ -1,4 +1,4 @@
-"""The results of a batch: whole lines, each custom_id once, whatever happens to a run."""
+"""The results of a batch: whole lines, each custom_id once, also after a run was killed."""
 
 import json
 import os

@@ -11,7 +11,7 @@ import random
 INITIAL_LIMIT = 8.0
 MAX_DELAY_S = 60.0
 SPREAD = 0.5
-"""Delays are up to so much longer, at random, lest several batches return at once."""
+"""Delays are up to so much longer, at random, so that batches do not all return at once."""
 
 
 class Pacer:

@@ -13,7 +13,7 @@ from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.scheduling import DecodeAdmission
 
 _STEP_LIMITS = ("--max-num-seqs", "--max-num-batched-tokens")
-"""`pool_simulation.apply_engine_args` gives them to pools that a user has stated."""
+"""`pool_simulation.apply_engine_args` gives them to manual placements."""
 _PROMPT_LIMIT = "--long-prefill-token-threshold"
 _PREDICTING = {DispatchPolicy.LEAST_HEAVY, DispatchPolicy.BEST_FIT}
 """Policies that compare predicted output lengths."""
@@ -32,7 +32,8 @@ def describe(spec: LLMDeploymentSpec) -> str | None:
 
 
 def describe_manual(spec: LLMDeploymentSpec) -> str | None:
-    """The same for a simulation of stated pools, which have the step limits of engine.args."""
+    """The same for a simulation of a manual placement; its pools have the step limits of
+    engine.args."""
     parts = [*_list_routing(spec), *_list_engine(spec.engine)]
     if _has_limits(spec.engine):
         parts.append(_OWN_LIMITS)

@@ -40,7 +40,7 @@ class AdapterSource:
 
     @property
     def engine_name(self) -> str:
-        """The engine's name, unlike those of other sources of this name."""
+        """The name in the engine: each source of an adapter has its own."""
         return f"{self.name}@{hashlib.sha256(self.source.encode()).hexdigest()[:12]}"
 
 

@@ -1,10 +1,10 @@
 """Whether a prompt's beginning is pulled from another instance's prefix cache, or computed again.
 
 Called by the simulator's dispatch, which compiles it, for prompts on prefill instances. With
-prefill and decode apart an answer's KV lies on the decode instance, and the prompt's on whichever
-instances computed and pulled it; the next turn may be cheapest on another one. What is hard: the
-saving has to be in the unit of `policy.prompt_cost`, so that a pull competes with waiting for an
-instance that has the prefix, and not only with computing it.
+prefill and decode apart an answer's KV lies on the decode instance, and the prompt's on the
+instances that computed and pulled it; the next turn may be cheapest on another one. What is hard:
+the saving has to be in the unit of `policy.prompt_cost`, so that a pull competes with waiting for
+an instance that has the prefix, and not only with computing it.
 
 Sources: Mooncake's Conductor balances by transferring the prefix where the best match of another
 instance is longer than the local one (FAST 2025, algorithm 1), by a threshold on their ratio; here

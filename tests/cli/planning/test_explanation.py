@@ -40,12 +40,12 @@ def _no_simulation(monkeypatch) -> None:
 
 
 def test_a_loss_is_reported_with_recomputation_and_checkpoint_costs() -> None:
-    anew, restored, pays = (
+    recomputed, restored, pays = (
         next(line for line in explained("A100-SXM-80GB").splitlines() if text in line)
         for text in ("computed again in", "with checkpoints in", "save GPU time")
     )
-    assert anew.startswith("recovery")
-    assert "where its prompt is still cached; all its streams in" in anew
+    assert recomputed.startswith("recovery")
+    assert "where its prompt is still cached; all its streams in" in recomputed
     assert "GB/s of each GPU's link" in restored
     assert "only if an instance is lost at least every" in pays
 

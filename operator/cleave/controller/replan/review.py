@@ -44,7 +44,7 @@ def run_review(
         pools,
         review.algorithm,
         manager if has_manager else None,
-        # What gateways apply, whichever plan it comes from.
+        # What gateways apply now; it may be of an earlier plan.
         review.windows[-1].whole_below_tokens,
     )
     past = [

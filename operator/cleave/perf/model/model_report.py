@@ -110,7 +110,7 @@ def encode(facts: EngineFacts) -> str:
 
 def compute_digest(config: Mapping[str, object]) -> str:
     """Hash of a whole config.json: engines with equal ones serve the same model, as far as that
-    file says, whatever their parallel sizes."""
+    file says. It does not depend on parallel sizes."""
     text = json.dumps(config, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
 
