@@ -1,7 +1,8 @@
 """Checks who calls an agent, before its service sees the call.
 
-Used by the agent's server. In a cluster callers send tokens of service accounts (see
-`cleave_worker.agent.service_account_tokens`), on one machine the token of their deployment.
+Used by the agent's server, and by the launcher of data-parallel ranks. In a cluster callers send
+tokens of service accounts (see `cleave_worker.agent.service_account_tokens`), on one machine the
+token of their deployment.
 """
 
 import hmac
@@ -13,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 
 from cleave.rpc.credentials import METADATA_KEY, SCHEME
+from cleave_worker.agent.config import AgentConfig
 
 _AGENT_METHODS = "/cleave.rpc.v1.Agent/"
 """All are checked. The standard health protocol stays open: kubelet's probes send no token."""
@@ -39,6 +41,8 @@ class AgentMethod(StrEnum):
     DRAIN = f"{_AGENT_METHODS}Drain"
     HEALTH = f"{_AGENT_METHODS}Health"
     RECORD_PAIRS = f"{_AGENT_METHODS}RecordPairs"
+    JOIN_GANG = "/cleave.rpc.v1.Gang/Join"
+    """Served by the launcher of data-parallel ranks."""
     PROBE_WATCH = "/grpc.health.v1.Health/Watch"
     """Probes do not use it, and its streams would take the places of calls with a token."""
 
@@ -94,6 +98,19 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
+def make_authenticator(config: AgentConfig, instance: str) -> Authenticator | None:
+    """The authenticator of an agent of `instance`; None: it accepts all callers. Raises OSError
+    when the token cannot be read."""
+    if config.trusted_accounts:
+        # Only in clusters: an installation without the extra `worker` has no library for it.
+        from cleave_worker.agent.service_account_tokens import ServiceAccountTokens
+
+        return ServiceAccountTokens(config.trusted_accounts, config.peer_accounts, instance)
+    if config.token_file is not None:
+        return SharedToken(config.token_file)
+    return None
+
+
 def _read_token(details: grpc.HandlerCallDetails) -> str:
     metadata = dict(details.invocation_metadata or ())
     text = str(metadata.get(METADATA_KEY, ""))
@@ -110,6 +127,8 @@ def _build_refusal(handler: _Handler, code: grpc.StatusCode, fault: str) -> _Han
         await refuse(request, context)
         yield
 
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(refuse_stream)
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_unary_rpc_method_handler(refuse)
