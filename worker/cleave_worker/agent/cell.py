@@ -190,9 +190,10 @@ class _Cell:
         are here. Raises OSError: the token cannot be read."""
         first = self._agents[0].config
         others = make_authenticator(first, first.name.partition(".")[0])
-        interceptor = AuthenticationInterceptor(GangAuthenticator(self._gang_key, others))
+        own = GangAuthenticator(self._gang_key, others) if others else None
+        interceptors = [AuthenticationInterceptor(own)] if own else []
         options = [("grpc.so_reuseport", 0), *SERVER_OPTIONS]
-        server = grpc.aio.server(interceptors=[interceptor], options=options)
+        server = grpc.aio.server(interceptors=interceptors, options=options)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._gang_size > 1:
             gang = GangServer(self._gang_size, self._choose_meeting_point)
@@ -210,9 +211,11 @@ class _Cell:
             await self._start_agent(agent)
         endings = [asyncio.create_task(each.wait()) for each in self._processes]
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-        if not self._is_stopping:
-            first = next(n for n, each in enumerate(endings) if each.done())
-            name, status = self._agents[first].config.name, endings[first].result()
+        first = next(n for n, each in enumerate(endings) if each.done())
+        name, status = self._agents[first].config.name, endings[first].result()
+        # Data-parallel ranks are all drained when one is.
+        is_drained = bool(self._gang_address) and status == 0
+        if not (self._is_stopping or is_drained):
             _log.error("the agent of %s ended with status %d: the cell ends", name, status)
             await self._end_at_once(endings)
             return status if status == 2 else 1

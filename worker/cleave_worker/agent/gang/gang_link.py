@@ -3,7 +3,7 @@
 Each agent has one stream of the service `Gang` with the launcher of the instance's first pod
 (`agent.cell`), which may be on another node: reports of the agent, orders of the launcher (`gang`).
 A stream that has ended means that the other side has, or cannot be reached: gRPC's pings find that
-out in `_LINK_OPTIONS`' 15 seconds. A rank whose stream has ended is lost, and an agent without one
+out within 15 seconds. A rank whose stream has ended is lost, and an agent without one
 ends; its container starts again, and joins again.
 """
 
@@ -25,14 +25,25 @@ from cleave_worker.agent.launch import MeetingPoint
 
 _log = logging.getLogger(__name__)
 
-_PINGS = (("grpc.keepalive_time_ms", 5_000), ("grpc.keepalive_timeout_ms", 10_000))
+_PINGS = (
+    ("grpc.keepalive_time_ms", 5_000),
+    # gRPC 1.85 waits a minute where only the first of both is set.
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    # Nothing else is sent for hours; gRPC would send two pings only.
+    ("grpc.http2.max_pings_without_data", 0),
+)
 _CLIENT_OPTIONS = (
     *_PINGS,
     # The launcher may start later, and its name may resolve later.
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
-SERVER_OPTIONS = (*_PINGS, ("grpc.http2.min_recv_ping_interval_without_data_ms", 4_000))
+SERVER_OPTIONS = (
+    *_PINGS,
+    # A server closes connections that ping more often than every five minutes.
+    ("grpc.http2.max_ping_strikes", 0),
+)
 """Options of the server with the service `Gang`."""
 
 _Context = grpc.aio.ServicerContext[gang_pb2.RankReport, gang_pb2.RankOrder]
@@ -165,14 +176,13 @@ class GangAuthenticator:
     """Accepts the launcher's own agents by the key that it has given them, which needs no API
     server, and those of the instance's other pods as its agents accept callers."""
 
-    def __init__(self, key: str, others: Authenticator | None) -> None:
-        """`others`: None: callers are not authenticated."""
+    def __init__(self, key: str, others: Authenticator) -> None:
         self._key = key
         self._others = others
 
     async def verify(self, token: str, method: AgentMethod) -> None:
         """Raises AuthenticationError, AccessDeniedError."""
-        if self._others and not hmac.compare_digest(token.encode(), self._key.encode()):
+        if not hmac.compare_digest(token.encode(), self._key.encode()):
             await self._others.verify(token, method)
 
 
@@ -229,17 +239,20 @@ class GangServer(gang_pb2_grpc.GangServicer):
         reports: AsyncIterator[gang_pb2.RankReport],
         orders: _Orders,
     ) -> None:
+        rank = first.rank
         try:
-            self._apply(first)
+            self._apply(rank, first)
             async for report in reports:
-                self._apply(report)
+                self._apply(rank, report)
+        except ValueError as error:
+            _log.warning("data-parallel rank %d is of another version: %s", rank, error)
         finally:
             orders.put_nowait(None)
 
-    def _apply(self, report: gang_pb2.RankReport) -> None:
+    def _apply(self, rank: int, report: gang_pb2.RankReport) -> None:
         event = Report(report.event)
-        order = self._gang.apply(report.rank, event, report.start)
-        self._send(order, f"rank {report.rank} is {event.name.lower()}")
+        order = self._gang.apply(rank, event, report.start)
+        self._send(order, f"rank {rank} reports {event.name.lower()}")
 
     def _send(self, order: GangOrder | None, reason: str) -> None:
         if order is None:
