@@ -10,13 +10,12 @@ import signal
 from functools import partial
 
 from cleave_worker.agent import drain as draining
-from cleave_worker.agent.authentication import make_authenticator
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.gang.gang_link import make_member
 from cleave_worker.agent.instance import WorkerInstance
 from cleave_worker.agent.readiness import verify_role
-from cleave_worker.agent.service import AgentServer
+from cleave_worker.agent.service import AgentServer, make_authenticator
 from cleave_worker.agent.supervisor import EngineSupervisor
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 
 from cleave.rpc.credentials import METADATA_KEY, SCHEME
-from cleave_worker.agent.config import AgentConfig
 
 _AGENT_METHODS = "/cleave.rpc.v1.Agent/"
 """All are checked. The standard health protocol stays open: kubelet's probes send no token."""
@@ -96,19 +95,6 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         except AuthenticationError as error:
             return _build_refusal(handler, grpc.StatusCode.UNAUTHENTICATED, str(error))
         return handler
-
-
-def make_authenticator(config: AgentConfig, instance: str) -> Authenticator | None:
-    """The authenticator of an agent of `instance`; None: it accepts all callers. Raises OSError
-    when the token cannot be read."""
-    if config.trusted_accounts:
-        # Only in clusters: an installation without the extra `worker` has no library for it.
-        from cleave_worker.agent.service_account_tokens import ServiceAccountTokens
-
-        return ServiceAccountTokens(config.trusted_accounts, config.peer_accounts, instance)
-    if config.token_file is not None:
-        return SharedToken(config.token_file)
-    return None
 
 
 def _read_token(details: grpc.HandlerCallDetails) -> str:

@@ -35,12 +35,12 @@ from cleave import logs
 from cleave.rpc.channel import dial
 from cleave.rpc.v1 import gang_pb2_grpc
 from cleave_worker.agent import config
-from cleave_worker.agent.authentication import AuthenticationInterceptor, make_authenticator
+from cleave_worker.agent.authentication import AuthenticationInterceptor
 from cleave_worker.agent.config import GANG_KEY_ENV, AgentConfig
 from cleave_worker.agent.cpu_cores import list_online_cores
 from cleave_worker.agent.gang.gang_link import SERVER_OPTIONS, GangAuthenticator, GangServer
 from cleave_worker.agent.launch import MeetingPoint, find_free_port, has_gpu
-from cleave_worker.agent.service import READY_SERVICE
+from cleave_worker.agent.service import READY_SERVICE, make_authenticator
 
 _log = logging.getLogger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

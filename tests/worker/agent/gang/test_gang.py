@@ -101,11 +101,11 @@ def test_an_engine_never_runs_beside_one_of_another_start(seed: int) -> None:
 def test_a_rank_that_has_left_stops_the_others_and_may_join_again() -> None:
     gang = Gang(2)
     gang.apply(0, Report.READY, 0)
-    assert gang.leave(0) is None
+    assert gang.remove(0) is None
     assert gang.apply(1, Report.READY, 0) is None
     assert gang.join() is None
     assert gang.apply(0, Report.READY, 0) == GangOrder(Order.START, 1)
-    assert gang.leave(1) == GangOrder(Order.STOP, 1)
+    assert gang.remove(1) == GangOrder(Order.STOP, 1)
     assert gang.apply(0, Report.LOST, 1) is None
     assert gang.apply(0, Report.READY, 1) is None
     assert gang.apply(1, Report.READY, 0) == GangOrder(Order.START, 2)
@@ -118,11 +118,11 @@ def test_the_others_drain_without_a_rank_that_has_left() -> None:
     gang.apply(0, Report.DRAINS, 1)
     gang.apply(0, Report.DRAINED, 1)
     # Its engine computed for the two that still serve.
-    assert gang.leave(0) == GangOrder(Order.STOP, 1)
+    assert gang.remove(0) == GangOrder(Order.STOP, 1)
     assert gang.join() == GangOrder(Order.DRAIN, 1)
     assert gang.apply(1, Report.DRAINED, 1) is None
-    assert gang.leave(2) == GangOrder(Order.END, 1)
-    assert gang.leave(1) is None
+    assert gang.remove(2) == GangOrder(Order.END, 1)
+    assert gang.remove(1) is None
 
 
 @dataclass

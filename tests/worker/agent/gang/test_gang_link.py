@@ -211,3 +211,25 @@ async def test_an_event_of_a_later_version_ends_the_stream_of_its_rank_only(
         await stream.write(gang_pb2.RankReport(rank=1, event=99))
         assert await stream.read() is grpc.aio.EOF
         await start_together(first, join(1))
+
+
+class LaterLauncher(gang_pb2_grpc.GangServicer):
+    """Sends an order that this version does not know."""
+
+    async def Join(  # noqa: N802
+        self, requests: AsyncIterator[gang_pb2.RankReport], context: object
+    ) -> AsyncIterator[gang_pb2.RankOrder]:
+        async for _ in requests:
+            yield gang_pb2.RankOrder(command=99)
+
+
+async def test_a_rank_ends_at_an_order_of_a_later_version(
+    config: AgentConfig, join: Callable[..., GangMember]
+) -> None:
+    server = grpc.aio.server()
+    gang_pb2_grpc.add_GangServicer_to_server(LaterLauncher(), server)
+    server.add_insecure_port(config.address)
+    await server.start()
+    with pytest.raises(GangLost, match="of another version: 99 is not a valid Order"):
+        await start_together(join(0))
+    await server.stop(None)

@@ -68,7 +68,7 @@ class Gang:
             case Report.DRAINED:
                 return self._add_drained(rank)
 
-    def leave(self, rank: int) -> GangOrder | None:
+    def remove(self, rank: int) -> GangOrder | None:
         """Apply that a rank's agent has ended, or cannot be reached any more; return the order that
         follows, None: none does. The rank may join again."""
         self._ready.discard(rank)

@@ -72,7 +72,7 @@ class GangMember:
 
     def open(self) -> None:
         """Begin to join, and to follow orders."""
-        self._following = asyncio.create_task(self._follow())
+        self._following = asyncio.create_task(self._receive_orders())
 
     def close(self) -> None:
         """Leave."""
@@ -120,7 +120,7 @@ class GangMember:
                 raise GangLost(self._fault)
             await self._changed.wait()
 
-    async def _follow(self) -> None:
+    async def _receive_orders(self) -> None:
         launcher, seconds = self._config.gang, self._config.timing.start_timeout
         try:
             async with dial(launcher, _CLIENT_OPTIONS) as channel:
@@ -132,6 +132,8 @@ class GangMember:
                 async for order in orders:
                     self._apply(order)
             self._fault = "the launcher of the data-parallel ranks has ended"
+        except ValueError as error:
+            self._fault = f"the launcher of the data-parallel ranks is of another version: {error}"
         except TimeoutError:
             self._fault = (
                 f"no launcher of the data-parallel ranks at {launcher} within {seconds:g} s"
@@ -208,7 +210,7 @@ class GangServer(gang_pb2_grpc.GangServicer):
             fault = f"rank {rank} is not one of the instance's {size} data-parallel ranks"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         orders = self._join(rank)
-        receiving = asyncio.create_task(self._receive(first, reports, orders))
+        receiving = asyncio.create_task(self._receive_reports(first, reports, orders))
         try:
             while (order := await orders.get()) is not None:
                 yield order
@@ -216,12 +218,12 @@ class GangServer(gang_pb2_grpc.GangServicer):
             receiving.cancel()
             if self._orders.get(rank) is orders:
                 del self._orders[rank]
-                self._leave(rank)
+                self._remove(rank)
 
     def _join(self, rank: int) -> _Orders:
         if previous := self._orders.pop(rank, None):
             previous.put_nowait(None)
-            self._leave(rank)
+            self._remove(rank)
         orders = self._orders[rank] = asyncio.Queue()
         _log.info(
             "data-parallel rank %d has joined: %d of %d", rank, len(self._orders), self._gang.size
@@ -230,10 +232,10 @@ class GangServer(gang_pb2_grpc.GangServicer):
             orders.put_nowait(self._build_message(order))
         return orders
 
-    def _leave(self, rank: int) -> None:
-        self._send(self._gang.leave(rank), f"rank {rank} has left")
+    def _remove(self, rank: int) -> None:
+        self._send(self._gang.remove(rank), f"rank {rank} has left")
 
-    async def _receive(
+    async def _receive_reports(
         self,
         first: gang_pb2.RankReport,
         reports: AsyncIterator[gang_pb2.RankReport],
