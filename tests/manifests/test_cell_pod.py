@@ -179,7 +179,8 @@ def test_a_further_pod_of_data_parallel_ranks_is_discovered_and_belongs_to_the_f
     assert (leader["spec"]["hostname"], leader["spec"]["subdomain"]) == ("x", "chat-workers")
     assert "hostname" not in further["spec"]
     meta = further["metadata"]
-    assert (meta["name"], meta["labels"]) == ("x-1", leader["metadata"]["labels"])
+    own = {"cleave.dev/node-rank": "1"}
+    assert (meta["name"], meta["labels"]) == ("x-1", leader["metadata"]["labels"] | own)
     assert meta["ownerReferences"][0]["uid"] == "u1"
     assert further["spec"]["restartPolicy"] == "Always"
     (container,) = further["spec"]["containers"]

@@ -15,6 +15,7 @@ from cleave.manifests.labels import (
     AGENT_PORT,
     CELL,
     CELL_HEALTH_PORT,
+    NODE_RANK,
     NODE_WORKER,
     SEGMENT,
     Manifest,
@@ -50,6 +51,7 @@ def build_node_pods(
             spec = _build_node_spec(pool, labels, device, image_prefix, str(rank), host)
             # A restarted pod cannot join a running engine: the whole instance is replaced.
             spec["restartPolicy"] = "Never"
+        labels[NODE_RANK] = str(rank)
         node_pod = build_object("v1", "Pod", name, pool.namespace, labels, spec=spec)
         worker.with_annotations(node_pod, pool.spec.template)
         if "uid" in meta:

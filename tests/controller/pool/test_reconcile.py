@@ -227,7 +227,9 @@ def test_status_counts_what_is_and_is_written_once() -> None:
     assert {k: reported[k] for k in ("replicas", "ready", "serving", "updated")} == {
         "replicas": 2, "ready": 1, "serving": 1, "updated": 2,
     }  # fmt: skip
-    assert reported["selector"] == "cleave.dev/pool=chat-decode,cleave.dev/component=worker"
+    assert reported["selector"] == (
+        "cleave.dev/pool=chat-decode,cleave.dev/component=worker,!cleave.dev/node-rank"
+    )
     assert reported["observedGeneration"] == 3
     again = reconcile(replace(here, status=reported, now_s=NOW_S + 50))
     assert not [each for each in again if isinstance(each, PatchStatus)]
