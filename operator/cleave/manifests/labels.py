@@ -17,7 +17,7 @@ REVISION = "cleave.dev/revision"
 INSTANCE = "cleave.dev/instance"
 """Name of the instance that a pod is or is a part of."""
 NODE_RANK = "cleave.dev/node-rank"
-"""Of the further pods of an instance that spans nodes: which one it is, from 1."""
+"""Of further pods with data-parallel ranks of an instance: which pod it is, from 1."""
 CELL = "cleave.dev/cell"
 """Number of the cell: a co-location group, whose instances share nodes (DistServe's Algorithm
 2)."""

@@ -44,14 +44,13 @@ def build_node_pods(
     for rank in range(1, pool.spec.nodes):
         name = f"{meta['name']}-{rank}"
         if pool.spec.parallelism.data > 1:
-            labels = build_worker_labels(pool, meta["name"])
+            labels = build_worker_labels(pool, meta["name"]) | {NODE_RANK: str(rank)}
             spec = _build_rank_pod_spec(pool, meta["name"], device, image_prefix, rank, host)
         else:
             labels = _build_labels(pool, meta["name"], cell, rank)
             spec = _build_node_spec(pool, labels, device, image_prefix, str(rank), host)
             # A restarted pod cannot join a running engine: the whole instance is replaced.
             spec["restartPolicy"] = "Never"
-        labels[NODE_RANK] = str(rank)
         node_pod = build_object("v1", "Pod", name, pool.namespace, labels, spec=spec)
         worker.with_annotations(node_pod, pool.spec.template)
         if "uid" in meta:
