@@ -5,14 +5,17 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import httpx
+import psutil
 import pytest
 
 from cleave.rpc.v1 import agent_pb2
 
 from e2e.support.deployments import Deployment, deployed, emulated, until
+from e2e.support.spread_ranks import SpreadRanks, spread
 from e2e.support.vllm_prompts import metric
 
 TIMEOUT_S = 120
@@ -35,9 +38,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield deployment
 
 
-def ask(deployment: Deployment, prompt: str, max_tokens: int = 2_000) -> str:
+def ask(deployment: Deployment | SpreadRanks, prompt: str, max_tokens: int = 2_000) -> str:
     """The text of one stream, whole."""
-    body = {"model": "ranks", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+    body = {"model": deployment.name, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
     answer = httpx.post(
         f"{deployment.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=TIMEOUT_S
     )
@@ -99,3 +102,78 @@ def test_streams_of_all_ranks_go_on_when_one_engine_dies_and_all_are_restarted(
     now = ranks.instances()
     changed = {name for name in NAMES if now[name].boot_id != before[name].boot_id}
     assert changed == {"ranks-decode-0.rank-0", VICTIM}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpreadRanks]:
+    """Two mixed instances of two ranks, each rank in a pod with an address of its own."""
+    manifest = emulated("wide", 1, 1)
+    pool = {"role": "mixed", "replicas": 2, "parallelism": {"data": 2}}
+    manifest["spec"]["placement"] = {"manual": [pool]}  # type: ignore[index]
+    with spread(manifest, tmp_path_factory.mktemp("wide") / "d") as found:
+        until(lambda: found.are_verified(4), TIMEOUT_S, "every rank has handed KV over")
+        yield found
+
+
+def list_boots(wide: SpreadRanks) -> dict[str, str]:
+    return {name: each.boot_id for name, each in wide.instances().items()}
+
+
+def find_engine(wide: SpreadRanks, name: str) -> int:
+    """The process that serves this rank's API."""
+    host, _, port = wide.instances()[name].engine_url.removeprefix("http://").rpartition(":")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = process.cmdline()
+            if "cleave_worker.emulator.main" in line and {host, port} <= {*line}:
+                return process.pid
+    raise AssertionError(f"no engine of {name}")
+
+
+def test_streams_go_on_when_a_rank_on_another_node_dies(wide: SpreadRanks) -> None:
+    prompts = [f"question {number} " * 20 for number in range(STREAMS)]
+    victim = "wide-mixed-0.rank-1"
+    before = list_boots(wide)
+    assert {*before} == {f"wide-mixed-{n}.rank-{rank}" for n in range(2) for rank in range(2)}
+    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
+        expected = [*pool.map(partial(ask, wide), prompts)]
+        streams = [pool.submit(ask, wide, prompt) for prompt in prompts]
+        url = wide.instances()[victim].engine_url
+        until(lambda: metric(url, "vllm:num_requests_running") > 0, TIMEOUT_S, "it decodes")
+        os.kill(find_engine(wide, victim), signal.SIGKILL)
+        assert [each.result(2 * TIMEOUT_S) for each in streams] == expected
+    until(lambda: wide.are_verified(4), TIMEOUT_S, "all ranks are ready again")
+    now = list_boots(wide)
+    changed = {name for name in now if now[name] != before[name]}
+    assert changed == {"wide-mixed-0.rank-0", victim}
+
+
+def test_all_ranks_on_both_nodes_change_their_role(wide: SpreadRanks) -> None:
+    first = ask(wide, "role " * 30, 50)
+    wide.set_role("wide-mixed-0", agent_pb2.ROLE_PREFILL)
+    roles = {name: each.role for name, each in wide.instances().items()}
+    prefill, mixed = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_MIXED
+    assert list(roles.values()) == [prefill, prefill, mixed, mixed]
+    assert [ask(wide, "role " * 30, 50) for _ in range(4)] == [first] * 4
+    wide.set_role("wide-mixed-0", mixed)
+    assert {each.role for each in wide.instances().values()} == {mixed}
+
+
+def test_the_deletion_of_one_pod_drains_its_instance_on_both_nodes(wide: SpreadRanks) -> None:
+    prompts = [f"last {number} " * 20 for number in range(STREAMS)]
+    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
+        expected = [*pool.map(partial(ask, wide), prompts)]
+        streams = [pool.submit(ask, wide, prompt) for prompt in prompts]
+        names = [f"wide-mixed-1.rank-{rank}" for rank in range(2)]
+        urls = [wide.instances()[name].engine_url for name in names]
+        until(
+            lambda: all(metric(url, "vllm:num_requests_running") > 0 for url in urls),
+            TIMEOUT_S,
+            "both ranks decode",
+        )
+        first, further = wide.pods[2:]
+        assert further.stop() == 0
+        assert first.process is not None
+        assert first.process.wait(TIMEOUT_S) == 0
+        assert [each.result(2 * TIMEOUT_S) for each in streams] == expected
+    assert {*wide.instances()} == {"wide-mixed-0.rank-0", "wide-mixed-0.rank-1"}

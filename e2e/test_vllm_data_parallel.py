@@ -14,6 +14,7 @@ from cleave.local.tiny_model import TinyModelShape, build
 from cleave.rpc.v1 import agent_pb2
 
 from e2e.support.deployments import Deployment, deployed, start_fast, tiny_vllm, until
+from e2e.support.spread_ranks import SpreadRanks, spread
 from e2e.support.vllm_prompts import CASES, Case, ask, metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -31,14 +32,18 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def build_manifest(model: Path, *pools: dict[str, Any], **spec: Any) -> dict[str, object]:
+    # Less than is usual for vLLM: the model is small.
+    amounts = {"memory": "3Gi", "cpu": "900m"}
+    template = {"resources": {"requests": amounts, "limits": amounts}}
+    return tiny_vllm(model, placement={"manual": list(pools)}, template=template, **spec)
+
+
 @contextmanager
 def running(model: Path, folder: Path, *pools: dict[str, Any], **spec: Any) -> Iterator[Deployment]:
     """A deployment whose engines share the cores of a small machine."""
     folder.mkdir()
-    # Less than is usual for vLLM: the model is small.
-    amounts = {"memory": "3Gi", "cpu": "900m"}
-    template = {"resources": {"requests": amounts, "limits": amounts}}
-    manifest = tiny_vllm(model, placement={"manual": list(pools)}, template=template, **spec)
+    manifest = build_manifest(model, *pools, **spec)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("CLEAVE_ALLOW_SHARED_CORES", "1")
         with deployed(manifest, folder, timeout_s=START_S) as deployment:
@@ -53,7 +58,7 @@ def expected(sparse_model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         return {case: ask(alone.url, case).tokens for case in CHOSEN}
 
 
-def ask_all(deployment: Deployment) -> dict[Case, list[int]]:
+def ask_all(deployment: Deployment | SpreadRanks) -> dict[Case, list[int]]:
     """The tokens, of which every engine must have computed some."""
     before = count_requests(deployment)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -64,7 +69,7 @@ def ask_all(deployment: Deployment) -> dict[Case, list[int]]:
     return tokens
 
 
-def count_requests(deployment: Deployment) -> dict[str, float]:
+def count_requests(deployment: Deployment | SpreadRanks) -> dict[str, float]:
     """Requests that each engine has finished, by its name."""
     return {
         name: metric(each.engine_url, "vllm:request_success_total")
@@ -86,7 +91,32 @@ def test_ranks_answer_as_one_engine_and_are_restarted_together(
         assert ask_all(ranks) == expected
 
 
-def are_restarted(ranks: Deployment, before: dict[str, agent_pb2.Registration]) -> bool:
+def test_ranks_on_two_nodes_answer_as_one_engine_and_are_restarted_together(
+    sparse_model: Path, expected: dict[Case, list[int]], tmp_path: Path
+) -> None:
+    manifest = build_manifest(sparse_model, {"role": "mixed", "parallelism": RANKS})
+    with spread(manifest, tmp_path / "d") as ranks:
+        until(lambda: len(list_ready(ranks)) == 2, START_S, "both engines are ready")
+        before = ranks.instances()
+        assert before.keys() == {"tiny-mixed-0.rank-0", "tiny-mixed-0.rank-1"}
+        assert ask_all(ranks) == expected
+
+        # The loss of a node, and the pod that comes in its place.
+        ranks.pods[1].kill()
+        until(lambda: not list_ready(ranks), START_S, "the other engine is stopped")
+        ranks.pods[1].start(ranks.env)
+        until(lambda: are_restarted(ranks, before), START_S, "both engines are new and ready")
+        assert ask_all(ranks) == expected
+
+
+def list_ready(ranks: SpreadRanks) -> list[str]:
+    found = ranks.instances().items()
+    return [name for name, each in found if each.state == agent_pb2.STATE_READY]
+
+
+def are_restarted(
+    ranks: Deployment | SpreadRanks, before: dict[str, agent_pb2.Registration]
+) -> bool:
     now = ranks.instances()
     return now.keys() == before.keys() and all(
         each.state == agent_pb2.STATE_READY and each.boot_id != before[name].boot_id

@@ -123,6 +123,7 @@ class Node:
             gpus=self._gpus[uid],
             folder=folder,
             log=folder.with_suffix(".log"),
+            hosts=self._folder / "hosts",
             versions=self._folder / "versions",
         )
 

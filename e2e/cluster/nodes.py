@@ -119,6 +119,7 @@ class Nodes:
 
     def __enter__(self) -> Self:
         (self.folder / "pods").mkdir(parents=True, exist_ok=True)
+        (self.folder / "hosts").write_text(Path("/etc/hosts").read_text())
         with (self.folder / "kubelet.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "e2e.cluster.kubelet", self._kubeconfig, self.folder],

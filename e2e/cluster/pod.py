@@ -46,6 +46,8 @@ class Place:
     gpus: tuple[int, ...]
     folder: Path
     """For what is made for the pod."""
+    hosts: Path
+    """What all pods see as /etc/hosts, instead of the cluster's DNS."""
     versions: Path
     """Folder of `Nodes.install`: sources by tag of an image."""
     log: Path
@@ -145,8 +147,10 @@ class Runner:
         env = self._base_env(spec) | {"PYTHONPATH": ":".join(sources)} | own
         folders = await volumes.folders(self._api, self._pod, place.folder)
         security = self._pod["spec"]["containers"][0].get("securityContext") or {}
+        self._publish_name()
+        hosts = {"source": str(place.hosts), "target": "/etc/hosts", "readOnly": True}
         plan = {
-            "volumes": volumes.mounts(self._pod, folders),
+            "volumes": [*volumes.mounts(self._pod, folders), hosts],
             "keep": [*_REACHABLE, *sources],
             "readOnlyRoot": bool(security.get("readOnlyRootFilesystem")),
         }
@@ -156,6 +160,19 @@ class Runner:
         return ContainerCommand(
             [*mounter, *environment.build_command_line(command, own)], env, place.log
         )
+
+    def _publish_name(self) -> None:
+        """Let all pods find this one by its host name, if it has one in a Service."""
+        spec, namespace = self._pod["spec"], self._pod["metadata"]["namespace"]
+        if not (spec.get("hostname") and spec.get("subdomain")):
+            return
+        name = f"{spec['hostname']}.{spec['subdomain']}.{namespace}.svc"
+        # Rewritten in place: running pods have this file mounted.
+        with self.place.hosts.open("r+") as file:
+            lines = [line for line in file.read().splitlines() if line.split()[-1:] != [name]]
+            file.seek(0)
+            file.write("\n".join([*lines, f"{self.place.pod_ip} {name}", ""]))
+            file.truncate()
 
     def _find_sources(self) -> list[str]:
         """The sources of its image's tag, if that is another version of Cleave."""

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from cleave.manifests.cell_pod import build_cell_pod, has_several_engines
+from cleave.manifests.multi_node import build_node_pods, supports_leader_worker_set
 from cleave.manifests.owned_objects import build_workers_service
 from cleave.manifests.resources import count_pod_gpus
 from cleave.manifests.topology import NodeTopology
@@ -139,6 +140,56 @@ def test_data_parallel_ranks_are_engines_of_one_pod(rank_pod) -> None:
         assert "--expert-parallel" in agent
         assert agent[-3:] == ["--", "--seed", "1"]
     assert len(agents) == 2
+
+
+@pytest.fixture
+def wide_pool(deployment, pools_of):
+    """A pool whose instances have eight data-parallel ranks of two GPUs, on two nodes."""
+    size = {"parallelism": SIZE | {"data": 8}, "gpu": H100}
+    chat = deployment(placement={"manual": [{"role": "mixed", **size}]})
+    (pool,) = pools_of(chat, NodeTopology({H100: 8}))
+    assert pool.spec.nodes == 2
+    return pool
+
+
+def test_data_parallel_ranks_of_two_nodes_join_the_launcher_of_the_first(wide_pool) -> None:
+    leader = build_cell_pod(wide_pool, "x")
+    leader["metadata"]["uid"] = "u1"
+    (further,) = build_node_pods(wide_pool, leader)
+    names = []
+    for pod, more in ((leader, []), (further, ["--leader", "$(CLEAVE_LEADER):8999"])):
+        (container,) = pod["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+        command = container["command"]
+        assert command[7 : 7 + len(more)] == more
+        agents = [dict(pairwise(json.loads(text))) for text in command[7 + len(more) :]]
+        assert [each["--port"] for each in agents] == ["9000", "9002", "9004", "9006"]
+        assert {each["--data-parallel-size"] for each in agents} == {"8"}
+        assert not any("--nnodes" in text for text in command), "each rank is on one node"
+        names += [each["--name"] for each in agents]
+    assert names == [f"x.rank-{number}" for number in range(8)]
+
+
+def test_a_further_pod_of_data_parallel_ranks_is_discovered_and_belongs_to_the_first(
+    wide_pool,
+) -> None:
+    leader = build_cell_pod(wide_pool, "x")
+    leader["metadata"]["uid"] = "u1"
+    (further,) = build_node_pods(wide_pool, leader)
+    assert (leader["spec"]["hostname"], leader["spec"]["subdomain"]) == ("x", "chat-workers")
+    assert "hostname" not in further["spec"]
+    meta = further["metadata"]
+    own = {"cleave.dev/node-rank": "1"}
+    assert (meta["name"], meta["labels"]) == ("x-1", leader["metadata"]["labels"] | own)
+    assert meta["ownerReferences"][0]["uid"] == "u1"
+    assert further["spec"]["restartPolicy"] == "Always"
+    (container,) = further["spec"]["containers"]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert env["CLEAVE_LEADER"] == "x.chat-workers.llm.svc"
+
+
+def test_a_set_cannot_number_data_parallel_ranks(wide_pool) -> None:
+    assert not supports_leader_worker_set(wide_pool)
 
 
 def test_data_parallel_ranks_have_the_claims_of_their_pod(deployment, pools_of) -> None:

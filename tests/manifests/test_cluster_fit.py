@@ -39,17 +39,21 @@ def test_what_the_nodes_have_room_for_is_no_misfit() -> None:
     assert find(pool(tensor=8, gpu="NVIDIA-H100-80GB-HBM3"), cluster=MIXED) == []
 
 
-def test_data_parallel_ranks_share_the_experts_and_a_node() -> None:
+def test_data_parallel_ranks_share_the_experts_and_each_has_a_node() -> None:
     sparse = "Qwen/Qwen3-235B-A22B"
     size = {"tensor": 1, "data": 8, "expert": True}
     ranks = {"role": "mixed", "parallelism": size, "replicas": 2}
     assert find(ranks, model=sparse) == []
     (alone,) = find(pool(), model=sparse)
     assert "does not fit" in alone
-    (line,) = find(ranks | {"parallelism": size | {"tensor": 2}, "replicas": 1}, model=sparse)
+    over_nodes = {"parallelism": size | {"tensor": 2}, "replicas": 1}
+    assert find(ranks | over_nodes, model=sparse) == []
+    large = {"parallelism": {"tensor": 4, "pipeline": 4, "data": 2}, "replicas": 1}
+    four = Cluster.model_validate({"nodes": [{"count": 4, "gpu": "H100", "gpusPerNode": 8}]})
+    (line,) = find(ranks | large, model=sparse, cluster=four)
     assert line == (
-        "spec.placement.manual: the data-parallel ranks of an instance share a node: they take 16 "
-        "GPUs, and a node has 8 x H100-SXM-80GB; use a smaller data size"
+        "spec.placement.manual: the GPUs of a data-parallel rank share a node: they are 16, and a "
+        "node has 8 x H100-SXM-80GB; use a smaller tensor or pipeline size"
     )
 
 

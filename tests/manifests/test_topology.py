@@ -45,6 +45,28 @@ def test_an_instance_takes_the_fewest_nodes_that_share_it_alike(
     assert nodes(pool(tensor, pipeline)) == expected_nodes
 
 
+@pytest.mark.parametrize(
+    ("data", "tensor", "room", "expected_nodes"),
+    [
+        (8, 1, 8, 1),
+        (16, 1, 8, 2),
+        (12, 1, 8, 2),
+        (6, 2, 8, 2),  # three ranks on each, as on two nodes all have equally many
+        (8, 4, 8, 4),
+        (2, 16, 8, 2),  # a rank that no node has GPUs for is refused elsewhere
+        (32, 1, 64, 2),  # a pod has ports for sixteen
+        (32, 1, None, 2),
+        (16, 1, None, 1),
+    ],
+)
+def test_data_parallel_ranks_take_the_fewest_nodes_with_equally_many(
+    data, tensor, room, expected_nodes
+) -> None:
+    ranks = PlannedPool(Role.MIXED, 1, Parallelism(tensor=tensor, data=data), H100)
+    known = NodeTopology({H100: room}) if room else NodeTopology()
+    assert count_nodes(ranks, (ranks,), known) == expected_nodes
+
+
 def test_nothing_is_spread_where_nothing_is_known_of_nodes() -> None:
     alone = pool(64)
     assert count_nodes(alone, (alone,), NodeTopology()) == 1

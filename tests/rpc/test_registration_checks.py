@@ -23,6 +23,8 @@ def make_registration(**fields: object) -> agent_pb2.Registration:
         ({"engine_url": "http://metadata.internal:80"}, "its engine is at metadata.internal"),
         ({"instance": "p-1"}, "instance 'p-1' is not of pod 'p-0'"),
         ({"instance": "p-01"}, "is not of pod"),
+        ({"instance": "p.rank-1"}, "is not of pod"),
+        ({"instance": "q.rank-1", "data_parallel_size": 2}, "is not of pod"),
         ({"deployment": "other"}, "deployment 'other', not 'chat'"),
         ({"adapters": [f"a{n}" for n in range(1_025)]}, "1025 adapters"),
         ({"adapters": ["a" * 513]}, "a name has 513 characters"),
@@ -53,3 +55,15 @@ def test_an_agents_own_registration_passes(agent: str, engine_url: str, instance
     registration.engine_url = engine_url
     check_registration(registration, agent, "chat", "p-0")
     check_registration(registration, agent)
+
+
+@pytest.mark.parametrize(
+    ("pod", "is_own"), [("p-a1b2c3-1", True), ("p-a1b2c3", True), ("p-a1b2c3-123456", False)]
+)
+def test_data_parallel_ranks_of_all_pods_have_the_name_of_the_first(pod: str, is_own: bool) -> None:
+    registration = make_registration(instance="p-a1b2c3.rank-2", data_parallel_size=4)
+    if is_own:
+        check_registration(registration, AGENT, "chat", pod)
+    else:
+        with pytest.raises(RegistrationError, match="is not of pod"):
+            check_registration(registration, AGENT, "chat", pod)

@@ -19,6 +19,7 @@ from cleave.api.role import MAX_POD_ENGINES, Parallelism, Role
 KIND = "InstancePool"
 MAX_INSTANCE_NODES = 64
 """Most nodes that one instance may span."""
+_CEL_RANKS = "(has(self.parallelism.data) ? self.parallelism.data : 1)"
 
 
 class ReplicasOwner(StrEnum):
@@ -111,19 +112,26 @@ class InstancePoolSpec(ApiModel):
 
     rules = (
         ValidationRule(
-            cel="(self.parallelism.tensor * self.parallelism.pipeline) % self.nodes == 0",
-            is_valid=lambda s: s.parallelism.gpus_per_engine % s.nodes == 0,
-            message="must divide the GPUs of an instance (tensor * pipeline)",
+            cel=f"({_CEL_RANKS} > 1 ? {_CEL_RANKS} : "
+            "self.parallelism.tensor * self.parallelism.pipeline) % self.nodes == 0",
+            is_valid=lambda s: s.parallelism.num_parts % s.nodes == 0,
+            message="must divide the GPUs of an instance (tensor * pipeline), or its data-parallel "
+            "ranks (data) if there are several: each rank is on one node",
             field="nodes",
         ),
         ValidationRule(
-            cel="!has(self.parallelism.data) || self.parallelism.data == 1 || (self.nodes == 1 && "
-            "!has(self.colocation) && (!has(self.members) || self.members.size() == 0))",
-            is_valid=lambda s: (
-                s.parallelism.data == 1 or not (s.nodes > 1 or s.colocation or s.members)
-            ),
-            message="above 1 needs nodes 1, and neither colocation nor members: the data-parallel "
-            "ranks of an instance are in one pod, which has no other engines",
+            cel=f"{_CEL_RANKS} <= {MAX_POD_ENGINES} * self.nodes",
+            is_valid=lambda s: s.ranks_per_pod <= MAX_POD_ENGINES,
+            message=f"must be at most {MAX_POD_ENGINES} for each of the nodes: a pod has a port "
+            "for each of its ranks",
+            field="parallelism.data",
+        ),
+        ValidationRule(
+            cel="!has(self.parallelism.data) || self.parallelism.data == 1 || "
+            "(!has(self.colocation) && (!has(self.members) || self.members.size() == 0))",
+            is_valid=lambda s: s.parallelism.data == 1 or not (s.colocation or s.members),
+            message="above 1 needs neither colocation nor members: a pod with data-parallel ranks "
+            "of an instance has no other engines",
             field="parallelism.data",
         ),
         ValidationRule(
@@ -149,6 +157,11 @@ class InstancePoolSpec(ApiModel):
             field="members",
         ),
     )
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """Data-parallel ranks of an instance in each of its pods."""
+        return -(-self.parallelism.data // self.nodes)
 
     @property
     def gpus(self) -> int:

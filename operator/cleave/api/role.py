@@ -9,6 +9,8 @@ from cleave.api.base import ApiModel, ValidationRule
 
 MAX_POD_ENGINES = 16
 """Most engines in one pod; each has two ports."""
+MAX_RANKS = 64
+"""Most data-parallel ranks of one instance."""
 
 
 class Role(StrEnum):
@@ -32,15 +34,15 @@ class Parallelism(ApiModel):
         int,
         Field(
             ge=1,
-            le=MAX_POD_ENGINES,
+            le=MAX_RANKS,
             exclude_if=lambda size: size == 1,
             json_schema_extra={"default": None},
         ),
     ] = 1
-    """Data parallel size, for models with experts: an instance consists of so many engines in one
-    pod, its ranks. Each has the attention layers, a KV cache and requests of its own; they compute
-    in step, and start, drain and end together. An instance takes tensor * pipeline * data GPUs of
-    one node."""
+    """Data parallel size, for models with experts: an instance consists of so many engines, its
+    ranks. Each has the attention layers, a KV cache and requests of its own; they compute in step,
+    and start, drain and end together. An instance takes tensor * pipeline * data GPUs, of one node
+    or, where none has so many, of several with equally many ranks each."""
     expert: Annotated[
         bool,
         Field(exclude_if=lambda is_set: not is_set, json_schema_extra={"default": None}),
@@ -67,3 +69,9 @@ class Parallelism(ApiModel):
     def gpus_per_engine(self) -> int:
         """GPUs of one engine: of the instance, or of one of its data-parallel ranks."""
         return self.tensor * self.pipeline
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of an instance that may be on different nodes: its data-parallel ranks, or the GPUs
+        of its only engine."""
+        return self.data if self.data > 1 else self.gpus_per_engine

@@ -18,6 +18,7 @@ from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
 from cleave.api.engine import EngineType
 from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool
+from cleave.api.role import MAX_POD_ENGINES
 from cleave.local.errors import DeploymentStartError
 from cleave.local.kubelet.network import HOST_IP, find_internal_port
 from cleave.local.kubelet.node import LocalNode
@@ -190,6 +191,11 @@ def find_unsupported(spec: LLMDeploymentSpec) -> Iterator[str]:
         if cache.host_path and folder not in (None, cache.host_path.path):
             fault = f"{cache.host_path.path} cannot be mounted at {folder} without a cluster"
             yield f"{field}.hostPath.path: {fault}; set spec.model.source to it"
+    pools = spec.placement.manual if spec.placement else []
+    for index, pool in enumerate(pools):
+        if pool.parallelism.data > MAX_POD_ENGINES:
+            field = f"spec.placement.manual[{index}].parallelism.data"
+            yield f"{field}: more than {MAX_POD_ENGINES} ranks need several nodes of a cluster"
     gateway = spec.gateway
     if gateway.keys_secret:
         yield f"spec.gateway.keysSecret: {_NO_SECRETS}; {_start_with('--api-keys FILE')}"

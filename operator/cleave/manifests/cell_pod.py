@@ -26,22 +26,33 @@ _AGENT_PREFIX = ["python", "-m", "cleave_worker.agent.main"]
 
 
 def has_several_engines(spec: InstancePoolSpec) -> bool:
-    """Whether an instance of the pool is a pod with several engines."""
+    """Whether an instance of the pool has several engines."""
     return bool(spec.members) or spec.parallelism.data > 1
 
 
 def build_cell_pod(
-    pool: InstancePool, name: str | int, *, device: Device = "gpu", image_prefix: str = ""
+    pool: InstancePool,
+    name: str | int,
+    *,
+    device: Device = "gpu",
+    image_prefix: str = "",
+    number: int = 0,
+    leader: str = "",
 ) -> Manifest:
-    """Pod of one cell, or of all data-parallel ranks of an instance, for nodes that compute on
-    `device`. `name` may be the instance's number instead, from 0."""
+    """Pod of one cell, or of data-parallel ranks of an instance, for nodes that compute on
+    `device`. `name` may be the instance's number instead, from 0. Of an instance that spans nodes:
+    `number` of the pod, and where further pods reach the launcher of the first, as host:port."""
     name = name if isinstance(name, str) else f"{pool.name}-{name}"
     pod = build_worker_pod(pool, name, device=device, image_prefix=image_prefix)
     (container,) = pod["spec"]["containers"]
-    engines = list(_list_engines(pool) if pool.spec.members else _list_ranks(pool))
-    build = _build_cell_agents if pool.spec.members else _build_rank_agents
-    agents = [command[len(_AGENT_PREFIX) :] for command in build(engines, name, device)]
-    flags = build_flags({"--host": "$(POD_IP)", "--port": CELL_HEALTH_PORT})
+    if pool.spec.members:
+        engines = list(_list_engines(pool))
+        commands = _build_cell_agents(engines, name, device)
+    else:
+        engines = _list_ranks(pool)
+        commands = _build_rank_agents(pool, engines, name, number * len(engines), device)
+    agents = [command[len(_AGENT_PREFIX) :] for command in commands]
+    flags = build_flags({"--host": "$(POD_IP)", "--port": CELL_HEALTH_PORT, "--leader": leader})
     command = ["python", "-m", "cleave_worker.agent.cell", *flags]
     container["command"] = [*command, *map(json.dumps, agents)]
     container["ports"] = [port for number in range(len(agents)) for port in _build_ports(number)]
@@ -65,24 +76,27 @@ def _build_cell_agents(
 
 
 def _build_rank_agents(
-    engines: Sequence[InstancePool], pod: str, device: Device
+    pool: InstancePool, engines: Sequence[InstancePool], instance: str, first: int, device: Device
 ) -> Iterator[list[str]]:
-    """Commands of the ranks' agents, whose instances are named `POD.rank-NUMBER`."""
-    for rank, engine in enumerate(engines):
+    """Commands of the agents of a pod's ranks, from rank `first` on, whose instances are named
+    `INSTANCE.rank-NUMBER` in all pods of an instance."""
+    for number, engine in enumerate(engines):
+        rank = first + number
         yield build_agent_command(
             engine,
-            f"{pod}.rank-{rank}",
+            f"{instance}.rank-{rank}",
             device=device,
-            port=get_agent_port(rank),
-            data_parallel=(len(engines), rank),
+            port=get_agent_port(number),
+            data_parallel=(pool.spec.parallelism.data, rank),
         )
 
 
 def _list_ranks(pool: InstancePool) -> list[InstancePool]:
-    """For each data-parallel rank the pool that it would be an instance of, if it had a pod."""
-    size = pool.spec.parallelism
-    own = {"parallelism": size.model_copy(update={"data": 1})}
-    return [pool.model_copy(update={"spec": pool.spec.model_copy(update=own)})] * size.data
+    """For each data-parallel rank of a pod the pool that it would be an instance of, if it had a
+    pod."""
+    spec = pool.spec
+    own = {"parallelism": spec.parallelism.model_copy(update={"data": 1}), "nodes": 1}
+    return [pool.model_copy(update={"spec": spec.model_copy(update=own)})] * spec.ranks_per_pod
 
 
 def _list_engines(pool: InstancePool) -> Iterator[InstancePool]:

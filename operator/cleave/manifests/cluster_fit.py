@@ -90,8 +90,8 @@ def explain_no_room(pools: Sequence[PlannedPool], kind: str, nodes: NodesBySize)
         )
     if max(pieces) > room and any(pool.parallelism.data > 1 for pool in pools):
         return (
-            f"the data-parallel ranks of an instance share a node: they take {max(pieces)} GPUs, "
-            f"and a node has {room} x {kind}; use a smaller data size"
+            f"the GPUs of a data-parallel rank share a node: they are {max(pieces)}, and a node "
+            f"has {room} x {kind}; use a smaller tensor or pipeline size"
         )
     if max(pieces) > room:
         return (

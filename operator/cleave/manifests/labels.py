@@ -16,6 +16,8 @@ REVISION = "cleave.dev/revision"
 """Instances of different revisions never work together."""
 INSTANCE = "cleave.dev/instance"
 """Name of the instance that a pod is or is a part of."""
+NODE_RANK = "cleave.dev/node-rank"
+"""Of further pods with data-parallel ranks of an instance: which pod it is, from 1."""
 CELL = "cleave.dev/cell"
 """Number of the cell: a co-location group, whose instances share nodes (DistServe's Algorithm
 2)."""
@@ -23,17 +25,17 @@ SEGMENT = "cleave.dev/segment"
 """Pods that must share a node or NVLink domain: a cell, or the same stages of its instances."""
 
 WORKER = "worker"
-"""Component of the pods with an agent: one per instance."""
+"""Component of the pods with agents."""
 NODE_WORKER = "follower"
-"""Component of the further pods of an instance that spans several nodes."""
+"""Component of the further pods of an engine that spans several nodes, which have no agent."""
 GATEWAY = "gateway"
 
 AGENT_PORT = 9000
 ENGINE_PORT = 9001
 """Port of an instance's engine: OpenAI API and metrics."""
 CELL_HEALTH_PORT = 8999
-"""Port of a cell in one pod, for its probes; the agents have 9000, 9002, ..., their engines the
-ports between them."""
+"""Port of the launcher of a pod with several engines, for probes and for the agents of
+data-parallel ranks; the agents have 9000, 9002, ..., their engines the ports between them."""
 PICKER_PORT = 9002
 """Port of a gateway's endpoint picker, the usual one of the Inference Extension."""
 GATEWAY_PORT = 8080

@@ -1,17 +1,21 @@
-"""Instances that span several nodes: a leader pod, which has the agent, and further pods. Pure.
+"""Instances that span several nodes: a leader pod and further pods. Pure.
 
 Called by the controller for pools with `nodes` above one. vLLM runs them without Ray: every pod
-starts its share of the ranks, which connect to the leader's address. An instance needs all its
-pods. Where LeaderWorkerSet is installed, it creates and replaces the group; otherwise the further
-pods are owned by the leader's pod, and are deleted with it.
+starts its share of the ranks, which connect to the leader's address. The leader's pod has the agent
+of an engine that spans nodes; data-parallel ranks, which are engines, have one each. An instance
+needs all its pods. Where LeaderWorkerSet is installed, it creates and replaces the group; otherwise
+the further pods are owned by the leader's pod, and are deleted with it.
 """
 
 from cleave.api.pool import InstancePool
 from cleave.manifests import worker
+from cleave.manifests.cell_pod import build_cell_pod
 from cleave.manifests.container import build_flags
 from cleave.manifests.labels import (
     AGENT_PORT,
     CELL,
+    CELL_HEALTH_PORT,
+    NODE_RANK,
     NODE_WORKER,
     SEGMENT,
     Manifest,
@@ -38,10 +42,15 @@ def build_node_pods(
     host = f"{meta['name']}.{get_workers_name(pool.spec.deployment)}.{pool.namespace}.svc"
     node_pods = []
     for rank in range(1, pool.spec.nodes):
-        name, labels = f"{meta['name']}-{rank}", _build_labels(pool, meta["name"], cell, rank)
-        spec = _build_node_spec(pool, labels, device, image_prefix, str(rank), host)
-        # A restarted pod cannot join a running engine: the whole instance is replaced.
-        spec["restartPolicy"] = "Never"
+        name = f"{meta['name']}-{rank}"
+        if pool.spec.parallelism.data > 1:
+            labels = build_worker_labels(pool, meta["name"]) | {NODE_RANK: str(rank)}
+            spec = _build_rank_pod_spec(pool, meta["name"], device, image_prefix, rank, host)
+        else:
+            labels = _build_labels(pool, meta["name"], cell, rank)
+            spec = _build_node_spec(pool, labels, device, image_prefix, str(rank), host)
+            # A restarted pod cannot join a running engine: the whole instance is replaced.
+            spec["restartPolicy"] = "Never"
         node_pod = build_object("v1", "Pod", name, pool.namespace, labels, spec=spec)
         worker.with_annotations(node_pod, pool.spec.template)
         if "uid" in meta:
@@ -86,8 +95,10 @@ def supports_leader_worker_set(pool: InstancePool) -> bool:
     """Whether a LeaderWorkerSet can express where the pods of the pool's instances run.
 
     Its worker pods share one template, so pods of different stages cannot be placed in different
-    cells.
+    cells, and data-parallel ranks cannot have names and ports of their own.
     """
+    if pool.spec.parallelism.data > 1:
+        return False
     first, second = (build_segment(pool, 0, rank) for rank in (0, 1))
     return pool.spec.colocation is None or first == second
 
@@ -123,6 +134,25 @@ def _build_node_spec(
         "automountServiceAccountToken": False,
         "containers": [container],
     }
+
+
+def _build_rank_pod_spec(
+    pool: InstancePool, instance: str, device: Device, image_prefix: str, number: int, leader: str
+) -> Manifest:
+    """Spec of a pod with further data-parallel ranks; `leader`: host name of the first pod. Their
+    containers may start again: no engine runs without them."""
+    spec: Manifest = build_cell_pod(
+        pool,
+        instance,
+        device=device,
+        image_prefix=image_prefix,
+        number=number,
+        leader=f"$({LEADER_ENV}):{CELL_HEALTH_PORT}",
+    )["spec"]
+    (container,) = spec["containers"]
+    container["env"] = [{"name": LEADER_ENV, "value": leader}, *container["env"]]
+    # The host name is the leader's.
+    return {k: v for k, v in spec.items() if k not in ("hostname", "subdomain")}
 
 
 def _build_labels(pool: InstancePool, instance: str, cell: str | None, rank: int) -> dict[str, str]:

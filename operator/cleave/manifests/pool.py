@@ -172,7 +172,9 @@ def _build_pool(
             replicas=planned.replicas,
             parallelism=planned.parallelism,
             # Emulated engines need no GPU, so each fits on any node.
-            nodes=1 if is_emulated else count_nodes(planned, placement.pools, machines),
+            nodes=count_nodes(
+                planned, placement.pools, NodeTopology() if is_emulated else machines
+            ),
             colocation=_build_colocation(planned, cells, machines.domain),
             gpu=None if is_emulated else planned.gpu,
             revision=revision_hash,

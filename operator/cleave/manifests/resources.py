@@ -163,7 +163,7 @@ def count_pod_gpus(spec: InstancePoolSpec, device: Device) -> int:
     amount = named.limits.get(GPU, named.requests.get(GPU))
     if amount is not None:
         # Each engine of a cell, and each data-parallel rank, has the template's resources.
-        engines = sum(member.replicas for member in spec.members) or spec.parallelism.data
+        engines = sum(member.replicas for member in spec.members) or spec.ranks_per_pod
         return engines * int(parse_quantity(amount))
     has_own = spec.engine.type is EngineType.EMULATED or spec.template.gpu_resource != GPU
     return 0 if has_own or device != "gpu" else spec.gpus // spec.nodes

@@ -75,7 +75,9 @@ def get_product_label(gpu: str) -> str:
 def count_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: NodeTopology) -> int:
     """Nodes that one instance of `pool`, as a part of `pools`, spans."""
     room = machines.get_gpus_per_node(pool.gpu)
-    if room is None or pool.parallelism.data > 1:
+    if pool.parallelism.data > 1:
+        return _count_nodes_of_ranks(pool.parallelism, room)
+    if room is None:
         return 1
     if pool.per_cell and machines.domain == HOSTNAME:
         per_node = max(1, room // count_stage_gpus(pools))
@@ -169,9 +171,15 @@ def _build_preferred_term(weight: int, key: str, labels: Mapping[str, str]) -> M
     return {"weight": weight, "podAffinityTerm": build_required_affinity(labels, key)[0]}
 
 
-def _find_fewest_nodes(stages: int, per_node: int) -> int:
-    """The fewest nodes with equally many stages, at most `per_node` each."""
-    return next(n for n in range(1, stages + 1) if stages % n == 0 and stages // n <= per_node)
+def _count_nodes_of_ranks(size: Parallelism, room: int | None) -> int:
+    """The fewest nodes with equally many data-parallel ranks; each rank is on one."""
+    fitting = size.data if room is None else room // size.gpus_per_engine
+    return _find_fewest_nodes(size.data, max(1, min(fitting, MAX_POD_ENGINES)))
+
+
+def _find_fewest_nodes(parts: int, per_node: int) -> int:
+    """The fewest nodes with equally many parts (stages, ranks), at most `per_node` each."""
+    return next(n for n in range(1, parts + 1) if parts % n == 0 and parts // n <= per_node)
 
 
 def _count_even_nodes(size: Parallelism, room: int) -> int:

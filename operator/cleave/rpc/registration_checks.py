@@ -7,6 +7,7 @@ sent to any address.
 """
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 from cleave.rpc.v1 import agent_pb2
@@ -16,6 +17,9 @@ MAX_ADAPTERS = 1_024
 MAX_NAME_CHARACTERS = 512
 """Length of each name in it."""
 MAX_REGISTRATION_BYTES = 512 << 10
+_FURTHER_POD = re.compile("-[1-9][0-9]?")
+"""What follows the name of an instance in those of its further pods. The generated end of an
+instance's own name is longer."""
 
 
 class RegistrationError(ValueError):
@@ -41,9 +45,18 @@ def check_registration(
         raise RegistrationError(f"a name has {longest} characters: {MAX_NAME_CHARACTERS} at most")
     if deployment and registration.deployment != deployment:
         raise RegistrationError(f"deployment {registration.deployment!r}, not {deployment!r}")
-    if pod and registration.instance.partition(".")[0] != pod:
+    if pod and not _is_of_pod(registration, pod):
         raise RegistrationError(f"instance {registration.instance!r} is not of pod {pod!r}")
     _check_engine_host(registration.engine_url, agent)
+
+
+def _is_of_pod(registration: agent_pb2.Registration, pod: str) -> bool:
+    """Whether the pod is the instance, has it as an engine, or is a further pod of its
+    data-parallel ranks, which have the name of the first one."""
+    first = registration.instance.partition(".")[0]
+    if first == pod or registration.data_parallel_size <= 1:
+        return first == pod
+    return _FURTHER_POD.fullmatch(pod.removeprefix(first)) is not None
 
 
 def _check_engine_host(engine_url: str, agent: str) -> None:

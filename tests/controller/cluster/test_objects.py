@@ -1,5 +1,7 @@
 """What manifests say, as values."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from cleave.controller.cluster.objects import ObservedPod, parse_child, parse_pod
@@ -27,21 +29,33 @@ def test_a_deployment_is_updated_when_all_its_replicas_are(replicas, status, is_
 
 
 @pytest.mark.parametrize(
-    ("ports", "count"),
+    ("ports", "component", "count"),
     [
-        (["agent", "engine", "agent-1", "engine-1", "agent-2", "engine-2"], 3),
-        (["agent", "engine"], 1),
-        # A further node of an instance.
-        ([], 1),
+        (["agent", "engine", "agent-1", "engine-1", "agent-2", "engine-2"], "worker", 3),
+        (["agent", "engine"], "worker", 1),
+        ([], "worker", 1),
+        # Another part of an engine over nodes.
+        ([], "follower", 0),
     ],
 )
-def test_a_pod_has_an_engine_for_each_agents_port(ports: list[str], count: int) -> None:
+def test_a_pod_has_an_engine_for_each_agents_port(
+    ports: list[str], component: str, count: int
+) -> None:
     containers = [{"ports": [{"name": name} for name in ports]}]
-    assert parse_worker(spec={"containers": containers}).num_engines == count
+    found = parse_worker({"component": component}, spec={"containers": containers})
+    assert found.num_engines == count
 
 
-def parse_worker(**fields) -> ObservedPod:
-    labels = {"role": "mixed", "deployment": "chat", "pool": "chat-mixed"}
+@pytest.mark.parametrize(("instance", "is_further"), [("c", False), ("b", True)])
+def test_a_further_pod_has_the_name_of_another_ones_instance(
+    instance: str, is_further: bool
+) -> None:
+    found = parse_worker({"instance": instance})
+    assert (found.is_multi_node_worker, found.instance_name) == (is_further, instance)
+
+
+def parse_worker(more: Mapping[str, str] = {}, **fields) -> ObservedPod:
+    labels = {"role": "mixed", "deployment": "chat", "pool": "chat-mixed", **more}
     labels = {f"cleave.dev/{name}": value for name, value in labels.items()}
     pod = parse_pod({"metadata": {"name": "c", "labels": labels}, **fields})
     assert pod is not None

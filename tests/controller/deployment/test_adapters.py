@@ -10,7 +10,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import Apply, Create, Delete, OrderAdapters, Requeue
 from cleave.controller.cluster.gateway_client import GatewayClient
-from cleave.controller.cluster.objects import ObservedPod
+from cleave.controller.cluster.objects import ObservedPod, group_instances
 from cleave.controller.deployment.adapters import build_conditions, list_orders, to_sources
 from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.views import DeploymentView
@@ -71,6 +71,15 @@ def test_every_agent_of_a_pod_gets_the_order() -> None:
     order, _ = list_orders(seen)
     assert isinstance(order, OrderAdapters)
     assert order.agents == ("[fd00::1]:9000", "[fd00::1]:9002", "[fd00::1]:9004")
+
+
+def test_every_agent_of_all_pods_gets_the_order() -> None:
+    leader, further = pod("a", num_engines=2), pod("a-1", num_engines=2, ip="10.0.0.2")
+    pods = [leader, replace(further, instance="a", is_multi_node_worker=True)]
+    (whole,) = group_instances(pods, 2)
+    order, _ = list_orders(view(deploy(), whole, a=report("/" + DIGEST)))
+    assert isinstance(order, OrderAdapters)
+    assert order.agents == ("10.0.0.1:9000", "10.0.0.1:9002", "10.0.0.2:9000", "10.0.0.2:9002")
 
 
 @pytest.mark.parametrize("fields", [{"deleting": True}, {"ip": ""}, {"phase": "Failed"}])

@@ -227,7 +227,9 @@ def test_status_counts_what_is_and_is_written_once() -> None:
     assert {k: reported[k] for k in ("replicas", "ready", "serving", "updated")} == {
         "replicas": 2, "ready": 1, "serving": 1, "updated": 2,
     }  # fmt: skip
-    assert reported["selector"] == "cleave.dev/pool=chat-decode,cleave.dev/component=worker"
+    assert reported["selector"] == (
+        "cleave.dev/pool=chat-decode,cleave.dev/component=worker,!cleave.dev/node-rank"
+    )
     assert reported["observedGeneration"] == 3
     again = reconcile(replace(here, status=reported, now_s=NOW_S + 50))
     assert not [each for each in again if isinstance(each, PatchStatus)]
@@ -341,6 +343,31 @@ class TestSeveralNodes:
         done = pods_only(reconcile(view(self.desired, leader, follower)))
         assert done[:2] == [("delete", "a"), ("delete", "a-1")]
         assert [kind for kind, _ in done[2:]] == ["create"]
+
+
+class TestDataParallelRanks:
+    """An instance of four ranks in two pods."""
+
+    desired = pool(replicas=1, nodes=2, parallelism={"data": 4})
+
+    def test_the_second_pod_follows_also_where_sets_exist(self) -> None:
+        here = view(self.desired, settings=OperatorSettings(has_leader_worker_sets=True))
+        ((_, leader),) = pods_only(reconcile(here))
+        existing = pod(leader, self.desired, ready=False)
+        (created,) = [
+            e for e in reconcile(replace(here, pods=(existing,))) if isinstance(e, Create)
+        ]
+        assert created.manifest["metadata"]["name"] == f"{leader}-1"
+        further = created.manifest["metadata"]["labels"]
+        assert further["cleave.dev/instance"] == leader
+        assert further["cleave.dev/component"] == "worker"
+
+    def test_a_drained_pod_drains_the_other(self) -> None:
+        leader = pod("a", self.desired)
+        further = pod("a-1", self.desired, instance="a", is_multi_node_worker=True, deleting=True)
+        done = pods_only(reconcile(view(self.desired, leader, further)))
+        assert done[0] == ("delete", "a")
+        assert [kind for kind, _ in done[1:]] == ["create"]
 
 
 class TestSets:

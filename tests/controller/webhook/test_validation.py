@@ -65,13 +65,16 @@ def test_ranks_beyond_the_largest_node_wait() -> None:
     pools = manual(ranks("mixed", data=8, expert=True))
     assert find(A100, model="Qwen/Qwen3-30B-A3B", placement=pools) == ValidationFindings()
     pools = manual(ranks("mixed", tensor=2, data=8, expert=True))
-    found = find(A100, model="Qwen/Qwen3-30B-A3B", placement=pools)
+    assert find(A100, model="Qwen/Qwen3-30B-A3B", placement=pools) == ValidationFindings()
+    pools = manual(ranks("mixed", tensor=4, pipeline=4, data=2, expert=True))
+    four = Cluster(nodes=[NodeGroup(count=4, gpu="A100-SXM-80GB", gpus_per_node=8)])
+    found = find(four, model="Qwen/Qwen3-30B-A3B", placement=pools)
     assert found.faults == ()
     (said,) = found.warnings
     assert said == (
-        "spec.placement.manual[0].parallelism: the data-parallel ranks of an instance take 16 GPUs "
-        "of one node, the largest node has 8 x A100-SXM-80GB now; instances will wait: use a "
-        "smaller data size"
+        "spec.placement.manual[0].parallelism: a data-parallel rank takes 16 GPUs of one node, the "
+        "largest node has 8 x A100-SXM-80GB now; instances will wait: use a smaller tensor or "
+        "pipeline size"
     )
 
 

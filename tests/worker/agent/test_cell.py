@@ -99,11 +99,27 @@ def ranks(*numbers: int, size: int = 2) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("agents", [ranks(0), ranks(1, 1), ranks(0, 1, size=3)])
-def test_all_data_parallel_ranks_of_one_instance_are_needed(agents: list[str]) -> None:
-    assert len(plan_agents(ranks(0, 1), {}, has_gpus=False)) == 2
-    with pytest.raises(CellError, match="there must be each rank of one instance once"):
-        plan_agents(agents, {}, has_gpus=False)
+@pytest.mark.parametrize(
+    ("agents", "is_leader"),
+    [
+        (ranks(1, 1), True),
+        (ranks(0, 1, size=3), True),
+        (ranks(0, 2, size=4), True),
+        (ranks(1, 2, size=4), False),
+        (ranks(2, 3, size=4), True),
+        (ranks(0, 1, size=4), False),
+        (ranks(0, size=1), False),
+    ],
+)
+def test_a_pod_has_equally_many_data_parallel_ranks_in_a_row(
+    agents: list[str], is_leader: bool
+) -> None:
+    for size in (2, 4):
+        assert len(plan_agents(ranks(0, 1, size=size), {}, has_gpus=False)) == 2
+    further = plan_agents(ranks(2, 3, size=4), {}, has_gpus=False, is_leader=False)
+    assert [each.config.data_parallel_rank for each in further] == [2, 3]
+    with pytest.raises(CellError, match="a pod must have equally many ranks of one instance"):
+        plan_agents(agents, {}, has_gpus=False, is_leader=is_leader)
 
 
 @pytest.fixture

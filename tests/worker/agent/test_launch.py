@@ -15,6 +15,7 @@ from cleave_worker.agent.launch import (
     Boot,
     Launch,
     LaunchError,
+    MeetingPoint,
     build_engine_launch,
     create_boot_id,
     find_cache_faults,
@@ -306,7 +307,7 @@ def test_a_data_parallel_rank_has_the_engine_id_that_vllm_makes_of_it(config_of:
     config = config_of(engine="vllm", host="10.0.0.7", **sizes)
     boot_id = create_boot_id(config)
     assert boot_id.endswith("_dp3")
-    boot = replace(BOOT, boot_id=boot_id, rpc_port=7000)
+    boot = replace(BOOT, boot_id=boot_id, meeting_point=MeetingPoint("10.0.0.1", 7000))
     launch = build_engine_launch(config, boot, {})
     settings = json.loads(option(launch, "--kv-transfer-config"))
     # vLLM appends the rank to it, and to the port of the side channel it adds the rank.
@@ -314,7 +315,7 @@ def test_a_data_parallel_rank_has_the_engine_id_that_vllm_makes_of_it(config_of:
     assert launch.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5598"
     assert option(launch, "--data-parallel-size") == "4"
     assert option(launch, "--data-parallel-rank") == "3"
-    assert option(launch, "--data-parallel-address") == "127.0.0.1", "open to the pod only"
+    assert option(launch, "--data-parallel-address") == "10.0.0.1"
     assert option(launch, "--data-parallel-rpc-port") == "7000"
     assert "--enable-expert-parallel" in launch.argv
 

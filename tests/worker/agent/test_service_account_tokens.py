@@ -171,3 +171,13 @@ async def test_only_a_further_pod_of_the_instance_may_drain_it(
     else:
         with pytest.raises(AccessDeniedError):
             await tokens.verify(sign_as_worker(pod), AgentMethod.DRAIN)
+
+
+async def test_only_pods_of_the_instance_join_its_data_parallel_ranks() -> None:
+    tokens = make_tokens(ApiServer())
+    await tokens.verify(sign_as_worker({"name": "chat-prefill-x7-1"}), AgentMethod.JOIN_GANG)
+    with pytest.raises(AccessDeniedError):
+        await tokens.verify(sign_as_worker({"name": "chat-prefill-x8-1"}), AgentMethod.JOIN_GANG)
+    # A gateway, which may call everything else.
+    with pytest.raises(AuthenticationError, match="has no access"):
+        await tokens.verify(sign(CLAIMS), AgentMethod.JOIN_GANG)

@@ -10,13 +10,12 @@ import signal
 from functools import partial
 
 from cleave_worker.agent import drain as draining
-from cleave_worker.agent.authentication import Authenticator, SharedToken
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.gang.gang_link import make_member
 from cleave_worker.agent.instance import WorkerInstance
 from cleave_worker.agent.readiness import verify_role
-from cleave_worker.agent.service import AgentServer
+from cleave_worker.agent.service import AgentServer, make_authenticator
 from cleave_worker.agent.supervisor import EngineSupervisor
 
 _log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class WorkerAgent:
             self._handle_drain_call,
             verify,
             config.address,
-            _make_authenticator(config),
+            make_authenticator(config, config.name),
         )
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[DrainResult] | None = None
@@ -49,7 +48,7 @@ class WorkerAgent:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
         await self._server.start()
         if self._gang:
-            await self._gang.open()
+            self._gang.open()
         if not self._config.authenticates_callers:
             address = self._config.address
             _log.warning("callers are not authenticated: %s and its engine serve all", address)
@@ -119,15 +118,3 @@ class WorkerAgent:
             self._gang.close()
         self._instance.end()
         await self._server.stop(_RPC_GRACE_SECONDS)
-
-
-def _make_authenticator(config: AgentConfig) -> Authenticator | None:
-    """Raises OSError when the token cannot be read."""
-    if config.trusted_accounts:
-        # Only in clusters: an installation without the extra `worker` has no library for it.
-        from cleave_worker.agent.service_account_tokens import ServiceAccountTokens
-
-        return ServiceAccountTokens(config.trusted_accounts, config.peer_accounts, config.name)
-    if config.token_file is not None:
-        return SharedToken(config.token_file)
-    return None

@@ -1,7 +1,8 @@
 """Checks who calls an agent, before its service sees the call.
 
-Used by the agent's server. In a cluster callers send tokens of service accounts (see
-`cleave_worker.agent.service_account_tokens`), on one machine the token of their deployment.
+Used by the agent's server, and by the launcher of data-parallel ranks. In a cluster callers send
+tokens of service accounts (see `cleave_worker.agent.service_account_tokens`), on one machine the
+token of their deployment.
 """
 
 import hmac
@@ -39,6 +40,8 @@ class AgentMethod(StrEnum):
     DRAIN = f"{_AGENT_METHODS}Drain"
     HEALTH = f"{_AGENT_METHODS}Health"
     RECORD_PAIRS = f"{_AGENT_METHODS}RecordPairs"
+    JOIN_GANG = "/cleave.rpc.v1.Gang/Join"
+    """Served by the launcher of data-parallel ranks."""
     PROBE_WATCH = "/grpc.health.v1.Health/Watch"
     """Probes do not use it, and its streams would take the places of calls with a token."""
 
@@ -110,6 +113,8 @@ def _build_refusal(handler: _Handler, code: grpc.StatusCode, fault: str) -> _Han
         await refuse(request, context)
         yield
 
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(refuse_stream)
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_unary_rpc_method_handler(refuse)

@@ -5,7 +5,8 @@ container share its PID namespace and device files, so their KV and what ranks e
 IPC, over NVLink where there is one. Each agent is a process of its own, as it kills what descends
 from it, and sees only its own GPUs and cores. The agents start, drain and end together: when one
 ends by itself, the others end at once, and the container is restarted. The engines of a cell are
-restarted one by one, those of data-parallel ranks all at once (`agent.gang`).
+restarted one by one, those of data-parallel ranks all at once (`agent.gang`), also where an
+instance has several pods: the launcher of the first one keeps the ranks of all.
 
 The standard health protocol reports for probes: alive while every agent responds, and ready while
 every instance is.
@@ -19,13 +20,12 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import signal
-import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import grpc
@@ -33,12 +33,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cleave import logs
 from cleave.rpc.channel import dial
+from cleave.rpc.v1 import gang_pb2_grpc
 from cleave_worker.agent import config
-from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.authentication import AuthenticationInterceptor
+from cleave_worker.agent.config import GANG_KEY_ENV, AgentConfig
 from cleave_worker.agent.cpu_cores import list_online_cores
-from cleave_worker.agent.gang.gang_link import GangServer
-from cleave_worker.agent.launch import RANKS_HOST, find_free_port, has_gpu
-from cleave_worker.agent.service import READY_SERVICE
+from cleave_worker.agent.gang.gang_link import SERVER_OPTIONS, GangAuthenticator, GangServer
+from cleave_worker.agent.launch import MeetingPoint, find_free_port, has_gpu
+from cleave_worker.agent.service import READY_SERVICE, make_authenticator
 
 _log = logging.getLogger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -46,6 +48,7 @@ _POLL_S = 1.0
 _CHECK_TIMEOUT_S = 2.0
 _DIAL_OPTIONS = (("grpc.max_reconnect_backoff_ms", 1000),)
 """gRPC's own back-off grows to two minutes: an agent that starts slowly would count as dead."""
+_LOOPBACK = "127.0.0.1"
 _END_GRACE_S = 15.0
 """Between the second signal to an agent, which then kills its engine, and SIGKILL."""
 
@@ -68,8 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     logs.configure(options.log_format)
     try:
-        agents = plan_agents(options.agents, os.environ, has_gpus=has_gpu())
-        return asyncio.run(_Cell(agents, options.host, options.port).run())
+        gpus, leader = has_gpu(), options.leader
+        agents = plan_agents(options.agents, os.environ, has_gpus=gpus, is_leader=not leader)
+        return asyncio.run(_Cell(agents, options.host, options.port, leader).run())
     except CellError as error:
         print(f"cleave-cell: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -79,13 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_agents(
-    commands: Sequence[str], env: Mapping[str, str], *, has_gpus: bool
+    commands: Sequence[str], env: Mapping[str, str], *, has_gpus: bool, is_leader: bool = True
 ) -> list[CellAgent]:
-    """Parse the agents' arguments (JSON lists) and give each its own GPUs or cores. Raises
-    CellError."""
+    """Parse the agents' arguments (JSON lists) and give each its own GPUs or cores. `is_leader`:
+    this pod has the first data-parallel ranks. Raises CellError."""
     arguments = [tuple(_parse_arguments(text)) for text in commands]
     configs = [config.parse(each, env) for each in arguments]
-    _check_ranks(configs)
+    _check_ranks(configs, is_leader)
     ports = [port for each in configs for port in (each.port, each.engine_port) if port]
     if len(set(ports)) < len(ports):
         raise CellError(f"ports {sorted(ports)} of the agents and engines must differ")
@@ -131,32 +135,41 @@ def assign_cores(
     return [",".join(map(str, islice(cores, size * per_rank))) for size in sizes]
 
 
-def _check_ranks(configs: Sequence[AgentConfig]) -> None:
-    """Check that there are all data-parallel ranks of one instance, or none. Raises CellError."""
+def _check_ranks(configs: Sequence[AgentConfig], is_leader: bool) -> None:
+    """Check that these are engines of a cell, or data-parallel ranks of one instance: all, or those
+    of one of its pods, each with equally many in a row. Raises CellError."""
     sizes = {each.data_parallel_size for each in configs}
     ranks = sorted(each.data_parallel_rank for each in configs)
-    if sizes != {1} and (sizes != {len(configs)} or ranks != [*range(len(configs))]):
+    if sizes == {1} and is_leader:
+        return
+    size, count, first = max(sizes), len(ranks), ranks[0]
+    are_even = len(sizes) == 1 and size % count == 0 and first % count == 0
+    if not are_even or ranks != [*range(first, first + count)] or is_leader != (first == 0):
+        where = "without --leader" if is_leader else "with --leader"
         raise CellError(
-            f"data-parallel ranks {ranks} of sizes {sorted(sizes)}: there must be each rank of one"
-            " instance once"
+            f"data-parallel ranks {ranks} of sizes {sorted(sizes)} {where}: a pod must have equally"
+            " many ranks of one instance in a row, and those from 0 on need no --leader"
         )
 
 
 class _Cell:
     """The running agents, and the health of all."""
 
-    def __init__(self, agents: Sequence[CellAgent], host: str, port: int) -> None:
+    def __init__(self, agents: Sequence[CellAgent], host: str, port: int, leader: str) -> None:
         self._agents = agents
-        self._gang = _make_gang(agents)
+        self._host = host
         self._address = _format_address(host, port)
+        size = agents[0].config.data_parallel_size
+        self._gang_address = (leader or self._address) if size > 1 else ""
+        self._gang_key = secrets.token_urlsafe()
+        self._gang_size = 0 if leader else size
         self._processes: list[Process] = []
         self._is_stopping = False
         self._health = health.aio.HealthServicer()
 
     async def run(self) -> int:
         """Run until all agents have ended. Raises OSError: port taken."""
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        server = self._build_server()
         try:
             server.add_insecure_port(self._address)
         except RuntimeError as error:
@@ -170,39 +183,51 @@ class _Cell:
             return await self._run_agents()
         finally:
             watching.cancel()
-            if self._gang:
-                self._gang.close()
             await server.stop(None)
 
+    def _build_server(self) -> grpc.aio.Server:
+        """The server for probes, and for the agents of all data-parallel ranks if the first ones
+        are here. Raises OSError: the token cannot be read."""
+        first = self._agents[0].config
+        others = make_authenticator(first, first.name.partition(".")[0])
+        own = GangAuthenticator(self._gang_key, others) if others else None
+        interceptors = [AuthenticationInterceptor(own)] if own else []
+        options = [("grpc.so_reuseport", 0), *SERVER_OPTIONS]
+        server = grpc.aio.server(interceptors=interceptors, options=options)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._gang_size > 1:
+            gang = GangServer(self._gang_size, self._choose_meeting_point)
+            gang_pb2_grpc.add_GangServicer_to_server(gang, server)
+        return server
+
+    def _choose_meeting_point(self) -> MeetingPoint:
+        """vLLM's ZeroMQ sockets and torch's store check no key: they are open to the network only
+        where ranks are in other pods."""
+        host = _LOOPBACK if len(self._agents) == self._gang_size else self._host
+        return MeetingPoint(host, find_free_port(host))
+
     async def _run_agents(self) -> int:
-        own_sockets = []
         for agent in self._agents:
-            if self._gang:
-                own, theirs = socket.socketpair()
-                own_sockets.append(own)
-                with theirs:
-                    await self._start_agent(agent, theirs.fileno())
-            else:
-                await self._start_agent(agent)
-        if self._gang:
-            await self._gang.open(own_sockets)
+            await self._start_agent(agent)
         endings = [asyncio.create_task(each.wait()) for each in self._processes]
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-        if not self._is_stopping:
-            first = next(n for n, each in enumerate(endings) if each.done())
-            name, status = self._agents[first].config.name, endings[first].result()
+        first = next(n for n, each in enumerate(endings) if each.done())
+        name, status = self._agents[first].config.name, endings[first].result()
+        # Data-parallel ranks are all drained when one is.
+        is_drained = bool(self._gang_address) and status == 0
+        if not (self._is_stopping or is_drained):
             _log.error("the agent of %s ended with status %d: the cell ends", name, status)
             await self._end_at_once(endings)
             return status if status == 2 else 1
         statuses = await asyncio.gather(*endings)
         return 0 if not any(statuses) else 1
 
-    async def _start_agent(self, agent: CellAgent, gang_fd: int | None = None) -> None:
-        of_gang = [] if gang_fd is None else ["--gang-fd", str(gang_fd)]
+    async def _start_agent(self, agent: CellAgent) -> None:
+        of_gang = ["--gang", self._gang_address] if self._gang_address else []
+        of_own_gang = {GANG_KEY_ENV: self._gang_key} if self._gang_size > 1 else {}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "cleave_worker.agent.main", *of_gang, *agent.arguments,
-            env=dict(agent.env), stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=() if gang_fd is None else (gang_fd,),
+            env={**agent.env, **of_own_gang}, stdin=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         self._processes.append(process)
         if self._is_stopping:
@@ -249,13 +274,6 @@ class _Cell:
         await self._health.set(READY_SERVICE, serving if is_ready else not_serving)
 
 
-def _make_gang(agents: Sequence[CellAgent]) -> GangServer | None:
-    """The common life of data-parallel ranks; None: these are engines of a cell."""
-    if agents[0].config.data_parallel_size == 1:
-        return None
-    return GangServer(len(agents), partial(find_free_port, RANKS_HOST))
-
-
 async def _is_serving(stub: health_pb2_grpc.HealthStub, service: str) -> bool:
     request = health_pb2.HealthCheckRequest(service=service)
     try:
@@ -281,7 +299,15 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("agents", nargs="+", metavar="ARGUMENTS", help="of an agent, a JSON list")
     parser.add_argument("--host", required=True)
-    parser.add_argument("--port", type=int, required=True, help="for the probes")
+    parser.add_argument(
+        "--port", type=int, required=True, help="for probes and data-parallel ranks"
+    )
+    parser.add_argument(
+        "--leader",
+        metavar="HOST:PORT",
+        default="",
+        help="launcher of the pod with the first data-parallel ranks (default: this one)",
+    )
     logs.add_option(parser, env=os.environ)
     return parser
 

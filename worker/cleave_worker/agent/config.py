@@ -20,6 +20,8 @@ from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import ROLES, Role, RoleSchedulingConfig, SchedulingConfigError
 from cleave_worker.scheduling.config import parse as parse_terms
 
+GANG_KEY_ENV = "CLEAVE_GANG_KEY"
+"""Environment variable with what a launcher asks its own agents for."""
 CONNECTORS = ("nixl", "cleave")
 """Names of KV connectors in command lines."""
 OVERLAPPED_TRANSFERS = {"push": "prompt", "perchunk": "chunk", "perlayer": "layer", "auto": "layer"}
@@ -102,8 +104,10 @@ class AgentConfig:
     """Ranks of the instance, each with an agent and an engine of its own."""
     data_parallel_rank: int = 0
     """Which of them this is."""
-    gang_fd: int = -1
-    """Descriptor of the connection to the launcher of all ranks; -1: this is the only one."""
+    gang: str = ""
+    """host:port of the launcher of all ranks; empty: this is the only one."""
+    gang_key: str = field(default="", repr=False)
+    """What the launcher asks its own agents for; empty: it is another pod's."""
     max_model_len: int = 0
     """In tokens; 0: the model's own."""
     scheduling: Mapping[Role, RoleSchedulingConfig] = field(default_factory=dict)
@@ -168,6 +172,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
     fields = vars(options)
     times = {name: fields.pop(name) for name in ("start_timeout", "peer_wait")}
     fields["name"], fields["role"] = name, ROLES[options.role]
+    fields["gang_key"] = env.get(GANG_KEY_ENV, "")
     fields["scheduling"] = options.scheduling or {}
     fields["served_model_name"] = options.served_model_name or options.model
     return AgentConfig(**fields, engine_args=engine_args, timing=AgentTiming(**times))
@@ -207,7 +212,7 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--expert-parallel", action="store_true", help="experts as wholes on different GPUs")
     add("--data-parallel-size", type=_parse_count, default=1)
     add("--data-parallel-rank", type=_parse_rank, default=0, help="started by cleave-cell")
-    add("--gang-fd", type=int, default=-1, help="set by cleave-cell for data-parallel ranks")
+    add("--gang", metavar="HOST:PORT", default="", help="set by cleave-cell")
     add("--max-model-len", type=_parse_count, default=0, metavar="TOKENS")
     add(
         "--scheduling",

@@ -22,7 +22,7 @@ from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
 from cleave.shm.access_page import ENV as ACCESS_PAGE_ENV
 from cleave.shm.load_page import ENV as LOAD_PAGE_ENV
 from cleave_worker.access.engine_access import MIDDLEWARE
-from cleave_worker.agent.config import OVERLAPPED_TRANSFERS, AgentConfig
+from cleave_worker.agent.config import GANG_KEY_ENV, OVERLAPPED_TRANSFERS, AgentConfig
 from cleave_worker.agent.cpu_cores import build_omp_binding
 from cleave_worker.scheduling.config_page import ENV as TERMS_PAGE_ENV
 
@@ -48,9 +48,6 @@ kernels with nvcc, which CUDA's wheels do not contain; without it the engine end
 `cleave_worker.vllm.flashinfer` disables the rest of FlashInfer."""
 _NO_DOMAIN = "none.invalid"
 """A host that cannot exist (RFC 2606)."""
-RANKS_HOST = "127.0.0.1"
-"""Where data-parallel ranks, which share a pod, meet. vLLM's ZeroMQ sockets and torch's store check
-no key, so they must not be open to the network."""
 _CACHE_FOLDERS = (
     "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
 )  # fmt: skip
@@ -63,6 +60,16 @@ _CACHE_REMEDY = (
 
 class LaunchError(ValueError):
     """The engine's arguments contradict what the agent must set."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """Where the engines of one common start of data-parallel ranks meet."""
+
+    host: str
+    """Address of rank 0's pod; of the loopback device if all ranks share the pod."""
+    port: int
+    """Where the engine of rank 0 listens for those of the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +89,8 @@ class Boot:
     """What the engine asks for; empty: nothing."""
     access_page: Path | None = None
     """Says whether it serves without its key for now."""
-    rpc_port: int = 0
-    """Where the engine of data-parallel rank 0 listens for those of the other ranks; 0: there are
-    none."""
+    meeting_point: MeetingPoint | None = None
+    """Of data-parallel ranks; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +226,13 @@ def _build_vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, st
     ]  # fmt: skip
     if config.expert_parallel:
         arguments.append("--enable-expert-parallel")
-    if config.data_parallel_size > 1:
+    if boot.meeting_point:
         arguments += [
             "--data-parallel-size", str(config.data_parallel_size),
             # Makes vLLM leave the choice of a rank to its clients (external load balancing).
             "--data-parallel-rank", str(config.data_parallel_rank),
-            "--data-parallel-address", RANKS_HOST,
-            "--data-parallel-rpc-port", str(boot.rpc_port),
+            "--data-parallel-address", boot.meeting_point.host,
+            "--data-parallel-rpc-port", str(boot.meeting_point.port),
         ]  # fmt: skip
     if boot.gpu:
         return arguments if has_nvcc(base) else [*arguments, *_ARGUMENTS_WITHOUT_NVCC]
@@ -294,7 +300,7 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         "UCX_RCACHE_MAX_UNRELEASED": base.get("UCX_RCACHE_MAX_UNRELEASED", "1024"),
     }
     # The token and the accounts are the agent's own.
-    hidden = {TOKEN_ENV, ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV}
+    hidden = {TOKEN_ENV, ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, GANG_KEY_ENV}
     inherited = {name: base[name] for name in base.keys() - hidden}
     env = inherited | own
     if boot.access_page is not None:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = config.engine == "vllm" and has_gpu()
     if fault := memory_lock.explain_limit():
         _log.warning(fault)
-    if config.data_parallel_size > 1 and config.gang_fd < 0:
+    if config.data_parallel_size > 1 and not config.gang:
         return _fail(ValueError("--data-parallel-size: start all ranks with cleave-cell"), 2)
     locks = cpu_cores.CoreLocks(core_locks.get_lock_folder(), config.name)
     try:

@@ -16,7 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from cleave.policy.adapters import AdapterSource
 from cleave.policy.queue_model import INTERVAL_MS, choose_report_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave_worker.agent.authentication import AuthenticationInterceptor, Authenticator
+from cleave_worker.agent.authentication import AuthenticationInterceptor, Authenticator, SharedToken
+from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import (
     AdaptersRefused,
@@ -271,3 +272,16 @@ class AgentServer:
             await self._health.set(READY_SERVICE, _SERVING if ready else _NOT_SERVING)
             if version == self._instance.version:
                 await self._instance.wait_for_change()
+
+
+def make_authenticator(config: AgentConfig, instance: str) -> Authenticator | None:
+    """The authenticator of an agent of `instance`; None: it accepts all callers. Raises OSError
+    when the token cannot be read."""
+    if config.trusted_accounts:
+        # Only in clusters: an installation without the extra `worker` has no library for it.
+        from cleave_worker.agent.service_account_tokens import ServiceAccountTokens
+
+        return ServiceAccountTokens(config.trusted_accounts, config.peer_accounts, instance)
+    if config.token_file is not None:
+        return SharedToken(config.token_file)
+    return None

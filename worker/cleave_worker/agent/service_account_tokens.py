@@ -34,6 +34,8 @@ _REFETCH_S = 10.0
 _FIRST_FETCH_S = 1.0
 """The same while no key is known."""
 _CLOCK_SKEW_S = 60.0
+_OF_FURTHER_PODS = (AgentMethod.DRAIN, AgentMethod.JOIN_GANG)
+"""Methods for the other pods of the agent's instance."""
 
 
 class ServiceAccountTokens:
@@ -47,7 +49,8 @@ class ServiceAccountTokens:
         fetch_keys: Callable[[], Awaitable[Mapping[str, jwt.PyJWK]]] | None = None,
     ) -> None:
         """`accounts`: may call all methods, as `system:serviceaccount:NAMESPACE:NAME`. `peers`: may
-        ask for the health, and drain the agent from a further pod of its own `instance`."""
+        ask for the health, and drain the agent from a further pod of its own `instance`; only
+        they, in those pods, may join its data-parallel ranks."""
         self._accounts = frozenset(accounts)
         self._peers = frozenset(peers)
         self._further_pod = re.compile(re.escape(instance) + "-[0-9]+")
@@ -81,13 +84,13 @@ class ServiceAccountTokens:
         except (jwt.PyJWTError, ValueError, RecursionError):
             raise AuthenticationError("the token is not one of a service account") from None
         account = claims["sub"]
-        if account in self._accounts:
+        if account in self._accounts and method is not AgentMethod.JOIN_GANG:
             return
         if account not in self._peers:
             raise AuthenticationError(f"{account} has no access")
         if not (
             method is AgentMethod.HEALTH
-            or (method is AgentMethod.DRAIN and self._is_further_pod(claims))
+            or (method in _OF_FURTHER_PODS and self._is_further_pod(claims))
         ):
             raise AccessDeniedError(f"{account} may not call {method}")
 

@@ -26,6 +26,7 @@ from cleave_worker.agent.gang.gang_link import GangMember
 from cleave_worker.agent.instance import EnginePages, WorkerInstance, get_kv_direction
 from cleave_worker.agent.launch import (
     Boot,
+    MeetingPoint,
     build_engine_launch,
     create_boot_id,
     find_free_port,
@@ -110,10 +111,10 @@ class EngineSupervisor:
         timing = self._config.timing
         quick_deaths = 0
         while True:
-            rpc_port = await self._gang.wait_for_start() if self._gang else 0
+            meeting_point = await self._gang.wait_for_start() if self._gang else None
             started_at = clock()
             try:
-                await self._run_engine(rpc_port)
+                await self._run_engine(meeting_point)
             except EngineFault as fault:
                 if self._gang:
                     self._gang.report_lost()
@@ -124,10 +125,10 @@ class EngineSupervisor:
             quick_deaths = 0 if clock() - started_at >= timing.stable_after else quick_deaths + 1
             await asyncio.sleep(compute_restart_delay(max(0, quick_deaths - 1), timing))
 
-    async def _run_engine(self, rpc_port: int) -> None:
+    async def _run_engine(self, meeting_point: MeetingPoint | None) -> None:
         """Run one engine from start to end. Raises EngineFault."""
         with open_pages() as (folder, pages):
-            boot = self._create_boot(folder, rpc_port)
+            boot = self._create_boot(folder, meeting_point)
             url = _build_url(self._config.host, boot.engine_port)
             process = self._process = await EngineProcess.start(
                 build_engine_launch(self._config, boot, os.environ),
@@ -157,7 +158,7 @@ class EngineSupervisor:
                     process.kill()
                 await process.stop()
 
-    def _create_boot(self, folder: Path, rpc_port: int) -> Boot:
+    def _create_boot(self, folder: Path, meeting_point: MeetingPoint | None) -> Boot:
         host = self._config.host
         return Boot(
             boot_id=create_boot_id(self._config),
@@ -169,7 +170,7 @@ class EngineSupervisor:
             gpu=self._gpu,
             engine_key=create_key() if self._config.authenticates_callers else "",
             access_page=folder / "access",
-            rpc_port=rpc_port,
+            meeting_point=meeting_point,
         )
 
     async def _supervise(self, url: str, boot: Boot) -> None:

@@ -20,6 +20,7 @@ from cleave.manifests.labels import (
     REVISION,
     ROLE,
     Manifest,
+    get_agent_port,
     get_agent_port_name,
 )
 from cleave.manifests.quantity import parse_quantity
@@ -97,7 +98,9 @@ class ObservedPod:
     cell: int | None = None
     """Number of its cell, in a pool whose instances share nodes with others."""
     num_engines: int = 1
-    """Engines in this pod; several: it is a cell."""
+    """Engines in this pod that have an agent."""
+    further_agents: tuple[str, ...] = ()
+    """Of an instance: agents (host:port) in its other pods."""
     num_gpus: int = 0
     """GPUs that it requests."""
     instance: str = ""
@@ -132,6 +135,13 @@ class ObservedPod:
         return not self.ready and (
             not self.scheduled or bool(self.start_fault) or self.keeps_ending
         )
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Addresses (host:port) of its agents; empty without an address."""
+        host = f"[{self.ip}]" if ":" in self.ip else self.ip
+        own = (f"{host}:{get_agent_port(number)}" for number in range(self.num_engines))
+        return (*own, *self.further_agents) if host else ()
 
     @property
     def instance_name(self) -> str:
@@ -202,6 +212,8 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         deployment, pool = labels[DEPLOYMENT], labels[POOL]
     except (KeyError, ValueError):
         return None
+    # Further pods of an engine that spans nodes have no agent, those of data-parallel ranks do.
+    least_engines = 0 if labels.get(COMPONENT) == NODE_WORKER else 1
     conditions = _index_by_type(status)
     unplaced = conditions.get("PodScheduled", {})
     node = spec.get("nodeName", "")
@@ -227,12 +239,12 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         ip=status.get("podIP", ""),
         cell=int(labels[CELL]) if labels.get(CELL, "").isdigit() else None,
         instance=labels.get(INSTANCE, ""),
-        is_multi_node_worker=labels.get(COMPONENT) == NODE_WORKER,
+        is_multi_node_worker=labels.get(INSTANCE, meta["name"]) != meta["name"],
         set_name=labels.get(_SET_LABEL, ""),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
         last_end=_find_last_end(status),
         start_fault=find_start_fault(status),
-        num_engines=max(1, _count_agents(spec)),
+        num_engines=max(least_engines, _count_agents(spec)),
         num_gpus=_count_gpus(spec),
     )
 
@@ -300,6 +312,9 @@ def _merge_pods(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:
         scheduled=all(each.scheduled for each in group),
         unschedulable_reason=next(filter(None, (e.unschedulable_reason for e in group)), ""),
         deleting=any(each.deleting for each in group),
+        further_agents=tuple(
+            agent for each in group if each is not leader for agent in each.agents
+        ),
         restarts=max(each.restarts for each in group),
         last_end=max(group, key=lambda each: each.restarts).last_end,
         start_fault=next(filter(None, (each.start_fault for each in group)), ""),

@@ -12,7 +12,6 @@ from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import ObjectReference, OrderAdapters, Requeue
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.views import DeploymentView
-from cleave.manifests.labels import get_agent_port
 from cleave.policy.adapters import AdapterSource, hash_adapters
 from cleave.rpc.fleet_status import FleetInstance
 
@@ -35,10 +34,9 @@ def list_orders(view: DeploymentView) -> Iterator[OrderAdapters | Requeue]:
         if not (pod.is_alive and pod.ip):
             continue
         has_orders = True
-        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         yield OrderAdapters(
             ObjectReference("Pod", pod.namespace, pod.name, pod.uid),
-            agents=tuple(f"{host}:{get_agent_port(n)}" for n in range(pod.num_engines)),
+            agents=pod.agents,
             adapters=desired,
             generation=deployment.metadata.generation or 0,
             deployment=apply.build_reference(deployment),

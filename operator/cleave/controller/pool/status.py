@@ -9,7 +9,7 @@ from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.pool.unschedulable import CapacityProbe, SchedulingLimit
 from cleave.controller.rollout.planner import RolloutStep
 from cleave.controller.views import PoolInstances, PoolView
-from cleave.manifests.labels import COMPONENT, POOL, WORKER, Manifest
+from cleave.manifests.labels import COMPONENT, NODE_RANK, POOL, WORKER, Manifest
 
 
 def report(
@@ -25,7 +25,7 @@ def report(
         "serving": fleet.num_ready if view.serving is None else view.serving,
         "updated": len(fleet.new),
         # One pod per instance: further pods of an instance on several nodes do not count.
-        "selector": f"{POOL}={pool.name},{COMPONENT}={WORKER}",
+        "selector": f"{POOL}={pool.name},{COMPONENT}={WORKER},!{NODE_RANK}",
         "conditions": conditions.merge(before, now, pool.metadata.generation, view.now_s),
     }
     if limited.probe is not None:

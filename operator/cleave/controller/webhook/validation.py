@@ -138,11 +138,11 @@ def _list_missing_gpus(
             f"{path}.parallelism: an instance takes {parallelism.gpus} GPUs, all nodes together "
             f"have {gpus_by_kind[kind]} x {kind} now; instances will wait"
         )
-    elif parallelism.data > 1 and parallelism.gpus > largest[kind]:
+    elif parallelism.data > 1 and parallelism.gpus_per_engine > largest[kind]:
         yield (
-            f"{path}.parallelism: the data-parallel ranks of an instance take {parallelism.gpus} "
-            f"GPUs of one node, the largest node has {largest[kind]} x {kind} now; instances will "
-            "wait: use a smaller data size"
+            f"{path}.parallelism: a data-parallel rank takes {parallelism.gpus_per_engine} GPUs of "
+            f"one node, the largest node has {largest[kind]} x {kind} now; instances will wait: "
+            "use a smaller tensor or pipeline size"
         )
 
 

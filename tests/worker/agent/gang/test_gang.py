@@ -1,6 +1,7 @@
 """Data-parallel ranks: their common life as a decision, and with real agents."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import random
@@ -8,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -97,17 +98,45 @@ def test_an_engine_never_runs_beside_one_of_another_start(seed: int) -> None:
     assert len(set(running)) == 1
 
 
+def test_a_rank_that_has_left_stops_the_others_and_may_join_again() -> None:
+    gang = Gang(2)
+    gang.apply(0, Report.READY, 0)
+    assert gang.remove(0) is None
+    assert gang.apply(1, Report.READY, 0) is None
+    assert gang.join() is None
+    assert gang.apply(0, Report.READY, 0) == GangOrder(Order.START, 1)
+    assert gang.remove(1) == GangOrder(Order.STOP, 1)
+    assert gang.apply(0, Report.LOST, 1) is None
+    assert gang.apply(0, Report.READY, 1) is None
+    assert gang.apply(1, Report.READY, 0) == GangOrder(Order.START, 2)
+
+
+def test_the_others_drain_without_a_rank_that_has_left() -> None:
+    gang = Gang(3)
+    for rank in range(3):
+        gang.apply(rank, Report.READY, 0)
+    gang.apply(0, Report.DRAINS, 1)
+    gang.apply(0, Report.DRAINED, 1)
+    # Its engine computed for the two that still serve.
+    assert gang.remove(0) == GangOrder(Order.STOP, 1)
+    assert gang.join() == GangOrder(Order.DRAIN, 1)
+    assert gang.apply(1, Report.DRAINED, 1) is None
+    assert gang.remove(2) == GangOrder(Order.END, 1)
+    assert gang.remove(1) is None
+
+
 @dataclass
 class RunningRanks:
-    """Two data-parallel ranks with emulated engines, and their launcher."""
+    """Data-parallel ranks with emulated engines in one pod, and their launcher."""
 
     process: subprocess.Popen[bytes]
     host: str
     log: Path
+    ports: tuple[int, ...] = PORTS
 
     def healths(self) -> list[agent_pb2.HealthResponse]:
         found = []
-        for port in PORTS:
+        for port in self.ports:
             with grpc.insecure_channel(f"{self.host}:{port}") as channel:
                 stub = agent_pb2_grpc.AgentStub(channel)
                 found.append(stub.Health(agent_pb2.HealthRequest(), timeout=20))
@@ -150,8 +179,9 @@ def wait() -> Callable[..., None]:
     return until
 
 
-@pytest.fixture
-def ranks(tmp_path: Path, host: str, wait: Callable[..., None]) -> Iterator[RunningRanks]:
+def launch(log: Path, host: str, numbers: Sequence[int], *options: str) -> RunningRanks:
+    """Some of two ranks, as a pod."""
+    ports = PORTS[: len(numbers)]
     agents = [
         json.dumps(
             [
@@ -162,22 +192,130 @@ def ranks(tmp_path: Path, host: str, wait: Callable[..., None]) -> Iterator[Runn
                 *("--data-parallel-size", "2", "--data-parallel-rank", str(rank)),
             ]
         )
-        for rank, port in enumerate(PORTS)
+        for rank, port in zip(numbers, ports, strict=True)
     ]
     command = [sys.executable, "-m", "cleave_worker.agent.cell", "--host", host, "--port", "8999"]
-    log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*command, *agents], stdout=file, stderr=file, start_new_session=True
+            [*command, *options, *agents], stdout=file, stderr=file, start_new_session=True
         )
-    found = RunningRanks(process, host, log)
+    return RunningRanks(process, host, log, ports)
+
+
+def lose(pod: RunningRanks) -> None:
+    """Kill all processes of a pod, as the loss of its node does."""
+    os.killpg(pod.process.pid, signal.SIGKILL)
+    pod.process.wait(30)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, host: str, wait: Callable[..., None]) -> Iterator[RunningRanks]:
+    found = launch(tmp_path / "log", host, (0, 1))
     try:
         wait(found.are_ready)
         yield found
     finally:
-        process.kill()
-        process.wait(30)
-        print(log.read_text())
+        found.process.kill()
+        found.process.wait(30)
+        print(found.log.read_text())
+
+
+@dataclass
+class RunningPods:
+    """The two pods of an instance of two ranks."""
+
+    folder: Path
+    host: str
+    pods: list[RunningRanks] = field(default_factory=list)
+
+    def start_pod(self, rank: int) -> RunningRanks:
+        network, _, last = self.host.rpartition(".")
+        leader = ["--leader", f"{self.host}:8999"] if rank else []
+        host = f"{network}.{int(last) % 250 + rank}"
+        pod = launch(self.folder / f"log-{len(self.pods)}", host, (rank,), *leader)
+        self.pods.append(pod)
+        return pod
+
+
+@pytest.fixture
+def pods(tmp_path: Path, host: str, wait: Callable[..., None]) -> Iterator[RunningPods]:
+    network, _, last = host.rpartition(".")
+    found = RunningPods(tmp_path, f"{network}.{int(last) % 250}")
+    try:
+        # The leader's pod may come last.
+        further, leader = found.start_pod(1), found.start_pod(0)
+        wait(lambda: leader.are_ready() and further.are_ready())
+        yield found
+    finally:
+        for pod in found.pods:
+            with contextlib.suppress(ProcessLookupError):
+                lose(pod)
+            print(pod.log.read_text())
+
+
+def are_new(pods: Sequence[RunningRanks], boot_ids: set[str]) -> bool:
+    """Whether all engines are ready, and none of them has one of these boot ids."""
+    if not all(pod.are_ready() for pod in pods):
+        return False
+    return boot_ids.isdisjoint(each.boot_id for pod in pods for each in pod.registrations())
+
+
+def list_boots(pods: Sequence[RunningRanks]) -> set[str]:
+    return {each.boot_id for pod in pods for each in pod.registrations()}
+
+
+def test_ranks_of_two_pods_are_restarted_when_one_engine_dies(
+    pods: RunningPods, wait: Callable[..., None]
+) -> None:
+    further, leader = pods.pods
+    before = list_boots(pods.pods)
+    os.kill(further.find_engine(PORTS[0]), signal.SIGKILL)
+    wait(lambda: are_new(pods.pods, before))
+    (own,) = leader.registrations()
+    assert "another data-parallel rank was lost" in own.last_failure
+    assert own.data_parallel_size == 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_both_pods_of_an_instance_drain_when_one_is_deleted(pods: RunningPods, number: int) -> None:
+    pods.pods[number].process.send_signal(signal.SIGTERM)
+    assert [pod.process.wait(40) for pod in pods.pods] == [0, 0]
+    assert not any("Traceback" in pod.log.read_text() for pod in pods.pods)
+
+
+def test_ranks_wait_for_a_lost_pod_and_start_with_the_one_that_comes_back(
+    pods: RunningPods, wait: Callable[..., None]
+) -> None:
+    further, leader = pods.pods
+    before = list_boots(pods.pods)
+    lose(further)
+    wait(lambda: leader.registrations()[0].state == agent_pb2.STATE_STARTING)
+    again = pods.start_pod(1)
+    wait(lambda: are_new([leader, again], before))
+
+
+def test_a_pod_ends_without_the_first_one_which_keeps_the_ranks(pods: RunningPods) -> None:
+    further, leader = pods.pods
+    lose(leader)
+    assert further.process.wait(40) == 1
+    assert "the launcher of the data-parallel ranks is lost" in further.log.read_text()
+
+
+def test_a_pod_that_hangs_is_lost_after_some_seconds(
+    pods: RunningPods, wait: Callable[..., None]
+) -> None:
+    further, leader = pods.pods
+    # Beyond the pings that gRPC sends without data by default.
+    time.sleep(16)
+    os.killpg(further.process.pid, signal.SIGSTOP)
+    wait(lambda: leader.registrations()[0].state == agent_pb2.STATE_STARTING, 40)
+
+
+def test_a_pod_ends_when_the_first_one_hangs(pods: RunningPods) -> None:
+    further, leader = pods.pods
+    time.sleep(16)
+    os.killpg(leader.process.pid, signal.SIGSTOP)
+    assert further.process.wait(60) == 1
 
 
 def test_the_death_of_one_engine_restarts_those_of_all_ranks(
@@ -236,7 +374,7 @@ def test_ranks_end_when_their_launcher_is_killed(ranks: RunningRanks, all_gone) 
     engines = [ranks.find_engine(port) for port in PORTS]
     ranks.process.kill()
     all_gone([*agents, *engines])
-    assert "the launcher of the data-parallel ranks has ended" in ranks.log.read_text()
+    assert "the launcher of the data-parallel ranks is lost" in ranks.log.read_text()
     assert "Traceback" not in ranks.log.read_text()
 
 

@@ -1,40 +1,34 @@
 """The common life of an instance's data-parallel ranks: when their engines start and end. Pure.
 
-Used by `agent.cell`, which starts the agents of all ranks and hears their reports over
-`gang_link`. vLLM's ranks compute in step, through collective operations. When one engine
-ends, the others fail or wait in their next step, and a single engine cannot join them again. So no
-engine starts before those of all ranks have ended, all stop when one is lost, and one whose
-requests have finished stays until those of the others have.
+Used by `agent.cell`, which hears the agents of all ranks over `gang_link`. vLLM's ranks compute in
+step, through collective operations. When one engine ends, the others fail or wait in their next
+step, and a single engine cannot join them again. So no engine starts before those of all ranks have
+ended, all stop when one is lost, and one whose requests have finished stays until those of the
+others have.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum
+
+from cleave.rpc.v1 import gang_pb2
 
 
-class Report(StrEnum):
-    """What the agent of a rank reports."""
+class Report(IntEnum):
+    """What the agent of a rank reports; gang.proto says what each means."""
 
-    READY = "ready"
-    """Its engine may start; none of it runs."""
-    LOST = "lost"
-    """Its engine has ended, or has to."""
-    DRAINS = "drains"
-    """It takes no new requests any more."""
-    DRAINED = "drained"
-    """Its last requests have finished, or its time for that is over."""
+    READY = gang_pb2.RANK_EVENT_READY
+    LOST = gang_pb2.RANK_EVENT_LOST
+    DRAINS = gang_pb2.RANK_EVENT_DRAINS
+    DRAINED = gang_pb2.RANK_EVENT_DRAINED
 
 
-class Order(StrEnum):
-    """What the agents of all ranks have to do."""
+class Order(IntEnum):
+    """What the agents of all ranks have to do; gang.proto says what each means."""
 
-    START = "start"
-    """Start the engine."""
-    STOP = "stop"
-    """Stop the engine of this start; the next one comes with a new START."""
-    DRAIN = "drain"
-    """Take no new requests any more."""
-    END = "end"
-    """End: all ranks are drained."""
+    START = gang_pb2.RANK_COMMAND_START
+    STOP = gang_pb2.RANK_COMMAND_STOP
+    DRAIN = gang_pb2.RANK_COMMAND_DRAIN
+    END = gang_pb2.RANK_COMMAND_END
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +44,16 @@ class Gang:
     """The ranks of one instance."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self._start = 0
         self._is_running = False
         self._ready: set[int] = set()
         self._is_draining = False
         self._drained: set[int] = set()
+
+    def join(self) -> GangOrder | None:
+        """Return the order to a rank that has just joined; None: there is none."""
+        return GangOrder(Order.DRAIN, self._start) if self._is_draining else None
 
     def apply(self, rank: int, report: Report, start: int) -> GangOrder | None:
         """Apply the report of a rank about the common start `start`; return the order that follows,
@@ -70,9 +68,21 @@ class Gang:
             case Report.DRAINED:
                 return self._add_drained(rank)
 
+    def remove(self, rank: int) -> GangOrder | None:
+        """Apply that a rank's agent has ended, or cannot be reached any more; return the order that
+        follows, None: none does. The rank may join again."""
+        self._ready.discard(rank)
+        if self._is_draining:
+            if len(self._drained) == self.size:
+                return None
+            # Nothing is left of it that others could wait for.
+            if order := self._add_drained(rank):
+                return order
+        return self._stop(self._start)
+
     def _add_ready(self, rank: int) -> GangOrder | None:
         self._ready.add(rank)
-        if len(self._ready) < self._size:
+        if len(self._ready) < self.size:
             return None
         self._ready.clear()
         self._start += 1
@@ -93,4 +103,4 @@ class Gang:
 
     def _add_drained(self, rank: int) -> GangOrder | None:
         self._drained.add(rank)
-        return GangOrder(Order.END, self._start) if len(self._drained) == self._size else None
+        return GangOrder(Order.END, self._start) if len(self._drained) == self.size else None

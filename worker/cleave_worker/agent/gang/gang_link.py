@@ -1,66 +1,91 @@
-"""The connection between the agent of a data-parallel rank and the launcher of all ranks.
+"""The connection between the agents of data-parallel ranks and the launcher that keeps them.
 
-`agent.cell` makes a pair of sockets for each rank and gives one of them to the rank's agent. Over
-it go lines of JSON: reports of the agent, orders of the launcher (`gang`). A closed
-connection means that the other side has ended.
+Each agent has one stream of the service `Gang` with the launcher of the instance's first pod
+(`agent.cell`), which may be on another node: reports of the agent, orders of the launcher (`gang`).
+A stream that has ended means that the other side has, or cannot be reached: gRPC's pings find that
+out within 15 seconds. A rank whose stream has ended is lost, and an agent without one
+ends; its container starts again, and joins again.
 """
 
 import asyncio
 import contextlib
-import json
+import hmac
 import logging
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
+import grpc
+
+from cleave.rpc.channel import dial
+from cleave.rpc.credentials import METADATA_KEY, SCHEME, build_metadata
+from cleave.rpc.v1 import gang_pb2, gang_pb2_grpc
+from cleave_worker.agent.authentication import AgentMethod, Authenticator
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.gang.gang import Gang, GangOrder, Order, Report
+from cleave_worker.agent.launch import MeetingPoint
 
 _log = logging.getLogger(__name__)
-_LINE_BYTES = 4096
-"""Limit of a line; they have about 50 bytes."""
+
+_PINGS = (
+    ("grpc.keepalive_time_ms", 5_000),
+    # gRPC 1.85 waits a minute where only the first of both is set.
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    # Nothing else is sent for hours; gRPC would send two pings only.
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_CLIENT_OPTIONS = (
+    *_PINGS,
+    # The launcher may start later, and its name may resolve later.
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+)
+SERVER_OPTIONS = (
+    *_PINGS,
+    # A server closes connections that ping more often than every five minutes.
+    ("grpc.http2.max_ping_strikes", 0),
+)
+"""Options of the server with the service `Gang`."""
+
+_Context = grpc.aio.ServicerContext[gang_pb2.RankReport, gang_pb2.RankOrder]
+_Orders = asyncio.Queue[gang_pb2.RankOrder | None]
+"""What goes to one rank; None: its stream is over."""
 
 
 class GangLost(ConnectionError):  # noqa: N818
-    """The launcher has ended, and with it the other ranks."""
+    """The launcher has ended or is out of reach, and with it the other ranks."""
 
 
 class GangMember:
     """The agent's side."""
 
-    def __init__(self, descriptor: int, on_drain: Callable[[], None]) -> None:
-        """`descriptor`: of the socket; `on_drain`: called when the rank has to drain."""
-        self._socket = socket.socket(fileno=descriptor)
-        # Engines must not hold it open.
-        self._socket.set_inheritable(False)
+    def __init__(self, config: AgentConfig, on_drain: Callable[[], None]) -> None:
+        """`on_drain`: called when the rank has to drain."""
+        self._config = config
         self._on_drain = on_drain
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._reports: asyncio.Queue[gang_pb2.RankReport] = asyncio.Queue()
+        self._following: asyncio.Task[None] | None = None
         self._start = 0
-        self._rpc_port = 0
-        self._is_stopped = self._has_ended = self._is_lost = False
+        self._meeting_point = MeetingPoint("", 0)
+        self._is_connected = self._is_stopped = self._has_ended = False
+        self._fault = ""
         self._changed = asyncio.Event()
 
-    async def open(self) -> None:
-        """Begin to read orders."""
-        reader, self._writer = await asyncio.open_unix_connection(
-            sock=self._socket, limit=_LINE_BYTES
-        )
-        self._reading = asyncio.create_task(self._read(reader))
+    def open(self) -> None:
+        """Begin to join, and to follow orders."""
+        self._following = asyncio.create_task(self._receive_orders())
 
     def close(self) -> None:
-        """Stop reading, and close the connection."""
-        if self._reading is not None:
-            self._reading.cancel()
-        if self._writer is not None:
-            self._writer.close()
+        """Leave."""
+        if self._following is not None:
+            self._following.cancel()
 
-    async def wait_for_start(self) -> int:
-        """Wait until the engines of all ranks may start; return the port of rank 0's vLLM for the
-        other ranks. Bounded by the launcher's life. Raises GangLost."""
+    async def wait_for_start(self) -> MeetingPoint:
+        """Wait until the engines of all ranks may start; return where they meet. Bounded by the
+        launcher's life. Raises GangLost."""
         before = self._start
         self._report(Report.READY)
         await self._wait_until(lambda: self._start > before)
-        return self._rpc_port
+        return self._meeting_point
 
     async def wait_for_stop(self) -> None:
         """Return when the engine of the present start has to stop. Raises GangLost."""
@@ -75,36 +100,62 @@ class GangMember:
         self._report(Report.DRAINS)
 
     async def finish_drain(self, seconds: float) -> None:
-        """Report that the rank is drained, and wait until all are, at most `seconds`."""
+        """Report that the rank is drained, and wait until all are, at most `seconds`. One that has
+        never joined has no engine that others need."""
         self._report(Report.DRAINED)
+        if not self._is_connected:
+            return
         with contextlib.suppress(TimeoutError, GangLost):
             async with asyncio.timeout(seconds):
                 await self._wait_until(lambda: self._has_ended)
 
     def _report(self, report: Report) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(_encode({"report": report, "start": self._start}))
+        rank, start = self._config.data_parallel_rank, self._start
+        message = gang_pb2.RankReport(rank=rank, event=report.value, start=start)
+        self._reports.put_nowait(message)
 
     async def _wait_until(self, is_met: Callable[[], bool]) -> None:
         while not is_met():
-            if self._is_lost:
-                raise GangLost("the launcher of the data-parallel ranks has ended")
+            if self._fault:
+                raise GangLost(self._fault)
             await self._changed.wait()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _receive_orders(self) -> None:
+        launcher, seconds = self._config.gang, self._config.timing.start_timeout
         try:
-            while line := await reader.readline():
-                message = json.loads(line)
-                self._apply(GangOrder(Order(message["order"]), message["start"]), message)
+            async with dial(launcher, _CLIENT_OPTIONS) as channel:
+                async with asyncio.timeout(seconds):
+                    await channel.channel_ready()
+                self._is_connected = True
+                stub = gang_pb2_grpc.GangStub(channel)
+                orders = stub.Join(self._list_reports(), metadata=self._build_metadata())
+                async for order in orders:
+                    self._apply(order)
+            self._fault = "the launcher of the data-parallel ranks has ended"
+        except ValueError as error:
+            self._fault = f"the launcher of the data-parallel ranks is of another version: {error}"
+        except TimeoutError:
+            self._fault = (
+                f"no launcher of the data-parallel ranks at {launcher} within {seconds:g} s"
+            )
+        except grpc.aio.AioRpcError as error:
+            self._fault = f"the launcher of the data-parallel ranks is lost: {error.details()}"
         finally:
-            self._is_lost = True
             self._notify()
 
-    def _apply(self, order: GangOrder, message: dict[str, int]) -> None:
-        match order.kind:
+    async def _list_reports(self) -> AsyncIterator[gang_pb2.RankReport]:
+        while True:
+            yield await self._reports.get()
+
+    def _build_metadata(self) -> tuple[tuple[str, str], ...]:
+        key = self._config.gang_key
+        return ((METADATA_KEY, f"{SCHEME}{key}"),) if key else build_metadata()
+
+    def _apply(self, order: gang_pb2.RankOrder) -> None:
+        match Order(order.command):
             case Order.START:
-                self._start, self._rpc_port = order.start, message["rpc_port"]
-                self._is_stopped = False
+                self._start, self._is_stopped = order.start, False
+                self._meeting_point = MeetingPoint(order.host, order.port)
             case Order.STOP:
                 self._is_stopped = order.start == self._start
             case Order.DRAIN:
@@ -120,54 +171,102 @@ class GangMember:
 
 def make_member(config: AgentConfig, on_drain: Callable[[], None]) -> GangMember | None:
     """Return the connection of an agent to the launcher of all ranks; None: there are no others."""
-    return GangMember(config.gang_fd, on_drain) if config.gang_fd >= 0 else None
+    return GangMember(config, on_drain) if config.gang else None
 
 
-class GangServer:
+class GangAuthenticator:
+    """Accepts the launcher's own agents by the key that it has given them, which needs no API
+    server, and those of the instance's other pods as its agents accept callers."""
+
+    def __init__(self, key: str, others: Authenticator) -> None:
+        self._key = key
+        self._others = others
+
+    async def verify(self, token: str, method: AgentMethod) -> None:
+        """Raises AuthenticationError, AccessDeniedError."""
+        if not hmac.compare_digest(token.encode(), self._key.encode()):
+            await self._others.verify(token, method)
+
+
+class GangServer(gang_pb2_grpc.GangServicer):
     """The launcher's side: applies the reports of all ranks, and sends the orders."""
 
-    def __init__(self, size: int, find_port: Callable[[], int]) -> None:
-        """`find_port`: returns a free port, for each start another one."""
+    def __init__(self, size: int, choose_meeting_point: Callable[[], MeetingPoint]) -> None:
+        """`choose_meeting_point`: called for each start; returns another port each time."""
         self._gang = Gang(size)
-        self._find_port = find_port
-        self._writers: list[asyncio.StreamWriter] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._choose_meeting_point = choose_meeting_point
+        self._orders: dict[int, _Orders] = {}
 
-    async def open(self, sockets: Sequence[socket.socket]) -> None:
-        """Begin to hear the ranks, by number."""
-        for rank, own in enumerate(sockets):
-            reader, writer = await asyncio.open_unix_connection(sock=own, limit=_LINE_BYTES)
-            self._writers.append(writer)
-            self._tasks.append(asyncio.create_task(self._receive(rank, reader)))
+    async def Join(  # noqa: N802
+        self, requests: AsyncIterator[gang_pb2.RankReport], context: _Context
+    ) -> AsyncIterator[gang_pb2.RankOrder]:
+        """Follow one rank until its agent, or a newer one of the rank, ends this."""
+        reports = aiter(requests)
+        first = await anext(reports, None)
+        if first is None:
+            return
+        rank, size = first.rank, self._gang.size
+        if rank >= size:
+            fault = f"rank {rank} is not one of the instance's {size} data-parallel ranks"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
+        orders = self._join(rank)
+        receiving = asyncio.create_task(self._receive_reports(first, reports, orders))
+        try:
+            while (order := await orders.get()) is not None:
+                yield order
+        finally:
+            receiving.cancel()
+            if self._orders.get(rank) is orders:
+                del self._orders[rank]
+                self._remove(rank)
 
-    def close(self) -> None:
-        """Close all connections."""
-        for task in self._tasks:
-            task.cancel()
-        for writer in self._writers:
-            writer.close()
+    def _join(self, rank: int) -> _Orders:
+        if previous := self._orders.pop(rank, None):
+            previous.put_nowait(None)
+            self._remove(rank)
+        orders = self._orders[rank] = asyncio.Queue()
+        _log.info(
+            "data-parallel rank %d has joined: %d of %d", rank, len(self._orders), self._gang.size
+        )
+        if order := self._gang.join():
+            orders.put_nowait(self._build_message(order))
+        return orders
 
-    async def _receive(self, rank: int, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(ConnectionError):
-            while line := await reader.readline():
-                message = json.loads(line)
-                order = self._gang.apply(rank, Report(message["report"]), message["start"])
-                if order is not None:
-                    _log.info("data-parallel ranks: %s %d, after rank %d", *_describe(order), rank)
-                    self._send(order)
+    def _remove(self, rank: int) -> None:
+        self._send(self._gang.remove(rank), f"rank {rank} has left")
 
-    def _send(self, order: GangOrder) -> None:
-        message: dict[str, object] = {"order": order.kind, "start": order.start}
+    async def _receive_reports(
+        self,
+        first: gang_pb2.RankReport,
+        reports: AsyncIterator[gang_pb2.RankReport],
+        orders: _Orders,
+    ) -> None:
+        rank = first.rank
+        try:
+            self._apply(rank, first)
+            async for report in reports:
+                self._apply(rank, report)
+        except ValueError as error:
+            _log.warning("data-parallel rank %d is of another version: %s", rank, error)
+        finally:
+            orders.put_nowait(None)
+
+    def _apply(self, rank: int, report: gang_pb2.RankReport) -> None:
+        event = Report(report.event)
+        order = self._gang.apply(rank, event, report.start)
+        self._send(order, f"rank {rank} reports {event.name.lower()}")
+
+    def _send(self, order: GangOrder | None, reason: str) -> None:
+        if order is None:
+            return
+        _log.info("data-parallel ranks: %s %d, as %s", order.kind.name.lower(), order.start, reason)
+        message = self._build_message(order)
+        for orders in self._orders.values():
+            orders.put_nowait(message)
+
+    def _build_message(self, order: GangOrder) -> gang_pb2.RankOrder:
+        message = gang_pb2.RankOrder(command=order.kind.value, start=order.start)
         if order.kind is Order.START:
-            message["rpc_port"] = self._find_port()
-        for writer in self._writers:
-            if not writer.is_closing():
-                writer.write(_encode(message))
-
-
-def _describe(order: GangOrder) -> tuple[str, int]:
-    return order.kind.value, order.start
-
-
-def _encode(message: dict[str, object]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+            point = self._choose_meeting_point()
+            message.host, message.port = point.host, point.port
+        return message
