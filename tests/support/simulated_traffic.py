@@ -21,7 +21,7 @@ from cleave.traffic.workload import Demand
 from tests.support.emulated_chat import chat
 from tests.support.traffic_windows import observe
 
-NUM_REQUESTS = 3_000
+MIN_REQUESTS, MIN_S = 3_000, 250.0
 
 
 def ask(disaggregation: str = "Auto", rate: float = 12.0, **spec) -> Problem:
@@ -57,13 +57,13 @@ class Play:
         if self.running is None:
             self.running = plan(self.problem)
 
-    def serve(
-        self, demand: Demand | None = None, num_requests: int = NUM_REQUESTS
-    ) -> list[TrafficWindow]:
-        """Simulate `num_requests` requests; return their traffic windows."""
+    def serve(self, demand: Demand | None = None) -> list[TrafficWindow]:
+        """Simulate requests for some minutes; return their traffic windows."""
         real = replace(self.problem, estimator=apply_correction(self.problem.estimator, self.truth))
         fleet = build_fleet(real, self.running, build_placement(real, self.running))
-        drawn = (demand or self.problem.demand).draw(num_requests, seed=int(self.now_s) + 1)
+        demand = demand or self.problem.demand
+        num_requests = max(MIN_REQUESTS, round(MIN_S * demand.rate))
+        drawn = demand.draw(num_requests, seed=int(self.now_s) + 1)
         windows = observe(drawn, simulate(fleet, drawn), self.problem.slo, self.now_s)
         self.now_s = windows[-1].end_s
         return windows

@@ -41,21 +41,23 @@ def draw(demand: Demand, num: int, start_s: float = 0.0, seed: int = 0) -> Itera
 def observe(
     trace: Trace, outcome: SimulationResult, slo: Slo, start_s: float = 0.0
 ) -> list[TrafficWindow]:
-    """The gateways' metrics of a simulated fleet; requests count in the period of their arrival."""
+    """The gateways' metrics of a simulated fleet until the last arrival: requests count when they
+    end."""
+    ttft_ms, tpot_ms, end_ms = outcome.ttft_ms, outcome.tpot_ms, outcome.end_ms
+    met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
     windows = []
     for number, arrived in enumerate(_split(trace, int(trace.arrival_ms[-1] / 1000 / PERIOD_S))):
-        ttft_ms, tpot_ms = outcome.ttft_ms[arrived], outcome.tpot_ms[arrived]
-        met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
+        ended = np.floor(end_ms / 1000 / PERIOD_S) == number
         window = TrafficWindow(
             end_s=start_s + (number + 1) * PERIOD_S,
             length_s=PERIOD_S,
             num_requests=float(arrived.stop - arrived.start),
-            prompts=count(trace.prompt_tokens[arrived], LENGTH_BOUNDS),
-            outputs=count(trace.output_tokens[arrived], LENGTH_BOUNDS),
-            ttft=count(ttft_ms / 1000, TTFT_BOUNDS_S),
-            tpot=count(tpot_ms[trace.output_tokens[arrived] > 1] / 1000, TPOT_BOUNDS_S),
-            measured=float(len(met)),
-            attained=float(np.count_nonzero(met)),
+            prompts=count(trace.prompt_tokens[ended], LENGTH_BOUNDS),
+            outputs=count(trace.output_tokens[ended], LENGTH_BOUNDS),
+            ttft=count(ttft_ms[ended] / 1000, TTFT_BOUNDS_S),
+            tpot=count(tpot_ms[ended & (trace.output_tokens > 1)] / 1000, TPOT_BOUNDS_S),
+            measured=float(np.count_nonzero(ended)),
+            attained=float(np.count_nonzero(met & ended)),
         )
         windows.append(window)
     return windows

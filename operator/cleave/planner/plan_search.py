@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cleave.api.engine import Connector
 from cleave.api.planning import Affinity, Disaggregation, Objective
 from cleave.planner.placement import PlanError
-from cleave.planner.plan import Plan, PlanningResult, PlanVerdict
+from cleave.planner.plan import PlanningResult, PlanVerdict
 from cleave.planner.problem import Problem
 from cleave.planner.result import md1, verdict
 from cleave.planner.result.nearest_slo import find_nearest_slo
@@ -227,18 +227,8 @@ def _list_warnings(problem: Problem, finalists: Sequence[PredictedPlan]) -> tupl
     return (
         *problem.notes,
         *(warning for each in finalists for warning in _list_simulation_warnings(each)),
-        *(warning for each in finalists[:1] for warning in _list_unsimulated(each.plan)),
         *(warning for each in finalists[:1] for warning in md1.list_disagreements(each)),
     )
-
-
-def _list_unsimulated(plan: Plan) -> Iterator[str]:
-    """What gateways do only because of this plan, found after its simulation."""
-    if tokens := plan.whole_below_tokens:
-        yield (
-            f"not simulated: prompts of up to {tokens:,} tokens that {format_plan(plan)} leaves to "
-            "decode instances while prefill instances have more to compute"
-        )
 
 
 def _list_simulation_warnings(finalist: PredictedPlan) -> Iterator[str]:

@@ -50,7 +50,7 @@ def test_a_wrong_model_is_reported_and_corrected_at_the_first_review(
     assert not found.holds
     assert found.correction.prefill == pytest.approx(truth.prefill, rel=0.12)
     assert found.correction.decode == pytest.approx(truth.decode, rel=0.12)
-    assert 2_000 < found.correction.num_requests < 3_000
+    assert 1_500 < found.correction.num_requests < 3_000
 
 
 def test_short_prompts_on_decode_instances_do_not_look_like_fast_prefill_instances() -> None:
@@ -85,14 +85,14 @@ def test_part_of_a_window_is_simulated_where_its_prompts_have_too_many_blocks(mo
 
 def test_each_figure_is_shown_with_its_error() -> None:
     play = Play(ask("Always"), Correction(2.0, 1.0))
-    play.running = replace(play.running, whole_below_tokens=0)
     found = assess_play(play)
     ttft, tpot = found.comparisons[:2], found.comparisons[2:]
     assert [each.name for each in found.comparisons] == [
         "P50 TTFT", "P90 TTFT", "P50 TPOT", "P90 TPOT",
     ]  # fmt: skip
-    assert all(each.exceeds_threshold and each.error > 1 for each in ttft)
-    assert all(not each.exceeds_threshold and abs(each.error) < 0.1 for each in tpot)
+    assert all(each.exceeds_threshold and each.error > 0.5 for each in ttft)
+    # Decode instances compute short prompts, which take twice as long, too.
+    assert all(not each.exceeds_threshold and 0.1 < each.error < 0.25 for each in tpot)
     assert "TTFT" in found.reason
     assert "ms were predicted; step times corrected by x" in found.reason
 
@@ -151,6 +151,17 @@ def test_latencies_beside_a_batch_say_nothing_of_the_model() -> None:
         assert (found.correction == NO_CORRECTION) is not is_assessed
 
 
+@pytest.mark.parametrize("start_s", [0.0, 5.0, 10.0, 15.0])
+def test_reviews_near_saturation_stay_where_they_are_right(start_s: float) -> None:
+    """Decode instances are full for a while and free again: that is no error of prompts' times."""
+    play = Play(ask("Always"), correction=Correction(1.3, 1.3), now_s=start_s)
+    for _ in range(3):
+        found = assess_play(play, demand=play.problem.demand.with_rate(18.0))
+        play.correction = found.correction
+    assert play.correction.prefill == pytest.approx(1.0, abs=0.1)
+    assert play.correction.decode == pytest.approx(1.0, abs=0.05)
+
+
 def test_pools_that_lend_are_foreseen_to_lend() -> None:
     play = Play(ask("Always"))
     windows = play.serve(play.problem.demand.with_rate(24.0))
@@ -168,17 +179,18 @@ def test_what_fails_by_the_model_and_in_fact_says_nothing_of_the_model() -> None
     assert found.reason == "latencies are changing, so the prediction is not assessed"
 
 
-@pytest.mark.parametrize("lends", [False, True])
-def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(lends) -> None:
+@pytest.mark.parametrize(("lends", "rate"), [(False, 18.0), (True, 20.0), (True, 24.0)])
+def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(
+    lends: bool, rate: float
+) -> None:
     """Else it would find every plan failing, the one that runs among them, and stay."""
     play = Play(ask("Always"))
     flipping = build_thresholds(800) if lends else None
-    # Short prompts on decode instances would hide most of the prefill instances' times.
-    play.running = replace(play.running, flipping=flipping, whole_below_tokens=0)
+    assert play.running.whole_below_tokens > 0
+    play.running = replace(play.running, flipping=flipping)
     play.correction = Correction(1.3, 1.3)
-    found = assess_play(play, demand=play.problem.demand.with_rate(20.0))
+    found = assess_play(play, demand=play.problem.demand.with_rate(rate))
     assert found.attainment < 0.4
     assert not found.holds
-    # Where roles flip, prompts wait as long as they may, so that waits say less of their times.
-    assert found.correction.prefill == pytest.approx(1.0, abs=0.16 if lends else 0.08)
+    assert found.correction.prefill == pytest.approx(1.0, abs=0.08)
     assert found.correction.decode == pytest.approx(1.0, abs=0.08)

@@ -1,16 +1,20 @@
-"""Predictions: which prompts a plan lets decode instances compute."""
+"""Predictions of what is deployed, and which prompts a plan lets decode instances compute."""
 
 from dataclasses import replace
 
 from cleave.api.deployment import Slo
 from cleave.perf.timing import PromptChunk
 from cleave.planner.problem import Problem
+from cleave.planner.replan.replay import RunningPlan, build_fleet, build_placement
 from cleave.planner.result import prediction
+from cleave.planner.search import capacity_bound
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Trials
 from cleave.simulator.run import simulate
 
-from tests.support.known_problems import blog, of_size, split, whole
+from tests.support.known_problems import blog, chat, of_size, split, whole
+from tests.support.known_problems import problem as known_problem
 
 
 def find(problem: Problem, draft: CandidatePlacement) -> int:
@@ -48,3 +52,30 @@ def test_a_tighter_target_lets_fewer_prompts_through() -> None:
 def test_a_plan_without_a_split_has_no_use_for_it() -> None:
     problem = blog()
     assert find(problem, whole(problem, of_size(problem))) == 0
+
+
+def test_a_plan_is_predicted_with_the_threshold_that_it_is_deployed_with() -> None:
+    problem = known_problem(chat(6.0))
+    draft = one_of_each(problem)
+    search = SearchContext.from_problem(problem)
+    plan = prediction.predict(search, draft, "Algorithm 1").plan
+    assert plan.whole_below_tokens > 0
+    running = RunningPlan(plan.pools).change_plan(plan)
+    deployed = build_fleet(problem, running, build_placement(problem, running))
+    span = search.trials.compute_span(problem.rate, search.targets)
+    served, without = (
+        search.trials.measure_shares(fleet, problem.rate, search.targets, span).both
+        for fleet in (deployed, replace(deployed, short_prompt_tokens=0))
+    )
+    assert plan.prediction.attainment == served != without
+
+
+def test_prompts_that_decode_instances_compute_raise_the_bound_of_the_rate() -> None:
+    """Else the goodput of a plan whose prefill instances are full would be cut off."""
+    problem = known_problem(chat(6.0))
+    one = of_size(problem)
+    fleet = build_cell(problem, split(problem, one, 1, one, 8))
+    lengths = Trials(problem.demand).get_lengths()
+    bound = capacity_bound.compute_fleet_rate(fleet, lengths)
+    sharing = replace(fleet, short_prompt_tokens=512)
+    assert capacity_bound.compute_fleet_rate(sharing, lengths) > bound

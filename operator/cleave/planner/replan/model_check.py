@@ -6,7 +6,9 @@ saturation a small error of the step times is a large one of the TTFT, so an err
 slightly longer or shorter steps do not explain it; and latencies contain queueing, so the step
 times of both phases cannot be read from them. The correction is therefore found by simulation: it
 is the one with which the same fleet under the same traffic shows the observed latencies, decode by
-the time per token, prefill by the time to the first token.
+the time per token, prefill by the time to the first token. Near saturation decode instances are
+full for some tens of seconds and free again, by chance, and the TTFT of such times says nothing of
+prompts. So the TTFT is that of a usual part of the observation: the median of parts.
 """
 
 import math
@@ -130,7 +132,9 @@ def assess(
     """
     settled = list_settled(windows, settle_s)
     observed = join_windows(settled) if settled else TrafficWindow(0.0, 0.0, 0.0)
-    model = ReplayModel(problem, running_plan, observed.length_s)
+    parts = _cut_into_parts(settled)
+    lead_s = settled[0].start_s - windows[0].start_s if settled else 0.0
+    model = ReplayModel(problem, running_plan, observed.length_s, lead_s, len(parts))
     is_enough = min(observed.ttft.num, observed.tpot.num) >= MIN_RESPONSES
     is_shared = observed.flex_share > _MAX_FLEX_SHARE
     expected = model.simulate(correction) if is_enough and not is_shared else None
@@ -147,7 +151,8 @@ def assess(
             return ModelAssessment(found, expected.attainment, correction)
     if expected.is_overloaded and _is_late(model, observed):
         found = tuple(each if each.name.endswith("TPOT") else each.exclude() for each in found)
-    fitted = _fit_correction(model, observed, correction)
+    shares_steps = expected.is_flipping or all(p.role is Role.MIXED for p in running_plan.pools)
+    fitted = _fit_correction(model, observed, parts, correction, shares_steps)
     is_wrong = is_better or any(each.exceeds_threshold for each in found)
     weight = 1.0 if is_wrong else _PARTIAL_WEIGHT
     corrected = _apply_correction(correction, fitted, weight, observed)
@@ -179,11 +184,32 @@ def _compare(
             yield Comparison(f"P{quantile * 100:.0f} {name}", middle, observed_ms, is_beyond)
 
 
-def _fit_correction(model: ReplayModel, observed: TrafficWindow, start: Correction) -> Correction:
-    """The correction with which simulation and observation match, at most one step from `start`."""
-    tpot_s, middle = observed.tpot.mean or 0.0, _compute_log_center(observed.ttft)
-    # Where both phases share steps, the time per token depends on both, so they scale together.
-    is_disaggregated = any(pool.role is Role.DECODE for pool in model.running_plan.pools)
+def _cut_into_parts(windows: Sequence[TrafficWindow]) -> list[TrafficWindow]:
+    """Joined until each has enough responses to show a TTFT; all together where there are few."""
+    parts: list[TrafficWindow] = []
+    for window in windows:
+        if parts and parts[-1].ttft.num < MIN_RESPONSES:
+            parts[-1] = join_windows([parts[-1], window])
+        else:
+            parts.append(window)
+    if len(parts) > 1 and parts[-1].ttft.num < MIN_RESPONSES:
+        parts[-2:] = [join_windows(parts[-2:])]
+    return parts
+
+
+def _fit_correction(
+    model: ReplayModel,
+    observed: TrafficWindow,
+    parts: Sequence[TrafficWindow],
+    start: Correction,
+    shares_steps: bool,
+) -> Correction:
+    """The correction with which simulation and observation match, at most one step from `start`.
+
+    With `shares_steps`, most iterations compute both phases. The time per token then depends on
+    both factors, so they scale together before prefill is fitted alone.
+    """
+    tpot_s, middle = observed.tpot.mean or 0.0, _compute_usual_center(each.ttft for each in parts)
     ratio = start.prefill / start.decode
     fitted = start
     for _ in range(_ITERATIONS):
@@ -192,7 +218,7 @@ def _fit_correction(model: ReplayModel, observed: TrafficWindow, start: Correcti
             factor: float, prefill: float = fitted.prefill, ratio: float = ratio
         ) -> Correction:
             shared = latency_correction.clamp_factor(factor * ratio)
-            return replace(start, decode=factor, prefill=prefill if is_disaggregated else shared)
+            return replace(start, decode=factor, prefill=shared if shares_steps else prefill)
 
         fitted = _bisect(
             scale_decode,
@@ -254,8 +280,16 @@ def _apply_correction(
 
 
 def _compute_ttft_center(simulated: SimulatedWindow, observed: TrafficWindow) -> float:
-    values = (simulated.ttft_ms / 1000).tolist()
-    return _compute_log_center(Buckets.from_values(values, observed.ttft.bounds))
+    order = np.argsort(simulated.part, kind="stable")
+    starts = np.flatnonzero(np.diff(simulated.part[order])) + 1
+    parts = np.split(simulated.ttft_ms[order] / 1000, starts)
+    bounds = observed.ttft.bounds
+    return _compute_usual_center(Buckets.from_values(each.tolist(), bounds) for each in parts)
+
+
+def _compute_usual_center(parts: Iterable[Buckets]) -> float:
+    """The median part's mean of logarithms."""
+    return float(np.median([_compute_log_center(each) for each in parts]))
 
 
 def _compute_log_center(buckets: Buckets) -> float:

@@ -2,10 +2,11 @@
 
 Called by the model check. What is hard: for a while after a change of traffic the fleet is in
 transition, and a steady-state simulation shows other latencies than can have been observed yet. The
-simulation therefore begins where the traffic began, as far as that is known: with a fleet that has
-just filled, and it counts only requests that ended within the observed time.
+simulation therefore begins where the traffic began, as far as that is known, and it counts only
+requests that ended within the observed time.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -67,18 +68,21 @@ class SimulatedWindow:
     long the overload has lasted."""
     is_flipping: bool
     """Whether instances flipped roles; latencies then depend on which were flipped at the time."""
+    part: Times
+    """Part of the window in which each request of `ttft_ms` ended."""
 
     @classmethod
     def from_rows(cls, rows: NDArray[np.float64], slo: Slo, is_lending: bool) -> Self:
-        """From four rows (TTFT, TPOT, waiting time, output tokens) with one column per request."""
-        ttft_ms, tpot_ms, waited_ms, tokens = rows
+        """From five rows with one column per request: TTFT, TPOT, waiting time, output tokens, and
+        part of the window."""
+        ttft_ms, tpot_ms, waited_ms, tokens, part = rows
         if not len(ttft_ms):
-            return cls(ttft_ms, tpot_ms, 0.0, True, is_lending)
+            return cls(ttft_ms, tpot_ms, 0.0, True, is_lending, part)
         is_met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
         middle_ms = float(np.median(ttft_ms))
         is_overloaded = middle_ms > slo.ttft_ms and float(np.median(waited_ms)) > middle_ms / 2
         attainment = float(np.mean(is_met))
-        return cls(ttft_ms, tpot_ms[tokens > 1], attainment, is_overloaded, is_lending)
+        return cls(ttft_ms, tpot_ms[tokens > 1], attainment, is_overloaded, is_lending, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ class ReplayModel:
     running_plan: RunningPlan
     length_s: float
     """Length of the window."""
+    lead_s: float = 0.0
+    """Time before the window in which traffic and plan were the same."""
+    num_parts: int = 1
+    """Equal parts of the window whose latencies are compared."""
 
     def simulate(self, correction: Correction) -> SimulatedWindow:
         """Simulate what gateways would have counted in the window. Raises PlanError."""
@@ -99,16 +107,19 @@ class ReplayModel:
         fleet = prepare_fleet(build_fleet(problem, self.running_plan, placement))
         length_s = min(self.length_s, _MAX_REQUESTS / rate)
         counted = max(round(rate * length_s), 1)
+        lead = min(math.ceil(rate * self.lead_s), counted)
         rows, num_flips = [], 0
         for seed in range(min(-(-_MIN_REQUESTS // counted), _MAX_SIMULATIONS)):
             trials = Trials(problem.demand, seed)
             usual = trials.compute_span(rate, Targets.from_slo(problem.slo))
-            span = trials.build_span(usual.ramp, counted)
+            span = trials.build_span(max(usual.ramp, lead), counted)
             outcome = trials.simulate(fleet, rate, span)
             num_flips += outcome.num_flips
             start_ms = float(outcome.arrival_ms[span.window.start])
             simulated_s = length_s * span.counted / counted
-            rows.append(_select_window(outcome, start_ms, simulated_s * 1000))
+            selected = _select_window(outcome, start_ms, simulated_s * 1000, self.num_parts)
+            selected[-1] += seed * self.num_parts
+            rows.append(selected)
         return SimulatedWindow.from_rows(np.concatenate(rows, axis=1), problem.slo, num_flips > 0)
 
     def build_corrected_problem(self, correction: Correction) -> Problem:
@@ -138,9 +149,12 @@ def build_fleet(problem: Problem, plan: RunningPlan, cell: CandidatePlacement) -
     return replace(fleet, flipping=plan.flipping, short_prompt_tokens=tokens)
 
 
-def _select_window(outcome: SimulationResult, start_ms: float, length_ms: float) -> Times:
+def _select_window(
+    outcome: SimulationResult, start_ms: float, length_ms: float, num_parts: int
+) -> Times:
     end_ms = outcome.end_ms - start_ms
     waited_ms = outcome.prefill_start_ms - outcome.arrival_ms
     waited_ms = waited_ms + outcome.transfer_start_ms - outcome.prefill_end_ms
-    rows = np.stack([outcome.ttft_ms, outcome.tpot_ms, waited_ms, outcome.output_tokens])
+    part = np.floor(end_ms / length_ms * num_parts)
+    rows = np.stack([outcome.ttft_ms, outcome.tpot_ms, waited_ms, outcome.output_tokens, part])
     return np.asarray(rows[:, (end_ms >= 0) & (end_ms < length_ms)], np.float64)

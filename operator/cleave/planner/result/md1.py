@@ -67,9 +67,10 @@ def compute_expected_prefill_ms(finalist: PredictedPlan) -> float | None:
         return None
     trace, instance = finalist.trace, groups[0].instance
     prompt = round(float(trace.prompt_tokens.mean()))
+    bypasses = prompt <= finalist.plan.whole_below_tokens
     joins = 2 * prompt <= instance.max_num_batched_tokens
     cuts = instance.batching is Batching.VLLM and prompt > instance.max_num_batched_tokens
-    if not applies(trace) or joins or cuts:
+    if not applies(trace) or bypasses or joins or cuts:
         return None
     timing = instance.engine.timing
     prefill_ms = timing.predict_prefill_ms([prompt])

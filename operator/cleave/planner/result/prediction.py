@@ -5,7 +5,7 @@ seeds; those of the search itself are only good enough to compare.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,14 +60,18 @@ class PredictedPlan:
 
 
 def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str) -> PredictedPlan:
-    """Simulate `placement` at the requested rate and around its goodput."""
+    """Simulate `placement` at the requested rate and around its goodput, with the threshold for
+    short prompts that it is deployed with."""
     problem, trials, targets = search.problem, search.trials, search.targets
     fleet, rate = build_cell(problem, placement), problem.rate / placement.copies
     span = trials.compute_span(rate, targets)
-    outcome = trials.simulate(fleet, rate, span)
+    outcome, trace = trials.simulate(fleet, rate, span), trials.build_trace(span.total, rate)
+    whole_below = compute_whole_below_tokens(problem, placement, outcome, trace)
+    if whole_below:
+        fleet = replace(fleet, short_prompt_tokens=whole_below)
+        outcome = trials.simulate(fleet, rate, span)
     seeds = _SEEDS if span.counted < _LONG_TRIAL_REQUESTS else _FEW_SEEDS
     goodput_found = goodput.confirm_goodput(trials, fleet, targets, Goodput(rate, 0.0), seeds)
-    trace = trials.build_trace(span.total, rate)
     plan = Plan(
         pools=to_planned_pools(placement),
         prediction=_build_prediction(placement, outcome, span, targets, goodput_found),
@@ -77,7 +81,7 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
         score=min(goodput_found.rate * placement.copies, problem.rate)
         / search.get_resources(placement),
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
-        whole_below_tokens=compute_whole_below_tokens(problem, placement, outcome, trace),
+        whole_below_tokens=whole_below,
         ahead_from_tokens=compute_ahead_from_tokens(problem, placement),
         connector=find_needed_connector(problem, placement),
     )
@@ -89,8 +93,8 @@ def compute_whole_below_tokens(
 ) -> int:
     """Longest prompt that a decode instance should compute itself, in tokens; 0: none.
 
-    `outcome` is that of one cell of `placement` serving `trace`: it shows how full a decode
-    instance usually is. Rounded down to a power of two so that small changes do not change it.
+    `outcome` is that of one cell of `placement` serving `trace` without such prompts: it shows how
+    full a decode instance usually is. Rounded down to a power of two so that small changes do not change it.
     """
     engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:

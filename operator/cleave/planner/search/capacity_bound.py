@@ -60,8 +60,11 @@ class LengthStatistics:
 
 
 def compute_fleet_rate(fleet: SimulatedFleet, lengths: LengthStatistics) -> float:
-    """Upper bound of a fleet's rate, in req/s: the lower of both phases over their pools."""
+    """Upper bound of a fleet's rate, in req/s: the lower of both phases over their pools. Decode
+    instances that compute short prompts count as if they computed all."""
     prompts, outputs = (*fleet.prefill, *fleet.mixed), (*fleet.decode, *fleet.mixed)
+    if fleet.short_prompt_tokens:
+        prompts += fleet.decode
     prefill = sum(pool.replicas * compute_prefill_rate(pool.engine, lengths) for pool in prompts)
     decode = sum(pool.replicas * compute_decode_rate(pool.engine, lengths) for pool in outputs)
     return min([prefill] * bool(prompts) + [decode] * bool(outputs), default=0.0)
