@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from cleave.api.pool import InstancePool, InstancePoolSpec
-from cleave.manifests.container import build_flags
+from cleave.manifests.container import OWN_IMAGES, Images, build_flags
 from cleave.manifests.labels import (
     CELL_HEALTH_PORT,
     Manifest,
@@ -31,12 +31,12 @@ def has_several_engines(spec: InstancePoolSpec) -> bool:
 
 
 def build_cell_pod(
-    pool: InstancePool, name: str | int, *, device: Device = "gpu", image_prefix: str = ""
+    pool: InstancePool, name: str | int, *, device: Device = "gpu", images: Images = OWN_IMAGES
 ) -> Manifest:
     """Pod of one cell, or of all data-parallel ranks of an instance, for nodes that compute on
     `device`. `name` may be the instance's number instead, from 0."""
     name = name if isinstance(name, str) else f"{pool.name}-{name}"
-    pod = build_worker_pod(pool, name, device=device, image_prefix=image_prefix)
+    pod = build_worker_pod(pool, name, device=device, images=images)
     (container,) = pod["spec"]["containers"]
     engines = list(_list_engines(pool) if pool.spec.members else _list_ranks(pool))
     build = _build_cell_agents if pool.spec.members else _build_rank_agents

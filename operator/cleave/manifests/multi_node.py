@@ -8,7 +8,7 @@ pods are owned by the leader's pod, and are deleted with it.
 
 from cleave.api.pool import InstancePool
 from cleave.manifests import worker
-from cleave.manifests.container import build_flags
+from cleave.manifests.container import OWN_IMAGES, Images, build_flags
 from cleave.manifests.labels import (
     AGENT_PORT,
     CELL,
@@ -30,7 +30,7 @@ _LWS_RANK = "$(LWS_WORKER_INDEX)"
 
 
 def build_node_pods(
-    pool: InstancePool, leader: Manifest, *, device: Device = "gpu", image_prefix: str = ""
+    pool: InstancePool, leader: Manifest, *, device: Device = "gpu", images: Images = OWN_IMAGES
 ) -> list[Manifest]:
     """The further pods of an instance, by rank from 1; `leader` owns them if it has a uid."""
     meta = leader["metadata"]
@@ -39,7 +39,7 @@ def build_node_pods(
     node_pods = []
     for rank in range(1, pool.spec.nodes):
         name, labels = f"{meta['name']}-{rank}", _build_labels(pool, meta["name"], cell, rank)
-        spec = _build_node_spec(pool, labels, device, image_prefix, str(rank), host)
+        spec = _build_node_spec(pool, labels, device, images, str(rank), host)
         # A restarted pod cannot join a running engine: the whole instance is replaced.
         spec["restartPolicy"] = "Never"
         node_pod = build_object("v1", "Pod", name, pool.namespace, labels, spec=spec)
@@ -57,15 +57,15 @@ def build_leader_worker_set(
     *,
     device: Device = "gpu",
     cell: int | None = None,
-    image_prefix: str = "",
+    images: Images = OWN_IMAGES,
 ) -> Manifest:
     """One instance as a LeaderWorkerSet with one group; its leader's pod is `name`-0."""
     leader = f"{name}-0"
-    pod = worker.build_worker_pod(pool, leader, device=device, cell=cell, image_prefix=image_prefix)
+    pod = worker.build_worker_pod(pool, leader, device=device, cell=cell, images=images)
     # LeaderWorkerSet sets the host names of its pods itself.
     leader_spec = {k: v for k, v in pod["spec"].items() if k not in ("hostname", "subdomain")}
     node_labels = _build_labels(pool, leader, None if cell is None else str(cell), rank=1)
-    node_spec = _build_node_spec(pool, node_labels, device, image_prefix, _LWS_RANK, _LWS_LEADER)
+    node_spec = _build_node_spec(pool, node_labels, device, images, _LWS_RANK, _LWS_LEADER)
     template = pool.spec.template
     group = {
         "size": pool.spec.nodes,
@@ -108,12 +108,12 @@ def _build_node_spec(
     pool: InstancePool,
     labels: dict[str, str],
     device: Device,
-    image_prefix: str,
+    images: Images,
     rank: str,
     leader: str,
 ) -> Manifest:
     container = {
-        **worker.build_container_base(pool.spec, device, image_prefix),
+        **worker.build_container_base(pool.spec, device, images),
         "command": build_node_command(pool, rank),
         "env": [{"name": LEADER_ENV, "value": leader}, *worker.build_environment(pool, device)],
     }

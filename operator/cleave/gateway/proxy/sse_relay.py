@@ -1,10 +1,11 @@
 """Relays a server-sent event stream from an engine to a client: bytes in, bytes out. No I/O.
 
 Used by proxied requests. Of the engine's events only ids of tokens are taken out, which the gateway
-requested for itself; the chunked framing is this hop's own. What is hard: an engine may be lost at any byte and another one continue, so only
-complete events are sent, and what was sent is kept in the cheapest form: as bytes, which are parsed
-only if an engine is lost. A stream that ends in failure must end so that every client notices: with
-an error event, a proper last chunk, and no `[DONE]`.
+requested for itself; the chunked framing is this hop's own. What is hard: an engine may be lost at
+any byte and another one continue, so only complete events are sent, and what was sent is kept in
+the cheapest form: as bytes, which are parsed only if an engine is lost. A stream that ends in
+failure must end so that every client notices: with an error event, a proper last chunk, and no
+`[DONE]`.
 """
 
 import re
