@@ -108,9 +108,9 @@ def request(
     headers = {"Accept": "application/json", "Content-Type": "application/json"}
     if access.token:
         headers["Authorization"] = f"Bearer {access.token}"
-    asked = urllib.request.Request(access.url + path, body, headers)  # noqa: S310 - the API server
+    call = urllib.request.Request(access.url + path, body, headers)  # noqa: S310 - the API server
     try:
-        with urllib.request.urlopen(asked, timeout=TIMEOUT_S, context=access.tls) as response:  # noqa: S310
+        with urllib.request.urlopen(call, timeout=TIMEOUT_S, context=access.tls) as response:  # noqa: S310
             return response.status, _decode(response.read())
     except urllib.error.HTTPError as error:
         with error:

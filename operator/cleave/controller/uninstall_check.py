@@ -1,4 +1,4 @@
-"""`python -m cleave.controller.uninstall_check`: what runs before `helm uninstall` removes anything.
+"""`python -m cleave.controller.uninstall_check`: run before `helm uninstall` removes anything.
 
 Refuses while LLMDeployments are left: their pods would run on without an operator, with a gateway
 that may not discover workers any more, and their finalizers would wait for an operator. Prints what
@@ -33,9 +33,9 @@ def find_left(access: ApiServerAccess, namespaces: Sequence[str]) -> list[str]:
 def explain(left: Sequence[str], namespaces: Sequence[str]) -> str:
     """What to do about deployments that are left."""
     names = ", ".join(left[:_SHOWN]) + (", ..." if len(left) > _SHOWN else "")
-    where = " ".join(f"-n {name}" for name in namespaces[:1]) or "--all-namespaces"
+    where = "--all-namespaces" if not namespaces else f"-n {', then -n '.join(namespaces)}"
     return (
-        f"{len(left)} LLMDeployments are left ({names}), which the operator has to drain and remove: "
+        f"{len(left)} LLMDeployments are left ({names}). Let the operator drain and remove them: "
         f"kubectl delete llmdeployments --all {where}. To uninstall all the same and let them run "
         "on without an operator: helm uninstall --no-hooks"
     )
