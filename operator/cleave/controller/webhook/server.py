@@ -109,7 +109,7 @@ class WebhookConfig:
     names: tuple[str, ...]
     """DNS names by which the API server calls it."""
     issues_certificate: bool
-    """Whether the operator issues the certificate; False: cert-manager or a user writes the Secret."""
+    """Whether the operator issues the certificate; False: others write the Secret."""
 
 
 class CertificateRotator:
