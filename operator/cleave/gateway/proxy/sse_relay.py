@@ -38,7 +38,7 @@ _PROMPT_IDS = b',"prompt_token_ids":['
 _IDS = b',"token_ids":['
 """Within a text of JSON the first quote would have a backslash."""
 _ALL_IDS = re.compile(rb',"token_ids":\[[^]]*\]')
-_BRACKET = 93
+_IDS_END = b"]"
 _OUTPUT_TOKENS = re.compile(rb'"output_tokens":\s*(\d+)')
 """Usage in events of /v1/responses and /v1/messages."""
 
@@ -136,7 +136,7 @@ class SseRelay:
             if num_events & COMPACTION_MASK < events:
                 self._compact_transcript()
             if self._hides_ids:
-                piece = _hide_ids(piece, events)
+                piece = _remove_ids(piece, events)
             if self._chunked:
                 size = len(piece)
                 line = _SIZE_LINES[size] if size < _NUM_SIZE_LINES else b"%x\r\n" % size
@@ -234,13 +234,13 @@ class SseRelay:
         return head + data
 
 
-def _hide_ids(piece: bytes, events: int) -> bytes:
+def _remove_ids(piece: bytes, events: int) -> bytes:
     """The events without the ids of their tokens. One event is the usual case; for it the search
     from its end, where vLLM writes them, takes 0.4 us less than a regular expression."""
     if events > 1:
         return _ALL_IDS.sub(b"", piece)
     before, found, rest = piece.rpartition(_IDS)
-    return before + rest[rest.find(_BRACKET) + 1 :] if found else piece
+    return before + rest.partition(_IDS_END)[2] if found else piece
 
 
 def _truncate_at_failure(events: bytes) -> tuple[bytes, str]:
