@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -274,6 +275,10 @@ def test_an_uninstall_leaves_the_crds_and_a_later_install_takes_them_again(
     with pytest.raises(CommandError, match="uninstall-guard"):
         release.helm("uninstall", "cleave", "-n", HOME, "--wait", "--timeout", "2m")
     assert release.list("deployment", HOME), "nothing was removed"
+    (guard,) = (pod for pod in release.list("pods", HOME) if "uninstall" in pod["metadata"]["name"])
+    (rollback,) = guard["spec"]["containers"][0]["args"]
+    release.helm(*shlex.split(rollback.partition("=")[2])[1:])
+    helm(release, "upgrade")
     release.helm("uninstall", "cleave", "-n", HOME, "--wait", "--timeout", "2m", "--no-hooks")
     left = json.loads(release.kubectl(
         "get", "clusterrole,clusterrolebinding,validatingwebhookconfiguration", "-o", "json",

@@ -12,6 +12,7 @@ from cleave.controller.install_check import CheckError
 from cleave.controller.uninstall_check import explain, find_left
 from cleave.rpc.kube_api import AccessError, ApiServerAccess
 
+ROLLBACK = ["--rollback", "helm rollback r 3"]
 LISTS = "/apis/cleave.dev/v1alpha1{}/llmdeployments"
 
 
@@ -73,25 +74,26 @@ def test_without_crds_none_is_left_and_without_permission_it_is_not_known(server
         find_left(access, [])
 
 
-def test_the_message_names_what_is_left_and_both_ways_on() -> None:
-    said = explain([f"a/{number}" for number in range(12)], ["a"])
+def test_the_message_names_what_is_left_and_the_ways_on() -> None:
+    said = explain([f"a/{number}" for number in range(12)], ["a"], "helm rollback r 3")
     assert "12 LLMDeployments are left (a/0, a/1," in said
     assert "a/11" not in said
     assert "kubectl delete llmdeployments --all -n a" in said
     assert "--no-hooks" in said
-    assert "--all-namespaces" in explain(["a/x"], [])
+    assert said.endswith("helm rollback r 3")
+    assert "--all-namespaces" in explain(["a/x"], [], "")
 
 
 def test_exit_codes_are_helms_answer(server, access, monkeypatch, capsys) -> None:
     monkeypatch.setattr(uninstall_check, "find_access", lambda: access)
     server.lists = {LISTS.format(""): list_of("c", "z")}
-    assert uninstall_check.main([]) == 1
+    assert uninstall_check.main(ROLLBACK) == 1
     assert "c/z" in capsys.readouterr().err
     server.lists = {LISTS.format(""): list_of("c")}
-    assert uninstall_check.main([]) == 0
+    assert uninstall_check.main(ROLLBACK) == 0
 
     def refuse() -> ApiServerAccess:
         raise AccessError("no service account")
 
     monkeypatch.setattr(uninstall_check, "find_access", refuse)
-    assert uninstall_check.main([]) == 2
+    assert uninstall_check.main(ROLLBACK) == 2

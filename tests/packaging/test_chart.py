@@ -230,6 +230,7 @@ def test_a_hook_refuses_to_uninstall_while_deployments_are_left(render) -> None:
     assert container["command"] == ["python", "-m", "cleave.controller.uninstall_check"]
     options = uninstall_check.build_parser().parse_args(container["args"])
     assert options.namespace == ["team-a", "team-b"]
+    assert options.rollback == "helm rollback cleave 1 -n cleave-system"
     assert pod["spec"]["serviceAccountName"] == "cleave-operator", "which may list them"
     assert not OPERATOR_LABELS.items() <= pod["metadata"]["labels"].items(), "no Service selects it"
     assert "pre-delete" not in yaml.safe_dump_all(render("uninstallGuard.enabled=false"))

@@ -2,7 +2,9 @@
 
 Refuses while LLMDeployments are left: their pods would run on without an operator, with a gateway
 that may not discover workers any more, and their finalizers would wait for an operator. Prints what
-is left and how to go on. Exit codes: 0 none is left, 1 some are, 2 bad usage or no access.
+is left and the ways on. What is hard: Helm notes a release whose hook fails as `uninstalling`, and
+upgrades it only after a rollback, which the message therefore names. Exit codes: 0 none is left, 1
+some are, 2 bad usage or no access.
 """
 
 import argparse
@@ -30,14 +32,14 @@ def find_left(access: ApiServerAccess, namespaces: Sequence[str]) -> list[str]:
     return sorted(left)
 
 
-def explain(left: Sequence[str], namespaces: Sequence[str]) -> str:
-    """What to do about deployments that are left."""
+def explain(left: Sequence[str], namespaces: Sequence[str], rollback: str) -> str:
+    """What to do about deployments that are left. `rollback`: the command that keeps the release."""
     names = ", ".join(left[:_SHOWN]) + (", ..." if len(left) > _SHOWN else "")
     where = "--all-namespaces" if not namespaces else f"-n {', then -n '.join(namespaces)}"
     return (
         f"{len(left)} LLMDeployments are left ({names}). Let the operator drain and remove them: "
         f"kubectl delete llmdeployments --all {where}. To uninstall all the same and let them run "
-        "on without an operator: helm uninstall --no-hooks"
+        f"on without an operator: helm uninstall --no-hooks. To keep the release: {rollback}"
     )
 
 
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     if left:
-        sys.stderr.write(f"error: {explain(left, options.namespace)}\n")
+        sys.stderr.write(f"error: {explain(left, options.namespace, options.rollback)}\n")
         return 1
     print("no LLMDeployment is left")  # noqa: T201 - its output
     return 0
@@ -64,6 +66,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--namespace", action="append", default=[], help="look in this one only; repeatable"
+    )
+    parser.add_argument(
+        "--rollback",
+        required=True,
+        metavar="COMMAND",
+        help="which lets Helm upgrade the release again",
     )
     return parser
 
