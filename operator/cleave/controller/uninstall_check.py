@@ -33,7 +33,7 @@ def find_left(access: ApiServerAccess, namespaces: Sequence[str]) -> list[str]:
 
 
 def explain(left: Sequence[str], namespaces: Sequence[str], rollback: str) -> str:
-    """What to do about deployments that are left. `rollback`: the command that keeps the release."""
+    """What to do about deployments that are left. `rollback`: what keeps the release instead."""
     names = ", ".join(left[:_SHOWN]) + (", ..." if len(left) > _SHOWN else "")
     where = "--all-namespaces" if not namespaces else f"-n {', then -n '.join(namespaces)}"
     return (

@@ -136,7 +136,13 @@ class SseRelay:
             if num_events & COMPACTION_MASK < events:
                 self._compact_transcript()
             if self._hides_ids:
-                piece = _remove_ids(piece, events)
+                if events > 1:
+                    piece = _ALL_IDS.sub(b"", piece)
+                else:
+                    # From the end, where vLLM writes them: half of what a regular expression takes.
+                    before, found, rest = piece.rpartition(_IDS)
+                    if found:
+                        piece = before + rest.partition(_IDS_END)[2]
             if self._chunked:
                 size = len(piece)
                 line = _SIZE_LINES[size] if size < _NUM_SIZE_LINES else b"%x\r\n" % size
@@ -232,15 +238,6 @@ class SseRelay:
     def _prepend_head(self, data: bytes) -> bytes:
         head, self._head = self._head, b""
         return head + data
-
-
-def _remove_ids(piece: bytes, events: int) -> bytes:
-    """The events without the ids of their tokens. One event is the usual case; for it the search
-    from its end, where vLLM writes them, takes 0.4 us less than a regular expression."""
-    if events > 1:
-        return _ALL_IDS.sub(b"", piece)
-    before, found, rest = piece.rpartition(_IDS)
-    return before + rest.partition(_IDS_END)[2] if found else piece
 
 
 def _truncate_at_failure(events: bytes) -> tuple[bytes, str]:
