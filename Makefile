@@ -34,8 +34,9 @@ test: check ## the same as check
 quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 	@.venv/bin/python scripts/quick.py $(ARGS)
 
-check: lint ## what CI runs: lint, types, layers, generated files, every test
+check: lint ## what CI runs: lint, types, layers, generated files, the site of docs/, every test
 	@scripts/bootstrap --tests
+	$(if $(ARGS),,@$(MAKE) --no-print-directory site)
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
 	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j4 $(LANES))
 

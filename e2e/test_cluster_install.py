@@ -2,13 +2,14 @@
 
 import base64
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from e2e.cluster.cluster import Cluster, CommandError, wait_until
+from e2e.cluster.cluster import WITHOUT_GUARD, Cluster, CommandError, wait_until
 from e2e.cluster.nodes import gpu_node
 from e2e.cluster.tools import REPOSITORY
 
@@ -27,7 +28,7 @@ def release(cluster: Cluster):
     with cluster.lend_nodes(gpu_node("home")):
         helm(cluster, "install", "--create-namespace", "--take-ownership")
         yield cluster
-        cluster.helm("uninstall", "cleave", "-n", HOME, "--ignore-not-found", "--wait")
+        cluster.helm("uninstall", "cleave", "-n", HOME, *WITHOUT_GUARD)
         cluster.kubectl("delete", "namespace", HOME, "--wait=false")
 
 
@@ -271,7 +272,14 @@ def test_an_uninstall_leaves_the_crds_and_a_later_install_takes_them_again(
     release: Cluster, namespace: str
 ) -> None:
     release.apply(deployment(paused=True), namespace=namespace)
-    release.helm("uninstall", "cleave", "-n", HOME, "--wait", "--timeout", "2m")
+    with pytest.raises(CommandError, match="uninstall-guard"):
+        release.helm("uninstall", "cleave", "-n", HOME, "--wait", "--timeout", "2m")
+    assert release.list("deployment", HOME), "nothing was removed"
+    (guard,) = (pod for pod in release.list("pods", HOME) if "uninstall" in pod["metadata"]["name"])
+    (rollback,) = guard["spec"]["containers"][0]["args"]
+    release.helm(*shlex.split(rollback.partition("=")[2])[1:])
+    helm(release, "upgrade")
+    release.helm("uninstall", "cleave", "-n", HOME, "--wait", "--timeout", "2m", "--no-hooks")
     left = json.loads(release.kubectl(
         "get", "clusterrole,clusterrolebinding,validatingwebhookconfiguration", "-o", "json",
         "-l", "app.kubernetes.io/name=cleave",
@@ -282,3 +290,5 @@ def test_an_uninstall_leaves_the_crds_and_a_later_install_takes_them_again(
     helm(release, "install")
     assert release.get("llmd", "asked", namespace) is not None
     release.kubectl("delete", "llmd", "asked", "-n", namespace, "--timeout=60s")
+    release.helm("uninstall", "cleave", "-n", HOME, "--wait", "--timeout", "2m")
+    helm(release, "install")

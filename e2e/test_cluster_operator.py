@@ -23,7 +23,7 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster import tools
 from e2e.cluster.closed_loop_load import Load, ask
-from e2e.cluster.cluster import Cluster, CommandError, wait_until
+from e2e.cluster.cluster import WITHOUT_GUARD, Cluster, CommandError, wait_until
 from e2e.cluster.nodes import Nodes, gpu_node
 
 CHART = tools.REPOSITORY / "charts" / "cleave"
@@ -84,7 +84,7 @@ def installation(cluster: Cluster, *args: str, chart: Path = CHART) -> Iterator[
         except CommandError as error:
             raise AssertionError(f"{error.text}\n{read_log(cluster)}") from error
         finally:
-            cluster.helm("uninstall", "cleave", "-n", SYSTEM, "--wait", "--ignore-not-found")
+            cluster.helm("uninstall", "cleave", "-n", SYSTEM, *WITHOUT_GUARD)
 
 
 @pytest.fixture

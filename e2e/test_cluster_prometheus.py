@@ -56,7 +56,6 @@ EMPTY_PANELS = {
     "Shed requests": "no request is shed",
     "Failures hidden from clients": "no attempt fails",
     "KV lost": "these engines are not vLLM with connector Cleave",
-    "Not ready": "every instance is ready",
     "Cached share of prompts": "the policy does not look at caches",
     "Prediction error": MANUAL_REASON,
     "Correction of the latency model": MANUAL_REASON,
@@ -71,6 +70,7 @@ EMPTY_QUERIES = {
 """Queries of the guide without data, for the same reasons."""
 CALAMITY = {
     "CleaveNoInstanceReady",
+    "CleaveManyRequestsFail",
     "CleaveRequestsFail",
     "CleaveSloBurnsFast",
     "CleaveSloBurns",

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from e2e.pictures.boards import (
+    KINDS,
     Panel,
     Series,
     build_series,
@@ -25,9 +26,10 @@ DURATION_S = 45
 def test_every_dashboard_is_read_with_all_its_panels() -> None:
     boards = {board.name: board for board in read_boards(BOARDS)}
     assert {*boards} == {"control", "pools", "serving"}
-    assert [row.title for row in boards["serving"].rows] == ["Targets", "Latency", "Traffic"]
+    assert [row.title for row in boards["serving"].rows] == ["Now", "Targets", "Latency", "Traffic"]
     assert boards["pools"].panels[0].title == "Ready, by role"
     assert boards["pools"].panels[0].decimals == 0
+    assert {panel.kind for board in boards.values() for panel in board.panels} == {*KINDS}
     assert {*boards} == {*DRAWN, *DRAWN_OF_CLUSTER}, "each is drawn"
 
 
@@ -67,10 +69,21 @@ def test_a_page_has_the_panels_with_data_and_refuses_units_without_an_axis() -> 
     assert ready.title in page
     assert missing.title not in page
     assert "&lt;decode&gt;" in page
+    assert "3</td>" in build_page(board, {missing: [line]}, 0.0, 10.0), "a table of last values"
     odd = Panel(ready.title, "furlong", None, ready.queries)
     board = type(board)(board.name, board.title, (type(board.rows[0])("R", (odd,)),))
     with pytest.raises(UnknownUnitError, match="furlong"):
         build_page(board, {odd: [line]}, 0.0, 10.0)
+
+
+def test_a_heatmap_shows_the_buckets_own_counts_where_there_are_any() -> None:
+    (board,) = (board for board in read_boards(BOARDS) if board.name == "serving")
+    (panel,) = (each for each in board.panels if each.kind == "heatmap")
+    counts = {"0.1": 0.0, "0.5": 4.0, "1": 9.0, "+Inf": 9.0}
+    lines = [Series(name, ((0.0, count),)) for name, count in reversed(counts.items())]
+    page = build_page(board, {panel: lines}, 0.0, 10.0)
+    assert '"z":[[4.0],[5.0]]' in page
+    assert '"y":["0.5 s","1 s"]' in page
 
 
 @pytest.mark.timeout(600)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from e2e.cluster import tools
-from e2e.cluster.cluster import Cluster, CommandError, wait_until
+from e2e.cluster.cluster import WITHOUT_GUARD, Cluster, CommandError, wait_until
 from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 from e2e.test_cluster_operator import CHAT, SYSTEM, Chat, chat, condition, installed, read_log
 
@@ -40,7 +40,7 @@ def test_readmes_lines_install_serve_and_uninstall(cluster: Cluster) -> None:
             else:
                 type_line(cluster, line)
     finally:
-        cluster.helm("uninstall", "cleave", "-n", SYSTEM, "--wait", "--ignore-not-found")
+        cluster.helm("uninstall", "cleave", "-n", SYSTEM, *WITHOUT_GUARD)
     # Kubernetes collects what belonged to the deployment, and gateways leave in their own time.
     wait_until(lambda: not cluster.list("pods", "default"), 60, "no pod is left")
 

@@ -16,6 +16,7 @@ from panels import (
     PLANNED,
     RATE,
     Graph,
+    Kind,
     Line,
     add,
     find_quantile,
@@ -30,17 +31,51 @@ def serving() -> Dashboard:
     attained = f'cleave_gateway_slo_total{{missed="",{MODEL}}}'
     measured = f"cleave_gateway_slo_total{{{MODEL}}}"
     dashboard = make_board("serving", "Cleave / Serving", "Latency, SLO attainment and errors.")
+    attainment = f"{sum_rates(attained, 'model')} / {sum_rates(measured, 'model')}"
+    failed = f'cleave_gateway_requests_total{{outcome=~"failed|broken|unavailable",{MODEL}}}'
+    add(
+        dashboard,
+        "Now",
+        Graph(
+            "Within both targets",
+            "percentunit",
+            (Line("{{model}}", attainment),),
+            "Share of responses that meet both targets at present.",
+            decimals=1,
+            kind=Kind.NUMBERS,
+        ),
+        Graph(
+            "P90 to the first token",
+            "s",
+            (Line("{{model}}", find_quantile(0.9, "cleave_gateway_ttft_seconds", "model")),),
+            "Nine of ten streams begin sooner.",
+            kind=Kind.NUMBERS,
+        ),
+        Graph(
+            "Requests without a response",
+            "reqps",
+            (Line("per second", f"{sum_rates(failed)} or vector(0)"),),
+            "Failed, broken off, or without an instance. The gateway's log has the reasons; the "
+            "alerts are CleaveRequestsFail and CleaveManyRequestsFail.",
+            kind=Kind.NUMBERS,
+            limits=((0.001, "orange"),),
+        ),
+        Graph(
+            "In flight",
+            "short",
+            (Line("requests", f"sum(cleave_gateway_requests_in_flight{{{NAMESPACE}}})"),),
+            "Requests that gateways work on, of all models.",
+            decimals=0,
+            kind=Kind.NUMBERS,
+        ),
+    )
     add(
         dashboard,
         "Targets",
         Graph(
             "SLO attainment",
             "percentunit",
-            (
-                Line(
-                    "{{model}}", f"{sum_rates(attained, 'model')} / {sum_rates(measured, 'model')}"
-                ),
-            ),
+            (Line("{{model}}", attainment),),
             "Share of responses that met both targets. Unserved requests count as missed.",
         ),
         Graph(
@@ -61,14 +96,42 @@ def serving() -> Dashboard:
                     sum_rates(f'cleave_gateway_slo_total{{missed!="",{MODEL}}}', "missed"),
                 ),
             ),
+            "TTFT: prompts wait, so prefill has too little capacity. TPOT: decoding is full.",
         ),
     )
     add(
         dashboard,
         "Latency",
-        Graph("Time to first token", "s", find_quantiles("cleave_gateway_ttft_seconds", "ttft")),
-        Graph("Time per output token", "s", find_quantiles("cleave_gateway_tpot_seconds", "tpot")),
-        Graph("Inter-token latency", "s", find_quantiles("cleave_gateway_itl_seconds")),
+        Graph(
+            "Time to first token",
+            "s",
+            find_quantiles("cleave_gateway_ttft_seconds", "ttft"),
+            "Of streams, with queueing, and its target.",
+        ),
+        Graph(
+            "Time per output token",
+            "s",
+            find_quantiles("cleave_gateway_tpot_seconds", "tpot"),
+            "Of streams, after the first token, on average over a stream, and its target.",
+        ),
+        Graph(
+            "Inter-token latency",
+            "s",
+            find_quantiles("cleave_gateway_itl_seconds"),
+            "Between two pieces of a stream, of a sample. A P99 far above the P50 means pauses.",
+        ),
+        Graph(
+            "Distribution of the time to first token",
+            "s",
+            (
+                Line(
+                    "{{le}}",
+                    f"sum by (le) (increase(cleave_gateway_ttft_seconds_bucket{{{MODEL}}}{RATE}))",
+                ),
+            ),
+            "Streams by bucket. Two bands: some prompts wait or are computed elsewhere.",
+            kind=Kind.BUCKETS,
+        ),
         Graph(
             "P90 to first token by role",
             "s",
@@ -82,7 +145,12 @@ def serving() -> Dashboard:
             "Split requests: from a request to an instance to its first bytes. Decode includes the "
             "pull.",
         ),
-        Graph("Wait at the gateway", "s", find_quantiles("cleave_gateway_queue_seconds")),
+        Graph(
+            "Wait at the gateway",
+            "s",
+            find_quantiles("cleave_gateway_queue_seconds"),
+            "Requests wait here only where tenants have limits or late requests are refused.",
+        ),
     )
     add(
         dashboard,
@@ -95,6 +163,8 @@ def serving() -> Dashboard:
                     "{{outcome}}", sum_rates(f"cleave_gateway_requests_total{{{MODEL}}}", "outcome")
                 ),
             ),
+            "Refused: the client's error. Shed: load or limits. Unavailable: no instance. Failed "
+            "and broken: engines, before and after the first byte.",
         ),
         Graph(
             "Tokens per second",
@@ -106,13 +176,6 @@ def serving() -> Dashboard:
             "Of requests that have ended; prompts with what engines find in their caches.",
         ),
         Graph(
-            "In flight",
-            "short",
-            (Line("requests", f"sum(cleave_gateway_requests_in_flight{{{NAMESPACE}}})"),),
-            "Of all models.",
-            decimals=0,
-        ),
-        Graph(
             "Dispatch by reason",
             "reqps",
             (
@@ -120,6 +183,7 @@ def serving() -> Dashboard:
                     "{{reason}}", sum_rates(f"cleave_gateway_dispatches_total{{{MODEL}}}", "reason")
                 ),
             ),
+            "Disaggregated: split over two instances. No-prefill and no-decode are fallbacks.",
         ),
         Graph(
             "Shed requests",
@@ -164,19 +228,21 @@ def pools() -> Dashboard:
                     f'max by (model, role) (cleave_gateway_instances{{state="ready",{MODEL}}})',
                 ),
             ),
+            "Instances that take requests, by the role that they have now.",
             decimals=0,
         ),
         Graph(
-            "Not ready",
+            "All, by state",
             "short",
             (
                 Line(
                     "{{model}} {{role}} {{state}}",
-                    "max by (model, role, state) "
-                    f'(cleave_gateway_instances{{state!="ready",{MODEL}}})',
+                    f"max by (model, role, state) (cleave_gateway_instances{{{MODEL}}}) > 0",
                 ),
             ),
+            "At present. Starting and verifying pass; unreachable ones do not report.",
             decimals=0,
+            kind=Kind.TABLE,
         ),
         Graph(
             "Flips in an hour",
@@ -236,6 +302,7 @@ def pools() -> Dashboard:
             ),
             "Closed: not picked together, because canaries moved no KV, the wrong one, or slowly.",
             decimals=0,
+            kind=Kind.NUMBERS,
         ),
         Graph(
             "Age of the oldest proof",
@@ -246,7 +313,10 @@ def pools() -> Dashboard:
                     f"max by (model) (cleave_gateway_kv_proof_age_seconds_max{{{MODEL}}})",
                 ),
             ),
-            "Since the last good canary handoff of the pair that waits longest.",
+            "Since the last good canary handoff of the pair that waits longest. Above ten minutes "
+            "the alert CleaveProofsAreStale follows.",
+            kind=Kind.NUMBERS,
+            limits=((600, "red"),),
         ),
         Graph(
             "Rate of the slowest pair",
@@ -272,6 +342,7 @@ def pools() -> Dashboard:
                     f"max by (model, role, state) (cleave_gateway_engine_requests{{{MODEL}}})",
                 ),
             ),
+            "As engines report them. Prompts that wait at prefill instances delay first tokens.",
             decimals=0,
         ),
         Graph(
@@ -283,6 +354,7 @@ def pools() -> Dashboard:
                     f"max by (model, role) (cleave_gateway_engine_kv_usage_max{{{MODEL}}})",
                 ),
             ),
+            "Of the fullest instance. Near 100 % engines preempt requests and compute them again.",
         ),
         Graph(
             "Cached share of prompts",
@@ -338,6 +410,7 @@ def control() -> Dashboard:
                     sum_rates("cleave_operator_reconciles_total", "kind, outcome"),
                 ),
             ),
+            "Objects compared with what they should be. Failed ones are repeated with back-off.",
         ),
         Graph(
             "P99 of a reconcile",
@@ -347,6 +420,7 @@ def control() -> Dashboard:
                     "{{kind}}", find_quantile(0.99, "cleave_operator_reconcile_seconds", "kind", "")
                 ),
             ),
+            "With the writes to the API server.",
         ),
         Graph(
             "Queue",
@@ -364,13 +438,16 @@ def control() -> Dashboard:
                     sum_rates("cleave_operator_actions_total", "action, outcome"),
                 ),
             ),
+            "To the API server. Many that repeat without an end: something else writes as well.",
         ),
         Graph(
             "Leaders",
             "short",
             (Line("leading operators", "sum(cleave_operator_leading)"),),
-            "Always one.",
+            "Always one: none writes nothing, two would write against each other.",
             decimals=0,
+            kind=Kind.NUMBERS,
+            limits=((0, "red"), (1, "green"), (2, "red")),
         ),
         Graph(
             "Objects",
@@ -378,6 +455,7 @@ def control() -> Dashboard:
             (Line("{{kind}}", "max by (kind) (cleave_operator_objects)"),),
             "What the operator knows of the cluster.",
             decimals=0,
+            kind=Kind.TABLE,
         ),
     )
     add(dashboard, "Plans", *_plans())
@@ -394,6 +472,7 @@ def control() -> Dashboard:
                     f"sum(increase(cleave_gateway_process_restarts_total{{{NAMESPACE}}}[1h]))",
                 ),
             ),
+            "Of all gateways. A replaced process lost its connections; its log has the reason.",
             decimals=0,
         ),
         Graph(
@@ -418,6 +497,7 @@ def control() -> Dashboard:
                     f"and on (pod, instance) cleave_gateway_processes{{{NAMESPACE}}})",
                 ),
             ),
+            "Resident, of each gateway pod.",
         ),
     )
     return dashboard
@@ -446,6 +526,7 @@ def _plans() -> tuple[Graph, ...]:
                     f"max by ({labels}) (cleave_operator_attainment{{{PLANNED}}})",
                 ),
             ),
+            "Share of responses within both targets. Predicted far above: the model is too fast.",
         ),
         Graph(
             "Prediction error",
@@ -475,6 +556,7 @@ def _plans() -> tuple[Graph, ...]:
             (Line("{{result}}", "sum by (result) (increase(cleave_operator_plans_total[1h]))"),),
             "Plans: planned, infeasible, failed. Reviews: keep, correct, propose, apply.",
             decimals=0,
+            kind=Kind.TABLE,
         ),
     )
 

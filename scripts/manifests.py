@@ -61,7 +61,7 @@ def render(helm: str) -> str:
     rendered = subprocess.run(
         [
             *(helm, "template", "cleave", str(_CHART)),
-            *("--namespace", _NAMESPACE, "--set", "crds.enabled=false", "--skip-tests"),
+            *("--namespace", _NAMESPACE, "--set", "crds.enabled=false", "--no-hooks"),
             # The default version differs between helm releases and may be older than allowed.
             *("--kube-version", _KUBERNETES),
         ],

@@ -36,6 +36,8 @@ from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 from e2e.support.deployments import compute_pause_s
 
 CRDS = tools.REPOSITORY / "crds"
+WITHOUT_GUARD = ("--wait", "--ignore-not-found", "--no-hooks")
+"""Flags of `helm uninstall` after tests: a failed one may leave deployments."""
 _COMMAND_TIMEOUT_S = 120
 T = TypeVar("T")
 

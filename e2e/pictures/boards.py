@@ -15,6 +15,8 @@ _VARIABLE = re.compile(r"\$(\w+)")
 _LABEL = re.compile(r"{{\s*(\w+)\s*}}")
 _RATE_SCRAPES = 4
 """Grafana's $__rate_interval holds at least as many scrapes."""
+KINDS = ("timeseries", "stat", "table", "heatmap")
+"""Panels that `page.py` draws, by Grafana's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,10 @@ class Panel:
     decimals: int | None
     """Of values; None: as many as they need."""
     queries: tuple[Query, ...]
+    kind: str = "timeseries"
+    """One of KINDS."""
+    width: int = 8
+    """Of the grid's 24 columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +79,13 @@ def read_boards(folder: Path) -> list[Board]:
 
 
 def parse_board(name: str, document: Mapping[str, Any]) -> Board:
-    """A dashboard as Grafana imports it. Its panels must be charts of time series."""
+    """A dashboard as Grafana imports it."""
     rows: list[tuple[str, list[Panel]]] = []
     for each in document["panels"]:
         if each["type"] == "row":
             rows.append((each["title"], []))
             continue
-        assert each["type"] == "timeseries", f"{each['title']} is no chart of time series"
+        assert each["type"] in KINDS, f"{each['title']}: {each['type']} cannot be drawn"
         rows[-1][1].append(_parse_panel(each))
     parsed = tuple(Row(title, tuple(panels)) for title, panels in rows)
     return Board(name, document["title"], parsed)
@@ -88,7 +94,14 @@ def parse_board(name: str, document: Mapping[str, Any]) -> Board:
 def _parse_panel(document: Mapping[str, Any]) -> Panel:
     queries = [Query(each["expr"], each["legendFormat"]) for each in document["targets"]]
     defaults = document["fieldConfig"]["defaults"]
-    return Panel(document["title"], defaults["unit"], defaults.get("decimals"), tuple(queries))
+    return Panel(
+        document["title"],
+        defaults["unit"],
+        defaults.get("decimals"),
+        tuple(queries),
+        document["type"],
+        document["gridPos"]["w"],
+    )
 
 
 def compute_rate_interval(scrape_s: int, step_s: int) -> int:

@@ -16,7 +16,10 @@ from e2e.pictures.boards import Board, Panel, Series
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 WIDTH_PX = 1200
 _BROWSER_MS = 180_000
-_PANEL_PX = 380, 190
+_COLUMN_PX, _GAP_PX = 41.5, 8
+"""Of the grid, 24 in a row."""
+_FIGURE_PX, _SPARKLINE_PX = 190, 46
+"""Heights."""
 _COLORS = ("#56A64B", "#E0A400", "#3274D9", "#E02F44", "#8F3BB8", "#FF780A", "#19A9A9", "#7C4A1E")
 """Those of Grafana's light theme, darker where they are hard to see on white."""
 _SUFFIXES = {
@@ -33,11 +36,16 @@ body { margin: 0; padding: 10px; width: 1180px; background: #f4f5f5;
   font: 13px Inter, sans-serif; color: #24292e; }
 h1 { margin: 2px 4px 8px; font-size: 18px; font-weight: 500; }
 h2 { margin: 10px 4px 4px; font-size: 15px; font-weight: 500; }
-section { display: grid; grid-template-columns: repeat(3, 1fr); gap: 8px; }
+section { display: grid; grid-template-columns: repeat(24, 1fr); gap: 8px; }
 article { background: white; border: 1px solid #e4e7e7; border-radius: 2px; padding: 6px 4px; }
 h3 { margin: 0 6px; font-size: 13px; font-weight: 500; }
 ul { margin: 0 8px 2px; padding: 0; list-style: none;
   display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 12px; }
+p { margin: 2px 8px; font-size: 12px; }
+b { font-size: 24px; font-weight: 500; margin-right: 8px; }
+table { margin: 6px 8px; width: 94%; border-collapse: collapse; font-size: 12px; }
+td { border-bottom: 1px solid #eceeee; padding: 3px 0; }
+td + td { text-align: right; }
 i { display: inline-block; width: 14px; height: 3px; margin-right: 4px; vertical-align: middle; }
 """
 
@@ -58,14 +66,19 @@ def build_page(board: Board, drawn: Drawn, since_s: float, until_s: float) -> st
             continue
         parts.append(f"<h2>{html.escape(row.title)}</h2><section>")
         for panel in panels:
-            figure = _build_figure(panel, drawn[panel], since_s, until_s).to_json()
-            draw = f"Plotly.newPlot('c{number}', {{...{figure}, config: {{staticPlot: true}}}})"
-            title, legend = html.escape(panel.title), _build_legend(drawn[panel])
-            parts.append(
-                f'<article><h3>{title}</h3><div id="c{number}"></div>{legend}</article>'
-                f"<script>drawn.push({draw})</script>"
-            )
-            number += 1
+            if panel.unit not in _SUFFIXES:
+                raise UnknownUnitError(f"{panel.title}: no axis for the unit {panel.unit}")
+            title, series = html.escape(panel.title), drawn[panel]
+            parts.append(f'<article style="grid-column: span {panel.width}"><h3>{title}</h3>')
+            parts.append(_build_texts(panel, series))
+            if panel.kind != "table":
+                figure = _build_figure(panel, series, since_s, until_s).to_json()
+                draw = f"Plotly.newPlot('c{number}', {{...{figure}, config: {{staticPlot: true}}}})"
+                parts.append(f'<div id="c{number}"></div><script>drawn.push({draw})</script>')
+                number += 1
+            if panel.kind == "timeseries":
+                parts.append(_build_legend(series))
+            parts.append("</article>")
         parts.append("</section>")
     end = "<script>Promise.all(drawn).then(() => document.body.dataset.drawn = 1)</script>"
     return (
@@ -96,9 +109,9 @@ def take_pictures(pages: Mapping[Path, str]) -> None:
 def _build_figure(
     panel: Panel, series: Sequence[Series], since_s: float, until_s: float
 ) -> go.Figure:
-    if panel.unit not in _SUFFIXES:
-        raise UnknownUnitError(f"{panel.title}: no axis for the unit {panel.unit}")
     figure = go.Figure()
+    if panel.kind == "heatmap":
+        return _add_buckets(figure, panel, series)
     for number, line in enumerate(series):
         figure.add_scatter(
             x=[datetime.fromtimestamp(at, UTC) for at, _ in line.points],
@@ -107,12 +120,11 @@ def _build_figure(
             line={"color": _get_color(number), "width": 1.5},
             marker={"size": _list_sizes(line)},
         )
-    width, height = _PANEL_PX
     grid = {"gridcolor": "#eceeee", "tickfont": {"size": 11}, "zeroline": False}
     figure.update_layout(
         template="simple_white",
-        width=width,
-        height=height,
+        width=_compute_width_px(panel),
+        height=_FIGURE_PX,
         showlegend=False,
         margin={"l": 62, "r": 10, "t": 6, "b": 22},
         xaxis={
@@ -129,7 +141,70 @@ def _build_figure(
             "showgrid": True,
         },
     )
+    if panel.kind == "stat":
+        hidden = {"visible": False}
+        figure.update_layout(
+            height=_SPARKLINE_PX, xaxis=hidden, yaxis=hidden, margin={"l": 8, "r": 8, "b": 4}
+        )
     return figure
+
+
+def _compute_width_px(panel: Panel) -> float:
+    """Of its figure, within its frame."""
+    return panel.width * _COLUMN_PX + (panel.width - 2) * _GAP_PX
+
+
+def _add_buckets(figure: go.Figure, panel: Panel, series: Sequence[Series]) -> go.Figure:
+    """The observations of each bucket over time. Prometheus' buckets contain those below them."""
+    ordered = sorted(series, key=lambda line: float(line.name))
+    steps = sorted({at for line in ordered for at, _ in line.points})
+    totals = [dict(line.points) for line in ordered]
+    counts = [[total.get(at) or 0.0 for at in steps] for total in totals]
+    own = [
+        [max(0.0, count - below) for count, below in zip(counts[row], lower, strict=True)]
+        for row, lower in enumerate([[0.0] * len(steps), *counts[:-1]])
+    ]
+    # Empty buckets at both ends would fill most of the picture.
+    filled = [row for row, cells in enumerate(own) if any(cells)] or [0]
+    shown = slice(filled[0], filled[-1] + 1)
+    figure.add_heatmap(
+        x=[datetime.fromtimestamp(at, UTC) for at in steps],
+        y=[f"{line.name} {_SUFFIXES[panel.unit]}" for line in ordered[shown]],
+        z=own[shown],
+        colorscale="YlOrRd",
+        showscale=False,
+    )
+    figure.update_layout(
+        template="simple_white",
+        width=_compute_width_px(panel),
+        height=_FIGURE_PX,
+        margin={"l": 62, "r": 10, "t": 6, "b": 22},
+        xaxis={"tickformat": "%H:%M", "nticks": 6},
+        yaxis={"type": "category", "tickfont": {"size": 10}},
+    )
+    return figure
+
+
+def _build_texts(panel: Panel, series: Sequence[Series]) -> str:
+    """The last values of numbers and tables; empty for charts."""
+    lasts = [(html.escape(line.name), _write_last(panel, line)) for line in series]
+    if panel.kind == "stat":
+        return "".join(f"<p><b>{value}</b>{name}</p>" for name, value in lasts)
+    if panel.kind == "table":
+        rows = (f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in lasts)
+        return f"<table>{''.join(rows)}</table>"
+    return ""
+
+
+def _write_last(panel: Panel, line: Series) -> str:
+    """The last value as Grafana writes it: three digits, milliseconds below a second."""
+    (*_, value) = [value for _, value in line.points if value is not None]
+    if panel.unit == "percentunit":
+        return f"{value:.{panel.decimals or 0}%}"
+    if panel.unit == "s" and value < 1:
+        return f"{value * 1e3:.3g} ms"
+    number = f"{value:,.0f}" if panel.decimals == 0 else f"{value:.3g}"
+    return number + (" s" if panel.unit == "s" else _SUFFIXES[panel.unit])
 
 
 def _describe_values(panel: Panel, series: Sequence[Series]) -> dict[str, object]:

@@ -43,7 +43,6 @@ DRAWN = ("serving", "pools")
 DRAWN_OF_CLUSTER = ("control",)
 """About the operator, which there is on clusters only."""
 MAY_BE_EMPTY: Mapping[str, str] = {
-    "Not ready": "an engine may be back before the next scrape",
     "Shed requests": "on a slow machine clients ask too slowly for a rush",
 }
 """Panels that may have no data, and why."""

@@ -14,6 +14,7 @@ from cleave.controller.manager import ManagerOptions, OperatorEndpoints
 from cleave.controller.metrics import OperatorCollector, OperatorMetrics
 from cleave.controller.resync import WATCHED_KINDS
 from cleave.controller.settings import OperatorSettings
+from cleave.manifests.container import Images
 
 from tests.support.fake_cluster import chat
 
@@ -29,14 +30,16 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[ManagerOptions]:
 
 def test_the_command_line_says_it_all(ran: list[ManagerOptions]) -> None:
     line = "--identity me --own-namespace here --namespace a --namespace b --webhook w "
-    line += "--webhook-certificate cert-manager --image-prefix r/ --device cpu --port 9"
+    line += "--webhook-certificate cert-manager --image-prefix r/ --device cpu --port 9 "
+    line += "--image gateway=r/own@sha256:ab"
     assert main.main(line.split()) == 0
     (options,) = ran
     assert options.identity.startswith("me_")
     assert (options.namespace, options.namespaces, options.port) == ("here", ("a", "b"), 9)
     assert options.webhook is not None
     assert (options.webhook.name, options.webhook.issues_certificate) == ("w", False)
-    assert (options.settings.image_prefix, options.settings.device) == ("r/", "cpu")
+    assert options.settings.device == "cpu"
+    assert options.settings.images == Images("r/", {"gateway": "r/own@sha256:ab"})
 
 
 def test_two_processes_of_one_pod_are_two_operators(ran: list[ManagerOptions]) -> None:
@@ -55,9 +58,10 @@ def test_a_faulty_cluster_file_is_one_line_and_exit_code_2(
     assert caplog.messages == ["--cluster: nodes: must have at least 1 entry"]
 
 
-def test_bad_usage_is_exit_code_2() -> None:
+@pytest.mark.parametrize("line", ["--device tpu", "--image operator=x", "--image gateway="])
+def test_bad_usage_is_exit_code_2(line: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main.main(["--device", "tpu"])
+        main.main(line.split())
     assert ended.value.code == 2
 
 

@@ -5,6 +5,7 @@ import dataclasses
 from cleave.api.manifest import validate
 from cleave.controller.object_preview import list_objects
 from cleave.controller.settings import OperatorSettings
+from cleave.manifests.container import Images
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.manifests.topology import NodeTopology
 from cleave.planner.placement import choose_placement
@@ -12,7 +13,7 @@ from cleave.planner.placement import choose_placement
 SETTINGS = OperatorSettings(
     isolation=NetworkIsolation(),
     account="system:serviceaccount:cleave-system:cleave-operator",
-    image_prefix="registry.example/cleave/",
+    images=Images("registry.example/cleave/"),
 )
 NODES = NodeTopology(gpus_per_node={"NVIDIA-H100-80GB-HBM3": 8})
 

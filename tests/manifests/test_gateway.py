@@ -9,7 +9,7 @@ from cleave.api.deployment import LLMDeploymentStatus, WitnessSpec
 from cleave.api.manifest import ManifestError
 from cleave.api.plan import SelectedPlan
 from cleave.gateway.config import GatewayConfig
-from cleave.manifests.container import LISTEN_ON
+from cleave.manifests.container import LISTEN_ON, Images
 from cleave.manifests.gateway import (
     SHUTDOWN_DELAY_S,
     build_gateway_deployment,
@@ -237,12 +237,23 @@ def test_an_endpoint_picker_names_gateways_that_speak_plain_http(deployment) -> 
 def test_the_image_is_the_specified_one_or_the_operators_default(deployment) -> None:
     def image(**gateway: str) -> str:
         template = build_gateway_deployment(
-            deployment(gateway=gateway), image_prefix="registry.example/"
+            deployment(gateway=gateway), images=Images("registry.example/")
         )
         return container(template["spec"]["template"])["image"]
 
     assert image(image="mine:1") == "mine:1"
     assert image().startswith("registry.example/cleave-gateway:")
+
+
+def test_gateways_are_pulled_as_workers_are_and_have_the_usual_labels(deployment) -> None:
+    manifest = build_gateway_deployment(deployment(template={"imagePullSecrets": ["registry"]}))
+    template = manifest["spec"]["template"]
+    assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    usual = build_gateway_deployment(deployment())["spec"]["template"]
+    assert "imagePullSecrets" not in usual["spec"]
+    assert template["metadata"]["labels"]["app.kubernetes.io/component"] == "gateway"
+    selector = manifest["spec"]["selector"]["matchLabels"]
+    assert not any(name.startswith("app.kubernetes.io") for name in selector), "it is immutable"
 
 
 def test_the_gateway_gets_the_prompt_limit_of_decode_instances(deployment) -> None:

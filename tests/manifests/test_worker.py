@@ -8,6 +8,7 @@ import pytest
 from cleave.api.engine import RESERVED_ENV
 from cleave.api.scheduling import Scheduling
 from cleave.distribution import get_version
+from cleave.manifests.container import Images
 from cleave.manifests.labels import AGENT_PORT
 from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_agent_command, build_scheduling_args, build_worker_pod
@@ -66,7 +67,8 @@ def test_a_pod_takes_the_name_that_it_is_given(pool) -> None:
 
 
 def test_labels_say_to_whom_a_worker_belongs(pool) -> None:
-    assert build_worker_pod(pool(), 0)["metadata"]["labels"] == {
+    labels = build_worker_pod(pool(), 0)["metadata"]["labels"]
+    assert {name: value for name, value in labels.items() if "kubernetes.io" not in name} == {
         "cleave.dev/deployment": "chat",
         "cleave.dev/pool": "chat-decode",
         "cleave.dev/role": "decode",
@@ -318,11 +320,23 @@ def test_pods_share_no_parts_that_one_could_change_for_all(pool) -> None:
 
 
 def test_the_image_is_the_operators_default_unless_given(pool) -> None:
-    prefix = "registry.example/team/"
-    own = container(build_worker_pod(pool(), 0, image_prefix=prefix))["image"]
+    images = Images("registry.example/team/", {"worker-cpu": "mirror/cpu@sha256:ab"})
+    own = container(build_worker_pod(pool(), 0, images=images))["image"]
     assert own.startswith("registry.example/team/cleave-worker-cuda:")
+    on_cpu = build_worker_pod(pool(), 0, device="cpu", images=images)
+    assert container(on_cpu)["image"] == "mirror/cpu@sha256:ab"
     declared = pool(engine={"image": "vllm:1"})
-    assert container(build_worker_pod(declared, 0, image_prefix=prefix))["image"] == "vllm:1"
+    assert container(build_worker_pod(declared, 0, images=images))["image"] == "vllm:1"
+
+
+def test_pods_have_the_usual_labels_which_the_template_may_replace(pool) -> None:
+    def labels(**template: object) -> dict[str, str]:
+        return build_worker_pod(pool(template=template), 0)["metadata"]["labels"]
+
+    assert labels()["app.kubernetes.io/component"] == "worker"
+    assert labels()["app.kubernetes.io/instance"] == labels()["cleave.dev/deployment"]
+    own = {"app.kubernetes.io/part-of": "shop"}
+    assert labels(labels=own) == labels() | own
 
 
 def test_a_key_comes_from_a_secret(pool) -> None:

@@ -1,5 +1,6 @@
 """What values change; needs helm."""
 
+import base64
 import json
 import re
 import subprocess
@@ -12,7 +13,8 @@ import yaml
 
 from cleave.api.manifest import load_cluster, validate
 from cleave.api.role import MAX_POD_ENGINES
-from cleave.controller import install_check, main
+from cleave.controller import install_check, main, uninstall_check
+from cleave.manifests.container import IMAGE_KINDS
 from cleave.manifests.labels import ENGINE_PORT, get_agent_port_name
 from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_worker_pod
@@ -49,7 +51,7 @@ def test_the_schema_knows_every_value(chart) -> None:
 
     def compare(given, node, path):
         known = node.get("properties", {})
-        assert set(given) == set(known) - {"global"} or not known, path
+        assert set(given) == set(known) or not known, path
         for key, value in given.items():
             if isinstance(value, dict) and key in known:
                 compare(value, known[key], f"{path}.{key}")
@@ -79,6 +81,16 @@ def test_helm_finds_nothing_to_complain_about(helm, chart) -> None:
         ("metrics.rules.runbooks=", "runbooks"),
         ("webhook.issuerRef.kind=Secret", "kind"),
         ("operator.extraEnv[0].value=x", "extraEnv"),
+        ("operator.logLevel=loud", "logLevel"),
+        ("operator.livenessProbe.exec=x", "exec"),
+        ("images.digests.gateway=latest", "gateway"),
+        ("images.references.router=x", "router"),
+        ("images.pullSecrets[0].secret=x", "pullSecrets"),
+        ("global.imageRegistry=registry.local/path/", "imageRegistry"),
+        ("namespaceOverride=Upper", "namespaceOverride"),
+        ("metrics.rules.availability=0.5", "availability"),
+        ("webhook.certificate=secret", "webhook.caBundle"),
+        ("webhook.caBundle=x", "webhook.caBundle"),
     ],
 )
 def test_wrong_values_are_refused_by_name(render, value, complaint) -> None:
@@ -102,6 +114,126 @@ def test_images_come_from_where_the_values_say(render) -> None:
     container = operator(render("images.prefix=registry.local/ai/", "images.tag=1.2"))
     assert container["image"] == "registry.local/ai/cleave-operator:1.2"
     assert "--image-prefix=registry.local/ai/" in container["args"]
+
+
+@pytest.mark.parametrize(
+    ("values", "prefix"),
+    [
+        (["global.imageRegistry=mirror:5000"], "mirror:5000/"),
+        (["global.imageRegistry=mirror", "images.prefix=registry.local/ai/"], "mirror/ai/"),
+        (["global.imageRegistry=mirror/", "images.prefix=team/ai/"], "mirror/team/ai/"),
+    ],
+)
+def test_a_parent_charts_registry_replaces_that_of_the_prefix(render, values, prefix) -> None:
+    container = operator(render(*values))
+    assert container["image"] == f"{prefix}cleave-operator:0.1.0"
+    assert f"--image-prefix={prefix}" in container["args"]
+
+
+def test_images_may_have_a_digest_or_a_reference_of_their_own(render) -> None:
+    digest = f"sha256:{'ab' * 32}"
+    container = operator(
+        render(
+            f"images.digests.operator={digest}",
+            f"images.digests.worker-cpu={digest}",
+            "images.references.gateway=mirror/gw:7",
+        )
+    )
+    assert container["image"] == f"cleave-operator:0.1.0@{digest}"
+    images = main._build_parser("operator").parse_args(container["args"]).image
+    assert images == [
+        ("gateway", "mirror/gw:7"),
+        ("worker-cpu", f"cleave-worker-cpu:0.1.0@{digest}"),
+    ]
+
+
+def test_a_tag_is_that_of_all_images(render) -> None:
+    container = operator(render("images.tag=main-1"))
+    assert container["image"] == "cleave-operator:main-1"
+    images = main._build_parser("operator").parse_args(container["args"]).image
+    assert {kind for kind, _ in images} == {*IMAGE_KINDS}
+    assert all(reference.endswith(":main-1") for _, reference in images)
+
+
+def test_pull_secrets_are_names_or_objects_of_this_chart_and_its_parent(render) -> None:
+    values = ("global.imagePullSecrets[0]=a", "images.pullSecrets[0].name=b")
+    manifests = render(*values)
+    pods = [each["spec"] for each in find(manifests, "Pod")]
+    (deployment,) = find(manifests, "Deployment")
+    for spec in [*pods, deployment["spec"]["template"]["spec"]]:
+        assert spec["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]
+
+
+def test_the_chart_may_be_in_another_namespace_than_its_release(render) -> None:
+    values = [f"metrics.{name}.enabled=true" for name in ("podMonitor", "rules", "dashboards")]
+    manifests = render("namespaceOverride=other", "crds.enabled=false", *values)
+    namespaces = {each["metadata"].get("namespace") for each in manifests}
+    assert namespaces == {"other", None}
+    assert "cleave-system" not in yaml.safe_dump_all(manifests)
+
+
+def test_probes_strategy_network_and_account_are_values(render) -> None:
+    manifests = render(
+        "operator.livenessProbe.periodSeconds=30",
+        "operator.livenessProbe.initialDelaySeconds=null",
+        "operator.strategy.type=Recreate",
+        "operator.strategy.rollingUpdate=null",
+        "operator.revisionHistoryLimit=2",
+        "operator.hostNetwork=true",
+        "operator.logLevel=debug",
+        "operator.serviceAccount.annotations.role=arn",
+    )
+    (deployment,) = find(manifests, "Deployment")
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert deployment["spec"]["revisionHistoryLimit"] == 2
+    pod = deployment["spec"]["template"]["spec"]
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    container = operator(manifests)
+    assert container["livenessProbe"] == {
+        "httpGet": {"path": "/healthz", "port": "http"},
+        "periodSeconds": 30,
+        "timeoutSeconds": 5,
+        "failureThreshold": 3,
+    }
+    assert main._build_parser("operator").parse_args(container["args"]).log_level == "debug"
+    accounts = {each["metadata"]["name"]: each for each in find(manifests, "ServiceAccount")}
+    assert accounts["cleave-operator"]["metadata"]["annotations"] == {"role": "arn"}
+    assert "hostNetwork" not in find(render(), "Deployment")[0]["spec"]["template"]["spec"]
+
+
+def test_a_certificate_from_elsewhere_is_read_and_its_authority_trusted(render, tmp_path) -> None:
+    pem = "-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"
+    for text in (pem, base64.b64encode(pem.encode()).decode()):
+        file = tmp_path / "values.yaml"
+        webhook = {"certificate": "secret", "caBundle": text}
+        file.write_text(yaml.safe_dump({"webhook": webhook}))
+        manifests = render(files=[file])
+        (hooks,) = find(manifests, "ValidatingWebhookConfiguration")
+        bundle = hooks["webhooks"][0]["clientConfig"]["caBundle"]
+        assert base64.b64decode(bundle).decode() == pem
+        assert not find(manifests, "Secret"), "it is not the chart's"
+        assert "validatingwebhookconfigurations" not in yaml.safe_dump_all(
+            find(manifests, "ClusterRole")
+        )
+        args = main._build_parser("operator").parse_args(operator(manifests)["args"])
+        assert args.webhook_certificate == "secret"
+
+
+def test_a_hook_refuses_to_uninstall_while_deployments_are_left(render) -> None:
+    manifests = render("operator.namespaces={team-a,team-b}")
+    (pod,) = (
+        each
+        for each in find(manifests, "Pod")
+        if each["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    )
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "cleave.controller.uninstall_check"]
+    options = uninstall_check.build_parser().parse_args(container["args"])
+    assert options.namespace == ["team-a", "team-b"]
+    assert options.rollback == "helm rollback cleave 1 -n cleave-system"
+    assert pod["spec"]["serviceAccountName"] == "cleave-operator", "which may list them"
+    assert not OPERATOR_LABELS.items() <= pod["metadata"]["labels"].items(), "no Service selects it"
+    assert "pre-delete" not in yaml.safe_dump_all(render("uninstallGuard.enabled=false"))
 
 
 def test_a_narrowed_operator_has_rights_in_its_namespaces_only(render) -> None:

@@ -63,6 +63,7 @@ ILL: dict[str, Series] = {
         '=cleave_gateway_instances{model="m",role="prefill",state="ready"}': None,
         'cleave_gateway_requests_total{model="m",outcome="unavailable"}': 1,
     },
+    "CleaveManyRequestsFail": {'cleave_gateway_requests_total{model="m",outcome="failed"}': 20},
     "CleaveRequestsFail": {'cleave_gateway_requests_total{model="m",outcome="broken"}': 1},
     "CleaveHandoffsFail": {'cleave_gateway_handoffs_total{result="refused"}': 20},
     "CleavePairsFail": {'=cleave_gateway_kv_pairs{model="m",state="closed"}': 1},
@@ -88,6 +89,7 @@ ILL: dict[str, Series] = {
 }
 TOGETHER = {
     "CleaveSloBurnsFast": {"CleaveSloBurns"},
+    "CleaveManyRequestsFail": {"CleaveRequestsFail"},
     "CleaveFleetIsGone": {"CleaveRequestsFail"},
 }
 """Alerts that come with another."""
@@ -214,6 +216,23 @@ def test_a_fleet_scaled_to_zero_raises_no_alert(program, rules) -> None:
 def test_a_fleet_that_refuses_requests_is_none_that_is_gone(program, rules) -> None:
     refused: Series = {'cleave_gateway_requests_total{model="m",outcome="unavailable"}': 1}
     assert find_firing(program, rules, WELL | refused) == {"CleaveRequestsFail"}
+
+
+def test_failed_requests_wake_people_only_where_many_fail(program, rules) -> None:
+    severities = {rule["alert"]: rule["labels"]["severity"] for rule in rules if "alert" in rule}
+    assert severities["CleaveManyRequestsFail"] == "critical"
+    assert severities["CleaveRequestsFail"] == "warning"
+
+    def fire(ok: float, **outcomes: float) -> set[str]:
+        name = 'cleave_gateway_requests_total{{model="m",outcome="{}"}}'
+        counts = {"ok": ok, **outcomes}
+        series: Series = {name.format(outcome): count for outcome, count in counts.items()}
+        return find_firing(program, rules, WELL | series)
+
+    assert fire(600, broken=0.5) == set(), "fewer than may fail"
+    assert fire(600, refused=90, cancelled=90, shed=90) == set(), "clients and limits"
+    assert fire(1, failed=0.1) == {"CleaveRequestsFail"}, "six in an hour of little traffic"
+    assert fire(0, unavailable=5) == {"CleaveRequestsFail", "CleaveManyRequestsFail"}
 
 
 def test_dashboards_and_rules_name_only_metrics_that_there_are(rules) -> None:

@@ -10,6 +10,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Where the objects of the chart are. */}}
+{{- define "cleave.namespace" -}}
+{{ .Values.namespaceOverride | default .Release.Namespace }}
+{{- end -}}
+
 {{- define "cleave.operator" -}}
 {{ include "cleave.name" . }}-operator
 {{- end -}}
@@ -82,13 +87,30 @@ metricRelabelings: {{- toYaml . | nindent 2 }}
 {{ (index . 0).Values.metrics.rules.runbooks }}#{{ index . 1 | lower }}
 {{- end -}}
 
+{{/* images.prefix; a parent chart's registry takes the place of its registry. */}}
+{{- define "cleave.imagePrefix" -}}
+{{- $prefix := .Values.images.prefix -}}
+{{- with .Values.global.imageRegistry -}}
+{{- $prefix = printf "%s/%s" (trimSuffix "/" .) (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" $prefix "") -}}
+{{- end -}}
+{{- $prefix -}}
+{{- end -}}
+
+{{/* Reference of one of Cleave's images: (list root kind). */}}
 {{- define "cleave.image" -}}
-{{ .Values.images.prefix }}cleave-operator:{{ include "cleave.tag" . }}
+{{- $root := index . 0 -}}
+{{- $images := $root.Values.images -}}
+{{- with get $images.references (index . 1) -}}
+{{- . -}}
+{{- else -}}
+{{- include "cleave.imagePrefix" $root }}cleave-{{ index . 1 }}:{{ include "cleave.tag" $root -}}
+{{- with get $images.digests (index . 1) }}@{{ . }}{{ end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "cleave.pullSecrets" -}}
-{{- range .Values.images.pullSecrets }}
-- name: {{ . }}
+{{- range concat .Values.global.imagePullSecrets .Values.images.pullSecrets }}
+- name: {{ if kindIs "map" . }}{{ .name }}{{ else }}{{ . }}{{ end }}
 {{- end }}
 {{- end -}}
 

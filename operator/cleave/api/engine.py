@@ -434,7 +434,7 @@ class WorkerTemplate(ApiModel):
     volume_mounts: Annotated[list[NamedObject], Field(max_length=64)] = Field(default_factory=list)
     """Where the worker's container mounts them, as in a pod spec."""
     image_pull_secrets: list[ObjectName] = Field(default_factory=list, max_length=16)
-    """Names of Secrets with which the workers' images are pulled."""
+    """Names of Secrets with which the images of workers and gateways are pulled."""
     priority_class_name: ObjectName | None = None
     """PriorityClass of the pods; absent: the cluster's default."""
     scheduler_name: ObjectName | None = None

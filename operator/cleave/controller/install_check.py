@@ -52,9 +52,9 @@ def run_checks(
 def _check_leader(access: ApiServerAccess, lease: str, now: datetime) -> str:
     namespace, _, name = lease.partition("/")
     path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}"
-    status, body = _request(access, path)
+    status, body = request(access, path)
     if status != 200:
-        raise CheckError(f"the Lease {lease} cannot be read: {_describe(status, body)}")
+        raise CheckError(f"the Lease {lease} cannot be read: {describe(status, body)}")
     spec = body.get("spec", {})
     holder, renewed = spec.get("holderIdentity"), spec.get("renewTime")
     if not holder or not renewed:
@@ -71,7 +71,7 @@ def _check_leader(access: ApiServerAccess, lease: str, now: datetime) -> str:
 def _check_admitted(access: ApiServerAccess, namespace: str) -> str:
     status, body = _create(access, namespace, _VALID)
     if status != 201:
-        raise CheckError(f"a valid LLMDeployment is refused: {_describe(status, body)}")
+        raise CheckError(f"a valid LLMDeployment is refused: {describe(status, body)}")
     return "the API server admits a valid LLMDeployment"
 
 
@@ -84,7 +84,7 @@ def _check_refused(access: ApiServerAccess, namespace: str) -> str:
             "firewalls between API server and pods"
         )
     if _REFUSAL not in str(body.get("message", "")):
-        raise CheckError(f"the webhook does not answer as expected: {_describe(status, body)}")
+        raise CheckError(f"the webhook does not answer as expected: {describe(status, body)}")
     return "the webhook refuses a parallel size that the model's heads do not allow"
 
 
@@ -98,19 +98,19 @@ def _create(
         "spec": spec,
     }
     path = f"/apis/cleave.dev/v1alpha1/namespaces/{namespace}/llmdeployments?dryRun=All"
-    return _request(access, path, json.dumps(manifest).encode())
+    return request(access, path, json.dumps(manifest).encode())
 
 
-def _request(
+def request(
     access: ApiServerAccess, path: str, body: bytes | None = None
 ) -> tuple[int, dict[str, Any]]:
     """(status, decoded body); POST if there is a body. Raises CheckError without an answer."""
     headers = {"Accept": "application/json", "Content-Type": "application/json"}
     if access.token:
         headers["Authorization"] = f"Bearer {access.token}"
-    request = urllib.request.Request(access.url + path, body, headers)  # noqa: S310 - the API server
+    call = urllib.request.Request(access.url + path, body, headers)  # noqa: S310 - the API server
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=access.tls) as response:  # noqa: S310
+        with urllib.request.urlopen(call, timeout=TIMEOUT_S, context=access.tls) as response:  # noqa: S310
             return response.status, _decode(response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -127,7 +127,8 @@ def _decode(body: bytes) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {}
 
 
-def _describe(status: int, body: dict[str, Any]) -> str:
+def describe(status: int, body: dict[str, Any]) -> str:
+    """An unexpected answer of the API server, for a message."""
     return f"{body.get('message', 'no message')} (status {status})"
 
 

@@ -20,6 +20,7 @@ from cleave.controller.cluster.leader_election import LeaseConfig
 from cleave.controller.handlers import WatchError
 from cleave.controller.manager import Manager, ManagerOptions, WebhookOptions
 from cleave.controller.settings import OperatorSettings
+from cleave.manifests.container import IMAGE_KINDS, Images
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.rpc.listen_addresses import parse_hosts, parse_port
 
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         )
     settings = OperatorSettings(
         namespace=args.own_namespace,
-        image_prefix=args.image_prefix,
+        images=Images(args.image_prefix, dict(args.image)),
         discovery_role=args.discovery_role,
         device=args.device,
         isolation=isolation,
@@ -186,6 +187,15 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         help="pods of deployments name no user and groups: the cluster assigns them (OpenShift)",
     )
     add("--image-prefix", default="", help="registry and path of Cleave's own images")
+    add(
+        "--image",
+        action="append",
+        default=[],
+        type=_parse_image,
+        metavar="KIND=REFERENCE",
+        help=f"whole reference of an image, such as one with a digest; {', '.join(IMAGE_KINDS)}; "
+        "repeatable",
+    )
     add("--discovery-role", default="cleave-discovery", help="ClusterRole that pods are bound to")
     add(
         "--isolate-workers",
@@ -245,13 +255,21 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add("--webhook-port", type=parse_port, default=9443)
     add(
         "--webhook-certificate",
-        choices=["operator", "cert-manager"],
+        choices=["operator", "cert-manager", "secret"],
         default="operator",
-        help="who issues the webhook's certificate",
+        help="who issues the webhook's certificate; secret: you, in the Secret of its name",
     )
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     logs.add_option(parser, "json")
     return parser
+
+
+def _parse_image(text: str) -> tuple[str, str]:
+    kind, _, reference = text.partition("=")
+    if kind not in IMAGE_KINDS or not reference:
+        known = ", ".join(IMAGE_KINDS)
+        raise argparse.ArgumentTypeError(f"{text}: must be KIND=REFERENCE with KIND of {known}")
+    return kind, reference
 
 
 def _parse_interval(text: str) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
 from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy
+from cleave.manifests.container import OWN_IMAGES, Images
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.manifests.resources import Device
 
@@ -14,8 +15,8 @@ class OperatorSettings:
 
     namespace: str = "cleave-system"
     """The operator's own namespace."""
-    image_prefix: str = ""
-    """Registry and path of Cleave's own images."""
+    images: Images = OWN_IMAGES
+    """Cleave's own images."""
     discovery_role: str = "cleave-discovery"
     """ClusterRole that lets pods read the EndpointSlices of their namespace."""
     device: Device = "gpu"

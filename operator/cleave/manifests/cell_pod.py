@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from cleave.api.pool import InstancePool, InstancePoolSpec
-from cleave.manifests.container import build_flags
+from cleave.manifests.container import OWN_IMAGES, Images, build_flags
 from cleave.manifests.labels import (
     CELL_HEALTH_PORT,
     Manifest,
@@ -35,7 +35,7 @@ def build_cell_pod(
     name: str | int,
     *,
     device: Device = "gpu",
-    image_prefix: str = "",
+    images: Images = OWN_IMAGES,
     number: int = 0,
     leader: str = "",
 ) -> Manifest:
@@ -43,7 +43,7 @@ def build_cell_pod(
     `device`. `name` may be the instance's number instead, from 0. Of an instance that spans nodes:
     `number` of the pod, and where further pods reach the launcher of the first, as host:port."""
     name = name if isinstance(name, str) else f"{pool.name}-{name}"
-    pod = build_worker_pod(pool, name, device=device, image_prefix=image_prefix)
+    pod = build_worker_pod(pool, name, device=device, images=images)
     (container,) = pod["spec"]["containers"]
     if pool.spec.members:
         engines = list(_list_engines(pool))

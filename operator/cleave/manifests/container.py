@@ -1,6 +1,7 @@
 """Fields common to worker and gateway containers: security, addresses and images. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from cleave import distribution
 from cleave.manifests.labels import Manifest, get_account_name
@@ -73,6 +74,27 @@ def build_flags(options: Mapping[str, object]) -> list[str]:
         elif value is not None and value is not False and value != "":
             flags += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
     return flags
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Where nodes pull Cleave's own images from."""
+
+    prefix: str = ""
+    """Registry and path, which the names of images follow."""
+    references: Mapping[str, str] = field(default_factory=dict)
+    """Whole references by kind, with tag or digest, in place of prefix, name and version."""
+
+    def get(self, kind: str) -> str:
+        """Reference of the image of a kind, such as gateway; without one of its own, at this
+        version."""
+        return self.references.get(kind, get_image(kind, self.prefix))
+
+
+OWN_IMAGES = Images()
+"""Those that are on the nodes already."""
+IMAGE_KINDS = ("gateway", "worker-cuda", "worker-cpu", "worker-emulated")
+"""Images of deployments' pods."""
 
 
 def get_image(kind: str, prefix: str = "") -> str:

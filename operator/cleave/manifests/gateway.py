@@ -9,12 +9,13 @@ from cleave.api.plan import SelectedPlan
 from cleave.manifests import topology
 from cleave.manifests.container import (
     LISTEN_ON,
+    OWN_IMAGES,
+    Images,
     build_address_env,
     build_container_security,
     build_flags,
     build_pod_defaults,
     build_scratch_volume,
-    get_image,
 )
 from cleave.manifests.labels import (
     GATEWAY,
@@ -23,6 +24,7 @@ from cleave.manifests.labels import (
     PICKER_PORT,
     Manifest,
     build_component_labels,
+    build_gateway_labels,
     build_object,
     get_agents_source,
     get_gateway_name,
@@ -58,7 +60,7 @@ def build_gateway_pod(
     flags["--ahead-from"] = thresholds.ahead_from_tokens or None
     container = _build_container(deployment, flags, port, internal_port)
     name = get_gateway_name(deployment.name)
-    labels = build_component_labels(deployment.name, GATEWAY)
+    labels = build_gateway_labels(deployment.name)
     spec = _build_pod_spec(deployment, container)
     return build_object("v1", "Pod", name, deployment.namespace, labels, spec=spec)
 
@@ -73,18 +75,21 @@ def get_thresholds(deployment: LLMDeployment, plan: SelectedPlan | None) -> Plan
     return PlanThresholds(plan.whole_below_tokens or 0, ahead_from or 0)
 
 
-def build_gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> Manifest:
+def build_gateway_deployment(deployment: LLMDeployment, *, images: Images = OWN_IMAGES) -> Manifest:
     """The gateway in a cluster: identical pods, on different nodes where possible. The plan's
     thresholds come with the workers' Service, so that they change without a restart."""
     labels = build_component_labels(deployment.name, GATEWAY)
-    pod_spec = _build_pod_spec(deployment, _build_cluster_container(deployment, image_prefix))
+    pod_spec = _build_pod_spec(deployment, _build_cluster_container(deployment, images))
     pod_spec["topologySpreadConstraints"] = topology.build_topology_spread(labels)
     surge = {"maxSurge": 1, "maxUnavailable": 0}
     spec = {
         "replicas": deployment.spec.gateway.replicas,
         "selector": {"matchLabels": labels},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": surge},
-        "template": {"metadata": {"labels": labels}, "spec": pod_spec},
+        "template": {
+            "metadata": {"labels": build_gateway_labels(deployment.name)},
+            "spec": pod_spec,
+        },
     }
     name = get_gateway_name(deployment.name)
     return build_object("apps/v1", "Deployment", name, deployment.namespace, labels, spec=spec)
@@ -115,8 +120,10 @@ def _get_scheme(deployment: LLMDeployment) -> str:
 
 
 def _build_pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
+    pull_secrets = [{"name": name} for name in deployment.spec.template.image_pull_secrets]
     return {
         **build_pod_defaults(deployment.name, GATEWAY),
+        **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
         "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
         "containers": [container],
         "volumes": [_build_scratch(deployment)[0], *_build_volumes(deployment)],
@@ -147,7 +154,7 @@ def _build_volumes(deployment: LLMDeployment) -> list[Manifest]:
     return volumes
 
 
-def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Manifest:
+def _build_cluster_container(deployment: LLMDeployment, images: Images) -> Manifest:
     """The container in a cluster: with a shutdown delay and a liveness probe."""
     gateway, scaling = deployment.spec.gateway, deployment.spec.scaling
     flags = _build_flags(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT)
@@ -159,7 +166,7 @@ def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Ma
             flags["--endpoint-picker-plain"] = True
         elif gateway.endpoint_picker_tls_secret:
             flags |= _build_tls_flags("--endpoint-picker", _PICKER_TLS)
-    container = _build_container(deployment, flags, GATEWAY_PORT, INTERNAL_PORT, image_prefix)
+    container = _build_container(deployment, flags, GATEWAY_PORT, INTERNAL_PORT, images)
     if gateway.endpoint_picker:
         container["ports"].append({"name": _PICKER, "containerPort": PICKER_PORT})
     # /health depends on workers; /livez responds in time under any load.
@@ -229,7 +236,7 @@ def _build_container(
     flags: dict[str, object],
     port: int,
     internal_port: int,
-    image_prefix: str = "",
+    images: Images = OWN_IMAGES,
 ) -> Manifest:
     gateway = deployment.spec.gateway
     mounts = [
@@ -245,7 +252,7 @@ def _build_container(
     }
     return {
         "name": "gateway",
-        "image": gateway.image or get_image("gateway", image_prefix),
+        "image": gateway.image or images.get("gateway"),
         "command": ["python", "-m", "cleave.gateway.main", *build_flags(flags)],
         "env": build_address_env(get_agents_source(deployment.name, deployment.namespace)),
         "ports": [

@@ -76,8 +76,9 @@ def get_account_name(deployment: str, component: str = GATEWAY) -> str:
 def build_worker_labels(
     pool: InstancePool, instance: str, component: str = WORKER
 ) -> dict[str, str]:
-    """Labels of an instance's pods, the template's included."""
+    """Labels of an instance's pods, the template's included, which may replace the usual ones."""
     return {
+        **_build_usual_labels(pool.spec.deployment, component),
         **pool.spec.template.labels,
         DEPLOYMENT: pool.spec.deployment,
         POOL: pool.name,
@@ -85,6 +86,23 @@ def build_worker_labels(
         COMPONENT: component,
         REVISION: pool.spec.revision,
         INSTANCE: instance,
+    }
+
+
+def build_gateway_labels(deployment: str) -> dict[str, str]:
+    """Labels of a gateway's pods."""
+    usual = _build_usual_labels(deployment, GATEWAY)
+    return usual | build_component_labels(deployment, GATEWAY)
+
+
+def _build_usual_labels(deployment: str, component: str) -> dict[str, str]:
+    """Kubernetes' recommended labels, by which other tools group pods. They select nothing here."""
+    return {
+        "app.kubernetes.io/name": "cleave",
+        "app.kubernetes.io/instance": deployment,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "cleave",
+        "app.kubernetes.io/managed-by": "cleave-operator",
     }
 
 

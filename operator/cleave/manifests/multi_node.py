@@ -10,7 +10,7 @@ the further pods are owned by the leader's pod, and are deleted with it.
 from cleave.api.pool import InstancePool
 from cleave.manifests import worker
 from cleave.manifests.cell_pod import build_cell_pod
-from cleave.manifests.container import build_flags
+from cleave.manifests.container import OWN_IMAGES, Images, build_flags
 from cleave.manifests.labels import (
     AGENT_PORT,
     CELL,
@@ -34,7 +34,7 @@ _LWS_RANK = "$(LWS_WORKER_INDEX)"
 
 
 def build_node_pods(
-    pool: InstancePool, leader: Manifest, *, device: Device = "gpu", image_prefix: str = ""
+    pool: InstancePool, leader: Manifest, *, device: Device = "gpu", images: Images = OWN_IMAGES
 ) -> list[Manifest]:
     """The further pods of an instance, by rank from 1; `leader` owns them if it has a uid."""
     meta = leader["metadata"]
@@ -45,10 +45,10 @@ def build_node_pods(
         name = f"{meta['name']}-{rank}"
         if pool.spec.parallelism.data > 1:
             labels = build_worker_labels(pool, meta["name"]) | {NODE_RANK: str(rank)}
-            spec = _build_rank_pod_spec(pool, meta["name"], device, image_prefix, rank, host)
+            spec = _build_rank_pod_spec(pool, meta["name"], device, images, rank, host)
         else:
             labels = _build_labels(pool, meta["name"], cell, rank)
-            spec = _build_node_spec(pool, labels, device, image_prefix, str(rank), host)
+            spec = _build_node_spec(pool, labels, device, images, str(rank), host)
             # A restarted pod cannot join a running engine: the whole instance is replaced.
             spec["restartPolicy"] = "Never"
         node_pod = build_object("v1", "Pod", name, pool.namespace, labels, spec=spec)
@@ -66,15 +66,15 @@ def build_leader_worker_set(
     *,
     device: Device = "gpu",
     cell: int | None = None,
-    image_prefix: str = "",
+    images: Images = OWN_IMAGES,
 ) -> Manifest:
     """One instance as a LeaderWorkerSet with one group; its leader's pod is `name`-0."""
     leader = f"{name}-0"
-    pod = worker.build_worker_pod(pool, leader, device=device, cell=cell, image_prefix=image_prefix)
+    pod = worker.build_worker_pod(pool, leader, device=device, cell=cell, images=images)
     # LeaderWorkerSet sets the host names of its pods itself.
     leader_spec = {k: v for k, v in pod["spec"].items() if k not in ("hostname", "subdomain")}
     node_labels = _build_labels(pool, leader, None if cell is None else str(cell), rank=1)
-    node_spec = _build_node_spec(pool, node_labels, device, image_prefix, _LWS_RANK, _LWS_LEADER)
+    node_spec = _build_node_spec(pool, node_labels, device, images, _LWS_RANK, _LWS_LEADER)
     template = pool.spec.template
     group = {
         "size": pool.spec.nodes,
@@ -119,12 +119,12 @@ def _build_node_spec(
     pool: InstancePool,
     labels: dict[str, str],
     device: Device,
-    image_prefix: str,
+    images: Images,
     rank: str,
     leader: str,
 ) -> Manifest:
     container = {
-        **worker.build_container_base(pool.spec, device, image_prefix),
+        **worker.build_container_base(pool.spec, device, images),
         "command": build_node_command(pool, rank),
         "env": [{"name": LEADER_ENV, "value": leader}, *worker.build_environment(pool, device)],
     }
@@ -137,7 +137,7 @@ def _build_node_spec(
 
 
 def _build_rank_pod_spec(
-    pool: InstancePool, instance: str, device: Device, image_prefix: str, number: int, leader: str
+    pool: InstancePool, instance: str, device: Device, images: Images, number: int, leader: str
 ) -> Manifest:
     """Spec of a pod with further data-parallel ranks; `leader`: host name of the first pod. Their
     containers may start again: no engine runs without them."""
@@ -145,7 +145,7 @@ def _build_rank_pod_spec(
         pool,
         instance,
         device=device,
-        image_prefix=image_prefix,
+        images=images,
         number=number,
         leader=f"$({LEADER_ENV}):{CELL_HEALTH_PORT}",
     )["spec"]

@@ -12,6 +12,7 @@ from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.role import Role
 from cleave.api.scheduling import Scheduling
 from cleave.manifests import container
+from cleave.manifests.container import OWN_IMAGES, Images
 from cleave.manifests.labels import (
     AGENT_PORT,
     CELL,
@@ -64,7 +65,7 @@ def build_worker_pod(
     *,
     device: Device = "gpu",
     cell: int | None = None,
-    image_prefix: str = "",
+    images: Images = OWN_IMAGES,
 ) -> Manifest:
     """Pod of one instance of a pool, for nodes that compute on `device`.
 
@@ -80,7 +81,7 @@ def build_worker_pod(
     spec = {
         **build_worker_spec(pool, labels, device),
         **(host_name if pool.spec.nodes > 1 else {}),
-        "containers": [_build_container(pool, instance, device, cell, image_prefix)],
+        "containers": [_build_container(pool, instance, device, cell, images)],
     }
     pod = build_object("v1", "Pod", instance, pool.namespace, labels, spec=spec)
     return with_annotations(pod, pool.spec.template)
@@ -123,11 +124,11 @@ def _build_template_fields(template: WorkerTemplate) -> Manifest:
 
 
 def _build_container(
-    pool: InstancePool, instance: str, device: Device, cell: int | None, image_prefix: str
+    pool: InstancePool, instance: str, device: Device, cell: int | None, images: Images
 ) -> Manifest:
     spec = pool.spec
     return {
-        **build_container_base(spec, device, image_prefix),
+        **build_container_base(spec, device, images),
         "command": build_agent_command(pool, instance, cell, device),
         "env": build_environment(pool, device),
         # A fixed port of the engine, so that Prometheus finds its metrics.
@@ -139,11 +140,11 @@ def _build_container(
     }
 
 
-def build_container_base(spec: InstancePoolSpec, device: Device, image_prefix: str) -> Manifest:
+def build_container_base(spec: InstancePoolSpec, device: Device, images: Images) -> Manifest:
     """Fields that the containers of an instance's pods share."""
     return {
         "name": "worker",
-        "image": spec.engine.image or _get_default_image(spec, device, image_prefix),
+        "image": spec.engine.image or _get_default_image(spec, device, images),
         "resources": build_resources(spec, device),
         "securityContext": container.build_container_security(),
         "volumeMounts": build_storage(spec.model, spec.template, spec.engine)[1],
@@ -283,10 +284,10 @@ def _build_variable(variable: EnvVar) -> Manifest:
     return {"name": variable.name, "valueFrom": variable.value_from.model_dump(mode="json")}
 
 
-def _get_default_image(spec: InstancePoolSpec, device: Device, prefix: str) -> str:
+def _get_default_image(spec: InstancePoolSpec, device: Device, images: Images) -> str:
     if spec.engine.type is EngineType.EMULATED:
-        return container.get_image("worker-emulated", prefix)
-    return container.get_image("worker-cuda" if device == "gpu" else "worker-cpu", prefix)
+        return images.get("worker-emulated")
+    return images.get("worker-cuda" if device == "gpu" else "worker-cpu")
 
 
 def _build_probes() -> Manifest:

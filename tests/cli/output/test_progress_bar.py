@@ -1,11 +1,11 @@
-"""What is said while the simulator is compiled before a first plan."""
+"""What is said of progress in a pipe, and while the simulator is compiled before a first plan."""
 
 import threading
 
 import pytest
 
 from cleave.cli.output import progress_bar
-from cleave.cli.output.progress_bar import show_simulation_progress
+from cleave.cli.output.progress_bar import show_progress, show_simulation_progress
 from cleave.simulator import run
 
 WAIT_S = 60
@@ -44,6 +44,20 @@ def test_a_long_compilation_is_reported_until_it_ends(
     assert first.startswith("compiling the simulator once for this version: ")
     assert len(lines) >= 2
     assert all(line.startswith("still compiling the simulator after ") for line in lines)
+
+
+def test_in_a_pipe_lines_say_from_time_to_time_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_bar, "REPEAT_S", 0.0)
+    with show_progress("probing") as tick:
+        tick(3, 9, "prefill 4 x 512")
+        tick(4, 9, "")
+    assert capsys.readouterr().err == "probing, 3 of 9: prefill 4 x 512\nprobing, 4 of 9\n"
+    monkeypatch.setattr(progress_bar, "REPEAT_S", 60.0)
+    with show_progress("probing") as tick:
+        tick(1, 9, "")
+    assert capsys.readouterr().err == "", "short commands stay silent"
 
 
 def test_nothing_is_said_where_it_was_compiled_before(

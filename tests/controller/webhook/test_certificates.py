@@ -81,6 +81,14 @@ def test_a_secret_gives_back_what_was_put_into_it() -> None:
     assert certificates.from_secret({"data": certificates.to_secret(certificate)}) == certificate
 
 
+def test_a_secret_of_type_tls_may_lack_the_authority() -> None:
+    certificate = issue(NAMES, NOW)
+    data = certificates.to_secret(certificate)
+    del data["ca.crt"]
+    found = certificates.from_secret({"data": data})
+    assert found == ServingCertificate("", certificate.cert_chain, certificate.key)
+
+
 @pytest.mark.parametrize(
     "secret",
     [{}, {"data": None}, {"data": {}}, {"data": {"tls.crt": "!", "tls.key": "", "ca.crt": ""}}],

@@ -96,7 +96,7 @@ async def test_an_emptied_bundle_is_written_again() -> None:
 
 async def test_cert_managers_secret_is_read_and_never_written() -> None:
     shelf = Shelf()
-    with pytest.raises(CertificateError, match="cert-manager has not written"):
+    with pytest.raises(CertificateError, match=r"has no tls\.crt and tls\.key yet"):
         await rotator(shelf, issues=False).rotate()
     theirs = certificates.issue(NAMES, NOW - timedelta(days=80))
     shelf.secret["data"] = certificates.to_secret(theirs)

@@ -74,6 +74,8 @@ async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(fleet, pat
     assert len({(event["id"], event["created"], event["object"]) for event in events}) == 1
     assert events[-1]["usage"] == undisturbed[-1]["usage"]
     assert events[0]["choices"][0].keys() == undisturbed[0]["choices"][0].keys()
+    parts = [part for event in events for part in (event, *event["choices"])]
+    assert not any(part.get("token_ids") or part.get("prompt_token_ids") for part in parts)
     assert sum(stage.context.metrics.recoveries.values()) >= 1
     assert {how for _, how in stage.context.metrics.recoveries} == {"continued"}
     assert stage.context.metrics.requests == {("m", "ok"): 2}

@@ -109,16 +109,27 @@ def test_of_other_answers_nothing_is_known_and_all_passes() -> None:
     assert relay(opaque=True).forward(whole, True) == whole
 
 
-def test_the_prompts_ids_are_hidden_from_the_client_but_not_lost() -> None:
+def test_ids_are_hidden_from_the_client_but_not_lost() -> None:
     first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6,7],"token_ids":[8]}]}\n\n'
     stream = SseRelay(HEAD, False, 0.0, has_token_ids=True)
     sent = stream.forward(first[:30], False) + stream.forward(first[30:], False)
-    assert sent == HEAD + first.replace(b"[5,6,7]", b"null")
+    assert sent == HEAD + b'data: {"choices":[{"text":"a"}]}\n\n'
     assert stream.prompt_ids == b"5,6,7"
+    assert stream.read_transcript().choices[0].token_ids == [8]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("ids", [[], [1], [1, 22, 333]])
+def test_several_events_of_a_piece_lose_their_ids_and_nothing_else(number, ids) -> None:
+    text = 'quoted ,"token_ids":[7] and ]'
+    with_ids, without = event(text, token_ids=ids, end=1), event(text, end=1)
+    stream = relay(has_token_ids=True)
+    assert stream.forward(with_ids * number, False) == without * number
+    assert stream.read_transcript().choices[0].token_ids == ids * number
 
 
 def test_a_client_that_requested_ids_gets_them() -> None:
-    first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6]}]}\n\n'
+    first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6],"token_ids":[7]}]}\n\n'
     stream = relay(has_token_ids=True, return_token_ids=True)
     assert stream.forward(first, False) == first
     assert stream.prompt_ids == b"5,6"

@@ -38,12 +38,13 @@ def render(
 
     from cleave.controller.object_preview import list_objects
     from cleave.controller.settings import OperatorSettings
+    from cleave.manifests.container import Images
     from cleave.manifests.network_policies import NetworkIsolation
 
     deployment = load_deployment(file)
     placement = decide_cluster_placement(deployment, file, cluster)
     settings = OperatorSettings(
-        image_prefix=image_prefix, isolation=NetworkIsolation(), account=_OPERATOR_ACCOUNT
+        images=Images(image_prefix), isolation=NetworkIsolation(), account=_OPERATOR_ACCOUNT
     )
     objects = list_objects(deployment, placement, build_topology(cluster), settings)
     typer.echo(yaml.safe_dump_all(objects, sort_keys=False), nl=False)

@@ -1,6 +1,7 @@
-"""A progress bar on standard error, where that is a terminal; a line where something takes long."""
+"""A progress bar on standard error where that is a terminal; elsewhere a line now and then."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,25 +12,41 @@ ProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, total steps, and a description of the current step."""
 
 REPEAT_S = 15.0
-"""Between two lines about a compilation: on a busy machine it takes minutes."""
+"""Between two lines, and before the first: most commands are done before."""
 
 
 @contextmanager
 def show_progress(description: str) -> Iterator[ProgressCallback]:
-    """Yield a function that updates the bar; the bar disappears at the end."""
+    """Yield a function that updates the bar, which disappears at the end. In a pipe or a log it
+    prints a line every REPEAT_S."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _make_line_printer(description)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=None)
 
         def tick(done: int, total: int, text: str) -> None:
             bar.update(task, completed=done, total=total, description=text or description)
 
         yield tick
+
+
+def _make_line_printer(description: str) -> ProgressCallback:
+    printed_at = time.monotonic()
+
+    def tick(done: int, total: int, text: str) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= REPEAT_S:
+            printed_at = time.monotonic()
+            detail = f": {text}" if text else ""
+            typer.echo(f"{description}, {done} of {total}{detail}", err=True)
+
+    return tick
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def build_owned_objects(
 
 
 def _build_gateway(deployment: LLMDeployment, settings: OperatorSettings) -> Manifest:
-    gateway = build_gateway_deployment(deployment, image_prefix=settings.image_prefix)
+    gateway = build_gateway_deployment(deployment, images=settings.images)
     template = gateway["spec"]["template"]
     if settings.account:
         template["spec"] = credentials.add_credentials(

@@ -78,7 +78,7 @@ def build_node_pods(view: PoolView, leader: Manifest) -> Iterator[Manifest]:
     """Yield the further pods of the instance of this leader's pod."""
     settings = view.settings
     for pod in multi_node.build_node_pods(
-        _add_devices(view), leader, device=settings.device, image_prefix=settings.image_prefix
+        _add_devices(view), leader, device=settings.device, images=settings.images
     ):
         yield _finish_pod(view, pod, leader["metadata"]["name"])
 
@@ -86,11 +86,11 @@ def build_node_pods(view: PoolView, leader: Manifest) -> Iterator[Manifest]:
 def build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
     """The pod of an instance, or of all engines of a cell, or the first one of several nodes."""
     settings, pool = view.settings, _add_devices(view)
-    device, prefix = settings.device, settings.image_prefix
+    device, images = settings.device, settings.images
     if has_several_engines(pool.spec):
-        manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
+        manifest = build_cell_pod(pool, name, device=device, images=images)
     else:
-        manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)
+        manifest = build_worker_pod(pool, name, device=device, cell=cell, images=images)
     return _finish_pod(view, manifest, name)
 
 
@@ -130,7 +130,7 @@ def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
         name,
         device=settings.device,
         cell=cell,
-        image_prefix=settings.image_prefix,
+        images=settings.images,
     )
     group = manifest["spec"]["leaderWorkerTemplate"]
     for part in ("leaderTemplate", "workerTemplate"):

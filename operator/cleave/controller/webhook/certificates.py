@@ -23,7 +23,8 @@ RENEW_BEFORE = timedelta(days=30)
 """A certificate that expires sooner than this is replaced."""
 _SKEW = timedelta(hours=1)
 """Certificates are valid from this long ago, for clients whose clocks are behind."""
-_ENTRIES = ("ca.crt", "tls.crt", "tls.key")
+_CA_ENTRY = "ca.crt"
+_ENTRIES = (_CA_ENTRY, "tls.crt", "tls.key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,15 @@ def check(certificate: ServingCertificate, names: Sequence[str], now: datetime) 
 
 
 def from_secret(secret: Mapping[str, object]) -> ServingCertificate | None:
-    """Decode the certificate from a Secret; None: the Secret is empty or incomplete."""
+    """Decode the certificate from a Secret; None: the Secret is empty or incomplete. One of type
+    kubernetes.io/tls may have no CA."""
     data = secret.get("data")
     if not isinstance(data, Mapping):
         return None
     try:
         trusted, cert_chain, key = (
-            base64.b64decode(data[name], validate=True).decode() for name in _ENTRIES
+            base64.b64decode(text, validate=True).decode()
+            for text in (data.get(_CA_ENTRY, ""), *(data[name] for name in _ENTRIES[1:]))
         )
     except (KeyError, TypeError, UnicodeDecodeError, binascii.Error):
         return None

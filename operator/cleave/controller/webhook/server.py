@@ -109,7 +109,7 @@ class WebhookConfig:
     names: tuple[str, ...]
     """DNS names by which the API server calls it."""
     issues_certificate: bool
-    """Whether the operator issues the certificate; False: cert-manager writes the Secret."""
+    """Whether the operator issues the certificate; False: others write the Secret."""
 
 
 class CertificateRotator:
@@ -141,7 +141,7 @@ class CertificateRotator:
             if current is not None and (fault is None or not self._issues_certificate):
                 return current
             if not self._issues_certificate:
-                raise CertificateError("cert-manager has not written the Secret yet")
+                raise CertificateError("the Secret has no tls.crt and tls.key yet")
             trusted = current.ca_bundle if current else ""
             issued = certificates.issue(self._names, self._now(), trusted)
             secret["data"] = certificates.to_secret(issued)

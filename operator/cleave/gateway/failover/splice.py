@@ -67,8 +67,7 @@ class ContinuedStream:
         if self._repeated_ids and choice.get("token_ids"):
             choice["token_ids"] = self._drop_repeated(choice["token_ids"])
         if not self._chat:
-            if "prompt_token_ids" in choice:
-                choice["prompt_token_ids"] = None
+            choice.pop("prompt_token_ids", None)
             return choice
         rewritten: Event = {
             "index": choice.get("index", 0),

@@ -421,8 +421,8 @@ def _depends_on_engine_state(fields: Fields) -> bool:
         values.pop("tools", None)
     if values.pop("include_reasoning", True) is not True:
         return True
-    if values.pop(RETURN_IDS_KEY, None) not in (None, True):
-        # An explicit false must reach the engine, and so must an invalid value.
+    if values.pop(RETURN_IDS_KEY, None) not in (None, False, True):
+        # An invalid value must reach the engine.
         return True
     # 0 is a valid seed; logprobs=0 requests the log-probability of each output token.
     numbers = [values.pop(key, None) for key in ("seed", "logprobs", "prompt_logprobs")]

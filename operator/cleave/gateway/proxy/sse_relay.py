@@ -1,10 +1,11 @@
 """Relays a server-sent event stream from an engine to a client: bytes in, bytes out. No I/O.
 
-Used by proxied requests. The engine's events are not changed; only the chunked framing is this
-hop's own. What is hard: an engine may be lost at any byte and another one continue, so only
-complete events are sent, and what was sent is kept in the cheapest form: as bytes, which are parsed
-only if an engine is lost. A stream that ends in failure must end so that every client notices: with
-an error event, a proper last chunk, and no `[DONE]`.
+Used by proxied requests. Of the engine's events only ids of tokens are taken out, which the gateway
+requested for itself; the chunked framing is this hop's own. What is hard: an engine may be lost at
+any byte and another one continue, so only complete events are sent, and what was sent is kept in
+the cheapest form: as bytes, which are parsed only if an engine is lost. A stream that ends in
+failure must end so that every client notices: with an error event, a proper last chunk, and no
+`[DONE]`.
 """
 
 import re
@@ -33,7 +34,11 @@ _SEPARATOR_BYTES = len(EVENT_SEPARATOR)
 _NUM_SIZE_LINES = 1_024
 _SIZE_LINES = [b"%x\r\n" % size for size in range(_NUM_SIZE_LINES)]
 """First lines of chunks, formatted once for nearly all sizes that occur."""
-_PROMPT_IDS = b'"prompt_token_ids":['
+_PROMPT_IDS = b',"prompt_token_ids":['
+_IDS = b',"token_ids":['
+"""Within a text of JSON the first quote would have a backslash."""
+_ALL_IDS = re.compile(rb',"token_ids":\[[^]]*\]')
+_IDS_END = b"]"
 _OUTPUT_TOKENS = re.compile(rb'"output_tokens":\s*(\d+)')
 """Usage in events of /v1/responses and /v1/messages."""
 
@@ -59,10 +64,9 @@ class SseRelay:
     """One stream to one client."""
 
     __slots__ = (
-        "_chunked", "_head", "_names", "_opaque", "_partial_event", "_reported_tokens",
-        "_return_token_ids", "_sent_pieces", "_splice", "_transcript", "has_token_ids",
-        "num_events", "prompt_ids",
-        "started_at",
+        "_chunked", "_head", "_hides_ids", "_names", "_opaque", "_partial_event",
+        "_reported_tokens", "_sent_pieces", "_splice", "_transcript", "has_token_ids",
+        "num_events", "prompt_ids", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -90,7 +94,7 @@ class SseRelay:
         self._head = head
         self._chunked = chunked
         self._opaque = opaque
-        self._return_token_ids = return_token_ids
+        self._hides_ids = has_token_ids and not return_token_ids
         self._names = names
         self._partial_event = b""
         """The beginning of an event whose end has not arrived."""
@@ -131,6 +135,14 @@ class SseRelay:
             self.num_events = num_events = self.num_events + events
             if num_events & COMPACTION_MASK < events:
                 self._compact_transcript()
+            if self._hides_ids:
+                if events > 1:
+                    piece = _ALL_IDS.sub(b"", piece)
+                else:
+                    # From the end, where vLLM writes them: half of what a regular expression takes.
+                    before, found, rest = piece.rpartition(_IDS)
+                    if found:
+                        piece = before + rest.partition(_IDS_END)[2]
             if self._chunked:
                 size = len(piece)
                 line = _SIZE_LINES[size] if size < _NUM_SIZE_LINES else b"%x\r\n" % size
@@ -200,14 +212,12 @@ class SseRelay:
         """Remove the prompt's token ids, which vLLM sends once, in its first event.
         They are as long as the prompt, so they are removed before any search through the piece, and
         copied instead for a client that requested them."""
-        start = events.find(_PROMPT_IDS) + len(_PROMPT_IDS) - 1
+        start = events.find(_PROMPT_IDS)
         end = events.find(b"]", start)
-        if start < len(_PROMPT_IDS) - 1 or end < 0:
+        if start < 0 or end < 0:
             return events
-        self.prompt_ids = events[start + 1 : end]
-        if self._return_token_ids:
-            return events
-        return b"%bnull%b" % (events[:start], events[end + 1 :])
+        self.prompt_ids = events[start + len(_PROMPT_IDS) : end]
+        return events[:start] + events[end + 1 :] if self._hides_ids else events
 
     def _compact_transcript(self) -> None:
         if self._transcript is None:
