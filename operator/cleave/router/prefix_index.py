@@ -26,6 +26,8 @@ _CELL_BYTES = 8
 _BUCKET_BYTES = _CELL_BYTES * _CELLS
 INDEX_BYTES = NUM_BUCKETS * _BUCKET_BYTES
 """4 MiB: half a million blocks of engines, of 256 tokens and more."""
+LAST_USES_BYTES = 1 << 20
+"""131,072 blocks, two to four of each prompt, of `reuse_times`."""
 _SECRET_BYTES = 16
 
 _BUCKET_MASK = NUM_BUCKETS - 1
@@ -55,11 +57,13 @@ _MAX_SALT_BYTES = 512
 class PrefixMemory:
     """The memory and the secret; created before the processes of a gateway are forked."""
 
-    __slots__ = ("memory", "secret")
+    __slots__ = ("last_uses", "memory", "secret")
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, INDEX_BYTES)
         """Untouched pages take no memory."""
+        self.last_uses = mmap.mmap(-1, LAST_USES_BYTES)
+        """Of `reuse_times.LastUses`."""
         self.secret = secrets.token_bytes(_SECRET_BYTES)
 
 

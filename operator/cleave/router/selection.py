@@ -51,6 +51,7 @@ from cleave.router.prefix_index import (
     to_holder,
 )
 from cleave.router.registry import ServedModel
+from cleave.router.reuse_times import LastUses, ReuseTimes
 from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import (
     ArrayScoreColumn,
@@ -94,6 +95,7 @@ class EndpointSelector:
         self._seed = seed
         self._index = PrefixIndex(prefix_memory)
         self._repeats = RepeatDetectors()
+        self._last_uses = LastUses(prefix_memory)
         self._cached_share = 0.0
         """Share of recent prompts' tokens that was predicted to be cached."""
 
@@ -172,6 +174,13 @@ class EndpointSelector:
         if start < len(request.blocks):
             self._index.record(request.blocks, start, instance.target.holder, clock)
         return request.blocks[known:] if known < len(request.blocks) else []
+
+    def record_reuse(self, request: RoutingRequest, times: ReuseTimes) -> None:
+        """Count after how long a prompt repeats others. Those that are not looked up are new."""
+        if request.blocks:
+            self._last_uses.record(request, self._clock(), times)
+        else:
+            times.add_new(float(request.prompt_tokens))
 
     def forget_prompt(self, blocks: list[int], holder: int) -> None:
         """Take back new blocks of a prompt that was not computed."""
