@@ -22,8 +22,10 @@ from cleave.router.routing_request import RoutingRequest
 
 BOUNDS_S = tuple(2.0**step for step in range(-1, 14))
 """Half a second to two hours."""
-_SAMPLED_MASK = 7
-"""One block of so many, plus one, is in the sample."""
+_NUM_DENSE = 8
+_DENSE_MASK, _SAMPLED_MASK = 1, 7
+"""One block of so many, plus one, is in the sample: of the first ones, among which system prompts
+end, and of the others."""
 _CELL_SHIFT = 3
 """Bits of a block's hash that do not select its cell, as they are those of the sample."""
 _TICKS_PER_S = 8
@@ -76,7 +78,8 @@ class LastUses:
         now, last, counted, age = int(now_s * _TICKS_PER_S) & _TIME_MASK, len(blocks) - 1, 0.0, -1
         for at in range(len(blocks)):
             block = blocks[at]
-            if block & _SAMPLED_MASK and 0 < at < last and at != known - 1:
+            mask = _DENSE_MASK if at < _NUM_DENSE else _SAMPLED_MASK
+            if block & mask and 0 < at < last and at != known - 1:
                 continue
             used = self._exchange(block, now)
             if at >= known:
