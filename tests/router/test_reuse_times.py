@@ -45,9 +45,9 @@ def test_a_system_prompt_counts_after_the_last_request_and_the_rest_after_the_la
     before = group(router)
     serve(router, text)
     found = {bound: each - before.get(bound, 0.0) for bound, each in group(router).items()}
-    # Between the last sampled block of the system prompt and its end lie two blocks on average.
-    assert found[0.5] == pytest.approx(2_000, abs=700)
-    assert found[128.0] == pytest.approx(4_000, abs=700)
+    # The system prompt ends in the eighth block.
+    assert found[0.5] == pytest.approx(7 * 256, abs=1)
+    assert found[128.0] == pytest.approx(6_000 - 7 * 256, abs=256)
     assert sum(found.values()) == pytest.approx(6_000, abs=1)
 
 
@@ -109,8 +109,8 @@ def prompt(number: int, known: int) -> RoutingRequest:
 
 def test_counts_of_processes_are_added_where_they_are_counted() -> None:
     one, other = ReuseTimes(), ReuseTimes()
-    one.add(3.0, 0.5)
-    other.add(4.0, 0.6)
+    one.add(3.0, 4)
+    other.add(4.0, 5)
     other.add_new(5.0)
     seen = one.to_list()
     one.merge(other.to_list())

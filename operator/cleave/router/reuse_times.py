@@ -1,19 +1,19 @@
 """After how long prompts are used again: what prefix caches of any size would find. Called by the
 router for each prompt that it sends.
 
-Blocks of prompts are sampled by their hash, as SHARDS samples a cache's references (Waldspurger et
-al., FAST 2015, section 3): a block is in the sample at each of its uses or at none. The time since
-a use is recorded, not the distance in other blocks: it does not depend on the rate or on how many
-gateways there are, and `traffic.reuse_curve` computes the hit share of each cache size from it.
-Memory is constant; where it is short, what was used longest ago counts as new.
+A sample of the blocks is remembered, as in SHARDS (Waldspurger et al., FAST 2015, section 3): a
+block is in the sample at each of its uses or at none. The time since a use is recorded, not the
+distance in other blocks: it does not depend on the rate or on how many gateways there are, and
+`traffic.reuse_curve` computes the hit share of each cache size from it. Memory is constant; where
+it is short, what was used longest ago counts as new.
 
-What is hard: a system prompt is used by all requests, so its few blocks in the sample would stand
-for too much or too little. But a prompt's beginning was used whenever its continuation was, so
-times never fall along a prompt. So a sampled block stands for what lies between it and the sampled
-one before, and the first block, the last one and the last known one are always in the sample.
+What is hard: a system prompt is used by all requests, so if its few blocks were sampled by hash, as
+SHARDS does, they would stand for too much or too little as long as the gateway runs. But a prompt's
+beginning was used whenever its continuation was, so times never fall along a prompt: a block stands
+for all that lies between it and the sampled one before. So the sample is one of positions, and the
+last block of a prompt and of its known part are always in it.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from cleave.policy.prefix_cache import BLOCK_ENDS, estimate_cached_tokens
@@ -22,16 +22,13 @@ from cleave.router.routing_request import RoutingRequest
 
 BOUNDS_S = tuple(2.0**step for step in range(-1, 14))
 """Half a second to two hours."""
-_NUM_DENSE = 8
-_DENSE_MASK, _SAMPLED_MASK = 1, 7
-"""One block of so many, plus one, is in the sample: of the first ones, among which system prompts
-end, and of the others."""
-_CELL_SHIFT = 3
-"""Bits of a block's hash that do not select its cell, as they are those of the sample."""
+_DENSE_BLOCKS, _DENSE_STEP, _STEP = 8, 2, 8
+"""One of two blocks is in the sample where system prompts end, then one of eight: each doubling of
+the position."""
 _TICKS_PER_S = 8
 _TIME_BITS = 28
 _TIME_MASK = (1 << _TIME_BITS) - 1
-"""A cell: the 32 bits of a block, and when it was used, in ticks; these wrap around in a year."""
+"""A cell: the 32 bits of a block above when it was used, in ticks, which wrap around in a year."""
 _UNUSED = -1
 
 
@@ -44,9 +41,11 @@ class ReuseTimes:
         self._tokens = [0.0] * (len(BOUNDS_S) + 1)
         """By bound, and at the end those of new prompts."""
 
-    def add(self, tokens: float, age_s: float) -> None:
-        """Count tokens that were used `age_s` seconds ago."""
-        self._tokens[bisect_left(BOUNDS_S, age_s)] += tokens
+    def add(self, tokens: float, ticks: int) -> None:
+        """Count tokens that were used so many ticks ago."""
+        # The bounds are powers of two, from 4 ticks on.
+        number = (ticks - 1).bit_length() - 2 if ticks > 4 else 0
+        self._tokens[min(number, len(BOUNDS_S))] += tokens
 
     def add_new(self, tokens: float) -> None:
         """Count tokens that are not known."""
@@ -64,7 +63,7 @@ class ReuseTimes:
 
 class LastUses:
     """When the sampled blocks were used last, in memory that the processes of a gateway share. As
-    in `PrefixIndex` there is no lock: a lost cell counts as new."""
+    in `PrefixIndex` there is no lock, and a lost cell counts as new."""
 
     __slots__ = ("_cell_mask", "_cells")
 
@@ -75,29 +74,34 @@ class LastUses:
     def record(self, request: RoutingRequest, now_s: float, times: ReuseTimes) -> None:
         """Count a prompt in `times` by the last uses of its blocks, and note this one."""
         blocks, known, tokens = request.blocks, request.known, float(request.prompt_tokens)
-        now, last, counted, age = int(now_s * _TICKS_PER_S) & _TIME_MASK, len(blocks) - 1, 0.0, -1
-        for at in range(len(blocks)):
-            block = blocks[at]
-            mask = _DENSE_MASK if at < _NUM_DENSE else _SAMPLED_MASK
-            if block & mask and 0 < at < last and at != known - 1:
-                continue
-            used = self._exchange(block, now)
-            if at >= known:
-                continue
-            # A block that is in an earlier prompt, but not in its sample: as the one before it.
-            age = (now - used) & _TIME_MASK if used != _UNUSED else age
-            end = tokens * BLOCK_ENDS[at] / request.text_bytes
-            if at == known - 1:
-                end = estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
-            if age >= 0:
-                times.add(end - counted, age / _TICKS_PER_S)
-                counted = end
+        now, last = int(now_s * _TICKS_PER_S) & _TIME_MASK, len(blocks) - 1
+        counted, reached, age, at = 0.0, 0.0, _UNUSED, 0
+        while at <= last:
+            used = self._exchange(blocks[at], now)
+            if at < known:
+                # A block of an earlier prompt that is not in its sample: as the one before it.
+                if used != _UNUSED and (now - used) & _TIME_MASK != age:
+                    if age != _UNUSED:
+                        times.add(reached - counted, age)
+                        counted = reached
+                    age = (now - used) & _TIME_MASK
+                reached = tokens * BLOCK_ENDS[at] / request.text_bytes
+            following = _find_following(at)
+            if at < known - 1 < following:
+                at = known - 1
+            elif at < last < following:
+                at = last
+            else:
+                at = following
+        if age != _UNUSED:
+            known_tokens = estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
+            times.add(known_tokens - counted, age)
+            counted = known_tokens
         times.add_new(tokens - counted)
 
     def _exchange(self, block: int, now: int) -> int:
         """When the block was used last, or _UNUSED; it is used `now`."""
-        cells = self._cells
-        at = block >> _CELL_SHIFT & self._cell_mask
+        cells, at = self._cells, block & self._cell_mask
         cell = block << _TIME_BITS | now
         first = cells[at]
         if first >> _TIME_BITS == block:
@@ -110,3 +114,9 @@ class LastUses:
         # The older one is overwritten.
         cells[at if (now - first) & _TIME_MASK > (now - second) & _TIME_MASK else at ^ 1] = cell
         return _UNUSED
+
+
+def _find_following(at: int) -> int:
+    """The next position in the sample."""
+    step = _DENSE_STEP if at < _DENSE_BLOCKS else _STEP
+    return at - at % step + step
