@@ -25,8 +25,8 @@ from registrations import state
 
 from cleave.api.enums import DispatchPolicy
 from cleave.gateway.metrics.gateway_metrics import LENGTH_BOUNDS
+from cleave.policy.reuse_times import BOUNDS_S
 from cleave.router.registry import InstanceRegistry
-from cleave.router.reuse_times import BOUNDS_S
 from cleave.router.router import RequestPhase, Router
 from cleave.rpc.v1 import agent_pb2
 from cleave.simulator.trace import Trace

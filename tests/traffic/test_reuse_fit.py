@@ -54,7 +54,7 @@ def curve(trace: Trace):
         {"turns": 12, "interval_requests": 300, "new_tokens": 64},
     ],
 )
-def test_a_plan_without_stated_reuse_meets_the_same_hits(conversations: dict[str, float]) -> None:
+def test_fitted_conversations_have_the_same_hits(conversations: dict[str, float]) -> None:
     source = demand(**conversations)
     workload = refit(observe(source))
     assert workload.reuse is not None
@@ -65,7 +65,7 @@ def test_a_plan_without_stated_reuse_meets_the_same_hits(conversations: dict[str
         assert found.find_share(kv_tokens) == pytest.approx(share, abs=0.06), kv_tokens
 
 
-def test_intervals_and_what_all_share_are_told_apart() -> None:
+def test_intervals_are_distinguished_from_what_all_share() -> None:
     source = demand(turns=4, interval_requests=1_000, new_tokens=200, shared_tokens=800)
     blocks = source.draw(30_000).blocks
     # The first prompts of many conversations are shorter than what all share.

@@ -19,6 +19,7 @@ from hashlib import blake2b
 from zlib import crc32
 
 from cleave.policy.prefix_cache import CLOCK_BITS
+from cleave.policy.reuse_times import LAST_USES_BYTES
 
 NUM_BUCKETS = 1 << 16
 _CELLS = 8
@@ -26,8 +27,6 @@ _CELL_BYTES = 8
 _BUCKET_BYTES = _CELL_BYTES * _CELLS
 INDEX_BYTES = NUM_BUCKETS * _BUCKET_BYTES
 """4 MiB: half a million blocks of engines, of 256 tokens and more."""
-LAST_USES_BYTES = 1 << 20
-"""131,072 blocks, two to four of each prompt, of `reuse_times`."""
 _SECRET_BYTES = 16
 
 _BUCKET_MASK = NUM_BUCKETS - 1
@@ -63,7 +62,7 @@ class PrefixMemory:
         self.memory = mmap.mmap(-1, INDEX_BYTES)
         """Untouched pages take no memory."""
         self.last_uses = mmap.mmap(-1, LAST_USES_BYTES)
-        """Of `reuse_times.LastUses`."""
+        """Of `policy.reuse_times`."""
         self.secret = secrets.token_bytes(_SECRET_BYTES)
 
 

@@ -13,7 +13,6 @@ import itertools
 import math
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -27,7 +26,6 @@ from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, T
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.prefix_index import PrefixMemory
 from cleave.router.registry import InstanceRegistry, ServedModel
-from cleave.router.reuse_times import ReuseTimes
 from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import ScoreTable, WritableScoreColumn
 from cleave.router.selection import EndpointSelector, find_slots
@@ -173,8 +171,7 @@ class Router:
         rule = dispatch.RULES[registry.policy]
         self.uses_prompt_text = self._selector.reads_text
         """Whether the policy uses the prompt's text."""
-        self.reuse_times: dict[str, ReuseTimes] = defaultdict(ReuseTimes)
-        """By model, for policies that use the text."""
+        self.reuse_times = self._selector.reuse_times
         # For other policies the accounting of these two would add a few percent to a request.
         self._tracks_decoding = rule.decode in (dispatch.LIGHTEST, dispatch.FULLEST)
         self._fits_iteration_times = rule.decode == dispatch.FULLEST
@@ -214,7 +211,7 @@ class Router:
         served = self.registry.models.get(model)
         if served is None:
             raise self.registry.build_error(model)
-        is_first = not (excluded or suspect or prefill_lost)
+        is_retry = bool(excluded or suspect or prefill_lost)
         if served.lacking:
             excluded = served.lacking.union(excluded)
         exclusions = [{*excluded, *suspect}, excluded] if suspect else [excluded]
@@ -226,8 +223,7 @@ class Router:
         prefill, decode, reason = selection
         picked = Pick(prefill, decode, reason, prompt_tokens, length, served.engine_name)
         self._add_load(picked, prefill, decode, request)
-        if self.uses_prompt_text and is_first:
-            self._selector.record_reuse(request, self.reuse_times[model])
+        self._selector.record_reuse(model, request, is_retry)
         return picked
 
     def reserve(

@@ -1,6 +1,6 @@
 """The reuse curve: which share of the prompt tokens caches of any size find. Pure.
 
-Gateways record after how long prompts are used again (`router.reuse_times`), because that depends
+Gateways record after how long prompts are used again (`policy.reuse_times`), because that depends
 neither on the size of caches nor on how many there are. The curve follows from these times: a cache
 that evicts what was used longest ago holds all that was used within some time, so its size is the
 working set of that time, and its misses are what is used again later (Denning and Schwartz,

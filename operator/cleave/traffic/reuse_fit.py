@@ -2,7 +2,7 @@
 
 Called by `traffic.refit`. The planner simulates prefix caches with conversations
 (`traffic.conversations`); gateways record how many prompt tokens repeat after how long
-(`router.reuse_times`). What is hard: what all prompts begin with has to be told apart from turns of
+(`policy.reuse_times`). What is hard: what all prompts begin with has to be told apart from turns of
 conversations, as it is in each cache once, however many conversations there are. The next turn of a
 conversation comes after the answer to the one before it; what repeats sooner is shared.
 """

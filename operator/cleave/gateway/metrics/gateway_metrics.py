@@ -14,7 +14,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from cleave.router.reuse_times import BOUNDS_S, ReuseTimes
+from cleave.policy.reuse_times import BOUNDS_S, ReuseTimes
 from cleave.router.router import Pick
 
 LabelValues = TypeVar("LabelValues", bound=str | tuple[str, ...])

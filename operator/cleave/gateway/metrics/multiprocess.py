@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 from cleave.gateway.metrics.gateway_metrics import BucketHistogram, GatewayCollector, GatewayMetrics
 from cleave.gateway.shared_state import SharedGatewayState
-from cleave.router.reuse_times import ReuseTimes
+from cleave.policy.reuse_times import ReuseTimes
 
 _SAME_FOR_ALL = ("keys_stale", "whole_below_tokens", "ahead_from_tokens")
 """All processes read the same file and watch the same EndpointSlices."""

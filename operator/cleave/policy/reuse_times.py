@@ -15,13 +15,14 @@ last block of a prompt and of its known part are always in it.
 """
 
 from collections.abc import Sequence
+from mmap import mmap
 
 from cleave.policy.prefix_cache import BLOCK_ENDS, estimate_cached_tokens
-from cleave.router.prefix_index import PrefixMemory
-from cleave.router.routing_request import RoutingRequest
 
 BOUNDS_S = tuple(2.0**step for step in range(-1, 14))
 """Half a second to two hours."""
+LAST_USES_BYTES = 1 << 20
+"""131,072 blocks, two to five of a prompt."""
 _DENSE_BLOCKS, _DENSE_STEP, _STEP = 8, 2, 8
 """One of two blocks is in the sample where system prompts end, then one of eight: each doubling of
 the position."""
@@ -67,13 +68,22 @@ class LastUses:
 
     __slots__ = ("_cell_mask", "_cells")
 
-    def __init__(self, memory: PrefixMemory) -> None:
-        self._cells: memoryview[int] = memoryview(memory.last_uses).cast("q")
+    def __init__(self, memory: mmap) -> None:
+        """`memory`: LAST_USES_BYTES, zeros at first."""
+        self._cells: memoryview[int] = memoryview(memory).cast("q")
         self._cell_mask = len(self._cells) - 1
 
-    def record(self, request: RoutingRequest, now_s: float, times: ReuseTimes) -> None:
-        """Count a prompt in `times` by the last uses of its blocks, and note this one."""
-        blocks, known, tokens = request.blocks, request.known, float(request.prompt_tokens)
+    def record(
+        self,
+        blocks: list[int],
+        known: int,
+        text_bytes: int,
+        prompt_tokens: int,
+        now_s: float,
+        times: ReuseTimes,
+    ) -> None:
+        """Count a prompt in `times` by the last uses of its blocks, of which the first `known` are
+        those of an earlier one, and note this use."""
         now, last = int(now_s * _TICKS_PER_S) & _TIME_MASK, len(blocks) - 1
         counted, reached, age, at = 0.0, 0.0, _UNUSED, 0
         while at <= last:
@@ -85,7 +95,7 @@ class LastUses:
                         times.add(reached - counted, age)
                         counted = reached
                     age = (now - used) & _TIME_MASK
-                reached = tokens * BLOCK_ENDS[at] / request.text_bytes
+                reached = float(prompt_tokens * BLOCK_ENDS[at]) / text_bytes
             following = _find_following(at)
             if at < known - 1 < following:
                 at = known - 1
@@ -94,10 +104,10 @@ class LastUses:
             else:
                 at = following
         if age != _UNUSED:
-            known_tokens = estimate_cached_tokens(known, request.text_bytes, request.prompt_tokens)
+            known_tokens = estimate_cached_tokens(known, text_bytes, prompt_tokens)
             times.add(known_tokens - counted, age)
             counted = known_tokens
-        times.add_new(tokens - counted)
+        times.add_new(prompt_tokens - counted)
 
     def _exchange(self, block: int, now: int) -> int:
         """When the block was used last, or _UNUSED; it is used `now`."""

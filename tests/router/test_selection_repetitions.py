@@ -5,11 +5,10 @@ import math
 import pytest
 
 from cleave.api.enums import DispatchPolicy
-from cleave.router.prefix_index import LAST_USES_BYTES, PrefixMemory
+from cleave.policy.reuse_times import BOUNDS_S
+from cleave.router.prefix_index import PrefixMemory
 from cleave.router.registry import InstanceRegistry
-from cleave.router.reuse_times import BOUNDS_S, LastUses, ReuseTimes
 from cleave.router.router import Router
-from cleave.router.routing_request import RoutingRequest
 
 from tests.support.cached_prompts import MIXED, make_text, send, serve
 
@@ -82,36 +81,3 @@ def test_processes_count_each_others_prompts_as_known(routed, clock) -> None:
     clock.now_s += 3
     serve(second, text)
     assert group(second)[4.0] == pytest.approx(1_024, abs=256)
-
-
-def test_memory_is_constant_and_what_was_used_longest_ago_counts_as_new() -> None:
-    uses, times = LastUses(PrefixMemory()), ReuseTimes()
-    cells = LAST_USES_BYTES // 8
-    for number in range(2 * cells):
-        uses.record(prompt(number, known=0), float(number), times)
-    now_s = 2.0 * cells
-    counted = ReuseTimes()
-    for number in (*range(500), *range(2 * cells - 500, 2 * cells)):
-        uses.record(prompt(number, known=1), now_s, counted)
-    tokens = counted.to_list()
-    assert tokens[-1] > 0.9 * 500 * 400, "the first ones"
-    assert sum(tokens) == pytest.approx(1_000 * 400)
-    assert sum(tokens[:11]) > 0.6 * 500 * 400, "the last ones"
-
-
-def prompt(number: int, known: int) -> RoutingRequest:
-    """One of a single block."""
-    request = RoutingRequest(400, 1.0)
-    request.blocks, request.known = [number * 0x9E3779B1 & 0xFFFFFFFF], known
-    request.text_bytes = 1_025
-    return request
-
-
-def test_counts_of_processes_are_added_where_they_are_counted() -> None:
-    one, other = ReuseTimes(), ReuseTimes()
-    one.add(3.0, 4)
-    other.add(4.0, 5)
-    other.add_new(5.0)
-    seen = one.to_list()
-    one.merge(other.to_list())
-    assert (seen[0], seen[1], seen[-1]) == (3.0, 4.0, 5.0)
