@@ -25,7 +25,6 @@ from cleave.policy.dispatch import (
 )
 from cleave.policy.output_length import guess_progress
 from cleave.policy.prefix_cache import (
-    COPIED_BYTES,
     FIRST_BLOCK_BYTES,
     RepeatDetector,
     RepeatDetectors,
@@ -323,8 +322,6 @@ class EndpointSelector:
         """Find the blocks of a prompt in the index."""
         index = self._index
         request.text_bytes = len(text)
-        if len(text) <= COPIED_BYTES:
-            text = bytes(text)
         request.text = text
         if repeats.is_repeating or index.contains(hash_first_block(text, seed)):
             request.blocks = blocks = hash_blocks(text, seed)
