@@ -1,14 +1,16 @@
-"""Plans for a trace whose prompts repeat, with and without knowledge of it.
+"""Plans for a trace whose prompts repeat: without knowledge of it, with what gateways would have
+learned, and with the trace's blocks.
 
 `python benchmarks/planner/reuse.py mooncake_conversation_trace.jsonl --rates 3.4 10`, minutes for
 each rate. The trace was published with Mooncake's paper (FAST 2025, kvcache-ai/Mooncake).
 
-Both plans are for the same requests and then serve them in a simulation with prefix caches, with
-other random arrivals than the search used. What one saves without the other is what knowledge of
-reuse is worth.
+All plans serve the trace in a simulation with prefix caches, from another place than the search
+used. *learned*: the plan of a review that has observed the trace, whose deployment says nothing
+of reuse. What one saves without the others is what knowledge of reuse is worth.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ import numpy as np
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
+from cleave.gateway.metrics.gateway_metrics import LENGTH_BOUNDS
 from cleave.planner import plan_search, problem_from_cluster
 from cleave.planner.plan import Plan
 from cleave.planner.pool_simulation import to_candidate_placement
@@ -26,9 +29,16 @@ from cleave.planner.problem import Problem
 from cleave.planner.result.text import format_plan
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
+from cleave.traffic.counters import Buckets
+from cleave.traffic.refit import refit, to_demand
+from cleave.traffic.reuse_curve import measure_reuse
+from cleave.traffic.window import TrafficWindow
+from cleave.traffic.workload import TraceReplay, build_from_spec
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 SEED = 100
+ANSWER_TTFT_S, ANSWER_TPOT_S = 1.0, 0.02
+"""Latencies that gateways measure."""
 
 
 def build_problem(trace: Path, rate: float, ttft_ms: float, nodes: int) -> Problem:
@@ -49,6 +59,28 @@ def build_problem(trace: Path, rate: float, ttft_ms: float, nodes: int) -> Probl
         "network": {"kind": "InfiniBand", "bandwidthGbps": 400},
     }
     return problem_from_cluster.build_problem(deployment, Cluster.model_validate(cluster))
+
+
+def learn(problem: Problem) -> Problem:
+    """The problem with the traffic that replanning fits to what gateways count of the trace."""
+    source = problem.demand.source
+    assert isinstance(source, TraceReplay)
+    trace = source.trace
+    arrival_ms = trace.arrival_ms * trace.rate / problem.rate
+    length_s = float(arrival_ms[-1]) / 1000
+    prompts, outputs = (
+        Buckets.from_values(each.tolist(), (*LENGTH_BOUNDS, math.inf))
+        for each in (trace.prompt_tokens, trace.output_tokens)
+    )
+    ttft, tpot = (Buckets((math.inf,), (1.0,), each) for each in (ANSWER_TTFT_S, ANSWER_TPOT_S))
+    reuse = measure_reuse(replace(trace, arrival_ms=arrival_ms))
+    window = TrafficWindow(
+        length_s, length_s, len(trace), prompts, outputs, reuse=reuse, ttft=ttft, tpot=tpot
+    )
+    spec = refit([window])
+    print(f"\nlearned: {spec.reuse}\n", flush=True)
+    demand = to_demand([window]).with_reuse_of(build_from_spec(spec, Path()))
+    return replace(problem, demand=replace(demand, max_model_len=problem.demand.max_model_len))
 
 
 def serve(problem: Problem, plan: Plan) -> tuple[float, float]:
@@ -78,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for rate in args.rates:
         problem = build_problem(args.trace, rate, args.ttft_ms, args.nodes)
         blind = replace(problem, demand=problem.demand.without_reuse())
-        for label, known in (("without", blind), ("with reuse", problem)):
+        problems = (("without", blind), ("learned", learn(problem)), ("with reuse", problem))
+        for label, known in problems:
             start = time.process_time()
             result = plan_search.plan(known)
             spent_s = time.process_time() - start

@@ -38,6 +38,24 @@ def test_vllm_on_gpus_asks_for_the_product_of_its_parallelism(pool) -> None:
     assert found["requests"]["cpu"] == "28"
 
 
+def test_kv_in_host_memory_is_requested_in_addition(pool) -> None:
+    plain, with_copies = pool(), pool(engine={"kvOffloadingGib": 100})
+    container = build_worker_pod(with_copies, 0, device="gpu")["spec"]["containers"][0]
+    before = resources(plain, "gpu")
+    for kind in ("requests", "limits"):
+        grown = int(container["resources"][kind]["memory"].removesuffix("Gi"))
+        assert grown == int(before[kind]["memory"].removesuffix("Gi")) + 100
+    # vLLM maps it from there.
+    assert find_shm_gib(with_copies) == find_shm_gib(plain) + 100
+    assert "--kv-offloading-size" in container["command"]
+
+
+def find_shm_gib(pool) -> int:
+    volumes = build_worker_pod(pool, 0, device="gpu")["spec"]["volumes"]
+    shm = next(each for each in volumes if each["name"] == "shm")
+    return int(shm["emptyDir"]["sizeLimit"].removesuffix("Gi"))
+
+
 def test_a_pod_of_an_instance_over_two_nodes_asks_for_half_of_its_gpus(pool) -> None:
     manual = [{"role": "decode", "parallelism": {"tensor": 4, "pipeline": 2}}]
     whole = pool(placement={"manual": manual})

@@ -51,6 +51,17 @@ def metrics() -> GatewayMetrics:
     return GatewayMetrics(SloTargets(0.4, 0.04))
 
 
+def test_tokens_that_repeat_are_read_by_their_time(metrics: GatewayMetrics) -> None:
+    assert parse_metrics_page(write_page(metrics), 1.0).reuse.num == 0
+    metrics.reuse_times["m"].add(30.0, 5)
+    metrics.reuse_times["n"].add(20.0, 800)
+    metrics.reuse_times["n"].add_new(50.0)
+    reuse = parse_metrics_page(write_page(metrics), 1.0).reuse
+    assert reuse.num == 100
+    assert dict(zip(reuse.bounds, reuse.counts, strict=True))[1.0] == 30
+    assert reuse.compute_quantile(0.5) == 128
+
+
 def test_requests_of_the_tier_flex_are_read_apart(metrics: GatewayMetrics) -> None:
     answer(metrics, "m", 0.15)
     before = parse_metrics_page(write_page(metrics), 1.0)

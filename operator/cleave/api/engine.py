@@ -18,7 +18,7 @@ ArgumentText = Annotated[str, Field(max_length=4096)]
 RESERVED_FLAGS = (
     "--host", "--port", "--model", "--served-model-name", "--tensor-parallel-size",
     "--pipeline-parallel-size", "--max-model-len", "--latency", "--time-scale", "--nnodes",
-    "--node-rank", "--master-addr", "--headless",
+    "--node-rank", "--master-addr", "--headless", "--kv-offloading-size",
 )  # fmt: skip
 """Engine flags that Cleave sets itself, from other fields or at run time."""
 
@@ -179,6 +179,10 @@ class EngineSpec(ApiModel):
     both can start at once. Push: the KV is sent in one piece; PerChunk and PerLayer: while the rest
     is still being computed. Auto: PerLayer for prompts that are long enough for a gain according to
     the plan, Pull for others."""
+    kv_offloading_gib: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Host memory of each instance, in GiB, in which vLLM keeps copies of KV that it may evict from
+    its GPUs (OffloadingConnector, beside the connector that transfers KV). Pods request it in
+    addition. Absent: none."""
     emulated: Emulation | None = None
     """Settings of the emulated engine, with type Emulated."""
     media_domains: list[MediaDomain] = Field(default_factory=list, max_length=64)
@@ -215,6 +219,12 @@ class EngineSpec(ApiModel):
             is_valid=lambda e: e.emulated is None or e.type is EngineType.EMULATED,
             message="has no effect with type vLLM; set type: Emulated or remove it",
             field="emulated",
+        ),
+        ValidationRule(
+            cel="!has(self.kvOffloadingGib) || !has(self.type) || self.type == 'vLLM'",
+            is_valid=lambda e: e.kv_offloading_gib is None or e.type is EngineType.VLLM,
+            message="needs type vLLM; emulated engines have no such memory: remove it",
+            field="kvOffloadingGib",
         ),
         ValidationRule(
             cel="!has(self.scheduling) || !has(self.args) || "

@@ -38,6 +38,9 @@ class ObservedTraffic(ApiModel):
     """Prompt lengths; absent: no request ended in the window."""
     output_tokens: ObservedLengths | None = None
     """Output lengths; absent: no request ended in the window."""
+    repeated_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of prompt tokens with which an earlier prompt began, as far back as gateways remember;
+    absent: gateways do not look at prompts."""
     attainment: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of measured responses that met both latency targets; absent: none was measured."""
     measured: NonNegative | None = None

@@ -77,6 +77,7 @@ class GatewayContext:
         """Lowercase names of request headers to keep besides those that are always kept."""
         slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)
+        self.metrics.reuse_times = router.reuse_times
         self.admission = AdmissionController(
             config, router.registry, self.metrics, shared_state, router.headroom_ms
         )

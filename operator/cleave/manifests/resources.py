@@ -88,7 +88,7 @@ def _compute_shm_gib(spec: InstancePoolSpec, device: Device) -> int:
     """Shared memory of an engine's processes on one node; on CPU it holds the KV cache."""
     ranks = spec.parallelism.gpus // spec.nodes
     if device == "gpu":
-        return _GIB_PER_GPU * ranks
+        return _GIB_PER_GPU * ranks + (spec.engine.kv_offloading_gib or 0)
     spaces = [each.value for each in spec.engine.env if each.name == "VLLM_CPU_KVCACHE_SPACE"]
     kv_gib = int(spaces[-1]) if spaces and spaces[-1].isdigit() else _CPU_KV_GIB
     return (kv_gib + _MESSAGES_GIB) * ranks
@@ -208,7 +208,7 @@ def _build_defaults(spec: InstancePoolSpec, device: Device) -> Resources:
         limits = {"cpu": str(size), "memory": f"{6 * size}Gi"}
         return Resources(requests={_DISK: f"{disk_gib}Gi"}, limits=limits)
     gpus_per_node = size // spec.nodes
-    memory_gib = _BASE_GIB + _GIB_PER_GPU * gpus_per_node
+    memory_gib = _BASE_GIB + _GIB_PER_GPU * gpus_per_node + (spec.engine.kv_offloading_gib or 0)
     requests = {
         "cpu": str(_CORES + _CORES_PER_GPU * gpus_per_node),
         "memory": f"{memory_gib}Gi",

@@ -18,7 +18,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.result import md1, verdict
 from cleave.planner.result.nearest_slo import find_nearest_slo
 from cleave.planner.result.prediction import PredictedPlan, predict
-from cleave.planner.result.reuse import compare_with_blind
+from cleave.planner.result.reuse import compare_with_blind, estimate_host_memory
 from cleave.planner.result.text import format_plan
 from cleave.planner.result.verdict import Ranking
 from cleave.planner.search import affinity, enumeration
@@ -84,7 +84,11 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         if problem.demand.has_reuse:
             blind = _find_smallest_blind(search, feasible, ranking.ordered[0].placement)
             pools = None if blind is None else to_planned_pools(blind)
-            reuse = compare_with_blind(plans[0], pools)
+            best, own_gib = ranking.ordered[0], problem.policies.kv_offloading_gib
+            host_memory = estimate_host_memory(
+                best.placement, best.trace, best.span.warmup, own_gib
+            )
+            reuse = compare_with_blind(plans[0], pools, host_memory)
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],

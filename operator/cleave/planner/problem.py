@@ -76,6 +76,8 @@ class Policies:
     """How gateways pick the instances of a request."""
     connector: Connector = Connector.CLEAVE
     """KV connector; it limits which parallel sizes can be paired."""
+    kv_offloading_gib: int | None = None
+    """Host memory of an instance for KV, which is not simulated but estimated."""
 
 
 DISTSERVE_POLICIES = Policies(
@@ -142,14 +144,17 @@ def limit_reuse(demand: Demand, engine: EngineSpec) -> Demand:
 def build_policies(spec: LLMDeploymentSpec) -> Policies:
     """The policies of spec.routing and spec.engine.scheduling, else vLLM's defaults; what they do
     not contain is listed by `left_out.describe`."""
-    engine, dispatch = spec.engine, spec.routing.policy
-    scheduling = engine.scheduling
-    if scheduling is None:
-        return Policies(connector=engine.kv_connector, dispatch=dispatch)
-    return Policies(
+    engine, scheduling = spec.engine, spec.engine.scheduling
+    given = Policies(
+        dispatch=spec.routing.policy,
         connector=engine.kv_connector,
+        kv_offloading_gib=engine.kv_offloading_gib,
+    )
+    if scheduling is None:
+        return given
+    return replace(
+        given,
         order=ORDERS[scheduling.order],
         prefill_sched_batch=scheduling.sorted_prompts,
         admission=ADMISSIONS[scheduling.admission],
-        dispatch=dispatch,
     )

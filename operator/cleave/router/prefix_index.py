@@ -19,6 +19,7 @@ from hashlib import blake2b
 from zlib import crc32
 
 from cleave.policy.prefix_cache import CLOCK_BITS
+from cleave.policy.reuse_times import LAST_USES_BYTES
 
 NUM_BUCKETS = 1 << 16
 _CELLS = 8
@@ -55,11 +56,13 @@ _MAX_SALT_BYTES = 512
 class PrefixMemory:
     """The memory and the secret; created before the processes of a gateway are forked."""
 
-    __slots__ = ("memory", "secret")
+    __slots__ = ("last_uses", "memory", "secret")
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, INDEX_BYTES)
         """Untouched pages take no memory."""
+        self.last_uses = mmap.mmap(-1, LAST_USES_BYTES)
+        """Of `policy.reuse_times`."""
         self.secret = secrets.token_bytes(_SECRET_BYTES)
 
 

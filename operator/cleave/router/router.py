@@ -171,6 +171,7 @@ class Router:
         rule = dispatch.RULES[registry.policy]
         self.uses_prompt_text = self._selector.reads_text
         """Whether the policy uses the prompt's text."""
+        self.reuse_times = self._selector.reuse_times
         # For other policies the accounting of these two would add a few percent to a request.
         self._tracks_decoding = rule.decode in (dispatch.LIGHTEST, dispatch.FULLEST)
         self._fits_iteration_times = rule.decode == dispatch.FULLEST
@@ -210,6 +211,7 @@ class Router:
         served = self.registry.models.get(model)
         if served is None:
             raise self.registry.build_error(model)
+        is_retry = bool(excluded or suspect or prefill_lost)
         if served.lacking:
             excluded = served.lacking.union(excluded)
         exclusions = [{*excluded, *suspect}, excluded] if suspect else [excluded]
@@ -221,6 +223,7 @@ class Router:
         prefill, decode, reason = selection
         picked = Pick(prefill, decode, reason, prompt_tokens, length, served.engine_name)
         self._add_load(picked, prefill, decode, request)
+        self._selector.record_reuse(model, request, is_retry)
         return picked
 
     def reserve(

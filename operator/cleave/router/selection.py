@@ -6,6 +6,7 @@ all open ones are stale.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -24,7 +25,6 @@ from cleave.policy.dispatch import (
 )
 from cleave.policy.output_length import guess_progress
 from cleave.policy.prefix_cache import (
-    COPIED_BYTES,
     FIRST_BLOCK_BYTES,
     RepeatDetector,
     RepeatDetectors,
@@ -35,6 +35,7 @@ from cleave.policy.prefix_cache import (
     is_cached,
 )
 from cleave.policy.prompt_cost import count_all_mixed, find_cheapest
+from cleave.policy.reuse_times import LastUses, ReuseTimes
 from cleave.policy.session_affinity import find_attached, goes_back, to_key
 from cleave.router.cached_prompts import (
     CachedPromptView,
@@ -94,6 +95,9 @@ class EndpointSelector:
         self._seed = seed
         self._index = PrefixIndex(prefix_memory)
         self._repeats = RepeatDetectors()
+        self._last_uses = LastUses(prefix_memory.last_uses)
+        self.reuse_times: dict[str, ReuseTimes] = defaultdict(ReuseTimes)
+        """By model, for policies that look at prompts."""
         self._cached_share = 0.0
         """Share of recent prompts' tokens that was predicted to be cached."""
 
@@ -172,6 +176,19 @@ class EndpointSelector:
         if start < len(request.blocks):
             self._index.record(request.blocks, start, instance.target.holder, clock)
         return request.blocks[known:] if known < len(request.blocks) else []
+
+    def record_reuse(self, model: str, request: RoutingRequest, is_retry: bool) -> None:
+        """Count after how long a prompt repeats others, if the policy looks at prompts. Those that
+        are not looked up are new, and a retry repeats nothing."""
+        if is_retry or not self.reads_text:
+            return
+        times, tokens = self.reuse_times[model], request.prompt_tokens
+        if request.blocks:
+            self._last_uses.record(
+                request.blocks, request.known, request.text_bytes, tokens, self._clock(), times
+            )
+        else:
+            times.add_new(float(tokens))
 
     def forget_prompt(self, blocks: list[int], holder: int) -> None:
         """Take back new blocks of a prompt that was not computed."""
@@ -305,8 +322,6 @@ class EndpointSelector:
         """Find the blocks of a prompt in the index."""
         index = self._index
         request.text_bytes = len(text)
-        if len(text) <= COPIED_BYTES:
-            text = bytes(text)
         request.text = text
         if repeats.is_repeating or index.contains(hash_first_block(text, seed)):
             request.blocks = blocks = hash_blocks(text, seed)

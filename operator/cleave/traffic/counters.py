@@ -22,7 +22,10 @@ _TOTALS = (
     "prompt_tokens", "output_tokens", "flex_tokens", "shed", "retries", "recoveries", "flips",
 )  # fmt: skip
 """Counters of the page with these names."""
-_HISTOGRAMS = ("ttft_seconds", "tpot_seconds", "request_prompt_tokens", "request_output_tokens")
+_HISTOGRAMS = (
+    "ttft_seconds", "tpot_seconds", "request_prompt_tokens", "request_output_tokens",
+    "prompt_reuse_seconds",
+)  # fmt: skip
 _OTHERS = (
     "requests_total", "requests_in_flight", "requests_waiting", "slo_", "plan_threshold_tokens",
 )  # fmt: skip
@@ -128,6 +131,9 @@ class GatewayCounters:
     prompts: Buckets = Buckets()
     """Lengths of requests that were answered."""
     outputs: Buckets = Buckets()
+    reuse: Buckets = Buckets()
+    """Prompt tokens by the time since an earlier prompt began alike, in seconds; new ones are in
+    the infinite bucket. Empty: gateways do not look at prompts."""
     shed: float = 0.0
     retries: float = 0.0
     recoveries: float = 0.0
@@ -175,6 +181,7 @@ def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
         tpot=_build_buckets(samples, "tpot_seconds"),
         prompts=_build_buckets(samples, "request_prompt_tokens"),
         outputs=_build_buckets(samples, "request_output_tokens"),
+        reuse=_build_buckets(samples, "prompt_reuse_seconds"),
         **{name: total(f"{name}_total") for name in _TOTALS},
         in_flight=total("requests_in_flight"),
         waiting=total("requests_waiting"),

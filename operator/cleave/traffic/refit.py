@@ -13,6 +13,7 @@ import numpy as np
 from cleave.api.workload import LengthDistribution, Workload
 from cleave.traffic.characterization import MAX_BURSTINESS, fit_lengths, round_significant
 from cleave.traffic.counters import Buckets
+from cleave.traffic.reuse_fit import fit_reuse
 from cleave.traffic.window import TrafficWindow, join_windows
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, Quantiles
 
@@ -34,6 +35,7 @@ def refit(windows: Sequence[TrafficWindow]) -> Workload:
         prompt_tokens=_to_lengths(joined.prompts),
         output_tokens=_to_lengths(joined.outputs),
         burstiness=round_significant(_compute_burstiness(windows)),
+        reuse=fit_reuse(joined, _to_quantiles(joined.prompts)),
     )
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from cleave.traffic.counters import Buckets, GatewayCounters
 
 _EMPTY = Buckets()
-_COUNTERS = ("prompts", "outputs", "ttft", "tpot", "measured", "attained", "flex_tokens")
+_COUNTERS = ("prompts", "outputs", "reuse", "ttft", "tpot", "measured", "attained", "flex_tokens")
 _LIFETIME_QUANTILE = 0.9
 _MAX_CHANCE_DEVIATIONS = 3.0
 """Standard deviations by which arrivals and ended requests differ at random."""
@@ -32,6 +32,8 @@ class TrafficWindow:
     prompts: Buckets = _EMPTY
     """Prompt tokens of answered requests."""
     outputs: Buckets = _EMPTY
+    reuse: Buckets = _EMPTY
+    """Prompt tokens by the time since an earlier prompt began alike, as in GatewayCounters."""
     ttft: Buckets = _EMPTY
     """In seconds."""
     tpot: Buckets = _EMPTY

@@ -1,9 +1,11 @@
 """Traffic in status: its values, and how often it is written."""
 
+import math
 from dataclasses import replace
 
 from cleave.controller.deployment.traffic_status import build_slo_condition, report_traffic
 from cleave.controller.views import DeploymentView
+from cleave.traffic.counters import Buckets
 from cleave.traffic.window import TrafficWindow, join_windows
 
 from tests.support.deployment_views import NOW_S, ask, deployment, status, view
@@ -24,6 +26,14 @@ def test_rates_lengths_and_latencies_are_reported() -> None:
     assert 250 < reported["promptTokens"]["mean"] < 350
     assert 25 < reported["outputTokens"]["mean"] < 35
     assert "ttftMs" not in reported
+
+
+def test_the_share_of_prompts_that_repeat_is_reported_where_gateways_count_it() -> None:
+    assert "repeatedShare" not in (report_traffic(seen()) or {})
+    reuse = Buckets((64.0, math.inf), (250.0, 1_000.0))
+    reported = report_traffic(replace(seen(), traffic=replace(seen().traffic, reuse=reuse)))
+    assert reported is not None
+    assert reported["repeatedShare"] == 0.25
 
 
 def test_zero_requests_are_reported_as_such() -> None:

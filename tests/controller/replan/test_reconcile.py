@@ -1,5 +1,6 @@
 """When the running plan is reviewed, and what status says until the planner answers."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.replan.reconcile import is_urgent, reconcile_plan, update_drift
 from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import MAX_DEFERRAL_S, DriftState
+from cleave.traffic.counters import Buckets
 
 from tests.support.deployment_views import (
     DECLARED,
@@ -38,6 +40,25 @@ def test_observed_traffic_is_planned_in_declared_conversations() -> None:
     reuse = {"turns": 4, "turnIntervalS": 20, "newTokens": 100}
     desired = deployment(workload={**DECLARED, "reuse": reuse})
     found = reconcile_plan(view(desired, status(desired), windows=traffic(4)))
+    assert found.plan_request is not None
+    assert found.plan_request.fitted_inputs is not None
+    assert found.plan_request.fitted_inputs.workload.reuse == desired.spec.workload.reuse
+
+
+def test_what_repeats_in_observed_traffic_is_planned_where_nothing_is_stated() -> None:
+    desired = deployment()
+    reuse = Buckets((64.0, 128.0, math.inf), (0.0, 600.0, 1_000.0))
+    windows = tuple(replace(each, reuse=reuse) for each in traffic(4))
+    found = reconcile_plan(view(desired, status(desired), windows=windows))
+    assert found.plan_request is not None
+    assert found.plan_request.fitted_inputs is not None
+    learned = found.plan_request.fitted_inputs.workload.reuse
+    assert learned is not None
+    assert learned.turns > 2
+    assert learned.turn_interval_s == pytest.approx(96)
+    stated = {"turns": 4, "turnIntervalS": 20, "newTokens": 100}
+    desired = deployment(workload={**DECLARED, "reuse": stated})
+    found = reconcile_plan(view(desired, status(desired), windows=windows))
     assert found.plan_request is not None
     assert found.plan_request.fitted_inputs is not None
     assert found.plan_request.fitted_inputs.workload.reuse == desired.spec.workload.reuse

@@ -30,6 +30,7 @@ def count(metrics: GatewayMetrics, times: int) -> None:
         metrics.models["m"].output_tokens += 10
         metrics.models["m"].ttft["mixed"].observe(0.02)
         metrics.models["m"].phases["prefill"].observe(100.0)
+        metrics.reuse_times["m"].add(7.0, 20)
         metrics.streams += 1
 
 
@@ -58,6 +59,7 @@ def test_counts_of_all_processes_are_added_up_and_targets_are_not(shared_state) 
     page = scrape(ours, first)
     assert page["cleave_gateway_requests_total", ("m", "ok")] == 5
     assert page["cleave_gateway_requests_total", ("failed", "n")] == 1
+    assert page["cleave_gateway_prompt_reuse_seconds_bucket", ("4.0", "m")] == 35
     assert page["cleave_gateway_handoffs_total", ("used",)] == 5
     assert page["cleave_gateway_output_tokens_total", ("m",)] == 50
     assert page["cleave_gateway_ttft_seconds_count", ("m", "mixed")] == 5

@@ -1,5 +1,6 @@
 """What prompts that repeat are worth to a plan."""
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -8,9 +9,15 @@ from cleave.planner import plan_search
 from cleave.planner.plan import PlanningResult
 from cleave.planner.problem import Policies
 from cleave.planner.result import prediction
-from cleave.planner.result.reuse import compare_with_blind
+from cleave.planner.result.reuse import compare_with_blind, estimate_host_memory
 from cleave.planner.result.status import build_document
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
+from cleave.planner.search.candidates import PlannedInstance, list_candidates
+from cleave.simulator.fleet import Batching
+from cleave.simulator.trace import Trace
 from cleave.traffic.conversations import Conversations
+from cleave.traffic.reuse_curve import measure_reuse
+from cleave.traffic.reuse_fit import get_repeated_share
 from cleave.traffic.workload import Demand
 
 from tests.support import known_problems
@@ -76,3 +83,41 @@ def test_instances_of_the_same_kinds_are_compared_by_their_numbers(answer) -> No
     nothing = compare_with_blind(selected, None)
     assert nothing.gpus_without is None
     assert nothing.text.endswith("without reuse no plan meets the SLO")
+
+
+FIRST = 4_000
+
+
+@cache
+def converse(turns: float = 8) -> tuple[CandidatePlacement, Trace]:
+    """Conversations that two instances have forgotten by the next turn."""
+    chat = known_problems.chat(prompt=900, output=60)
+    source = replace(chat.source, conversations=Conversations(turns, 2_000, 64))
+    demand = Demand(6.0, source, 2048)
+    problem = known_problems.problem(
+        demand, supplies=(known_problems.nodes(1),), policies=Policies()
+    )
+    candidate = next(each for each in list_candidates(problem) if each.gpus == 1)
+    instance = PlannedInstance(candidate, Batching.VLLM, 64, 2048, problem.policies)
+    return CandidatePlacement((InstanceGroup(Role.MIXED, instance, 2),)), demand.draw(12_000)
+
+
+def test_host_memory_is_priced_by_what_it_finds_in_addition() -> None:
+    placement, trace = converse()
+    found = re.fullmatch(
+        r"(\d+) GiB of host memory for each instance \(engine.kvOffloadingGib\) would find up to "
+        r"([0-9.]+) % more \(estimated\)",
+        estimate_host_memory(placement, trace, FIRST, None) or "",
+    )
+    assert found is not None
+    gib, gain = int(found[1]), float(found[2])
+    repeated = get_repeated_share(measure_reuse(trace)) or 0.0
+    assert 2 < gain < 100 * repeated + 5
+    twice = estimate_host_memory(placement, trace, FIRST, 2 * gib) or ""
+    assert twice.startswith(f"{2 * gib} GiB of host memory for each instance finds up to")
+    assert gain <= float(re.findall(r"([0-9.]+) %", twice)[0]) <= gain / 0.9 + 0.1
+
+
+def test_host_memory_that_finds_little_is_not_mentioned() -> None:
+    assert estimate_host_memory(*converse(turns=1.01), FIRST, None) is None
+    assert estimate_host_memory(*converse(), FIRST, 1) is None, "less than the GPUs hold"

@@ -77,6 +77,34 @@ def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> No
     }
 
 
+@pytest.mark.parametrize("connector", ["cleave", "nixl"])
+@pytest.mark.parametrize("given", [("--kv-offloading-size", "20"), ("--kv-offloading-size=20",)])
+def test_host_memory_is_used_beside_the_connector_of_handoffs(
+    config_of: ConfigOf, connector: str, given: tuple[str, ...]
+) -> None:
+    config = config_of(engine="vllm", connector=connector, engine_args=(*given, "--seed", "1"))
+    boot = replace(BOOT, gpu=True)
+    plain = replace(config, engine_args=())
+    alone = json.loads(option(build_engine_launch(plain, boot, {}), "--kv-transfer-config"))
+    launch = build_engine_launch(config, boot, {})
+    assert not any(each.startswith("--kv-offloading-size") for each in launch.argv)
+    assert launch.argv[-2:] == ("--seed", "1")
+    output = json.loads(option(launch, "--kv-transfer-config"))
+    own, offloading = output["kv_connector_extra_config"]["connectors"]
+    assert output["kv_connector"] == "MultiConnector"
+    # The connectors get it from the one that has them.
+    assert own | {"engine_id": output["engine_id"]} == alone
+    assert output.get("kv_load_failure_policy") == alone.get("kv_load_failure_policy")
+    assert offloading["kv_connector_extra_config"] == {"cpu_bytes_to_use": 20 << 30}
+    assert "kv_connector_module_path" not in output
+
+
+def test_host_memory_beside_a_cpu_is_refused(config_of: ConfigOf) -> None:
+    config = config_of(engine="vllm", engine_args=("--kv-offloading-size", "20"))
+    with pytest.raises(LaunchError, match=r"20: .* GPUs only; remove spec.engine.kvOffloadingGib"):
+        build_engine_launch(config, BOOT, {})
+
+
 def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
     launch = build_engine_launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
     assert launch.env["VLLM_CPU_OMP_THREADS_BIND"] == "2"

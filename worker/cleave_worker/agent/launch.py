@@ -38,6 +38,7 @@ _CHECKPOINTED_CONNECTOR = {
     "kv_connector_module_path": "cleave_worker.vllm.kv.checkpoint_connector",
 }
 """Replaces CleaveConnector where the settings have `checkpoints`."""
+_KV_OFFLOADING = "--kv-offloading-size"
 _SCHEDULER = "--scheduler-cls"
 _ENABLE_LORA = "--enable-lora"
 _API_KEY, _API_KEY_ENV = "--api-key", "VLLM_API_KEY"
@@ -268,8 +269,32 @@ def _build_kv_transfer_config(
         if "checkpoints" in extra:
             settings |= _CHECKPOINTED_CONNECTOR
         user_settings = {**user_settings, _EXTRA_CONFIG: extra}
-    engine_id = boot.boot_id.removesuffix(_get_rank_suffix(config))
-    return {**settings, **user_settings, "engine_id": engine_id}
+    settings |= user_settings
+    if (offloaded_gib := _get_option(config.engine_args, _KV_OFFLOADING)) is not None:
+        settings = _add_offloading(settings, int(offloaded_gib), boot)
+    return {**settings, "engine_id": boot.boot_id.removesuffix(_get_rank_suffix(config))}
+
+
+def _add_offloading(settings: dict[str, object], gib: int, boot: Boot) -> dict[str, object]:
+    """The settings with vLLM's OffloadingConnector beside the connector that they name.
+
+    vLLM 0.32 would put it in that one's place. MultiConnector looks at its connectors in order, so
+    a handoff counts before what is in host memory. Raises LaunchError.
+    """
+    if not boot.gpu:
+        raise LaunchError(
+            f"{_KV_OFFLOADING} {gib}: vLLM keeps copies of KV in host memory for GPUs only; "
+            "remove spec.engine.kvOffloadingGib"
+        )
+    names = ("kv_connector", "kv_connector_module_path", _EXTRA_CONFIG)
+    common = {name: value for name, value in settings.items() if name not in names}
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        _EXTRA_CONFIG: {"cpu_bytes_to_use": gib << 30},
+    }
+    connectors = {"connectors": [settings, offloading]}
+    return {**common, "kv_connector": "MultiConnector", _EXTRA_CONFIG: connectors}
 
 
 def _get_rank_suffix(config: AgentConfig) -> str:
@@ -348,8 +373,10 @@ def _find_worker_libraries() -> list[str]:
 
 
 def _extract_kv_transfer_config(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-    """Separate the user's KV transfer settings, which are merged with those of the agent."""
+    """Separate the KV transfer settings, which are merged with those of the agent."""
     remaining = list(arguments)
+    if (offloaded_gib := _get_option(remaining, _KV_OFFLOADING)) is not None:
+        remaining = _remove_option(remaining, _KV_OFFLOADING, offloaded_gib)
     text = _get_option(remaining, _KV_TRANSFER)
     if text is None:
         return remaining, {}
@@ -359,12 +386,17 @@ def _extract_kv_transfer_config(arguments: Sequence[str]) -> tuple[list[str], di
         raise LaunchError(f"{_KV_TRANSFER} is not JSON") from None
     if not isinstance(settings, dict):
         raise LaunchError(f"{_KV_TRANSFER} is not a JSON object")
-    if f"{_KV_TRANSFER}={text}" in remaining:
-        remaining.remove(f"{_KV_TRANSFER}={text}")
+    return _remove_option(remaining, _KV_TRANSFER, text), settings
+
+
+def _remove_option(arguments: Sequence[str], name: str, value: str) -> list[str]:
+    remaining = list(arguments)
+    if f"{name}={value}" in remaining:
+        remaining.remove(f"{name}={value}")
     else:
-        index = remaining.index(_KV_TRANSFER)
+        index = remaining.index(name)
         del remaining[index : index + 2]
-    return remaining, settings
+    return remaining
 
 
 def _get_option(arguments: Sequence[str], name: str) -> str | None:

@@ -18,6 +18,7 @@ from cleave.controller.replan.reconcile import is_enabled
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.traffic.counters import Buckets
+from cleave.traffic.reuse_fit import get_repeated_share
 from cleave.traffic.window import TrafficWindow
 
 _MIN_MEASURED = 20
@@ -91,6 +92,7 @@ def _compare_with_slo(observed: Manifest, slo: Slo) -> tuple[bool | None, str]:
 
 
 def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
+    repeated = get_repeated_share(traffic.reuse)
     observed = ObservedTraffic.model_validate(
         {
             "at": format_timestamp(now_s),
@@ -98,6 +100,7 @@ def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
             "rate": _round(traffic.rate),
             "prompt_tokens": _summarize_lengths(traffic.prompts),
             "output_tokens": _summarize_lengths(traffic.outputs),
+            "repeated_share": None if repeated is None else _round(repeated),
             "attainment": None if traffic.attainment is None else _round(traffic.attainment),
             "measured": _round(traffic.measured) if traffic.measured else None,
             "ttft_ms": _summarize_latency(traffic.ttft),

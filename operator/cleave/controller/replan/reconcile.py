@@ -191,12 +191,14 @@ def _build_due_request(
         # Traffic is as planned: wait until the model can be checked as well.
         return None
     try:
-        fitted_workload = refit(recent)
+        workload = refit(recent)
     except RefitError:
         return None
-    # Windows do not show which prompts repeat: what the deployment states of it stays.
+    # What the deployment states of prompts that repeat stays: each of several gateways knows only
+    # the prompts that it has sent.
     stated = view.deployment.spec.workload
-    workload = fitted_workload.model_copy(update={"reuse": stated.reuse if stated else None})
+    if stated and stated.reuse:
+        workload = workload.model_copy(update={"reuse": stated.reuse})
     of = view.plan_inputs.workload_hash
     fitted = FittedPlanInputs(workload=workload, correction=recorded.correction, of=of)
     plan = view.status.get("plan", {})

@@ -14,6 +14,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from cleave.policy.reuse_times import BOUNDS_S, ReuseTimes
 from cleave.router.router import Pick
 
 LabelValues = TypeVar("LabelValues", bound=str | tuple[str, ...])
@@ -124,8 +125,8 @@ class GatewayMetrics:
         "ahead_from_tokens", "audits", "canaries", "canary_seconds", "dispatches",
         "flex_in_flight", "flex_requests", "flex_tokens", "flex_waiting", "flips", "handoffs",
         "in_flight", "keys_stale", "models", "processes", "recoveries", "rejections", "requests",
-        "restarts", "retries", "retries_delayed", "slo", "slo_results", "spans", "streams",
-        "suspects", "tenant_tokens", "tenants", "waiting", "whole_below_tokens",
+        "restarts", "retries", "retries_delayed", "reuse_times", "slo", "slo_results", "spans",
+        "streams", "suspects", "tenant_tokens", "tenants", "waiting", "whole_below_tokens",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
@@ -160,6 +161,8 @@ class GatewayMetrics:
         """By model and the reason of the router's pick."""
         self.retries: dict[tuple[str, str], int] = defaultdict(int)
         """By phase that failed, and cause."""
+        self.reuse_times: dict[str, ReuseTimes] = defaultdict(ReuseTimes)
+        """By model; the router counts them."""
         self.retries_delayed: dict[str, int] = defaultdict(int)
         """Retries that waited for their model's retry budget, by model."""
         self.suspects: dict[str, int] = defaultdict(int)
@@ -331,6 +334,7 @@ class GatewayCollector:
             "cleave_gateway_process_restarts", "Processes that were replaced", total.restarts
         )
         yield from self._collect_models()
+        yield self._collect_reuse_times()
 
     def _add_zeros(
         self, counted: Mapping[tuple[str, str], int], values: Iterable[str]
@@ -370,6 +374,16 @@ class GatewayCollector:
             for phase, histogram in model.phases.items():
                 histogram.add_to(phases, [name, phase])
         yield from (ttft, tpot, itl, queue, phases, prompts, outputs)
+
+    def _collect_reuse_times(self) -> Metric:
+        """Tokens take the place of observations. There is no sum: new tokens have no time."""
+        text = "Prompt tokens by the time since an earlier prompt began alike; +Inf: new ones"
+        family = _build_histogram("prompt_reuse", text, "model")
+        bounds = *map(str, BOUNDS_S), "+Inf"
+        for model, times in self._metrics.reuse_times.items():
+            counts = accumulate(times.to_list())
+            family.add_metric([model], list(zip(bounds, counts, strict=True)), None)
+        return family
 
     def _collect_attainment(self) -> Iterable[Metric]:
         """Goodput is the rate of requests that missed no target."""

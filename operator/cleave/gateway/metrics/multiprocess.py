@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 from cleave.gateway.metrics.gateway_metrics import BucketHistogram, GatewayCollector, GatewayMetrics
 from cleave.gateway.shared_state import SharedGatewayState
+from cleave.policy.reuse_times import ReuseTimes
 
 _SAME_FOR_ALL = ("keys_stale", "whole_below_tokens", "ahead_from_tokens")
 """All processes read the same file and watch the same EndpointSlices."""
@@ -90,7 +91,7 @@ def _read_ended_children_cpu_s(parent: int) -> float:
 def _to_plain(counted: object) -> PlainValue:
     if isinstance(counted, int | float):
         return counted
-    if isinstance(counted, BucketHistogram):
+    if isinstance(counted, BucketHistogram | ReuseTimes):
         return counted.to_list()
     if isinstance(counted, dict):
         return {key: _to_plain(value) for key, value in counted.items()}
@@ -100,7 +101,7 @@ def _to_plain(counted: object) -> PlainValue:
 
 
 def _add_plain(counted: object, more: PlainValue) -> None:
-    if isinstance(counted, BucketHistogram):
+    if isinstance(counted, BucketHistogram | ReuseTimes):
         counted.merge(more)
     elif isinstance(counted, dict):
         for key, value in more.items():
