@@ -9,6 +9,8 @@ from cleave.api.base import ApiModel, ValidationRule
 
 MAX_POD_ENGINES = 16
 """Most engines in one pod; each has two ports."""
+MAX_RANKS = 64
+"""Most data-parallel ranks of one instance."""
 
 
 class Role(StrEnum):
@@ -32,7 +34,7 @@ class Parallelism(ApiModel):
         int,
         Field(
             ge=1,
-            le=MAX_POD_ENGINES,
+            le=MAX_RANKS,
             exclude_if=lambda size: size == 1,
             json_schema_extra={"default": None},
         ),

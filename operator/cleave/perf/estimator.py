@@ -51,6 +51,8 @@ class NodeType:
     gpus_per_node: int
     network: Link
     """From one of its GPUs to another node."""
+    nvlink_gpus: int = 0
+    """GPUs that NVLink joins, if those are more than a node's."""
 
     def select_link(self, gpus: int) -> Link:
         """The slowest link within an instance of that many GPUs."""
@@ -58,7 +60,8 @@ class NodeType:
 
     def build_group(self, gpus: int) -> GpuGroup:
         """So many GPUs, on as few nodes as possible."""
-        return GpuGroup(gpus, self.gpus_per_node, build_node_link(self.gpu), self.network)
+        joined = max(self.gpus_per_node, self.nvlink_gpus)
+        return GpuGroup(gpus, joined, build_node_link(self.gpu), self.network)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +251,13 @@ def build_estimator(
     gpus = inventory.list_gpus(cluster, choices)
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     per_node: dict[str, int] = {}
+    joined: dict[str, int] = {}
     for group in cluster.nodes:
         name = find_gpu(group.gpu, own).name
         per_node[name] = max(per_node.get(name, 0), group.gpus_per_node)
+        joined[name] = max(joined.get(name, 0), group.nvlink_gpus or 0)
     machines = {
-        name: NodeType(gpu, per_node[name], inventory.find_network_link(cluster, gpu))
+        name: NodeType(gpu, per_node[name], inventory.find_network_link(cluster, gpu), joined[name])
         for name, gpu in gpus.items()
     }
     profiles = _read_profiles(cluster.profiles, folder)

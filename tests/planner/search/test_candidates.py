@@ -1,7 +1,7 @@
 """What is enumerated: Algorithm 1's loops."""
 
 from cleave.api.planning import Objective, Planning
-from cleave.planner.problem import Policies
+from cleave.planner.problem import Policies, Problem
 from cleave.planner.search.candidates import (
     build_decode,
     build_mixed,
@@ -14,9 +14,14 @@ from cleave.simulator.fleet import Batching
 from tests.support import known_problems
 
 
+def sizes(problem: Problem) -> list[tuple[int, int]]:
+    found = list_sizes(problem, problem.supplies[0])
+    return [(each.tensor, each.pipeline) for each in found]
+
+
 def test_tensor_parallel_sizes_stay_in_a_node_and_stages_cross_nodes() -> None:
     problem = known_problems.problem(supplies=(known_problems.nodes(2, gpus_per_node=4),))
-    found = list_sizes(problem, problem.supplies[0])
+    found = sizes(problem)
     assert max(tensor for tensor, _ in found) == 4
     assert (4, 2) in found
     assert (4, 3) not in found
@@ -27,11 +32,9 @@ def test_tensor_parallel_sizes_stay_in_a_node_and_stages_cross_nodes() -> None:
 
 def test_limits_on_nodes_and_gpus_bound_an_instance() -> None:
     problem = known_problems.problem(planning=Planning(max_gpus=4))
-    assert (
-        max(tensor * pipeline for tensor, pipeline in list_sizes(problem, problem.supplies[0])) == 4
-    )
+    assert max(tensor * pipeline for tensor, pipeline in sizes(problem)) == 4
     capped = known_problems.problem(supplies=(known_problems.nodes(max_gpus=2),))
-    assert set(list_sizes(capped, capped.supplies[0])) == {(1, 1), (1, 2), (2, 1)}
+    assert set(sizes(capped)) == {(1, 1), (1, 2), (2, 1)}
 
 
 def test_only_what_the_estimator_knows_is_a_candidate() -> None:

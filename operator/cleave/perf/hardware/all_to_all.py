@@ -61,14 +61,14 @@ class GpuGroup:
 
     gpus: int
     gpus_per_node: int
+    """GPUs that `node_link` joins: those of a node, or of an NVLink domain of several."""
     node_link: Link
-    """Between GPUs of one node."""
     network: Link
     """From one GPU to another node."""
 
     @property
     def nodes(self) -> int:
-        """Nodes that the group spans."""
+        """Nodes, or NVLink domains, that the group spans."""
         return -(-self.gpus // self.gpus_per_node)
 
 
@@ -121,11 +121,13 @@ def _compute_kernel_ms(kernel: _Kernel, link: Link, size_bytes: float) -> float:
 
 
 def _compute_all_gather_ms(group: GpuGroup, rows: float, hidden_size: int) -> float:
-    """All-gather and reduce-scatter of all tokens in 16 bits move what one all-reduce of them does.
-    Between nodes NCCL divides them over the cards of all GPUs of a node."""
+    """All-gather and reduce-scatter of all tokens in 16 bits move what one all-reduce of them does,
+    but are two calls. Between nodes NCCL divides them over the cards of all GPUs of a node. An
+    estimate from Vidur's all-reduces and sends: no times of these calls are published."""
     size_bytes = group.gpus * rows * hidden_size * _COMBINE_BYTES
     link = group.node_link
     if group.nodes > 1:
         shared = min(group.network.gb_per_s * group.gpus_per_node, group.node_link.gb_per_s)
         link = Link(group.network.kind, shared, group.network.latency_us)
-    return link.compute_all_reduce_ms(size_bytes, group.gpus)
+    second_ms = group.node_link.compute_all_reduce_ms(0, group.gpus_per_node)
+    return second_ms + link.compute_all_reduce_ms(size_bytes, group.gpus)
