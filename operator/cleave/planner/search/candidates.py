@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cleave.api.planning import Objective
 from cleave.api.pool import MAX_INSTANCE_NODES
-from cleave.api.role import MAX_POD_ENGINES, MAX_RANKS, Parallelism
+from cleave.api.role import MAX_PARALLEL_SIZE, MAX_POD_ENGINES, MAX_RANKS, Parallelism
 from cleave.perf.estimate import Estimate
 from cleave.planner.problem import Policies, Problem, Supply
 from cleave.simulator.fleet import Batching, SimulatedEngine
@@ -115,7 +115,7 @@ def list_sizes(problem: Problem, supply: Supply) -> list[Parallelism]:
         for tensor in range(1, supply.gpus_per_node + 1)
         # A stage lies in one node; several stages may share a node.
         for pipeline in range(1, nodes * (supply.gpus_per_node // tensor) + 1)
-        if tensor * pipeline <= max_gpus
+        if tensor * pipeline <= max_gpus and max(tensor, pipeline) <= MAX_PARALLEL_SIZE
     ]
     return plain + _list_expert_sizes(problem, supply)
 
