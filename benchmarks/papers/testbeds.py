@@ -32,7 +32,9 @@ class Fitted:
     """`distserve` or `vllm`."""
     model: str
 
-    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+    def estimate(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> Estimate | None:
         fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor}")
         known = self.estimator.estimate(gpu, tensor, pipeline)
         if fit is None or known is None:
@@ -47,7 +49,9 @@ class Known:
 
     estimator: Estimator
 
-    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+    def estimate(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> Estimate | None:
         found = self.estimator.estimate(gpu, tensor, pipeline)
         computed = (LatencySource.KERNELS, LatencySource.ROOFLINE)
         return None if found is None or found.confidence.kind in computed else found

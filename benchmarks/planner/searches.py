@@ -38,7 +38,9 @@ PAIR = MaxReplicas(prefill=1, decode=1)
 class Coefficients:
     """DistServe's for OPT-13B on A100-80G, and nothing else: the grid of simdistserve."""
 
-    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+    def estimate(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> Estimate | None:
         size = tensor, pipeline
         fit = distserve.FITS.get(f"distserve/opt-13b/tp{tensor}")
         capacity = distserve.KV_CAPACITY_TOKENS["opt-13b"].get(size)

@@ -15,7 +15,7 @@ from cleave.planner.placement import PlanError
 from cleave.planner.plan import Plan, PlanningResult, PlanVerdict
 from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem
 
-from tests.support import known_problems
+from tests.support import known_problems, wide_problems
 
 
 def replicas(plan: Plan) -> dict[Role, int]:
@@ -41,6 +41,16 @@ def test_the_blogs_13b_case_is_disaggregated_at_ten_requests_per_second() -> Non
     assert colocated.gpus > 2
     assert "the best colocated plan takes 3 GPUs instead of 2 GPUs" in answer.reason
     assert "from a TPOT target of" in answer.what_would_change
+
+
+def test_deepseek_decodes_on_ranks_that_share_its_experts() -> None:
+    problem = wide_problems.deepseek()
+    answer = plan_search.plan(problem)
+    decode = next(pool for pool in best(answer).pools if pool.role is Role.DECODE)
+    assert decode.parallelism.data > 1
+    assert decode.parallelism.expert
+    without = plan_search.plan(replace(problem, shape=replace(problem.shape, experts=None)))
+    assert best(answer).gpus < 0.8 * best(without).gpus
 
 
 def test_one_request_per_second_is_not_worth_splitting() -> None:

@@ -18,6 +18,7 @@ from cleave.planner.pool_simulation import (
 )
 from cleave.planner.result.simulation_summary import list_instance_names, summarize
 
+from tests.support import wide_problems
 from tests.support.emulated_chat import chat
 
 
@@ -94,7 +95,7 @@ def test_mfu_is_the_work_of_all_tokens_by_what_the_gpus_of_an_instance_could_do(
     known = replace(problem.estimator.estimate(EMULATED_GPU, 1, 1), peak_flops=312e12)
 
     class Estimator:
-        def estimate(self, *_):
+        def estimate(self, *_, **__):
             return known
 
     problem = replace(problem, estimator=Estimator())
@@ -120,7 +121,7 @@ def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
     estimate = problem.estimator.estimate(EMULATED_GPU, 1, 1)
 
     class Estimator:
-        def estimate(self, gpu, *_):
+        def estimate(self, gpu, *_, **__):
             return estimate if gpu in kinds else None
 
     supplies = tuple(replace(supply, gpu=kind) for kind in kinds)
@@ -141,7 +142,18 @@ def test_emulated_instances_run_on_any_declared_gpu(problem) -> None:
     assert build_fleet(problem, pools).mixed[0].replicas == 2
 
 
-def test_data_parallel_ranks_are_not_predicted(problem) -> None:
-    ranks = PlannedPool(Role.MIXED, 1, Parallelism(data=2))
-    with pytest.raises(PlanError, match=r"mixed: parallelism.data 2: instances of data-parallel"):
-        build_fleet(problem, [ranks])
+def test_ranks_are_simulated_one_by_one_and_counted_as_one_instance() -> None:
+    wide = wide_problems.deepseek()
+    pools = [
+        PlannedPool(Role.PREFILL, 1, Parallelism(tensor=8, expert=True)),
+        PlannedPool(Role.DECODE, 2, Parallelism(data=8, expert=True)),
+    ]
+    fleet = build_fleet(wide, pools)
+    assert (fleet.decode[0].replicas, fleet.decode[0].engines) == (2, 16)
+    assert list_instance_names(fleet) == ["prefill-0", *(f"decode-{n}" for n in range(16))]
+    outcome = PlacementSimulator(wide, 100).simulate(fleet, 4.0)
+    mfu = compute_mfu(wide, pools, outcome)
+    assert len(mfu) == len(outcome.instances.iterations) == 17
+    assert (outcome.instances.decode_tokens[1:] > 0).all()
+    with pytest.raises(PlanError, match=r"decode: pipeline stages are not predicted with data"):
+        build_fleet(wide, [PlannedPool(Role.DECODE, 1, Parallelism(pipeline=2, data=8))])

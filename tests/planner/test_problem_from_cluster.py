@@ -19,7 +19,7 @@ from cleave.planner.search import candidate_placement as drafts
 from cleave.planner.search.candidates import build_decode, build_prefill, list_candidates
 from cleave.simulator.fleet import Admission, PrefillOrder
 
-from tests.support import known_problems
+from tests.support import known_problems, wide_problems
 from tests.support.model_configs import HYBRID
 
 SMALL = "Qwen/Qwen2.5-7B"
@@ -55,6 +55,42 @@ def test_the_question_carries_traffic_targets_and_machines() -> None:
     assert problem.seed == 3
     assert problem.shape.name == "opt-13b"
     assert problem.demand.max_model_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((), "all-to-all by allgather_reducescatter, busiest experts 2 x the mean"),
+        (wide_problems.WIDE_ARGS, "all-to-all by deepep_v2, busiest experts 1.2 x the mean"),
+    ],
+)
+def test_arguments_say_how_ranks_exchange_tokens(args: tuple[str, ...], text: str) -> None:
+    problem = wide_problems.deepseek(args=args)
+    found = problem.estimator.estimate("H200-SXM-141GB", 1, 1, 16, expert=True)
+    assert found.confidence.source.endswith(text)
+    assert found.confidence.error is None
+
+
+def test_a_kernel_without_known_times_is_named() -> None:
+    (note,) = (
+        note
+        for note in wide_problems.deepseek(args=["--all2all-backend=moonep"]).notes
+        if "all2all" in note
+    )
+    assert note.startswith("spec.engine.args: --all2all-backend moonep: times are known of ")
+    assert not any("all2all" in note for note in wide_problems.deepseek().notes)
+
+
+def test_nvlink_over_nodes_speeds_up_ranks_over_nodes() -> None:
+    apart, joined = (
+        wide_problems.deepseek(nodes=8, gpu="GB200", gpusPerNode=4, **more).estimator.estimate(
+            "GB200-NVL", 1, 1, 32, expert=True
+        )
+        for more in ({}, {"nvlinkGPUs": 72})
+    )
+    assert joined.timing.predict_decode_ms(128, 250_000) < 0.8 * apart.timing.predict_decode_ms(
+        128, 250_000
+    )
 
 
 def test_it_can_be_answered() -> None:

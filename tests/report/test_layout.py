@@ -73,6 +73,14 @@ def test_a_node_is_described_in_words() -> None:
     assert describe_node(node) == "mixed 0 (stage 0) on 2 GPUs; 2 free"
 
 
+def test_ranks_of_an_instance_are_drawn_one_by_one() -> None:
+    wide = PlannedPool(Role.DECODE, 1, Parallelism(tensor=2, data=6, expert=True))
+    first, second = lay_out(plan(wide), (NodeShape("X", 2, 8),))
+    assert [segment.stage for segment in first.segments] == [0, 1, 2, 3]
+    assert describe_node(second).startswith("decode 0 (rank 4) on 2 GPUs; decode 0 (rank 5)")
+    assert ">r5</text>" in draw_nodes((first, second))
+
+
 def test_of_many_nodes_the_first_are_drawn_and_the_others_counted() -> None:
     nodes = lay_out(plan(pool(Role.MIXED, 40, 8, 1)), (NodeShape("X", 40, 8),))
     drawn = draw_nodes(nodes)

@@ -25,7 +25,7 @@ from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
-from tests.support.fleets import draw_case, fixed_timing, slow_down
+from tests.support.fleets import draw_case, fixed_timing, give_ranks, slow_down
 from tests.support.reference_simulator import Reference
 
 REQUESTS = {
@@ -65,6 +65,31 @@ def test_every_time_and_count_is_that_of_a_simulation_without_leaps(block: int) 
     for seed in range(block * 250, block * 250 + 250):
         if seed not in TIES:
             compare(seed)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_ranks_that_compute_in_step_agree_with_a_simulation_of_every_pass(block: int) -> None:
+    for seed in range(block * 250, block * 250 + 250):
+        if seed not in TIES:
+            fleet, trace = draw_case(seed)
+            compare_case(give_ranks(fleet, seed), trace, f"{seed}, with ranks")
+
+
+def test_a_rank_waits_for_the_longest_of_all_and_so_does_a_request_for_an_idle_one() -> None:
+    engine = SimulatedEngine(fixed_timing(10.0, 2.0), 1_000, ranks=3)
+    fleet = SimulatedFleet(mixed=(SimulatedPool(engine, 1),))
+    # The first prompt takes 10 ms, then two ranks decode. At 11 ms the third gets a prompt: it is
+    # computed from 12 ms on, with decode iterations of the others that last as long.
+    arrivals, outputs = np.array([0.0, 0.0, 11.0]), np.array([5, 5, 1])
+    found = simulate(fleet, Trace(arrivals, np.array([8, 8, 8]), outputs))
+    assert found.first_token_ms.tolist() == [10.0, 10.0, 22.0]
+    assert found.end_ms.tolist() == [26.0, 26.0, 22.0]
+    assert found.instances.iterations.tolist() == [5, 5, 1]
+    alone = simulate(
+        replace(fleet, mixed=(SimulatedPool(replace(engine, ranks=1), 3),)),
+        Trace(arrivals, np.array([8, 8, 8]), outputs),
+    )
+    assert alone.end_ms.tolist() == [18.0, 18.0, 21.0]
 
 
 @pytest.mark.parametrize("seed", HARD, ids=HARD.values())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cleave.perf.published.aladdin import Coefficients
 from cleave.perf.timing import EngineTiming
 from cleave.policy.best_fit import BestFitModel
+from cleave.policy.role_flipping import build_thresholds
 from cleave.simulator.fleet import (
     Batching,
     DispatchPolicy,
@@ -384,6 +385,28 @@ def test_a_faulty_engine_is_refused_in_one_line(change: dict[str, object], fault
         (SimulatedFleet(), "no instances"),
         (SimulatedFleet(mixed=(SimulatedPool(ENGINE, 0),)), "no instances"),
         (SimulatedFleet(mixed=(SimulatedPool(ENGINE, -1),)), "replicas is -1"),
+        (
+            SimulatedFleet(mixed=(SimulatedPool(dataclasses.replace(ENGINE, ranks=0), 1),)),
+            "ranks is 0",
+        ),
+        (
+            SimulatedFleet(
+                mixed=(
+                    SimulatedPool(
+                        dataclasses.replace(ENGINE, ranks=2, timing=fixed_timing(stages=2)), 1
+                    ),
+                )
+            ),
+            "ranks is above 1 with pipeline stages",
+        ),
+        (
+            SimulatedFleet(
+                (SimulatedPool(ENGINE, 1),),
+                (SimulatedPool(dataclasses.replace(ENGINE, ranks=2), 1),),
+                flipping=build_thresholds(100.0),
+            ),
+            "not of several ranks",
+        ),
         (SimulatedFleet(mixed=(SimulatedPool(ENGINE, 1),), dispatch_ms=-1.0), "dispatch_ms is -1"),
         (
             SimulatedFleet(

@@ -98,6 +98,22 @@ def draw_case(seed: int) -> tuple[SimulatedFleet, Trace]:
     return fleet, trace
 
 
+def give_ranks(fleet: SimulatedFleet, seed: int) -> SimulatedFleet:
+    """The fleet without flips; instances of one pipeline stage have data-parallel ranks."""
+    draw = random.Random(f"ranks {seed}")
+
+    def change(pools: tuple[SimulatedPool, ...]) -> tuple[SimulatedPool, ...]:
+        return tuple(
+            replace(pool, engine=replace(pool.engine, ranks=draw.choice([1, 2, 3, 5])))
+            if pool.engine.timing.stages == 1
+            else pool
+            for pool in pools
+        )
+
+    prefill, decode, mixed = map(change, (fleet.prefill, fleet.decode, fleet.mixed))
+    return replace(fleet, prefill=prefill, decode=decode, mixed=mixed, flipping=None)
+
+
 def schedule_ahead(fleet: SimulatedFleet) -> SimulatedFleet:
     """The fleet with engines that schedule one iteration ahead."""
 

@@ -54,7 +54,9 @@ class Fits:
     model: str = "opt-13b"
     kinds: tuple[tuple[str, Kind], ...] = ()
 
-    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+    def estimate(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> Estimate | None:
         size = tensor, pipeline
         fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor}")
         capacity = distserve.KV_CAPACITY_TOKENS[self.model].get(size)
@@ -75,7 +77,9 @@ class Fits:
             confidence=Confidence(LatencySource.FITTED, "DistServe's coefficients", 0.1),
         )
 
-    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
+    def explain_unsupported(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> str | None:
         size = tensor, pipeline
         return None if self.estimate(gpu, *size) else f"{self.model}: no fit for {size}"
 

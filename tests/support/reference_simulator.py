@@ -42,10 +42,15 @@ class Reference:
                 ("mixed", fleet.mixed),
             )
             for pool in pools
-            for _ in range(pool.replicas)
+            for _ in range(pool.engines)
         ]
         for number, instance in enumerate(self.instances):
             instance.number = number
+        self.ranks: dict[int, list[Instance]] = {}
+        rest = deque(self.instances)
+        while rest:
+            group = [rest.popleft() for _ in range(rest[0].engine.ranks)]
+            self.ranks |= {each.number: group for each in group}
         self.events: list[tuple[float, int, int, object]] = []
         self.sequence = 0
         self.last_pick = 0
@@ -174,6 +179,8 @@ class Reference:
                 self.alert(i)
 
     def alert(self, instance: Instance) -> None:
+        if any(rank.flight for rank in self.ranks[instance.number] if rank is not instance):
+            return
         if len(instance.flight) < len(instance.slots):
             self.at(self.now, ITERATION, instance)
 
@@ -221,7 +228,30 @@ class Reference:
 
     # --- iterations ---
 
+    def step_ranks(self, ranks: list[Instance]) -> None:
+        """All ranks begin together, and end when the longest iteration does."""
+        running = [each for each in ranks if each.flight]
+        if any(each.flight[0].finish > self.now for each in running):
+            return
+        for each in running:
+            self.complete(each, each.flight.popleft())
+        for each in ranks:
+            self.form(each, each.slots[0])
+        running = [each for each in ranks if each.flight]
+        if not running:
+            return
+        finish = max(each.flight[0].finish for each in running)
+        for each in running:
+            slot = each.flight[0]
+            each.busy += finish - slot.finish
+            each.intervals[-1] = (slot.begin, finish)
+            slot.finish = finish
+        self.at(finish, ITERATION, running[0])
+
     def step(self, instance: Instance) -> None:
+        if instance.engine.ranks > 1:
+            self.step_ranks(self.ranks[instance.number])
+            return
         ended = instance.flight and instance.flight[0].finish <= self.now
         if ended:
             slot = instance.flight.popleft()
@@ -303,7 +333,8 @@ class Reference:
         for request in slot.decoding:
             if math.isnan(request.decode_start):
                 request.decode_start = self.begin
-        self.at(at, ITERATION, i)
+        if i.engine.ranks == 1:
+            self.at(at, ITERATION, i)
 
     def tokens(self, slot: Slot) -> int:
         return sum(c.end - c.start for c in self.chunks) + len(self.singles) + len(slot.decoding)

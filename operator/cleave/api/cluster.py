@@ -47,6 +47,9 @@ class NodeGroup(ApiModel):
     """Kind of GPU: a name in the catalogue or under `gpus`."""
     gpus_per_node: Annotated[int, Field(ge=1, le=128)] = 8
     """GPUs of one node."""
+    nvlink_gpus: Annotated[int | None, Field(ge=1, le=1024, alias="nvlinkGPUs")] = None
+    """GPUs that NVLink joins across nodes (GB200 NVL72: 72); absent: only those of one node. Ranks
+    exchange tokens for their experts over it; KV between instances takes the network."""
 
 
 class NetworkKind(StrEnum):

@@ -9,6 +9,8 @@ from cleave.api.base import ApiModel, ValidationRule
 
 MAX_POD_ENGINES = 16
 """Most engines in one pod; each has two ports."""
+MAX_PARALLEL_SIZE = 64
+"""Largest tensor or pipeline parallel size."""
 MAX_RANKS = 64
 """Most data-parallel ranks of one instance."""
 
@@ -24,9 +26,9 @@ class Role(StrEnum):
 class Parallelism(ApiModel):
     """How one instance is distributed over GPUs."""
 
-    tensor: Annotated[int, Field(ge=1, le=64)] = 1
+    tensor: Annotated[int, Field(ge=1, le=MAX_PARALLEL_SIZE)] = 1
     """Tensor parallel size."""
-    pipeline: Annotated[int, Field(ge=1, le=64)] = 1
+    pipeline: Annotated[int, Field(ge=1, le=MAX_PARALLEL_SIZE)] = 1
     """Pipeline parallel size."""
     # Without defaults in the CRD, and written only where they are set: after a roll-back an
     # operator of an earlier version would refuse them.

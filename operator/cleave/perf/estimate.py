@@ -37,17 +37,19 @@ class Confidence:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One model on one kind of GPU with one parallelism."""
+    """One model on one kind of GPU with one parallelism. Times and tokens are those of one engine:
+    of the instance, or of each of its data-parallel ranks while all have equal rows; FLOP/s, power
+    and price are those of the instance."""
 
     timing: EngineTiming
     kv_capacity_tokens: int
-    """Tokens of KV that fit on one instance, over all its GPUs."""
+    """Tokens of KV that fit on one engine, over all its GPUs."""
     prefill_saturation_tokens: int
     """DistServe's L_m: prompt tokens from which a prefill iteration is bound by compute."""
     max_model_len: int
     """Longest prompt plus output."""
     kv_bytes_per_token: int
-    """Sum over all layers and all GPUs of an instance."""
+    """Sum over all layers and all GPUs of an engine."""
     flops_per_token: float
     """FLOPs of the linear layers for one token, over all layers (for MFU)."""
     power_watts: float
@@ -62,10 +64,15 @@ class Estimate:
 
 
 class Estimator(Protocol):
-    """Estimates instances of one model, by GPU, tensor and pipeline parallel size."""
+    """Estimates instances of one model, by GPU and parallel sizes: tensor and pipeline of each of
+    `data` ranks, and with `expert` whole experts on different GPUs."""
 
-    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+    def estimate(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> Estimate | None:
         """None: not supported, for the reason that `explain_unsupported` gives."""
 
-    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
+    def explain_unsupported(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> str | None:
         """Why `estimate` returns None, in one sentence; None: it returns an estimate."""

@@ -4,7 +4,8 @@ Called by the planner. Sources in order of preference: a measured profile of exa
 parallelism, published measurements (DistServe's fits, Splitwise's runs), a measured profile of
 operators, published tables of kernels, the roofline. Pipeline stages are derived from the same
 tensor parallel size without them. What is hard: sources name models and GPUs differently, and no
-source may be used for weights of another size.
+source may be used for weights of another size. Where data-parallel ranks or expert parallelism
+share the experts, times come from kernels or the roofline.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from cleave.api.planning import GpuChoice
 from cleave.perf import host_launch, named_profiles
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware import inventory, memory
+from cleave.perf.hardware.all_to_all import GpuGroup
+from cleave.perf.hardware.expert_group import VLLM_EXPERTS, ExpertGroup, ExpertSettings
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 from cleave.perf.hardware.link import Link, build_node_link
 from cleave.perf.kernels import composition, tables
@@ -48,10 +51,17 @@ class NodeType:
     gpus_per_node: int
     network: Link
     """From one of its GPUs to another node."""
+    nvlink_gpus: int = 0
+    """GPUs that NVLink joins, if those are more than a node's."""
 
     def select_link(self, gpus: int) -> Link:
         """The slowest link within an instance of that many GPUs."""
         return build_node_link(self.gpu) if gpus <= self.gpus_per_node else self.network
+
+    def build_group(self, gpus: int) -> GpuGroup:
+        """So many GPUs, on as few nodes as possible."""
+        joined = max(self.gpus_per_node, self.nvlink_gpus)
+        return GpuGroup(gpus, joined, build_node_link(self.gpu), self.network)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +84,34 @@ class ModelEstimator:
         reserve: memory.MemoryReserve = memory.VLLM_RESERVE,
         max_model_len: int | None = None,
         context_tokens: int | None = None,
+        experts: ExpertSettings = VLLM_EXPERTS,
     ) -> None:
         """`machines`: by GPU name; `max_model_len`: limit, at most the model's own is used;
-        `context_tokens`: of a mean request, for caches that do not grow with it; None: the limit.
-        """
+        `context_tokens`: of a mean request, for caches that do not grow with it; None: the limit;
+        `experts`: how engines exchange tokens for experts on several GPUs."""
         self.shape = shape
         self.machines = machines
         self._profiles = [each for each in profiles if _is_profile_of(each, shape)]
         self._reserve = reserve
         self._max_model_len = min(max_model_len or shape.max_model_len, shape.max_model_len)
         self._context_tokens = context_tokens or self._max_model_len
-        self._cache: dict[tuple[str, int, int], Estimate | None] = {}
+        self._experts = experts
+        self._cache: dict[tuple[str, int, int, int, bool], Estimate | None] = {}
         self._unpipelined: dict[tuple[str, int], _TimingSource] = {}
 
-    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+    def estimate(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> Estimate | None:
         """None: not supported, for the reason that `explain_unsupported` gives."""
-        key = (gpu, tensor, pipeline)
+        key = (gpu, tensor, pipeline, data, expert)
         if key not in self._cache:
-            is_supported = self.explain_unsupported(*key) is None
-            self._cache[key] = self._build_estimate(*key) if is_supported else None
+            reason = self.explain_unsupported(gpu, tensor, pipeline, data, expert=expert)
+            self._cache[key] = self._build_estimate(*key) if reason is None else None
         return self._cache[key]
 
-    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
+    def explain_unsupported(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> str | None:
         """Why `estimate` returns None, in one sentence; None: it returns an estimate."""
         machine = self.machines.get(gpu)
         if machine is None:
@@ -103,27 +119,37 @@ class ModelEstimator:
         if tensor > machine.gpus_per_node:
             most = machine.gpus_per_node
             return f"{tensor} tensor parallel GPUs exceed the {most} of a node with {gpu}"
+        if pipeline > 1 and (data > 1 or expert):
+            return "pipeline stages are not predicted with data or expert parallelism"
         sizes = (tensor, pipeline)
-        if (reason := self.shape.explain_unsupported(*sizes)) is not None:
+        if (reason := self.shape.explain_unsupported(*sizes, data, expert=expert)) is not None:
             return f"{self.shape.name}: {reason}"
-        if self._find_measured_capacity(machine.gpu, *sizes) is not None:
+        if data == 1 and self._find_measured_capacity(machine.gpu, *sizes) is not None:
             return None
-        return memory.explain_unsupported(self.shape, machine.gpu, *sizes, self._reserve)
+        return memory.explain_unsupported(
+            self.shape, machine.gpu, *sizes, self._reserve, data, expert=expert
+        )
 
-    def _build_estimate(self, gpu: str, tensor: int, stages: int) -> Estimate:
+    def _build_estimate(
+        self, gpu: str, tensor: int, stages: int, data: int, expert: bool
+    ) -> Estimate:
         machine = self.machines[gpu]
-        source = self._select_source(machine, tensor, stages)
+        if data > 1 or expert:
+            source = self._compose_group(machine, tensor, data, expert)
+        else:
+            source = self._select_source(machine, tensor, stages)
         timing = source.timing
         slowdown = machine.gpu.prompt_slowdown
         if slowdown != 1.0 and source.confidence.kind is not LatencySource.ROOFLINE:
             # The roofline's FLOPs include the power cap; measurements were made without one.
             timing = scale_timing(timing, prompt=slowdown)
-        capacity = self._find_measured_capacity(machine.gpu, tensor, stages)
+        sizes = (machine.gpu, tensor, stages)
+        capacity = self._find_measured_capacity(*sizes) if data == 1 else None
         if capacity is None:
             capacity = memory.compute_kv_capacity_tokens(
-                self.shape, machine.gpu, tensor, stages, self._reserve, self._context_tokens
+                self.shape, *sizes, self._reserve, self._context_tokens, data
             )
-        gpus, longest = tensor * stages, self._max_model_len
+        gpus, longest = tensor * stages * data, self._max_model_len
         return Estimate(
             timing=timing,
             kv_capacity_tokens=capacity,
@@ -137,6 +163,21 @@ class ModelEstimator:
             front_end_ms=source.front_end_ms,
             peak_flops=self._compute_peak_flops(machine.gpu, gpus),
         )
+
+    def _compose_group(
+        self, machine: NodeType, tensor: int, data: int, expert: bool
+    ) -> _TimingSource:
+        """One engine of `tensor` GPUs whose experts all GPUs of the instance share."""
+        gpus = machine.build_group(tensor * data)
+        group = ExpertGroup(data, expert, gpus, self._experts)
+        found = _find_kernels(self.shape, machine.gpu, tensor, group)
+        if found is None:
+            found = _compose_roofline(self.shape, machine, tensor, group)
+        trust = found.confidence
+        exchange = f"all-to-all by {self._experts.backend}, " if data > 1 and expert else ""
+        uneven = f"busiest experts {group.imbalance:g} x the mean" if expert else "sliced experts"
+        text = f"{trust.source}, {exchange}{uneven}"
+        return replace(found, confidence=replace(trust, source=text, error=None))
 
     def _compute_peak_flops(self, gpu: Gpu, gpus: int) -> float | None:
         """FLOP/s of that many GPUs without their power cap: MFU refers to the rated performance.
@@ -172,12 +213,7 @@ class ModelEstimator:
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
         if (source := _find_kernels(self.shape, machine.gpu, tensor)) is not None:
             yield source
-        kernels = select_efficiency(machine.gpu)
-        roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor), kernels)
-        text = f"FLOPs and bytes, calibrated on {kernels.source}, {_FRONT_END}"
-        trust = Confidence(LatencySource.ROOFLINE, text, _ROOFLINE_ERRORS.get(machine.gpu.name))
-        timing = _start_by_host(roofline.to_timing(), self.shape, machine.gpu, tensor)
-        yield _TimingSource(timing, trust, VLLM.front_end_ms)
+        yield _compose_roofline(self.shape, machine, tensor)
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
         for each in self._list_profiles(gpu):
@@ -207,6 +243,7 @@ def build_estimator(
     max_model_len: int | None = None,
     reserve: memory.MemoryReserve = memory.VLLM_RESERVE,
     context_tokens: int | None = None,
+    experts: ExpertSettings = VLLM_EXPERTS,
 ) -> ModelEstimator:
     """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`;
     `context_tokens`: of a mean request. Raises ManifestError with a line for each unknown GPU or
@@ -214,15 +251,19 @@ def build_estimator(
     gpus = inventory.list_gpus(cluster, choices)
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     per_node: dict[str, int] = {}
+    joined: dict[str, int] = {}
     for group in cluster.nodes:
         name = find_gpu(group.gpu, own).name
         per_node[name] = max(per_node.get(name, 0), group.gpus_per_node)
+        joined[name] = max(joined.get(name, 0), group.nvlink_gpus or 0)
     machines = {
-        name: NodeType(gpu, per_node[name], inventory.find_network_link(cluster, gpu))
+        name: NodeType(gpu, per_node[name], inventory.find_network_link(cluster, gpu), joined[name])
         for name, gpu in gpus.items()
     }
     profiles = _read_profiles(cluster.profiles, folder)
-    return ModelEstimator(shape, machines, profiles, reserve, max_model_len, context_tokens)
+    return ModelEstimator(
+        *(shape, machines, profiles, reserve, max_model_len, context_tokens, experts)
+    )
 
 
 def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:
@@ -262,9 +303,11 @@ def _find_splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource |
     return None
 
 
-def _find_kernels(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | None:
+def _find_kernels(
+    shape: ModelShape, gpu: Gpu, tensor: int, group: ExpertGroup | None = None
+) -> _TimingSource | None:
     found = tables.find_tables(gpu)
-    operators = composition.build_operators(shape, found, tensor) if found else None
+    operators = composition.build_operators(shape, found, tensor, group) if found else None
     if found is None or operators is None:
         return None
     text = f"{gpu.name}, {found.source}, {_FRONT_END}"
@@ -273,6 +316,17 @@ def _find_kernels(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | N
         operator_fit.to_timing(operators, tensor), schedules_ahead=VLLM.schedules_ahead
     )
     return _TimingSource(_start_by_host(timing, shape, gpu, tensor), trust, VLLM.front_end_ms)
+
+
+def _compose_roofline(
+    shape: ModelShape, machine: NodeType, tensor: int, group: ExpertGroup | None = None
+) -> _TimingSource:
+    kernels, link = select_efficiency(machine.gpu), machine.select_link(tensor)
+    roofline = Roofline(shape, machine.gpu, tensor, link, kernels, group=group)
+    text = f"FLOPs and bytes, calibrated on {kernels.source}, {_FRONT_END}"
+    trust = Confidence(LatencySource.ROOFLINE, text, _ROOFLINE_ERRORS.get(machine.gpu.name))
+    timing = _start_by_host(roofline.to_timing(), shape, machine.gpu, tensor)
+    return _TimingSource(timing, trust, VLLM.front_end_ms)
 
 
 def _start_by_host(timing: EngineTiming, shape: ModelShape, gpu: Gpu, tensor: int) -> EngineTiming:

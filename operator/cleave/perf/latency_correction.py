@@ -59,9 +59,11 @@ class CorrectedEstimator:
         self._estimator = estimator
         self._correction = correction
 
-    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+    def estimate(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> Estimate | None:
         """The other estimator's result with scaled iterations; its source names the correction."""
-        base = self._estimator.estimate(gpu, tensor, pipeline)
+        base = self._estimator.estimate(gpu, tensor, pipeline, data, expert=expert)
         if base is None:
             return None
         factor = self._correction
@@ -69,9 +71,11 @@ class CorrectedEstimator:
         trust = replace(base.confidence, source=f"{base.confidence.source}; {factor}")
         return replace(base, timing=timing, confidence=trust)
 
-    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
+    def explain_unsupported(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> str | None:
         """The other estimator's reason."""
-        return self._estimator.explain_unsupported(gpu, tensor, pipeline)
+        return self._estimator.explain_unsupported(gpu, tensor, pipeline, data, expert=expert)
 
 
 def apply_correction(estimator: Estimator, correction: Correction) -> Estimator:

@@ -5,7 +5,6 @@ instances on which the model fits. 2. Every algorithm lists placements that serv
 trials. 3. Predict the best of them in long trials. 4. Rank them and explain the result.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,12 @@ from cleave.planner.search.candidate_placement import (
     is_one_pod,
     to_planned_pools,
 )
-from cleave.planner.search.candidates import Candidate, list_candidates, list_sizes
+from cleave.planner.search.candidates import (
+    Candidate,
+    explain_unsupported,
+    list_candidates,
+    list_sizes,
+)
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.enumeration import PlacementOption
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
@@ -171,8 +175,8 @@ def _explain_no_candidate(problem: Problem) -> str:
     reasons = [
         reason
         for supply in problem.supplies
-        for size in sorted(list_sizes(problem, supply), key=math.prod, reverse=True)
-        if (reason := problem.estimator.explain_unsupported(supply.gpu, *size)) is not None
+        for size in sorted(list_sizes(problem, supply), key=lambda each: each.gpus, reverse=True)
+        if (reason := explain_unsupported(problem, supply.gpu, size)) is not None
     ]
     for reason in reasons:
         if "does not fit" in reason:

@@ -77,11 +77,11 @@ def build_fleet(problem: Problem, pools: Iterable[PlannedPool]) -> SimulatedFlee
 
 
 def compute_mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: SimulationResult) -> Times:
-    """Model FLOPs utilisation of each instance of `build_fleet(problem, pools)`; nan: unknown."""
+    """Model FLOPs utilisation of each engine of `build_fleet(problem, pools)`; nan: unknown."""
     peaks = [
-        group.instance.candidate.estimate.peak_flops or math.nan
+        (group.instance.candidate.estimate.peak_flops or math.nan) / group.instance.engine.ranks
         for group in to_candidate_placement(problem, pools).groups
-        for _ in range(group.replicas)
+        for _ in range(group.replicas * group.instance.engine.ranks)
     ]
     return outcome.instances.compute_mfu(problem.shape.flops_per_token, np.array(peaks))
 
@@ -130,12 +130,9 @@ def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
     kinds = {supply.gpu: supply for supply in problem.supplies}
     gpu = _resolve_gpu(pool, list(kinds))
     size = pool.parallelism
-    if size.data > 1:
-        field = f"spec.placement.manual: {pool.role}: parallelism.data {size.data}"
-        raise PlanError([f"{field}: instances of data-parallel ranks are not predicted"])
-    estimate = problem.estimator.estimate(gpu, size.tensor, size.pipeline)
+    estimate = candidates.estimate_size(problem, gpu, size)
     if estimate is None:
-        why = problem.estimator.explain_unsupported(gpu, size.tensor, size.pipeline)
+        why = candidates.explain_unsupported(problem, gpu, size)
         raise PlanError([f"spec.placement.manual: {pool.role}: {why}"])
     return PlannedInstance(
         candidate=Candidate(kinds[gpu], size, estimate),

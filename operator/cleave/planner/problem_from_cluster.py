@@ -8,11 +8,14 @@ from pathlib import Path
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import EngineSpec
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.api.role import MAX_POD_ENGINES
 from cleave.perf import estimator
 from cleave.perf.hardware import inventory, memory
+from cleave.perf.hardware.all_to_all import AllToAllBackend
+from cleave.perf.hardware.expert_group import BALANCED, UNBALANCED, ExpertSettings
 from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_source
@@ -22,6 +25,9 @@ from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
+
+_ALL_TO_ALL, _BALANCER = "--all2all-backend", "--enable-eplb"
+"""vLLM's, of experts on several GPUs."""
 
 
 def build_problem(
@@ -44,6 +50,7 @@ def build_problem(
             context_tokens=min(
                 longest, round(traffic.mean_prompt_tokens + traffic.mean_output_tokens)
             ),
+            experts=_read_expert_settings(spec.engine),
         )
     except ManifestError as error:
         raise PlanError(error.faults) from error
@@ -69,6 +76,7 @@ def build_problem(
                     deployment_checks.describe_gpu_parts(spec.template),
                     _describe_unplanned(deployment),
                     _describe_speculation(deployment),
+                    _describe_all_to_all(spec.engine),
                     inventory.describe_assumed_network(cluster),
                     left_out.describe(spec),
                 ],
@@ -118,6 +126,25 @@ def _describe_unplanned(deployment: LLMDeployment) -> str | None:
     if value is not None and (why := shape.explain_unplanned(value)):
         return f"spec.engine.args: --quantization {why}"
     return None
+
+
+def _read_expert_settings(engine: EngineSpec) -> ExpertSettings:
+    """How the engines exchange tokens for experts, by their arguments."""
+    value = engine.get_flag_value(_ALL_TO_ALL)
+    known = {str(each): each for each in AllToAllBackend}
+    backend = known.get(value or "", AllToAllBackend.ALL_GATHER)
+    return ExpertSettings(backend, BALANCED if engine.has_flag(_BALANCER) else UNBALANCED)
+
+
+def _describe_all_to_all(engine: EngineSpec) -> str | None:
+    """A sentence about a kernel whose times are not known; None: there is none."""
+    value = engine.get_flag_value(_ALL_TO_ALL)
+    if value is None or value in set(AllToAllBackend):
+        return None
+    return (
+        f"spec.engine.args: {_ALL_TO_ALL} {value}: times are known of "
+        f"{', '.join(AllToAllBackend)}; the plan counts with {AllToAllBackend.ALL_GATHER}"
+    )
 
 
 def _describe_speculation(deployment: LLMDeployment) -> str | None:

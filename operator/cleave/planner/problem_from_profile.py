@@ -50,14 +50,18 @@ class ProfileEstimator:
             confidence=Confidence(LatencySource.MEASURED, source, 0.0),
         )
 
-    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
-        """The profile's estimate for sizes 1 and 1; None for all other sizes."""
-        is_unsplit = (gpu, tensor, pipeline) == (EMULATED_GPU, 1, 1)
+    def estimate(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> Estimate | None:
+        """The profile's estimate without parallelism; None for all other sizes."""
+        is_unsplit = (gpu, tensor, pipeline, data) == (EMULATED_GPU, 1, 1, 1) and not expert
         return self._estimate if is_unsplit else None
 
-    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
+    def explain_unsupported(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> str | None:
         """The reason in one sentence why `estimate` returns None; None: it does not."""
-        if self.estimate(gpu, tensor, pipeline) is not None:
+        if self.estimate(gpu, tensor, pipeline, data, expert=expert) is not None:
             return None
         return "emulated instances are planned without parallelism; their profile has its own"
 

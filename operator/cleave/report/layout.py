@@ -1,4 +1,4 @@
-"""Assigns a plan's pipeline stages to the GPUs of nodes, for a drawing only. Pure.
+"""Assigns pipeline stages and data-parallel ranks to the GPUs of nodes, for a drawing only. Pure.
 
 Called by the page; the scheduler may place them otherwise. What is hard: the stages of one pipeline
 may lie in several nodes, but the GPUs of one stage share a node; under DistServe's Algorithm 2 the
@@ -24,15 +24,17 @@ class NodeShape:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The GPUs of one pipeline stage of one instance."""
+    """The GPUs of one pipeline stage, or data-parallel rank, of one instance."""
 
     role: Role
     instance: int
     """Number within its role, from 0."""
     stage: int
+    """Number of the stage, or of the rank."""
     gpus: int
     gpu: str | None
     """Required GPU type; None: any."""
+    is_rank: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ def _group_segments(plan: Plan) -> Iterator[tuple[Segment, ...]]:
         pools = [pool for pool in pools if pool.role is Role.MIXED]
     for pool in pools:
         for instance in range(pool.replicas):
-            for stage in range(pool.parallelism.pipeline):
+            size = pool.parallelism
+            for stage in range(size.pipeline * size.data):
                 yield (_build_segment(pool, instance, stage),)
 
 
@@ -102,4 +105,5 @@ def _pair_segments(prefill: PlannedPool, decode: PlannedPool) -> Iterator[tuple[
 
 
 def _build_segment(pool: PlannedPool, instance: int, stage: int) -> Segment:
-    return Segment(pool.role, instance, stage, pool.parallelism.tensor, pool.gpu)
+    size = pool.parallelism
+    return Segment(pool.role, instance, stage, size.tensor, pool.gpu, size.data > 1)

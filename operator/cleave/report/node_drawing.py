@@ -30,7 +30,8 @@ def draw_nodes(nodes: tuple[LayoutNode, ...]) -> str:
 def describe_node(node: LayoutNode) -> str:
     """What runs on a node, such as `prefill 0 (stage 0) on 2 GPUs; 6 free`."""
     parts = [
-        f"{s.role} {s.instance} (stage {s.stage}) on {s.gpus} GPU{'s' if s.gpus > 1 else ''}"
+        f"{s.role} {s.instance} ({'rank' if s.is_rank else 'stage'} {s.stage}) on "
+        f"{s.gpus} GPU{'s' if s.gpus > 1 else ''}"
         for s in node.segments
     ]
     return "; ".join([*parts, *([f"{node.free} free"] if node.free else [])])
@@ -62,7 +63,8 @@ def _draw_segment(segment: Segment, first_gpu: int) -> Iterator[str]:
     yield (
         f'<rect class="frame {segment.role}" x="{x}" y="{_TOP}" width="{width}" '
         f'height="{_CELL}" rx="6"/>'
-        f'<text class="stage" x="{x + 3}" y="{_TOP - 4}">s{segment.stage}</text>'
+        f'<text class="stage" x="{x + 3}" y="{_TOP - 4}">'
+        f"{'r' if segment.is_rank else 's'}{segment.stage}</text>"
     )
 
 

@@ -71,7 +71,8 @@ def form_batch(state: State, i: int, s: int, now: float) -> bool:
         has_enough = _batch_prompts(state, i, s, now, begin)
     if slot.rows + slot.tokens == 0:
         return False
-    interrupt_leap(state, i, now, True)
+    if inst.stages > 1:
+        interrupt_leap(state, i, now, True)
     is_alone = slot.first_prompt == NONE and inst.partial == NONE and has_enough
     start_iterations(state, i, s, begin, is_alone and not _may_admit_later(state, i))
     return True

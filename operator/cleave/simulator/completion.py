@@ -6,7 +6,9 @@ from cleave.simulator.dispatch import remove_prompt_load, remove_resident_load
 from cleave.simulator.iterations import (
     compute_busy_ms,
     cut_leap,
+    find_running_rank,
     reduce_to_last_iteration,
+    schedule_next,
     sum_leap_ms,
     wake_instance,
 )
@@ -41,7 +43,8 @@ def notify_instance(state: State, i: int, now: float, is_pulled: bool) -> None:
     """Make instance `i` schedule new work as soon as its current iterations allow. `is_pulled`: the
     work is a pull, which starts when it is scheduled."""
     inst = get_instance(state, i)
-    scheduled = 0 if is_pulled else inst.schedules_ahead
+    # An idle rank has scheduled nothing while others compute.
+    scheduled = 0 if is_pulled or inst.in_flight == 0 else inst.schedules_ahead
     # With one stage nothing else can start during the leap, so it is accounted for at its end.
     interrupt_leap(state, i, now, inst.stages > 1, scheduled)
     wake_instance(state, i, now)
@@ -54,8 +57,22 @@ def interrupt_leap(
     `scheduled`.
 
     `is_accounted`: account for all iterations before the current one now, because another batch may
-    start or memory may be freed before the current one ends.
+    start or memory may be freed before the current one ends. The leap of data-parallel ranks is cut
+    for all of them.
     """
+    inst = get_instance(state, i)
+    if inst.ranks == 1:
+        _interrupt_engine(state, i, now, is_accounted, scheduled)
+        return
+    running = find_running_rank(state, i)
+    if running == NONE or get_slot(state, get_instance(state, running).oldest).iterations == 1:
+        return
+    for rank in range(inst.first_rank, inst.first_rank + inst.ranks):
+        _interrupt_engine(state, rank, now, is_accounted, scheduled)
+        schedule_next(state, rank)
+
+
+def _interrupt_engine(state: State, i: int, now: float, is_accounted: bool, scheduled: int) -> None:
     inst = get_instance(state, i)
     s = inst.oldest
     if inst.in_flight != 1 or get_slot(state, s).iterations == 1:

@@ -11,7 +11,7 @@ import math
 from cleave.simulator.batching import form_batch
 from cleave.simulator.completion import complete_iterations, complete_request, notify_instance
 from cleave.simulator.dispatch import dispatch_request
-from cleave.simulator.iterations import advance_pipeline, schedule_next
+from cleave.simulator.iterations import advance_pipeline, align_ranks, schedule_next
 from cleave.simulator.outcome import RequestOutcome
 from cleave.simulator.prefix_pulls import end_fetch, is_fetching
 from cleave.simulator.queues import has_waiting_requests, pop, push
@@ -148,6 +148,9 @@ def _deliver_handoff(state: State, now: float) -> None:
 def _step_instance(state: State, i: int, now: float) -> None:
     """Iterations of instance `i` end, or it wakes up: start its next iterations."""
     inst = get_instance(state, i)
+    if inst.ranks > 1:
+        _step_ranks(state, inst.first_rank, inst.ranks, now)
+        return
     has_ended = inst.in_flight > 0 and get_slot(state, inst.oldest).finish <= now
     if has_ended:
         s = inst.oldest
@@ -165,6 +168,24 @@ def _step_instance(state: State, i: int, now: float) -> None:
             if not form_batch(state, i, s, now):
                 break
     schedule_next(state, i)
+
+
+def _step_ranks(state: State, first_rank: int, ranks: int, now: float) -> None:
+    """The same for the data-parallel ranks of an instance, whose iterations end at once."""
+    for i in range(first_rank, first_rank + ranks):
+        inst = get_instance(state, i)
+        inst.wake = math.inf
+        if inst.in_flight > 0:
+            s = inst.oldest
+            inst.in_flight = 0
+            complete_iterations(state, i, s, now)
+    for i in range(first_rank, first_rank + ranks):
+        inst = get_instance(state, i)
+        if get_slot(state, inst.first_slot).batch > 0 or _has_work(state, i):
+            form_batch(state, i, inst.first_slot, now)
+    align_ranks(state, first_rank, ranks)
+    for i in range(first_rank, first_rank + ranks):
+        schedule_next(state, i)
 
 
 def _has_work(state: State, i: int) -> bool:

@@ -48,7 +48,11 @@ class Batching(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """One kind of instance.
+    """One kind of engine: an instance, or each of the data-parallel ranks of one.
+
+    Ranks compute in step, as those of a model with experts do: an iteration of all begins when the
+    one before has ended on all, and takes as long as the longest of them; a rank without requests
+    computes an empty one. For dispatch, memory and results each rank is an instance.
 
     With pipeline stages there are as many micro-batches as stages. A request stays in the
     micro-batch that it joins; each forms its next iteration when its last one ended, as in
@@ -72,6 +76,8 @@ class SimulatedEngine:
     admission: Admission = Admission.GREEDY
     max_model_len: int | None = None
     """Prompt plus output for which ORCA and FASTER_TRANSFORMER reserve KV; None: the longest."""
+    ranks: int = 1
+    """Data-parallel ranks of one instance; above 1 only with one pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,11 @@ class SimulatedPool:
 
     engine: SimulatedEngine
     replicas: int
+
+    @property
+    def engines(self) -> int:
+        """Engines of all instances: their data-parallel ranks count one by one."""
+        return self.replicas * self.engine.ranks
 
 
 @dataclass(frozen=True, slots=True)

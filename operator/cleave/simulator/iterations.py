@@ -54,8 +54,47 @@ def start_iterations(state: State, i: int, s: int, begin: float, is_alone: bool)
         get_slot(state, inst.newest).next = s
     inst.newest = s
     inst.in_flight += 1
-    if slot.decodes:
+    if slot.decodes and inst.ranks == 1:
         _record_first_iteration(state, slot)
+
+
+def align_ranks(state: State, first_rank: int, ranks: int) -> None:
+    """Let the iterations that the ranks of an instance have formed take as long as the longest."""
+    longest, change, iterations = 0.0, 0.0, 1 << 60
+    for i in range(first_rank, first_rank + ranks):
+        inst = get_instance(state, i)
+        if inst.in_flight > 0:
+            slot = get_slot(state, inst.oldest)
+            iterations = min(iterations, slot.iterations)
+            if slot.first > longest or (slot.first == longest and slot.change > change):
+                longest, change = slot.first, slot.change
+    # The longest of all is a series only while it is the same rank's.
+    last = longest + (iterations - 1) * change
+    for i in range(first_rank, first_rank + ranks):
+        inst = get_instance(state, i)
+        if inst.in_flight > 0:
+            slot = get_slot(state, inst.oldest)
+            if slot.first + (iterations - 1) * slot.change > last:
+                iterations = 1
+                break
+    for i in range(first_rank, first_rank + ranks):
+        inst = get_instance(state, i)
+        if inst.in_flight > 0:
+            slot = get_slot(state, inst.oldest)
+            slot.first, slot.change = longest, change if iterations > 1 else 0.0
+            slot.iterations = iterations
+            slot.finish = slot.begin + sum_leap_ms(slot, iterations)
+            if slot.decodes:
+                _record_first_iteration(state, slot)
+
+
+def find_running_rank(state: State, i: int) -> int:
+    """A rank of the instance of `i` with an iteration in flight; NONE: all are idle."""
+    first_rank = get_instance(state, i).first_rank
+    for other in range(first_rank, first_rank + get_instance(state, i).ranks):
+        if get_instance(state, other).in_flight > 0:
+            return other
+    return NONE
 
 
 def predict_iteration_ms(state: State, inst: Record, slot: Record, contexts: int) -> float:
@@ -221,9 +260,10 @@ def _record_first_iteration(state: State, slot: Record) -> None:
 
 
 def wake_instance(state: State, i: int, now: float) -> None:
-    """Schedule a wake-up of instance `i` at `now` if it has an idle slot."""
+    """Schedule a wake-up of instance `i` at `now` if it has an idle slot, and no other rank
+    computes."""
     inst = get_instance(state, i)
-    if inst.in_flight < inst.stages:
+    if inst.in_flight < inst.stages and (inst.ranks == 1 or find_running_rank(state, i) == NONE):
         inst.wake = now
     schedule_next(state, i)
 

@@ -58,7 +58,11 @@ def prepare_fleet(fleet: SimulatedFleet) -> PreparedFleet:
     check_fleet(fleet)
     tables = _PointTable()
     kinds = [_build_instance(role, pool.engine, tables) for role, pool in pools]
-    instances = np.repeat(np.concatenate(kinds), [pool.replicas for _, pool in pools])
+    instances = np.repeat(np.concatenate(kinds), [pool.engines for _, pool in pools])
+    rows = np.arange(len(instances))
+    of_pool = np.cumsum([0, *(pool.engines for _, pool in pools)])
+    first_of_pool = np.repeat(of_pool[:-1], np.diff(of_pool))
+    instances["first_rank"] = rows - (rows - first_of_pool) % instances["ranks"]
     stages = instances["stages"]
     instances["first_slot"] = np.cumsum(stages) - stages
     slots = np.zeros(int(stages.sum()), records.SLOT)
@@ -120,6 +124,7 @@ def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> 
         "max_tokens": engine.max_num_batched_tokens,
         "sched_batch": engine.prefill_sched_batch,
         "stages": timing.stages,
+        "ranks": engine.ranks,
         "partial": records.NONE,
         "first_assigned": records.NONE,
         "token_ms": DEFAULT_TOKEN_MS,

@@ -135,6 +135,8 @@ INSTANCE = _build_dtype(
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "schedules_ahead prompt_table prompt_points decode_table decode_points context_table "
     "context_points "
+    # first_rank, ranks: the data-parallel ranks that compute in step with it, itself among them.
+    "first_rank ranks "
     # first_slot: row of its first slot; oldest, newest: ends of the list of slots in flight.
     # partial: the prompt that is partly computed; window: number of prompts already sorted.
     "first_slot in_flight oldest newest partial free running window "

@@ -112,6 +112,8 @@ def check_fleet(fleet: SimulatedFleet) -> None:
     for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed):
         if pool.replicas < 0:
             raise SimulationError(f"replicas is {pool.replicas}; it must be at least 0")
+        if pool.engine.ranks > 1 and fleet.flipping is not None:
+            raise SimulationError("flipping changes the role of engines, not of several ranks")
     pools = fleet.prefill if fleet.pulls_prefixes else ()
     if any(pool.engine.batching is not Batching.VLLM for pool in pools):
         raise SimulationError("pulls_prefixes needs batching VLLM on all prefill instances")
@@ -130,7 +132,8 @@ def check_fleet(fleet: SimulatedFleet) -> None:
 
 def check_engine(engine: SimulatedEngine) -> None:
     """Reject limits below 1, memory below one block and an incomplete latency model."""
-    for name in ("kv_block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_sched_batch"):
+    limits = ("kv_block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_sched_batch")
+    for name in (*limits, "ranks"):
         value = getattr(engine, name)
         if value < 1:
             raise SimulationError(f"{name} is {value}; it must be at least 1")
@@ -140,6 +143,8 @@ def check_engine(engine: SimulatedEngine) -> None:
             f"{engine.kv_block_size} tokens; the model does not fit"
         )
     timing = engine.timing
+    if timing.stages > 1 and engine.ranks > 1:
+        raise SimulationError("ranks is above 1 with pipeline stages; choose one of them")
     if timing.stages < 1 or not timing.prompt_step > 0:
         raise SimulationError("timing: stages must be at least 1 and prompt_step above 0")
     if min(len(timing.prompt_ms), len(timing.decode_ms)) < 2 or not timing.decode_context_ms:

@@ -1,7 +1,10 @@
 """What is enumerated: Algorithm 1's loops."""
 
+import pytest
+
 from cleave.api.planning import Objective, Planning
-from cleave.planner.problem import Policies
+from cleave.api.role import Parallelism
+from cleave.planner.problem import Policies, Problem
 from cleave.planner.search.candidates import (
     build_decode,
     build_mixed,
@@ -11,12 +14,17 @@ from cleave.planner.search.candidates import (
 )
 from cleave.simulator.fleet import Batching
 
-from tests.support import known_problems
+from tests.support import known_problems, wide_problems
+
+
+def sizes(problem: Problem) -> list[tuple[int, int]]:
+    found = list_sizes(problem, problem.supplies[0])
+    return [(each.tensor, each.pipeline) for each in found]
 
 
 def test_tensor_parallel_sizes_stay_in_a_node_and_stages_cross_nodes() -> None:
     problem = known_problems.problem(supplies=(known_problems.nodes(2, gpus_per_node=4),))
-    found = list_sizes(problem, problem.supplies[0])
+    found = sizes(problem)
     assert max(tensor for tensor, _ in found) == 4
     assert (4, 2) in found
     assert (4, 3) not in found
@@ -27,11 +35,9 @@ def test_tensor_parallel_sizes_stay_in_a_node_and_stages_cross_nodes() -> None:
 
 def test_limits_on_nodes_and_gpus_bound_an_instance() -> None:
     problem = known_problems.problem(planning=Planning(max_gpus=4))
-    assert (
-        max(tensor * pipeline for tensor, pipeline in list_sizes(problem, problem.supplies[0])) == 4
-    )
+    assert max(tensor * pipeline for tensor, pipeline in sizes(problem)) == 4
     capped = known_problems.problem(supplies=(known_problems.nodes(max_gpus=2),))
-    assert set(list_sizes(capped, capped.supplies[0])) == {(1, 1), (1, 2), (2, 1)}
+    assert set(sizes(capped)) == {(1, 1), (1, 2), (2, 1)}
 
 
 def test_only_what_the_estimator_knows_is_a_candidate() -> None:
@@ -64,3 +70,48 @@ def test_limits_on_requests_hold_for_every_pipeline_stage() -> None:
         lambda each: build_decode(problem, each).max_num_seqs,
     ):
         assert seqs(four) == 4 * seqs(one)
+
+
+def expert_sizes(problem: Problem) -> set[tuple[int, int]]:
+    found = list_sizes(problem, problem.supplies[0])
+    return {(each.tensor, each.data) for each in found if each.expert}
+
+
+def test_experts_are_shared_evenly_by_ranks_within_a_node_or_over_whole_nodes() -> None:
+    found = expert_sizes(wide_problems.deepseek(nodes=12))
+    assert {tensor * data for tensor, data in found} == {2, 4, 8, 16, 32, 64}
+    assert {(1, 64), (4, 16), (8, 1)} <= found
+    assert (16, 1) not in found
+    # Three nodes have 24 GPUs, which do not divide 256 experts.
+    assert {tensor * data for tensor, data in expert_sizes(wide_problems.deepseek(nodes=3))} == {
+        *(2, 4, 8, 16)
+    }
+
+
+def test_a_pod_has_at_most_sixteen_ranks_and_an_instance_64() -> None:
+    large = expert_sizes(wide_problems.deepseek(nodes=4, gpusPerNode=64))
+    assert {tensor for tensor, data in large if tensor * data == 64} == {4, 8, 16, 32, 64}
+    many = expert_sizes(wide_problems.deepseek(nodes=32))
+    assert max(data for _, data in many) == 64
+    assert (2, 64) in many
+
+
+def test_a_model_without_experts_has_no_ranks() -> None:
+    dense = wide_problems.deepseek(model="meta-llama/Llama-3.1-70B-Instruct", args=())
+    assert not expert_sizes(dense)
+    assert {each.parallelism.data for each in list_candidates(dense)} == {1}
+
+
+def test_an_engine_of_ranks_has_the_memory_of_one_and_the_price_of_all() -> None:
+    problem = wide_problems.deepseek()
+    size = Parallelism(data=8, expert=True)
+    (wide,) = (each for each in list_candidates(problem) if each.parallelism == size)
+    assert build_decode(problem, wide).engine.ranks == 8
+    assert wide.gpus == 8
+    one_gpu = problem.estimator.machines[wide.supply.gpu].gpu
+    assert wide.estimate.cost_per_hour == pytest.approx(8 * one_gpu.price_per_hour)
+    # With tensor parallelism every GPU keeps the latents of all tokens.
+    (sliced,) = (
+        each for each in list_candidates(problem) if each.parallelism == Parallelism(tensor=8)
+    )
+    assert 8 * wide.estimate.kv_capacity_tokens > 4 * sliced.estimate.kv_capacity_tokens

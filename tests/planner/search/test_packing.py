@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.api.planning import Planning
-from cleave.api.role import Role
+from cleave.api.role import Parallelism, Role
 from cleave.planner.search import packing
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
+from cleave.planner.search.candidates import build_decode, list_candidates
 
-from tests.support import known_problems
+from tests.support import known_problems, wide_problems
 
 
 def draft(problem, *pieces: tuple[int, int, int]) -> CandidatePlacement:
@@ -100,3 +101,18 @@ def test_powers_of_two_find_room_whenever_there_is_any(
     drafted = draft(problem, *((size, 1, count) for size, count in counts))
     sizes = [size for size, count in counts for _ in range(count)]
     assert packing.has_room(problem, drafted) == can_pack(sizes, [per_node] * num_nodes)
+
+
+def test_ranks_over_nodes_take_whole_ones_and_others_share_theirs() -> None:
+    problem = wide_problems.deepseek(nodes=4)
+
+    def wide(data: int, replicas: int) -> CandidatePlacement:
+        size = Parallelism(data=data, expert=True)
+        (found,) = (each for each in list_candidates(problem) if each.parallelism == size)
+        instance = build_decode(problem, found)
+        return CandidatePlacement((InstanceGroup(Role.DECODE, instance, replicas),))
+
+    assert packing.count_copies(problem, wide(16, 1)) == 2
+    assert packing.count_copies(problem, wide(8, 1)) == 4
+    assert packing.has_room(problem, wide(32, 1))
+    assert not packing.has_room(problem, wide(32, 2))

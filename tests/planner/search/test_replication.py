@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 
 from cleave.api.planning import Planning
-from cleave.api.role import Role
+from cleave.api.role import Parallelism, Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, packing, replication
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
+from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.fitting import ReplicaFitter
 from cleave.planner.search.trials import CONFIRMATION_PRECISION
 
-from tests.support import known_problems
+from tests.support import known_problems, wide_problems
 
 
 def pair(problem: Problem, n: int, m: int) -> CandidatePlacement:
@@ -161,3 +162,16 @@ def test_whole_cells_are_the_rate_by_the_goodput_rounded_up() -> None:
     assert exact is not None
     assert exact.copies == 4
     assert replication.replicate_cell(problem, cell, 0.1) is None
+
+
+def test_a_cell_has_room_for_an_instance_of_each_role() -> None:
+    problem = wide_problems.deepseek(nodes=16)
+    small, large = (
+        next(each for each in list_candidates(problem) if each.parallelism == size)
+        for size in (Parallelism(data=16, expert=True), Parallelism(data=64, expert=True))
+    )
+    whole = known_problems.split(problem, small, 4, large, 1)
+    cell = replication.divide_into_cells(whole)
+    assert (cell.copies, cell.gpus) == (2, 2 * (2 * 16 + 64))
+    one = known_problems.split(problem, small, 1, large, 1)
+    assert replication.divide_into_cells(one).copies == 1

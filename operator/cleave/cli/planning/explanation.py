@@ -106,7 +106,7 @@ def _describe_queueing(problem: Problem, plan: Plan) -> Iterator[Fact]:
             continue
         timing = group.instance.engine.timing
         prefill_ms = timing.predict_prefill_ms([round(problem.demand.mean_prompt_tokens)])
-        share = problem.rate / pools[Role.PREFILL].replicas
+        share = problem.rate / (pools[Role.PREFILL].replicas * group.instance.engine.ranks)
         try:
             mean_ms = compute_mean_ttft_ms(share, prefill_ms, timing.stages)
         except QueueingError as error:

@@ -24,7 +24,7 @@ from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner import deployment_checks, problem_from_cluster
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidates import list_sizes
+from cleave.planner.search.candidates import explain_unsupported, list_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ def _list_plan_faults(deployment: LLMDeployment, cluster: Cluster) -> Iterator[s
 
 def _list_fits(problem: Problem) -> Iterator[bool]:
     for supply in problem.supplies:
-        for tensor, pipeline in list_sizes(problem, supply):
-            yield problem.estimator.explain_unsupported(supply.gpu, tensor, pipeline) is None
+        for size in list_sizes(problem, supply):
+            yield explain_unsupported(problem, supply.gpu, size) is None
 
 
 def _load_model_shape(spec: ModelSpec) -> ModelShape | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cleave.perf.hardware.expert_group import ExpertGroup
 from cleave.perf.kernels import tables as kernel_tables
 from cleave.perf.kernels.tables import Floats, KernelTables
 from cleave.perf.model.layers import LatentAttention
@@ -23,6 +24,7 @@ from cleave.perf.profile.profile import (
     PrefillAttentionPoint,
 )
 from cleave.perf.roofline import operators
+from cleave.perf.roofline.efficiency import select_efficiency
 from cleave.perf.roofline.roofline import VLLM
 
 ELEMENT_WISE_SHARE = 0.8
@@ -46,9 +48,12 @@ _DEEPSEEK = (7168, LatentAttention(512, 64, 128, 128, 1536))
 """Hidden size and projections for which the source measured latent attention."""
 
 
-def build_operators(shape: ModelShape, tables: KernelTables, tensor: int) -> Operators | None:
-    """The operators of `shape` on one of `tensor` GPUs; None: a kernel of it was not measured."""
-    layer = _list_products(shape, tables, tensor)
+def build_operators(
+    shape: ModelShape, tables: KernelTables, tensor: int, group: ExpertGroup | None = None
+) -> Operators | None:
+    """The operators of `shape` on one of `tensor` GPUs; None: a kernel of it was not measured.
+    `group`: how experts are shared; None: as slices over these GPUs."""
+    layer = _list_products(shape, tables, tensor, group)
     attention = _build_attention(shape, tables, tensor)
     head = _predict_head(shape, tables, tensor)
     reduce = _list_all_reduces(shape, tables, tensor)
@@ -154,7 +159,7 @@ def predict_element_wise_ms(
 
 
 def _list_products(
-    shape: ModelShape, tables: KernelTables, tensor: int
+    shape: ModelShape, tables: KernelTables, tensor: int, group: ExpertGroup | None
 ) -> dict[str, Floats] | None:
     """ms by rows of the matrix products and experts of a mean layer, by name."""
     types, sides = select_types(shape), list_product_sides(shape, tensor)
@@ -167,13 +172,36 @@ def _list_products(
             return None
         found[product.name] = ms * product.layers / shape.num_layers
     if (experts := shape.experts) is not None:
-        width, chosen = experts.intermediate_size, experts.per_token
-        key = (types[1], shape.hidden_size, width, chosen, experts.count, tensor)
-        ms = tables.predict_experts_ms(key, ROWS)
+        ms = _predict_experts(shape, tables, types[1], tensor, group)
         if ms is None:
             return None
-        found["experts"] = ms * (1 - experts.dense_layers / shape.num_layers)
+        share = 1 - experts.dense_layers / shape.num_layers
+        found["experts"] = ms * share
+        if group is not None and group.data > 1:
+            sent = [
+                group.compute_exchange_ms(n, shape.hidden_size, experts.per_token) for n in ROWS
+            ]
+            found["all_to_all"] = np.array(sent) * share
     return found
+
+
+def _predict_experts(
+    shape: ModelShape, tables: KernelTables, kind: int, tensor: int, group: ExpertGroup | None
+) -> Floats | None:
+    """The routed experts of a layer on one GPU, by rows of each rank. None: no experts of this
+    shape were measured. Whole experts on `gpus` GPUs take that share of the time of all on one GPU
+    with the rows of all ranks, weights and products alike, besides the start of their kernels: the
+    source measured other distributions of tokens over GPUs."""
+    experts = shape.experts
+    assert experts is not None
+    sizes = (experts.intermediate_size, experts.per_token, experts.count)
+    slices = tensor if group is None else 1 if group.is_whole else group.gpus.gpus
+    rows = ROWS if group is None else ROWS * group.data * group.imbalance
+    ms = tables.predict_experts_ms((kind, shape.hidden_size, *sizes, slices), rows)
+    if ms is None or group is None or not group.is_whole:
+        return ms
+    start_ms = select_efficiency(tables.gpu).experts.kernel_ms
+    return np.asarray(start_ms + np.maximum(ms - start_ms, 0.0) / group.gpus.gpus)
 
 
 def _predict_head(shape: ModelShape, tables: KernelTables, tensor: int) -> Floats | None:

@@ -8,6 +8,7 @@ these.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cleave.perf.hardware.expert_group import ExpertGroup
 from cleave.perf.model.model_shape import ModelShape
 
 EXPERTS = "experts"
@@ -36,9 +37,12 @@ class AttentionCost:
     layers: int
 
 
-def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterator[MatrixProduct]:
+def iter_matrix_products(
+    shape: ModelShape, tensor: int, rows: float, group: ExpertGroup | None = None
+) -> Iterator[MatrixProduct]:
     """The linear layers of the model for `rows` rows, without the LM head. Of experts, only the
-    weights of those that some row uses are read, with even routing."""
+    weights of those that some row uses are read, with even routing. `group`: how experts are
+    shared; None: as slices over the `tensor` GPUs."""
     hidden, width = shape.hidden_size, shape.dtype_bytes
     value_size = shape.latent.value_head_size if shape.latent else shape.head_size
     heads_width = shape.num_attention_heads * value_size / tensor
@@ -54,14 +58,18 @@ def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterato
     if shape.experts is None:
         return
     experts = shape.experts
-    inner = experts.intermediate_size / tensor
+    gpus, of_all = (group.gpus.gpus, rows * group.data) if group else (tensor, rows)
+    # Of a slice every GPU has all rows, of whole experts its share of them.
+    pieces = 1 if group and group.is_whole else gpus
+    inner = experts.intermediate_size / pieces
     weights = shape.count_mlp_parameters(1) * inner
+    busiest = group.imbalance * pieces / gpus if group else 1.0
     yield MatrixProduct(
         EXPERTS,
         sparse_layers,
-        2.0 * rows * experts.per_token * weights,
-        experts.count_activated(max(rows, 1.0)) * weights * shape.bytes_per_weight
-        + 2 * rows * experts.per_token * (hidden + inner) * width,
+        2.0 * of_all * experts.per_token * weights * busiest,
+        experts.count_activated(max(of_all, 1.0)) * weights * shape.bytes_per_weight * pieces / gpus
+        + 2 * of_all * experts.per_token * (hidden + inner) * width * busiest,
     )
     yield _build_product(shape, "router", sparse_layers, rows, hidden * experts.count, hidden)
     if experts.shared_intermediate_size:

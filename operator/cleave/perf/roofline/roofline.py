@@ -9,6 +9,7 @@ constants, benchmarks/calibration those of the constants of 2023.
 
 from dataclasses import dataclass
 
+from cleave.perf.hardware.expert_group import ExpertGroup
 from cleave.perf.hardware.gpu import Gpu
 from cleave.perf.hardware.link import Link
 from cleave.perf.model.model_shape import ModelShape
@@ -54,7 +55,8 @@ VLLM_2023 = EngineOverhead("vLLM of 2023", 5.0, 0.50)
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """One model, tensor parallel over GPUs of one type, without pipeline stages."""
+    """One model, tensor parallel over GPUs of one type, without pipeline stages; or one of the
+    data-parallel ranks of an instance, while all have equal rows."""
 
     shape: ModelShape
     gpu: Gpu
@@ -63,6 +65,8 @@ class Roofline:
     """Between the GPUs of the instance."""
     kernels: KernelEfficiency
     engine: EngineOverhead = VLLM
+    group: ExpertGroup | None = None
+    """How experts are shared; None: as slices over the GPUs of the instance."""
 
     def to_timing(self) -> EngineTiming:
         """Iteration times with one stage; cleave.perf.pipeline derives more stages from it."""
@@ -93,7 +97,7 @@ class Roofline:
         """ms of an iteration with `rows` rows, `heads` of them through the LM head, no contexts."""
         shape, kernels = self.shape, self.kernels
         products = [
-            *operators.iter_matrix_products(shape, self.tensor, rows),
+            *operators.iter_matrix_products(shape, self.tensor, rows, self.group),
             operators.build_lm_head(shape, self.tensor, heads),
         ]
         gpu_ms = sum(product.count * self._predict_product_ms(product) for product in products)
@@ -105,6 +109,11 @@ class Roofline:
             size_bytes, self.tensor, in_graphs=kernels.reduces_in_graphs
         )
         gpu_ms += _ALL_REDUCES_PER_LAYER * shape.num_layers * reduce_ms
+        if self.group and shape.experts:
+            per_token = shape.experts.per_token
+            gpu_ms += shape.expert_layers * self.group.compute_exchange_ms(
+                rows, shape.hidden_size, per_token
+            )
         return self.engine.iteration_ms + max(gpu_ms, shape.num_layers * self.engine.host_layer_ms)
 
     def _predict_product_ms(self, product: MatrixProduct) -> float:

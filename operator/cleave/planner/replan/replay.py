@@ -144,9 +144,11 @@ def build_placement(problem: Problem, running_plan: RunningPlan) -> CandidatePla
 
 def build_fleet(problem: Problem, plan: RunningPlan, cell: CandidatePlacement) -> SimulatedFleet:
     """One cell of a placement as a simulator fleet, with what gateways do: role flipping, and
-    short prompts on decode instances."""
+    short prompts on decode instances. Flips of several data-parallel ranks are not simulated."""
     fleet, tokens = build_cell(problem, cell), plan.whole_below_tokens
-    return replace(fleet, flipping=plan.flipping, short_prompt_tokens=tokens)
+    has_ranks = any(group.instance.engine.ranks > 1 for group in cell.groups)
+    flipping = None if has_ranks else plan.flipping
+    return replace(fleet, flipping=flipping, short_prompt_tokens=tokens)
 
 
 def _select_window(

@@ -63,7 +63,7 @@ def list_disagreements(finalist: PredictedPlan) -> Iterator[str]:
 def compute_expected_prefill_ms(finalist: PredictedPlan) -> float | None:
     """Mean time from arrival to the end of the prompt by Eq. 1 and 2; None: they do not apply."""
     groups = [group for group in finalist.placement.groups if group.role is Role.PREFILL]
-    if len(groups) != 1 or groups[0].replicas != 1:
+    if len(groups) != 1 or groups[0].replicas * groups[0].instance.engine.ranks != 1:
         return None
     trace, instance = finalist.trace, groups[0].instance
     prompt = round(float(trace.prompt_tokens.mean()))

@@ -60,7 +60,7 @@ def _build_resident_load(
 def _build_recompute_source(placement: CandidatePlacement) -> RecomputeSetup:
     """The prefill instances, or the mixed ones that remain."""
     group = _get_group(placement, Role.PREFILL)
-    instances = group.replicas * placement.copies
+    instances = group.replicas * placement.copies * group.instance.engine.ranks
     remaining = instances if group.role is Role.PREFILL else max(instances - 1, 1)
     return RecomputeSetup(group.instance.engine.timing, group.instance.candidate.gpus, remaining)
 

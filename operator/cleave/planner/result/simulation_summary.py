@@ -108,12 +108,13 @@ def compute_percentiles(values: Times) -> Percentiles:
 
 
 def list_instance_names(fleet: SimulatedFleet) -> list[str]:
-    """Role and number of every instance, in the order of the outcome's arrays."""
+    """Role and number of every engine, in the order of the outcome's arrays: the instances, or
+    their data-parallel ranks."""
     pools_by_role = zip(Role, (fleet.prefill, fleet.decode, fleet.mixed), strict=True)
     return [
         f"{role}-{number}"
         for role, pools in pools_by_role
-        for number in range(sum(pool.replicas for pool in pools))
+        for number in range(sum(pool.engines for pool in pools))
     ]
 
 
@@ -131,7 +132,7 @@ def _summarize_instances(
     counters = outcome.instances
     pools = (*fleet.prefill, *fleet.decode, *fleet.mixed)
     tokens = [pool.engine.kv_capacity_tokens for pool in pools]
-    capacity = np.repeat(tokens, [pool.replicas for pool in pools])
+    capacity = np.repeat(tokens, [pool.engines for pool in pools])
     duration_ms = counters.duration_ms or math.inf
     usage = counters.kv_token_ms / (capacity * duration_ms)
     for index, name in enumerate(list_instance_names(fleet)):

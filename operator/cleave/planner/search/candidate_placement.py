@@ -189,9 +189,10 @@ def find_needed_connector(problem: Problem, placement: CandidatePlacement) -> Co
 def build_kv_link(placement: CandidatePlacement) -> PlannedKvLink | None:
     """The link that `build_transfer` assumes; None: either role is missing.
 
-    Where a decode instance has more GPUs than a prefill instance, several receive from one.
+    Where a decode engine has more GPUs than a prefill engine, several receive from one.
     """
-    gpus = {group.role: group.instance.candidate.gpus for group in placement.groups}
+    sizes = {group.role: group.instance.candidate.parallelism for group in placement.groups}
+    gpus = {role: size.gpus_per_engine for role, size in sizes.items()}
     if Role.PREFILL not in gpus or Role.DECODE not in gpus:
         return None
     link, share = select_link(placement), min(1.0, gpus[Role.PREFILL] / gpus[Role.DECODE])
@@ -227,7 +228,9 @@ def describe(placement: CandidatePlacement) -> str:
 
 def _format_parallelism(instance: PlannedInstance) -> str:
     size = instance.candidate.parallelism
-    return f"TP {size.tensor}" + (f", PP {size.pipeline}" if size.pipeline > 1 else "")
+    sizes = (("TP", size.tensor), ("PP", size.pipeline), ("DP", size.data))
+    shown = [f"{name} {number}" for name, number in sizes if number > 1 or name == "TP"]
+    return ", ".join([*shown, "EP"] if size.expert else shown)
 
 
 def _build_pools(placement: CandidatePlacement, role: Role) -> tuple[SimulatedPool, ...]:

@@ -1,14 +1,18 @@
 """Every parallelism that one instance can have on the available GPUs, and its engine.
 
 The loops of DistServe's Algorithm 1 (section 4.1): tensor parallel sizes within a node, pipeline
-stages across nodes; the estimator says which of them fit.
+stages across nodes; the estimator says which of them fit. Models with experts also get
+data-parallel ranks with expert parallelism, and expert parallelism of one engine. What is hard:
+their number. Sizes that others dominate are left out: uneven shares of the experts; slices of
+experts over ranks, which cost what whole experts do, and exchange more; pipeline stages of ranks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cleave.api.planning import Objective
-from cleave.api.role import Parallelism
+from cleave.api.pool import MAX_INSTANCE_NODES
+from cleave.api.role import MAX_PARALLEL_SIZE, MAX_POD_ENGINES, MAX_RANKS, Parallelism
 from cleave.perf.estimate import Estimate
 from cleave.planner.problem import Policies, Problem, Supply
 from cleave.simulator.fleet import Batching, SimulatedEngine
@@ -68,6 +72,7 @@ class PlannedInstance:
             order=self.policies.order,
             prefill_sched_batch=self.policies.prefill_sched_batch,
             admission=self.policies.admission,
+            ranks=self.candidate.parallelism.data,
         )
 
     def with_limits(self, seqs: int, batched_tokens: int) -> "PlannedInstance":
@@ -76,25 +81,63 @@ class PlannedInstance:
 
 
 def list_candidates(problem: Problem) -> tuple[Candidate, ...]:
-    """All candidates that fit, by GPU type, tensor and pipeline parallel size."""
+    """All candidates that fit, by GPU type, tensor and pipeline parallel size; then those whose
+    ranks or GPUs share experts."""
     return tuple(
-        Candidate(supply, Parallelism(tensor=tensor, pipeline=pipeline), estimate)
+        Candidate(supply, size, estimate)
         for supply in problem.supplies
-        for tensor, pipeline in list_sizes(problem, supply)
-        if (estimate := problem.estimator.estimate(supply.gpu, tensor, pipeline)) is not None
+        for size in list_sizes(problem, supply)
+        if (estimate := estimate_size(problem, supply.gpu, size)) is not None
     )
 
 
-def list_sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
-    """Tensor and pipeline parallel sizes for which the nodes have room."""
+def estimate_size(problem: Problem, gpu: str, size: Parallelism) -> Estimate | None:
+    """The estimate of instances of this size; None: they are not supported."""
+    return problem.estimator.estimate(
+        gpu, size.tensor, size.pipeline, size.data, expert=size.expert
+    )
+
+
+def explain_unsupported(problem: Problem, gpu: str, size: Parallelism) -> str | None:
+    """Why instances of this size are not supported, in one sentence; None: they are."""
+    return problem.estimator.explain_unsupported(
+        gpu, size.tensor, size.pipeline, size.data, expert=size.expert
+    )
+
+
+def list_sizes(problem: Problem, supply: Supply) -> list[Parallelism]:
+    """Sizes for which the nodes have room: tensor and pipeline parallel ones, then those whose
+    ranks or GPUs share experts."""
     nodes = min(problem.max_nodes_per_instance, supply.num_nodes)
     max_gpus = min(problem.max_gpus, supply.max_gpus)
-    return [
-        (tensor, pipeline)
+    plain = [
+        Parallelism(tensor=tensor, pipeline=pipeline)
         for tensor in range(1, supply.gpus_per_node + 1)
         # A stage lies in one node; several stages may share a node.
         for pipeline in range(1, nodes * (supply.gpus_per_node // tensor) + 1)
-        if tensor * pipeline <= max_gpus
+        if tensor * pipeline <= max_gpus and max(tensor, pipeline) <= MAX_PARALLEL_SIZE
+    ]
+    return plain + _list_expert_sizes(problem, supply)
+
+
+def _list_expert_sizes(problem: Problem, supply: Supply) -> list[Parallelism]:
+    """Sizes with expert parallelism, over GPUs that divide the experts evenly: within a node, or
+    over whole nodes with equally many ranks. None for models without experts."""
+    experts = problem.shape.experts
+    if experts is None:
+        return []
+    per_node = supply.gpus_per_node
+    nodes = min(supply.num_nodes, MAX_INSTANCE_NODES)
+    most = min(problem.max_gpus, supply.max_gpus, nodes * per_node, experts.count)
+    return [
+        Parallelism(tensor=tensor, data=gpus // tensor, expert=True)
+        for gpus in range(2, most + 1)
+        if experts.count % gpus == 0 and (gpus <= per_node or gpus % per_node == 0)
+        for tensor in range(1, min(gpus, per_node) + 1)
+        if per_node % tensor == 0
+        and gpus % tensor == 0
+        and gpus // tensor <= MAX_RANKS
+        and min(gpus, per_node) // tensor <= MAX_POD_ENGINES
     ]
 
 

@@ -65,8 +65,8 @@ def compute_fleet_rate(fleet: SimulatedFleet, lengths: LengthStatistics) -> floa
     prompts, outputs = (*fleet.prefill, *fleet.mixed), (*fleet.decode, *fleet.mixed)
     if fleet.short_prompt_tokens:
         prompts += fleet.decode
-    prefill = sum(pool.replicas * compute_prefill_rate(pool.engine, lengths) for pool in prompts)
-    decode = sum(pool.replicas * compute_decode_rate(pool.engine, lengths) for pool in outputs)
+    prefill = sum(pool.engines * compute_prefill_rate(pool.engine, lengths) for pool in prompts)
+    decode = sum(pool.engines * compute_decode_rate(pool.engine, lengths) for pool in outputs)
     return min([prefill] * bool(prompts) + [decode] * bool(outputs), default=0.0)
 
 
@@ -77,11 +77,11 @@ def estimate_rate(fleet: SimulatedFleet, lengths: LengthStatistics, tpot_ms: flo
     as the target. Mixed instances do the work of both phases one after the other.
     """
     prefill = _PREFILL_UTILIZATION * sum(
-        p.replicas * compute_prefill_rate(p.engine, lengths) for p in fleet.prefill
+        p.engines * compute_prefill_rate(p.engine, lengths) for p in fleet.prefill
     )
-    decode = sum(p.replicas * compute_decode_rate(p.engine, lengths, tpot_ms) for p in fleet.decode)
+    decode = sum(p.engines * compute_decode_rate(p.engine, lengths, tpot_ms) for p in fleet.decode)
     mixed = sum(
-        pool.replicas
+        pool.engines
         / (
             1 / (_PREFILL_UTILIZATION * compute_prefill_rate(pool.engine, lengths))
             + 1 / max(compute_decode_rate(pool.engine, lengths, tpot_ms), _MIN_RATE)

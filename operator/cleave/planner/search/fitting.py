@@ -96,7 +96,7 @@ class ReplicaFitter:
         if not fleet.prefill or not fleet.decode:
             return placement.groups[0].role
         prompts = sum(
-            pool.replicas * capacity_bound.compute_prefill_rate(pool.engine, lengths)
+            pool.engines * capacity_bound.compute_prefill_rate(pool.engine, lengths)
             for pool in (*fleet.prefill, *fleet.mixed)
         )
         return Role.PREFILL if prompts < rate else Role.DECODE

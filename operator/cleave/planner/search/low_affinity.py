@@ -3,7 +3,8 @@
 DistServe, section 4.2, for networks too slow for KV: stages of both phases that hold the same
 layers lie in one node, so that KV never leaves it. Its link there is the supply's `node_link`: the
 GPUs' own link in the paper, the network between pods. Both phases have the same number of stages;
-inside a node, tensor parallel sizes and counts are free.
+inside a node, tensor parallel sizes and counts are free. Instances of several data-parallel ranks
+are not tried: their pods have no other engines.
 """
 
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ def list_configurations(
         for prefill in candidates
         for decode in candidates
         if prefill.supply == decode.supply
+        and prefill.parallelism.data == decode.parallelism.data == 1
         and prefill.parallelism.pipeline == decode.parallelism.pipeline
         and problem.can_pair(prefill.parallelism, decode.parallelism)
         for placement in _list_replica_counts(problem, prefill, decode, max_replicas)

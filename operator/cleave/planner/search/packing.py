@@ -1,4 +1,5 @@
-"""Whether the nodes have room for a placement: tensor parallel groups never cross nodes.
+"""Whether the nodes have room for a placement: tensor parallel groups never cross nodes, and the
+data-parallel ranks of an instance take as few nodes as possible.
 
 Called by the search for every placement that it considers. First fit, largest first, over counts of
 equal nodes.
@@ -48,8 +49,13 @@ def _list_pieces(placement: CandidatePlacement) -> dict[Supply, Counter[int]]:
         return {first.supply: Counter({gpus: first.parallelism.pipeline * placement.copies})}
     for group in placement.groups:
         candidate = group.instance.candidate
-        stages = group.replicas * placement.copies * candidate.parallelism.pipeline
-        pieces.setdefault(candidate.supply, Counter())[candidate.parallelism.tensor] += stages
+        size, number = candidate.parallelism, group.replicas * placement.copies
+        own = pieces.setdefault(candidate.supply, Counter())
+        if size.data > 1:
+            piece = min(size.gpus, candidate.supply.gpus_per_node)
+            own[piece] += number * size.gpus // piece
+        else:
+            own[size.tensor] += number * size.pipeline
     return pieces
 
 

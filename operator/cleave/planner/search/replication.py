@@ -93,8 +93,10 @@ def merge_cells(placement: CandidatePlacement) -> CandidatePlacement:
 
 
 def divide_into_cells(placement: CandidatePlacement) -> CandidatePlacement:
-    """Divide a large plan into cells of about CELL_GPUS, rounded up; a small one stays one cell."""
-    cells = max(1, round(placement.gpus / CELL_GPUS))
+    """Divide a large plan into cells of about CELL_GPUS, rounded up; a small one stays one cell. A
+    cell has room for an instance of each role."""
+    smallest = sum(group.instance.candidate.gpus for group in placement.groups)
+    cells = max(1, round(placement.gpus / max(CELL_GPUS, smallest)))
     groups = tuple(replace(g, replicas=math.ceil(g.replicas / cells)) for g in placement.groups)
     return CandidatePlacement(groups, cells, placement.is_in_node)
 

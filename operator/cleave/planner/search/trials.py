@@ -34,6 +34,9 @@ MIN_TTFT_TARGETS = 100.0
 _MAX_SAMPLE_FACTOR = 4
 """A trial need not cover `Precision.lifetimes` when it has this many times the minimum number of
 requests: with many concurrent requests the variance is small anyway."""
+_MAX_RAMP_FACTOR = 4
+"""Most requests before the counted ones, as a multiple of them. Wide instances of data-parallel
+ranks serve thousands at once, and seem better while they fill."""
 _MAX_REQUESTS = 200_000
 """Most counted requests of a trial."""
 _WARMUP_SHARE = 0.9
@@ -168,7 +171,9 @@ class Trials:
         lives = min(rate * life_s * self.precision.lifetimes, _MAX_SAMPLE_FACTOR * min_requests)
         overload = rate * min(overload_s, _MAX_DURATION_S)
         counted = int(min(max(lives, overload, min_requests), _MAX_REQUESTS))
-        return self.build_span(int(min(math.ceil(rate * life_s), counted)), counted)
+        return self.build_span(
+            int(min(math.ceil(rate * life_s), _MAX_RAMP_FACTOR * counted)), counted
+        )
 
     def build_span(self, ramp: int, counted: int) -> TrialSpan:
         """A trial of so many requests; of fewer, where their prompts have too many blocks."""
