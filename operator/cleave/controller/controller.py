@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -427,11 +427,7 @@ class Controller:
         return actions
 
     def _count_engines(self, deployment: ResourceKey) -> dict[str, int]:
-        """Engines of each instance, by its name."""
-        counts: Counter[str] = Counter()
-        for pod in self.cache.list_pods(deployment):
-            counts[pod.instance_name] += pod.num_engines
-        return counts
+        return objects.count_engines(self.cache.list_pods(deployment))
 
     def _reconcile_pool(
         self,

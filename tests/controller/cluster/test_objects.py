@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from cleave.controller.cluster.objects import ObservedPod, parse_child, parse_pod
+from cleave.controller.cluster.objects import ObservedPod, count_engines, parse_child, parse_pod
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,17 @@ def test_a_further_pod_has_the_name_of_another_ones_instance(
     assert (found.is_multi_node_worker, found.instance_name) == (is_further, instance)
 
 
-def parse_worker(more: Mapping[str, str] = {}, **fields) -> ObservedPod:
+def test_the_engines_of_an_instance_are_those_of_all_its_pods() -> None:
+    ranks = {"spec": {"containers": [{"ports": [{"name": "agent"}, {"name": "agent-1"}]}]}}
+    first, further = parse_worker(**ranks), parse_worker({"instance": "c"}, name="c-1", **ranks)
+    part = parse_worker({"instance": "d", "component": "follower"}, name="d-1")
+    assert count_engines([first, further, parse_worker(name="d"), part]) == {"c": 4, "d": 1}
+
+
+def parse_worker(more: Mapping[str, str] = {}, *, name: str = "c", **fields) -> ObservedPod:
     labels = {"role": "mixed", "deployment": "chat", "pool": "chat-mixed", **more}
-    labels = {f"cleave.dev/{name}": value for name, value in labels.items()}
-    pod = parse_pod({"metadata": {"name": "c", "labels": labels}, **fields})
+    labels = {f"cleave.dev/{key}": value for key, value in labels.items()}
+    pod = parse_pod({"metadata": {"name": name, "labels": labels}, **fields})
     assert pod is not None
     return pod
 

@@ -5,6 +5,7 @@ and ten thousand pods take little memory.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -291,6 +292,14 @@ def _count_gpus(pod_spec: Manifest) -> int:
 def group_instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
     """Merge pods into instances: ready when all pods are, over when one is."""
     return [_merge_pods(group, pods_each) for group in index_by_instance(pods).values()]
+
+
+def count_engines(pods: Iterable[ObservedPod]) -> dict[str, int]:
+    """Return the number of engines with an agent of each instance, by instance name."""
+    counts: Counter[str] = Counter()
+    for pod in pods:
+        counts[pod.instance_name] += pod.num_engines
+    return counts
 
 
 def index_by_instance(pods: Iterable[ObservedPod]) -> dict[str, list[ObservedPod]]:
