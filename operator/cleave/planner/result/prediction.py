@@ -94,7 +94,8 @@ def compute_whole_below_tokens(
     """Longest prompt that a decode instance should compute itself, in tokens; 0: none.
 
     `outcome` is that of one cell of `placement` serving `trace` without such prompts: it shows how
-    full a decode instance usually is. Rounded down to a power of two so that small changes do not change it.
+    full a decode instance usually is. Rounded down to a power of two so that small changes do not
+    change it.
     """
     engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:
