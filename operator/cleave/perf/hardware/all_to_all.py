@@ -31,7 +31,7 @@ class AllToAllBackend(StrEnum):
     LOW_LATENCY = "deepep_low_latency"
     DEEPEP = "deepep_v2"
     """One interface for both: the faster of the two is assumed."""
-    NVLINK = "flashinfer_nvlink_one_sided"
+    NVLINK = "flashinfer_nvlink_two_sided"
     """Inside one NVLink domain; elsewhere the same is assumed as of DEEPEP."""
 
 
