@@ -19,7 +19,7 @@ as long as this model and as DeepEP's own 50 GB/s: a congested network, which is
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cleave.perf.hardware.link import Link
+from cleave.perf.hardware.link import Link, LinkKind
 
 
 class AllToAllBackend(StrEnum):
@@ -76,10 +76,12 @@ def compute_all_to_all_ms(
     group: GpuGroup, backend: AllToAllBackend, rows: float, hidden_size: int, per_token: int
 ) -> float:
     """Dispatch and combine of one layer, with `rows` tokens on each GPU of `hidden_size` values,
-    each for `per_token` experts on GPUs drawn evenly; 0 for one GPU."""
+    each for `per_token` experts on GPUs drawn evenly; 0 for one GPU. Without RDMA between nodes only
+    the all-gather works."""
     if group.gpus <= 1:
         return 0.0
-    if backend is AllToAllBackend.ALL_GATHER:
+    is_tcp = group.nodes > 1 and group.network.kind is LinkKind.ETHERNET
+    if backend is AllToAllBackend.ALL_GATHER or is_tcp:
         return _compute_all_gather_ms(group, rows, hidden_size)
     token_bytes = hidden_size * (_DISPATCH_BYTES + _COMBINE_BYTES)
     is_domain = group.nodes == 1 and group.node_link.gb_per_s >= _DOMAIN_FROM_GB_PER_S
