@@ -76,8 +76,8 @@ def compute_all_to_all_ms(
     group: GpuGroup, backend: AllToAllBackend, rows: float, hidden_size: int, per_token: int
 ) -> float:
     """Dispatch and combine of one layer, with `rows` tokens on each GPU of `hidden_size` values,
-    each for `per_token` experts on GPUs drawn evenly; 0 for one GPU. Without RDMA between nodes only
-    the all-gather works."""
+    each for `per_token` experts on GPUs drawn evenly; 0 for one GPU. Over TCP only the all-gather
+    works."""
     if group.gpus <= 1:
         return 0.0
     is_tcp = group.nodes > 1 and group.network.kind is LinkKind.ETHERNET
@@ -102,13 +102,8 @@ def compute_all_to_all_ms(
         _compute_kernel_ms(kernel, link, rows * sent * token_bytes)
         for kernel, sent in zip(kernels, (copies, direct), strict=True)
     )
-    match backend:
-        case AllToAllBackend.HIGH_THROUGHPUT:
-            return high
-        case AllToAllBackend.LOW_LATENCY:
-            return low
-        case _:
-            return min(high, low)
+    chosen = {AllToAllBackend.HIGH_THROUGHPUT: high, AllToAllBackend.LOW_LATENCY: low}
+    return chosen.get(backend, min(high, low))
 
 
 def count_distinct(places: int, draws: int) -> float:
