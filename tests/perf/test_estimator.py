@@ -195,3 +195,39 @@ def test_unusable_profiles_are_reported_with_their_place_in_the_cluster_file(
     cluster = CLUSTER.model_copy(update={"profiles": ["none.yaml"]})
     with pytest.raises(ManifestError, match=r"profiles\[0\]: .*none\.yaml: No such file"):
         estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
+
+
+def test_ranks_share_experts_and_have_the_memory_of_one_engine_each() -> None:
+    built = of("deepseek-v3")
+    few, many = (known(built.estimate(H100, 1, 1, ranks, expert=True)) for ranks in (16, 32))
+    assert few.confidence.kind is LatencySource.KERNELS
+    assert few.kv_capacity_tokens < many.kv_capacity_tokens
+    assert many.power_watts == 2 * few.power_watts
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "reason"),
+    [
+        ("deepseek-v3", (1, 2, 8), "pipeline stages are not predicted with data"),
+        ("deepseek-v3", (1, 1, 8), "does not fit"),
+        ("deepseek-v3", (1, 1, 320), "256 experts do not suffice for 320 GPUs"),
+        ("opt-13b", (1, 1, 2), "it has no experts"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_with_a_reason(
+    model: str, sizes: tuple[int, int, int], reason: str
+) -> None:
+    built = of(model)
+    assert built.estimate(H100, *sizes, expert=True) is None
+    assert reason in str(built.explain_unsupported(H100, *sizes, expert=True))
+
+
+def test_a_gpu_without_tables_prices_ranks_by_the_roofline() -> None:
+    cluster = Cluster.model_validate({"nodes": [{"count": 4, "gpu": "H800"}]})
+    built = estimator.build_estimator(model_shape.load_shape("deepseek-v3"), cluster)
+    found = known(built.estimate("H800-SXM-80GB", 1, 1, 32, expert=True))
+    sliced = known(built.estimate("H800-SXM-80GB", 1, 1, 32))
+    assert found.confidence.kind is LatencySource.ROOFLINE
+    assert "all-to-all by allgather_reducescatter" in found.confidence.source
+    assert sliced.confidence.source.endswith("sliced experts")
+    assert found.kv_capacity_tokens == sliced.kv_capacity_tokens

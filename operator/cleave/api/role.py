@@ -7,10 +7,10 @@ from pydantic import Field
 
 from cleave.api.base import ApiModel, ValidationRule
 
-MAX_POD_ENGINES = 16
-"""Most engines in one pod; each has two ports."""
 MAX_PARALLEL_SIZE = 64
 """Largest tensor or pipeline parallel size."""
+MAX_POD_ENGINES = 16
+"""Most engines in one pod; each has two ports."""
 MAX_RANKS = 64
 """Most data-parallel ranks of one instance."""
 

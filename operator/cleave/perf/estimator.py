@@ -135,7 +135,7 @@ class ModelEstimator:
     ) -> Estimate:
         machine = self.machines[gpu]
         if data > 1 or expert:
-            source = self._compose_group(machine, tensor, data, expert)
+            source = self._build_group_source(machine, tensor, data, expert)
         else:
             source = self._select_source(machine, tensor, stages)
         timing = source.timing
@@ -164,7 +164,7 @@ class ModelEstimator:
             peak_flops=self._compute_peak_flops(machine.gpu, gpus),
         )
 
-    def _compose_group(
+    def _build_group_source(
         self, machine: NodeType, tensor: int, data: int, expert: bool
     ) -> _TimingSource:
         """One engine of `tensor` GPUs whose experts all GPUs of the instance share."""
@@ -172,7 +172,7 @@ class ModelEstimator:
         group = ExpertGroup(data, expert, gpus, self._experts)
         found = _find_kernels(self.shape, machine.gpu, tensor, group)
         if found is None:
-            found = _compose_roofline(self.shape, machine, tensor, group)
+            found = _build_roofline_source(self.shape, machine, tensor, group)
         trust = found.confidence
         exchange = f"all-to-all by {self._experts.backend}, " if data > 1 and expert else ""
         uneven = f"busiest experts {group.imbalance:g} x the mean" if expert else "sliced experts"
@@ -213,7 +213,7 @@ class ModelEstimator:
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
         if (source := _find_kernels(self.shape, machine.gpu, tensor)) is not None:
             yield source
-        yield _compose_roofline(self.shape, machine, tensor)
+        yield _build_roofline_source(self.shape, machine, tensor)
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
         for each in self._list_profiles(gpu):
@@ -318,7 +318,7 @@ def _find_kernels(
     return _TimingSource(_start_by_host(timing, shape, gpu, tensor), trust, VLLM.front_end_ms)
 
 
-def _compose_roofline(
+def _build_roofline_source(
     shape: ModelShape, machine: NodeType, tensor: int, group: ExpertGroup | None = None
 ) -> _TimingSource:
     kernels, link = select_efficiency(machine.gpu), machine.select_link(tensor)

@@ -11,7 +11,7 @@ import math
 from cleave.simulator.batching import form_batch
 from cleave.simulator.completion import complete_iterations, complete_request, notify_instance
 from cleave.simulator.dispatch import dispatch_request
-from cleave.simulator.iterations import advance_pipeline, align_ranks, schedule_next
+from cleave.simulator.iterations import advance_pipeline, schedule_next, synchronize_ranks
 from cleave.simulator.outcome import RequestOutcome
 from cleave.simulator.prefix_pulls import end_fetch, is_fetching
 from cleave.simulator.queues import has_waiting_requests, pop, push
@@ -183,7 +183,7 @@ def _step_ranks(state: State, first_rank: int, ranks: int, now: float) -> None:
         inst = get_instance(state, i)
         if get_slot(state, inst.first_slot).batch > 0 or _has_work(state, i):
             form_batch(state, i, inst.first_slot, now)
-    align_ranks(state, first_rank, ranks)
+    synchronize_ranks(state, first_rank, ranks)
     for i in range(first_rank, first_rank + ranks):
         schedule_next(state, i)
 

@@ -58,7 +58,7 @@ def start_iterations(state: State, i: int, s: int, begin: float, is_alone: bool)
         _record_first_iteration(state, slot)
 
 
-def align_ranks(state: State, first_rank: int, ranks: int) -> None:
+def synchronize_ranks(state: State, first_rank: int, ranks: int) -> None:
     """Let the iterations that the ranks of an instance have formed take as long as the longest."""
     longest, change, iterations = 0.0, 0.0, 1 << 60
     for i in range(first_rank, first_rank + ranks):

@@ -1,5 +1,7 @@
 """Times of dispatch and combine beside published ones."""
 
+from dataclasses import replace
+
 import pytest
 
 from cleave.perf.hardware.all_to_all import (
@@ -9,7 +11,7 @@ from cleave.perf.hardware.all_to_all import (
     count_distinct,
 )
 from cleave.perf.hardware.gpu import find_gpu
-from cleave.perf.hardware.link import build_network_link, build_node_link
+from cleave.perf.hardware.link import Link, LinkKind, build_network_link, build_node_link
 
 
 def group(gpus: int, gpu: str = "H200", per_node: int = 8) -> GpuGroup:
@@ -46,6 +48,14 @@ def test_all_gather_grows_with_the_gpus_and_deepep_hardly_does() -> None:
     for backend, least in ((AllToAllBackend.ALL_GATHER, 2.5), (AllToAllBackend.DEEPEP, 1.0)):
         ratio = predict(group(128), backend, 256) / predict(group(32), backend, 256)
         assert least < ratio < least + 1.6
+
+
+def test_without_rdma_tokens_are_gathered() -> None:
+    network = Link(LinkKind.ETHERNET, 25.0)
+    over, within = (replace(group(gpus), network=network) for gpus in (16, 8))
+    backends = AllToAllBackend.DEEPEP, AllToAllBackend.ALL_GATHER
+    assert predict(over, backends[0], 64) == predict(over, backends[1], 64)
+    assert predict(within, backends[0], 64) < predict(within, backends[1], 64)
 
 
 def test_an_nvlink_domain_spares_the_network() -> None:

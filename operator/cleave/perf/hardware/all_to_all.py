@@ -19,7 +19,7 @@ as long as this model and as DeepEP's own 50 GB/s: a congested network, which is
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cleave.perf.hardware.link import Link
+from cleave.perf.hardware.link import Link, LinkKind
 
 
 class AllToAllBackend(StrEnum):
@@ -31,7 +31,7 @@ class AllToAllBackend(StrEnum):
     LOW_LATENCY = "deepep_low_latency"
     DEEPEP = "deepep_v2"
     """One interface for both: the faster of the two is assumed."""
-    NVLINK = "flashinfer_nvlink_one_sided"
+    NVLINK = "flashinfer_nvlink_two_sided"
     """Inside one NVLink domain; elsewhere the same is assumed as of DEEPEP."""
 
 
@@ -76,10 +76,12 @@ def compute_all_to_all_ms(
     group: GpuGroup, backend: AllToAllBackend, rows: float, hidden_size: int, per_token: int
 ) -> float:
     """Dispatch and combine of one layer, with `rows` tokens on each GPU of `hidden_size` values,
-    each for `per_token` experts on GPUs drawn evenly; 0 for one GPU."""
+    each for `per_token` experts on GPUs drawn evenly; 0 for one GPU. Over TCP only the all-gather
+    works."""
     if group.gpus <= 1:
         return 0.0
-    if backend is AllToAllBackend.ALL_GATHER:
+    is_tcp = group.nodes > 1 and group.network.kind is LinkKind.ETHERNET
+    if backend is AllToAllBackend.ALL_GATHER or is_tcp:
         return _compute_all_gather_ms(group, rows, hidden_size)
     token_bytes = hidden_size * (_DISPATCH_BYTES + _COMBINE_BYTES)
     is_domain = group.nodes == 1 and group.node_link.gb_per_s >= _DOMAIN_FROM_GB_PER_S
@@ -100,13 +102,8 @@ def compute_all_to_all_ms(
         _compute_kernel_ms(kernel, link, rows * sent * token_bytes)
         for kernel, sent in zip(kernels, (copies, direct), strict=True)
     )
-    match backend:
-        case AllToAllBackend.HIGH_THROUGHPUT:
-            return high
-        case AllToAllBackend.LOW_LATENCY:
-            return low
-        case _:
-            return min(high, low)
+    chosen = {AllToAllBackend.HIGH_THROUGHPUT: high, AllToAllBackend.LOW_LATENCY: low}
+    return chosen.get(backend, min(high, low))
 
 
 def count_distinct(places: int, draws: int) -> float:
