@@ -63,8 +63,8 @@ def deployed(spec: dict[str, Any], case: Case, folder: Path) -> Iterator[Stage]:
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
         "metadata": {"name": name},
-        # Roles stay as the case says.
-        "spec": spec | {"placement": {"manual": case.pools}, "pools": {"flipping": "Off"}},
+        # Roles stay as the case says, but where the subject flips them.
+        "spec": {"pools": {"flipping": "Off"}} | spec | {"placement": {"manual": case.pools}},
     }
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(manifest))

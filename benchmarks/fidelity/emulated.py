@@ -14,6 +14,7 @@ from cleave.perf import named_profiles
 from cleave.perf.published import aladdin
 from cleave.perf.timing import EngineTiming
 from cleave.policy.best_fit import BestFitModel
+from cleave.policy.role_flipping import build_thresholds
 from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedTransfer
 
 CASES = (Case(prefill=1, decode=1), Case(prefill=2, decode=2), Case(mixed=2))
@@ -31,6 +32,8 @@ class Emulated:
     case: Case
     time_scale: float
     policy: DispatchPolicy = DispatchPolicy.PREFIX_AWARE
+    flips: bool = False
+    """Whether instances of a pair of pools flip roles; only where a ms of the trace takes one."""
     kind: str = "emulated"
     model: str = "opt-13b"
     length_scale: float = 1.0
@@ -46,6 +49,7 @@ class Emulated:
             },
             "slo": {"ttftMs": TTFT_MS * self.time_scale, "tpotMs": TPOT_MS * self.time_scale},
             "routing": {"policy": self.policy.value},
+            "pools": {"flipping": "Auto" if self.flips else "Off"},
             "engine": {
                 "type": "Emulated",
                 "args": ["--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)],
@@ -74,6 +78,8 @@ class Emulated:
         transfer = fit_transfer(idle) if self.case.decode else SimulatedTransfer()
         dispatch_ms = find_dispatch(idle, self.case.ways)
         fleet = make_fleet(self.case, engine, transfer, dispatch_ms)
+        if self.flips and self.case.prefill:
+            fleet = replace(fleet, flipping=build_thresholds(TTFT_MS))
         if self.policy is not DispatchPolicy.BEST_FIT:
             return replace(fleet, dispatch=self.policy)
         model = fit_best_fit(engine.timing)

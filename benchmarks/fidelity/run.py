@@ -1,6 +1,6 @@
 """The simulator beside fleets that really serve: emulated engines, and vLLM on CPU.
 
-    python benchmarks/fidelity/run.py emulated [--policy BestFit]
+    python benchmarks/fidelity/run.py emulated [--policy BestFit] [--flips --time-scale 1]
     python benchmarks/fidelity/run.py vllm
 
 What clients saw is kept in --work, load by load: a run that was broken off goes on where it was,
@@ -190,10 +190,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=DispatchPolicy,
         help="of the gateway before emulated engines",
     )
+    parser.add_argument(
+        "--flips", action="store_true", help="of emulated instances; needs --time-scale 1"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="does everything work? two loads")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.flips and (options.kind, options.time_scale) != ("emulated", 1.0):
+        # The pool manager checks once a second and waits seconds, at any time scale.
+        parser.error("--flips: only emulated engines at --time-scale 1; add that, or leave it out")
+    return options
 
 
 def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
@@ -201,7 +208,8 @@ def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
     subjects: list[Subject]
     if arguments.kind == "emulated":
         subjects = [
-            Emulated(case, arguments.time_scale, arguments.policy) for case in EMULATED_CASES
+            Emulated(case, arguments.time_scale, arguments.policy, arguments.flips)
+            for case in EMULATED_CASES
         ]
     else:
         subjects = [Vllm(case, arguments.quick) for case in VLLM_CASES]
@@ -219,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subjects = choose_subjects(options)
     scale = subjects[0].time_scale
     kind = f"{options.kind}-{options.policy}" if options.kind == "emulated" else options.kind
+    kind += "-flips" * options.flips
     work = options.work / f"{kind}-x{scale:g}-n{requests}-s{options.seed}"
     settings = Settings(shares, requests, options.seed, options.data, work)
     try:
