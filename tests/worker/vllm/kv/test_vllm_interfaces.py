@@ -54,6 +54,17 @@ def test_every_method_that_vllm_calls_is_called_as_before(base: Any, connector: 
     assert not missing
 
 
+def test_multi_connector_finds_the_class_of_statistics_by_name(connector: Any) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from cleave_worker.vllm.kv.metrics import KvTransferStats
+
+    stats = KvTransferStats()
+    found = MultiConnector.build_kv_connector_stats({connector.__name__: stats.to_dict()})
+    assert found is not None
+    assert isinstance(found[connector.__name__], KvTransferStats)
+
+
 def test_failed_pulls_are_reported_and_answered_as_before(base: Any) -> None:
     from vllm.config import KVTransferConfig
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -157,6 +158,11 @@ class CheckpointedConnector(CleaveConnector):
     def _require_checkpoint_worker(self) -> CheckpointWorker:
         assert self._checkpoint_worker, "the KV cache is not registered yet"
         return self._checkpoint_worker
+
+
+# As for CleaveConnector.
+_NAME = CheckpointedConnector.__name__
+KVConnectorFactory.register_connector(_NAME, __name__, _NAME)
 
 
 def check_attention(spec: object) -> None:

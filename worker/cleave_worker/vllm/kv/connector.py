@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import ForwardContext
@@ -224,6 +225,11 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def _require_worker(self) -> WorkerSide:
         assert self._worker, "the KV cache is not registered yet"
         return self._worker
+
+
+# MultiConnector of vLLM 0.32 finds the class of a connector's statistics by name only.
+_NAME = CleaveConnector.__name__
+KVConnectorFactory.register_connector(_NAME, __name__, _NAME)
 
 
 def _read_kv_key() -> str:
