@@ -45,7 +45,7 @@ def test_observed_traffic_is_planned_in_declared_conversations() -> None:
     assert found.plan_request.fitted_inputs.workload.reuse == desired.spec.workload.reuse
 
 
-def test_what_repeats_in_observed_traffic_is_planned_where_nothing_is_stated() -> None:
+def test_what_repeats_in_observed_traffic_is_planned_where_the_workload_says_nothing() -> None:
     desired = deployment()
     reuse = Buckets((64.0, 128.0, math.inf), (0.0, 600.0, 1_000.0))
     windows = tuple(replace(each, reuse=reuse) for each in traffic(4))
@@ -56,8 +56,8 @@ def test_what_repeats_in_observed_traffic_is_planned_where_nothing_is_stated() -
     assert learned is not None
     assert learned.turns > 2
     assert learned.turn_interval_s == pytest.approx(96)
-    stated = {"turns": 4, "turnIntervalS": 20, "newTokens": 100}
-    desired = deployment(workload={**DECLARED, "reuse": stated})
+    declared = {"turns": 4, "turnIntervalS": 20, "newTokens": 100}
+    desired = deployment(workload={**DECLARED, "reuse": declared})
     found = reconcile_plan(view(desired, status(desired), windows=windows))
     assert found.plan_request is not None
     assert found.plan_request.fitted_inputs is not None
