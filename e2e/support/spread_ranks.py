@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import httpx
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.local.kubelet.environment import build_command_line, resolve_env
+from cleave.local.kubelet.network import LoopbackNetwork
 from cleave.manifests.cell_pod import build_cell_pod
 from cleave.manifests.labels import Manifest, get_agent_port
 from cleave.manifests.multi_node import LEADER_ENV, build_node_pods
@@ -34,7 +35,6 @@ from e2e.support.engine_keys import remember
 
 _START_S = 30
 _END_S = 60
-_NETWORK = "127.90.0"
 
 
 @dataclass
@@ -145,6 +145,13 @@ class SpreadRanks:
 def spread(manifest: dict[str, Any], folder: Path, nodes: int = 2) -> Iterator[SpreadRanks]:
     """Start all instances of a deployment with each one's ranks on so many nodes, and a gateway;
     end them afterwards."""
+    with closing(LoopbackNetwork(manifest["metadata"]["name"])) as network:
+        yield from _run(manifest, folder, nodes, network)
+
+
+def _run(
+    manifest: dict[str, Any], folder: Path, nodes: int, network: LoopbackNetwork
+) -> Iterator[SpreadRanks]:
     folder.mkdir()
     (folder / "token").write_text("secret")
     deployment = LLMDeployment.model_validate(manifest)
@@ -152,7 +159,7 @@ def spread(manifest: dict[str, Any], folder: Path, nodes: int = 2) -> Iterator[S
     for pool in build_pools(deployment, choose_placement(deployment)):
         wide = pool.model_copy(update={"spec": pool.spec.model_copy(update={"nodes": nodes})})
         for number in range(pool.spec.replicas):
-            found.pods += _build_pods(wide, number, folder, len(found.pods))
+            found.pods += _build_pods(wide, number, folder, network)
     (folder / "agents").write_text("\n".join(found.list_agents()))
     port = found.url.rpartition(":")[2]
     command = [sys.executable, "-m", "cleave.gateway.main", "--deployment", deployment.name]
@@ -178,10 +185,13 @@ def spread(manifest: dict[str, Any], folder: Path, nodes: int = 2) -> Iterator[S
         gateway.wait(_END_S)
 
 
-def _build_pods(pool: InstancePool, number: int, folder: Path, num_before: int) -> list[RunningPod]:
+def _build_pods(
+    pool: InstancePool, number: int, folder: Path, network: LoopbackNetwork
+) -> list[RunningPod]:
     first = build_cell_pod(pool, number, device="cpu")
     manifests = [first, *build_node_pods(pool, first, device="cpu")]
-    ips = [f"{_NETWORK}.{num_before + at + 1}" for at in range(len(manifests))]
+    ports = [each["containerPort"] for each in first["spec"]["containers"][0]["ports"]]
+    ips = [network.allocate(ports) for _ in manifests]
     return [
         RunningPod(each, ip, ips[0], folder / f"{each['metadata']['name']}.log")
         for each, ip in zip(manifests, ips, strict=True)
