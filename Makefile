@@ -10,7 +10,9 @@ RERUN = --reruns 1 --rerun-show-tracebacks
 PARALLEL = -n $(or $(TEST_WORKERS),3) --dist loadfile --no-loadscope-reorder
 
 LANES = fast-tests engine-tests cluster-tests operator-tests
-ENGINE_TESTS = e2e/vllm_pair $(wildcard e2e/test_vllm*.py)
+# With many engines; what they show changes with vLLM's version rather than with Cleave.
+LONG_ENGINE_TESTS = e2e/test_vllm_data_parallel_nixl.py e2e/test_vllm_offloading.py
+ENGINE_TESTS = e2e/vllm_pair $(filter-out $(LONG_ENGINE_TESTS),$(wildcard e2e/test_vllm*.py))
 CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
 # The others of them run beside these, on a control plane of their own.
 OPERATOR_TESTS = $(foreach name,operator placement prometheus replan resources scaling,e2e/test_cluster_$(name).py)
@@ -18,7 +20,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools node-tools node-images e2e e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) pictures scan site generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools node-tools node-images e2e e2e-vllm e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) pictures scan site generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -43,7 +45,7 @@ check: lint ## what CI runs: lint, types, layers, generated files, the site of d
 # These run side by side. The first shows its progress, the others print their output at the end. It is
 # as nice as agents make their engines, which would otherwise starve: those tests take longest.
 fast-tests: # all but those below; end-to-end tests first, as they wait
-	nice -n 10 .venv/bin/pytest $(RERUN) $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(CLUSTER_TESTS)) e2e tests
+	nice -n 10 .venv/bin/pytest $(RERUN) $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(CLUSTER_TESTS)) e2e tests
 
 engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines. Kernels are compiled once
 	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)
@@ -67,6 +69,9 @@ tools: cluster-tools # those, Prometheus and its query engine
 e2e: setup ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
+
+e2e-vllm: setup ## the longest tests with vLLM on CPU, not in `make test`: ranks over NIXL, KV in host memory
+	.venv/bin/pytest $(LONG_ENGINE_TESTS) $(ARGS)
 
 e2e-node: $(if $(VLLM),setup,setup-tests) ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
 	@scripts/bootstrap --cluster && scripts/bootstrap --nodes

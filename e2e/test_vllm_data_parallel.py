@@ -106,13 +106,18 @@ def are_restarted(ranks: SpreadRanks, before: dict[str, agent_pb2.Registration])
     )
 
 
-@pytest.mark.parametrize("connector", ["Nixl", "Cleave"])
 def test_ranks_hand_over_to_ranks(
-    sparse_model: Path, expected: dict[Case, list[int]], tmp_path: Path, connector: str
+    sparse_model: Path, expected: dict[Case, list[int]], tmp_path: Path
 ) -> None:
+    check_handoffs(sparse_model, expected, tmp_path / "d", "Cleave")
+
+
+def check_handoffs(
+    model: Path, expected: dict[Case, list[int]], folder: Path, connector: str
+) -> None:
+    """Two prefill ranks hand over to two decode ranks, and all tokens are as expected."""
     pools = [{"role": role, "parallelism": RANKS} for role in ("prefill", "decode")]
-    engine = {"connector": connector}
-    with running(sparse_model, tmp_path / "d", *pools, engine=engine) as pairs:
+    with running(model, folder, *pools, engine={"connector": connector}) as pairs:
         ready = pairs.instances()
         assert len(ready) == 4
         assert all(each.kv_path.verified for each in ready.values())
