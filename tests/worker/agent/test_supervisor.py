@@ -107,9 +107,13 @@ async def test_vllm_answers_a_request_before_it_may_become_ready(
         taken.append("verify")
         raise EngineFault("enough")
 
+    async def keep_loaded(*_: object) -> None:
+        await asyncio.sleep(60)
+
     for function in (check_health, fetch_info, warm_up):
         monkeypatch.setattr(engine_api, function.__name__, function)
     monkeypatch.setattr(supervisor, "keep_verified", keep_verified)
+    monkeypatch.setattr(supervisor, "keep_loaded", keep_loaded)
     instance = SimpleNamespace(set_engine_info=taken.append)
     (tmp_path / "model.json").write_text(" {}")
     boot = Boot("b1", engine_port=1, kv_port=2, load_page=tmp_path / "load", engine_key="key")
