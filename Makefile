@@ -36,7 +36,7 @@ test: check ## the same as check
 quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 	@.venv/bin/python scripts/quick.py $(ARGS)
 
-check: lint ## what CI runs: lint, types, layers, generated files, the site of docs/, every test
+check: lint ## what CI runs: lint, types, layers, generated files, the site of docs/, tests
 	@scripts/bootstrap --tests
 	$(if $(ARGS),,@$(MAKE) --no-print-directory site)
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)

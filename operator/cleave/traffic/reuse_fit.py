@@ -2,8 +2,8 @@
 
 Called by `traffic.refit`. The planner simulates prefix caches with conversations
 (`traffic.conversations`); gateways record how many prompt tokens repeat after how long
-(`policy.reuse_times`). What is hard: what all prompts begin with has to be told apart from turns of
-conversations, as it is in each cache once, however many conversations there are. The next turn of a
+(`policy.reuse_times`). What is hard: each cache has what all prompts begin with once, however many
+conversations there are, so it must not count as turns of conversations. The next turn of a
 conversation comes after the answer to the one before it; what repeats sooner is shared.
 """
 

@@ -194,11 +194,11 @@ def _build_due_request(
         workload = refit(recent)
     except RefitError:
         return None
-    # What the deployment states of prompts that repeat stays: each of several gateways knows only
-    # the prompts that it has sent.
-    stated = view.deployment.spec.workload
-    if stated and stated.reuse:
-        workload = workload.model_copy(update={"reuse": stated.reuse})
+    # `spec.workload.reuse` counts before what was observed: each of several gateways knows only the
+    # prompts that it has sent.
+    declared = view.deployment.spec.workload
+    if declared and declared.reuse:
+        workload = workload.model_copy(update={"reuse": declared.reuse})
     of = view.plan_inputs.workload_hash
     fitted = FittedPlanInputs(workload=workload, correction=recorded.correction, of=of)
     plan = view.status.get("plan", {})

@@ -19,7 +19,7 @@ as long as this model and as DeepEP's own 50 GB/s: a congested network, which is
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cleave.perf.hardware.link import Link, LinkKind
+from cleave.perf.hardware.link import Link, LinkEfficiency, LinkKind
 
 
 class AllToAllBackend(StrEnum):
@@ -35,21 +35,13 @@ class AllToAllBackend(StrEnum):
     """Inside one NVLink domain; elsewhere the same is assumed as of DEEPEP."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """A pair of dispatch and combine over one kind of link."""
-
-    start_us: float
-    bandwidth_share: float
-    """Share of the link's bandwidth."""
-
-
-_LOW_LATENCY_NODE = _Kernel(24.0, 0.47)
-_LOW_LATENCY_NETWORK = _Kernel(50.0, 0.92)
-_THROUGHPUT_NODE = _Kernel(86.0, 0.76)
+# Each of a pair of dispatch and combine over one kind of link.
+_LOW_LATENCY_NODE = LinkEfficiency(24.0, 0.47)
+_LOW_LATENCY_NETWORK = LinkEfficiency(50.0, 0.92)
+_THROUGHPUT_NODE = LinkEfficiency(86.0, 0.76)
 # A token crosses the network once for each node, which counts the node it is on.
-_THROUGHPUT_NETWORK = _Kernel(186.0, 1.23)
-_NVLINK_DOMAIN = _Kernel(41.0, 0.50)
+_THROUGHPUT_NETWORK = LinkEfficiency(186.0, 1.23)
+_NVLINK_DOMAIN = LinkEfficiency(41.0, 0.50)
 _DOMAIN_FROM_GB_PER_S = 900.0
 _DISPATCH_BYTES, _COMBINE_BYTES = 1, 2
 """Of one value of a token."""
@@ -112,7 +104,7 @@ def count_distinct(places: int, draws: int) -> float:
     return places * (1 - missed)
 
 
-def _compute_kernel_ms(kernel: _Kernel, link: Link, size_bytes: float) -> float:
+def _compute_kernel_ms(kernel: LinkEfficiency, link: Link, size_bytes: float) -> float:
     """`link.latency_us` is not added: the published times include a network's."""
     return kernel.start_us / 1e3 + size_bytes / (link.gb_per_s * kernel.bandwidth_share * 1e6)
 

@@ -31,8 +31,8 @@ class LinkKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _NcclEfficiency:
-    """The efficiency of NCCL over a link."""
+class LinkEfficiency:
+    """What a library or a kernel reaches over a link."""
 
     start_us: float
     bandwidth_share: float
@@ -40,25 +40,25 @@ class _NcclEfficiency:
 
 
 # Measured on DGX A100 (NVLink 3, 300 GB/s). Pooled over 2, 4 and 8 GPUs.
-_NVLINK_REDUCE = _NcclEfficiency(45.0, 0.55)
-_NVLINK_SEND = _NcclEfficiency(14.0, 0.80)
+_NVLINK_REDUCE = LinkEfficiency(45.0, 0.55)
+_NVLINK_SEND = LinkEfficiency(14.0, 0.80)
 # Measured on DGX H100 (NVLink 4, 450 GB/s), whose switches take part in the reduction.
-_SWITCHED_REDUCE = _NcclEfficiency(25.0, 0.75)
-_SWITCHED_SEND = _NcclEfficiency(8.0, 0.80)
+_SWITCHED_REDUCE = LinkEfficiency(25.0, 0.75)
+_SWITCHED_SEND = LinkEfficiency(8.0, 0.80)
 _SWITCHED_FROM_GB_PER_S = 450.0
 # Measured between two DGX H100: 36 of 50 GB/s. The A100 machines' network is not known.
-_NETWORK_SEND = _NcclEfficiency(13.0, 0.72)
+_NETWORK_SEND = LinkEfficiency(13.0, 0.72)
 # Not measured: PCIe is assumed to have the network's figures, TCP half of them.
-_TCP_SEND = _NcclEfficiency(50.0, 0.36)
+_TCP_SEND = LinkEfficiency(50.0, 0.36)
 
 # vLLM's all-reduce in CUDA graphs, 256 bytes to 1 GiB, over 2, 4 and 8 GPUs (aiconfigurator-core
 # 0.12.0, Apache-2.0; median errors 4 to 16 %): A100, H100 and H200; B200 and B300; RTX PRO 6000,
 # whose copies go through the host where more than two GPUs take part.
-_NVLINK_GRAPH = _NcclEfficiency(4.8, 0.68)
-_LATEST_GRAPH = _NcclEfficiency(7.2, 0.62)
+_NVLINK_GRAPH = LinkEfficiency(4.8, 0.68)
+_LATEST_GRAPH = LinkEfficiency(7.2, 0.62)
 _LATEST_FROM_GB_PER_S = 900.0
-_PCIE_PAIR_GRAPH = _NcclEfficiency(4.3, 0.59)
-_PCIE_GRAPH = _NcclEfficiency(13.8, 0.38)
+_PCIE_PAIR_GRAPH = LinkEfficiency(4.3, 0.59)
+_PCIE_GRAPH = LinkEfficiency(13.8, 0.38)
 _PAIR = 2
 
 
@@ -102,7 +102,7 @@ class Link:
         start_ms = (reduce.start_us + self.latency_us) / 1e3
         return start_ms + moved / (self.gb_per_s * reduce.bandwidth_share * 1e6)
 
-    def _select_graph_reduce(self, gpus: int) -> _NcclEfficiency:
+    def _select_graph_reduce(self, gpus: int) -> LinkEfficiency:
         match self.kind:
             case LinkKind.NVLINK:
                 return _LATEST_GRAPH if self.gb_per_s >= _LATEST_FROM_GB_PER_S else _NVLINK_GRAPH
@@ -116,7 +116,7 @@ class Link:
         return self.gb_per_s >= _SWITCHED_FROM_GB_PER_S
 
     @property
-    def _send_efficiency(self) -> _NcclEfficiency:
+    def _send_efficiency(self) -> LinkEfficiency:
         match self.kind:
             case LinkKind.NVLINK:
                 return _SWITCHED_SEND if self._is_switched else _NVLINK_SEND
@@ -126,7 +126,7 @@ class Link:
                 return _NETWORK_SEND
 
     @property
-    def _reduce_efficiency(self) -> _NcclEfficiency:
+    def _reduce_efficiency(self) -> LinkEfficiency:
         if self.kind is LinkKind.NVLINK:
             return _SWITCHED_REDUCE if self._is_switched else _NVLINK_REDUCE
         return self._send_efficiency
