@@ -21,8 +21,7 @@ from tests.support.previous_version import PreviousVersion, extract
 
 READY_S = 60
 REQUESTS = 60
-CLIENTS = (8, 3, 6, 2, 7)
-"""Of each round of requests; one is enough where all pairs get some."""
+CLIENTS = 8
 PREVIOUS = {"skew-prefill-0", "skew-decode-0"}
 """Instances of the previous version; PRESENT are the others, so each version hands KV to both."""
 PRESENT = {"skew-prefill-1", "skew-decode-1"}
@@ -42,6 +41,8 @@ def gateways(
     choice = previous.choose_for("|".join(PREVIOUS), folder / "choice")
     manifest: dict[str, Any] = emulated("skew", 2, 2)
     manifest["spec"]["engine"]["env"] = [{"name": "PYTHONPATH", "value": str(choice)}]
+    # All four pairs serve however slow the machine is: one is missed once in 10^7 runs.
+    manifest["spec"]["routing"] = {"policy": "Random"}
     with deployed(manifest, folder, READY_S) as deployment:
         assert set((choice / "chosen").read_text().split()) == PREVIOUS
         env = {"PYTHONPATH": str(previous.sources)}
@@ -74,30 +75,24 @@ def test_every_answer_is_right_and_every_handoff_is_used(
     gateway = gateways[version]
     before = gateway.count()
     rng = random.Random(version)
+    bodies = [
+        {
+            "model": "skew",
+            "prompt": [rng.randrange(1000) for _ in range(rng.randrange(1, 600))],
+            "max_tokens": rng.randrange(1, 40),
+        }
+        for _ in range(REQUESTS)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
+        answers = list(pool.map(lambda body: complete(gateway, body), bodies))
     served: set[tuple[str, str]] = set()
-    num_requests = 0
-    # Where a busy machine is slow in step, few clients may meet the same pairs again and again.
-    for clients in CLIENTS:
-        bodies = [
-            {
-                "model": "skew",
-                "prompt": [rng.randrange(1000) for _ in range(rng.randrange(1, 600))],
-                "max_tokens": rng.randrange(1, 40),
-            }
-            for _ in range(REQUESTS)
-        ]
-        with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-            answers = list(pool.map(lambda body: complete(gateway, body), bodies))
-        for body, answer in zip(bodies, answers, strict=True):
-            text = answer.json()["choices"][0]["text"]
-            assert text == expect(COMPLETIONS, body, "skew").texts[0]
-            served.add((answer.headers["x-cleave-prefill"], answer.headers["x-cleave-decode"]))
-        num_requests += REQUESTS
-        if len(served) == 4:
-            break
+    for body, answer in zip(bodies, answers, strict=True):
+        text = answer.json()["choices"][0]["text"]
+        assert text == expect(COMPLETIONS, body, "skew").texts[0]
+        served.add((answer.headers["x-cleave-prefill"], answer.headers["x-cleave-decode"]))
     counted = {name: n - before.get(name, 0) for name, n in gateway.count().items()}
     counted = {name: number for name, number in counted.items() if number}
-    assert counted.pop('handoffs{result="used"}') == num_requests
+    assert counted.pop('handoffs{result="used"}') == REQUESTS
     assert not [name for name in counted if name.startswith(("retries", "recoveries", "handoffs"))]
     assert len(served) == 4, "KV went from either version to either version"
 
