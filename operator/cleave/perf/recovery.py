@@ -83,7 +83,7 @@ class RecoveryComparison:
     cost_s_per_hour: float
     """GPU seconds that copying takes from decoding."""
     gain_s: float
-    """GPU seconds that checkpoints save at one loss."""
+    """GPU seconds that checkpoints save at one loss; negative where computing is faster."""
 
     @property
     def break_even_hours(self) -> float:

@@ -18,7 +18,7 @@ from cleave.planner.result import md1, verdict
 from cleave.planner.result.nearest_slo import find_nearest_slo
 from cleave.planner.result.prediction import PredictedPlan, predict
 from cleave.planner.result.reuse import compare_with_blind, estimate_host_memory
-from cleave.planner.result.text import format_plan
+from cleave.planner.result.text import format_number, format_plan
 from cleave.planner.result.verdict import Ranking
 from cleave.planner.search import affinity, enumeration
 from cleave.planner.search.candidate_placement import (
@@ -36,6 +36,7 @@ from cleave.planner.search.candidates import (
 )
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.enumeration import PlacementOption
+from cleave.planner.search.goodput import TOLERANCE
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
 
 PlanProgressCallback = Callable[[int, int, str], None]
@@ -74,7 +75,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     finalists = _predict_best(search, _list_options(search, feasible, choice.affinity))
     ranking = verdict.rank_plans(problem, finalists)
     plans, nearest, reuse = [each.plan for each in ranking.ordered], None, None
-    warnings = _list_warnings(problem, finalists)
+    warnings = _list_warnings(problem, finalists, search.trials.max_rate)
     if is_infeasible := ranking.verdict is PlanVerdict.INFEASIBLE:
         search.tick("the nearest SLO")
         nearest = find_nearest_slo(search, feasible)
@@ -231,12 +232,28 @@ def _compute_switch_tpot_ms(search: SearchContext, ranking: Ranking) -> float | 
     return verdict.compute_min_tpot_ms(outcome, span, problem.slo)
 
 
-def _list_warnings(problem: Problem, finalists: Sequence[PredictedPlan]) -> tuple[str, ...]:
+def _list_warnings(
+    problem: Problem, finalists: Sequence[PredictedPlan], max_rate: float
+) -> tuple[str, ...]:
     return (
         *problem.notes,
         *(warning for each in finalists for warning in _list_simulation_warnings(each)),
+        *_list_rate_warnings(finalists, max_rate),
         *(warning for each in finalists[:1] for warning in md1.list_disagreements(each)),
     )
+
+
+def _list_rate_warnings(finalists: Sequence[PredictedPlan], max_rate: float) -> Iterator[str]:
+    near = [
+        format_plan(each.plan)
+        for each in finalists
+        if each.plan.prediction.goodput > max_rate * each.placement.copies * (1 - 2 * TOLERANCE)
+    ]
+    if near:
+        yield (
+            f"{', '.join(dict.fromkeys(near))}: may serve more than shown, as no rate above "
+            f"{format_number(max_rate)} req/s was tried"
+        )
 
 
 def _list_simulation_warnings(finalist: PredictedPlan) -> Iterator[str]:

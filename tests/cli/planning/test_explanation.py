@@ -16,8 +16,8 @@ from cleave.planner.search.candidate_placement import to_planned_pools
 from tests.support.known_problems import Kind, chat, nodes, of_size, problem, split
 
 
-def explained(gpu: str) -> str:
-    kinds = ((gpu, Kind()),)
+def explained(gpu: str, prompt: float = 1.0) -> str:
+    kinds = ((gpu, Kind(prompt)),)
     supplies = (nodes(gpu=gpu),)
     question = problem(chat(8.0), Slo(ttft_ms=1000, tpot_ms=60), supplies=supplies, kinds=kinds)
     single = of_size(question)
@@ -48,6 +48,11 @@ def test_a_loss_is_reported_with_recomputation_and_checkpoint_costs() -> None:
     assert "where its prompt is still cached; all its streams in" in recomputed
     assert "GB/s of each GPU's link" in restored
     assert "only if an instance is lost at least every" in pays
+
+
+def test_checkpoints_never_pay_where_computing_is_faster() -> None:
+    page = explained("A100-SXM-80GB", prompt=1e-6)
+    assert "they never save GPU time: computing is as fast" in page
 
 
 def test_losses_are_not_reported_for_unknown_gpus() -> None:

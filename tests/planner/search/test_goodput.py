@@ -103,6 +103,19 @@ def test_no_rate_above_what_memory_and_passes_allow_is_believed() -> None:
     assert found.rate < 8.5
 
 
+def test_a_fleet_that_serves_far_more_than_requested_is_not_tried_to_its_end() -> None:
+    fast = (("fast", known_problems.Kind(prompt=1e-4, decode=1e-4)),)
+    supplies = (known_problems.nodes(gpu="fast"),)
+    problem = known_problems.problem(known_problems.chat(3.0), supplies=supplies, kinds=fast)
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    candidate = known_problems.of_size(problem)
+    fleet = build_cell(problem, known_problems.whole(problem, candidate))
+    found = goodput.find_goodput(trials, fleet, targets)
+    assert found.rate == pytest.approx(trials.max_rate, rel=2 * goodput.TOLERANCE)
+    assert trials.max_rate == 1000
+    assert Trials(known_problems.chat(3000.0)).max_rate == 6000
+
+
 def test_the_interval_holds_the_mean_of_many_more_samples() -> None:
     problem = known_problems.blog()
     targets, fleet = known_problems.targets(problem), colocated(problem)

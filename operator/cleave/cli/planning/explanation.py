@@ -157,9 +157,13 @@ def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
     rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
     used = f"{rate} of each GPU's link, {room} of host memory"
     yield "", f"with checkpoints in {restored}; they use {used}"
-    break_even_h = format_number(costs.break_even_hours)
-    pays = f"they save GPU time only if an instance is lost at least every {break_even_h} h"
-    yield "", pays if costs.link_share < 1 else "they never save GPU time: the link is too slow"
+    if costs.link_share >= 1:
+        yield "", "they never save GPU time: the link is too slow"
+    elif costs.gain_s <= 0:
+        yield "", "they never save GPU time: computing is as fast"
+    else:
+        hours = format_number(costs.break_even_hours)
+        yield "", f"they save GPU time only if an instance is lost at least every {hours} h"
 
 
 def _format_worker_size(gpu: str, size: WorkerSize) -> str:

@@ -39,7 +39,8 @@ class Goodput:
     """Goodput of one fleet, in req/s."""
 
     rate: float
-    """Highest rate found at which the attainment target is met; 0: none."""
+    """Highest rate found at which the attainment target is met, at most `Trials.max_rate`; 0: none.
+    """
     attainment: float
     """Share of requests that meet both targets at that rate."""
     is_monotone: bool = True
@@ -57,7 +58,7 @@ def find_goodput(
     because the caller has a better one.
     """
     lengths = trials.get_lengths()
-    upper = capacity_bound.compute_fleet_rate(fleet, lengths)
+    upper = min(capacity_bound.compute_fleet_rate(fleet, lengths), trials.max_rate)
     if upper <= at_least or not can_meet_targets(trials, fleet, targets):
         return Goodput(0.0, 0.0)
     estimate = capacity_bound.estimate_rate(fleet, lengths, targets.tpot_ms)
@@ -142,7 +143,8 @@ class _Bisection:
     targets: Targets
     span: TrialSpan
     upper: float
-    """Rate bound: no rate above it can be sustained, although a finite trial may not show that."""
+    """Rate bound: no rate above it can be sustained, although a finite trial may not show that, or
+    none above it is tried (`Trials.max_rate`)."""
     attainments: dict[float, float] = field(default_factory=dict)
     """Rate -> attainment."""
 
@@ -151,7 +153,7 @@ class _Bisection:
         """A search in which all trials have the length of a trial at `rate`."""
         span = trials.compute_span(rate, targets)
         upper = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(span.total))
-        return cls(trials, prepare_fleet(fleet), targets, span, upper)
+        return cls(trials, prepare_fleet(fleet), targets, span, min(upper, trials.max_rate))
 
     def run(self, low: float, guess: float, widen: float = _FIRST_STEP) -> Goodput:
         """Widen a bracket around `guess`, then bisect; `low` meets the target or is 0."""

@@ -48,6 +48,11 @@ _WARMUP_SAMPLE = 20_000
 _MAX_BLOCKS = 2_000_000
 """Most blocks in the prompts of a trial; a simulation takes up to 120 bytes for each. With
 MAX_BLOCKS_PER_PROMPT in each it has 31,250 requests, of which at least a quarter are counted."""
+MAX_RATE_FACTOR = 2
+"""Rates up to so many times the requested one are tried ..."""
+MIN_MAX_RATE = 1000.0
+"""... and up to this one (req/s). A tiny model would serve tens of thousands of requests a second,
+in trials of a million requests each."""
 _MAX_DURATION_S = 600.0
 """Upper bound of the duration from MIN_TTFT_TARGETS."""
 
@@ -153,6 +158,11 @@ class Trials:
     def warmup(self) -> int:
         """Requests that fill prefix caches before a trial; 0 where no prompts repeat."""
         return min(_compute_warmup(self.demand), _compute_max_requests(self.demand) // 2)
+
+    @property
+    def max_rate(self) -> float:
+        """Highest rate at which fleets are tried, in req/s: more has no value for the demand."""
+        return max(MAX_RATE_FACTOR * self.demand.rate, MIN_MAX_RATE)
 
     def with_seed(self, seed: int) -> "Trials":
         """The same demand with other random requests."""
