@@ -40,6 +40,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
     # Together as long as SILENCE_S, until which a silent agent's instance stays open.
     ("grpc.keepalive_timeout_ms", 5_000),
+    # gRPC 1.85 waits a minute where only the first of both is set.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
