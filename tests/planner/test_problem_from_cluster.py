@@ -392,3 +392,32 @@ def test_multi_token_prediction_takes_memory_and_the_plan_says_what_it_leaves_ou
         problem_from_cluster.build_problem(deployment(engine=engine), h100)
     (fault,) = raised.value.faults
     assert fault.startswith("spec.engine.args: --speculative-config mtp: opt-13b states no ")
+
+
+def test_accepted_drafts_shorten_the_mean_time_of_a_token() -> None:
+    h100 = cluster("nodes: [{count: 2, gpu: H100-SXM}]")
+    config = '{"method": "eagle3", "model": "org/eagle", "num_speculative_tokens": 2}'
+    engine = {"args": ["--speculative-config", config]}
+    plain, drafting = (
+        problem_from_cluster.build_problem(
+            deployment(engine=engine, planning=planning), h100
+        ).estimator.estimate("H100-SXM-80GB", 1, 1)
+        for planning in ({}, {"acceptanceLength": 2.2})
+    )
+    assert plain is not None
+    assert drafting is not None
+    ratio = plain.timing.predict_decode_ms(8, 4000) / drafting.timing.predict_decode_ms(8, 4000)
+    assert 1.6 < ratio < 2.2
+
+
+def test_deepseeks_own_layer_of_multi_token_prediction_is_known() -> None:
+    h200 = cluster("nodes: [{count: 2, gpu: H200, gpusPerNode: 8}]")
+    engine = {"args": ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']}
+    question = deployment(
+        model="deepseek-ai/DeepSeek-V3", engine=engine, planning={"acceptanceLength": 1.87}
+    )
+    problem = problem_from_cluster.build_problem(question, h200)
+    assert problem.shape.mtp_layers == 1
+    estimate = problem.estimator.estimate("H200-SXM-141GB", 8, 1)
+    assert estimate is not None
+    assert "1.87 emitted an iteration" in estimate.confidence.source

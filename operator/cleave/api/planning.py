@@ -103,5 +103,8 @@ class Planning(ApiModel):
     """Maximum number of GPUs of the deployment; absent: all in the cluster."""
     gpus: list[GpuChoice] = declare_list_map_key("type", default_factory=list, max_length=16)
     """Kinds of GPU that the plan may use; absent: every kind in the cluster."""
+    acceptance_length: Annotated[float, Field(ge=1, le=64)] | None = None
+    """Mean number of tokens that a decode iteration emits with --speculative-config in engine.args,
+    which vLLM logs as the mean acceptance length; absent: plans count with 1."""
     replan: ReplanSpec = ReplanSpec()
     """How plans are revised when traffic changes, in a cluster."""

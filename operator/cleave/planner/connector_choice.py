@@ -6,6 +6,7 @@ here or by a plan (061).
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cleave.api.deployment import LLMDeploymentSpec
@@ -15,8 +16,11 @@ from cleave.api.role import MAX_POD_ENGINES, Role
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.perf.model.model_shape import ModelShape
 
-_METHODS_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class"}
-"""Speculative methods of vLLM 0.32 whose drafts come from no layers with a KV cache."""
+SPECULATION_FLAG = "--speculative-config"
+METHODS_WITHOUT_LAYERS = {"ngram", "ngram_gpu", "suffix", "custom_class"}
+"""Speculative methods of vLLM 0.32 that draft without computing layers on the GPU ..."""
+METHODS_OF_HEADS = {"medusa", "mlp_speculator"}
+"""... and with further LM heads only. Drafts of all others come from layers with a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +71,26 @@ def _explain_immovable(engine: EngineSpec, shape: ModelShape | None) -> str | No
     )
 
 
+def read_speculation(engine: EngineSpec) -> Mapping[str, object] | None:
+    """The value of `--speculative-config`; None: there is none, or one that vLLM refuses."""
+    try:
+        config = json.loads(engine.get_flag_value(SPECULATION_FLAG) or "null")
+    except (ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
 def _find_drafting_method(engine: EngineSpec) -> str | None:
     """vLLM's speculative method, if its drafts come from layers with KV; None: no such method, or
     a text that vLLM refuses. Cleave's connector knows the model's own layers only and ends such an
     engine at its start (or takes a draft model's layers for the model's); vLLM's NixlConnector
     transfers all layers, and compares the drafting models of both sides in its handshake."""
-    try:
-        config = json.loads(engine.get_flag_value("--speculative-config") or "null")
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(config, dict):
+    config = read_speculation(engine)
+    if config is None:
         return None
     # Without a method vLLM derives it from the draft's own config.
     method = str(config.get("method") or "a draft model")
-    return None if method in _METHODS_WITHOUT_KV else method
+    return None if method in METHODS_WITHOUT_LAYERS | METHODS_OF_HEADS else method
 
 
 def _describe_caches(shape: ModelShape) -> str:

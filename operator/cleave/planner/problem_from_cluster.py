@@ -13,16 +13,19 @@ from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.api.role import MAX_POD_ENGINES
 from cleave.perf import estimator
+from cleave.perf.estimate import Estimator
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.all_to_all import AllToAllBackend
 from cleave.perf.hardware.expert_group import BALANCED, UNBALANCED, ExpertSettings
 from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_source
+from cleave.perf.speculation import SpeculatingEstimator
 from cleave.planner import deployment_checks, left_out
 from cleave.planner.deployment_shape import load_shape
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
+from cleave.planner.speculation import describe_speculation, find_speculation
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
 
@@ -45,7 +48,7 @@ def build_problem(
     traffic = build_demand(deployment, folder)
     reserve = memory.NCCL_RESERVE if spec.engine.uses_nccl else memory.VLLM_RESERVE
     try:
-        estimates = estimator.build_estimator(
+        estimates: Estimator = estimator.build_estimator(
             *(shape, cluster, spec.planning.gpus, folder, longest, reserve),
             context_tokens=min(
                 longest, round(traffic.mean_prompt_tokens + traffic.mean_output_tokens)
@@ -54,6 +57,8 @@ def build_problem(
         )
     except ManifestError as error:
         raise PlanError(error.faults) from error
+    if speculation := find_speculation(spec, shape):
+        estimates = SpeculatingEstimator(estimates, speculation)
     supplies, cell_supplies = (
         build_supplies(cluster, kinds, spec.planning.gpus, has_cells=has_cells)
         for has_cells in (spec.can_share_gpu_memory, True)
@@ -75,7 +80,7 @@ def build_problem(
                     deployment_checks.describe_connector(deployment),
                     deployment_checks.describe_gpu_parts(spec.template),
                     _describe_unplanned(deployment),
-                    _describe_speculation(deployment),
+                    describe_speculation(spec),
                     _describe_all_to_all(spec.engine),
                     inventory.describe_assumed_network(cluster),
                     left_out.describe(spec),
@@ -144,16 +149,6 @@ def _describe_all_to_all(engine: EngineSpec) -> str | None:
     return (
         f"spec.engine.args: {_ALL_TO_ALL} {value}: times are known of "
         f"{', '.join(AllToAllBackend)}; the plan counts with {AllToAllBackend.ALL_GATHER}"
-    )
-
-
-def _describe_speculation(deployment: LLMDeployment) -> str | None:
-    """A sentence about drafted tokens, with which the plan does not count; None: there are none."""
-    if deployment.spec.engine.get_flag_value("--speculative-config") is None:
-        return None
-    return (
-        "spec.engine.args: --speculative-config: the plan counts the weights and KV of multi-token "
-        "prediction layers, no other drafts, and no accepted tokens"
     )
 
 

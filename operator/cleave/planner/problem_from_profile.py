@@ -78,6 +78,8 @@ def build_problem(
     emulation = spec.engine.emulation
     if spec.workload is None:
         raise PlanError(["spec.workload: required for planning; set rate and lengths"])
+    if spec.planning.acceptance_length is not None:
+        raise PlanError(["spec.planning.acceptanceLength: emulated engines draft none; remove it"])
     try:
         profile = named_profiles.load_profile(emulation.latency)
         demand = workload.build_from_spec(spec.workload, folder)

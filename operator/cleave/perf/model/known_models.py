@@ -108,6 +108,7 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
         num_experts_per_tok=8,
         moe_intermediate_size=2048,
         first_k_dense_replace=3,
+        num_nextn_predict_layers=1,
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
     # Qwen/Qwen3-235B-A22B
