@@ -217,6 +217,7 @@ def test_the_full_example_sets_every_field() -> None:
         "spec.model.cache.image",
         "spec.model.config.configMapKeyRef",  # it is inline
         "spec.workload.trace",  # lengths do
+        "spec.planning.acceptanceLength",  # emulated engines draft none
         "spec.placement.manual[].parallelism.data",  # the model has no experts
         "spec.placement.manual[].parallelism.expert",
         "spec.placement.manual[].perCell",  # mixed instances are in no cell

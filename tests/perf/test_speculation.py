@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
-from cleave.perf.speculation import SpeculatingEstimator, Speculation, speculate
+from cleave.perf.speculation import SpeculatingEstimator, Speculation, apply_speculation
 from cleave.perf.timing import EngineTiming
 
 TIMING = EngineTiming(
@@ -34,7 +34,7 @@ class OneSize:
 
 
 def test_an_iteration_verifies_all_rows_and_drafts_before() -> None:
-    found = speculate(TIMING, ONE)
+    found = apply_speculation(TIMING, ONE)
     # Two rows of one request take 11 ms, its draft a tenth of 10.5 ms.
     assert found.predict_decode_ms(1, 0) == pytest.approx((11.0 + 1.05) / 1.6)
     # Four rows lie beyond the table: 13 ms.
@@ -44,7 +44,7 @@ def test_an_iteration_verifies_all_rows_and_drafts_before() -> None:
 
 
 def test_prompts_take_as_long_as_before() -> None:
-    found = speculate(TIMING, ONE)
+    found = apply_speculation(TIMING, ONE)
     assert found.predict_prefill_ms([150]) == TIMING.predict_prefill_ms([150])
     assert replace(found, decode_ms=(), decode_context_ms=()) == replace(
         TIMING, decode_ms=(), decode_context_ms=()
@@ -61,9 +61,9 @@ def test_more_accepted_drafts_are_never_slower(
     tokens: int, share: float, batch: int, draft: float
 ) -> None:
     length = 1 + share * tokens
-    found = speculate(TIMING, Speculation(tokens, length, draft, draft))
-    all_accepted = speculate(TIMING, Speculation(tokens, tokens + 1, draft, draft))
-    none_accepted = speculate(TIMING, Speculation(tokens, 1, draft, draft))
+    found = apply_speculation(TIMING, Speculation(tokens, length, draft, draft))
+    all_accepted = apply_speculation(TIMING, Speculation(tokens, tokens + 1, draft, draft))
+    none_accepted = apply_speculation(TIMING, Speculation(tokens, 1, draft, draft))
     times = [each.predict_decode_ms(batch, 1000) for each in (all_accepted, found, none_accepted)]
     assert times == sorted(times)
     assert times[2] >= TIMING.predict_decode_ms(batch, 1000)
@@ -71,7 +71,7 @@ def test_more_accepted_drafts_are_never_slower(
 
 def test_drafts_pay_at_small_batches_and_not_where_rows_cost_as_much_as_weights() -> None:
     bound = replace(TIMING, decode_ms=tuple(max(10.0, row / 8) for row in range(513)))
-    found = speculate(bound, ONE)
+    found = apply_speculation(bound, ONE)
     assert found.predict_decode_ms(8, 0) < bound.predict_decode_ms(8, 0)
     assert found.predict_decode_ms(256, 0) > bound.predict_decode_ms(256, 0)
 
@@ -80,7 +80,7 @@ def test_the_source_names_the_drafts_and_its_error_is_not_known() -> None:
     estimates = SpeculatingEstimator(OneSize(), ONE)
     found = estimates.estimate("A100", 1, 1)
     assert found is not None
-    assert found.timing == speculate(TIMING, ONE)
+    assert found.timing == apply_speculation(TIMING, ONE)
     assert found.confidence.source == "kernels; 1 drafted tokens, 1.6 emitted an iteration"
     assert found.confidence.error is None
     assert estimates.estimate("A100", 2, 1) is None

@@ -21,7 +21,6 @@ SOURCES = [
     if "_pb2" not in path.name
 ]
 OBSERVED = {
-    "active_parameters": "compared with the number that a model's publisher states",
     "build_fixed": "workloads of equal requests, whose results are known",
     "compute_per_chunk_ms": "compared with measured transfers in benchmarks/kv",
     "compute_per_layer_ms": "compared with measured transfers in benchmarks/kv",

@@ -50,7 +50,9 @@ class SpeculatingEstimator:
             return None
         source = f"{base.confidence.source}; {self._speculation}"
         trust = replace(base.confidence, source=source, error=None)
-        return replace(base, timing=speculate(base.timing, self._speculation), confidence=trust)
+        return replace(
+            base, timing=apply_speculation(base.timing, self._speculation), confidence=trust
+        )
 
     def explain_unsupported(
         self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
@@ -59,7 +61,7 @@ class SpeculatingEstimator:
         return self._estimator.explain_unsupported(gpu, tensor, pipeline, data, expert=expert)
 
 
-def speculate(timing: EngineTiming, speculation: Speculation) -> EngineTiming:
+def apply_speculation(timing: EngineTiming, speculation: Speculation) -> EngineTiming:
     """`timing` with decode iterations that emit one token and take the mean time of it."""
     rows, length = speculation.tokens + 1, speculation.acceptance_length
     drafts = speculation.tokens * speculation.draft_share
