@@ -193,6 +193,42 @@ async def test_a_deployment_waits_for_its_config_map_and_is_planned_with_it(
     assert find_machines().cluster is not None
 
 
+async def test_an_unknown_model_is_planned_from_what_the_hub_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submitted: list[Any] = []
+    hub = AsyncMock()
+    hub.read_config.return_value = None
+    controller = Controller(OperatorSettings(), OperatorMetrics(), model_hub=hub)
+    monkeypatch.setattr(controller.planner, "submit", lambda *job: submitted.append(job))
+    declared = declare_config("unused")
+    declared["spec"] |= {
+        "model": "org/new",
+        "workload": {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}},
+    }
+    controller.on_change(declared)
+    controller.on_change(node("n1", product="H100"))
+    key = ResourceKey("LLMDeployment", "default", "chat")
+    await controller._reconcile(key, AsyncMock())
+    assert not submitted
+
+    hub.read_config.return_value = CONFIGS["qwen3-8b"]
+    await controller._reconcile(key, AsyncMock())
+    ((_, planned, _, _),) = submitted
+    assert planned.spec.model.config.inline == CONFIGS["qwen3-8b"]
+    # It outlasts the next event, and nothing is read for a model that the table has.
+    controller.on_change(declared)
+    cached = controller.cache.get(key)
+    assert cached is not None
+    assert isinstance(cached.resource, LLMDeployment)
+    assert cached.resource.spec.model.config is not None
+    declared["spec"]["model"] = "Qwen/Qwen3-8B"
+    controller.on_change(declared)
+    hub.read_config.reset_mock()
+    await controller._reconcile(key, AsyncMock())
+    hub.read_config.assert_not_awaited()
+
+
 async def test_an_unknown_model_is_planned_once_a_worker_has_reported_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

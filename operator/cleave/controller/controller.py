@@ -43,7 +43,9 @@ from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
 from cleave.controller.cluster.gateway_client import GatewayClient, InstancesByPod
 from cleave.controller.cluster.inventory import Inventory, PlanMachines
+from cleave.controller.cluster.model_hub import ModelHub
 from cleave.controller.cluster.objects import ObservedPod
+from cleave.controller.cluster.reported_model import needs_hub
 from cleave.controller.cluster.workqueue import WorkQueue
 from cleave.controller.deployment.placement import NO_PLAN, PLAN_READY
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
@@ -97,9 +99,10 @@ class Controller:
         gateways: GatewayClient[ResourceKey] | None = None,
         debounce_s: float = DEBOUNCE_S,
         read_config_map: ConfigMapReader | None = None,
+        model_hub: ModelHub | None = None,
     ) -> None:
         """`read_config_map`: of a namespace and a name; absent: deployments that refer to one wait.
-        It raises KubeApiError."""
+        It raises KubeApiError. `model_hub`: has config.json of models; absent: it is not read."""
         self.settings = settings
         """Called for each decision."""
         self._metrics = metrics
@@ -117,7 +120,7 @@ class Controller:
         self._decision_s: dict[ResourceKey, float] = {}
         self._woken_at: dict[ResourceKey, float] = {}
         """When a deployment short of GPUs was, or will be, enqueued for what others gave back."""
-        self._read_config_map = read_config_map
+        self._read_config_map, self._model_hub = read_config_map, model_hub
         self._config_read: dict[ResourceKey, tuple[str, float]] = {}
         """Name of each deployment's ConfigMap, and when it was read last."""
         self._repurposing: set[ResourceKey] = set()
@@ -248,7 +251,7 @@ class Controller:
             self.queue.add_after(key, _STALE_RETRY_S)
             return
         try:
-            cached = await self._refresh_config(key, cached)
+            cached = await self._read_hub(key, await self._refresh_config(key, cached))
             reserved = self._reservations.get_plan(key)
             actions = await self._decide(key, cached)
             await self._carry_out(key, executor, actions)
@@ -298,6 +301,18 @@ class Controller:
             plan, limited = states.get(PLAN_READY), states.get("ScalingLimited")
             if (plan and plan.reason in NO_PLAN) or (limited and limited.status):
                 yield key
+
+    async def _read_hub(self, key: ResourceKey, cached: CachedResource) -> CachedResource:
+        """The deployment with what Hugging Face has about a model that Cleave does not know."""
+        deployment, hub = cached.resource, self._model_hub
+        if hub is None or not isinstance(deployment, LLMDeployment) or not needs_hub(deployment):
+            return cached
+        if "deletionTimestamp" in cached.meta:
+            return cached
+        config = await hub.read_config(deployment.spec.model)
+        if config is not None:
+            self.cache.set_hub_config(key, config)
+        return self.cache.get(key) or cached
 
     async def _refresh_config(self, key: ResourceKey, cached: CachedResource) -> CachedResource:
         """The deployment with the ConfigMap that it takes its model's config.json from, which is

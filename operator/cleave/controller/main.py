@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from cleave import logs
 from cleave.api.manifest import ManifestError, load_cluster
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         isolation=isolation,
         account=args.account,
         has_assigned_user=args.assigned_user,
+        model_hub=args.model_hub,
         author_policy=AuthorPolicy(
             allows_host_paths=not args.deny_host_paths,
             allows_host_network=not args.deny_host_network,
@@ -251,6 +253,14 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="cluster file with network, own GPUs and measured profiles",
     )
+    add(
+        "--model-hub",
+        type=_parse_url,
+        default="",
+        metavar="URL",
+        help="read config.json of models that Cleave does not know from here, such as "
+        "https://huggingface.co, with the token of $HF_TOKEN (default: not read)",
+    )
     add("--webhook", default="", metavar="NAME", help="serve the validating webhook of this name")
     add("--webhook-port", type=parse_port, default=9443)
     add(
@@ -262,6 +272,13 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     logs.add_option(parser, "json")
     return parser
+
+
+def _parse_url(text: str) -> str:
+    parts = urlsplit(text)
+    if text and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be like https://huggingface.co")
+    return text
 
 
 def _parse_image(text: str) -> tuple[str, str]:

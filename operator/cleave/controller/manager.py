@@ -8,6 +8,7 @@ state.
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from cleave.controller.cluster.client import KubeApiError, KubeClient
 from cleave.controller.cluster.config_maps import read_config_map
 from cleave.controller.cluster.executor import Executor
 from cleave.controller.cluster.leader_election import LeaderElector, LeaseConfig
+from cleave.controller.cluster.model_hub import ModelHub
 from cleave.controller.controller import WORKERS, Controller
 from cleave.controller.metrics import OperatorCollector, OperatorMetrics
 from cleave.controller.resync import Resync
@@ -74,8 +76,12 @@ class Manager:
     def __init__(self, kube: KubeClient, options: ManagerOptions) -> None:
         self._kube, self._options = kube, options
         self._metrics = OperatorMetrics()
+        hub, token = options.settings.model_hub, os.environ.get("HF_TOKEN", "")
         self._controller = Controller(
-            options.settings, self._metrics, read_config_map=partial(read_config_map, kube)
+            options.settings,
+            self._metrics,
+            read_config_map=partial(read_config_map, kube),
+            model_hub=ModelHub(hub, time.monotonic, token) if hub else None,
         )
         self._leader = LeaderElector(
             kube, options.namespace, options.lease, options.identity, options.lease_config

@@ -34,6 +34,9 @@ class OperatorSettings:
     """Whether the cluster has Kubernetes' own PodGroups, for gangs."""
     traffic_poll_s: float = 15.0
     """Seconds between two reads of the gateways' metrics."""
+    model_hub: str = ""
+    """URL of Hugging Face or a mirror, which has config.json of models that the operator does not
+    know; empty: it is not read."""
     author_policy: AuthorPolicy = ALLOW_ALL
     """What deployments and pools may ask for."""
     cluster: Cluster | None = None

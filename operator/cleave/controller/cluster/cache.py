@@ -21,7 +21,7 @@ from cleave.api.pool import InstancePool
 from cleave.controller.cluster import objects
 from cleave.controller.cluster.apply import ChildrenByName
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
-from cleave.controller.cluster.reported_model import apply_report
+from cleave.controller.cluster.reported_model import apply_config, apply_report, needs_hub
 from cleave.manifests.gang import POD_GROUP
 from cleave.manifests.labels import (
     COMPONENT,
@@ -82,6 +82,14 @@ class ReadConfigMap:
     """Why there is none; empty: it was read."""
 
 
+class _HubConfig(NamedTuple):
+    """What Hugging Face has about a deployment's model."""
+
+    source: str
+    revision: str | None
+    config: Mapping[str, object]
+
+
 class _Gateway(NamedTuple):
     """A gateway's pod."""
 
@@ -104,6 +112,7 @@ class ObjectCache:
         self._pools_of: dict[ResourceKey, dict[str, None]] = defaultdict(dict)
         self._children: dict[str, dict[tuple[str, str], ObservedChild]] = defaultdict(dict)
         self._config_maps: dict[ResourceKey, ReadConfigMap] = {}
+        self._hub_configs: dict[ResourceKey, _HubConfig] = {}
         self.nodes: dict[str, ObservedNode] = {}
 
     def upsert(self, manifest: Manifest) -> set[ResourceKey]:
@@ -161,6 +170,14 @@ class ObjectCache:
             self._config_maps[deployment] = read
             self._resources[deployment] = _with_config_map(self._resources[deployment], read)
 
+    def set_hub_config(self, deployment: ResourceKey, config: Mapping[str, object]) -> None:
+        """Give a deployment the config.json that Hugging Face has of its model."""
+        cached = self._resources.get(deployment)
+        if cached is not None and isinstance(cached.resource, LLMDeployment):
+            model = cached.resource.spec.model
+            self._hub_configs[deployment] = _HubConfig(model.source, model.revision, config)
+            self._apply_hub_config(deployment)
+
     def list_pods(self, key: ResourceKey) -> tuple[ObservedPod, ...]:
         """Return the worker pods of a pool or deployment, oldest first."""
         pods = self._pods_of.get(key, {}).values()
@@ -206,6 +223,7 @@ class ObjectCache:
         self._resources[key] = _parse(manifest)
         if key.kind == DEPLOYMENTS:
             self._upsert_reference(key)
+            self._apply_hub_config(key)
             return {key}
         deployment = str(manifest["spec"].get("deployment", ""))
         owner = ResourceKey(DEPLOYMENTS, key.namespace, deployment)
@@ -220,6 +238,18 @@ class ObjectCache:
             self._config_maps.pop(key, None)
         else:
             self._resources[key] = _with_config_map(cached, read)
+
+    def _apply_hub_config(self, key: ResourceKey) -> None:
+        """Keep what Hugging Face has for a deployment that still needs it for the same model."""
+        cached, read = self._resources[key], self._hub_configs.get(key)
+        if read is None or not isinstance(cached.resource, LLMDeployment):
+            return
+        model = cached.resource.spec.model
+        if (model.source, model.revision) != (read.source, read.revision):
+            del self._hub_configs[key]
+        elif needs_hub(cached.resource):
+            changed = apply_config(cached.resource, read.config)
+            self._resources[key] = replace(cached, resource=changed)
 
     def _upsert_node(self, manifest: Manifest) -> set[ResourceKey]:
         node = objects.parse_node(manifest)
@@ -280,6 +310,7 @@ class ObjectCache:
         if key.kind in (DEPLOYMENTS, POOLS):
             removed = self._resources.pop(key, None)
             self._config_maps.pop(key, None)
+            self._hub_configs.pop(key, None)
             self._children.pop(removed.meta.get("uid", "") if removed else "", None)
             owners = [each for each, pools in self._pools_of.items() if key.name in pools]
             for owner in owners if key.kind == POOLS else ():
