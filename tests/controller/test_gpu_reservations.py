@@ -171,3 +171,17 @@ def test_a_gain_is_known_although_another_deployment_was_planned_meanwhile() -> 
     stage.put_pools("one", decode=1)
     assert stage.count_free(other) == 15
     assert stage.reservations.take_gain()
+
+
+def test_a_quota_leaves_what_the_others_of_the_namespace_do_not_claim() -> None:
+    stage = Stage()
+    one, two = stage.put("one"), stage.put("two")
+    stage.put_pools("one", decode=2)
+    assert stage.reservations.find_quota(two) is None
+    spec, meta = (
+        {"hard": {"requests.nvidia.com/gpu": "3"}},
+        {"name": "gpus", "namespace": "default"},
+    )
+    stage.upsert({"kind": "ResourceQuota", "metadata": meta, "spec": spec})
+    assert str(stage.reservations.find_quota(two)) == "ResourceQuota gpus leaves 1 of 3 GPUs"
+    assert str(stage.reservations.find_quota(one)) == "ResourceQuota gpus leaves 3 of 3 GPUs"

@@ -123,6 +123,7 @@ class TestHandlers:
         assert watched == {
             "nodes", "llmdeployments", "instancepools", "pods", "deployments", "services",
             "poddisruptionbudgets", "serviceaccounts", "rolebindings", "networkpolicies",
+            "resourcequotas",
         }  # fmt: skip
         assert len(watched) == len(WATCHED_KINDS)
         assert not found._changing.get_all_handlers()

@@ -38,6 +38,7 @@ RIGHTS = {
     ("", "pods"): {"get", *APPLIED, "delete"},
     ("", "services"): {"get", *APPLIED},
     ("apps", "deployments"): {"get", *APPLIED},
+    ("", "resourcequotas"): {"list", "watch"},
     ("policy", "poddisruptionbudgets"): {"get", *APPLIED},
     ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "create", "delete"},
     ("scheduling.k8s.io", "podgroups"): {"create", "patch"},

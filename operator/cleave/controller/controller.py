@@ -206,11 +206,12 @@ class Controller:
 
     def find_machines(self, key: ResourceKey, deployment: LLMDeployment) -> PlanMachines:
         """Return the machines that a plan for a deployment may use: without the GPUs that others
-        have or have been promised."""
+        have or have been promised, and within the namespace's quota."""
         whole = self._get_inventory(deployment)
         if deployment.spec.engine.type is EngineType.EMULATED or whole.cluster is None:
             return PlanMachines(whole.cluster, whole.node_counts_hash)
-        return inventory.select_free(whole, self._reservations.find_free(key, whole.nodes))
+        free = self._reservations.find_free(key, whole.nodes)
+        return inventory.select_free(whole, free, self._reservations.find_quota(key))
 
     def _get_inventory(self, deployment: LLMDeployment) -> Inventory:
         return self.build_inventory(deployment.spec.engine, deployment.spec.template)
@@ -420,6 +421,7 @@ class Controller:
             traffic=self.traffic_poller.scraper.get_recent(key),
             windows=self.traffic_poller.scraper.get_windows(key),
             drift=self.traffic_poller.update_drift(key, resource, cached.status),
+            max_gpus=machines.max_gpus,
             demand=self.traffic_poller.measure_demand(key, resource),
             fault=self._faults.get(key, ""),
             model_fault=cached.model_fault,

@@ -14,6 +14,7 @@ from cleave.controller.cluster.cache import DEPLOYMENTS, POOLS, ObjectCache, Res
 from cleave.controller.cluster.gpu_claims import (
     FreeGpus,
     GpuClaims,
+    QuotaShare,
     has_freed,
     subtract_claims,
     sum_claims,
@@ -93,6 +94,20 @@ class GpuReservations:
         own = self._claims.get(deployment, GpuClaims())
         others = GpuClaims(self._total.placed - own.placed, self._total.waiting - own.waiting)
         return subtract_claims(nodes, others)
+
+    def find_quota(self, deployment: ResourceKey) -> QuotaShare | None:
+        """Return what the other deployments of its namespace leave of the ResourceQuota for GPUs;
+        None: there is none."""
+        self._refresh()
+        quota = self._cache.find_gpu_quota(deployment.namespace)
+        if quota is None:
+            return None
+        claimed = sum(
+            claims.count_gpus()
+            for key, claims in self._claims.items()
+            if key.namespace == deployment.namespace and key != deployment
+        )
+        return QuotaShare(quota.name, max(0, quota.num_gpus - claimed), quota.num_gpus)
 
     def _find_deployment(self, key: ResourceKey) -> ResourceKey:
         if key.kind == DEPLOYMENTS:

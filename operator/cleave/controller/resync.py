@@ -28,6 +28,7 @@ _GONE = 410
 
 WATCHED_KINDS: Mapping[str, str] = {
     "Node": "",
+    "ResourceQuota": "",
     "LLMDeployment": "",
     "InstancePool": "",
     "Pod": COMPONENT,

@@ -94,6 +94,8 @@ class DeploymentView:
     """Recent traffic in windows, oldest first; the last ones make up `traffic`."""
     drift: DriftState = DriftState()
     """Drift of the traffic from the planned one, from the windows compared so far."""
+    max_gpus: int | None = None
+    """GPUs that the quota of its namespace leaves; None: as many as the nodes."""
     demand: TrafficDemand | None = None
     """The rate that instances are scaled by; None: not known, or scaling is off."""
     fault: str = ""

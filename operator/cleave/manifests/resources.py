@@ -24,6 +24,8 @@ Device = Literal["gpu", "cpu"]
 
 GPU = "nvidia.com/gpu"
 GPU_PRODUCT = "nvidia.com/gpu.product"
+GPU_REQUESTS = f"requests.{GPU}"
+"""Their name in a ResourceQuota."""
 _SHARED_RDMA = "rdma/"
 """Prefix of k8s-rdma-shared-dev-plugin's resources: each unit opens the same cards."""
 _HOST_DEVICE = "nvidia.com/hostdev"

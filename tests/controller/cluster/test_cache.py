@@ -119,6 +119,37 @@ def test_a_node_heartbeat_enqueues_nothing_and_a_gpu_change_enqueues_all() -> No
     assert cache.delete(build_object(node(), 4, "n1")) == {CHAT, POOL}
 
 
+def build_quota(gpus: int, version: int = 1, uid: str = "q1", **spec: Any) -> Manifest:
+    meta = {"name": f"gpus-{uid}", "namespace": "default"}
+    hard = {"requests.nvidia.com/gpu": str(gpus), "pods": "9"}
+    kind = {"apiVersion": "v1", "kind": "ResourceQuota"}
+    return build_object({**kind, "metadata": meta, "spec": {"hard": hard, **spec}}, version, uid)
+
+
+def test_the_tightest_quota_for_gpus_counts() -> None:
+    cache = filled()
+    assert cache.find_gpu_quota("default") is None
+    assert cache.upsert(build_quota(8)) == {CHAT}
+    assert cache.upsert(build_quota(4, uid="q2")) == {CHAT}
+    assert cache.upsert(build_quota(4, 2, "q2")) == set(), "only what is used has changed"
+    assert cache.find_gpu_quota("default") == ("gpus-q2", 4)
+    assert cache.find_gpu_quota("other") is None
+    assert cache.delete(build_quota(4, 3, "q2")) == {CHAT}
+    assert cache.find_gpu_quota("default") == ("gpus-q1", 8)
+    assert cache.upsert({**build_quota(8, 4), "spec": {"hard": {"pods": "9"}}}) == {CHAT}
+    assert cache.find_gpu_quota("default") is None
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"scopes": ["BestEffort"]}, {"scopeSelector": {"matchExpressions": [{"operator": "In"}]}}],
+)
+def test_a_quota_for_some_pods_is_no_budget(part: dict[str, Any]) -> None:
+    cache = filled()
+    assert cache.upsert(build_quota(8, **part)) == set()
+    assert cache.find_gpu_quota("default") is None
+
+
 def test_a_node_that_fails_concerns_the_pools_that_have_pods_there() -> None:
     cache = filled()
     cache.upsert(build_object(node(), 1, "n1"))

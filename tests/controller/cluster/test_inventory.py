@@ -3,7 +3,13 @@
 import pytest
 
 from cleave.api.cluster import Cluster, NetworkKind
-from cleave.controller.cluster.inventory import UNUSABLE_S, build_inventory, list_lost
+from cleave.controller.cluster.gpu_claims import FreeGpus, QuotaShare
+from cleave.controller.cluster.inventory import (
+    UNUSABLE_S,
+    build_inventory,
+    list_lost,
+    select_free,
+)
 from cleave.controller.cluster.objects import ObservedNode, parse_node, parse_timestamp
 
 
@@ -208,3 +214,20 @@ def test_since_when_a_node_is_unusable_is_what_the_cluster_has_noted(
     start = parse_timestamp("2026-01-01T00:00:00Z")
     expected = None if minutes is None else start + 60 * minutes
     assert parsed.unusable_since_s == expected
+
+
+def test_a_quota_bounds_a_plan_where_it_leaves_fewer_gpus_than_the_nodes() -> None:
+    whole = build_inventory([node("a"), node("b")])
+    free = FreeGpus((node("a", count=5), node("b")), num_taken=3, num_total=16)
+    loose = select_free(whole, free, QuotaShare("gpus", 13, 32))
+    assert loose == select_free(whole, free)
+    assert loose.max_gpus is None
+    tight = select_free(whole, free, QuotaShare("gpus", 4, 6))
+    assert (tight.max_gpus, tight.cluster) == (4, loose.cluster)
+    assert (
+        tight.taken == "ResourceQuota gpus leaves 4 of 6 GPUs; other deployments have 3 of 16 GPUs"
+    )
+    tighter = select_free(whole, free, QuotaShare("gpus", 3, 6))
+    assert len({loose.counts_hash, tight.counts_hash, tighter.counts_hash}) == 3
+    none = select_free(whole, FreeGpus(whole.nodes, 0, 16), QuotaShare("gpus", 0, 6))
+    assert (none.cluster, none.taken) == (None, "ResourceQuota gpus leaves 0 of 6 GPUs")

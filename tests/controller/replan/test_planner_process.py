@@ -351,6 +351,15 @@ async def test_a_request_that_runs_is_not_stopped_by_other_machines() -> None:
     await client.close()
 
 
+@pytest.mark.parametrize(("own", "left"), [({}, 1), ({"maxGPUs": 2}, 1), ({"maxGPUs": 1}, 2)])
+def test_a_plan_keeps_to_what_the_quota_leaves(own: dict[str, int], left: int) -> None:
+    nodes = Cluster.model_validate({"nodes": [{"gpu": "H100-SXM-80GB", "gpusPerNode": 8}]})
+    spec = text(engine={"type": "vLLM"}, planning=own, **LONG_PROMPTS)
+    found = run_planner(spec, PlanMachines(nodes, "", "the quota", left), QUESTION)
+    assert "1 GPU" in found.infeasible
+    assert found.infeasible.endswith("; the quota")
+
+
 def test_a_plan_that_fails_says_what_other_deployments_have() -> None:
     spec = text(engine={"type": "vLLM"}, **LONG_PROMPTS)
     taken = "other deployments have 15 of 16 GPUs"

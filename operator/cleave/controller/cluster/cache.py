@@ -39,6 +39,7 @@ DEPLOYMENTS = "LLMDeployment"
 POOLS = "InstancePool"
 _PODS = "Pod"
 _NODES = "Node"
+_QUOTAS = "ResourceQuota"
 
 _METADATA_FIELDS = (
     "name", "namespace", "uid", "resourceVersion", "generation", "labels", "creationTimestamp",
@@ -90,6 +91,13 @@ class _HubConfig(NamedTuple):
     config: Mapping[str, object]
 
 
+class GpuQuota(NamedTuple):
+    """A ResourceQuota that bounds the GPUs of a namespace."""
+
+    name: str
+    num_gpus: int
+
+
 class _Gateway(NamedTuple):
     """A gateway's pod."""
 
@@ -113,6 +121,7 @@ class ObjectCache:
         self._children: dict[str, dict[tuple[str, str], ObservedChild]] = defaultdict(dict)
         self._config_maps: dict[ResourceKey, ReadConfigMap] = {}
         self._hub_configs: dict[ResourceKey, _HubConfig] = {}
+        self._quotas: dict[ResourceKey, int] = {}
         self.nodes: dict[str, ObservedNode] = {}
 
     def upsert(self, manifest: Manifest) -> set[ResourceKey]:
@@ -178,6 +187,15 @@ class ObjectCache:
             self._hub_configs[deployment] = _HubConfig(model.source, model.revision, config)
             self._apply_hub_config(deployment)
 
+    def find_gpu_quota(self, namespace: str) -> GpuQuota | None:
+        """Return the tightest ResourceQuota for GPUs of a namespace; None: there is none."""
+        found = (
+            GpuQuota(key.name, num_gpus)
+            for key, num_gpus in self._quotas.items()
+            if key.namespace == namespace
+        )
+        return min(found, key=lambda quota: (quota.num_gpus, quota.name), default=None)
+
     def list_pods(self, key: ResourceKey) -> tuple[ObservedPod, ...]:
         """Return the worker pods of a pool or deployment, oldest first."""
         pods = self._pods_of.get(key, {}).values()
@@ -215,6 +233,8 @@ class ObjectCache:
             return self._upsert_resource(key, manifest)
         if key.kind == _NODES:
             return self._upsert_node(manifest)
+        if key.kind == _QUOTAS:
+            return self._set_quota(key, objects.find_gpu_quota(manifest))
         if key.kind == _PODS:
             return self._upsert_pod(key, manifest)
         return self._upsert_child(manifest)
@@ -263,6 +283,20 @@ class ObjectCache:
         # Its GPUs are the same, so only pools with pods on this node are affected.
         pools = (_list_owners(pod)[0] for pod in self._pods.values() if pod.node == node.name)
         return self._filter_cached(pools)
+
+    def _set_quota(self, key: ResourceKey, num_gpus: int | None) -> set[ResourceKey]:
+        """Its `status.used` changes with every pod; no decision depends on that."""
+        if self._quotas.get(key) == num_gpus:
+            return set()
+        if num_gpus is None:
+            del self._quotas[key]
+        else:
+            self._quotas[key] = num_gpus
+        return {
+            each
+            for each in self._resources
+            if (each.kind, each.namespace) == (DEPLOYMENTS, key.namespace)
+        }
 
     def _upsert_pod(self, key: ResourceKey, manifest: Manifest) -> set[ResourceKey]:
         labels = manifest["metadata"].get("labels", {})
@@ -320,6 +354,8 @@ class ObjectCache:
         if key.kind == _NODES:
             self.nodes.pop(key.name, None)
             return set(self._resources)
+        if key.kind == _QUOTAS:
+            return self._set_quota(key, None)
         if pod := self._pods.pop(key, None):
             owners = _list_owners(pod)
             for owner in owners:

@@ -81,6 +81,7 @@ KINDS: Mapping[str, ApiResource] = {
     "Secret": ApiResource("v1", "secrets"),
     "Event": ApiResource("v1", "events"),
     "Node": ApiResource("v1", "nodes", is_namespaced=False),
+    "ResourceQuota": ApiResource("v1", "resourcequotas"),
     "Deployment": ApiResource("apps/v1", "deployments"),
     "PodDisruptionBudget": ApiResource("policy/v1", "poddisruptionbudgets"),
     "NetworkPolicy": ApiResource("networking.k8s.io/v1", "networkpolicies"),

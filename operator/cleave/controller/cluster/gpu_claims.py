@@ -34,6 +34,10 @@ class GpuClaims:
     waiting: Counter[GpuPiece] = field(default_factory=Counter)
     """Number of pods without a node."""
 
+    def count_gpus(self) -> int:
+        """All of them."""
+        return self.placed.total() + sum(piece.gpus * n for piece, n in self.waiting.items())
+
 
 @dataclass(frozen=True, slots=True)
 class FreeGpus:
@@ -44,6 +48,19 @@ class FreeGpus:
     num_taken: int
     """GPUs of these nodes that are claimed."""
     num_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaShare:
+    """What the ResourceQuota of its namespace leaves a deployment."""
+
+    name: str
+    num_left: int
+    """GPUs that this deployment may claim together with those that it has."""
+    num_total: int
+
+    def __str__(self) -> str:
+        return f"ResourceQuota {self.name} leaves {self.num_left} of {self.num_total} GPUs"
 
 
 def sum_claims(

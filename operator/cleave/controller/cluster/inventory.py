@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cleave.api.cluster import ASSUMED_NETWORK, Cluster, NetworkKind, NetworkSpec, NodeGroup
 from cleave.controller.cluster.apply import hash_content
-from cleave.controller.cluster.gpu_claims import FreeGpus
+from cleave.controller.cluster.gpu_claims import FreeGpus, QuotaShare
 from cleave.controller.cluster.objects import ObservedNode
 from cleave.manifests.topology import CLIQUE, HOSTNAME, NodeTopology
 
@@ -43,7 +43,9 @@ class PlanMachines:
     counts_hash: str = ""
     """Hash of the node counts by kind and by GPUs that are left."""
     taken: str = ""
-    """How many GPUs other deployments have, as a sentence; empty: none."""
+    """How many GPUs other deployments have, and which quota leaves fewer; empty: none."""
+    max_gpus: int | None = None
+    """What the namespace's quota leaves, where that is less than the nodes have free."""
 
 
 UNUSABLE_S = 300.0
@@ -124,16 +126,25 @@ def build_inventory(
     )
 
 
-def select_free(whole: Inventory, free: FreeGpus) -> PlanMachines:
-    """The machines of an inventory with the GPUs that other deployments leave. Kinds and network
-    stay those of all nodes, so that no plan changes with another deployment's."""
-    if whole.cluster is None or not free.num_taken:
-        return PlanMachines(whole.cluster, whole.node_counts_hash)
-    rows = _count_groups(free.nodes)
+def select_free(whole: Inventory, free: FreeGpus, quota: QuotaShare | None = None) -> PlanMachines:
+    """The machines of an inventory with the GPUs that other deployments, and the quota of the
+    namespace, leave. Kinds and network stay those of all nodes, so that no plan changes with
+    another deployment's."""
+    machines = PlanMachines(whole.cluster, whole.node_counts_hash)
+    if whole.cluster is not None and free.num_taken:
+        rows = _count_groups(free.nodes)
+        machines = PlanMachines(
+            whole.cluster.model_copy(update={"nodes": _to_groups(rows)}) if rows else None,
+            hash_content(rows),
+            f"other deployments have {free.num_taken} of {free.num_total} GPUs",
+        )
+    if quota is None or quota.num_left >= free.num_total - free.num_taken:
+        return machines
     return PlanMachines(
-        whole.cluster.model_copy(update={"nodes": _to_groups(rows)}) if rows else None,
-        hash_content(rows),
-        f"other deployments have {free.num_taken} of {free.num_total} GPUs",
+        machines.cluster if quota.num_left else None,
+        hash_content([machines.counts_hash, quota.num_left]),
+        "; ".join(filter(None, (str(quota), machines.taken))),
+        quota.num_left,
     )
 
 

@@ -28,6 +28,7 @@ from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import (
     GPU,
     GPU_PRODUCT,
+    GPU_REQUESTS,
     find_rdma_device,
     has_rdma_devices,
     has_whole_cards_only,
@@ -349,6 +350,16 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         fault=explain_unusable(labels),
         unusable_since_s=_find_unusable_since_s(manifest),
     )
+
+
+def find_gpu_quota(manifest: Manifest) -> int | None:
+    """GPUs that a ResourceQuota grants all pods of its namespace; None: it does not count GPUs, or
+    only those of some pods (scopes)."""
+    spec = manifest.get("spec", {})
+    amount = spec.get("hard", {}).get(GPU_REQUESTS)
+    if amount is None or spec.get("scopes") or spec.get("scopeSelector"):
+        return None
+    return int(parse_quantity(amount))
 
 
 def _find_unusable_since_s(manifest: Manifest) -> float | None:

@@ -85,7 +85,8 @@ def compute_counts(view: DeploymentView, written: Manifest) -> ReplicaCounts:
         served_s = _compute_served_s(view, roles)
         demand = replace(demand, idle_s=min(demand.idle_s, served_s))
     at_least = compute_scheduled_rate(scaling.schedule, view.now_s)
-    max_gpus = spec.planning.max_gpus
+    limits = [each for each in (spec.planning.max_gpus, view.max_gpus) if each is not None]
+    max_gpus = min(limits, default=None)
     return scale(scaling, plan, now, demand, min_rate=at_least, max_gpus=max_gpus)
 
 

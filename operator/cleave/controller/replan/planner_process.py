@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
+from cleave.api.planning import MAX_GPUS
 from cleave.api.replan_status import FittedPlanInputs
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.inventory import PlanMachines
@@ -80,6 +81,7 @@ def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
                 [machines.taken or "no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"]
             )
         else:
+            deployment = _with_max_gpus(deployment, machines.max_gpus)
             problem = problem_from_cluster.build_problem(deployment, machines.cluster)
         if job.review is not None:
             # With another connector a new plan would replace every instance.
@@ -126,6 +128,16 @@ def _with_traffic(deployment: LLMDeployment, fitted: FittedPlanInputs | None) ->
     if fitted is None:
         return deployment
     spec = deployment.spec.model_copy(update={"workload": fitted.workload})
+    return deployment.model_copy(update={"spec": spec})
+
+
+def _with_max_gpus(deployment: LLMDeployment, max_gpus: int | None) -> LLMDeployment:
+    """Return the deployment with at most this many GPUs; None: as many as it may have."""
+    planning = deployment.spec.planning
+    if max_gpus is None or max_gpus >= (planning.max_gpus or MAX_GPUS):
+        return deployment
+    planning = planning.model_copy(update={"max_gpus": max_gpus})
+    spec = deployment.spec.model_copy(update={"planning": planning})
     return deployment.model_copy(update={"spec": spec})
 
 
