@@ -1,12 +1,25 @@
-"""Two deployments on the same GPUs: none is planned twice, what is given back is planned again."""
+"""Two deployments on the same GPUs: none is planned twice, quotas are kept, GPUs are lent and come
+back."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.nodes import Nodes, gpu_node
-from e2e.test_cluster_operator import condition, installed, message, nodes, read_log
+from e2e.test_cluster_operator import (
+    condition,
+    deployed,
+    installed,
+    is_pod_ready,
+    message,
+    nodes,
+    read_log,
+)
 
 __all__ = ["installed", "nodes"]
 pytestmark = pytest.mark.timeout(600)
@@ -16,7 +29,22 @@ NEEDED = 3
 """GPUs of the plan of each deployment; its instances have one each."""
 
 
-def build_manifest(name: str) -> str:
+LENDER = f"""
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {{name: chat}}
+spec:
+  model: {{source: facebook/opt-13b, servedName: chat, maxModelLen: 8192}}
+  slo: {{ttftMs: 400, tpotMs: 40}}
+  engine: {{type: Emulated, emulated: {{timeScale: 0.2}}}}
+  planning: {{minGPUs: 1}}
+  placement: {{manual: [{{role: mixed, replicas: {GPUS}, gpu: H200}}]}}
+  template: {{resources: {{limits: {{nvidia.com/gpu: 1}}}}}}
+"""
+"""It has all GPUs of the node; emulated engines hold them and serve."""
+
+
+def build_manifest(name: str, **planning: Any) -> str:
     """A deployment that only the test's node can run. Its engines never start: without vLLM and
     the model's files there is nothing to serve, and plans and pods are the same."""
     spec = {
@@ -24,46 +52,117 @@ def build_manifest(name: str) -> str:
         "slo": {"ttftMs": 400, "tpotMs": 40},
         "engine": {"type": "vLLM", "image": "registry.example/vllm:1"},
         "workload": {"rate": 40, "promptTokens": {"mean": 2000}, "outputTokens": {"mean": 200}},
-        "planning": {"gpus": [{"type": "H200"}]},
+        "planning": {"gpus": [{"type": "H200"}], **planning},
     }
     head = {"apiVersion": "cleave.dev/v1alpha1", "kind": "LLMDeployment"}
     return json.dumps({**head, "metadata": {"name": name}, "spec": spec})
 
 
-def test_gpus_are_planned_once(installed: Cluster, nodes: Nodes, namespace: str) -> None:
-    def read(name: str) -> dict:
-        return installed.get("llmd", name, namespace) or {}
+class Deployments:
+    """Those of a namespace."""
 
-    def is_decided(name: str) -> bool:
-        return condition(read(name), "PlanFeasible") in ("True", "False")
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
 
-    def find_planned() -> list[str]:
+    def apply(self, *manifests: str) -> None:
+        text = "\n---\n".join(manifests)
+        self.cluster.kubectl("apply", "-n", self.namespace, "-f", "-", input=text)
+
+    def delete(self, name: str) -> None:
+        self.cluster.kubectl("delete", "llmd", name, "-n", self.namespace, timeout_s=180)
+
+    def read(self, name: str) -> dict:
+        return self.cluster.get("llmd", name, self.namespace) or {}
+
+    def is_decided(self, name: str) -> bool:
+        return condition(self.read(name), "PlanFeasible") in ("True", "False")
+
+    def find_planned(self) -> list[str]:
         names = ("one", "two")
-        return [each for each in names if condition(read(each), "PlanReady") == "True"]
+        return [each for each in names if condition(self.read(each), "PlanReady") == "True"]
 
-    def count_requested_gpus() -> int:
+    def count_gpus(self, name: str = "", *, placed: bool = False) -> int:
+        """That pods of a deployment, or of all, request; `placed`: of those with a node."""
+        selector = f"cleave.dev/deployment={name}" if name else ""
         limits = (
             container["resources"].get("limits", {})
-            for pod in installed.list("pods", namespace)
+            for pod in self.cluster.list("pods", self.namespace, selector)
+            if "nodeName" in pod["spec"] or not placed
             for container in pod["spec"]["containers"]
         )
         return sum(int(each.get("nvidia.com/gpu", 0)) for each in limits)
 
-    nodes.add(gpu_node(NODE, gpus=GPUS, product="NVIDIA-H200", gpu_memory_mib=143_771))
+
+@contextmanager
+def opened(installed: Cluster, nodes: Nodes, namespace: str, gpus: int) -> Iterator[Deployments]:
+    """A node with GPUs and the deployments of a test; nothing is left afterwards."""
+    nodes.add(gpu_node(NODE, gpus=gpus, product="NVIDIA-H200", gpu_memory_mib=143_771))
     try:
-        both = "\n---\n".join(map(build_manifest, ("one", "two")))
-        installed.kubectl("apply", "-n", namespace, "-f", "-", input=both)
-        wait_until(lambda: all(map(is_decided, ("one", "two"))), 180, "both are decided on")
-        (first,) = find_planned()
-        second = "two" if first == "one" else "one"
-        assert f"other deployments have {NEEDED} of" in message(read(second), "PlanReady")
-        wait_until(lambda: count_requested_gpus() == NEEDED, 60, "the pods exist")
-        installed.kubectl("delete", "llmd", first, "-n", namespace, timeout_s=180)
-        wait_until(lambda: find_planned() == [second], 120, "the other one is planned")
-        wait_until(lambda: count_requested_gpus() == NEEDED, 60, "its pods exist")
+        yield Deployments(installed, namespace)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{read_log(installed)}") from error
     finally:
         installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
         nodes.lose(NODE)
         installed.kubectl("delete", "node", NODE)
+
+
+def test_gpus_are_planned_once(installed: Cluster, nodes: Nodes, namespace: str) -> None:
+    with opened(installed, nodes, namespace, GPUS) as here:
+        here.apply(*map(build_manifest, ("one", "two")))
+        wait_until(lambda: all(map(here.is_decided, ("one", "two"))), 180, "both are decided on")
+        (first,) = here.find_planned()
+        second = "two" if first == "one" else "one"
+        assert f"other deployments have {NEEDED} of" in message(here.read(second), "PlanReady")
+        wait_until(lambda: here.count_gpus() == NEEDED, 60, "the pods exist")
+        here.delete(first)
+        wait_until(lambda: here.find_planned() == [second], 120, "the other one is planned")
+        wait_until(lambda: here.count_gpus() == NEEDED, 60, "its pods exist")
+
+
+def test_a_quota_is_kept_until_it_grows(installed: Cluster, nodes: Nodes, namespace: str) -> None:
+    def set_quota(gpus: int) -> None:
+        hard = {"requests.nvidia.com/gpu": str(gpus)}
+        head = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "gpus"}}
+        installed.apply({**head, "spec": {"hard": hard}}, namespace=namespace)
+
+    with opened(installed, nodes, namespace, 2 * GPUS) as here:
+        set_quota(GPUS)
+        here.apply(*map(build_manifest, ("one", "two")))
+        wait_until(lambda: all(map(here.is_decided, ("one", "two"))), 180, "both are decided on")
+        (first,) = here.find_planned()
+        used = here.read(first)["status"]["plan"]["gpus"]
+        assert used <= GPUS
+        second = "two" if first == "one" else "one"
+        left = f"ResourceQuota gpus leaves {GPUS - used} of {GPUS} GPUs"
+        assert left in message(here.read(second), "PlanReady")
+        wait_until(lambda: here.count_gpus() == used, 60, "the pods exist")
+        set_quota(2 * GPUS)
+        wait_until(lambda: len(here.find_planned()) == 2, 120, "both are planned")
+        wait_until(lambda: used < here.count_gpus() <= 2 * GPUS, 60, "their pods exist")
+
+
+def test_gpus_are_lent_under_load_and_come_back(
+    installed: Cluster, nodes: Nodes, namespace: str
+) -> None:
+    with (
+        opened(installed, nodes, namespace, GPUS) as here,
+        deployed(installed, namespace, LENDER) as chat,
+        Load(chat.address, "chat") as load,
+    ):
+        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        here.apply(build_manifest("high", priority=10))
+        wait_until(lambda: here.count_gpus("high", placed=True) == NEEDED, 180, "GPUs are lent")
+        assert here.count_gpus("chat") == GPUS - NEEDED
+        text = f"lends {NEEDED} of {GPUS} GPUs to {namespace}/high (priority 10)"
+        assert message(chat.deployment, "ScalingLimited") == text
+        wait_until(chat.is_ready, 30, "the lender is ready with what is left")
+        here.delete("high")
+        wait_until(
+            lambda: len(chat.workers()) == GPUS and all(map(is_pod_ready, chat.workers())),
+            120,
+            "the GPUs are back",
+        )
+        after = load.answered
+        wait_until(lambda: load.answered > after + 20, 30, "all answer")
+    assert load.failures == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cleave.api.deployment import LLMDeployment
-from cleave.controller.cluster.actions import Action, PlanJob
+from cleave.controller.cluster.actions import Action, Emit, PatchStatus, PlanJob
 from cleave.controller.cluster.gateway_client import GatewayClient
 from cleave.controller.cluster.inventory import PlanMachines
 from cleave.controller.controller import WAKE_PERIOD_S, Controller
@@ -33,7 +33,8 @@ async def plan(
     """A planner that takes as many mixed instances of one GPU as it needs, after a while."""
     for _ in range(3):
         await asyncio.sleep(0)
-    if machines.cluster is None or machines.cluster.total_gpus < NEEDED:
+    total = machines.cluster.total_gpus if machines.cluster else 0
+    if min(total, machines.max_gpus or total) < NEEDED:
         return replace(job, infeasible=f"too few GPUs; {machines.taken}")
     pools = [{"role": "mixed", "replicas": NEEDED}]
     selected = {"revision": "r", "reason": "", "gpus": NEEDED, "pools": pools}
@@ -81,8 +82,13 @@ class ControlPlane:
                 await asyncio.sleep(0)
 
 
-def deploy(cluster: SmallCluster, name: str) -> None:
-    declared = chat(model="meta-llama/Llama-3.1-8B", engine={"type": "vLLM"}, workload=WORKLOAD)
+def deploy(cluster: SmallCluster, name: str, **planning: Any) -> None:
+    declared = chat(
+        model="meta-llama/Llama-3.1-8B",
+        engine={"type": "vLLM"},
+        workload=WORKLOAD,
+        planning=planning,
+    )
     cluster.add({**declared, "metadata": {**declared["metadata"], "name": name}})
 
 
@@ -97,11 +103,23 @@ def build_free_pool(replicas: int) -> Manifest:
     }
 
 
-def read_plan(cluster: SmallCluster, name: str) -> tuple[str, str]:
+def read_condition(cluster: SmallCluster, name: str, kind: str) -> tuple[str, str]:
     deployment = cluster.get("LLMDeployment", name)
     assert deployment is not None
     states = {each["type"]: each for each in deployment["status"]["conditions"]}
-    return states["PlanReady"]["status"], states["PlanReady"]["message"]
+    return states[kind]["status"], states[kind]["message"]
+
+
+def read_plan(cluster: SmallCluster, name: str) -> tuple[str, str]:
+    return read_condition(cluster, name, "PlanReady")
+
+
+def count_pods(cluster: SmallCluster, name: str) -> int:
+    """Pods of a deployment with a node."""
+    return sum(
+        pod["metadata"]["labels"]["cleave.dev/deployment"] == name and "nodeName" in pod["spec"]
+        for pod in cluster.pods()
+    )
 
 
 def count_requested_gpus(cluster: SmallCluster) -> int:
@@ -198,3 +216,80 @@ async def test_a_fault_in_what_others_claim_does_not_end_the_worker(
     await here.run()
     assert read_plan(cluster, "one")[0] == "True"
     assert "its GPUs are not counted" in caplog.text
+
+
+async def test_a_quota_is_kept_and_what_it_grows_by_is_planned() -> None:
+    cluster = SmallCluster()
+    cluster.add(node(gpus=16))
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "gpus", "namespace": "default"},
+        "spec": {"hard": {"requests.nvidia.com/gpu": "8"}},
+    }
+    cluster.add(quota)
+    for name in ("one", "two"):
+        deploy(cluster, name)
+    here = ControlPlane(cluster)
+    await here.run()
+    status, message = read_plan(cluster, "two")
+    assert (read_plan(cluster, "one")[0], status) == ("True", "False")
+    assert "ResourceQuota gpus leaves 2 of 8 GPUs; other deployments have 6 of 16 GPUs" in message
+    assert count_requested_gpus(cluster) == NEEDED
+    cluster.edit("ResourceQuota", "gpus", hard={"requests.nvidia.com/gpu": "12"})
+    await here.run()
+    assert read_plan(cluster, "two")[0] == "True"
+    assert count_requested_gpus(cluster) == 2 * NEEDED
+
+
+async def test_a_higher_priority_borrows_gpus_and_gives_them_back() -> None:
+    cluster = SmallCluster(room=8)
+    cluster.add(node(gpus=8))
+    deploy(cluster, "low", minGPUs=2)
+    here = ControlPlane(cluster)
+    await here.run()
+    assert count_pods(cluster, "low") == NEEDED
+    deploy(cluster, "equal")
+    await here.run()
+    assert read_plan(cluster, "equal")[0] == "False"
+    assert count_pods(cluster, "low") == NEEDED, "an equal priority takes nothing"
+
+    plan_before = cluster.get("LLMDeployment", "low")
+    deploy(cluster, "high", priority=10)
+    await here.run()
+    assert (count_pods(cluster, "low"), count_pods(cluster, "high")) == (2, NEEDED)
+    limited = read_condition(cluster, "low", "ScalingLimited")
+    assert limited == ("True", "lends 4 of 6 GPUs to default/high (priority 10)")
+    assert read_condition(cluster, "low", "Ready")[0] == "True"
+    plan_now = cluster.get("LLMDeployment", "low")
+    assert plan_before is not None
+    assert plan_now is not None
+    assert plan_now["status"]["plan"] == plan_before["status"]["plan"]
+    assert [each.message for each in cluster.events if each.reason == "GPUsLent"] == [limited[1]]
+
+    # A new operator decides the same.
+    log = len(cluster.log)
+    here = ControlPlane(cluster)
+    await here.run()
+    assert all(isinstance(each, PatchStatus | Emit) for each in cluster.log[log:])
+
+    cluster.remove("LLMDeployment", "equal")
+    cluster.remove("LLMDeployment", "high")
+    await here.run(int(WAKE_PERIOD_S) + 60)
+    assert count_pods(cluster, "low") == NEEDED
+    assert read_condition(cluster, "low", "ScalingLimited")[0] == "False"
+    assert "ReplicasSetBack" not in {each.reason for each in cluster.events}
+
+
+async def test_a_guarantee_is_kept_in_the_quota_too() -> None:
+    cluster = SmallCluster(room=16)
+    cluster.add(node(gpus=16))
+    spec = {"hard": {"requests.nvidia.com/gpu": "9"}}
+    head = {"apiVersion": "v1", "kind": "ResourceQuota"}
+    cluster.add({**head, "metadata": {"name": "gpus", "namespace": "default"}, "spec": spec})
+    deploy(cluster, "low", minGPUs=3)
+    here = ControlPlane(cluster)
+    await here.run()
+    deploy(cluster, "high", priority=10)
+    await here.run()
+    assert (count_pods(cluster, "low"), count_pods(cluster, "high")) == (3, NEEDED)

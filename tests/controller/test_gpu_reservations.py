@@ -50,6 +50,16 @@ class Stage:
         for pool in build_pools(resource, choose_placement(resource), NodeTopology()):
             self.upsert(json.loads(pool.model_dump_json(exclude_none=True)))
 
+    def put_pod(self, deployment: str, name: str, node: str) -> None:
+        labels = {
+            "cleave.dev/deployment": deployment,
+            "cleave.dev/pool": f"{deployment}-decode",
+            "cleave.dev/role": "decode",
+            "cleave.dev/component": "worker",
+        }
+        meta = {"name": name, "namespace": "default", "labels": labels}
+        self.upsert({"kind": "Pod", "metadata": meta, "spec": {"nodeName": node}})
+
     def upsert(self, manifest: Manifest) -> ResourceKey:
         self.version += 1
         meta = {**manifest["metadata"], "uid": manifest["metadata"]["name"]}
@@ -185,3 +195,65 @@ def test_a_quota_leaves_what_the_others_of_the_namespace_do_not_claim() -> None:
     stage.upsert({"kind": "ResourceQuota", "metadata": meta, "spec": spec})
     assert str(stage.reservations.find_quota(two)) == "ResourceQuota gpus leaves 1 of 3 GPUs"
     assert str(stage.reservations.find_quota(one)) == "ResourceQuota gpus leaves 3 of 3 GPUs"
+
+
+def test_what_a_lower_priority_lends_is_free_for_a_higher_one() -> None:
+    stage = Stage()
+    low = stage.put("low", planning={"minGPUs": 3})
+    stage.put_pools("low", decode=8)
+    equal = stage.put("equal")
+    high = stage.put("high", planning={"priority": 1})
+    assert [stage.count_free(each) for each in (low, equal, high)] == [16, 8, 13]
+    spec, meta = {"hard": {"requests.nvidia.com/gpu": "10"}}, {"name": "q", "namespace": "default"}
+    stage.upsert({"kind": "ResourceQuota", "metadata": meta, "spec": spec})
+    quotas = [stage.reservations.find_quota(each) for each in (equal, high)]
+    assert [quota and quota.num_left for quota in quotas] == [2, 7]
+    for changed in ({"paused": True}, {"planning": {"minGPUs": 3, "mode": "Advisory"}}, {}):
+        stage.put("low", **changed)
+        assert stage.count_free(high) == 8, "lends nothing"
+    stage.reservations.take_gain()
+    stage.put("low", planning={"minGPUs": 3})
+    assert stage.reservations.take_gain(), "what it lends now may be planned with"
+
+
+def test_instances_of_another_owner_are_not_lent() -> None:
+    stage = Stage()
+    stage.put("low", planning={"minGPUs": 0})
+    stage.put_pools("low", decode=8)
+    high = stage.put("high", planning={"priority": 1})
+    assert stage.count_free(high) == 15
+    owned = stage.cache.get(ResourceKey("InstancePool", "default", "low-decode"))
+    assert owned is not None
+    assert owned.resource is not None
+    manifest = json.loads(owned.resource.model_dump_json(exclude_none=True))
+    manifest["spec"]["owner"] = "Autoscaler"
+    stage.upsert(manifest)
+    assert stage.count_free(high) == 8
+
+
+def test_lenders_are_named_once_for_what_is_reclaimed() -> None:
+    stage, nodes = Stage(), [NODE]
+    low = stage.put("low", planning={"minGPUs": 0})
+    stage.put_pools("low", decode=16)
+    for number in range(16):
+        stage.put_pod("low", f"low-{number:02}", "n1")
+    high = stage.put("high", planning={"priority": 1})
+    assert stage.reservations.list_lenders(nodes) == []
+    assert stage.reservations.find_room(low, nodes) is None
+    stage.reservations.reserve(high, PLAN)
+    assert stage.reservations.list_lenders(nodes) == [low]
+    assert stage.reservations.list_lenders(nodes) == []
+    assert len(stage.reservations.get_reclaimed(low, nodes)) == 8
+    assert stage.reservations.find_room(high, nodes) is None
+    room = stage.reservations.find_room(low, nodes)
+    assert room is not None
+    assert (len(room.held), sum(node.num_gpus for node in room.nodes)) == (8, 0)
+    # The pool has fewer replicas now, and deletes the same ones.
+    reclaimed = stage.reservations.get_reclaimed(low, nodes)
+    stage.put_pools("low", decode=8)
+    assert stage.reservations.get_reclaimed(low, nodes) == reclaimed
+    spec, meta = {"hard": {"requests.nvidia.com/gpu": "10"}}, {"name": "q", "namespace": "default"}
+    stage.upsert({"kind": "ResourceQuota", "metadata": meta, "spec": spec})
+    assert len(stage.reservations.get_reclaimed(low, nodes)) == 14
+    stage.reservations.release(high, stage.reservations.get_plan(high))
+    assert stage.reservations.get_reclaimed(low, nodes) == frozenset()

@@ -355,15 +355,16 @@ class LLMDeploymentStatus(ApiModel):
     Available: requests are served, possibly by instances of an earlier generation. Progressing: a
     plan is being computed, a rollout is under way, or instances start or end. Degraded: fewer
     instances are ready than desired, or something keeps failing. ScalingLimited: the nodes have no
-    room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is ready.
-    GatewayReady: a gateway is ready. KVPathVerified: every ready instance has transferred KV in a
-    self-test. KVRateAsPlanned: each test measured at least a quarter of the rate that the plan
-    or the nodes give. KVPathProven: the newest canary handoff between every two engines was good,
-    at most ten minutes ago. PlanReady: a plan, or the placement in spec.placement, is in force.
-    PlanFeasible: the latency targets can be met. PlanDrifted: traffic differs from the planned
-    traffic. PredictionHolds: instances are as fast as the planner predicts. SLOAttained: recent
-    requests met spec.slo; absent where the operator does not read the gateways' traffic.
-    AdaptersLoaded: every ready instance has loaded spec.adapters; absent without any.
+    room for all instances, or others use GPUs that are lent. PrefillReady, DecodeReady, MixedReady:
+    an instance of the role is ready. GatewayReady: a gateway is ready. KVPathVerified: every ready
+    instance has transferred KV in a self-test. KVRateAsPlanned: each test measured at least a
+    quarter of the rate that the plan or the nodes give. KVPathProven: the newest canary handoff
+    between every two engines was good, at most ten minutes ago. PlanReady: a plan, or the placement
+    in spec.placement, is in force. PlanFeasible: the latency targets can be met. PlanDrifted:
+    traffic differs from the planned traffic. PredictionHolds: instances are as fast as the planner
+    predicts. SLOAttained: recent requests met spec.slo; absent where the operator does not read the
+    gateways' traffic. AdaptersLoaded: every ready instance has loaded spec.adapters; absent without
+    any.
     ModelAsReported: all engines report the same config.json, and their KV bytes per token are those
     that plans count with; absent while no engine has reported them."""
     model: str | None = None

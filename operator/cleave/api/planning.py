@@ -5,10 +5,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import ApiModel, declare_list_map_key
+from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
 
 MAX_GPUS = 100_000
 """Most GPUs of one deployment: each one that a plan uses is simulated."""
+
+MAX_PRIORITY = 1_000_000_000
+"""As of Kubernetes' PriorityClass."""
 
 
 class PlanningMode(StrEnum):
@@ -101,6 +104,13 @@ class Planning(ApiModel):
     """Auto: prefill and decode are separated where the plan is better for it. Always; Never."""
     max_gpus: Annotated[int | None, Field(ge=1, le=MAX_GPUS, alias="maxGPUs")] = None
     """Maximum number of GPUs of the deployment; absent: all in the cluster."""
+    min_gpus: Annotated[int | None, Field(ge=0, le=MAX_GPUS, alias="minGPUs")] = None
+    """GPUs that no other deployment takes. In a cluster, instances above that number are lent to
+    deployments of higher priority while these need their GPUs; one of each role always stays.
+    Absent: none are lent."""
+    priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    """Whose GPUs the deployment may borrow, in a cluster: those that deployments of lower priority
+    lend. Absent: 0."""
     gpus: list[GpuChoice] = declare_list_map_key("type", default_factory=list, max_length=16)
     """Kinds of GPU that the plan may use; absent: every kind in the cluster."""
     acceptance_length: Annotated[float, Field(ge=1, le=64)] | None = None
@@ -108,3 +118,12 @@ class Planning(ApiModel):
     which vLLM logs as the mean acceptance length; absent: plans count with 1."""
     replan: ReplanSpec = ReplanSpec()
     """How plans are revised when traffic changes, in a cluster."""
+
+    rules = (
+        ValidationRule(
+            cel="!has(self.minGPUs) || !has(self.maxGPUs) || self.minGPUs <= self.maxGPUs",
+            is_valid=lambda p: p.min_gpus is None or p.min_gpus <= (p.max_gpus or MAX_GPUS),
+            message="must not exceed maxGPUs: lower it, or raise maxGPUs",
+            field="minGPUs",
+        ),
+    )

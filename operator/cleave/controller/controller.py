@@ -44,7 +44,7 @@ from cleave.controller.cluster.executor import Executor, NameTakenError, NotLead
 from cleave.controller.cluster.gateway_client import GatewayClient, InstancesByPod
 from cleave.controller.cluster.inventory import Inventory, PlanMachines
 from cleave.controller.cluster.model_hub import ModelHub
-from cleave.controller.cluster.objects import ObservedPod
+from cleave.controller.cluster.objects import ObservedNode, ObservedPod
 from cleave.controller.cluster.reported_model import needs_hub
 from cleave.controller.cluster.workqueue import WorkQueue
 from cleave.controller.deployment.placement import NO_PLAN, PLAN_READY
@@ -213,6 +213,10 @@ class Controller:
         free = self._reservations.find_free(key, whole.nodes)
         return inventory.select_free(whole, free, self._reservations.find_quota(key))
 
+    def _list_gpu_nodes(self) -> tuple[ObservedNode, ...]:
+        """The nodes on which GPUs are lent: those of plans, where Cleave's image can run."""
+        return self.build_inventory(EngineSpec()).nodes
+
     def _get_inventory(self, deployment: LLMDeployment) -> Inventory:
         return self.build_inventory(deployment.spec.engine, deployment.spec.template)
 
@@ -274,12 +278,15 @@ class Controller:
             log.exception("%s %s/%s: again in %.1f s", *key, self.queue.retry_with_backoff(key))
         else:
             outcome = self._finish(key, cached, actions)
-        self._wake_short_of_gpus(key)
+        self._wake_for_gpus(key)
         self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)
 
-    def _wake_short_of_gpus(self, reconciled: ResourceKey) -> None:
-        """Enqueue the deployments that what another one has given back may suffice for now."""
+    def _wake_for_gpus(self, reconciled: ResourceKey) -> None:
+        """Enqueue the deployments whose GPUs another one reclaims, and those that what another one
+        has given back may suffice for now."""
         try:
+            for key in self._reservations.list_lenders(self._list_gpu_nodes()):
+                self.queue.add_after(key, self._debounce_s)
             if not self._reservations.take_gain():
                 return
             now = self._clock()
@@ -422,6 +429,7 @@ class Controller:
             windows=self.traffic_poller.scraper.get_windows(key),
             drift=self.traffic_poller.update_drift(key, resource, cached.status),
             max_gpus=machines.max_gpus,
+            gpu_room=self._reservations.find_room(key, self._list_gpu_nodes()),
             demand=self.traffic_poller.measure_demand(key, resource),
             fault=self._faults.get(key, ""),
             model_fault=cached.model_fault,
@@ -467,6 +475,7 @@ class Controller:
             nodes=self.cache.nodes,
             node_counts_hash=inventory_now.node_counts_hash,
             rdma_device=inventory_now.topology.get_rdma_device(resource.spec.gpu),
+            reclaimed=self._reservations.get_reclaimed(owner, self._list_gpu_nodes()),
             serving=sum(each.selectable for each in statuses) if statuses else None,
             fault=self._faults.get(key, ""),
             settings=self.settings,

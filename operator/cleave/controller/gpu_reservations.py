@@ -1,4 +1,5 @@
-"""Which GPUs are left for the plan of each deployment: those that no other one claims.
+"""Which GPUs are left for the plan of each deployment: those that no other one claims, and those
+that one of lower priority lends.
 
 Used by the controller, while the planner's process is held: plans are made one after the other, and
 each counts the GPUs of those before it. A finished plan is reserved until a reconcile has applied
@@ -6,10 +7,12 @@ it; from then on its pools claim the same. Everything else follows from cached o
 restarted operator knows it, too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool, ReplicasOwner
+from cleave.controller.cluster import gpu_lending
 from cleave.controller.cluster.cache import DEPLOYMENTS, POOLS, ObjectCache, ResourceKey
 from cleave.controller.cluster.gpu_claims import (
     FreeGpus,
@@ -17,8 +20,8 @@ from cleave.controller.cluster.gpu_claims import (
     QuotaShare,
     has_freed,
     subtract_claims,
-    sum_claims,
 )
+from cleave.controller.cluster.gpu_lending import GpuRoom, GpuShare
 from cleave.controller.cluster.objects import ObservedNode, ObservedPod
 from cleave.controller.replan.inputs import read_placement
 from cleave.manifests.labels import Manifest
@@ -26,6 +29,9 @@ from cleave.manifests.pool import build_pools
 from cleave.manifests.resources import Device
 from cleave.manifests.topology import NodeTopology
 from cleave.planner.placement import PlanError, choose_placement
+
+Reclaimed = Mapping[ResourceKey, frozenset[str]]
+"""Names of instances by deployment."""
 
 
 class GpuReservations:
@@ -40,8 +46,13 @@ class GpuReservations:
         """`get_topology`: of the nodes that a deployment's engines can run on."""
         self._cache, self._device, self._get_topology = cache, device, get_topology
         self._total = GpuClaims()
-        self._claims: dict[ResourceKey, GpuClaims] = {}
+        self._shares: dict[ResourceKey, GpuShare] = {}
         """By deployment, also of pools that name one which does not exist."""
+        self._lenders: set[ResourceKey] = set()
+        self._reclaimed: tuple[Sequence[ObservedNode], Mapping[str, int], Reclaimed] | None = None
+        """Instances, with the nodes and quotas they follow from; None: claims have changed."""
+        self._listed: Reclaimed = {}
+        """What `list_lenders` has seen."""
         self._plans: dict[ResourceKey, Manifest] = {}
         self._stale: set[ResourceKey] = set()
         self._has_gained = False
@@ -76,24 +87,33 @@ class GpuReservations:
     def _refresh(self) -> None:
         while self._stale:
             deployment = self._stale.pop()
-            now = sum_claims(self._list_pools(deployment), self._device)
-            before = self._claims.pop(deployment, GpuClaims())
-            if now.placed or now.waiting:
-                self._claims[deployment] = now
+            now = self._build_share(deployment)
+            before = self._shares.pop(deployment, GpuShare())
+            self._lenders.discard(deployment)
+            if now.claims.placed or now.claims.waiting or now.instances:
+                self._shares[deployment] = now
+                if now.min_gpus is not None:
+                    self._lenders.add(deployment)
             if now != before:
-                self._has_gained |= has_freed(before, now)
+                self._reclaimed = None
+                self._has_gained |= has_freed(before.claims, now.claims)
+                self._has_gained |= has_freed(before.kept, now.kept)
                 # Sums and differences of Counters have no zeros.
                 self._total = GpuClaims(
-                    self._total.placed - before.placed + now.placed,
-                    self._total.waiting - before.waiting + now.waiting,
+                    self._total.placed - before.claims.placed + now.claims.placed,
+                    self._total.waiting - before.claims.waiting + now.claims.waiting,
                 )
 
     def find_free(self, deployment: ResourceKey, nodes: Sequence[ObservedNode]) -> FreeGpus:
         """Return what the other deployments leave of these GPU nodes."""
         self._refresh()
-        own = self._claims.get(deployment, GpuClaims())
-        others = GpuClaims(self._total.placed - own.placed, self._total.waiting - own.waiting)
-        return subtract_claims(nodes, others)
+        own = self._shares.get(deployment, GpuShare()).claims
+        placed, waiting = self._total.placed - own.placed, self._total.waiting - own.waiting
+        for key in self._list_lower(deployment):
+            share = self._shares[key]
+            placed = placed - share.claims.placed + share.kept.placed
+            waiting = waiting - share.claims.waiting + share.kept.waiting
+        return subtract_claims(nodes, GpuClaims(placed, waiting))
 
     def find_quota(self, deployment: ResourceKey) -> QuotaShare | None:
         """Return what the other deployments of its namespace leave of the ResourceQuota for GPUs;
@@ -102,12 +122,71 @@ class GpuReservations:
         quota = self._cache.find_gpu_quota(deployment.namespace)
         if quota is None:
             return None
+        lower = {*self._list_lower(deployment)}
         claimed = sum(
-            claims.count_gpus()
-            for key, claims in self._claims.items()
+            (share.kept if key in lower else share.claims).count_gpus()
+            for key, share in self._shares.items()
             if key.namespace == deployment.namespace and key != deployment
         )
         return QuotaShare(quota.name, max(0, quota.num_gpus - claimed), quota.num_gpus)
+
+    def find_room(self, deployment: ResourceKey, nodes: Sequence[ObservedNode]) -> GpuRoom | None:
+        """Return what deployments of higher priority leave to one that lends; None: it does not, or
+        there are none."""
+        reclaimed = self._find_reclaimed(nodes)
+        quota = self._cache.find_gpu_quota(deployment.namespace)
+        num_gpus = None if quota is None else quota.num_gpus
+        return gpu_lending.find_room(deployment, nodes, self._shares, reclaimed, num_gpus)
+
+    def get_reclaimed(
+        self, deployment: ResourceKey, nodes: Sequence[ObservedNode]
+    ) -> frozenset[str]:
+        """Return the names of the instances that deployments of higher priority reclaim."""
+        return self._find_reclaimed(nodes).get(deployment, frozenset())
+
+    def list_lenders(self, nodes: Sequence[ObservedNode]) -> list[ResourceKey]:
+        """Return the deployments of which other instances are reclaimed than at the last call."""
+        now, before = self._find_reclaimed(nodes), self._listed
+        self._listed = now
+        return [key for key, names in now.items() if names != before.get(key)]
+
+    def _find_reclaimed(self, nodes: Sequence[ObservedNode]) -> Reclaimed:
+        self._refresh()
+        found = {key.namespace: self._cache.find_gpu_quota(key.namespace) for key in self._lenders}
+        quotas = {name: quota.num_gpus for name, quota in found.items() if quota is not None}
+        if self._reclaimed is None or self._reclaimed[:2] != (nodes, quotas):
+            found_now = gpu_lending.find_reclaimed(nodes, self._shares, quotas)
+            self._reclaimed = nodes, quotas, found_now
+        return self._reclaimed[2]
+
+    def _list_lower(self, deployment: ResourceKey) -> Iterator[ResourceKey]:
+        """Yield the other deployments that lend to this one."""
+        priority = self._get_priority(deployment)
+        for key in self._lenders - {deployment}:
+            if self._shares[key].priority < priority:
+                yield key
+
+    def _get_priority(self, deployment: ResourceKey) -> int:
+        cached = self._cache.get(deployment)
+        resource = cached.resource if cached is not None else None
+        return resource.spec.planning.priority or 0 if isinstance(resource, LLMDeployment) else 0
+
+    def _build_share(self, key: ResourceKey) -> GpuShare:
+        pools = [*self._list_pools(key)]
+        priority, min_gpus = self._get_priority(key), self._get_min_gpus(key)
+        if any(pool.spec.owner is not ReplicasOwner.PLAN for pool, _ in pools):
+            min_gpus = None
+        return gpu_lending.build_share(pools, self._device, priority, min_gpus)
+
+    def _get_min_gpus(self, key: ResourceKey) -> int | None:
+        """`spec.planning.minGPUs` of a deployment whose instances may be changed now; else None."""
+        cached = self._cache.get(key)
+        resource = cached.resource if cached is not None else None
+        if not isinstance(resource, LLMDeployment) or resource.spec.paused:
+            return None
+        planning, is_leaving = resource.spec.planning, resource.metadata.deletion_timestamp
+        is_advisory = planning.mode is PlanningMode.ADVISORY
+        return None if is_advisory or is_leaving is not None else planning.min_gpus
 
     def _find_deployment(self, key: ResourceKey) -> ResourceKey:
         if key.kind == DEPLOYMENTS:

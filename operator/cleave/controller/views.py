@@ -14,6 +14,7 @@ from cleave.api.workload import Workload
 from cleave.controller.cluster import apply, objects
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.apply import ChildrenByName
+from cleave.controller.cluster.gpu_lending import GpuRoom
 from cleave.controller.cluster.inventory import Inventory
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.replan.inputs import PlanInputs
@@ -96,6 +97,8 @@ class DeploymentView:
     """Drift of the traffic from the planned one, from the windows compared so far."""
     max_gpus: int | None = None
     """GPUs that the quota of its namespace leaves; None: as many as the nodes."""
+    gpu_room: GpuRoom | None = None
+    """What deployments of higher priority leave to this one, where it lends them GPUs."""
     demand: TrafficDemand | None = None
     """The rate that instances are scaled by; None: not known, or scaling is off."""
     fault: str = ""
@@ -146,6 +149,8 @@ class PoolView:
     """Hash of the node counts by kind."""
     rdma_device: str = ""
     """RDMA device that all nodes of the pool's kind of GPU offer; empty: there is none."""
+    reclaimed: frozenset[str] = frozenset()
+    """Names of the instances that deployments of higher priority reclaim."""
     serving: int | None = None
     """Instances that gateways send requests to; None: no gateway has responded."""
     fault: str = ""

@@ -1,5 +1,6 @@
 """How many instances run while the plan stays the same: the law, hysteresis, zero and back."""
 
+import json
 import math
 from collections import deque
 from datetime import datetime
@@ -9,11 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cleave.api.deployment import LLMDeployment
 from cleave.api.plan import SelectedPlan
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.api.scaling import Scaling, ScheduledPeak
+from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.deployment.scaling import (
+    compute_counts,
     compute_replicas,
     compute_scheduled_rate,
     count_engines,
@@ -21,8 +25,10 @@ from cleave.controller.deployment.scaling import (
     measure_demand,
     scale,
 )
-from cleave.controller.views import TrafficDemand
+from cleave.controller.views import DeploymentView, TrafficDemand
 from cleave.traffic.window import TrafficWindow
+
+from tests.support.fake_cluster import chat
 
 P, D = Role.PREFILL, Role.DECODE
 LATENCIES = {"ttftMs": {}, "tpotMs": {}}
@@ -137,6 +143,21 @@ def test_there_are_never_more_gpus_than_the_deployment_may_have() -> None:
     found = scale(terms(), plan(), {}, demand(rate=400.0), max_gpus=10)
     assert sum(found.values()) <= 10
     assert sum(found.values()) > 6
+
+
+@pytest.mark.parametrize(("own", "quota"), [(10, None), (None, 10), (10, 99), (99, 10)])
+def test_the_quota_bounds_what_scaling_adds(own: int | None, quota: int | None) -> None:
+    spec = chat(planning={"maxGPUs": own} if own else {})
+    spec["spec"]["scaling"] = terms().model_dump(mode="json", by_alias=True, exclude_none=True)
+    view = DeploymentView(
+        LLMDeployment.model_validate_json(json.dumps(spec)),
+        build_inventory([]),
+        now_s=0.0,
+        demand=demand(rate=400.0),
+        max_gpus=quota,
+    )
+    written = plan().model_dump(mode="json", exclude_none=True)
+    assert 6 < sum(compute_counts(view, written).values()) <= 10
 
 
 IDLE = {"idleS": 60}

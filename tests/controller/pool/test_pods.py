@@ -58,6 +58,12 @@ def test_no_victim_is_chosen_when_none_is_needed() -> None:
     assert chosen(*map(pod, "abcde"), count=-3) == []
 
 
+def test_what_others_reclaim_goes_before_everything_else() -> None:
+    found = [pod("idle", load=0), pod("busy", load=9), pod("waiting", ready=False, scheduled=False)]
+    victims = choose_victims(found, 2, {"busy"})
+    assert [each.name for each in victims] == ["busy", "waiting"]
+
+
 pods = st.lists(
     st.builds(
         pod,

@@ -88,6 +88,14 @@ def test_traffic_as_planned_is_looked_at_once_in_an_interval() -> None:
     assert reconcile_plan(view(desired, reported, windows=traffic(4))).plan_request is not None
 
 
+def test_a_plan_of_which_instances_are_lent_is_not_reviewed() -> None:
+    desired = deployment()
+    due = status(desired)
+    lent = {"type": "ScalingLimited", "status": "True", "reason": "GPUsLent"}
+    due["conditions"] = [*due["conditions"], {**lent, "message": ""}]
+    assert reconcile_plan(view(desired, due, windows=traffic(4))).plan_request is None
+
+
 def test_an_interval_that_ends_within_a_change_is_a_little_longer() -> None:
     desired = deployment()
     windows = traffic(4, 600, NOW_S - 30) + traffic(8, 30)

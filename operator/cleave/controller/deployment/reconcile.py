@@ -17,7 +17,7 @@ from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Apply, Delete, Emit, RequestPlan, Requeue
 from cleave.controller.cluster.apply import FINALIZER
-from cleave.controller.deployment import adapters, placement, repurpose, scaling
+from cleave.controller.deployment import adapters, lending, placement, repurpose, scaling
 from cleave.controller.deployment import status as deployment_status
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.repurpose import RoleChange
@@ -64,6 +64,8 @@ def reconcile(view: DeploymentView) -> list[Action]:
     if decision.placement is not None:
         desired_pools = build_pools(deployment, decision.placement, view.inventory.topology)
     desired_pools = _scale_pools(view, decision, desired_pools)
+    room = None if deployment.spec.paused else view.gpu_room
+    desired_pools, lent = lending.limit_pools(desired_pools, room, view.settings.device)
     changes = decision.placement is not None or desired_pools != list(view.pools)
     desired: Pools = current
     if changes:
@@ -84,7 +86,9 @@ def reconcile(view: DeploymentView) -> list[Action]:
     elif (plan_request := decision.plan_request or replanned.plan_request) is not None:
         actions.append(RequestPlan(plan_request))
     # Status first: if a later write fails, users still see what exists.
-    actions += deployment_status.report(view, decision, desired, replanned, is_applied=is_applied)
+    actions += deployment_status.report(
+        view, decision, desired, replanned, lent, is_applied=is_applied
+    )
     if not deployment.spec.paused:
         writes += adapters.list_orders(view)
     return actions + writes
@@ -238,6 +242,9 @@ def _report_reset_replicas(
     """Report that the replica count of a pool that the plan owns was changed and is set back."""
     count = desired.spec.replicas
     if scaling.is_enabled(view.deployment) or current is None or current.spec.replicas == count:
+        return
+    if lending.is_lending(view.status):
+        # The plan's number is back.
         return
     try:
         pools = read_placement(view.status.get("plan", {})).pools

@@ -28,19 +28,23 @@ def report(
     decision: PlacementDecision,
     desired: Pools,
     replan: ReplanOutcome,
+    lent: ConditionState | None,
     *,
     is_applied: bool,
 ) -> Iterator[Action]:
     """Yield a write of the new status and its Events; nothing when the status is up to date.
 
-    `desired`: desired pools. `is_applied`: pools and gateways exist as the spec requires.
+    `desired`: desired pools. `lent`: ScalingLimited while other deployments have GPUs of this one.
+    `is_applied`: pools and gateways exist as the spec requires.
     """
     deployment, target = view.deployment, apply.build_reference(view.deployment)
     before = view.status.get("conditions", [])
     rolled_out = readiness.find_rolled_out_generation(view, desired, is_applied=is_applied)
     generation, model = deployment.metadata.generation, deployment.spec.model.name
     is_complete = rolled_out == (generation or 0)
-    now = _build_conditions(view, decision, desired, is_applied=is_applied, is_complete=is_complete)
+    now = _build_conditions(
+        view, decision, desired, lent, is_applied=is_applied, is_complete=is_complete
+    )
     observed = report_traffic(view)
     now += replan.conditions
     now += build_slo_condition(deployment, observed, view.now_s)
@@ -81,6 +85,7 @@ def _build_conditions(
     view: DeploymentView,
     decision: PlacementDecision,
     desired: Pools,
+    lent: ConditionState | None,
     *,
     is_applied: bool,
     is_complete: bool,
@@ -88,7 +93,9 @@ def _build_conditions(
     present = _list_roles(view, desired)
     roles = [_build_role_condition(view, role, desired.get(role)) for role in present]
     gateway, limited = _build_gateway_condition(view), _find_true_in_pools(view, "ScalingLimited")
-    limited = limited or ConditionState("ScalingLimited", False, "Fits", "no instance lacks room")
+    limited = (
+        lent or limited or ConditionState("ScalingLimited", False, "Fits", "no instance lacks room")
+    )
     if view.inventory.unusable and needs_own_image(view.deployment.spec.engine):
         text = "; ".join(filter(None, (limited.message, view.inventory.unusable)))
         limited = replace(limited, message=text)

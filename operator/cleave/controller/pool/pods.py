@@ -99,14 +99,20 @@ def _finish_pod(view: PoolView, pod: Manifest, instance: str) -> Manifest:
     return apply.with_template(_apply_settings(view, grouped), view.template_hash)
 
 
-def choose_victims(pods: Sequence[ObservedPod], count: int) -> tuple[ObservedPod, ...]:
+def choose_victims(
+    pods: Sequence[ObservedPod], count: int, reclaimed: Collection[str] = ()
+) -> tuple[ObservedPod, ...]:
     """Choose `count` pods to delete, of those that are not being deleted; fewer if too few.
 
     A deleted pod drains: it takes no new requests and ends once its running requests have. So first
-    come pods without a node, then those that fail, then pods that are not ready, then the least
-    loaded; among equals the youngest. A pod of unknown load counts as the most loaded.
+    come those whose GPUs others reclaim (`reclaimed`: names of instances), then pods without a
+    node, then those that fail, then pods that are not ready, then the least loaded; among equals
+    the youngest. A pod of unknown load counts as the most loaded.
     """
-    candidates = sorted((pod for pod in pods if not pod.deleting), key=_rank)
+    candidates = sorted(
+        (pod for pod in pods if not pod.deleting),
+        key=lambda pod: (pod.instance_name not in reclaimed, _rank(pod)),
+    )
     return tuple(candidates[: max(0, count)])
 
 

@@ -142,7 +142,7 @@ def _resize(
     if relocation is not None and relocation.is_replaced:
         victims.append(relocation.leaving)
     else:
-        victims += pool_pods.choose_victims(staying, len(staying) - target.new)
+        victims += pool_pods.choose_victims(staying, len(staying) - target.new, view.reclaimed)
     for candidates, num_kept in _group_old(fleet.old, target):
         victims += pool_pods.choose_victims(candidates, len(candidates) - num_kept)
     for victim in victims:

@@ -24,6 +24,8 @@ from cleave.planner.placement import Placement, to_planned_pool
 
 _WHOLE_PARTS = ("model", "slo", "workload", "planning", "engine")
 """Parts of the spec that are inputs of a plan; of `routing` only the policy is."""
+_OF_NO_PLAN = ("mode", "replan", "min_gpus", "priority")
+"""Fields of `planning` that are no inputs: the last two say which GPUs there are."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class PlanInputs:
     @cached_property
     def _spec_parts(self) -> list[object]:
         spec = self.deployment.spec
-        exclude = {"engine": {"env", "image"}, "planning": {"mode", "replan"}, "model": {"cache"}}
+        exclude = {"engine": {"env", "image"}, "planning": set(_OF_NO_PLAN), "model": {"cache"}}
         parts = spec.model_dump(
             mode="json",
             exclude_defaults=True,

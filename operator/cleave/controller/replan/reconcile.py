@@ -18,6 +18,7 @@ from cleave.controller.cluster import conditions
 from cleave.controller.cluster.actions import PlanJob, PlanReview
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
+from cleave.controller.deployment.lending import is_lending
 from cleave.controller.deployment.scaling import count_engines
 from cleave.controller.replan import drift
 from cleave.controller.replan.drift import find_current_start_s, find_settle_s, list_recent
@@ -178,6 +179,9 @@ def _build_due_request(
     """Return the request for a review if one is due and enough traffic was observed."""
     settled_s, current_pools = _find_settled_s(view.status), _read_current_pools(view)
     if view.pending_plan is not None or settled_s is None or not current_pools:
+        return None
+    if is_lending(view.status):
+        # Its instances are fewer than the plan's, so they say nothing about the plan.
         return None
     if not _is_due(view, recorded, change, settled_s):
         return None
