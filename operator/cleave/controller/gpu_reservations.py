@@ -97,7 +97,7 @@ class GpuReservations:
             if now != before:
                 self._reclaimed = None
                 self._has_gained |= has_freed(before.claims, now.claims)
-                self._has_gained |= has_freed(before.kept, now.kept)
+                self._has_gained |= has_freed(before.guaranteed, now.guaranteed)
                 # Sums and differences of Counters have no zeros.
                 self._total = GpuClaims(
                     self._total.placed - before.claims.placed + now.claims.placed,
@@ -111,8 +111,8 @@ class GpuReservations:
         placed, waiting = self._total.placed - own.placed, self._total.waiting - own.waiting
         for key in self._list_lower(deployment):
             share = self._shares[key]
-            placed = placed - share.claims.placed + share.kept.placed
-            waiting = waiting - share.claims.waiting + share.kept.waiting
+            placed = placed - share.claims.placed + share.guaranteed.placed
+            waiting = waiting - share.claims.waiting + share.guaranteed.waiting
         return subtract_claims(nodes, GpuClaims(placed, waiting))
 
     def find_quota(self, deployment: ResourceKey) -> QuotaShare | None:
@@ -124,7 +124,7 @@ class GpuReservations:
             return None
         lower = {*self._list_lower(deployment)}
         claimed = sum(
-            (share.kept if key in lower else share.claims).count_gpus()
+            (share.guaranteed if key in lower else share.claims).count_gpus()
             for key, share in self._shares.items()
             if key.namespace == deployment.namespace and key != deployment
         )

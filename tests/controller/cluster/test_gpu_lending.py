@@ -15,7 +15,7 @@ from cleave.controller.cluster.gpu_claims import subtract_claims
 from cleave.controller.cluster.gpu_lending import (
     GpuShare,
     build_share,
-    count_kept,
+    count_guaranteed,
     find_reclaimed,
     find_room,
     fit_pools,
@@ -64,14 +64,16 @@ def test_only_what_is_above_the_guarantee_is_lent() -> None:
     assert not share(group).lent
     found = share(group, min_gpus=2)
     assert [each.gpus for each in found.lent] == [(("n2", 1),), (("n1", 1),)]
-    assert found.kept.placed == {"n1": 2}
+    assert found.guaranteed.placed == {"n1": 2}
     assert len(share(group, min_gpus=0).lent) == 3, "one instance serves"
     assert not share(group, min_gpus=9).lent
-    assert share([(pool("a", 4), [])], min_gpus=3).kept.count_gpus() == 3, "also without a node"
+    assert share([(pool("a", 4), [])], min_gpus=3).guaranteed.count_gpus() == 3, (
+        "also without a node"
+    )
 
 
 @pytest.mark.parametrize(
-    ("min_gpus", "kept"),
+    ("min_gpus", "guaranteed"),
     [
         (0, {"prefill": 1, "decode": 1}),
         (5, {"prefill": 1, "decode": 2}),
@@ -79,10 +81,10 @@ def test_only_what_is_above_the_guarantee_is_lent() -> None:
         (99, {"prefill": 4, "decode": 6}),
     ],
 )
-def test_roles_are_kept_in_proportion(min_gpus: int, kept: dict[str, int]) -> None:
-    found = count_kept({"prefill": 4, "decode": 6}, {"prefill": 1, "decode": 2}, min_gpus)
-    assert found == kept
-    assert count_kept({"mixed": 0}, {"mixed": 1}, 4) == {"mixed": 0}, "scaled to zero"
+def test_roles_are_kept_in_proportion(min_gpus: int, guaranteed: dict[str, int]) -> None:
+    found = count_guaranteed({"prefill": 4, "decode": 6}, {"prefill": 1, "decode": 2}, min_gpus)
+    assert found == guaranteed
+    assert count_guaranteed({"mixed": 0}, {"mixed": 1}, 4) == {"mixed": 0}, "scaled to zero"
 
 
 def test_the_node_with_the_fewest_lent_gpus_is_chosen() -> None:
@@ -136,7 +138,9 @@ def test_the_quota_of_the_namespace_reclaims_as_well() -> None:
     nodes = [node("n1", 16)]
     assert not find_reclaimed(nodes, shares, {"default": 7})
     assert len(find_reclaimed(nodes, shares, {"default": 5})[key("a")]) == 2
-    assert len(find_reclaimed(nodes, shares, {"default": 1})[key("a")]) == 3, "not what is kept"
+    assert len(find_reclaimed(nodes, shares, {"default": 1})[key("a")]) == 3, (
+        "not what is guaranteed"
+    )
     assert not find_reclaimed(nodes, {key("a"): lender}, {"default": 1}), "nothing needs it"
     elsewhere = {key("a"): lender, key("b", "other"): shares[key("b")]}
     assert not find_reclaimed(nodes, elsewhere, {"default": 1})
@@ -256,7 +260,7 @@ def test_claims_settle_within_the_nodes_and_above_guarantees(
         new = Declared(f"d{number}", priority, min_gpus, size, 0, 0, [])
         # Its plan: as many instances as it wants, of those that the others leave.
         lower = [
-            each.share.kept
+            each.share.guaranteed
             if each.min_gpus is not None and each.priority < priority
             else each.share.claims
             for each in here
@@ -272,7 +276,7 @@ def test_claims_settle_within_the_nodes_and_above_guarantees(
         settle(nodes, here)
         assert len(new.pods) == new.planned, "a plan finds its GPUs"
         for each in here[:-1]:
-            least = count_kept({"x": each.planned}, {"x": each.size}, each.min_gpus or 0)["x"]
+            least = count_guaranteed({"x": each.planned}, {"x": each.size}, each.min_gpus or 0)["x"]
             if each.min_gpus is None or each.priority >= priority:
                 least = before[each.name]
             assert len(each.pods) >= min(least, before[each.name])

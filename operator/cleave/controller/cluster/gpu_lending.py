@@ -43,7 +43,7 @@ class GpuShare:
     """What a deployment claims, and what it lends of that."""
 
     claims: GpuClaims = field(default_factory=GpuClaims)
-    kept: GpuClaims = field(default_factory=GpuClaims)
+    guaranteed: GpuClaims = field(default_factory=GpuClaims)
     """What no other deployment takes; all, where it lends none."""
     priority: int = 0
     min_gpus: int | None = None
@@ -104,29 +104,29 @@ def build_share(
     by_pool = {pool.name: group for pool, group in present}
     counts = {pool.name: max(pool.spec.replicas, len(group)) for pool, group in present}
     sizes = {pool.name: _count_instance_gpus(pool, device) for pool, _ in present}
-    kept = count_kept(counts, sizes, min_gpus)
+    guaranteed = count_guaranteed(counts, sizes, min_gpus)
     return GpuShare(
         claims,
-        _sum_kept(present, kept, device),
+        _sum_guaranteed(present, guaranteed, device),
         priority,
         min_gpus,
         tuple(each for _, group in present for each in group),
-        tuple(_order_lent(by_pool, counts, kept)),
+        tuple(_order_lent(by_pool, counts, guaranteed)),
     )
 
 
-def count_kept(
+def count_guaranteed(
     counts: Mapping[str, int], sizes: Mapping[str, int], min_gpus: int
 ) -> dict[str, int]:
     """How many of the instances of each pool are not lent: one, so that the deployment serves, and
     then in proportion to `counts` until they have `min_gpus`. `sizes`: GPUs of an instance."""
-    kept = {name: min(1, count) for name, count in counts.items()}
-    while sum(kept[name] * sizes[name] for name in kept) < min_gpus:
-        short = [name for name, count in counts.items() if kept[name] < count]
+    guaranteed = {name: min(1, count) for name, count in counts.items()}
+    while sum(guaranteed[name] * sizes[name] for name in guaranteed) < min_gpus:
+        short = [name for name, count in counts.items() if guaranteed[name] < count]
         if not short:
             break
-        kept[min(short, key=lambda name: (kept[name] / counts[name], name))] += 1
-    return kept
+        guaranteed[min(short, key=lambda name: (guaranteed[name] / counts[name], name))] += 1
+    return guaranteed
 
 
 def find_reclaimed(
@@ -221,7 +221,7 @@ def fit_pools(pools: Sequence[InstancePool], room: GpuRoom, device: Device) -> d
     needing = {pool.name: pool for pool in pools if count_pod_gpus(pool.spec, device)}
     counts = {name: pool.spec.replicas for name, pool in needing.items()}
     sizes = {name: _count_instance_gpus(pool, device) for name, pool in needing.items()}
-    kept = count_kept(counts, sizes, room.min_gpus)
+    guaranteed = count_guaranteed(counts, sizes, room.min_gpus)
     free = Counter({node.name: node.num_gpus for node in room.nodes})
     kinds = {node.name: node.gpu for node in room.nodes}
     held = Counter(each.pool for each in room.held)
@@ -232,10 +232,14 @@ def fit_pools(pools: Sequence[InstancePool], room: GpuRoom, device: Device) -> d
     fitting = {name: min(count, held[name]) for name, count in counts.items()}
     full: set[str] = set()
     while short := [name for name in counts if fitting[name] < counts[name] and name not in full]:
-        # What is kept has its place first.
+        # What is guaranteed has its place first.
         name = min(
             short,
-            key=lambda each: (fitting[each] >= kept[each], fitting[each] / counts[each], each),
+            key=lambda each: (
+                fitting[each] >= guaranteed[each],
+                fitting[each] / counts[each],
+                each,
+            ),
         )
         used = sum(count * sizes[each] for each, count in fitting.items())
         is_within = room.max_gpus is None or used + sizes[name] <= room.max_gpus
@@ -243,7 +247,7 @@ def fit_pools(pools: Sequence[InstancePool], room: GpuRoom, device: Device) -> d
             fitting[name] += 1
         else:
             full.add(name)
-    return {name: max(count, kept[name]) for name, count in fitting.items()}
+    return {name: max(count, guaranteed[name]) for name, count in fitting.items()}
 
 
 class _LentInstance(NamedTuple):
@@ -384,17 +388,17 @@ def _list_instances(
     ]
 
 
-def _sum_kept(
+def _sum_guaranteed(
     pools: Iterable[tuple[InstancePool, Sequence[PlacedInstance]]],
-    kept: Mapping[str, int],
+    guaranteed: Mapping[str, int],
     device: Device,
 ) -> GpuClaims:
     claims = GpuClaims()
     for pool, group in pools:
-        placed = group[: kept[pool.name]]
+        placed = group[: guaranteed[pool.name]]
         for instance in placed:
             _add_gpus(claims.placed, instance)
-        missing = kept[pool.name] * pool.spec.nodes - sum(len(each.gpus) for each in placed)
+        missing = guaranteed[pool.name] * pool.spec.nodes - sum(len(each.gpus) for each in placed)
         if missing > 0:
             claims.waiting[_build_piece(pool, device)] += missing
     return claims
@@ -403,11 +407,11 @@ def _sum_kept(
 def _order_lent(
     by_pool: Mapping[str, Sequence[PlacedInstance]],
     counts: Mapping[str, int],
-    kept: Mapping[str, int],
+    guaranteed: Mapping[str, int],
 ) -> Iterator[PlacedInstance]:
     """Yield what may be reclaimed so that roles stay in proportion."""
     left = {name: len(group) for name, group in by_pool.items()}
-    while names := [name for name in left if left[name] > kept[name]]:
+    while names := [name for name in left if left[name] > guaranteed[name]]:
         name = max(names, key=lambda each: (left[each] / counts[each], each))
         left[name] -= 1
         yield by_pool[name][left[name]]
