@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cleave.api.pool import InstancePool
@@ -122,6 +122,19 @@ def test_the_lowest_priority_gives_first_and_equals_give_nothing() -> None:
     assert not find_reclaimed([node("n1")], {**build(2, 3), **waits}, {})
     room = find_room(key("l0"), [node("n1")], {**build(2, 2), **waits}, {}, None)
     assert room is None
+
+
+def test_one_that_lends_to_some_borrows_from_others() -> None:
+    middle = share([(pool("m", 1), pods("m", "n1"))], priority=1, min_gpus=0)
+    shares = {
+        key("low"): share([(pool("low", 3), pods("low", *["n1"] * 3))], min_gpus=1),
+        key("m"): middle,
+        key("high"): share([(pool("high", 4), pods("high", *["n1"] * 4))], priority=2),
+    }
+    for quota, fits in ((None, 3), (7, 2)):
+        room = find_room(key("m"), [node("n1")], shares, {}, quota)
+        assert room is not None
+        assert fit_pools([pool("m", 4)], room, "gpu") == {"m": fits}
 
 
 def test_pods_that_fit_beside_it_reclaim_nothing() -> None:
@@ -242,14 +255,16 @@ deployments = st.lists(
         st.integers(0, 2),
         st.none() | st.integers(0, 6),
         st.sampled_from([1, 2, 4]),
-        st.integers(0, 8),
+        st.integers(1, 8),
     ),
-    min_size=1,
+    min_size=3,
     max_size=5,
 )
 
 
 @settings(max_examples=60, deadline=None)
+@example([8], [(2, None, 1, 3), (0, 0, 1, 8), (1, 0, 1, 8)])
+@example([4, 4, 4], [(0, 0, 1, 8), (0, None, 1, 1), (1, None, 2, 2)])
 @given(st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3), deployments)
 def test_claims_settle_within_the_nodes_and_above_guarantees(
     sizes: list[int], declared: list[tuple[int, int | None, int, int]]

@@ -178,33 +178,39 @@ def find_room(
     ]
     if own.min_gpus is None or not borrowers:
         return None
-    others, waiting, in_namespace = Counter[str](), Counter[GpuPiece](), 0
+    # What those of lower priority lend is its own to take, so it is not claimed.
+    placed, claims, in_namespace = Counter[str](), GpuClaims(), 0
     for key, share in shares.items():
         if key == lender:
             continue
-        placed = share.count_placed()
+        present = share.count_placed()
         for instance in share.lent:
             if instance.name in reclaimed.get(key, ()):
-                _add_gpus(placed := placed.copy(), instance, -1)
-        others += placed
-        waiting += share.claims.waiting
+                _add_gpus(present := present.copy(), instance, -1)
+        placed.update(present)
+        claimed = GpuClaims(present, share.claims.waiting)
+        if share.min_gpus is not None and share.priority < own.priority:
+            claimed = share.guaranteed
+        claims.placed.update(claimed.placed)
+        claims.waiting.update(claimed.waiting)
         if key.namespace == lender.namespace:
-            in_namespace += GpuClaims(placed, share.claims.waiting).count_gpus()
+            in_namespace += claimed.count_gpus()
     gone = reclaimed.get(lender, frozenset())
     held = tuple(each for each in own.instances if each.name not in gone)
     for instance in held:
-        _add_gpus(others, instance)
+        _add_gpus(placed, instance)
+        _add_gpus(claims.placed, instance)
     first = [piece for key in borrowers for piece in shares[key].claims.waiting]
     open_nodes = {
         node.name
         for node in nodes
         if not gone
         and not any(
-            piece.kind in ("", node.gpu) and piece.gpus <= node.num_gpus - others[node.name]
+            piece.kind in ("", node.gpu) and piece.gpus <= node.num_gpus - placed[node.name]
             for piece in first
         )
     }
-    free = subtract_claims(nodes, GpuClaims(others, waiting)).nodes
+    free = subtract_claims(nodes, claims).nodes
     left = {node.name: node.num_gpus for node in free if node.name in open_nodes}
     return GpuRoom(
         tuple(replace(node, num_gpus=left.get(node.name, 0)) for node in nodes),
