@@ -134,6 +134,8 @@ class GpuReservations:
         """Return what deployments of higher priority leave to one that lends; None: it does not, or
         there are none."""
         reclaimed = self._find_reclaimed(nodes)
+        if deployment not in self._lenders:
+            return None
         quota = self._cache.find_gpu_quota(deployment.namespace)
         num_gpus = None if quota is None else quota.num_gpus
         return gpu_lending.find_room(deployment, nodes, self._shares, reclaimed, num_gpus)
@@ -152,6 +154,8 @@ class GpuReservations:
 
     def _find_reclaimed(self, nodes: Sequence[ObservedNode]) -> Reclaimed:
         self._refresh()
+        if not self._lenders:
+            return {}
         found = {key.namespace: self._cache.find_gpu_quota(key.namespace) for key in self._lenders}
         quotas = {name: quota.num_gpus for name, quota in found.items() if quota is not None}
         if self._reclaimed is None or self._reclaimed[:2] != (nodes, quotas):
