@@ -13,7 +13,8 @@ LANES = fast-tests engine-tests cluster-tests operator-tests
 # With many engines; what they show changes with vLLM's version rather than with Cleave.
 LONG_ENGINE_TESTS = e2e/test_vllm_data_parallel_nixl.py e2e/test_vllm_offloading.py
 ENGINE_TESTS = e2e/vllm_pair $(filter-out $(LONG_ENGINE_TESTS),$(wildcard e2e/test_vllm*.py))
-CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
+LONG_CLUSTER_TESTS = e2e/test_cluster_vllm_model.py
+CLUSTER_TESTS = $(filter-out $(LONG_CLUSTER_TESTS),$(wildcard e2e/test_cluster*.py))
 # The others of them run beside these, on a control plane of their own.
 OPERATOR_TESTS = $(foreach name,operator placement prometheus replan resources scaling,e2e/test_cluster_$(name).py)
 NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_install.py e2e/test_cluster_operator.py e2e/test_cluster_resources.py e2e/test_cluster_faults.py e2e/test_cluster_scaling.py
@@ -45,7 +46,7 @@ check: lint ## what CI runs: lint, types, layers, generated files, the site of d
 # These run side by side. The first shows its progress, the others print their output at the end. It is
 # as nice as agents make their engines, which would otherwise starve: those tests take longest.
 fast-tests: # all but those below; end-to-end tests first, as they wait
-	nice -n 10 .venv/bin/pytest $(RERUN) --durations=20 $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(CLUSTER_TESTS)) e2e tests
+	nice -n 10 .venv/bin/pytest $(RERUN) --durations=20 $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(CLUSTER_TESTS) $(LONG_CLUSTER_TESTS)) e2e tests
 
 engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines. Kernels are compiled once
 	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)
@@ -70,8 +71,9 @@ e2e: setup ## on a real control plane with process nodes, or on the cluster of K
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
 
-e2e-vllm: setup ## the longest tests with vLLM on CPU, not in `make test`: ranks over NIXL, KV in host memory
+e2e-vllm: setup ## the longest tests with vLLM on CPU, not in `make test`: ranks over NIXL, KV in host memory, an unknown model
 	.venv/bin/pytest $(LONG_ENGINE_TESTS) $(ARGS)
+	@$(MAKE) --no-print-directory e2e CLUSTER_TESTS=$(LONG_CLUSTER_TESTS)
 
 e2e-node: $(if $(VLLM),setup,setup-tests) ## on two real nodes (kubelet, containerd) and Cleave's images, built here; root; NODE_TESTS='...'
 	@scripts/bootstrap --cluster && scripts/bootstrap --nodes

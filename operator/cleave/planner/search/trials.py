@@ -50,7 +50,7 @@ _MAX_BLOCKS = 2_000_000
 MAX_BLOCKS_PER_PROMPT in each it has 31,250 requests, of which at least a quarter are counted."""
 MAX_RATE_FACTOR = 2
 """Rates up to so many times the requested one are tried ..."""
-MIN_MAX_RATE = 1000.0
+MIN_MAX_RATE = 500.0
 """... and up to this one (req/s). A tiny model would serve tens of thousands of requests a second,
 in trials of a million requests each."""
 _MAX_DURATION_S = 600.0
