@@ -24,7 +24,7 @@ START_S = 420
 
 @pytest.fixture
 def chat(cluster: Cluster, namespace: str, tiny_model: Path) -> Iterator[Chat]:
-    """A deployment of a model in a folder of the nodes, without a config and without a placement."""
+    """A deployment of a model in a folder of the nodes, without config and placement."""
     if cluster.nodes is None:
         pytest.skip("needs nodes that have a folder of this machine")
     found = Chat(cluster, namespace)
