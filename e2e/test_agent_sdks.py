@@ -7,7 +7,7 @@ notice the loss, and the answer is the one that an undisturbed engine gives.
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import agents
@@ -106,7 +106,7 @@ def count(deployment: Deployment, sample: str) -> float:
 @pytest.mark.parametrize("victim", ["engine", "instance"])
 @pytest.mark.parametrize("ask", [ask_agent, ask_anthropic], ids=["agents", "anthropic"])
 def test_an_answer_is_complete_though_its_decode_engine_is_killed(
-    four: Deployment, ask: Callable[[str, OnPiece], Awaitable[Answer]], victim: str
+    four: Deployment, ask: Callable[[str, OnPiece], Coroutine[Any, Any, Answer]], victim: str
 ) -> None:
     expected = asyncio.run(ask(four.url, do_nothing))
     assert expected[2] > 5 * SEEN
