@@ -190,8 +190,10 @@ def _add_buckets(figure: go.Figure, panel: Panel, series: Sequence[Series]) -> g
 
 
 def _build_texts(panel: Panel, series: Sequence[Series]) -> str:
-    """The last values of numbers and tables; empty for charts."""
-    lasts = [(html.escape(line.name), _write_last(panel, line)) for line in series]
+    """The last values of numbers and tables, of series that have not ended; empty for charts."""
+    end_s = max(line.points[-1][0] for line in series)
+    present = [line for line in series if line.points[-1][0] == end_s]
+    lasts = [(html.escape(line.name), _write_last(panel, line)) for line in present]
     if panel.kind == "stat":
         return "".join(f"<p><b>{value}</b>{name}</p>" for name, value in lasts)
     if panel.kind == "table":
