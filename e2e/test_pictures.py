@@ -69,7 +69,10 @@ def test_a_page_has_the_panels_with_data_and_refuses_units_without_an_axis() -> 
     assert ready.title in page
     assert missing.title not in page
     assert "&lt;decode&gt;" in page
-    assert "3</td>" in build_page(board, {missing: [line]}, 0.0, 10.0), "a table of last values"
+    ended = Series("ended", ((0.0, 1.0), (5.0, 7.0)))
+    table = build_page(board, {missing: [line, ended]}, 0.0, 10.0)
+    assert "3</td>" in table, "a table of last values"
+    assert "7</td>" not in table, "of what is there at the end"
     odd = Panel(ready.title, "furlong", None, ready.queries)
     board = type(board)(board.name, board.title, (type(board.rows[0])("R", (odd,)),))
     with pytest.raises(UnknownUnitError, match="furlong"):

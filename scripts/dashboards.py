@@ -145,12 +145,6 @@ def serving() -> Dashboard:
             "Split requests: from a request to an instance to its first bytes. Decode includes the "
             "pull.",
         ),
-        Graph(
-            "Wait at the gateway",
-            "s",
-            find_quantiles("cleave_gateway_queue_seconds"),
-            "Requests wait here only where tenants have limits or late requests are refused.",
-        ),
     )
     add(
         dashboard,
@@ -184,6 +178,12 @@ def serving() -> Dashboard:
                 ),
             ),
             "Disaggregated: split over two instances. No-prefill and no-decode are fallbacks.",
+        ),
+        Graph(
+            "Wait at the gateway",
+            "s",
+            find_quantiles("cleave_gateway_queue_seconds"),
+            "Requests wait here only where tenants have limits or late requests are refused.",
         ),
         Graph(
             "Shed requests",

@@ -41,6 +41,8 @@ class Panel:
     """One of KINDS."""
     width: int = 8
     """Of the grid's 24 columns."""
+    height: int = 7
+    """In rows of the grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ def _parse_panel(document: Mapping[str, Any]) -> Panel:
         tuple(queries),
         document["type"],
         document["gridPos"]["w"],
+        document["gridPos"]["h"],
     )
 
 

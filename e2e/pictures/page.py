@@ -18,8 +18,9 @@ WIDTH_PX = 1200
 _BROWSER_MS = 180_000
 _COLUMN_PX, _GAP_PX = 41.5, 8
 """Of the grid, 24 in a row."""
-_FIGURE_PX, _SPARKLINE_PX = 190, 46
-"""Heights."""
+_FIGURE_PX = 190
+_SPARKLINE_PX, _ROW_PX = -66, 28
+"""Heights: of a chart, of the line below a number without its panel's rows, of such a row."""
 _COLORS = ("#56A64B", "#E0A400", "#3274D9", "#E02F44", "#8F3BB8", "#FF780A", "#19A9A9", "#7C4A1E")
 """Those of Grafana's light theme, darker where they are hard to see on white."""
 _SUFFIXES = {
@@ -144,7 +145,10 @@ def _build_figure(
     if panel.kind == "stat":
         hidden = {"visible": False}
         figure.update_layout(
-            height=_SPARKLINE_PX, xaxis=hidden, yaxis=hidden, margin={"l": 8, "r": 8, "b": 4}
+            height=_SPARKLINE_PX + _ROW_PX * panel.height,
+            xaxis=hidden,
+            yaxis=hidden,
+            margin={"l": 8, "r": 8, "b": 4},
         )
     return figure
 
@@ -186,8 +190,10 @@ def _add_buckets(figure: go.Figure, panel: Panel, series: Sequence[Series]) -> g
 
 
 def _build_texts(panel: Panel, series: Sequence[Series]) -> str:
-    """The last values of numbers and tables; empty for charts."""
-    lasts = [(html.escape(line.name), _write_last(panel, line)) for line in series]
+    """The last values of numbers and tables, of series that have not ended; empty for charts."""
+    end_s = max(line.points[-1][0] for line in series)
+    present = [line for line in series if line.points[-1][0] == end_s]
+    lasts = [(html.escape(line.name), _write_last(panel, line)) for line in present]
     if panel.kind == "stat":
         return "".join(f"<p><b>{value}</b>{name}</p>" for name, value in lasts)
     if panel.kind == "table":

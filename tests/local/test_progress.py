@@ -70,7 +70,7 @@ def test_the_last_failure_of_an_engine_goes_with_its_pod() -> None:
 
 def test_a_pod_that_ended_says_so_without_its_agent() -> None:
     row = status.build_row(replace(LOADING, last_exit_code=137), of(LOADING), None)
-    assert row.last_failure == "ended with exit code 137"
+    assert row.last_failure == "ended with exit code 137 (SIGKILL)"
 
 
 def test_of_many_that_are_waited_for_some_are_named() -> None:
@@ -147,7 +147,7 @@ def test_changes_of_pods_that_were_ready_are_reported() -> None:
     looks = list(map(of, (READY, LOADING, back, back)))
     assert [local_progress.describe_changes(*pair) for pair in pairwise(looks)] == [
         ["p is not ready"],
-        ["p was restarted after exit code 137", "p is ready again"],
+        ["p was restarted after exit code 137 (SIGKILL)", "p is ready again"],
         [],
     ]
 

@@ -89,6 +89,8 @@ def test_helm_finds_nothing_to_complain_about(helm, chart) -> None:
         ("global.imageRegistry=registry.local/path/", "imageRegistry"),
         ("namespaceOverride=Upper", "namespaceOverride"),
         ("metrics.rules.availability=0.5", "availability"),
+        ("metrics.rules.disabled={CleavePoolsFlaps}", "disabled"),
+        ("metrics.rules.severities.CleavePoolsFlaps=info", "CleavePoolsFlaps"),
         ("webhook.certificate=secret", "webhook.caBundle"),
         ("webhook.caBundle=x", "webhook.caBundle"),
     ],
@@ -510,6 +512,24 @@ def test_every_alert_has_a_runbook(render) -> None:
     }
     assert alerts == {name: f"https://x/runbooks#{name.lower()}" for name in alerts}
     assert sorted(headings) == sorted(alerts), "a section for each alert, and no other"
+    schema = json.loads((ROOT / "charts/cleave/values.schema.json").read_text())
+    assert schema["definitions"]["alert"]["enum"] == sorted(alerts), "values may name each alert"
+
+
+def test_alerts_are_left_out_or_get_another_severity_by_name(render) -> None:
+    def list_severities(*values: str) -> dict[str, str]:
+        (found,) = find(render("metrics.rules.enabled=true", *values), "PrometheusRule")
+        rules = [rule for group in found["spec"]["groups"] for rule in group["rules"]]
+        return {rule["alert"]: rule["labels"]["severity"] for rule in rules if "alert" in rule}
+
+    usual = list_severities()
+    changed = list_severities(
+        "metrics.rules.disabled={CleavePoolsFlap,CleavePlanDrifts}",
+        "metrics.rules.severities.CleaveSloBurns=info",
+    )
+    assert usual.keys() - changed.keys() == {"CleavePoolsFlap", "CleavePlanDrifts"}
+    assert {name for name in changed if changed[name] != usual[name]} == {"CleaveSloBurns"}
+    assert changed["CleaveSloBurns"] == "info"
 
 
 def test_helm_tests_check_runs_with_permissions_of_its_own(render) -> None:

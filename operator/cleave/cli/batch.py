@@ -110,7 +110,8 @@ def batch(
     _print_summary(progress, files, num_before, time.monotonic() - started_at, output)
     if progress.num_left:
         reason = f"; the last obstacle: {progress.obstacle}" if progress.obstacle else ""
-        text = f"{progress.num_left} requests have no result yet{reason}"
+        left = "1 request has" if progress.num_left == 1 else f"{progress.num_left} requests have"
+        text = f"{left} no result yet{reason}"
         fail([f"{text}: run the same command to continue"], FAILED)
 
 

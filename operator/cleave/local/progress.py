@@ -108,7 +108,7 @@ def check_finished(
         return StartupResult(StartupOutcome.STOPPED)
     for pod in snapshot.pods:
         if pod.last_exit_code == PERMANENT_FAILURE_EXIT_CODE or pod.restarts >= _MAX_RESTARTS:
-            fault = f"{pod.name} ended with exit code {pod.last_exit_code}"
+            fault = f"{pod.name} ended with {pod.last_end}"
             return _build_failure(folder, pod.name, fault)
     for each in steps:
         # A worker outlives its engine and restarts it, even if the engine rejects its arguments.
@@ -174,7 +174,7 @@ def describe_changes(before: DeploymentSnapshot, after: DeploymentSnapshot) -> l
     for pod in after.pods:
         was = known.get(pod.name, pod)
         if pod.restarts > was.restarts:
-            lines.append(f"{pod.name} was restarted after exit code {pod.last_exit_code}")
+            lines.append(f"{pod.name} was restarted after {pod.last_end}")
         if was.ready != pod.ready:
             lines.append(f"{pod.name} is {'ready again' if pod.ready else 'not ready'}")
     return lines

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import msgspec
@@ -43,6 +44,14 @@ class PodView:
     """Seconds since the epoch."""
     further_addresses: tuple[str, ...] = ()
     """host:port of the other agents, of a pod with several engines."""
+
+    @property
+    def last_end(self) -> str:
+        """The last exit code for display, with the signal that it stands for; empty: none yet."""
+        if self.last_exit_code is None:
+            return ""
+        code, signals = self.last_exit_code, {128 + each: f" ({each.name})" for each in Signals}
+        return f"exit code {code}{signals.get(code, '')}"
 
 
 @dataclass(frozen=True, slots=True)

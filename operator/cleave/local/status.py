@@ -111,7 +111,7 @@ def build_row(
             restarts=pod.restarts,
             pid=pod.pid,
             url=snapshot.url if pod.role == GATEWAY else "",
-            reason=f"exit code {pod.last_exit_code}" if pod.waiting and pod.last_exit_code else "",
+            reason=pod.last_end if pod.waiting and pod.last_exit_code else "",
             last_failure=_describe_pod_failure(pod),
         )
     registration, load = health.registration, health.load
@@ -143,7 +143,7 @@ def _describe_pod_state(pod: PodView, snapshot: DeploymentSnapshot) -> str:
 
 
 def _describe_pod_failure(pod: PodView) -> str:
-    return f"ended with exit code {pod.last_exit_code}" if pod.last_exit_code is not None else ""
+    return f"ended with {pod.last_end}" if pod.last_end else ""
 
 
 def _describe_kv_path(path: agent_pb2.KvPath) -> str:

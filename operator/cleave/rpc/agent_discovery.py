@@ -132,7 +132,7 @@ async def _resolve(name_and_port: str) -> frozenset[str]:
 def _split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise DiscoveryError(f"{address!r} is not HOST:PORT")
+        raise DiscoveryError(f"address of an agent: {address!r} is not HOST:PORT")
     return host, int(port)
 
 

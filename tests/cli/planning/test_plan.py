@@ -114,8 +114,8 @@ def test_explain_shows_the_question_and_the_assumptions_of_the_answer(cli, file)
     assert facts["network"].startswith("InfiniBand, about 200 Gbit/s")
     assert facts["prefill"].startswith("batches as vLLM does today, at most 256 requests")
     assert "(DistServe, Eq. 1-2)" in output
-    assert "other rates need 1P tp1 + 2D tp1 " in output
-    assert "most tokens per GPU in decode: 1 x emulated GPU" in output
+    assert "at other rates: 1P tp1 + 2D tp1, times " in output
+    assert "most tokens per GPU with 1 x emulated GPU" in output
     assert "distserve/opt-13b/tp1" in facts["latency"]
 
 

@@ -123,7 +123,10 @@ def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
     try:
         best = growth.find_best_size(problem)
         ranked = ", then ".join(_format_worker_size(best.gpu, size) for size in best.sizes[:2])
-        yield "worker size", f"most tokens per GPU in decode: {ranked} (Aladdin, Eq. 5-6)"
+        yield (
+            "worker size",
+            f"most tokens per GPU with {ranked} for a decode instance (Aladdin, Eq. 5-6)",
+        )
     except ScalingError as error:
         yield "worker size", str(error)
     try:
@@ -132,9 +135,9 @@ def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
         yield "growth", str(error)
         return
     law, worker = scaling.law, " + ".join(format_pool(pool) for pool in scaling.worker)
-    line = f"{format_number(law.k5)} x rate {'-' if law.c5 < 0 else '+'} {abs(law.c5):.2f}"
+    line = f"{format_number(law.k5)} x req/s {'-' if law.c5 < 0 else '+'} {abs(law.c5):.2f}"
     counts = ", ".join(f"{n} at {format_number(rate)}" for rate, n in scaling.counts.items())
-    yield "growth", f"other rates need {worker} {line} times, rounded up (Aladdin, Eq. 7)"
+    yield "growth", f"at other rates: {worker}, times {line}, rounded up (Aladdin, Eq. 7)"
     yield "", f"fitted to short simulations: {counts} req/s"
     lowest = f"{format_number(law.lowest_rate)} req/s"
     if not law.holds_at(problem.rate):
