@@ -1,13 +1,13 @@
 """Agents, engines and gateways of this version and the one before it, together on one machine.
 
-`e2e/test_cluster_upgrade.py` adds the operator. Instances have one revision, as while an operator
-replaces them after an upgrade, so engines of both versions hand KV to each other.
+`e2e/test_cluster_upgrade.py` adds the operator, `e2e/test_vllm_version_skew.py` vLLM. Instances have
+one revision, as while an operator replaces them after an upgrade, so engines of both versions hand
+KV to each other.
 """
 
 import concurrent.futures
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +15,7 @@ import pytest
 
 from e2e.chaos.expected_output import COMPLETIONS, expect
 from e2e.chaos.gateways import Gateway
-from e2e.support.deployments import Deployment, deployed, emulated, start_fast, tiny_vllm, until
-from e2e.support.vllm_prompts import CASES, ask, engine_url, metric
+from e2e.support.deployments import Deployment, deployed, emulated, until
 from tests.support.previous_version import PreviousVersion, extract
 
 READY_S = 60
@@ -112,33 +111,3 @@ def test_agents_of_both_versions_are_read_and_none_was_restarted(
     for each in registrations.values():
         assert each.kv_path.verified, each.kv_path.detail
         assert each.restarts == 0
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
-def test_a_vllm_engine_takes_kv_from_one_with_plugins_of_the_previous_version(
-    previous: PreviousVersion, tiny_model: Path, tmp_path: Path
-) -> None:
-    # Not the other way round: engines give KV to those that prove their key only (decision 065).
-    choice = previous.choose_for("-prefill-", tmp_path / "choice")
-    env = [{"name": "PYTHONPATH", "value": str(choice)}]
-    # Less than is usual for vLLM: the model is small, and other tests run engines as well.
-    room = {"requests": {"memory": "4Gi"}, "limits": {"memory": "4Gi"}}
-    manifest = tiny_vllm(
-        tiny_model,
-        pools={"flipping": "Off"},
-        engine=start_fast(env=env),
-        template={"resources": room},
-    )
-    with deployed(manifest, tmp_path, 420) as deployment:
-        assert set((choice / "chosen").read_text().split()) == {"tiny-prefill-0"}
-        decode = engine_url(deployment, "decode")
-        pulled = (
-            'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv'
-        )
-        before = metric(decode, pulled)
-        split = [ask(deployment.url, case) for case in CASES]
-        moved = metric(decode, pulled) - before
-        assert moved == sum(answer.prompt_tokens for answer in split)
-        colocated = [ask(engine_url(deployment, "prefill"), case) for case in CASES]
-        assert [each.tokens for each in split] == [each.tokens for each in colocated]
