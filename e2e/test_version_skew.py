@@ -1,8 +1,8 @@
 """Agents, engines and gateways of this version and the one before it, together on one machine.
 
-`e2e/test_cluster_upgrade.py` adds the operator, `e2e/test_vllm_version_skew.py` vLLM. Instances have
-one revision, as while an operator replaces them after an upgrade, so engines of both versions hand
-KV to each other.
+`e2e/test_cluster_upgrade.py` adds the operator, `e2e/test_vllm_version_skew.py` vLLM. Instances
+have one revision, as while an operator replaces them after an upgrade, so engines of both versions
+hand KV to each other.
 """
 
 import concurrent.futures
