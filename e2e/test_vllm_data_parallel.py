@@ -15,7 +15,7 @@ from e2e.support.deployments import Deployment, deployed, start_fast, tiny_vllm,
 from e2e.support.spread_ranks import SpreadRanks, spread
 from e2e.support.vllm_prompts import CASES, Case, ask, metric
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1_800)]
 
 RANKS = {"data": 2, "expert": True}
 START_S = 420
@@ -91,6 +91,42 @@ def test_ranks_on_two_nodes_answer_as_one_engine_and_are_restarted_together(
         ranks.pods[1].start(ranks.env)
         until(lambda: are_restarted(ranks, before), START_S, "both engines are new and ready")
         assert ask_all(ranks) == expected
+
+
+def test_instances_of_ranks_on_two_nodes_change_their_role_and_drain(
+    sparse_model: Path, expected: dict[Case, list[int]], tmp_path: Path
+) -> None:
+    pool = {"role": "mixed", "replicas": 2, "parallelism": RANKS}
+    with spread(build_manifest(sparse_model, pool), tmp_path / "d") as ranks:
+        until(lambda: ranks.are_verified(4), 2 * START_S, "every rank has handed KV over")
+        boots = {name: each.boot_id for name, each in ranks.instances().items()}
+        assert ask_all(ranks) == expected
+
+        ranks.set_role("tiny-mixed-0", agent_pb2.ROLE_PREFILL)
+        flipped = [name for name in boots if name.startswith("tiny-mixed-0")]
+        roles = {name: each.role for name, each in ranks.instances().items()}
+        assert all((roles[name] == agent_pb2.ROLE_PREFILL) == (name in flipped) for name in roles)
+        assert ask_all(ranks) == expected
+        assert metric(ranks.url, 'cleave_gateway_handoffs_total{result="used"}') > 0
+        ranks.set_role("tiny-mixed-0", agent_pb2.ROLE_MIXED)
+        assert {name: each.boot_id for name, each in ranks.instances().items()} == boots
+
+        # The deletion of one pod drains its instance on both nodes, and no answer is lost.
+        urls = [each.engine_url for name, each in ranks.instances().items() if name not in flipped]
+        with concurrent.futures.ThreadPoolExecutor(len(CHOSEN)) as clients:
+            answers = [clients.submit(ask, ranks.url, case) for case in CHOSEN]
+            until(
+                lambda: any(metric(url, "vllm:num_requests_running") > 0 for url in urls),
+                START_S,
+                "the instance computes answers",
+            )
+            first, further = ranks.pods[2:]
+            assert further.stop() == 0
+            assert first.process is not None
+            assert first.process.wait(START_S) == 0
+            tokens = [each.result(START_S).tokens for each in answers]
+        assert tokens == [expected[case] for case in CHOSEN]
+        assert {*ranks.instances()} == {*flipped}
 
 
 def list_ready(ranks: SpreadRanks) -> list[str]:
