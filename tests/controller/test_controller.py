@@ -2,16 +2,17 @@
 
 import json
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineSpec, EngineType
-from cleave.controller.cluster.actions import Action, PatchStatus, SetFinalizers
+from cleave.controller.cluster.actions import Action, Apply, PatchStatus, SetFinalizers
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.cache import CachedResource, ReadConfigMap, ResourceKey
 from cleave.controller.cluster.client import KubeApiError
+from cleave.controller.cluster.model_hub import HubAnswer
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.controller import CONFIG_PERIOD_S, Controller
 from cleave.controller.metrics import OperatorMetrics
@@ -197,8 +198,8 @@ async def test_an_unknown_model_is_planned_from_what_the_hub_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     submitted: list[Any] = []
-    hub = AsyncMock()
-    hub.read_config.return_value = None
+    hub = Mock(url="https://hub")
+    hub.find.return_value = None
     controller = Controller(OperatorSettings(), OperatorMetrics(), model_hub=hub)
     monkeypatch.setattr(controller.planner, "submit", lambda *job: submitted.append(job))
     declared = declare_config("unused")
@@ -209,11 +210,27 @@ async def test_an_unknown_model_is_planned_from_what_the_hub_has(
     controller.on_change(declared)
     controller.on_change(node("n1", product="H100"))
     key = ResourceKey("LLMDeployment", "default", "chat")
-    await controller._reconcile(key, AsyncMock())
+    executor = AsyncMock()
+
+    async def reconcile() -> list[Any]:
+        await controller._reconcile(key, executor)
+        (actions,) = executor.carry_out.await_args.args
+        return actions
+
+    def find_plan_message(actions: list[Any]) -> str:
+        (status,) = (each.status for each in actions if isinstance(each, PatchStatus))
+        return next(each for each in status["conditions"] if each["type"] == "PlanReady")["message"]
+
+    # While it is read nothing starts; where it cannot be read, the smallest pair does.
+    actions = await reconcile()
+    assert "is being read from https://hub; instances stay" in find_plan_message(actions)
+    assert not [each for each in actions if is_pool(each)]
+    hub.find.return_value = HubAnswer(1.0, fault="it answers 401")
+    assert [each for each in await reconcile() if is_pool(each)]
     assert not submitted
 
-    hub.read_config.return_value = CONFIGS["qwen3-8b"]
-    await controller._reconcile(key, AsyncMock())
+    hub.find.return_value = HubAnswer(1.0, CONFIGS["qwen3-8b"])
+    await reconcile()
     ((_, planned, _, _),) = submitted
     assert planned.spec.model.config.inline == CONFIGS["qwen3-8b"]
     # It outlasts the next event, and nothing is read for a model that the table has.
@@ -224,9 +241,37 @@ async def test_an_unknown_model_is_planned_from_what_the_hub_has(
     assert cached.resource.spec.model.config is not None
     declared["spec"]["model"] = "Qwen/Qwen3-8B"
     controller.on_change(declared)
-    hub.read_config.reset_mock()
-    await controller._reconcile(key, AsyncMock())
-    hub.read_config.assert_not_awaited()
+    hub.find.reset_mock()
+    await reconcile()
+    hub.find.assert_not_called()
+
+
+def is_pool(action: object) -> bool:
+    return isinstance(action, Apply) and action.manifest["kind"] == "InstancePool"
+
+
+async def test_a_plan_outlasts_a_restart_while_the_hub_is_away() -> None:
+    hub = Mock(url="https://hub")
+    hub.find.return_value = HubAnswer(1.0, fault="it answers 503")
+    controller = Controller(OperatorSettings(), OperatorMetrics(), model_hub=hub)
+    declared = declare_config("unused")
+    declared["spec"] |= {"model": "org/new", "workload": WORKLOAD}
+    declared["status"] = {"plan": {"inputs": "0123"}}
+    controller.on_change(declared)
+    key = ResourceKey("LLMDeployment", "default", "chat")
+    cached = controller.cache.get(key)
+    assert cached is not None
+    assert not controller._apply_hub(key, cached).model_fault, "no instance has this model"
+    resource = LLMDeployment.model_validate(chat(engine={"type": "vLLM"}, model="org/new"))
+    pools = build_pools(resource, choose_placement(resource, reads_files=False), NodeTopology())
+    own = CachedResource(pools[0], {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller.cache, "list_pools", lambda _: [own])
+        fault = controller._apply_hub(key, cached).model_fault
+        assert fault == "its config.json is not read from https://hub: it answers 503"
+
+
+WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
 
 
 async def test_an_unknown_model_is_planned_once_a_worker_has_reported_it(

@@ -282,7 +282,7 @@ async def test_a_higher_priority_borrows_gpus_and_gives_them_back() -> None:
 
 
 async def test_a_guarantee_is_kept_in_the_quota_too() -> None:
-    cluster = SmallCluster(room=16)
+    cluster = SmallCluster(room=9)
     cluster.add(node(gpus=16))
     spec = {"hard": {"requests.nvidia.com/gpu": "9"}}
     head = {"apiVersion": "v1", "kind": "ResourceQuota"}

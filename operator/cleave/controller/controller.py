@@ -43,7 +43,7 @@ from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
 from cleave.controller.cluster.gateway_client import GatewayClient, InstancesByPod
 from cleave.controller.cluster.inventory import Inventory, PlanMachines
-from cleave.controller.cluster.model_hub import ModelHub
+from cleave.controller.cluster.model_hub import RETRY_S, ModelHub
 from cleave.controller.cluster.objects import ObservedNode, ObservedPod
 from cleave.controller.cluster.reported_model import needs_hub
 from cleave.controller.cluster.workqueue import WorkQueue
@@ -214,8 +214,8 @@ class Controller:
         return inventory.select_free(whole, free, self._reservations.find_quota(key))
 
     def _list_gpu_nodes(self) -> tuple[ObservedNode, ...]:
-        """The nodes on which GPUs are lent: those of plans, where Cleave's image can run."""
-        return self.build_inventory(EngineSpec()).nodes
+        """The nodes on which GPUs are lent."""
+        return tuple(node for node in self.cache.nodes.values() if node.num_gpus)
 
     def _get_inventory(self, deployment: LLMDeployment) -> Inventory:
         return self.build_inventory(deployment.spec.engine, deployment.spec.template)
@@ -256,7 +256,7 @@ class Controller:
             self.queue.add_after(key, _STALE_RETRY_S)
             return
         try:
-            cached = await self._read_hub(key, await self._refresh_config(key, cached))
+            cached = self._apply_hub(key, await self._refresh_config(key, cached))
             reserved = self._reservations.get_plan(key)
             actions = await self._decide(key, cached)
             await self._carry_out(key, executor, actions)
@@ -310,17 +310,37 @@ class Controller:
             if (plan and plan.reason in NO_PLAN) or (limited and limited.status):
                 yield key
 
-    async def _read_hub(self, key: ResourceKey, cached: CachedResource) -> CachedResource:
-        """The deployment with what Hugging Face has about a model that Cleave does not know."""
+    def _apply_hub(self, key: ResourceKey, cached: CachedResource) -> CachedResource:
+        """The deployment with what Hugging Face has about a model that Cleave does not know. While
+        that is read the first time, nothing starts; where it cannot be read, what was planned for
+        this model stays, and others start as the smallest pair."""
         deployment, hub = cached.resource, self._model_hub
         if hub is None or not isinstance(deployment, LLMDeployment) or not needs_hub(deployment):
             return cached
         if "deletionTimestamp" in cached.meta:
             return cached
-        config = await hub.read_config(deployment.spec.model)
-        if config is not None:
-            self.cache.set_hub_config(key, config)
-        return self.cache.get(key) or cached
+        answer = hub.find(deployment.spec.model, lambda: self.queue.add(key))
+        if answer is not None and answer.config is not None:
+            self.cache.set_hub_config(key, answer.config)
+            return self.cache.get(key) or cached
+        if answer is None:
+            return replace(cached, model_fault=f"its config.json is being read from {hub.url}")
+        self.queue.add_after(key, RETRY_S)
+        is_planned = "inputs" in (cached.status.get("plan") or {})
+        if not is_planned or not self._has_pools_of(key, deployment):
+            return cached
+        fault = f"its config.json is not read from {hub.url}: {answer.fault}"
+        return replace(cached, model_fault=fault)
+
+    def _has_pools_of(self, key: ResourceKey, deployment: LLMDeployment) -> bool:
+        """Whether the deployment's pools have its present model."""
+        model = deployment.spec.model
+        pools = (each.resource for each in self.cache.list_pools(key))
+        return any(
+            (each.spec.model.source, each.spec.model.revision) == (model.source, model.revision)
+            for each in pools
+            if isinstance(each, InstancePool)
+        )
 
     async def _refresh_config(self, key: ResourceKey, cached: CachedResource) -> CachedResource:
         """The deployment with the ConfigMap that it takes its model's config.json from, which is

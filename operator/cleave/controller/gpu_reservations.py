@@ -150,13 +150,13 @@ class GpuReservations:
         """Return the deployments of which other instances are reclaimed than at the last call."""
         now, before = self._find_reclaimed(nodes), self._listed
         self._listed = now
-        return [key for key, names in now.items() if names != before.get(key)]
+        return [key for key in {**before, **now} if now.get(key) != before.get(key)]
 
     def _find_reclaimed(self, nodes: Sequence[ObservedNode]) -> Reclaimed:
         self._refresh()
         if not self._lenders:
             return {}
-        found = {key.namespace: self._cache.find_gpu_quota(key.namespace) for key in self._lenders}
+        found = {key.namespace: self._cache.find_gpu_quota(key.namespace) for key in self._shares}
         quotas = {name: quota.num_gpus for name, quota in found.items() if quota is not None}
         if self._reclaimed is None or self._reclaimed[:2] != (nodes, quotas):
             found_now = gpu_lending.find_reclaimed(nodes, self._shares, quotas)

@@ -276,7 +276,8 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
 
 def _parse_url(text: str) -> str:
     parts = urlsplit(text)
-    if text and (parts.scheme not in ("http", "https") or not parts.hostname):
+    has_host = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
+    if text and not has_host:
         raise argparse.ArgumentTypeError(f"{text!r}: must be like https://huggingface.co")
     return text
 

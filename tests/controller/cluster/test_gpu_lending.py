@@ -151,16 +151,45 @@ def test_the_quota_of_the_namespace_reclaims_as_well() -> None:
     nodes = [node("n1", 16)]
     assert not find_reclaimed(nodes, shares, {"default": 7})
     assert len(find_reclaimed(nodes, shares, {"default": 5})[key("a")]) == 2
-    assert len(find_reclaimed(nodes, shares, {"default": 1})[key("a")]) == 3, (
-        "not what is guaranteed"
-    )
+    assert len(find_reclaimed(nodes, shares, {"default": 2})[key("a")]) == 3
+    assert not find_reclaimed(nodes, shares, {"default": 1}), "the guarantee takes all of it"
     assert not find_reclaimed(nodes, {key("a"): lender}, {"default": 1}), "nothing needs it"
     elsewhere = {key("a"): lender, key("b", "other"): shares[key("b")]}
     assert not find_reclaimed(nodes, elsewhere, {"default": 1})
+    full = {key("a"): lender, key("b", "other"): share([(pool("b", 9), [])], priority=1)}
+    assert not find_reclaimed([node("n1", 4)], full, {"other": 0}), "its pods are refused"
+    assert len(find_reclaimed([node("n1", 4)], full, {"other": 2})[key("a")]) == 2
+    served = share([(pool("b", 4), pods("b", *["n1"] * 4))], priority=1)
+    assert not find_reclaimed(nodes, {key("a"): lender, key("b"): served}, {"default": 4}), (
+        "a lowered quota ends nothing"
+    )
+    a100 = {key("a"): lender, key("b"): share([(pool("b", 3, gpu="A100"), [])], priority=1)}
+    assert not find_reclaimed(nodes, a100, {"default": 5}), "no node has such GPUs"
     room = find_room(key("a"), nodes, shares, {}, 5)
     assert room is not None
     assert room.max_gpus == 2
     assert fit_pools([pool("a", 6)], room, "gpu") == {"a": 4}, "those that run, until reclaimed"
+
+
+def test_the_guarantee_is_the_same_for_the_plan_and_for_what_is_left() -> None:
+    sizes = {"prefill": 1, "decode": 1}
+    for left in ({"prefill": 2, "decode": 6}, {"prefill": 2, "decode": 3}):
+        assert count_guaranteed(left, sizes, 4) == {"prefill": 2, "decode": 2}
+
+
+def test_nothing_is_reclaimed_for_a_node_that_takes_no_pods() -> None:
+    lender = share([(pool("a", 4), pods("a", *["n1"] * 4))], min_gpus=0)
+    shares = {key("a"): lender, key("b"): share([(pool("b", 2), [])], priority=1)}
+    cordoned = replace(node("n2", 8), schedulable=False)
+    assert not find_reclaimed([replace(node("n1", 4), ready=False)], shares, {})
+    assert len(find_reclaimed([node("n1", 4), cordoned], shares, {})[key("a")]) == 2
+
+
+def test_one_with_other_gpus_is_no_borrower() -> None:
+    lender = share([(pool("a", 4), pods("a", *["n1"] * 2))], min_gpus=0)
+    other = share([(pool("b", 1, gpu="A100"), pods("b", "n2"))], priority=1)
+    nodes = [node("n1", 2), replace(node("n2", 8), gpu="A100")]
+    assert find_room(key("a"), nodes, {key("a"): lender, key("b"): other}, {}, None) is None
 
 
 def test_pods_of_a_dropped_pool_make_room_for_the_new_one() -> None:

@@ -1,5 +1,6 @@
 """config.json from a server like Hugging Face: what is read, kept, refused and tried again."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from cleave.api.model import ModelSpec
-from cleave.controller.cluster.model_hub import RETRY_S, ModelHub
+from cleave.controller.cluster.model_hub import RETRY_S, HubAnswer, ModelHub
 from cleave.perf.model.known_models import CONFIGS
 
 CONFIG = {**CONFIGS["qwen3-8b"], "id2label": {"0": "LABEL_0"}}
@@ -57,6 +58,18 @@ class Clock:
         return self.now_s
 
 
+async def find(reader: ModelHub, model: ModelSpec = MODEL) -> HubAnswer:
+    """The answer, once it is there."""
+    is_read = asyncio.Event()
+    if (known := reader.find(model, is_read.set)) is not None:
+        return known
+    async with asyncio.timeout(20):
+        await is_read.wait()
+    answer = reader.find(model, is_read.set)
+    assert answer is not None
+    return answer
+
+
 PATH = "/org/new/resolve/main/config.json"
 
 
@@ -64,17 +77,27 @@ async def test_what_plans_read_is_kept_and_read_once(hub: Hub) -> None:
     hub.answers[PATH] = "/moved"
     hub.answers["/moved"] = json.dumps(CONFIG)
     reader = ModelHub(hub.url + "/", Clock())
-    config = await reader.read_config(MODEL)
+    config = (await find(reader)).config
     assert config == {name: each for name, each in CONFIG.items() if name != "id2label"}
-    assert await reader.read_config(ModelSpec(source="hf://org/new")) == config
+    assert (await find(reader, ModelSpec(source="hf://org/new"))).config == config
     assert [path for path, _ in hub.seen] == [PATH, "/moved"]
+
+
+async def test_deployments_of_one_model_share_a_read(hub: Hub) -> None:
+    hub.answers[PATH] = json.dumps(CONFIG)
+    reader, ends = ModelHub(hub.url, Clock()), asyncio.Queue[int]()
+    for number in range(5):
+        assert reader.find(MODEL, lambda number=number: ends.put_nowait(number)) is None
+    async with asyncio.timeout(20):
+        assert [await ends.get() for _ in range(5)] == [*range(5)]
+    assert len(hub.seen) == 1
 
 
 async def test_a_revision_is_one_part_of_the_path(hub: Hub) -> None:
     path = "/org/new/resolve/refs%2Fpr%2F1/config.json"
     hub.answers[path] = json.dumps(CONFIG)
     model = ModelSpec(source="org/new", revision="refs/pr/1")
-    assert await ModelHub(hub.url, Clock()).read_config(model)
+    assert (await find(ModelHub(hub.url, Clock()), model)).config
     assert hub.seen == [(path, None)]
 
 
@@ -84,9 +107,14 @@ async def test_a_token_is_sent_to_the_hub_and_to_no_other_host(
     other = hub.url.replace("127.0.0.1", "localhost")
     hub.answers[PATH] = f"{other}/elsewhere"
     hub.answers["/elsewhere"] = "[]"
-    assert await ModelHub(hub.url, Clock(), "secret").read_config(MODEL) is None
+    # A Secret made of `echo TOKEN` ends in a newline.
+    assert (await find(ModelHub(hub.url, Clock(), "secret\n"))).config is None
     assert hub.seen == [(PATH, "Bearer secret"), ("/elsewhere", None)]
     assert "secret" not in caplog.text
+
+
+async def test_a_token_that_no_header_can_have_is_a_fault() -> None:
+    assert (await find(ModelHub("http://127.0.0.1:1", Clock(), "a\nb"))).fault
 
 
 @pytest.mark.parametrize(
@@ -106,21 +134,26 @@ async def test_what_is_not_usable_is_logged_and_tried_again_later(
     clock = Clock()
     hub.answers[PATH] = answer
     reader = ModelHub(hub.url, clock)
-    assert await reader.read_config(MODEL) is None
-    assert await reader.read_config(MODEL) is None
+    first = await find(reader)
+    assert first.config is None
+    assert why in first.fault
+    assert await find(reader) is first
     assert len(hub.seen) == 1
-    assert f"config.json of org/new is not read from {hub.url}" in caplog.text
-    assert why in caplog.text
+    assert f"config.json of org/new on {hub.url}" in caplog.text
     clock.now_s += RETRY_S
     hub.answers[PATH] = json.dumps(CONFIG)
-    assert await reader.read_config(MODEL)
+    is_read = asyncio.Event()
+    assert reader.find(MODEL, is_read.set) is first, "it holds while it is read again"
+    async with asyncio.timeout(20):
+        await is_read.wait()
+    assert (await find(reader)).config
 
 
-async def test_a_hub_that_is_away_is_none() -> None:
-    assert await ModelHub("http://127.0.0.1:1", Clock()).read_config(MODEL) is None
+async def test_a_hub_that_is_away_is_a_fault() -> None:
+    assert (await find(ModelHub("http://127.0.0.1:1", Clock()))).fault
 
 
 async def test_endless_redirects_end(hub: Hub) -> None:
     hub.answers[PATH] = PATH
-    assert await ModelHub(hub.url, Clock()).read_config(MODEL) is None
+    assert (await find(ModelHub(hub.url, Clock()))).fault
     assert len(hub.seen) <= 4

@@ -119,13 +119,15 @@ def count_guaranteed(
     counts: Mapping[str, int], sizes: Mapping[str, int], min_gpus: int
 ) -> dict[str, int]:
     """How many of the instances of each pool are not lent: one, so that the deployment serves, and
-    then in proportion to `counts` until they have `min_gpus`. `sizes`: GPUs of an instance."""
+    then by turns, of the pool with the fewest so far, until they have `min_gpus`. `sizes`: GPUs of
+    an instance. Fewer instances than planned (`counts`) give the same numbers as long as they hold
+    them: the deployment's decision sees the plan, that about its pods what is left."""
     guaranteed = {name: min(1, count) for name, count in counts.items()}
     while sum(guaranteed[name] * sizes[name] for name in guaranteed) < min_gpus:
         short = [name for name, count in counts.items() if guaranteed[name] < count]
         if not short:
             break
-        guaranteed[min(short, key=lambda name: (guaranteed[name] / counts[name], name))] += 1
+        guaranteed[min(short, key=lambda name: (guaranteed[name], name))] += 1
     return guaranteed
 
 
@@ -136,7 +138,8 @@ def find_reclaimed(
 ) -> dict[ResourceKey, frozenset[str]]:
     """Return the names of the instances that deployments of higher priority reclaim, by deployment.
 
-    `quotas`: GPUs of the namespaces that have a budget. Equal priorities reclaim nothing.
+    `quotas`: GPUs of the namespaces that have a budget. Equal priorities reclaim nothing, nor do
+    pods that their own namespace's budget, or the nodes, cannot take.
     """
     lent = [
         _LentInstance(shares[key].priority, key, instance)
@@ -151,10 +154,11 @@ def find_reclaimed(
         share = shares[key]
         for piece, count in sorted(share.claims.waiting.items(), reverse=True):
             for _ in range(count):
-                if not reclaim.take(piece, share.priority):
+                num_gpus = quotas.get(key.namespace)
+                has_budget = num_gpus is None or reclaim.fits_quota(key, piece.gpus, num_gpus)
+                if not has_budget or not reclaim.take(piece, share.priority):
                     break
-    for namespace, num_gpus in quotas.items():
-        reclaim.keep_quota(namespace, num_gpus)
+                reclaim.keep_quota(key, piece.gpus, num_gpus)
     names: dict[ResourceKey, set[str]] = defaultdict(set)
     for each in reclaim.reclaimed:
         names[each.lender].add(each.instance.name)
@@ -168,13 +172,13 @@ def find_room(
     reclaimed: Mapping[ResourceKey, frozenset[str]],
     quota: int | None,
 ) -> GpuRoom | None:
-    """Return what is left to a deployment; None: none of higher priority has GPUs, or it lends
-    none. `quota`: GPUs of its namespace."""
+    """Return what is left to a deployment; None: none of higher priority has GPUs of its kinds, or
+    it lends none. `quota`: GPUs of its namespace."""
     own = shares.get(lender, GpuShare())
     borrowers = [
         key
         for key in sorted(shares, key=lambda key: (-shares[key].priority, key))
-        if shares[key].priority > own.priority
+        if shares[key].priority > own.priority and _may_share(shares[key], own, nodes)
     ]
     if own.min_gpus is None or not borrowers:
         return None
@@ -219,6 +223,15 @@ def find_room(
         None if quota is None else max(0, quota - in_namespace),
         tuple(f"{key.namespace}/{key.name} (priority {shares[key].priority})" for key in borrowers),
     )
+
+
+def _may_share(share: GpuShare, own: GpuShare, nodes: Sequence[ObservedNode]) -> bool:
+    """Whether another deployment has, or waits for, GPUs of a kind that this one has."""
+    kinds = {node.name: node.gpu for node in nodes}
+    mine = {kinds.get(node) for each in own.instances for node, _ in each.gpus}
+    theirs = {kinds.get(node) for node in share.claims.placed}
+    waiting = {piece.kind for piece in share.claims.waiting}
+    return "" in waiting or bool(mine & (theirs | waiting))
 
 
 def fit_pools(pools: Sequence[InstancePool], room: GpuRoom, device: Device) -> dict[str, int]:
@@ -274,8 +287,11 @@ class _Reclaim:
         """`lent`: the lowest priority first."""
         self.reclaimed: set[_LentInstance] = set()
         self._shares, self._lent = shares, lent
+        self._granted = Counter[str]()
+        """GPUs that waiting pods take, by namespace."""
         self._free = Counter({node.name: node.num_gpus for node in nodes})
-        self._kinds = {node.name: node.gpu for node in nodes}
+        # No pod is placed on other nodes.
+        self._kinds = {each.name: each.gpu for each in nodes if each.ready and each.schedulable}
         for share in shares.values():
             self._free.subtract(share.count_placed())
         self._lent_on: dict[str, list[_LentInstance]] = defaultdict(list)
@@ -291,7 +307,8 @@ class _Reclaim:
         options = [
             (max(each.priority for each in victims), _sum_gpus(victims), node, victims)
             for node in self._lent_on
-            if piece.kind in ("", self._kinds.get(node))
+            if node in self._kinds
+            and piece.kind in ("", self._kinds[node])
             and (victims := self._choose_victims(node, piece.gpus, priority))
         ]
         if not options:
@@ -302,20 +319,36 @@ class _Reclaim:
         self._free[node] -= piece.gpus
         return True
 
-    def keep_quota(self, namespace: str, num_gpus: int) -> None:
-        """Reclaim in a namespace what deployments of higher priority need of its budget."""
-        members = [each for key, each in self._shares.items() if key.namespace == namespace]
-        used = sum(each.count_placed().total() for each in members) - _sum_gpus(
-            each for each in self.reclaimed if each.lender.namespace == namespace
+    def fits_quota(self, key: ResourceKey, gpus: int, num_gpus: int) -> bool:
+        """Whether the budget of its namespace holds so many more GPUs of a deployment, once what is
+        lent to it there is reclaimed: the API server refuses its pods otherwise."""
+        priority = self._shares[key].priority
+        lent = _sum_gpus(
+            each
+            for each in self._lent
+            if each.lender.namespace == key.namespace and each.priority < priority
         )
+        placed = sum(share.count_placed().total() for share in self._list_members(key))
+        return placed - lent + self._granted[key.namespace] + gpus <= num_gpus
+
+    def keep_quota(self, key: ResourceKey, gpus: int, num_gpus: int | None) -> None:
+        """Count GPUs that a deployment takes, and reclaim what its namespace's budget needs."""
+        self._granted[key.namespace] += gpus
+        if num_gpus is None:
+            return
+        placed = sum(share.count_placed().total() for share in self._list_members(key))
+        gone = _sum_gpus(each for each in self.reclaimed if each.lender.namespace == key.namespace)
+        excess = placed - gone + self._granted[key.namespace] - num_gpus
         for each in self._lent:
-            higher = [share for share in members if share.priority > each.priority]
-            if each.lender.namespace != namespace or each in self.reclaimed or not higher:
-                continue
-            waiting = sum(GpuClaims(waiting=share.claims.waiting).count_gpus() for share in higher)
-            if used + waiting > num_gpus:
+            if excess <= 0 or each.priority >= self._shares[key].priority:
+                break
+            if each.lender.namespace == key.namespace and each not in self.reclaimed:
                 self._reclaim(each)
-                used -= each.instance.count_gpus()
+                excess -= each.instance.count_gpus()
+
+    def _list_members(self, key: ResourceKey) -> Iterator[GpuShare]:
+        """Yield what the deployments of a namespace claim."""
+        return (each for other, each in self._shares.items() if other.namespace == key.namespace)
 
     def _choose_victims(self, node: str, gpus: int, priority: int) -> list[_LentInstance]:
         """Instances of lower priority without which a node has room; empty: it has not."""

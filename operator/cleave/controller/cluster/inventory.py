@@ -7,7 +7,7 @@ counts, which matters only to a plan whose instances find no node.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cleave.api.cluster import ASSUMED_NETWORK, Cluster, NetworkKind, NetworkSpec, NodeGroup
 from cleave.controller.cluster.apply import hash_content
@@ -45,7 +45,7 @@ class PlanMachines:
     taken: str = ""
     """How many GPUs other deployments have, and which quota leaves fewer; empty: none."""
     max_gpus: int | None = None
-    """What the namespace's quota leaves, where that is less than the nodes have free."""
+    """What the namespace's quota leaves; None: there is none."""
 
 
 UNUSABLE_S = 300.0
@@ -138,8 +138,11 @@ def select_free(whole: Inventory, free: FreeGpus, quota: QuotaShare | None = Non
             hash_content(rows),
             f"other deployments have {free.num_taken} of {free.num_total} GPUs",
         )
-    if quota is None or quota.num_left >= free.num_total - free.num_taken:
+    if quota is None:
         return machines
+    if quota.num_left >= free.num_total - free.num_taken:
+        # It bounds what scaling adds later.
+        return replace(machines, max_gpus=quota.num_left)
     return PlanMachines(
         machines.cluster if quota.num_left else None,
         hash_content([machines.counts_hash, quota.num_left]),

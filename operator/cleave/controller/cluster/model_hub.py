@@ -1,11 +1,13 @@
 """Reads config.json of models that the operator does not know from Hugging Face, or a mirror of it.
 
 Called by the controller, which hands a deployment on with the config in place, so that a plan need
-not wait until the first engine has reported the model. What cannot be read is left to that report.
-What was read holds until the process ends: a plan must not change because a branch has moved, and
-engines report what they load.
+not wait until the first engine has reported the model. Reads run beside the reconciles, which wait
+for none: a hub that does not answer must not hold up other deployments. What was read holds until
+the process ends: a plan must not change because a branch has moved, and engines report what they
+load.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,18 +22,24 @@ from cleave.perf.model.hf_config import ModelConfigError
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""Of a request; reconciles of this deployment wait for it."""
-RETRY_S = 600.0
+RETRY_S = 120.0
 _MAX_BYTES = 4 * MAX_CONFIG_LENGTH
 _MAX_MODELS = 1_000
 """Models that are kept; more would be a mistake or an attack."""
+_MAX_READS = 4
+"""Reads at a time."""
 _REVISION = "main"
 
 
 @dataclass(frozen=True, slots=True)
-class _ReadConfig:
-    config: Mapping[str, object] | None
+class HubAnswer:
+    """What a read has found."""
+
     read_s: float
+    config: Mapping[str, object] | None = None
+    """The fields of the config.json that plans read; None: there are none now."""
+    fault: str = ""
+    """Why there are none."""
 
 
 class ModelHub:
@@ -39,30 +47,46 @@ class ModelHub:
 
     def __init__(self, url: str, clock: Callable[[], float], token: str = "") -> None:
         """`token`: sent to this host only, for gated models; empty: none."""
-        self._url, self._clock = url.rstrip("/"), clock
+        self.url = url.rstrip("/")
+        self._clock, token = clock, token.strip()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._configs: dict[tuple[str, str], _ReadConfig] = {}
+        self._answers: dict[tuple[str, str], HubAnswer] = {}
+        self._reads: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._waiting: dict[tuple[str, str], list[Callable[[], None]]] = {}
+        self._slots = asyncio.Semaphore(_MAX_READS)
 
-    async def read_config(self, model: ModelSpec) -> Mapping[str, object] | None:
-        """The fields of the model's config.json that plans read; None: there are none now."""
+    def find(self, model: ModelSpec, on_read: Callable[[], None]) -> HubAnswer | None:
+        """What the hub has about a model; None: it was never asked. Where that, or the time for
+        another try, is the case, a read begins, and `on_read` is called at its end."""
         key = model.locator, model.revision or _REVISION
-        known = self._configs.get(key)
-        if known and (known.config is not None or self._clock() - known.read_s < RETRY_S):
-            return known.config
-        config = None
-        try:
-            config = _select(model, await self._get_text(*key))
-        except (aiohttp.ClientError, OSError, UnicodeDecodeError, ModelConfigError) as error:
-            why = str(error) or type(error).__name__
-            log.warning("config.json of %s is not read from %s: %s", key[0], self._url, why)
-        if len(self._configs) >= _MAX_MODELS:
-            self._configs.pop(next(iter(self._configs)))
-        self._configs[key] = _ReadConfig(config, self._clock())
-        return config
+        known = self._answers.get(key)
+        if known is None or (known.config is None and self._clock() - known.read_s >= RETRY_S):
+            self._waiting.setdefault(key, []).append(on_read)
+            if key not in self._reads:
+                self._reads[key] = asyncio.create_task(self._read(key, model))
+        return known
+
+    async def _read(self, key: tuple[str, str], model: ModelSpec) -> None:
+        before = self._answers.get(key)
+        async with self._slots:
+            try:
+                config = _select(model, await self._get_text(*key))
+                answer = HubAnswer(self._clock(), config)
+            except (aiohttp.ClientError, OSError, ValueError, ModelConfigError) as error:
+                answer = HubAnswer(self._clock(), fault=str(error) or type(error).__name__)
+                if before is None or before.fault != answer.fault:
+                    log.warning("config.json of %s on %s: %s", key[0], self.url, answer.fault)
+        self._answers.pop(key, None)
+        if len(self._answers) >= _MAX_MODELS:
+            self._answers.pop(next(iter(self._answers)))
+        self._answers[key] = answer
+        del self._reads[key]
+        for on_read in self._waiting.pop(key, ()):
+            on_read()
 
     async def _get_text(self, locator: str, revision: str) -> str:
-        """Raises ClientError, OSError, UnicodeDecodeError or ModelConfigError."""
-        url = f"{self._url}/{locator}/resolve/{quote(revision, safe='')}/config.json"
+        """Raises ClientError, OSError, ValueError or ModelConfigError."""
+        url = f"{self.url}/{locator}/resolve/{quote(revision, safe='')}/config.json"
         timeout = aiohttp.ClientTimeout(TIMEOUT_S)
         # A redirect to another host goes without the token.
         async with (

@@ -138,7 +138,8 @@ def _decide_planned(
 
 
 def _describe_model_fault(inputs: PlanInputs) -> str:
-    field = "spec.model.config.configMapKeyRef"
+    has_config = inputs.deployment.spec.model.config is not None
+    field = "spec.model.config.configMapKeyRef" if has_config else "spec.model.source"
     return f"{field}: {inputs.model_fault}; instances stay as they are until it is usable"
 
 

@@ -77,7 +77,8 @@ def reconcile(view: DeploymentView) -> list[Action]:
     writes: list[Action] = [*apply.build_changes(owned, deployment, view.children)]
     if changes:
         writes += _update_pools(view, desired)
-        if decision.plan == view.status.get("plan"):
+        if decision.plan == view.status.get("plan") and lent is None:
+            # What is lent has a condition with Events of its own.
             writes += _report_scaling(view, desired)
     is_applied = not writes and _matches_spec(view, decision)
     if deployment.spec.paused:
