@@ -4,10 +4,12 @@ Makes namespaces for processes, mounts and the network, sets FOLDER_VARIABLE and
 When it ends, the kernel ends every process in them, containers and kubelets too, and mounts and
 interfaces go with the last one; control groups and the folder are removed from outside.
 
-Needs root and PROGRAMS. Exit code: the command's, or 2 when something is missing.
+Needs root and PROGRAMS. Exit code: the command's, or 2 when something is missing or a sandbox runs
+already.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -31,6 +33,7 @@ MOUNT_POINTS = (
 )  # fmt: skip
 """Folders of the machine, below /, over which sandbox or nodes mount their own."""
 
+_FOLDERS = "/var/tmp"
 _INSIDE = "--inside"
 _CGROUPS = Path("/sys/fs/cgroup")
 _REMOVAL_TIMEOUT_S = 20
@@ -46,7 +49,13 @@ def main(arguments: list[str]) -> int:
     found = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
     if missing := [name for name in PROGRAMS if not shutil.which(name, path=found)]:
         return _refuse(f"{', '.join(missing)}: not found; run scripts/bootstrap --nodes")
-    folder = Path(tempfile.mkdtemp(prefix="cleave-nodes-", dir="/var/tmp"))
+    lock = os.open(_FOLDERS, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # The end of one removes control groups and mount points that another one uses.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _refuse("real nodes run on this machine already; wait for their end")
+    folder = Path(tempfile.mkdtemp(prefix="cleave-nodes-", dir=_FOLDERS))
     unshare = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command = [*unshare, sys.executable, "-m", __spec__.name, _INSIDE, *arguments]
     with _mount_points():
