@@ -31,8 +31,9 @@ from cleave.manifests.labels import (
 )
 from cleave.rpc.plan_thresholds import PlanThresholds
 
-SHUTDOWN_DELAY_S = 5
-"""After SIGTERM gateways accept requests for this many seconds, until all nodes route elsewhere."""
+SHUTDOWN_DELAY_S = 8
+"""After SIGTERM gateways accept requests for this many seconds, until all nodes route elsewhere. A
+pod that is not deleted leaves its Service after three failed probes, which takes up to 6 s."""
 GRACE_SLACK_S = SHUTDOWN_DELAY_S + 10
 """Seconds between the end of the drain and SIGKILL."""
 
