@@ -21,7 +21,7 @@ from cleave.rpc.v1 import agent_pb2
 from e2e.support.deployments import Deployment, deployed, emulated, idle, until
 
 TIMEOUT_S = 60
-TOKENS = {"min_tokens": 250}
+TOKENS = {"min_tokens": 150}
 """The Agents SDK takes an answer only where it has come to its own end."""
 SEEN = 20
 """Pieces of an answer that its client has got when the engine is killed."""
