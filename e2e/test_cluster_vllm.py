@@ -55,7 +55,7 @@ def chat(cluster: Cluster, namespace: str, tiny_model: Path) -> Iterator[Chat]:
 def test_vllm_answers_through_both_phases_and_changes_pools(chat: Chat) -> None:
     assert chat.ask(tokens=12) == ""
     wait_until(
-        lambda: condition(chat.deployment, "KVPathVerified") == "True", 30, "the KV path is told"
+        lambda: condition(chat.deployment, "KVPathVerified") == "True", 30, "the KV path is proven"
     )
     print(message(chat.deployment, "KVPathVerified"))
     # Cleave knows this model from what vLLM reports.

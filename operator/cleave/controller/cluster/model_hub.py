@@ -56,7 +56,7 @@ class ModelHub:
         self._slots = asyncio.Semaphore(_MAX_READS)
 
     def find(self, model: ModelSpec, on_read: Callable[[], None]) -> HubAnswer | None:
-        """What the hub has about a model; None: it was never asked. Where that, or the time for
+        """What the hub has about a model; None: it was not read yet. Where so, or the time for
         another try, is the case, a read begins, and `on_read` is called at its end."""
         key = model.locator, model.revision or _REVISION
         known = self._answers.get(key)
