@@ -532,6 +532,20 @@ def test_alerts_are_left_out_or_get_another_severity_by_name(render) -> None:
     assert changed["CleaveSloBurns"] == "info"
 
 
+def test_a_group_without_rules_is_left_out(render) -> None:
+    def list_groups(*values: str) -> dict[str, list[dict]]:
+        (found,) = find(render("metrics.rules.enabled=true", *values), "PrometheusRule")
+        return {group["name"]: group["rules"] for group in found["spec"]["groups"]}
+
+    usual = list_groups()
+    name, rules = next(
+        (name, rules) for name, rules in usual.items() if all("alert" in rule for rule in rules)
+    )
+    alerts = ",".join(rule["alert"] for rule in rules)
+    rest = list_groups(f"metrics.rules.disabled={{{alerts}}}")
+    assert rest == {each: usual[each] for each in usual if each != name}
+
+
 def test_helm_tests_check_runs_with_permissions_of_its_own(render) -> None:
     manifests = render("operator.namespaces={team-a,team-b}")
     hooks = [
