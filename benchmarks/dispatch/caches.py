@@ -1,6 +1,7 @@
-"""Dispatch that knows of prefix caches, on Mooncake's conversation trace, in the simulator.
+"""Dispatch that knows of prefix caches, on Mooncake's conversation trace and on generated sessions
+of agents, in the simulator.
 
-Called by run.py. The trace is replayed at other rates with scaled gaps. Engines cache with vLLM's
+Called by run.py. Engines cache with vLLM's
 rules; what differs is how an instance is chosen for a prompt. What is hard: two of the policies are
 other projects', so they are no part of Cleave; they are written here for the simulator's compiler
 and take the place of its dispatch.
@@ -10,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import agent_sessions
 import numpy as np
 import traces
 from fleets import Worker
@@ -76,9 +78,22 @@ COMPARED = (
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests whose prompts repeat."""
+
+    name: str
+    build: Callable[[float], Trace]
+    """By rate, in req/s."""
+    targets: Targets
+    decode_share: float
+    """Of the instances, where these are apart."""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One policy on one fleet."""
 
+    traffic: str
     fleet: str
     policy: str
     computed: float
@@ -93,7 +108,26 @@ class Row:
     """The same of the 99th percentile."""
 
 
-def read() -> Trace:
+def read_conversations() -> Traffic:
+    """Mooncake's, whose gaps are scaled for other rates."""
+    trace = read_trace()
+
+    def build(rate: float) -> Trace:
+        return replace(trace, arrival_ms=trace.arrival_ms * (trace.rate / rate))
+
+    return Traffic("Mooncake conversation", build, Targets(10_000, 200), 0.25)
+
+
+def draw_agents(requests: int, seed: int = 1) -> Traffic:
+    """Generated sessions."""
+
+    def build(rate: float) -> Trace:
+        return agent_sessions.draw_sessions(requests, rate, seed)
+
+    return Traffic("agent sessions", build, Targets(2_000, 100), 0.5)
+
+
+def read_trace() -> Trace:
     """An hour of conversations of Kimi; outputs predicted as the router does."""
     trace = history.read_trace(traces.DATA / "mooncake_conversation_trace.jsonl")
     predicted = traces.predict(trace.prompt_tokens, trace.output_tokens)
@@ -113,24 +147,24 @@ def spread_arrivals(arrival_ms: NDArray[np.float64]) -> NDArray[np.float64]:
     return spread
 
 
-def list_fleets(worker: Worker, counts: tuple[int, ...]) -> Iterator[tuple[str, SimulatedFleet]]:
-    """Mixed instances, and as many in prefill and decode pools, 3 to 1: prompts are 35 times as
-    long as outputs."""
+def list_fleets(
+    worker: Worker, count: int, decode_share: float
+) -> Iterator[tuple[str, SimulatedFleet]]:
+    """Mixed instances, and as many in prefill and decode pools."""
     engine = worker.engine(most_tokens=8192)
-    for count in counts:
-        yield f"{count} mixed", SimulatedFleet(mixed=(SimulatedPool(engine, count),))
-    for count in counts:
-        decode = count // 4
-        pools = (SimulatedPool(engine, count - decode),), (SimulatedPool(engine, decode),)
-        yield (
-            f"{count - decode} prefill, {decode} decode",
-            SimulatedFleet(*pools, transfer=worker.transfer),
-        )
+    yield f"{count} mixed", SimulatedFleet(mixed=(SimulatedPool(engine, count),))
+    decode = round(count * decode_share)
+    pools = (SimulatedPool(engine, count - decode),), (SimulatedPool(engine, decode),)
+    yield (
+        f"{count - decode} prefill, {decode} decode",
+        SimulatedFleet(*pools, transfer=worker.transfer),
+    )
 
 
-def compare(name: str, fleet: SimulatedFleet, trace: Trace, targets: Targets) -> list[Row]:
+def compare(name: str, fleet: SimulatedFleet, traffic: Traffic) -> list[Row]:
     """A row for each policy."""
-    served = {each: _build_server(each, fleet, trace) for each in COMPARED}
+    build, targets = functools.lru_cache(traffic.build), traffic.targets
+    served = {each: _build_server(each, fleet, build) for each in COMPARED}
     base = find_goodput(served[SHORTEST_WAIT], targets)
     plain = [_measure_ttft(served[SHORTEST_WAIT](load * base)) for load in LOADS]
     rows = []
@@ -138,11 +172,11 @@ def compare(name: str, fleet: SimulatedFleet, trace: Trace, targets: Targets) ->
         goodput = base if policy is SHORTEST_WAIT else find_goodput(serve, targets)
         results = [serve(load * base) for load in LOADS]
         shown = results[LOADS.index(SHOWN_LOAD)]
-        computed = shown.instances.prompt_tokens.sum() / trace.prompt_tokens.sum()
+        computed = shown.instances.prompt_tokens.sum() / shown.prompt_tokens.sum()
         p50, p99 = np.percentile(shown.ttft_ms, (50, 99))
         pairs = zip(map(_measure_ttft, results), plain, strict=True)
         means, p99s = zip(*((a / c, b / d) for (a, b), (c, d) in pairs), strict=True)
-        rows.append(Row(name, policy.name, computed, p50, p99, goodput, means, p99s))
+        rows.append(Row(traffic.name, name, policy.name, computed, p50, p99, goodput, means, p99s))
     return rows
 
 
@@ -173,15 +207,14 @@ def compute_least_share(trace: Trace) -> float:
 
 
 def _build_server(
-    policy: Policy, fleet: SimulatedFleet, trace: Trace
+    policy: Policy, fleet: SimulatedFleet, build: Callable[[float], Trace]
 ) -> Callable[[float], SimulationResult]:
     prepared = run.prepare_fleet(replace(fleet, dispatch=policy.dispatch, cache_view=policy.view))
 
     def serve(rate: float) -> SimulationResult:
-        scaled = replace(trace, arrival_ms=trace.arrival_ms * (trace.rate / rate))
         if not policy.is_foreign:
-            return run.simulate(prepared, scaled)
-        arrays, state = run.lay_out(prepared, scaled, 0)
+            return run.simulate(prepared, build(rate))
+        arrays, state = run.lay_out(prepared, build(rate), 0)
         _load_foreign()(state)
         return run.build_result(arrays, state)
 

@@ -12,14 +12,14 @@ are none.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import caches
 import numpy as np
-import traces
+from agent_sessions import join_lists
+from caches import Traffic
 from fleets import NETWORK_GBPS, Worker, worker
 from goodput import Targets
-from numpy.typing import NDArray
 
 from cleave.simulator import run
 from cleave.simulator.fleet import SimulatedFleet, SimulatedPool
@@ -28,19 +28,9 @@ from cleave.simulator.trace import AnswerBlocks, PromptBlocks, Trace
 
 LINKS_GBPS = (25.0, 100.0, 200.0, 400.0)
 """Of one GPU: an instance has four, each with a card of its own or a part of one."""
-CONVERSATION_RATES = (0.15, 0.24, 0.3)
-AGENT_RATES = (0.15, 0.3, 0.45)
-"""req/s per instance. At the highest more requests are late than a deployment would accept."""
-
-SHARED_TOKENS = 8_000
-FIRST_TOKENS, RESULT_TOKENS, ANSWER_TOKENS = 1_000, 800, 300
-MEAN_TURNS = 20
-MAX_TOKENS = 60_000
-PAUSE_S, MEAN_TOOL_S, TOKEN_S = 2.0, 15.0, 0.05
-BLOCK_TOKENS = 64
-"""Sessions of agents: a system prompt with tools that all share, a task, and a number of turns,
-each an answer and the result of a tool (geometric; log-normal lengths with these means, sigma 1).
-The next turn comes after the pause, the answer's tokens and the tool's exponential time."""
+RATES = {"Mooncake conversation": (0.15, 0.24, 0.3), "agent sessions": (0.15, 0.3, 0.45)}
+"""req/s per instance, by traffic. At the highest more requests are late than a deployment would
+accept."""
 
 COLUMNS = (
     "traffic", "prefill + decode", "Gbit/s per GPU", "req/s", "prefixes", "computed",
@@ -52,22 +42,9 @@ COLUMNS = (
 Serve = Callable[[float], SimulationResult]
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """One kind of requests."""
-
-    name: str
-    build: Callable[[float], Trace]
-    """By rate, in req/s."""
-    targets: Targets
-    decode_share: float
-    """Of the instances."""
-    rates: tuple[float, ...]
-
-
 def read_conversations(requests: int) -> Traffic:
     """Mooncake's, with answers; other rates scale the gaps."""
-    trace = caches.read()
+    trace = caches.read_trace()
     few = trace.blocks.select(np.arange(requests), np.zeros(requests, np.int64))  # type: ignore[union-attr]
     trace = Trace(
         trace.arrival_ms[:requests],
@@ -82,7 +59,7 @@ def read_conversations(requests: int) -> Traffic:
         arrival_ms = trace.arrival_ms * (trace.rate / rate)
         return replace(trace, arrival_ms=arrival_ms, blocks=blocks)
 
-    return Traffic("Mooncake conversation", build, Targets(10_000, 200), 0.25, CONVERSATION_RATES)
+    return Traffic("Mooncake conversation", build, Targets(10_000, 200), 0.25)
 
 
 def find_answers(trace: Trace) -> PromptBlocks:
@@ -107,60 +84,8 @@ def find_answers(trace: Trace) -> PromptBlocks:
                 answer = lists[later[0]][full : min(end // size, whole)]
         prompts.append(numbers[:full] if len(answer) else numbers)
         answers.append(answer)
-    starts, joined = _join(prompts)
-    return PromptBlocks(size, starts, joined, blocks.count, AnswerBlocks(*_join(answers)))
-
-
-def draw_agents(requests: int, seed: int = 1) -> Traffic:
-    """Generated sessions; other rates change how many there are at a time, not their pauses."""
-
-    def build(rate: float) -> Trace:
-        return _draw_sessions(requests, rate, seed)
-
-    return Traffic("agent sessions", build, Targets(2_000, 100), 0.5, AGENT_RATES)
-
-
-def _draw_sessions(requests: int, rate: float, seed: int) -> Trace:
-    rng = np.random.default_rng(seed)
-    rows: list[tuple[float, int, int, int]] = []
-    session, begin = 0, 0.0
-    # A few more, because the latest are cut off.
-    while len(rows) < 2 * requests:
-        begin += rng.exponential(1000 * MEAN_TURNS / rate)
-        at, tokens = begin, SHARED_TOKENS + _draw_length(rng, FIRST_TOKENS)
-        for _ in range(rng.geometric(1 / MEAN_TURNS)):
-            answer = _draw_length(rng, ANSWER_TOKENS)
-            if tokens + answer > MAX_TOKENS:
-                break
-            rows.append((at, session, tokens, answer))
-            at += 1000 * (PAUSE_S + TOKEN_S * answer + rng.exponential(MEAN_TOOL_S))
-            tokens += answer + _draw_length(rng, RESULT_TOKENS)
-        session += 1
-    # Sessions that would have begun before the first are missing: counted is the middle.
-    rows = sorted(rows)[requests // 4 : requests // 4 + requests]
-    arrival, owner, prompt, output = (np.array(column) for column in zip(*rows, strict=True))
-    width, shared = MAX_TOKENS // BLOCK_TOKENS + 1, SHARED_TOKENS // BLOCK_TOKENS
-
-    def number(own: int, first: int, end: int) -> NDArray[np.int64]:
-        at = np.arange(first, max(end, first))
-        return np.where(at < shared, at, shared + own * width + at)
-
-    full, ends = prompt // BLOCK_TOKENS, (prompt + output) // BLOCK_TOKENS
-    prompts = [number(own, 0, end) for own, end in zip(owner, full, strict=True)]
-    answers = [number(*each) for each in zip(owner, full, ends, strict=True)]
-    count = shared + (int(owner.max()) + 1) * width
-    blocks = PromptBlocks(BLOCK_TOKENS, *_join(prompts), count, AnswerBlocks(*_join(answers)))
-    predicted = traces.predict(prompt, output)
-    return Trace(arrival - arrival[0], prompt, output, predicted, blocks)
-
-
-def _draw_length(rng: np.random.Generator, mean: float) -> int:
-    return int(max(rng.lognormal(np.log(mean) - 0.5, 1.0), 1))
-
-
-def _join(lists: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    starts = np.concatenate(([0], np.cumsum([len(each) for each in lists])))
-    return starts, np.concatenate(lists).astype(np.int64)
+    starts, joined = join_lists(prompts)
+    return PromptBlocks(size, starts, joined, blocks.count, AnswerBlocks(*join_lists(answers)))
 
 
 def build_fleet(one: Worker, count: int, decode_share: float, link_gbps: float) -> SimulatedFleet:
@@ -212,7 +137,7 @@ def measure(one: Worker, traffic: Traffic, count: int, links: Sequence[float]) -
         prefills = fleet.prefill[0].replicas
         name = f"{prefills} + {count - prefills}"
         plain, pulling = (serve_with(fleet, traffic, pulls) for pulls in (False, True))
-        for rate in traffic.rates:
+        for rate in RATES[traffic.name]:
             before, after = plain(rate * count), pulling(rate * count)
             start = [traffic.name, name, f"{link:g}", f"{rate * count:.2f}"]
             print_row(*start, "computed", *describe(before, traffic.targets, prefills, None))
@@ -230,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--links", type=float, nargs="+", default=LINKS_GBPS, help="Gbit/s per GPU")
     parser.add_argument("--traffic", choices=("conversations", "agents"), nargs="+")
     args = parser.parse_args(arguments)
-    builders = {"conversations": read_conversations, "agents": draw_agents}
+    builders = {"conversations": read_conversations, "agents": caches.draw_agents}
     requests = {"conversations": 4_000, "agents": 2_000}
     one = worker("llama-2-70b", "H100-SXM-80GB", 4)
     print(f"{one.name}, {one.estimate.kv_capacity_tokens:,} tokens of KV an instance\n")

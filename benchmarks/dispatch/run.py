@@ -349,34 +349,40 @@ def pair_costs(console: Console, quick: bool) -> Rows:
 
 def cached(console: Console, quick: bool) -> Rows:
     """Prefix caches."""
-    trace = caches.read()
     one = worker("llama-2-70b", "H100-SXM-80GB", 4)
-    targets = goodput.Targets(10_000, 200)
-    console.print(f"one cache without limit: {caches.compute_least_share(trace):.3f} computed")
+    columns = (
+        "computed",
+        "TTFT p50",
+        "p99",
+        "req/s",
+        *(f"at {at:g}" for at in caches.LOADS),
+        "p99",
+    )
     rows: Rows = []
-    for name, fleet in caches.list_fleets(one, (4,) if quick else (4, 8, 16)):
-        columns = (
-            "computed",
-            "TTFT p50",
-            "p99",
-            "req/s",
-            *(f"at {at:g}" for at in caches.LOADS),
-            "p99",
-        )
-        table = _table("policy", *columns)
-        for row in caches.compare(name, fleet, trace, targets):
-            table.add_row(
-                row.policy,
-                f"{row.computed:.3f}",
-                f"{row.ttft_p50_ms:.0f}",
-                f"{row.ttft_p99_ms:.0f}",
-                f"{row.goodput:.2f}",
-                *(f"{ratio:.3f}" for ratio in row.mean_ttft_ratios),
-                " ".join(f"{ratio:.3f}" for ratio in row.p99_ttft_ratios),
-            )
-            rows.append(asdict(row))
-        title = f"{name}: {one.name}; Mooncake conversation, TTFT 10 s, TPOT 200 ms, 90 %"
-        _print(console, title, table)
+    for count in (4,) if quick else (4, 8, 16):
+        for traffic in caches.read_conversations(), caches.draw_agents(500 * count):
+            for name, fleet in caches.list_fleets(one, count, traffic.decode_share):
+                table = _table("policy", *columns)
+                for row in caches.compare(name, fleet, traffic):
+                    table.add_row(
+                        row.policy,
+                        f"{row.computed:.3f}",
+                        f"{row.ttft_p50_ms:.0f}",
+                        f"{row.ttft_p99_ms:.0f}",
+                        f"{row.goodput:.2f}",
+                        *(f"{ratio:.3f}" for ratio in row.mean_ttft_ratios),
+                        " ".join(f"{ratio:.3f}" for ratio in row.p99_ttft_ratios),
+                    )
+                    rows.append(asdict(row))
+                aims = traffic.targets
+                _print(
+                    console,
+                    f"{name}: {one.name}; {traffic.name}, TTFT {aims.ttft_ms / 1000:g} s, TPOT"
+                    f" {aims.tpot_ms:g} ms, 90 %",
+                    table,
+                )
+    least = caches.compute_least_share(caches.read_trace())
+    console.print(f"Mooncake, one cache without limit: {least:.3f} computed")
     return rows
 
 

@@ -10,9 +10,13 @@ from cleave.policy.output_length import ConditionalMean
 from cleave.router.router import UNKNOWN_OUTPUT_TOKENS
 from cleave.simulator.trace import Trace
 from cleave.traffic import history
+from cleave.traffic.conversations import Conversations
 
 FILE = "AzureLLMInferenceTrace_2023_conv.csv"
 """Of Azure/AzurePublicDataset (CC-BY-4.0; described in Splitwise, ISCA 2024)."""
+
+CONVERSATIONS = Conversations(turns=5.0, interval_requests=40.0, new_tokens=64, shared_tokens=512)
+"""Turns of a conversation are 40 requests apart on average at every rate."""
 
 DITHER_MS = 20.0
 """About a decode pass: half of the first tokens that clients saw lie so far apart from the
@@ -25,6 +29,8 @@ class Lengths:
 
     prompt_tokens: np.ndarray
     output_tokens: np.ndarray
+    conversations: Conversations | None = None
+    """Whose turns the requests are; None: no prompt repeats."""
 
 
 def read_lengths(folder: Path, scale: float, max_model_len: int) -> Lengths:
@@ -40,12 +46,21 @@ def read_lengths(folder: Path, scale: float, max_model_len: int) -> Lengths:
 def draw_trace(lengths: Lengths, rate: float, num: int, seed: int) -> Trace:
     """`num` requests at `rate` per second; with one seed the same requests at every rate."""
     rng = np.random.default_rng(seed)
-    chosen = rng.integers(len(lengths.prompt_tokens), size=num)
+    if lengths.conversations is None:
+        chosen, blocks = rng.integers(len(lengths.prompt_tokens), size=num), None
+    else:
+        turns = lengths.conversations.draw_turns(num, seed)
+        drawn = rng.integers(len(lengths.prompt_tokens), size=len(turns.owner))
+        drawn = drawn[turns.sort_by(lengths.prompt_tokens[drawn])]
+        size = lengths.conversations.choose_block_tokens(float(lengths.prompt_tokens.mean()))
+        blocks = lengths.conversations.build_blocks(turns, lengths.prompt_tokens[drawn], size)
+        chosen = drawn[turns.order]
     gaps_ms = rng.exponential(1000.0, size=num) / rate
     return Trace(
         np.cumsum(gaps_ms) - gaps_ms[0],
         lengths.prompt_tokens[chosen],
         lengths.output_tokens[chosen],
+        blocks=blocks,
     )
 
 
@@ -78,4 +93,4 @@ def foresee(trace: Trace, lengths: Lengths) -> Trace:
 def all_at_once(lengths: Lengths, num: int, seed: int) -> Trace:
     """The same requests, all waiting at 0 ms."""
     trace = draw_trace(lengths, 1.0, num, seed)
-    return Trace(np.zeros(num), trace.prompt_tokens, trace.output_tokens)
+    return replace(trace, arrival_ms=np.zeros(num))

@@ -46,6 +46,8 @@ class Comparison:
     """Of this machine's cores."""
     pass_scale: PassScale
     """Of the simulated passes."""
+    cached: tuple[float, float]
+    """Share of prompt tokens found in prefix caches, or pulled from them: measured, simulated."""
 
     @property
     def points(self) -> float:
@@ -106,7 +108,18 @@ def compare(
         lag_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)),
         busy_share=seen.busy_share,
         pass_scale=pass_scale,
+        cached=(_measure_cached(seen), _sum_cached(outcomes[0], trace)),
     )
+
+
+def _measure_cached(seen: Seen) -> float:
+    computed, *found = seen.prompt_tokens
+    return sum(found) / max(computed + sum(found), 1.0)
+
+
+def _sum_cached(outcome: SimulationResult, trace: Trace) -> float:
+    found = outcome.cached_tokens.sum() + outcome.fetched_tokens.sum()
+    return float(found / trace.prompt_tokens.sum())
 
 
 def _times(outcome: SimulationResult) -> dict[str, NDArray[np.float64]]:

@@ -81,7 +81,8 @@ class Emulated:
         if self.flips and self.case.prefill:
             fleet = replace(fleet, flipping=build_thresholds(TTFT_MS))
         if self.policy is not DispatchPolicy.BEST_FIT:
-            return replace(fleet, dispatch=self.policy)
+            # Matters where prompts repeat.
+            return replace(fleet, dispatch=self.policy, pulls_prefixes=bool(self.case.prefill))
         model = fit_best_fit(engine.timing)
         return replace(fleet, dispatch=self.policy, best_fit=model)
 

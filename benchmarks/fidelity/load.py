@@ -2,11 +2,14 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
 
 from cleave.profiling.client import OpenAIClient
 from cleave.profiling.errors import ProfilingError
@@ -14,6 +17,8 @@ from cleave.profiling.measurements import draw_prompt
 from cleave.simulator.trace import Trace
 
 Times = NDArray[np.float64]
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's names of computed prompt tokens, and of those in its own cache and another one's."""
 START_S = 0.5
 """Before the first arrival: the generator is ready by then."""
 
@@ -30,6 +35,9 @@ class Seen:
     faults: tuple[str, ...]
     busy_share: float
     """Of this machine's cores, by all processes, while the load ran."""
+    prompt_tokens: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Computed, found in the instance's prefix cache, pulled from another one's: as engines that
+    compute prompts counted."""
 
     def tpot_ms(self, trace: Trace) -> Times:
         """(end - first token) / (output tokens - 1); 0 for a single token."""
@@ -41,25 +49,34 @@ def as_sent(trace: Trace, seen: Seen) -> tuple[Trace, Seen]:
     lag_ms = np.nan_to_num(seen.lag_ms)
     order = np.argsort(trace.arrival_ms + lag_ms, kind="stable")
     arrival_ms = (trace.arrival_ms + lag_ms)[order]
-    sent = Trace(arrival_ms, trace.prompt_tokens[order], trace.output_tokens[order])
+    blocks = trace.blocks and trace.blocks.select(order, np.zeros(len(order), np.int64))
+    sent = Trace(arrival_ms, trace.prompt_tokens[order], trace.output_tokens[order], blocks=blocks)
     first_ms, end_ms = (
         times[order] - lag_ms[order] for times in (seen.first_token_ms, seen.end_ms)
     )
     return sent, replace(seen, first_token_ms=first_ms, end_ms=end_ms, lag_ms=seen.lag_ms[order])
 
 
-async def offer(client: OpenAIClient, trace: Trace, time_scale: float, seed: int) -> Seen:
-    """Send `trace`, its clock stretched by `time_scale`; no other rate has these prompts."""
+async def offer(
+    client: OpenAIClient,
+    trace: Trace,
+    time_scale: float,
+    seed: int,
+    engines: Sequence[OpenAIClient] = (),
+) -> Seen:
+    """Send `trace`, its clock stretched by `time_scale`; no other rate has these prompts.
+    `engines`: those that compute prompts, whose tokens are counted."""
     loop = asyncio.get_running_loop()
     # Another load of the same seed must not ask the same prompts: caches would answer.
-    rng = random.Random(f"{seed} {trace.rate}")
+    name = f"{seed} {trace.rate}"
+    rng = random.Random(name)
     start_s = loop.time() + START_S
-    before = read_cpu_ticks()
+    before, tokens_before = read_cpu_ticks(), await count_prompt_tokens(engines)
     times = np.full((3, len(trace)), np.nan)
     faults: list[str] = []
 
     async def send(index: int, due_s: float) -> None:
-        prompt = draw_prompt(rng, int(trace.prompt_tokens[index]))
+        prompt = build_prompt(trace, index, name, rng)
         await asyncio.sleep(max(0.0, due_s - loop.time()))
         try:
             answer = await client.complete(prompt, int(trace.output_tokens[index]))
@@ -77,7 +94,32 @@ async def offer(client: OpenAIClient, trace: Trace, time_scale: float, seed: int
             group.create_task(send(index, due_s))
     first_ms, end_ms, lag_ms = times * 1e3 / time_scale
     busy, total = (after - then for after, then in zip(read_cpu_ticks(), before, strict=True))
-    return Seen(first_ms, end_ms, lag_ms, tuple(faults), busy / max(total, 1))
+    tokens = await count_prompt_tokens(engines)
+    computed, cached, pulled = (b - a for a, b in zip(tokens_before, tokens, strict=True))
+    counted = computed, cached, pulled
+    return Seen(first_ms, end_ms, lag_ms, tuple(faults), busy / max(total, 1), counted)
+
+
+async def count_prompt_tokens(engines: Sequence[OpenAIClient]) -> tuple[float, ...]:
+    """Of all engines since their start: computed, cached, pulled."""
+    counts = dict.fromkeys(SOURCES, 0.0)
+    for engine in engines:
+        page = (await engine.get("/metrics")).decode()
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == "vllm:prompt_tokens_by_source_total":
+                    counts[sample.labels["source"]] += sample.value
+    return tuple(counts.values())
+
+
+def build_prompt(trace: Trace, index: int, name: str, rng: random.Random) -> list[int]:
+    """The prompt of a request: new, or of the trace's blocks, those of equal numbers equal."""
+    tokens, blocks = int(trace.prompt_tokens[index]), trace.blocks
+    if blocks is None:
+        return draw_prompt(rng, tokens)
+    numbers = blocks.numbers[blocks.starts[index] : blocks.starts[index + 1]]
+    parts = (draw_prompt(random.Random(f"{name} {n}"), blocks.block_tokens) for n in numbers)
+    return list(chain.from_iterable(parts))[:tokens]
 
 
 def read_cpu_ticks() -> tuple[int, int]:

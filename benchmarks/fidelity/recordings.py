@@ -1,12 +1,13 @@
 """Loads that were served, in files: the trace, what clients saw of it, and the engines' passes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from iteration_times import Passes
 from load import Seen
 
-from cleave.simulator.trace import Trace
+from cleave.simulator.trace import PromptBlocks, Trace
 
 
 def keep(file: Path, trace: Trace, seen: Seen, passes: Passes) -> None:
@@ -22,7 +23,9 @@ def keep(file: Path, trace: Trace, seen: Seen, passes: Passes) -> None:
         lag_ms=seen.lag_ms,
         faults=np.array(seen.faults, dtype=str),
         busy_share=seen.busy_share,
+        engine_tokens=seen.prompt_tokens,
         passes=passes,
+        **_list_blocks(trace),
     )
     partial.replace(file)
 
@@ -30,8 +33,30 @@ def keep(file: Path, trace: Trace, seen: Seen, passes: Passes) -> None:
 def recall(file: Path) -> tuple[Trace, Seen, Passes]:
     """What `keep` wrote."""
     with np.load(file) as archive:
-        trace = Trace(archive["arrival_ms"], archive["prompt_tokens"], archive["output_tokens"])
+        blocks = None
+        if "block_tokens" in archive:
+            sizes = archive["starts"], archive["numbers"], int(archive["block_count"])
+            blocks = PromptBlocks(int(archive["block_tokens"]), *sizes)
+        trace = Trace(
+            archive["arrival_ms"],
+            archive["prompt_tokens"],
+            archive["output_tokens"],
+            blocks=blocks,
+        )
         faults = tuple(str(fault) for fault in archive["faults"])
         times = archive["first_token_ms"], archive["end_ms"], archive["lag_ms"]
-        seen = Seen(*times, faults, float(archive["busy_share"]))
+        computed, cached, pulled = map(float, archive["engine_tokens"])
+        seen = Seen(*times, faults, float(archive["busy_share"]), (computed, cached, pulled))
         return trace, seen, archive["passes"]
+
+
+def _list_blocks(trace: Trace) -> dict[str, Any]:
+    blocks = trace.blocks
+    if blocks is None:
+        return {}
+    return {
+        "block_tokens": blocks.block_tokens,
+        "starts": blocks.starts,
+        "numbers": blocks.numbers,
+        "block_count": blocks.count,
+    }

@@ -11,7 +11,7 @@ from compare import Comparison
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 118
+WIDTH = 132
 BUSY_SHARE = 0.85
 """Beyond it processes wait for cores, and times are the machine's."""
 
@@ -51,7 +51,10 @@ def print_report(report: Report) -> None:
 
 def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
     table = Table(title=title, title_justify="left")
-    heads = ("load", "req/s", "attainment", "simulated", "chance", "points", "worst")
+    heads = ["load", "req/s", "attainment", "simulated", "chance", "points", "worst"]
+    has_cached = any(any(each.cached) for each in comparisons)
+    if has_cached:
+        heads += ["cached", "simulated"]
     percents = ("TTFT p50", "p95", "TPOT p50", "p95", "norm. p50", "p95")
     for head in (*heads, *percents):
         table.add_column(head, justify="right")
@@ -68,6 +71,7 @@ def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
             f"{each.chance_points:.1f}",
             f"{each.points:+.1f}",
             f"{each.worst_points:.1f}",
+            *(f"{share:.1%}" for share in each.cached if has_cached),
             *errors,
         )
     return table

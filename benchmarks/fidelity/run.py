@@ -1,6 +1,7 @@
 """The simulator beside fleets that really serve: emulated engines, and vLLM on CPU.
 
     python benchmarks/fidelity/run.py emulated [--policy BestFit] [--flips --time-scale 1]
+    python benchmarks/fidelity/run.py emulated --reuse
     python benchmarks/fidelity/run.py vllm
 
 What clients saw is kept in --work, load by load: a run that was broken off goes on where it was,
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from arrivals import Lengths, all_at_once, dither, draw_trace, foresee, read_lengths
+from arrivals import CONVERSATIONS, Lengths, all_at_once, dither, draw_trace, foresee, read_lengths
 from compare import Comparison, Slo, compare
 from deployments import StageError, deployed
 from emulated import CASES as EMULATED_CASES
@@ -57,6 +58,8 @@ class Settings:
     seed: int
     data: Path
     work: Path
+    reuse: bool = False
+    """Whether requests are turns of conversations."""
 
 
 def run(subject: Subject, settings: Settings) -> dict[str, list[Comparison]]:
@@ -64,6 +67,8 @@ def run(subject: Subject, settings: Settings) -> dict[str, list[Comparison]]:
     folder = settings.work / subject.case.name
     folder.mkdir(parents=True, exist_ok=True)
     lengths = read_lengths(settings.data, subject.length_scale, subject.max_model_len)
+    if settings.reuse:
+        lengths = replace(lengths, conversations=CONVERSATIONS)
     files = {share: folder / f"load-{share:g}.npz" for share in settings.shares}
     if not all(file.exists() for file in (folder / TRIAL, *files.values())):
         serve(subject, settings, lengths, folder, files)
@@ -84,11 +89,13 @@ def serve(
     with deployed(subject.spec(folder), subject.case, folder) as stage:
         subject.prepare(stage, folder)
         client = OpenAIClient(stage.url, subject.model, timeout_s=600.0)
+        urls = [*stage.engines.get("prefill", ()), *stage.engines.get("mixed", ())]
+        engines = [OpenAIClient(url) for url in urls]
 
         def offer_at(rate: float, seed: int, file: Path) -> None:
             trace = draw_trace(lengths, rate, settings.requests, seed)
             since_s = time.monotonic()
-            seen = asyncio.run(offer(client, trace, subject.time_scale, seed))
+            seen = asyncio.run(offer(client, trace, subject.time_scale, seed, engines))
             for fault in seen.faults[:3]:
                 say(fault)
             if not file.exists():
@@ -193,6 +200,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--flips", action="store_true", help="of emulated instances; needs --time-scale 1"
     )
+    parser.add_argument(
+        "--reuse", action="store_true", help="requests are turns of conversations; needs no --flips"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="does everything work? two loads")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
@@ -200,6 +210,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if options.flips and (options.kind, options.time_scale) != ("emulated", 1.0):
         # The pool manager checks once a second and waits seconds, at any time scale.
         parser.error("--flips: only emulated engines at --time-scale 1; add that, or leave it out")
+    if options.reuse and options.flips:
+        # Tokens are counted on the engines that compute prompts from the start.
+        parser.error("--reuse: not with --flips; leave one of them out")
     return options
 
 
@@ -212,7 +225,7 @@ def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
             for case in EMULATED_CASES
         ]
     else:
-        subjects = [Vllm(case, arguments.quick) for case in VLLM_CASES]
+        subjects = [Vllm(case, arguments.quick, arguments.reuse) for case in VLLM_CASES]
     return [each for each in subjects if selected is None or each.case.name in selected]
 
 
@@ -227,9 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subjects = choose_subjects(options)
     scale = subjects[0].time_scale
     kind = f"{options.kind}-{options.policy}" if options.kind == "emulated" else options.kind
-    kind += "-flips" * options.flips
+    kind += "-flips" * options.flips + "-reuse" * options.reuse
     work = options.work / f"{kind}-x{scale:g}-n{requests}-s{options.seed}"
-    settings = Settings(shares, requests, options.seed, options.data, work)
+    settings = Settings(shares, requests, options.seed, options.data, work, options.reuse)
     try:
         found = {
             name: comparisons

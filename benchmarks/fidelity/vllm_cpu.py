@@ -61,6 +61,8 @@ class Vllm:
 
     case: Case
     quick: bool
+    reuse: bool = False
+    """Whether engines find prompts in their prefix caches."""
     kind: str = "vllm"
     model: str = "tiny"
     length_scale: float = 0.25
@@ -87,7 +89,7 @@ class Vllm:
                     *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)),
                     *("--max-num-seqs", str(MAX_NUM_SEQS)),
                     *("--scheduler-cls", "fidelity_clock.ClockedScheduler"),
-                    "--no-enable-prefix-caching",
+                    *(() if self.reuse else ("--no-enable-prefix-caching",)),
                 ],
                 "env": [{"name": name, "value": value} for name, value in environment.items()],
             },

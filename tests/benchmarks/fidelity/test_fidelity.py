@@ -1,7 +1,9 @@
 import asyncio
 import json
+import random
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +14,7 @@ from cleave.api.enums import DispatchPolicy
 from cleave.perf.published.aladdin import Coefficients
 from cleave.profiling.client import OpenAIClient
 from cleave.simulator.run import simulate
-from cleave.simulator.trace import Trace
+from cleave.simulator.trace import PromptBlocks, Trace
 
 Import = Callable[[str], ModuleType]
 
@@ -31,6 +33,8 @@ class Said:
         self.tpot_ms = np.array(tpot_ms)
         self.arrival_ms, self.output_tokens = np.zeros(len(ttft_ms)), 5
         self.end_ms = self.ttft_ms + 4 * self.tpot_ms
+        self.cached_tokens = np.full(len(ttft_ms), 10)
+        self.fetched_tokens = np.full(len(ttft_ms), 5)
 
 
 def seen(load: ModuleType, ttft_ms: list[float], tpot_ms: list[float], *faults: str) -> object:
@@ -52,6 +56,7 @@ def test_equal_sides_differ_in_nothing(module: Import) -> None:
     assert found.attainment == (0.5, 0.5)
     assert (found.points, found.worst_points, found.failed) == (0.0, 0.0, 0)
     assert found.error("ttft_ms", 50) == found.error("normalised_ms", 95) == pytest.approx(0.0)
+    assert found.cached == (0.0, 0.3)
 
 
 def test_errors_are_the_simulators(module: Import) -> None:
@@ -156,6 +161,25 @@ def test_dispatch_predicts_the_mean_of_such_prompts_or_the_requested_length(modu
     assert foreseen.predicted_tokens == pytest.approx([10, 90, 200], abs=8)
 
 
+def test_turns_of_conversations_begin_with_the_same_tokens(module: Import) -> None:
+    arrivals, load = module("arrivals"), module("load")
+    lengths = arrivals.Lengths(np.arange(600, 1600, 10), np.arange(100), arrivals.CONVERSATIONS)
+    drawn = arrivals.draw_trace(lengths, 4.0, 30, seed=3)
+    assert drawn.prompt_tokens.max() < 1600
+    prompts = [load.build_prompt(drawn, index, "x", random.Random(1)) for index in range(30)]
+    assert [len(each) for each in prompts] == drawn.prompt_tokens.tolist()
+    size, starts, numbers = drawn.blocks.block_tokens, drawn.blocks.starts, drawn.blocks.numbers
+    for first, second in combinations(range(30), 2):
+        blocks = [numbers[starts[each] : starts[each + 1]] for each in (first, second)]
+        equal = 0
+        while equal < min(map(len, blocks)) and blocks[0][equal] == blocks[1][equal]:
+            equal += 1
+        tokens = equal * size
+        assert tokens >= 512
+        assert prompts[first][:tokens] == prompts[second][:tokens]
+        assert prompts[first][tokens : tokens + 16] != prompts[second][tokens : tokens + 16]
+
+
 def test_a_saved_load_is_restored_unchanged(module: Import, tmp_path: Path) -> None:
     recordings, load = module("recordings"), module("load")
     file = tmp_path / "load.npz"
@@ -167,6 +191,15 @@ def test_a_saved_load_is_restored_unchanged(module: Import, tmp_path: Path) -> N
     np.testing.assert_equal(after.end_ms, before.end_ms)
     assert after.faults == ("request 1: gone",)
     assert list(tmp_path.iterdir()) == [file]
+    blocks = PromptBlocks(16, np.array([0, 1, 3]), np.array([0, 0, 1]), 2)
+    tokens = 70.0, 20.0, 10.0
+    recordings.keep(
+        file, replace(trace(2), blocks=blocks), replace(before, prompt_tokens=tokens), passes
+    )
+    came, after, _ = recordings.recall(file)
+    assert (came.blocks.block_tokens, came.blocks.count) == (16, 2)
+    assert came.blocks.numbers.tolist() == [0, 0, 1]
+    assert after.prompt_tokens == tokens
 
 
 def test_the_way_is_shared_by_the_ways_and_pulls_lie_on_a_line(module: Import) -> None:
