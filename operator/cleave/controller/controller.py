@@ -454,6 +454,7 @@ class Controller:
             fault=self._faults.get(key, ""),
             model_fault=cached.model_fault,
             gateway_fault=self.cache.find_gateway_fault(key),
+            gateway_wait=self.cache.find_gateway_wait(key),
             settings=self.settings,
         )
         return self._time_decision(key, lambda: reconcile_deployment(view))

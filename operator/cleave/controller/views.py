@@ -108,6 +108,8 @@ class DeploymentView:
     none."""
     gateway_fault: str = ""
     """Why the kubelet cannot start a gateway; empty: it can."""
+    gateway_wait: str = ""
+    """What the start of a gateway waits for; empty: nothing."""
     settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
 
     @cached_property

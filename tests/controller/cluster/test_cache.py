@@ -213,6 +213,24 @@ def test_a_gateway_that_cannot_start_is_a_change_of_its_deployment() -> None:
     assert cache.find_gateway_fault(CHAT) == ""
 
 
+def test_a_gateway_without_a_node_is_a_change_of_its_deployment() -> None:
+    cache = filled()
+    reason = "0/2 nodes are available: 2 Insufficient cpu"
+    unplaced = {
+        "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": reason,
+    }  # fmt: skip
+    pending = gateway_pod(phase="Pending", conditions=[unplaced])
+    assert cache.upsert(pending) == {CHAT}
+    assert cache.find_gateway_wait(CHAT) == f"chat-gateway-1 has no node: {reason}"
+    assert cache.find_gateway_fault(CHAT) == ""
+    pending["spec"] = {"nodeName": "a"}
+    assert cache.upsert(pending) == {CHAT}
+    assert "kubectl describe pod chat-gateway-1" in cache.find_gateway_wait(CHAT)
+    pending["status"]["phase"] = "Running"
+    assert cache.upsert(pending) == {CHAT}
+    assert cache.find_gateway_wait(CHAT) == ""
+
+
 @pytest.mark.parametrize(
     "owner",
     [

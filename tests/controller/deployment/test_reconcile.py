@@ -366,6 +366,25 @@ def test_gateways_that_do_not_start_are_reported_with_the_cause() -> None:
         assert message(actions, "GatewayReady") == f"1 of 2 gateways are ready; {cause}"
 
 
+def test_what_pods_wait_for_is_in_the_conditions_at_once() -> None:
+    desired = deployment()
+    pools = build_pools(desired)
+    reason = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu"
+    unplaced = [
+        replace(pod, scheduled=False, phase="Pending", unschedulable_reason=reason)
+        for pod in pods(pools, ready=False)
+    ]
+    actions = reconcile(
+        view(desired, pools=pools, pods=unplaced, gateway_wait="g-1 has no node: 0/2 nodes")
+    )
+    name = min(pod.name for pod in unplaced if pod.role is Role.PREFILL)
+    assert message(actions, "PrefillReady").endswith(f"; {name} has no node: {reason}")
+    assert message(actions, "GatewayReady") == (
+        "0 of 2 gateways are ready; g-1 has no node: 0/2 nodes"
+    )
+    assert condition(actions, "Degraded")[0] == "False"
+
+
 def test_the_cause_of_an_engine_that_does_not_start_is_in_the_conditions() -> None:
     desired = deployment()
     pools = build_pools(desired)

@@ -105,6 +105,8 @@ class _Gateway(NamedTuple):
     """Empty: not assigned yet."""
     start_fault: str
     """Why the kubelet cannot start it; empty: it can."""
+    wait: str
+    """What its start waits for; empty: nothing."""
 
 
 class ObjectCache:
@@ -221,6 +223,11 @@ class ObjectCache:
         pods = sorted(self._gateways.get(deployment, {}).items())
         return next((f"{name}: {pod.start_fault}" for name, pod in pods if pod.start_fault), "")
 
+    def find_gateway_wait(self, deployment: ResourceKey) -> str:
+        """Return what the start of one of the deployment's gateways waits for; empty: nothing."""
+        pods = sorted(self._gateways.get(deployment, {}).items())
+        return next((pod.wait for _, pod in pods if pod.wait), "")
+
     def count(self) -> dict[str, int]:
         """Return the number of objects by kind."""
         counts: dict[str, int] = defaultdict(int)
@@ -322,12 +329,20 @@ class ObjectCache:
     ) -> set[ResourceKey]:
         if not _is_of_gateway(manifest["metadata"], deployment.name):
             return set()
-        status, before = manifest.get("status", {}), self.find_gateway_fault(deployment)
-        pod = _Gateway(status.get("podIP", ""), objects.find_start_fault(status))
+        status = manifest.get("status", {})
+        node = manifest.get("spec", {}).get("nodeName", "")
+        reason = "" if node else objects.find_unschedulable_reason(status)
+        is_pending = bool(node) and status.get("phase", "Pending") == "Pending"
+        pod = _Gateway(
+            status.get("podIP", ""),
+            objects.find_start_fault(status),
+            objects.describe_wait(key.name, reason, is_pending),
+        )
+        before = self.find_gateway_fault(deployment), self.find_gateway_wait(deployment)
         self._gateways[deployment][key.name] = pod
-        # Its address matters only to the next scrape; the fault is part of the status.
-        is_same = self.find_gateway_fault(deployment) == before
-        return set() if is_same else self._filter_cached([deployment])
+        # Its address matters only to the next scrape; what is compared is part of the status.
+        now = self.find_gateway_fault(deployment), self.find_gateway_wait(deployment)
+        return set() if now == before else self._filter_cached([deployment])
 
     def _upsert_child(self, manifest: Manifest) -> set[ResourceKey]:
         child = objects.parse_child(manifest)

@@ -139,6 +139,14 @@ class ObservedPod:
         )
 
     @property
+    def wait(self) -> str:
+        """What its start waits for, or why it fails; empty: it has started."""
+        if self.start_fault:
+            return f"{self.name}: {self.start_fault}"
+        is_pending = self.phase == "Pending" and self.scheduled
+        return describe_wait(self.name, self.unschedulable_reason, is_pending)
+
+    @property
     def agents(self) -> tuple[str, ...]:
         """Addresses (host:port) of its agents; empty without an address."""
         host = f"[{self.ip}]" if ":" in self.ip else self.ip
@@ -217,9 +225,7 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
     # Further pods of an engine that spans nodes have no agent, those of data-parallel ranks do.
     least_engines = 0 if labels.get(COMPONENT) == NODE_WORKER else 1
     conditions = _index_by_type(status)
-    unplaced = conditions.get("PodScheduled", {})
     node = spec.get("nodeName", "")
-    is_unschedulable = not node and unplaced.get("reason") == "Unschedulable"
     return ObservedPod(
         name=meta["name"],
         namespace=meta.get("namespace", "default"),
@@ -232,7 +238,7 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         ready=conditions.get("Ready", {}).get("status") == "True",
         phase=status.get("phase", "Pending"),
         scheduled=bool(node),
-        unschedulable_reason=unplaced.get("message", "") if is_unschedulable else "",
+        unschedulable_reason="" if node else find_unschedulable_reason(status),
         deleting="deletionTimestamp" in meta,
         deleted_s=parse_timestamp(meta.get("deletionTimestamp")),
         created_s=parse_timestamp(meta.get("creationTimestamp")) or 0.0,
@@ -249,6 +255,22 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         num_engines=max(least_engines, _count_agents(spec)),
         num_gpus=_count_gpus(spec),
     )
+
+
+def find_unschedulable_reason(status: Manifest) -> str:
+    """The scheduler's message about a pod with this status and without a node; empty: none yet."""
+    unplaced = _index_by_type(status).get("PodScheduled", {})
+    return unplaced.get("message", "") if unplaced.get("reason") == "Unschedulable" else ""
+
+
+def describe_wait(name: str, unschedulable_reason: str, is_pending: bool) -> str:
+    """What the start of a pod waits for; empty: nothing. `is_pending`: it has a node, and its
+    container has not started; of a Secret that does not exist only the pod's Events say so."""
+    if unschedulable_reason:
+        return f"{name} has no node: {unschedulable_reason}"
+    if is_pending:
+        return f"{name} is being created; if that lasts, kubectl describe pod {name} says why"
+    return ""
 
 
 def find_start_fault(status: Manifest) -> str:

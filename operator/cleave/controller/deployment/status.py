@@ -152,12 +152,14 @@ def _build_role_condition(
 
 
 def _describe_unready(view: DeploymentView, pods: Sequence[ObservedPod]) -> str:
-    """What the first instance that is not ready does, or why its engine failed, as its agent says;
-    empty: not known."""
+    """What the first instance that is not ready does, or why its engine failed, as its agent says,
+    or what its pod waits for; empty: not known."""
     for pod in sorted((pod for pod in pods if not pod.ready), key=lambda pod: pod.name):
         reported = (view.instances or {}).get(pod.name)
         if reported is not None and reported.reason:
             return f"{pod.name}: {reported.reason}"
+        if pod.wait:
+            return pod.wait
     return ""
 
 
@@ -174,8 +176,8 @@ def _find_failing_engine(view: DeploymentView) -> str:
 def _build_gateway_condition(view: DeploymentView) -> ConditionState:
     ready, count = view.gateway.ready if view.gateway else 0, view.deployment.spec.gateway.replicas
     message = f"{ready} of {count} gateways are ready"
-    if fault := _find_gateway_fault(view):
-        message += f"; {fault}"
+    if cause := _find_gateway_fault(view) or (ready < count and view.gateway_wait):
+        message += f"; {cause}"
     return ConditionState("GatewayReady", ready > 0, "Ready" if ready else "NoneReady", message)
 
 
