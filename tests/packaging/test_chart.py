@@ -546,6 +546,40 @@ def test_a_group_without_rules_is_left_out(render) -> None:
     assert rest == {each: usual[each] for each in usual if each != name}
 
 
+def test_the_operator_may_run_under_an_account_that_exists(render) -> None:
+    usual = render("operator.namespaces={team-a}")
+    values = "operator.serviceAccount.create=false", "operator.serviceAccount.name=platform"
+    changed = render("operator.namespaces={team-a}", *values)
+    (own,) = (
+        each["metadata"]["name"]
+        for each in find(usual, "ServiceAccount")
+        if "helm.sh/hook" not in each["metadata"].get("annotations", {})
+    )
+
+    def rename(text: str) -> str:
+        renamed = text.replace(f"system:serviceaccount:cleave-system:{own}", "system:...:platform")
+        renamed = renamed.replace(
+            "system:serviceaccount:cleave-system:platform", "system:...:platform"
+        )
+        renamed = renamed.replace(
+            f'"serviceAccountName": "{own}"', '"serviceAccountName": "platform"'
+        )
+        return re.sub(rf'("kind": "ServiceAccount", "name": )"{own}"', r'\1"platform"', renamed)
+
+    def write(manifests: list[dict]) -> str:
+        kept = [
+            each
+            for each in manifests
+            if (each["kind"], each["metadata"]["name"]) != ("ServiceAccount", own)
+        ]
+        return rename(json.dumps(kept))
+
+    assert write(changed) == write(usual)
+    text = json.dumps(changed)
+    assert f"cleave-system:{own}" not in text
+    assert text.count("cleave-system:platform") == 4
+
+
 def test_helm_tests_check_runs_with_permissions_of_its_own(render) -> None:
     manifests = render("operator.namespaces={team-a,team-b}")
     hooks = [

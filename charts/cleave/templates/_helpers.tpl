@@ -19,6 +19,11 @@
 {{ include "cleave.name" . }}-operator
 {{- end -}}
 
+{{/* The operator's service account. */}}
+{{- define "cleave.account" -}}
+{{ .Values.operator.serviceAccount.name | default (include "cleave.operator" .) }}
+{{- end -}}
+
 {{- define "cleave.webhook" -}}
 {{ include "cleave.name" . }}-webhook
 {{- end -}}

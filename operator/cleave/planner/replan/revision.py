@@ -285,7 +285,7 @@ def _explain_small_gain(
         if proposed.attainment < target + _ATTAINMENT_MARGIN * (1 - target):
             return f"{meets}; {label} would have too little margin"
         if gain < settings.min_gain:
-            return f"{meets}; {label} needs only slightly less"
+            return f"{meets}; {label} needs {'only slightly less' if gain > 0.0 else 'no less'}"
         started = starts / _count_instances(proposed.pools)
         start_cost = started * proposed.resources * settings.start_s
         if (current.resources - proposed.resources) * settings.horizon_s <= start_cost:
