@@ -55,7 +55,7 @@ def test_requests_go_on_while_the_api_server_is_away(
         control_plane.start_api_server()
         wait_until(lambda: load.answered > during + 20, 30, "answers after its return")
     assert load.failures == []
-    chat.edit({"gateway": {"replicas": 3}})
+    chat.cluster.kubectl("scale", "llmd/chat", "--replicas=3", "-n", chat.namespace)
     wait_until(
         lambda: chat.is_ready() and len(ready(gateways(chat))) == 3,
         READY_S,

@@ -151,6 +151,16 @@ def test_what_no_operator_has_looked_at_has_observed_no_generation(
         assert found["status"]["observedGeneration"] < found["metadata"]["generation"]
 
 
+def test_the_gateways_of_a_deployment_are_scaled_like_any_workload(
+    server: Cluster, namespace: str
+) -> None:
+    server.apply(manifest("LLMDeployment"), namespace=namespace)
+    server.kubectl("scale", "llmd/chat", "--replicas=7", "-n", namespace)
+    assert server.get("llmd", "chat", namespace)["spec"]["gateway"]["replicas"] == 7
+    with pytest.raises(CommandError, match="greater than or equal to 1"):
+        server.kubectl("scale", "llmd/chat", "--replicas=0", "-n", namespace)
+
+
 def test_pools_are_scaled_and_listed_like_any_workload(server: Cluster, namespace: str) -> None:
     server.apply(manifest("InstancePool", owner="Manual"), namespace=namespace)
     server.kubectl("scale", "ipool/chat-mixed", "--replicas=7", "-n", namespace)

@@ -82,7 +82,13 @@ _DROPPED_KEYS = ("title", "$defs")
 _FIRST_KEYS = ("description", "type", "enum", "default", "format", "pattern")
 _LAST_KEYS = ("properties", "items", "additionalProperties", "required")
 
-_SCALE = {
+_GATEWAY_SCALE = {
+    "specReplicasPath": ".spec.gateway.replicas",
+    "statusReplicasPath": ".status.gateways",
+    "labelSelectorPath": ".status.gatewaySelector",
+}
+"""`kubectl scale llmd` and autoscalers set the number of gateways; plans set that of instances."""
+_POOL_SCALE = {
     "specReplicasPath": ".spec.replicas",
     "statusReplicasPath": ".status.replicas",
     "labelSelectorPath": ".status.selector",
@@ -92,13 +98,14 @@ _SCALE = {
 def build_deployment_crd() -> Schema:
     """Return the CRD of LLMDeployment."""
     columns = _build_columns(_DEPLOYMENT_COLUMNS, _WIDE_DEPLOYMENT_COLUMNS)
-    return _build_definition(LLMDeployment, "llmd", columns, {"status": {}})
+    subresources = {"status": {}, "scale": _GATEWAY_SCALE}
+    return _build_definition(LLMDeployment, "llmd", columns, subresources)
 
 
 def build_pool_crd() -> Schema:
     """Return the CRD of InstancePool."""
     columns = _build_columns(_POOL_COLUMNS, _WIDE_POOL_COLUMNS)
-    return _build_definition(InstancePool, "ipool", columns, {"status": {}, "scale": _SCALE})
+    return _build_definition(InstancePool, "ipool", columns, {"status": {}, "scale": _POOL_SCALE})
 
 
 def write(folder: Path) -> None:

@@ -182,7 +182,8 @@ class GatewaySpec(ApiModel):
     """The gateway's pods in a cluster."""
 
     replicas: Annotated[int, Field(ge=1, le=100)] = 2
-    """Number of gateway pods. Each of them can serve every request."""
+    """Number of gateway pods. Each of them can serve every request. `kubectl scale llmd` and
+    autoscalers change it."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes in each gateway pod, with one port and load account; each uses up to a core."""
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -388,6 +389,10 @@ class LLMDeploymentStatus(ApiModel):
     """Results of the last reviews of the plan, the latest first."""
     roles: Annotated[list[RoleStatus], declare_list_map_key("role")] = Field(default_factory=list)
     """The instances of each role."""
+    gateways: Annotated[int, Field(ge=0)] | None = None
+    """Number of gateway pods, for autoscalers."""
+    gateway_selector: str | None = None
+    """Labels of the gateway pods, for autoscalers."""
     url: str | None = None
     """Base URL for OpenAI clients inside the cluster."""
 

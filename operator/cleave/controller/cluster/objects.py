@@ -205,8 +205,10 @@ class ObservedChild:
     access: str = ""
     """As `get_access_rules` returns it."""
     deleting: bool = False
+    replicas: int = 0
+    """Pods of a Deployment."""
     ready: int = 0
-    """Ready replicas of a Deployment."""
+    """Those of them that are ready."""
     fault: str = ""
     """Why a Deployment's pods cannot be created, such as a quota; empty: they can."""
     is_updated: bool = False
@@ -411,6 +413,7 @@ def parse_child(manifest: Manifest) -> ObservedChild:
         applied=meta.get("annotations", {}).get(APPLIED_ANNOTATION, ""),
         access=get_access_rules(manifest),
         deleting="deletionTimestamp" in meta,
+        replicas=status.get("replicas", 0),
         ready=status.get("readyReplicas", 0),
         fault=_find_replica_failure(status),
         # The rule of `kubectl rollout status`.

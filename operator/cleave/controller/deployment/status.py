@@ -19,7 +19,7 @@ from cleave.controller.deployment.traffic_status import build_slo_condition, rep
 from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.gateway import build_url
-from cleave.manifests.labels import Manifest
+from cleave.manifests.labels import GATEWAY, Manifest, build_component_labels
 from cleave.manifests.scheduling import needs_own_image
 
 
@@ -52,12 +52,15 @@ def report(
     reported = model_report.choose_report(view, desired, reports)
     now += model_report.build_condition(deployment, reported, reports)
     roles = _list_roles(view, desired)
+    labels = build_component_labels(deployment.name, GATEWAY)
     status: Manifest = {
         "observedGeneration": generation or 0,
         "conditions": conditions.merge(before, now, generation, view.now_s),
         # Until the rollout is complete, clients are served under the previous name.
         "model": model if is_complete else view.status.get("model") or model,
         "roles": [_build_role_status(view, role, desired.get(role)) for role in roles],
+        "gateways": view.gateway.replicas if view.gateway else 0,
+        "gatewaySelector": ",".join(f"{name}={value}" for name, value in labels.items()),
         "url": build_url(deployment),
         **_build_replan_status(observed, replan),
         **model_report.to_status(reported),
