@@ -142,6 +142,19 @@ def test_another_template_is_rolled_out_one_by_one() -> None:
     assert [kind for kind, _ in then] == ["delete"]
 
 
+@pytest.mark.parametrize("owned", [True, False])
+def test_pods_of_an_earlier_version_are_replaced_by_their_deployment(owned: bool) -> None:
+    desired = pool()
+    if not owned:
+        desired.metadata.owner_references.clear()
+    template = apply.hash_template(desired, "0.0.9")
+    older = [pod(name, desired, template=template, version="0.0.9") for name in "ab"]
+    done = pods_only(reconcile(view(desired, *older)))
+    assert [kind for kind, _ in done] == ([] if owned else ["create"])
+    others = [replace(each, template=apply.hash_template(desired, "0.0.8")) for each in older]
+    assert [kind for kind, _ in pods_only(reconcile(view(desired, *others)))] == ["create"]
+
+
 @pytest.mark.parametrize(
     "fault",
     [
