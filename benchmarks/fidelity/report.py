@@ -52,7 +52,7 @@ def print_report(report: Report) -> None:
 def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
     table = Table(title=title, title_justify="left")
     heads = ["load", "req/s", "attainment", "simulated", "chance", "points", "worst"]
-    has_cached = any(any(each.cached) for each in comparisons)
+    has_cached = any(each.cached[1] for each in comparisons)
     if has_cached:
         heads += ["cached", "simulated"]
     percents = ("TTFT p50", "p95", "TPOT p50", "p95", "norm. p50", "p95")
