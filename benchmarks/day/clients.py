@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +55,8 @@ def main(trace_file: Path, seen_file: Path, time_scale: float, urls: list[str]) 
     trace = Trace(arrays["arrival_ms"], arrays["prompt_tokens"], arrays["output_tokens"])
     print("begins", flush=True)
     seen = asyncio.run(ask(trace, time_scale, urls))
-    scoring.write_seen(seen_file, scoring.Seen(**asdict(seen)))
+    names = [each.name for each in fields(scoring.Seen)]
+    scoring.write_seen(seen_file, scoring.Seen(**{name: getattr(seen, name) for name in names}))
 
 
 if __name__ == "__main__":
