@@ -14,6 +14,7 @@ import yaml
 from cleave.api.manifest import load_cluster, validate
 from cleave.api.role import MAX_POD_ENGINES
 from cleave.controller import install_check, main, uninstall_check
+from cleave.distribution import get_version
 from cleave.manifests.container import IMAGE_KINDS
 from cleave.manifests.labels import ENGINE_PORT, get_agent_port_name
 from cleave.manifests.pool import build_pools
@@ -128,7 +129,7 @@ def test_images_come_from_where_the_values_say(render) -> None:
 )
 def test_a_parent_charts_registry_replaces_that_of_the_prefix(render, values, prefix) -> None:
     container = operator(render(*values))
-    assert container["image"] == f"{prefix}cleave-operator:0.1.0"
+    assert container["image"] == f"{prefix}cleave-operator:{get_version()}"
     assert f"--image-prefix={prefix}" in container["args"]
 
 
@@ -141,11 +142,11 @@ def test_images_may_have_a_digest_or_a_reference_of_their_own(render) -> None:
             "images.references.gateway=mirror/gw:7",
         )
     )
-    assert container["image"] == f"cleave-operator:0.1.0@{digest}"
+    assert container["image"] == f"cleave-operator:{get_version()}@{digest}"
     images = main._build_parser("operator").parse_args(container["args"]).image
     assert images == [
         ("gateway", "mirror/gw:7"),
-        ("worker-cpu", f"cleave-worker-cpu:0.1.0@{digest}"),
+        ("worker-cpu", f"cleave-worker-cpu:{get_version()}@{digest}"),
     ]
 
 

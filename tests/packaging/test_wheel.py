@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from cleave.distribution import get_version
+
 ROOT = Path(__file__).parents[2]
 UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
 EMULATED = (ROOT / "examples" / "emulated.yaml").read_text()
@@ -185,7 +187,7 @@ def test_every_extra_resolves_from_the_index_by_the_wheel_alone(wheel, tmp_path)
 
 
 def test_the_base_wheel_shows_its_version_and_every_command(base) -> None:
-    assert base("--version").stdout == "cleave 0.1.0\n"
+    assert base("--version").stdout == f"cleave {get_version()}\n"
     commands = re.findall(r"^│ (\w+) ", base("--help").stdout, re.M)
     assert {*commands} == {*BASE}
 
