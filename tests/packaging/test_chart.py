@@ -597,6 +597,9 @@ def test_helm_tests_check_runs_with_permissions_of_its_own(render) -> None:
     }
     of_pod = weights.pop("Pod")
     assert all(of_pod > weight for weight in weights.values())
+    # Helm prints its lines, also those of a success.
+    policy = pod["metadata"]["annotations"]["helm.sh/hook-output-log-policy"]
+    assert policy == "hook-succeeded,hook-failed"
     assert not OPERATOR_LABELS.items() <= pod["metadata"]["labels"].items(), "no Service selects it"
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["python", "-m", "cleave.controller.install_check"]
