@@ -164,7 +164,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Plan, check and watch LLMDeployments. The program cleave has more commands.",
+    help="Plan, check and watch LLMDeployments. kubectl describe llmd NAME shows their status; the"
+    " program cleave has more commands.",
 )
 for reading_one in (plan, simulate, provision, render, rollout):
     app.command(cls=ManifestCommand)(reading_one)
