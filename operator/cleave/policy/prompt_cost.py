@@ -1,4 +1,5 @@
-"""Where a prompt costs least, in ms: the predicted wait, and computing what is not cached there.
+"""Where a prompt costs least, in ms: the predicted wait, copying back what is cached in host memory
+there, and computing what is not cached.
 
 Called by the router, and by the simulator, which compiles it. What is hard: a cached prefix must
 attract prompts, but not all of them. In one unit both follow from the cost: while a queue takes
@@ -39,6 +40,11 @@ class PromptView:
         """The slot of an instance from `find_holder`."""
         raise NotImplementedError
 
+    def has_load(self, request: int, slot: int, depth: int) -> bool:
+        """Whether some of these first `depth` blocks are in host memory only at the instance that
+        `find_holder` has found last."""
+        raise NotImplementedError
+
     def predict_at(self, request: int, purpose: int, slot: int, depth: int) -> float:
         """`predict_cost_ms` of the prompt there, if its first `depth` blocks are cached."""
         raise NotImplementedError
@@ -50,7 +56,7 @@ class PromptView:
 
 
 def find_depth(view: PromptView, request: int, purpose: int, slot: int) -> int:
-    """Of the view; as the next four, replaced in compiled code: see `dispatch.find_for`."""
+    """Of the view; as the next five, replaced in compiled code: see `dispatch.find_for`."""
     return view.find_depth(request, purpose, slot)
 
 
@@ -62,6 +68,11 @@ def find_holder(view: PromptView, request: int, purpose: int, depth: int, after:
 def get_holder(view: PromptView, handle: int) -> int:
     """Of the view."""
     return view.get_holder(handle)
+
+
+def has_load(view: PromptView, request: int, slot: int, depth: int) -> bool:
+    """Of the view."""
+    return view.has_load(request, slot, depth)
 
 
 def predict_at(view: PromptView, request: int, purpose: int, slot: int, depth: int) -> float:
@@ -95,7 +106,7 @@ def find_cheapest(
         while holder != NONE and compared < MAX_COMPARED:
             slot = get_holder(view, holder)
             cost_ms = predict_at(view, request, purpose, slot, depth)
-            if slot == least and not is_pinned:
+            if slot == least and not is_pinned and not has_load(view, request, slot, depth):
                 # Others that have no more of it have a longer wait as well.
                 return first if cost_ms <= deeper_ms else deeper
             if cost_ms < lowest_ms:
@@ -112,15 +123,16 @@ def find_cheapest(
 
 
 def predict_cost_ms(
-    wait_ms: float, uncached_tokens: float, prompt_ms: float, token_ms: float
+    wait_ms: float, uncached_tokens: float, prompt_ms: float, token_ms: float, load_ms: float
 ) -> float:
-    """ms until a prompt is computed: the wait before it, and its time as the instance's queue model
-    states it, `prompt_ms` for the prompt and `token_ms` for each of its `uncached_tokens`.
+    """ms until a prompt is computed: the wait before it, `load_ms` to copy back what is in host
+    memory, and its time as the instance's queue model states it, `prompt_ms` for the prompt and
+    `token_ms` for each of its `uncached_tokens`.
 
     `token_ms` is the upper estimate: the lower one is 0 where times do not follow the tokens, so
     that everything there would seem to cost nothing.
     """
-    return wait_ms + prompt_ms + max(uncached_tokens, 0.0) * token_ms
+    return wait_ms + load_ms + prompt_ms + max(uncached_tokens, 0.0) * token_ms
 
 
 def predict_queue_ms(end_ms: float, pending: float, now_ms: float, token_ms: float) -> float:

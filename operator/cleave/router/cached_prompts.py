@@ -7,6 +7,7 @@ of every next turn of a conversation, so blocks are looked up only where the sea
 import math
 
 from cleave.policy.dispatch import NONE, TO_PREFILL, ScoreColumn
+from cleave.policy.host_memory import measure_reach
 from cleave.policy.prefix_cache import (
     CLOCK_BITS,
     CLOCK_TOKENS,
@@ -101,6 +102,11 @@ class CachedPromptView(PromptView):
         del handle
         return self._holder
 
+    def has_load(self, request: int, slot: int, depth: int) -> bool:
+        """As in the base class."""
+        del request, slot, depth
+        return self._request.use_host_blocks > 0
+
     def predict_at(self, request: int, purpose: int, slot: int, depth: int) -> float:
         """As in the base class."""
         del request, purpose
@@ -118,7 +124,10 @@ class CachedPromptView(PromptView):
             wait_ms = predict_queue_ms(score, pending, self._now_ms, token_ms)
         else:
             wait_ms = count_mixed(pending, score) * token_ms
-        cost_ms = predict_cost_ms(wait_ms, total - cached, queue.prompt_ms, token_ms)
+        load_ms = 0.0
+        if prompt.use_host_blocks and prompt.use_holder == instance.target.holder:
+            load_ms = count_loaded(prompt) * instance.hits.trust * instance.load_token_ms
+        cost_ms = predict_cost_ms(wait_ms, total - cached, queue.prompt_ms, token_ms, load_ms)
         if not self._most:
             return cost_ms
         return cost_ms - predict_pull_saving_ms(instance, cached, self._most)
@@ -137,7 +146,7 @@ class CachedPromptView(PromptView):
             pending = self._table.pending_prompt.get_score(least)
             wait_ms = count_mixed(pending, score) * token_ms
         uncached = prompt.prompt_tokens - cached
-        cost_ms = predict_cost_ms(wait_ms, uncached, queue.prompt_ms, token_ms)
+        cost_ms = predict_cost_ms(wait_ms, uncached, queue.prompt_ms, token_ms, 0.0)
         if not self._most:
             return cost_ms
         return cost_ms - predict_pull_saving_ms(self._table.instances[least], cached, self._most)
@@ -147,12 +156,12 @@ class CachedPromptView(PromptView):
         # Of each the deepest use counts.
         if self._seen >> slot & 1 or self._column.get_score(slot) == _INF:
             return False
-        instance = self._table.instances[slot]
-        if not is_cached(instance.in_flight.read_clock(), stamp, measure_capacity(instance)):
+        instance, request = self._table.instances[slot], self._request
+        host_blocks = count_host_blocks(self._index, instance, request, depth, stamp)
+        if host_blocks == NONE:
             return False
-        request = self._request
         request.use_holder, request.use_blocks = instance.target.holder, depth
-        request.use_stamp = stamp
+        request.use_host_blocks, request.use_stamp = host_blocks, stamp
         self._holder = slot
         self._seen |= 1 << slot
         return True
@@ -164,11 +173,41 @@ def count_blocks(index: PrefixIndex, instance: RoutedInstance, request: RoutingR
     holder = instance.target.holder
     if request.use_holder != holder:
         blocks, stamp = index.find_use(request.blocks, request.known, holder)
-        clock = instance.in_flight.read_clock()
-        if not is_cached(clock, stamp, measure_capacity(instance)):
-            blocks = 0
+        host_blocks = count_host_blocks(index, instance, request, blocks, stamp)
+        if host_blocks == NONE:
+            blocks = host_blocks = 0
         request.use_holder, request.use_blocks, request.use_stamp = holder, blocks, stamp
+        request.use_host_blocks = host_blocks
     return request.use_blocks
+
+
+def count_host_blocks(
+    index: PrefixIndex, instance: RoutedInstance, request: RoutingRequest, depth: int, stamp: int
+) -> int:
+    """How many of the first `depth` blocks of the prompt, the last of which the instance used at
+    `stamp`, are probably in its host memory only; NONE: it has not even the last one there."""
+    clock, capacity = instance.in_flight.read_clock(), measure_capacity(instance)
+    if is_cached(clock, stamp, capacity):
+        return 0
+    if not instance.host_tokens or not is_cached(clock, stamp, measure_instance_reach(instance)):
+        return NONE
+    # Blocks at the beginning, which other prompts share, were used later.
+    low, high, holder = 0, depth - 1, instance.target.holder
+    while low < high:
+        middle = (low + high + 1) // 2
+        used = index.find_stamp(request.blocks[middle - 1], holder)
+        if used >= 0 and is_cached(clock, used, capacity):
+            low = middle
+        else:
+            high = middle - 1
+    return depth - low
+
+
+def count_loaded(request: RoutingRequest) -> float:
+    """Tokens of the prompt that the instance that was looked up last has in host memory only."""
+    blocks, size, tokens = request.use_blocks, request.text_bytes, request.prompt_tokens
+    on_gpu = estimate_cached_tokens(blocks - request.use_host_blocks, size, tokens)
+    return estimate_cached_tokens(blocks, size, tokens) - on_gpu
 
 
 def find_source(
@@ -221,3 +260,14 @@ def predict_pull_saving_ms(instance: RoutedInstance, cached: float, most: float)
 def measure_capacity(instance: RoutedInstance) -> float:
     """What this gateway's prompts may fill of the KV of an instance, in units of CLOCK_TOKENS."""
     return float(instance.kv_tokens) / float(CLOCK_TOKENS * instance.num_routers)
+
+
+def measure_instance_reach(instance: RoutedInstance) -> float:
+    """`measure_capacity` of both its KV and its host memory."""
+    sent, _, cached = instance.in_flight.predict_hits()
+    return measure_reach(
+        measure_capacity(instance),
+        float(instance.host_tokens) / float(CLOCK_TOKENS * instance.num_routers),
+        float(instance.in_flight.read_clock()),
+        (sent - cached * instance.hits.trust) / CLOCK_TOKENS,
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from cleave.policy.host_memory import estimate_load_token_ms
 from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
 from cleave.router.cache_hits import HitCounts, HitWindow
@@ -98,6 +99,7 @@ class InFlightLoad:
         "computed_tokens",
         "decoding_requests",
         "last_pick",
+        "loaded_tokens",
         "looked_up_tokens",
         "num_heavy",
         "num_prompts",
@@ -140,6 +142,8 @@ class InFlightLoad:
         """Those of prompts whose blocks were looked up."""
         self.cached_tokens = 0.0
         """Those of them that were predicted to be cached there."""
+        self.loaded_tokens = 0.0
+        """Those of these that were predicted to be in host memory only."""
         self.written_tokens = 0.0
         """Tokens that own requests have written to its KV: its clock (`is_cached`)."""
 
@@ -150,8 +154,13 @@ class InFlightLoad:
         self.looked_up_tokens += looked_up
         self.cached_tokens += cached_tokens
 
+    def count_loaded(self, tokens: float) -> None:
+        """Count tokens of such a prompt that were predicted to be in host memory only."""
+        self.loaded_tokens += tokens
+
     def count_written(self, tokens: float) -> None:
-        """Count tokens that a request has written to the KV there: computed, pulled or output."""
+        """Count tokens that a request has written to the KV there: computed, pulled, copied back
+        from host memory, or output."""
         self.written_tokens += tokens
 
     def read_clock(self) -> int:
@@ -162,6 +171,10 @@ class InFlightLoad:
         """(prompt tokens that it has computed for all processes, those looked up, of these those
         predicted to be cached)."""
         return self.prompt_tokens, self.looked_up_tokens, self.cached_tokens
+
+    def predict_loaded(self) -> float:
+        """Those of the tokens predicted to be cached that were in host memory only."""
+        return self.loaded_tokens
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """(pending prompt tokens, number of these prompts, resident tokens); the second one is 0
@@ -220,8 +233,8 @@ class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_open_load", "agent", "closed_until", "connectivity", "hits", "in_flight", "kv_tokens",
-        "last_event_at", "load", "max_prompt_tokens", "name", "num_routers", "pairs",
+        "_open_load", "agent", "closed_until", "connectivity", "hits", "host_tokens", "in_flight",
+        "kv_tokens", "last_event_at", "load", "load_token_ms", "max_prompt_tokens", "name", "num_routers", "pairs",
         "registration", "router_rank", "score_table", "slot", "stalled_at", "target",
     )  # fmt: skip
 
@@ -243,6 +256,10 @@ class RoutedInstance:
         """Tokens that its KV holds."""
         self.max_prompt_tokens = _limit_prompt_tokens(registration, self.kv_tokens)
         """Most tokens that one request can write to its KV."""
+        self.host_tokens = registration.host_kv_tokens
+        """Tokens that its host memory for KV holds; 0: it has none, or its agent is older."""
+        self.load_token_ms = registration.host_kv_token_ms
+        """ms to copy one token back from there."""
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
         self.in_flight = open_load(self.name, registration.boot_id)
@@ -300,6 +317,8 @@ class RoutedInstance:
         self.registration = registration
         self.kv_tokens = _count_kv_tokens(registration)
         self.max_prompt_tokens = _limit_prompt_tokens(registration, self.kv_tokens)
+        self.host_tokens = registration.host_kv_tokens
+        self.load_token_ms = registration.host_kv_token_ms
         self.target = target
 
     def update_pairs(self, proofs: agent_pb2.PairProofs, now: float) -> None:
@@ -330,11 +349,20 @@ class RoutedInstance:
         tokens = float(blocks * self.registration.kv_block_size)
         self.in_flight.resident.update_from_report(tokens)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
+        if self.host_tokens:
+            assumed_ms = self.registration.host_kv_token_ms
+            hits, load_ms = float(load.host_kv_hits), load.host_kv_load_ms
+            self.load_token_ms = estimate_load_token_ms(hits, load_ms, assumed_ms)
         # Agents of an older version do not report hits, which says nothing of the cache.
         if self.hits.is_due(now) and load.HasField("prefix_cache_queries"):
-            queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
-            self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, hits))
+            queries, found = load.prefix_cache_queries, count_engine_hits(load)
+            self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, found))
         return True
+
+
+def count_engine_hits(load: agent_pb2.LoadReport) -> int:
+    """Prompt tokens that an engine had, on its GPU or in host memory, as it reports."""
+    return load.prefix_cache_hits + load.host_kv_hits
 
 
 def _count_kv_tokens(registration: agent_pb2.Registration) -> int:

@@ -81,8 +81,8 @@ class Pick:
 
     __slots__ = (
         "_decode_entry", "_is_counted", "_is_looked_up", "_new_blocks", "_prefill_entry", "_pulled",
-        "decode", "decoding_since", "engine_model", "output_tokens", "predicted_cached", "prefill",
-        "prompt_tokens", "prompts_before", "reason", "source",
+        "decode", "decoding_since", "engine_model", "output_tokens", "predicted_cached",
+        "predicted_loaded", "prefill", "prompt_tokens", "prompts_before", "reason", "source",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +109,8 @@ class Pick:
         """`computed_tokens` of its decode instance at that time; for BestFit only."""
         self.predicted_cached = 0.0
         """Tokens of its prompt that were predicted to be cached where it is computed."""
+        self.predicted_loaded = 0.0
+        """Those of them that were predicted to be in host memory only."""
         self.source: Target | None = None
         """From whose prefix cache the prefill target pulls what it lacks of the beginning of the
         prompt; None: it computes that."""
@@ -247,8 +249,9 @@ class Router:
             if phase is _PREFILL_PHASE:
                 if self.uses_prompt_text:
                     self._count_computed(pick, instance, in_flight, tokens)
-                # Of a prompt that is pulled in part, the time says nothing of computing.
-                counted = tokens if not pick._pulled else 0.0
+                # Of a prompt that is pulled or copied back in part, the time says nothing of
+                # computing.
+                counted = tokens if not (pick._pulled or pick.predicted_loaded) else 0.0
                 queue, remote = in_flight.queue, in_flight.prompt.remote
                 ms = queue.observe_completion(counted, now * 1000, remote)
                 if self._fits_iteration_times:
@@ -488,6 +491,7 @@ class Router:
         cached = selector.correct(first, request, predicted)
         if request.blocks:
             pick._is_looked_up = True
+            pick.predicted_loaded = selector.predict_loaded(request)
             selector.observe_cached(prompt, cached)
             if first is not decode and request.known:
                 source, most = selector.choose_source(first, request, cached)
@@ -517,7 +521,11 @@ class Router:
         tokens = float(pick.prompt_tokens)
         looked_up = tokens if pick._is_looked_up else 0.0
         in_flight.count_prompt(tokens, looked_up, pick.predicted_cached)
-        in_flight.count_written(min(uncached + pick._pulled, instance.max_prompt_tokens))
+        written = uncached + pick._pulled
+        if pick.predicted_loaded:
+            in_flight.count_loaded(pick.predicted_loaded)
+            written += pick.predicted_loaded * instance.hits.trust
+        in_flight.count_written(min(written, float(instance.max_prompt_tokens)))
 
     def _count_output(self, pick: Pick, output_tokens: int) -> None:
         """A request has ended: its output is in the KV of the instance that decoded it, with the

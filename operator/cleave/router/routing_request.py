@@ -18,7 +18,7 @@ class RoutingRequest:
 
     __slots__ = (
         "adapter", "blocks", "cached", "known", "known_uses", "output_tokens", "prompt_tokens",
-        "session", "text", "text_bytes", "use_blocks", "use_holder", "use_stamp",
+        "session", "text", "text_bytes", "use_blocks", "use_holder", "use_host_blocks", "use_stamp",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +43,8 @@ class RoutingRequest:
         """The engine that was looked up last, by its number in the index; -1: none."""
         self.use_blocks = 0
         """How many leading blocks it has probably cached."""
+        self.use_host_blocks = 0
+        """How many of them, at the end, are in its host memory only."""
         self.use_stamp = 0
         """When it used the last of them, by its clock."""
         self.session: int | None = None

@@ -40,6 +40,7 @@ from cleave.policy.session_affinity import find_attached, goes_back, to_key
 from cleave.router.cached_prompts import (
     CachedPromptView,
     count_blocks,
+    count_loaded,
     find_source,
     measure_capacity,
     predict_pull_saving_ms,
@@ -146,6 +147,10 @@ class EndpointSelector:
         blocks = count_blocks(self._index, instance, request)
         return estimate_cached_tokens(blocks, request.text_bytes, request.prompt_tokens)
 
+    def predict_loaded(self, request: RoutingRequest) -> float:
+        """Those of the tokens of the latest `predict_cached` that are in host memory only."""
+        return count_loaded(request) if request.use_host_blocks else 0.0
+
     def count_most_cached(self, request: RoutingRequest) -> float:
         """Tokens of the prompt that any engine has computed before."""
         known = request.known
@@ -164,7 +169,10 @@ class EndpointSelector:
         source, most = find_source(table, request, instance)
         if source is None or predict_pull_saving_ms(instance, 0.0, most) <= 0.0:
             return None, cached
-        return source, most if predict_pull_saving_ms(instance, cached, most) > 0.0 else cached
+        if predict_pull_saving_ms(instance, cached, most) > 0.0:
+            return source, most
+        # An engine pulls before it looks at host memory, so it must not try what is there.
+        return None if request.use_host_blocks else source, cached
 
     def record_prompt(self, instance: RoutedInstance, request: RoutingRequest) -> list[int]:
         """Record that an instance will cache the prompt's KV; the blocks that are new to it."""

@@ -36,7 +36,8 @@ _SUM_OF_PROMPTS, _SUM_OF_TOKENS = 1, 2
 """Indices in these sums: prompts and their tokens."""
 _NUM_COMMON_CELLS = _SUMS + _NUM_SUMS
 """Number of common cells, before those of the cache."""
-_PROMPT_SUM, _LOOKED_UP_SUM, _CACHED_SUM, _WRITTEN_SUM, _NUM_CACHE_CELLS = 0, 1, 2, 3, 4
+_PROMPT_SUM, _LOOKED_UP_SUM, _CACHED_SUM, _WRITTEN_SUM, _LOADED_SUM = 0, 1, 2, 3, 4
+_NUM_CACHE_CELLS = 5
 """Cells of each process for the cache, after the common ones, because scores do not need them. What
 they count never decreases, also when a process dies: the engine still has what it wrote."""
 _OVERFLOW_ROW, _PICK_COUNTER_ROW = 0, 1
@@ -163,6 +164,7 @@ class SharedInFlightLoad(InFlightLoad):
         self.prompt_tokens = self._cells[own + _PROMPT_SUM]
         self.looked_up_tokens = self._cells[own + _LOOKED_UP_SUM]
         self.cached_tokens = self._cells[own + _CACHED_SUM]
+        self.loaded_tokens = self._cells[own + _LOADED_SUM]
         self.written_tokens = self._cells[own + _WRITTEN_SUM]
         self.prompt = SharedOutstandingTokens(table, row, _PROMPT_TOKENS, _REMOTE_PROMPT)
         self.resident = SharedOutstandingTokens(table, row, _RESIDENT_TOKENS, _REMOTE_RESIDENT)
@@ -183,6 +185,12 @@ class SharedInFlightLoad(InFlightLoad):
             cells[start + _LOOKED_UP_SUM] = self.looked_up_tokens
             cells[start + _CACHED_SUM] = self.cached_tokens
 
+    def count_loaded(self, tokens: float) -> None:
+        """As in the base class, in the cell of this process."""
+        if self.row != _CLOSED:
+            super().count_loaded(tokens)
+            self._cells[self._own_cache_index + _LOADED_SUM] = self.loaded_tokens
+
     def count_written(self, tokens: float) -> None:
         """As in the base class, in the cell of this process."""
         if self.row != _CLOSED:
@@ -198,6 +206,10 @@ class SharedInFlightLoad(InFlightLoad):
         fields = _PROMPT_SUM, _LOOKED_UP_SUM, _CACHED_SUM
         sent, looked_up, cached = map(self._sum_cache_cells, fields)
         return sent, looked_up, cached
+
+    def predict_loaded(self) -> float:
+        """As in the base class, over all processes."""
+        return self._sum_cache_cells(_LOADED_SUM)
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """As in the base class, over all processes; also loads what they have published."""

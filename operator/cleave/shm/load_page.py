@@ -16,7 +16,7 @@ from cleave.shm.page import Page
 ENV = "CLEAVE_LOAD_PAGE"
 """Environment variable that names the page to the engine."""
 
-_BODY = struct.Struct("<IIQIIQdQQQ")
+_BODY = struct.Struct("<IIQIIQdQQQdQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,10 @@ class LoadSnapshot:
     tokens if it has no prefix cache."""
     prefix_cache_hits: int = 0
     """Those of them that it had."""
+    host_kv_hits: int = 0
+    """Prompt tokens copied back from host memory since the engine started."""
+    host_kv_load_ms: float = 0.0
+    """ms that these copies took, added up, for each GPU."""
     sampled_ns: int = 0
     """CLOCK_MONOTONIC; 0 until the engine has written once."""
 
@@ -60,6 +64,8 @@ class LoadPage:
             load.kv_cache_usage,
             load.prefix_cache_queries,
             load.prefix_cache_hits,
+            load.host_kv_hits,
+            load.host_kv_load_ms,
             time.monotonic_ns(),
         )
 

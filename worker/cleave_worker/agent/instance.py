@@ -183,6 +183,8 @@ class WorkerInstance:
             sampled_ns=load.sampled_ns,
             prefix_cache_queries=load.prefix_cache_queries,
             prefix_cache_hits=load.prefix_cache_hits,
+            host_kv_hits=load.host_kv_hits,
+            host_kv_load_ms=load.host_kv_load_ms,
         )
 
     async def wait_for_change(self, seconds: float | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from cleave.router.instance import Connectivity, RoutedInstance
+from cleave.router.instance import Connectivity, RoutedInstance, count_engine_hits
 from cleave.router.pair_summary import summarize_pairs
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc.enum_names import get_enum_name
@@ -25,6 +25,10 @@ PROMPT_TOKENS = (
     ),
 )
 HIT_TOKENS = "cleave_gateway_cache_hit_tokens_total", "Those of them that were cached"
+HOST_HIT_TOKENS = (
+    "cleave_gateway_cache_host_hit_tokens_total",
+    "Those of these that were in host memory only, of engines that keep KV there",
+)
 """Name and text of the metrics of `CacheHitPage`."""
 HIT_LABELS = ("model", "engine", "source")
 
@@ -92,18 +96,19 @@ class CacheHitPage:
     """What engines were expected to have cached of prompts, and what they had, by instance.
 
     Lines of the text format, appended to the page of the other metrics. There are five for each
-    instance, and prometheus_client takes 7 us for one, in the loop that serves. So labels are
+    instance, seven where it has host memory for KV, and prometheus_client takes 7 us for one, in the loop that serves. So labels are
     formatted once per instance, not at each scrape.
     """
 
     def __init__(self, registry: InstanceRegistry) -> None:
         self._registry = registry
         self._labels: dict[tuple[str, str], tuple[str, ...]] = {}
-        """Beginnings of the five lines by model and name, of the instances of the last scrape."""
+        """Beginnings of the lines by model and name, of the instances of the last scrape."""
 
     def render(self) -> bytes:
         """Called at each scrape."""
         prompts, cached = [_describe(*PROMPT_TOKENS)], [_describe(*HIT_TOKENS)]
+        from_host = [_describe(*HOST_HIT_TOKENS)]
         known, labels = self._labels, {}
         for instance in self._registry.instances.values():
             load = instance.load
@@ -115,9 +120,12 @@ class CacheHitPage:
             cached.append(f"{lines[2]}{float(predicted_cached)}\n")
             if load.HasField("prefix_cache_queries"):
                 prompts.append(f"{lines[3]}{float(load.prefix_cache_queries)}\n")
-                cached.append(f"{lines[4]}{float(load.prefix_cache_hits)}\n")
+                cached.append(f"{lines[4]}{float(count_engine_hits(load))}\n")
+            if instance.host_tokens:
+                loaded = instance.in_flight.predict_loaded()
+                from_host.append(f"{lines[5]}{float(loaded)}\n{lines[6]}{float(load.host_kv_hits)}\n")
         self._labels = labels
-        return "".join((*prompts, *cached)).encode()
+        return "".join((*prompts, *cached, *from_host)).encode()
 
 
 def _describe(name: str, text: str) -> str:
@@ -132,6 +140,8 @@ def _begin_lines(model: str, name: str) -> tuple[str, ...]:
         f'{HIT_TOKENS[0]}{labels}"predicted"}} ',
         f'{PROMPT_TOKENS[0]}{labels}"engine"}} ',
         f'{HIT_TOKENS[0]}{labels}"engine"}} ',
+        f'{HOST_HIT_TOKENS[0]}{labels}"predicted"}} ',
+        f'{HOST_HIT_TOKENS[0]}{labels}"engine"}} ',
     )
 
 
