@@ -149,7 +149,10 @@ def metrics() -> Lines:
     fleet = InstanceCollector(InstanceRegistry())
     hits = [
         CounterMetricFamily(name, text, labels=instance_metrics.HIT_LABELS)
-        for name, text in (instance_metrics.PROMPT_TOKENS, instance_metrics.HIT_TOKENS)
+        for name, text in (
+            *(instance_metrics.PROMPT_TOKENS, instance_metrics.HIT_TOKENS),
+            instance_metrics.HOST_HIT_TOKENS,
+        )
     ]
     yield from _families([*counted.collect(), *fleet.collect(), *hits], texts=True)
     yield from ("", f"TTFT buckets (s): {_numbers(gateway_metrics.TTFT_BOUNDS_S)}.")

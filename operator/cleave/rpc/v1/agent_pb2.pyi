@@ -278,6 +278,8 @@ class Registration(_message.Message):
     PREFIX_PORT_FIELD_NUMBER: _builtins.int
     RUNTIME_ADAPTERS_FIELD_NUMBER: _builtins.int
     ADAPTERS_DIGEST_FIELD_NUMBER: _builtins.int
+    HOST_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_KV_TOKEN_MS_FIELD_NUMBER: _builtins.int
     ENGINE_KEY_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
@@ -328,6 +330,10 @@ class Registration(_message.Message):
     """where other engines can pull the prompts that it has cached; 0: nowhere"""
     adapters_digest: _builtins.str
     """of the newest SetAdapters (cleave.policy.adapters); empty: none"""
+    host_kv_tokens: _builtins.int
+    """that fit in its host memory for KV; 0: it has none"""
+    host_kv_token_ms: _builtins.float
+    """to copy one of them back, as assumed before any was; 0: not known"""
     engine_key: _builtins.str
     """secret: what this boot's HTTP API asks for; empty: nothing"""
     @_builtins.property
@@ -375,11 +381,13 @@ class Registration(_message.Message):
         prefix_port: _builtins.int = ...,
         runtime_adapters: _abc.Iterable[Global___RuntimeAdapter] | None = ...,
         adapters_digest: _builtins.str = ...,
+        host_kv_tokens: _builtins.int = ...,
+        host_kv_token_ms: _builtins.float = ...,
         engine_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "adapters_digest", b"adapters_digest", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "prefix_port", b"prefix_port", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "runtime_adapters", b"runtime_adapters", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "adapters_digest", b"adapters_digest", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "host_kv_token_ms", b"host_kv_token_ms", "host_kv_tokens", b"host_kv_tokens", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "prefix_port", b"prefix_port", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "runtime_adapters", b"runtime_adapters", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -485,6 +493,8 @@ class LoadReport(_message.Message):
     ROUTER_RANK_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
+    HOST_KV_HITS_FIELD_NUMBER: _builtins.int
+    HOST_KV_LOAD_MS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     epoch: _builtins.int
     num_running: _builtins.int
@@ -507,6 +517,10 @@ class LoadReport(_message.Message):
     those of them that it had. Absent: an agent that does not report them.
     """
     prefix_cache_hits: _builtins.int
+    host_kv_hits: _builtins.int
+    """prompt tokens copied back from host memory since boot"""
+    host_kv_load_ms: _builtins.float
+    """ms that these copies took, added up, for each GPU"""
     def __init__(
         self,
         *,
@@ -523,10 +537,12 @@ class LoadReport(_message.Message):
         router_rank: _builtins.int = ...,
         prefix_cache_queries: _builtins.int | None = ...,
         prefix_cache_hits: _builtins.int | None = ...,
+        host_kv_hits: _builtins.int = ...,
+        host_kv_load_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "boot_id", b"boot_id", "epoch", b"epoch", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "boot_id", b"boot_id", "epoch", b"epoch", "host_kv_hits", b"host_kv_hits", "host_kv_load_ms", b"host_kv_load_ms", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefix_cache_hits: _TypeAlias = _typing.Literal["prefix_cache_hits"]  # noqa: Y015
     _WhichOneofArgType__prefix_cache_hits: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits"]  # noqa: Y015
