@@ -52,6 +52,7 @@ class QueueBench:
             outcome=zeros,
             cached_tokens=zeros,
             pull_cached_tokens=zeros,
+            loaded_tokens=zeros,
             fetched_tokens=zeros,
             source_instance=zeros - 1,
             instances=NO_INSTANCES,

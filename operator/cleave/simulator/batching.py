@@ -16,6 +16,7 @@ from cleave.policy.output_length import estimate_remaining
 from cleave.policy.prompt_batching import compute_chunk_size, may_join_prompts
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.fleet import Batching
+from cleave.simulator.host_memory import find_loadable
 from cleave.simulator.iterations import start_iterations
 from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
 from cleave.simulator.prefix_caches import (
@@ -25,7 +26,7 @@ from cleave.simulator.prefix_caches import (
     store_prompt,
     take_cached_prefix,
 )
-from cleave.simulator.prefix_pulls import find_fetchable, start_fetch
+from cleave.simulator.prefix_pulls import find_fetchable, start_fetch, start_load
 from cleave.simulator.queues import (
     add_member,
     find_phase,
@@ -122,8 +123,17 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     if has_caches() and get_prompt(state, r).source != NONE:
         fetched = find_fetchable(state, r, cached)
         if fetched:
-            return _admit_fetch(state, i, s, queue, fetched, now)
+            if _admit_whole(state, i, s, queue, fetched, now):
+                start_fetch(state, s, i, r, fetched, now)
+                return True
+            return False
         cached = find_cached_prefix(state, i, r)
+    loaded = find_loadable(state, i, r, cached) if has_caches() else 0
+    if loaded:
+        if _admit_whole(state, i, s, queue, loaded, now):
+            start_load(state, i, r, loaded, now)
+            return True
+        return False
     left = request.to_compute - cached
     count = compute_chunk_size(left, inst.max_tokens - slot.tokens - slot.rows)
     if not _has_room(state, i, s, r, cached + count):
@@ -201,9 +211,9 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     return True
 
 
-def _admit_fetch(state: State, i: int, s: int, queue: int, tokens: int, now: float) -> bool:
-    """Reserve blocks for all of the prompt at the head of a queue, and pull `tokens` of it after
-    those that are cached here; False: no room. It will be computed before those that wait."""
+def _admit_whole(state: State, i: int, s: int, queue: int, tokens: int, now: float) -> bool:
+    """Reserve blocks for all of the prompt at the head of a queue, of which `tokens` will arrive
+    after those that are cached here; False: no room. It is computed before those that wait."""
     r = get_queue(state, queue).head
     inst, request = get_instance(state, i), get_request(state, r)
     # Searched again, because the search on the source was the latest.
@@ -215,7 +225,6 @@ def _admit_fetch(state: State, i: int, s: int, queue: int, tokens: int, now: flo
     blocks = count_blocks(inst, request.to_compute) - cached // inst.block
     change_usage(inst, now, blocks, tokens)
     get_prompt(state, r).is_whole = 1
-    start_fetch(state, s, i, r, tokens, now)
     return True
 
 
@@ -258,7 +267,7 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
     r = pop(state, state.num_instances + i)
     request = get_request(state, r)
     inst.running += 1
-    if has_caches() and request.computed < request.to_compute and request.prefill == i:
+    if has_caches() and request.computed < request.to_compute and _computes(state, i, r):
         left = inst.max_tokens - slot.tokens - slot.rows
         count = compute_chunk_size(request.to_compute - request.computed, left)
         _add_chunk(state, i, s, r, count, now, begin)
@@ -268,6 +277,13 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
     slot.rows += 1
     slot.contexts += request.prompt + request.generated
     return True
+
+
+def _computes(state: State, i: int, r: int) -> bool:
+    """Whether instance `i`, where KV of request `r` has arrived, computes the rest of its prompt."""
+    first = get_request(state, r).prefill
+    computes: bool = first == i or (first == NONE and get_prompt(state, r).is_whole == 1)
+    return computes
 
 
 def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
@@ -353,7 +369,6 @@ def _preempt_partial(state: State, i: int, now: float) -> None:
     if has_caches() and get_prompt(state, r).is_whole:
         prompt_blocks = count_blocks(inst, get_request(state, r).to_compute)
         change_usage(inst, now, count_blocks(inst, computed) - prompt_blocks, 0)
-        get_prompt(state, r).is_whole = 0
     inst.partial = NONE
     _requeue(state, i, r)
 
@@ -363,6 +378,8 @@ def _requeue(state: State, i: int, r: int) -> None:
     request.to_compute = request.prompt + request.generated
     request.computed = 0
     request.preemptions += 1
+    if has_caches():
+        get_prompt(state, r).is_whole = 0
     inst.preemptions += 1
     inst.running -= 1
     push_front(state, i, r)

@@ -3,6 +3,7 @@
 import math
 
 from cleave.simulator.dispatch import remove_prompt_load, remove_resident_load
+from cleave.simulator.host_memory import retire_blocks
 from cleave.simulator.iterations import (
     compute_busy_ms,
     cut_leap,
@@ -13,7 +14,6 @@ from cleave.simulator.iterations import (
     wake_instance,
 )
 from cleave.simulator.kv_blocks import change_usage, count_growth
-from cleave.simulator.prefix_caches import free_blocks
 from cleave.simulator.queues import add_member, push, remove_key, remove_member
 from cleave.simulator.record_access import get_heap_key, get_instance, get_request, get_slot
 from cleave.simulator.records import NONE, State
@@ -122,7 +122,7 @@ def _advance_members(state: State, i: int, s: int, iterations: int, now: float) 
         remove_key(state, s, slot.batch, key)
         r = key & 0xFFFFFFFF
         tokens = remove_member(state, i, s, r)
-        free_blocks(state, i, r, tokens, now)
+        retire_blocks(state, i, r, tokens, now)
         inst.running -= 1
         complete_request(state, r, now)
 
@@ -145,7 +145,7 @@ def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
         request.transfer_end = now
     if request.generated == request.output:
         inst.running -= 1
-        free_blocks(state, i, r, request.computed, now)
+        retire_blocks(state, i, r, request.computed, now)
         complete_request(state, r, now)
     else:
         add_member(state, i, s, r)
@@ -159,7 +159,7 @@ def _complete_prefill(state: State, i: int, r: int, now: float) -> None:
         request.to_compute = request.prompt + 1
         request.first_token = now
     if not state.has_decode or request.generated == request.output:
-        free_blocks(state, i, r, request.prompt, now)
+        retire_blocks(state, i, r, request.prompt, now)
         complete_request(state, r, now)
         return
     request.is_pulled = 1

@@ -45,6 +45,8 @@ from cleave.simulator.outcome import RequestOutcome
 from cleave.simulator.prefix_caches import has_caches
 from cleave.simulator.prefix_index import (
     count_known_tokens,
+    count_loaded,
+    find_depth,
     find_known_depth,
     find_shortest,
     find_source,
@@ -52,6 +54,7 @@ from cleave.simulator.prefix_index import (
     record_prompt,
 )
 from cleave.simulator.record_access import (
+    get_cache,
     get_instance,
     get_prompt,
     get_request,
@@ -284,11 +287,14 @@ def _add_load(state: State, r: int) -> None:
 def _record_prompt(state: State, r: int, i: int) -> None:
     """Record that instance `i` computes the prompt of request `r`, and what of it is cached."""
     request, prompt = get_request(state, r), get_prompt(state, r)
-    prompt.uncached = request.prompt - count_known_tokens(state, i, r)
+    depth = find_depth(state, r, NONE, i)
+    prompt.uncached = max(request.prompt - depth * state.block_tokens, 0)
+    prompt.to_load = count_loaded(state, i, r, depth)
+    get_cache(state, i).stored += prompt.uncached
+    written = float(prompt.uncached + prompt.to_load)
     if request.decode == NONE or request.decode == i:
-        record_prompt(state, i, r, prompt.uncached + request.predicted, True)
+        record_prompt(state, i, r, written + request.predicted, True)
         return
-    written = float(prompt.uncached)
     if state.pulls_prefixes:
         _choose_source(state, r, i)
     record_prompt(state, i, r, written)
@@ -308,6 +314,9 @@ def _choose_source(state: State, r: int, i: int) -> None:
     prompt.source = find_source(state, r, i)
     depth = (get_request(state, r).prompt - prompt.uncached) // state.block_tokens
     if prompt.source == NONE or predict_pull_saving_ms(state, r, TO_PREFILL, i, depth) <= 0.0:
+        # An engine pulls before it looks at host memory, so it must not try what is there.
+        if prompt.to_load > 0:
+            prompt.source = NONE
         return
     prompt.is_pulled = 1
     prompt.uncached = max(get_request(state, r).prompt - prompt.known * state.block_tokens, 0)
@@ -350,13 +359,20 @@ def remove_prompt_load(state: State, r: int) -> None:
     inst.computed_tokens += tokens
     if request.decode != NONE:
         request.prompts_before = get_instance(state, request.decode).computed_tokens
-    # Of a prompt that is pulled in part, the time says nothing of computing.
-    if tokens > 0 and not (knows_caches(state) and get_prompt(state, r).is_pulled):
+    if tokens > 0 and not (knows_caches(state) and _is_partly_moved(state, r)):
         _learn_prompt_times(state, i, tokens)
     inst.head_started_ms = state.now
     if request.prefill != NONE:
         inst.requests -= 1
     update_scores(state, i)
+
+
+def _is_partly_moved(state: State, r: int) -> bool:
+    """Whether a part of the prompt is pulled or copied back: then the time says nothing of
+    computing."""
+    prompt = get_prompt(state, r)
+    is_moved: bool = prompt.is_pulled + prompt.to_load > 0
+    return is_moved
 
 
 def _learn_prompt_times(state: State, i: int, tokens: int) -> None:

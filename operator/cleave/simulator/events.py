@@ -94,8 +94,7 @@ def _end_transfer(state: State, now: float) -> None:
     """The transfer that ends first has ended."""
     r = pop_pull(state)
     if is_fetching(state, r):
-        end_fetch(state, r, now)
-        notify_instance(state, get_request(state, r).prefill, now, False)
+        notify_instance(state, end_fetch(state, r, now), now, False)
         return
     end_pull(state, r, now)
     notify_instance(state, get_request(state, r).decode, now, False)

@@ -78,6 +78,11 @@ class SimulatedEngine:
     """Prompt plus output for which ORCA and FASTER_TRANSFORMER reserve KV; None: the longest."""
     ranks: int = 1
     """Data-parallel ranks of one instance; above 1 only with one pipeline stage."""
+    host_capacity_tokens: int = 0
+    """Tokens of KV that fit in its host memory (`policy.host_memory`), rounded down to full blocks;
+    only with VLLM. Matters only with a trace whose prompts repeat."""
+    host_token_ms: float = 0.0
+    """ms to copy one token back from there."""
 
 
 @dataclass(frozen=True, slots=True)

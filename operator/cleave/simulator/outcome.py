@@ -42,6 +42,9 @@ class SimulationResult:
     """Prompt tokens that were in the decode instance's own cache, which it did not pull."""
     fetched_tokens: Counts
     """Prompt tokens that were pulled from another instance's prefix cache instead of computed."""
+    loaded_tokens: Counts
+    """Prompt tokens that were copied back from the host memory of the instance that computed the
+    prompt."""
     source_instance: Counts
     """Where dispatch has decided that they be pulled from; -1: nowhere."""
     instances: "InstanceStatistics"
@@ -61,8 +64,10 @@ class SimulationResult:
 
     @property
     def cached_share(self) -> float:
-        """Share of all prompt tokens that were cached where the prompt was computed."""
-        return float(self.cached_tokens.sum() / self.prompt_tokens.sum())
+        """Share of all prompt tokens that were cached where the prompt was computed, on the GPU or
+        in host memory."""
+        cached = self.cached_tokens.sum() + self.loaded_tokens.sum()
+        return float(cached / self.prompt_tokens.sum())
 
     def compute_attainment(self, ttft_ms: float, tpot_ms: float) -> float:
         """Share of requests that meet both targets; unfinished requests meet neither."""

@@ -10,8 +10,7 @@ prompts begin alike. The rules (vLLM v1: `block_pool`, `kv_cache_manager`):
 
 What is hard: cost. A copy here is one block of the trace, which may be many blocks of KV. Nothing
 is evicted when blocks are allocated, only counted; `_evict` makes up for it before the next request
-looks up, caches or frees blocks, which has the same result. And an instance is found in the list of
-all copies of a block: most blocks have one or two, and no table of instances and blocks is needed.
+looks up, caches or frees blocks, which has the same result.
 
 Where a trace's block is longer than a KV block: it is found whole or not at all, and the first
 evicted KV block makes it unfindable; the rest is evicted before any other. A partly evicted block
@@ -20,20 +19,31 @@ iteration are freed in order of arrival, in vLLM in order of admission; they dif
 preemptions. A preempted request finds its prompt again, but not its answer.
 """
 
+from cleave.simulator.cached_copies import (
+    add_free_copy,
+    count_kv_blocks,
+    create_copy,
+    drop_link,
+    evict,
+    find_copy,
+    get_num_owned,
+    get_owned_copy,
+    link_as_newest,
+    link_to_block,
+    set_num_owned,
+)
 from cleave.simulator.kv_blocks import change_usage, count_blocks
-from cleave.simulator.prefix_index import forget_block, record_block
+from cleave.simulator.prefix_index import record_block
 from cleave.simulator.record_access import (
     get_answer,
     get_block,
     get_cache,
     get_copy,
-    get_first_copy,
-    get_held_copy,
     get_instance,
     get_prompt,
     get_request,
 )
-from cleave.simulator.records import CACHED, NONE, Record, State
+from cleave.simulator.records import CACHED, NONE, State
 
 
 def has_caches() -> bool:
@@ -57,11 +67,11 @@ def find_cached_prefix(state: State, i: int, r: int) -> int:
     limit = (request.to_compute - 1) // inst.block
     blocks = 0
     while prompt.found < prompt.num_blocks:
-        size = _count_kv_blocks(state, inst, r, prompt.found)
+        size = count_kv_blocks(state, inst, r, prompt.found)
         if size == 0 or blocks + size > limit:
             break
         block = get_block(state, prompt.first_block + prompt.found).value
-        c = _find_copy(state, i, block)
+        c = find_copy(state, i, block)
         if c == NONE:
             break
         if get_copy(state, c).owners > 0:
@@ -78,15 +88,15 @@ def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
     taken = 0
     for at in range(prompt.found):
         # Not kept by the search: a request of a central queue had no instance then.
-        c = _find_copy(state, i, get_block(state, prompt.first_block + at).value)
+        c = find_copy(state, i, get_block(state, prompt.first_block + at).value)
         copy = get_copy(state, c)
-        _get_owned_copy(state, i, r, at).value = c
+        get_owned_copy(state, i, r, at).value = c
         if copy.owners == 0:
-            _drop_link(state, i, c)
+            drop_link(state, i, c)
             cache.size -= copy.size
             taken += copy.size
         copy.owners += 1
-    _set_num_owned(state, i, r, prompt.found)
+    set_num_owned(state, i, r, prompt.found)
     if taken:
         change_usage(inst, now, taken, taken * inst.block)
 
@@ -97,23 +107,23 @@ def store_prompt(state: State, i: int, r: int, tokens: int) -> None:
     if inst.reserve:
         return
     _evict(state, i)
-    held = _get_num_owned(state, i, r)
+    held = get_num_owned(state, i, r)
     while held < prompt.num_blocks:
         end = min((held + 1) * state.block_tokens, get_request(state, r).prompt)
-        size = _count_kv_blocks(state, inst, r, held)
+        size = count_kv_blocks(state, inst, r, held)
         if tokens < end or size == 0:
             break
         block = get_block(state, prompt.first_block + held).value
-        c = _create_copy(state, block, size)
+        c = create_copy(state, block, size)
         copy = get_copy(state, c)
         copy.instance = i
         copy.owners = 1
-        _link_to_block(state, c)
+        link_to_block(state, c)
         if state.cache_view == CACHED:
             record_block(state, i, block)
-        _get_owned_copy(state, i, r, held).value = c
+        get_owned_copy(state, i, r, held).value = c
         held += 1
-    _set_num_owned(state, i, r, held)
+    set_num_owned(state, i, r, held)
 
 
 def free_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
@@ -131,30 +141,30 @@ def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
     """Free the copies that a request holds; return how many KV blocks other requests still hold."""
     inst, cache = get_instance(state, i), get_cache(state, i)
     _evict(state, i)
-    held = _get_num_owned(state, i, r)
+    held = get_num_owned(state, i, r)
     blocks = 0
     for at in range(held):
-        blocks += get_copy(state, _get_owned_copy(state, i, r, at).value).size
+        blocks += get_copy(state, get_owned_copy(state, i, r, at).value).size
     answered = _count_answer_blocks(state, r, held, tokens)
     answer_size = state.block_tokens // inst.block
     # Full blocks after them are cached as well, but by content that no other prompt has.
     others = tokens // inst.block - blocks - answered * answer_size
     if others > 0:
-        _add_free_copy(state, i, NONE, others)
+        add_free_copy(state, i, NONE, others)
     for at in range(answered - 1, -1, -1):
         block = get_answer(state, get_prompt(state, r).first_answer + at).value
-        _add_free_copy(state, i, block, answer_size)
+        add_free_copy(state, i, block, answer_size)
     kept = 0
     for at in range(held - 1, -1, -1):
-        c = _get_owned_copy(state, i, r, at).value
+        c = get_owned_copy(state, i, r, at).value
         copy = get_copy(state, c)
         copy.owners -= 1
         if copy.owners > 0:
             kept += copy.size
         else:
-            _link_as_newest(state, i, c)
+            link_as_newest(state, i, c)
             cache.size += copy.size
-    _set_num_owned(state, i, r, 0)
+    set_num_owned(state, i, r, 0)
     return kept
 
 
@@ -167,152 +177,19 @@ def _count_answer_blocks(state: State, r: int, held: int, tokens: int) -> int:
     return max(count, 0)
 
 
-def _add_free_copy(state: State, i: int, block: int, size: int) -> None:
-    """Cache a block that no request holds."""
-    c = _create_copy(state, block, size)
-    copy = get_copy(state, c)
-    copy.instance = i
-    copy.owners = 0
-    if block != NONE:
-        _link_to_block(state, c)
-        if state.cache_view == CACHED:
-            record_block(state, i, block)
-    _link_as_newest(state, i, c)
-    get_cache(state, i).size += size
-
 
 def refresh_prefix(state: State, i: int, r: int) -> None:
     """The blocks that the latest search has found on instance `i` have been read by another one,
     as if a request had held them."""
     prompt = get_prompt(state, r)
     for at in range(prompt.found - 1, -1, -1):
-        c = _find_copy(state, i, get_block(state, prompt.first_block + at).value)
+        c = find_copy(state, i, get_block(state, prompt.first_block + at).value)
         if get_copy(state, c).owners == 0:
-            _drop_link(state, i, c)
-            _link_as_newest(state, i, c)
+            drop_link(state, i, c)
+            link_as_newest(state, i, c)
 
 
 def _evict(state: State, i: int) -> None:
     """Evict what has been allocated since the last call: blocks that are free but not cached any
     more."""
-    inst, cache = get_instance(state, i), get_cache(state, i)
-    while cache.size > inst.free:
-        c = cache.oldest
-        copy = get_copy(state, c)
-        evicted = min(copy.size, cache.size - inst.free)
-        if copy.block != NONE:
-            _remove(state, c)
-            if state.cache_view == CACHED and _find_copy(state, i, copy.block) == NONE:
-                forget_block(state, i, copy.block)
-            cache.evicted += 1
-            copy.block = NONE
-        copy.size -= evicted
-        cache.size -= evicted
-        if copy.size == 0:
-            _drop_link(state, i, c)
-            copy.younger = state.free_copy
-            state.free_copy = c
-
-
-def _count_kv_blocks(state: State, inst: Record, r: int, at: int) -> int:
-    """Full KV blocks in block number `at` of a prompt."""
-    start = at * state.block_tokens
-    end = min(start + state.block_tokens, get_request(state, r).prompt)
-    blocks: int = (end - start) // inst.block
-    return blocks
-
-
-def _find_copy(state: State, i: int, block: int) -> int:
-    """The copy of a block on instance `i` that was cached first; NONE: it is not cached."""
-    c = get_first_copy(state, block).value
-    while c != NONE and get_copy(state, c).instance != i:
-        c = get_copy(state, c).next
-    return c
-
-
-def _create_copy(state: State, block: int, size: int) -> int:
-    c = state.free_copy
-    if c == NONE:
-        c = state.num_copies
-        state.num_copies += 1
-    else:
-        state.free_copy = get_copy(state, c).younger
-    copy = get_copy(state, c)
-    copy.block = block
-    copy.size = size
-    return c
-
-
-def _link_to_block(state: State, c: int) -> None:
-    """Add a copy to the copies of its block, after older ones of the same instance."""
-    copy = get_copy(state, c)
-    after = _find_copy(state, copy.instance, copy.block)
-    if after == NONE:
-        copy.next = get_first_copy(state, copy.block).value
-        get_first_copy(state, copy.block).value = c
-        return
-    other = get_copy(state, after).next
-    while other != NONE:
-        if get_copy(state, other).instance == copy.instance:
-            after = other
-        other = get_copy(state, other).next
-    copy.next = get_copy(state, after).next
-    get_copy(state, after).next = c
-
-
-def _remove(state: State, c: int) -> None:
-    """Remove a copy from the copies of its block."""
-    copy = get_copy(state, c)
-    before = get_first_copy(state, copy.block).value
-    if before == c:
-        get_first_copy(state, copy.block).value = copy.next
-        return
-    while get_copy(state, before).next != c:
-        before = get_copy(state, before).next
-    get_copy(state, before).next = copy.next
-
-
-def _link_as_newest(state: State, i: int, c: int) -> None:
-    """Add a copy to those that nothing holds, as the one that is evicted last."""
-    cache, copy = get_cache(state, i), get_copy(state, c)
-    copy.younger = NONE
-    copy.older = cache.newest
-    if cache.newest == NONE:
-        cache.oldest = c
-    else:
-        get_copy(state, cache.newest).younger = c
-    cache.newest = c
-
-
-def _drop_link(state: State, i: int, c: int) -> None:
-    """Remove a copy from those that nothing holds."""
-    cache, copy = get_cache(state, i), get_copy(state, c)
-    if copy.older == NONE:
-        cache.oldest = copy.younger
-    else:
-        get_copy(state, copy.older).younger = copy.younger
-    if copy.younger == NONE:
-        cache.newest = copy.older
-    else:
-        get_copy(state, copy.younger).older = copy.older
-
-
-def _get_owned_copy(state: State, i: int, r: int, at: int) -> Record:
-    """The number of the copy that a request holds for its block number `at` on instance `i`."""
-    prompt = get_prompt(state, r)
-    side = 0 if get_request(state, r).prefill == i else state.num_block_uses
-    return get_held_copy(state, side + prompt.first_block + at)
-
-
-def _get_num_owned(state: State, i: int, r: int) -> int:
-    prompt = get_prompt(state, r)
-    count: int = prompt.held_prefill if get_request(state, r).prefill == i else prompt.held_decode
-    return count
-
-
-def _set_num_owned(state: State, i: int, r: int, count: int) -> None:
-    prompt = get_prompt(state, r)
-    if get_request(state, r).prefill == i:
-        prompt.held_prefill = count
-    else:
-        prompt.held_decode = count
+    evict(state, i, get_instance(state, i).free)

@@ -10,6 +10,7 @@ by one, and each is in two lists, of its instance by use and of all that cache i
 import math
 
 from cleave.policy.dispatch import TO_PREFILL
+from cleave.policy.host_memory import measure_reach
 from cleave.policy.prefix_pull import predict_saved_ms
 from cleave.policy.prompt_cost import count_mixed, predict_cost_ms, predict_queue_ms
 from cleave.simulator.record_access import (
@@ -40,7 +41,7 @@ def find_shortest(state: State, column: int) -> int:
 
 def find_depth(state: State, r: int, _: int, i: int) -> int:
     """Leading blocks of the prompt of request `r` that instance `i` is known to cache; replaces
-    `policy.prompt_cost.find_depth`, as the next four replace others there."""
+    `policy.prompt_cost.find_depth`, as the next five replace others there."""
     prompt = get_prompt(state, r)
     low, high = 0, prompt.num_blocks
     while low < high:
@@ -73,6 +74,30 @@ def get_holder(state: State, k: int) -> int:
     return int(get_known(state, k).instance)
 
 
+def has_load(state: State, r: int, i: int, depth: int) -> bool:
+    """Whether some of these blocks are in the host memory of instance `i` only."""
+    return count_loaded(state, i, r, depth) > 0
+
+
+def count_loaded(state: State, i: int, r: int, depth: int) -> int:
+    """Tokens of the first `depth` blocks of the prompt, all of which instance `i` is known to
+    cache, that are in its host memory only."""
+    inst, cache, prompt = get_instance(state, i), get_cache(state, i), get_prompt(state, r)
+    if inst.host_tokens == 0:
+        return 0
+    # Blocks at the beginning, which other prompts share, were used later.
+    low, high = 0, depth
+    while low < high:
+        middle = (low + high + 1) // 2
+        k = _find_known(state, i, get_block(state, prompt.first_block + middle - 1).value)
+        if cache.written - get_known(state, k).written <= inst.blocks * inst.block:
+            low = middle
+        else:
+            high = middle - 1
+    tokens: int = min(depth * state.block_tokens, get_request(state, r).prompt)
+    return tokens - low * state.block_tokens
+
+
 def predict_at(state: State, r: int, column: int, i: int, depth: int) -> float:
     """What the prompt of request `r` costs at instance `i` if so many of its blocks are cached."""
     inst, score = get_instance(state, i), get_score(state, column * state.num_instances + i).value
@@ -82,7 +107,8 @@ def predict_at(state: State, r: int, column: int, i: int, depth: int) -> float:
         wait_ms = count_mixed(pending, score) * inst.upper_token_ms
     else:
         wait_ms = predict_queue_ms(score, pending, state.now, inst.upper_token_ms)
-    cost_ms = predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms)
+    load_ms = count_loaded(state, i, r, depth) * inst.host_token
+    cost_ms = predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms, load_ms)
     return cost_ms - predict_pull_saving_ms(state, r, column, i, depth)
 
 
@@ -137,7 +163,7 @@ def predict_bound(state: State, r: int, column: int, least: int, depth: int) -> 
         wait_ms = count_mixed(inst.pending_prompt_tokens, score.value) * inst.upper_token_ms
     else:
         wait_ms = predict_queue_ms(score.value, 0.0, state.now, inst.upper_token_ms)
-    cost_ms = predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms)
+    cost_ms = predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms, 0.0)
     return cost_ms - predict_pull_saving_ms(state, r, column, least, depth)
 
 
@@ -158,9 +184,12 @@ def record_prompt(state: State, i: int, r: int, written: float, answers: bool = 
     for at in range(full - 1, -1, -1):
         record_block(state, i, get_block(state, prompt.first_block + at).value)
     cache.written += written
+    reach = float(inst.blocks * inst.block)
+    if inst.host_tokens > 0:
+        reach = measure_reach(reach, float(inst.host_tokens), cache.written, cache.stored)
     while state.cache_view == SENT and cache.first_used != NONE:
         known = get_known(state, cache.first_used)
-        if cache.written - known.written <= inst.blocks * inst.block:
+        if cache.written - known.written <= reach:
             break
         forget_block(state, i, known.block)
 

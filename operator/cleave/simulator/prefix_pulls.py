@@ -1,7 +1,8 @@
-"""Beginnings of prompts that a prefill instance pulls from another one's prefix cache. Compiled.
+"""Beginnings of prompts that a prefill instance pulls from another one's prefix cache, or that an
+instance copies back from its host memory. Compiled.
 
-Called by `batching` for prompts that dispatch has given a source (`policy.prefix_pull`), when they
-are at the head of their queue. As in vLLM's connectors other prompts are computed meanwhile. What
+Called by `batching` when prompts are at the head of their queue: pulls for those that dispatch has
+given a source (`policy.prefix_pull`). As in vLLM's connectors other prompts are computed meanwhile. What
 is hard: dispatch guesses what the source has; so it is looked up when the pull begins, and the rest
 is computed. And prompts that hold blocks while they wait could wait for each other forever: so
 blocks for all of a prompt are allocated at once, and it goes before those that hold none.
@@ -52,18 +53,31 @@ def start_fetch(state: State, s: int, i: int, r: int, tokens: int, now: float) -
     push_pull(state, end, r)
 
 
-def end_fetch(state: State, r: int, now: float) -> None:
-    """The beginning of the prompt of request `r` has arrived: the rest may be computed."""
+def start_load(state: State, i: int, r: int, tokens: int, now: float) -> None:
+    """Instance `i` copies `tokens` of the prompt of request `r` back from its host memory, after
+    those of other prompts, over a link of its own."""
+    inst = get_instance(state, i)
+    inst.host_link = max(now, inst.host_link) + tokens * inst.host_token
+    get_prompt(state, r).loaded = tokens
+    push_pull(state, inst.host_link, r)
+
+
+def end_fetch(state: State, r: int, now: float) -> int:
+    """The beginning of the prompt of request `r` has arrived: the rest may be computed. Returns the
+    instance that does so."""
     request, prompt = get_request(state, r), get_prompt(state, r)
-    request.computed += prompt.fetched
-    store_prompt(state, request.prefill, r, request.computed)
+    i: int = request.prefill if request.prefill != NONE else request.decode
+    request.computed += prompt.fetched + prompt.loaded
+    store_prompt(state, i, r, request.computed)
     request.queued = now
-    push(state, state.num_instances + request.prefill, r)
+    push(state, state.num_instances + i, r)
+    return i
 
 
 def is_fetching(state: State, r: int) -> bool:
     """Whether the transfer of request `r` is that of its prompt's beginning."""
     if not has_caches():
         return False
-    fetches: bool = get_prompt(state, r).fetched > 0 and get_request(state, r).is_pulled == 0
+    prompt = get_prompt(state, r)
+    fetches: bool = prompt.fetched + prompt.loaded > 0 and get_request(state, r).is_pulled == 0
     return fetches

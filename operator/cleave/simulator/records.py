@@ -70,20 +70,22 @@ PROMPT = _build_dtype(
     # instance is known to cache. source: the instance whose cache has what is missing of its
     # beginning; NONE: that is computed. is_pulled: dispatch expects that some is pulled from there.
     # fetched: tokens that were. is_whole: the instance has allocated blocks for all of the prompt.
+    # loaded: tokens that were copied back from host memory; to_load: that dispatch expects to be.
     "first_block num_blocks uncached hit pull_hit found shared held_prefill held_decode "
-    "first_answer num_answers known source is_pulled fetched is_whole",
+    "first_answer num_answers known source is_pulled fetched is_whole loaded to_load",
 )
 """What caches have to do with one request; only with a trace whose prompts repeat."""
 
 CACHE = _build_dtype(
-    # written: tokens of KV written so far, as far as the router knows.
-    "written",
+    # written: tokens of KV written so far, as far as the router knows; stored: those of them that
+    # were copied to host memory.
+    "written stored",
     # size: KV blocks that are cached and held by no request; oldest, newest: ends of the list of
     # their copies; evicted: copies evicted so far. first_used, last_used: ends of the list of
     # blocks that the router knows to be cached, by use.
     "size oldest newest evicted first_used last_used",
 )
-"""The prefix cache of an instance."""
+"""The prefix cache of an instance, or the cache in its host memory (see `cached_copies`)."""
 
 COPY = _build_dtype(
     "",
@@ -119,19 +121,22 @@ SLOT = _build_dtype(
 
 INSTANCE = _build_dtype(
     # Constants of the engine:
-    "prompt_step prompt_square hop hop_token "
+    "prompt_step prompt_square hop hop_token host_token "
     # next, wake: time of its next event and of the wake-up of an idle slot; link: when its link is
-    # free, inbound: when it can receive another prefix; pending_prompt_tokens, resident_tokens,
+    # free, inbound: when it can receive another prefix, host_link: when another one can be copied
+    # back from host memory; pending_prompt_tokens, resident_tokens,
     # computed_tokens (of all prompts so far): the router's accounting, in tokens;
     # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral of KV use.
     # scheduled: when the next iteration was scheduled; inf: it will be when it starts.
-    "next wake scheduled link inbound pending_prompt_tokens resident_tokens weighted_context "
+    "next wake scheduled link inbound host_link pending_prompt_tokens resident_tokens weighted_context "
     "computed_tokens head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts "
     "sum_tokens sum_inverses sum_ms sum_rates sum_squares sum_last_tokens sum_last_ms last_pick "
     "kv_at kv_area busy",
     # requests: dispatched and not ended; waiting: those whose prompt is not computed; num_assigned:
     # those that decode there, heavy: with long outputs; first_assigned: head of their list.
-    "requests waiting heavy num_assigned first_assigned "
+    # host_blocks: KV blocks that fit in its host memory; host_tokens: the same in tokens, as far as
+    # the router knows.
+    "requests waiting heavy num_assigned first_assigned host_blocks host_tokens "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "schedules_ahead prompt_table prompt_points decode_table decode_points context_table "
     "context_points "

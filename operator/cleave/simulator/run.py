@@ -167,7 +167,8 @@ def _lay_out_caches(
     if answers is not None:
         prompts["first_answer"] = answers.starts[:-1]
         prompts["num_answers"] = np.diff(answers.starts)
-    caches = np.zeros(len(instances), records.CACHE)
+    # Those in host memory follow.
+    caches = np.zeros(2 * len(instances), records.CACHE)
     for name in ("oldest", "newest", "first_used", "last_used"):
         caches[name] = records.NONE
     state["block_tokens"] = blocks.block_tokens
@@ -180,13 +181,20 @@ def _lay_out_caches(
         "caches": caches,
         "blocks": np.ascontiguousarray(blocks.numbers, np.int64),
         "answers": np.zeros(1) if answers is None else np.ascontiguousarray(answers.numbers),
-        # Each copy has at least one KV block, and none is shared by two.
-        "copies": np.empty(int(instances["blocks"].sum()) + 1, records.COPY),
+        "copies": np.empty(_bound_copies(instances, uses + len(prompts)), records.COPY),
         "first_copies": np.full(blocks.count, records.NONE),
         "held": np.empty(2 * uses, np.int64),
         "known": np.empty(2 * (uses + num_answers), records.KNOWN),
         "first_known": np.full(blocks.count, records.NONE),
     }
+
+
+def _bound_copies(instances: Records, most_kept: int) -> int:
+    """Limit of copies. Each has at least one KV block on a GPU, and none is shared by two. A
+    request adds at most its blocks and one more to the host memory of each of its two instances:
+    `most_kept`, if all requests have one."""
+    on_gpus = int(instances["blocks"].sum()) + 1
+    return on_gpus + (2 * most_kept if instances["host_blocks"].any() else 0)
 
 
 _TIME_FIELDS = (
@@ -234,6 +242,7 @@ def build_replacements(has_blocks: bool) -> dict[Callable[..., Any], Any]:
         prompt_cost.find_depth: prefix_index.find_depth,
         prompt_cost.find_holder: prefix_index.find_holder,
         prompt_cost.get_holder: prefix_index.get_holder,
+        prompt_cost.has_load: prefix_index.has_load,
         prompt_cost.predict_at: prefix_index.predict_at,
         prompt_cost.predict_bound: prefix_index.predict_bound,
         prefix_caches.has_caches: _return_true if has_blocks else _return_false,
@@ -273,6 +282,7 @@ def build_result(arrays: dict[str, NDArray[Any]], state: Records) -> SimulationR
         cached_tokens=nothing if prompts is None else column("hit", prompts),
         pull_cached_tokens=nothing if prompts is None else column("pull_hit", prompts),
         fetched_tokens=nothing if prompts is None else column("fetched", prompts),
+        loaded_tokens=nothing if prompts is None else column("loaded", prompts),
         source_instance=nothing + records.NONE if prompts is None else column("source", prompts),
         instances=InstanceStatistics(
             busy_ms=column("busy", instances),

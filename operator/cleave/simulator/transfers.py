@@ -5,8 +5,9 @@ time must be completed in the order in which they began.
 """
 
 from cleave.simulator.completion import interrupt_leap
+from cleave.simulator.host_memory import retire_blocks
 from cleave.simulator.iterations import wake_instance
-from cleave.simulator.prefix_caches import free_blocks, has_caches, store_prompt
+from cleave.simulator.prefix_caches import has_caches, store_prompt
 from cleave.simulator.queues import push
 from cleave.simulator.record_access import get_instance, get_pull, get_request, get_slot
 from cleave.simulator.records import NONE, State
@@ -46,7 +47,7 @@ def end_pull(state: State, r: int, now: float) -> None:
     if request.prefill != NONE:
         # Freed blocks may admit waiting requests, and after a role flip this instance may decode.
         interrupt_leap(state, request.prefill, now, True)
-        free_blocks(state, request.prefill, r, request.prompt, now)
+        retire_blocks(state, request.prefill, r, request.prompt, now)
         wake_instance(state, request.prefill, now)
     if has_caches():
         store_prompt(state, request.decode, r, request.prompt)

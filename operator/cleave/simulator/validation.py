@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.simulator.fleet import Batching, DispatchPolicy, SimulatedEngine, SimulatedFleet
+from cleave.simulator.fleet import Batching, CacheView, DispatchPolicy, SimulatedEngine, SimulatedFleet
 from cleave.simulator.trace import PromptBlocks, Trace
 
 _MAX_TOKENS = 1 << 24
@@ -114,6 +114,9 @@ def check_fleet(fleet: SimulatedFleet) -> None:
             raise SimulationError(f"replicas is {pool.replicas}; it must be at least 0")
         if pool.engine.ranks > 1 and fleet.flipping is not None:
             raise SimulationError("flipping changes the role of engines, not of several ranks")
+    engines = [pool.engine for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed)]
+    if fleet.cache_view is CacheView.CACHED and any(each.host_capacity_tokens for each in engines):
+        raise SimulationError("cache_view CACHED does not see host memory; use SENT")
     pools = fleet.prefill if fleet.pulls_prefixes else ()
     if any(pool.engine.batching is not Batching.VLLM for pool in pools):
         raise SimulationError("pulls_prefixes needs batching VLLM on all prefill instances")
@@ -142,6 +145,15 @@ def check_engine(engine: SimulatedEngine) -> None:
             f"kv_capacity_tokens is {engine.kv_capacity_tokens}, less than one block of "
             f"{engine.kv_block_size} tokens; the model does not fit"
         )
+    if engine.host_capacity_tokens and engine.batching is not Batching.VLLM:
+        raise SimulationError(
+            f"host_capacity_tokens is {engine.host_capacity_tokens} with batching "
+            f"{engine.batching.name}; set 0, or batching VLLM"
+        )
+    for name in ("host_capacity_tokens", "host_token_ms"):
+        value = getattr(engine, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise SimulationError(f"{name} is {value}; it must be finite and at least 0")
     timing = engine.timing
     if timing.stages > 1 and engine.ranks > 1:
         raise SimulationError("ranks is above 1 with pipeline stages; choose one of them")

@@ -152,4 +152,5 @@ def _build_prediction(
 
 def _compute_cached_share(outcome: SimulationResult, span: TrialSpan) -> float:
     prompts = outcome.prompt_tokens[span.window]
-    return float(outcome.cached_tokens[span.window].sum() / prompts.sum())
+    cached = outcome.cached_tokens + outcome.loaded_tokens
+    return float(cached[span.window].sum() / prompts.sum())
