@@ -34,5 +34,7 @@ def measure_reach(gpu_tokens: float, host_tokens: float, written: float, stored:
 
 def estimate_load_token_ms(loaded: float, load_ms: float, assumed_ms: float) -> float:
     """ms to copy one token back: of the `loaded` tokens, which took `load_ms`, once these are many,
-    else as assumed."""
-    return load_ms / loaded if loaded >= _MIN_LOADED_TOKENS and load_ms > 0.0 else assumed_ms
+    else as assumed; 0 if that is not known."""
+    if loaded >= _MIN_LOADED_TOKENS and load_ms > 0.0:
+        return load_ms / loaded
+    return assumed_ms if assumed_ms > 0.0 else 0.0

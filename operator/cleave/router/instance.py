@@ -234,8 +234,9 @@ class RoutedInstance:
 
     __slots__ = (
         "_open_load", "agent", "closed_until", "connectivity", "hits", "host_tokens", "in_flight",
-        "kv_tokens", "last_event_at", "load", "load_token_ms", "max_prompt_tokens", "name", "num_routers", "pairs",
-        "registration", "router_rank", "score_table", "slot", "stalled_at", "target",
+        "kv_tokens", "last_event_at", "load", "load_token_ms", "max_prompt_tokens", "name",
+        "num_routers", "pairs", "registration", "router_rank", "score_table", "slot", "stalled_at",
+        "target",
     )  # fmt: skip
 
     def __init__(
@@ -258,7 +259,7 @@ class RoutedInstance:
         """Most tokens that one request can write to its KV."""
         self.host_tokens = registration.host_kv_tokens
         """Tokens that its host memory for KV holds; 0: it has none, or its agent is older."""
-        self.load_token_ms = registration.host_kv_token_ms
+        self.load_token_ms = estimate_load_token_ms(0.0, 0.0, registration.host_kv_token_ms)
         """ms to copy one token back from there."""
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
@@ -318,7 +319,7 @@ class RoutedInstance:
         self.kv_tokens = _count_kv_tokens(registration)
         self.max_prompt_tokens = _limit_prompt_tokens(registration, self.kv_tokens)
         self.host_tokens = registration.host_kv_tokens
-        self.load_token_ms = registration.host_kv_token_ms
+        self.load_token_ms = estimate_load_token_ms(0.0, 0.0, registration.host_kv_token_ms)
         self.target = target
 
     def update_pairs(self, proofs: agent_pb2.PairProofs, now: float) -> None:

@@ -280,7 +280,7 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
 
 
 def _computes(state: State, i: int, r: int) -> bool:
-    """Whether instance `i`, where KV of request `r` has arrived, computes the rest of its prompt."""
+    """Whether instance `i`, where KV of request `r` arrived, computes the rest of its prompt."""
     first = get_request(state, r).prefill
     computes: bool = first == i or (first == NONE and get_prompt(state, r).is_whole == 1)
     return computes

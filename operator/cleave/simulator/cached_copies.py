@@ -1,9 +1,9 @@
 """Copies of the trace's blocks in the caches of simulated engines, as linked lists. Compiled.
 
-Called by `prefix_caches` and `host_memory`. Cache number `i` is that of instance `i`; the one in its
-host memory has the number `i` plus that of all instances, and no request holds copies there. What
-is hard: an instance is found in the list of all copies of a block, as most blocks have one or two,
-so that no table of instances and blocks is needed.
+Called by `prefix_caches` and `host_memory`. Cache number `i` is that of instance `i`; the one in
+its host memory has the number `i` plus that of all instances, and no request holds copies there.
+What is hard: an instance is found in the list of all copies of a block, as most blocks have one or
+two, so that no table of instances and blocks is needed.
 """
 
 from cleave.simulator.prefix_index import forget_block, record_block
@@ -62,6 +62,7 @@ def find_copy(state: State, i: int, block: int) -> int:
 
 
 def create_copy(state: State, block: int, size: int) -> int:
+    """A new copy of a block in `size` KV blocks, in no list yet."""
     c = state.free_copy
     if c == NONE:
         c = state.num_copies
@@ -144,12 +145,14 @@ def get_owned_copy(state: State, i: int, r: int, at: int) -> Record:
 
 
 def get_num_owned(state: State, i: int, r: int) -> int:
+    """How many blocks of its prompt a request holds on instance `i`."""
     prompt = get_prompt(state, r)
     count: int = prompt.held_prefill if get_request(state, r).prefill == i else prompt.held_decode
     return count
 
 
 def set_num_owned(state: State, i: int, r: int, count: int) -> None:
+    """The same, to be changed."""
     prompt = get_prompt(state, r)
     if get_request(state, r).prefill == i:
         prompt.held_prefill = count

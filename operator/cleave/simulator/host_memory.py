@@ -19,7 +19,13 @@ from cleave.simulator.cached_copies import (
     link_as_newest,
 )
 from cleave.simulator.prefix_caches import free_blocks, has_caches
-from cleave.simulator.record_access import get_block, get_copy, get_instance, get_prompt, get_request
+from cleave.simulator.record_access import (
+    get_block,
+    get_copy,
+    get_instance,
+    get_prompt,
+    get_request,
+)
 from cleave.simulator.records import NONE, State
 
 

@@ -177,7 +177,6 @@ def _count_answer_blocks(state: State, r: int, held: int, tokens: int) -> int:
     return max(count, 0)
 
 
-
 def refresh_prefix(state: State, i: int, r: int) -> None:
     """The blocks that the latest search has found on instance `i` have been read by another one,
     as if a request had held them."""

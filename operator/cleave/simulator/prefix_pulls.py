@@ -2,9 +2,9 @@
 instance copies back from its host memory. Compiled.
 
 Called by `batching` when prompts are at the head of their queue: pulls for those that dispatch has
-given a source (`policy.prefix_pull`). As in vLLM's connectors other prompts are computed meanwhile. What
-is hard: dispatch guesses what the source has; so it is looked up when the pull begins, and the rest
-is computed. And prompts that hold blocks while they wait could wait for each other forever: so
+given a source (`policy.prefix_pull`). As in vLLM's connectors other prompts are computed meanwhile.
+What is hard: dispatch guesses what the source has; so it is looked up when the pull begins, and the
+rest is computed. And prompts that hold blocks while they wait could wait for each other forever: so
 blocks for all of a prompt are allocated at once, and it goes before those that hold none.
 """
 

@@ -128,8 +128,8 @@ INSTANCE = _build_dtype(
     # computed_tokens (of all prompts so far): the router's accounting, in tokens;
     # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral of KV use.
     # scheduled: when the next iteration was scheduled; inf: it will be when it starts.
-    "next wake scheduled link inbound host_link pending_prompt_tokens resident_tokens weighted_context "
-    "computed_tokens head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts "
+    "next wake scheduled link inbound host_link pending_prompt_tokens resident_tokens "
+    "weighted_context computed_tokens head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts "
     "sum_tokens sum_inverses sum_ms sum_rates sum_squares sum_last_tokens sum_last_ms last_pick "
     "kv_at kv_area busy",
     # requests: dispatched and not ended; waiting: those whose prompt is not computed; num_assigned:

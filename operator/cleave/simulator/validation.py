@@ -5,7 +5,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.simulator.fleet import Batching, CacheView, DispatchPolicy, SimulatedEngine, SimulatedFleet
+from cleave.simulator.fleet import (
+    Batching,
+    CacheView,
+    DispatchPolicy,
+    SimulatedEngine,
+    SimulatedFleet,
+)
 from cleave.simulator.trace import PromptBlocks, Trace
 
 _MAX_TOKENS = 1 << 24

@@ -34,11 +34,28 @@ async def test_load_reports_have_the_hits_of_the_prefix_cache(
     config: AgentConfig, tmp_path: Path
 ) -> None:
     with LoadPage(tmp_path / "hits") as page:
-        page.write(LoadSnapshot(prefix_cache_queries=100, prefix_cache_hits=48))
+        page.write(
+            LoadSnapshot(
+                prefix_cache_queries=100,
+                prefix_cache_hits=48,
+                host_kv_hits=32,
+                host_kv_load_ms=1.5,
+            )
+        )
         worker = WorkerInstance(config)
         worker.start_boot("b1", "http://h:1", EnginePages(page))
         load = worker.build_load_report()
     assert (load.prefix_cache_queries, load.prefix_cache_hits) == (100, 48)
+    assert (load.host_kv_hits, load.host_kv_load_ms) == (32, 1.5)
+
+
+def test_the_registration_has_the_host_memory_of_this_engine(instance: WorkerInstance) -> None:
+    report = '{"hostMemory": {"tokens": 500, "tokenMs": 0.01}}'
+    instance.set_engine_info(replace(FACTS, model_report=report))
+    registration = instance.copy_registration()
+    assert (registration.host_kv_tokens, registration.host_kv_token_ms) == (500, 0.01)
+    instance.set_engine_info(FACTS)
+    assert instance.copy_registration().host_kv_tokens == 0
 
 
 async def test_the_way_to_ready_leads_through_verifying(instance: WorkerInstance) -> None:

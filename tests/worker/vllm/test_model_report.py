@@ -31,6 +31,7 @@ def build_config(folder: Path, overrides: object = None) -> Any:
     return SimpleNamespace(
         model_config=model,
         cache_config=SimpleNamespace(block_size=16, cache_dtype="auto"),
+        kv_transfer_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
     )
 

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 CONFIG = SimpleNamespace(
     cache_config=SimpleNamespace(num_gpu_blocks=100, enable_prefix_caching=True),
-    parallel_config=SimpleNamespace(data_parallel_index=0),
+    parallel_config=SimpleNamespace(data_parallel_index=0, world_size=2),
 )
 
 
@@ -125,6 +125,29 @@ def test_an_engine_without_prefix_cache_counts_its_prompts_as_not_found(
         logger.record(scheduler(prefix_cache_stats=None), prompts)
     load = page.read()
     assert (load.prefix_cache_queries, load.prefix_cache_hits) == (600, 0)
+
+
+def test_copies_from_host_memory_are_counted_with_the_time_of_one_gpu(
+    stats: ModuleType, page: LoadPage
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.metrics.stats import PrefixCacheStats
+
+    own = OffloadingConnectorStats()
+    own.increase_counter("vllm:kv_offload_load_time", 0.004)
+    found = PrefixCacheStats()
+    sources = {CacheHitSource.HOST: 256, CacheHitSource.P2P: 64}
+    found.record(1_000, 320, preempted=False, hits_by_source=sources)
+    logger = stats.LoadPageStatLogger(CONFIG)
+    for connectors in ({"OffloadingConnector": own.to_dict()}, own.to_dict(), {"Other": {}}):
+        step = scheduler(connector_prefix_cache_stats=found, kv_connector_stats=connectors)
+        logger.record(step, None)
+    load = page.read()
+    # Both GPUs took 4 ms together, twice.
+    assert (load.host_kv_hits, load.host_kv_load_ms) == (3 * 256, 4.0)
 
 
 def test_missing_statistics_leave_the_page_alone(stats: ModuleType, page: LoadPage) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from cleave.perf.model.model_report import read_host_memory
 from cleave.policy import adapters
 from cleave.policy.adapters import AdapterSource
 from cleave.policy.pair_trust import ResultOrder
@@ -242,6 +243,8 @@ class WorkerInstance:
         state.kv_blocks_total = self.load.kv_blocks_total
         state.adapters[:] = info.adapters
         state.model_report = info.model_report
+        memory = read_host_memory(info.model_report)
+        state.host_kv_tokens, state.host_kv_token_ms = memory.tokens, memory.token_ms
         self._enter_state(agent_pb2.STATE_VERIFYING, "KV path is being tested")
 
     def is_verified(self, flow: KvDirection) -> bool:

@@ -7,6 +7,7 @@ server, which imports its module anyway, or spawned; a worker does not import it
 only helps plans: a fault in it is logged, and the engine serves.
 """
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -15,11 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
+from cleave.perf.hardware.link import build_host_link
 from cleave.perf.model import model_report
-from cleave.perf.model.model_report import EngineFacts, GroupFacts
+from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemory
 from cleave.shm.load_page import ENV
 
 _log = logging.getLogger(__name__)
+_OFFLOADING = "OffloadingConnector"
 _CORE, _METHOD = "vllm.v1.engine.core", "_initialize_kv_caches"
 
 
@@ -75,7 +79,54 @@ def build_facts(
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
         groups=[*_list_groups(kv_caches.kv_cache_groups)],
+        host_memory=find_host_memory(vllm_config, kv_caches),
     )
+
+
+def find_host_memory(vllm_config: Any, kv_caches: Any) -> HostMemory:  # noqa: ANN401
+    """The host memory that vLLM's OffloadingConnector will have, by its own computation, in the
+    tokens that agents count of the GPU's KV. That each GPU copies its share over PCIe at the rate
+    of `cleave.perf.hardware` is assumed until copies are measured."""
+    config = _select_offloading(vllm_config)
+    if config is None:
+        return HostMemory()
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        build_offloading_config,
+    )
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    offloading = build_offloading_config(config, kv_caches)
+    spec = OffloadingSpecFactory.create_spec(offloading)
+    block_size = vllm_config.cache_config.block_size
+    # A token takes a block in each group.
+    token_bytes = offloading.worker_kv_bytes_per_block * len(offloading.groups) / block_size
+    link = build_host_link(_find_gpu())
+    tokens = spec.num_chunks * spec.blocks_per_chunk * block_size
+    return HostMemory(tokens, token_bytes / (link.effective_gb_per_s * 1e6))
+
+
+def _select_offloading(vllm_config: Any) -> Any:  # noqa: ANN401
+    """The configuration that OffloadingConnector gets, alone or in MultiConnector; or None."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector == _OFFLOADING:
+        return transfer and vllm_config
+    from vllm.config import KVTransferConfig
+
+    for each in transfer.kv_connector_extra_config.get("connectors", ()):
+        if each["kv_connector"] == _OFFLOADING:
+            config = copy.copy(vllm_config)
+            config.kv_transfer_config = KVTransferConfig(**each, engine_id=transfer.engine_id)
+            return config
+    return None
+
+
+def _find_gpu() -> Gpu | None:
+    from vllm.platforms import current_platform
+
+    try:
+        return find_gpu(current_platform.get_device_name())
+    except (UnknownGpuError, NotImplementedError):
+        return None
 
 
 def _list_groups(groups: Iterable[Any]) -> Iterator[GroupFacts]:

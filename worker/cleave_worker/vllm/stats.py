@@ -9,15 +9,25 @@ vLLM does not count the prompt tokens that wait, see `estimate_pending_prompt_to
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from cleave.shm.load_page import ENV, LoadPage, LoadSnapshot
 
 _SMOOTHING = 0.1
 """Weight of the newest prompt in the mean."""
+
+
+def read_load_ms(connector_stats: Mapping[str, Any]) -> float:
+    """ms for which all GPUs together copied KV back from host memory in one step, by what vLLM's
+    connectors have counted: OffloadingConnector alone, or by name in MultiConnector."""
+    own = connector_stats.get("OffloadingConnector", connector_stats)
+    seconds = own.get("data", {}).get("vllm:kv_offload_load_time", {})
+    return 1_000 * float(sum(seconds.values()))
 
 
 def estimate_pending_prompt_tokens(num_waiting: int, tokens_per_prompt: float) -> int:
@@ -40,6 +50,8 @@ class LoadPageStatLogger(StatLoggerBase):
         self._tokens_per_prompt = 0.0
         self._num_preemptions = 0
         self._prefix_queries = self._prefix_hits = 0
+        self._num_gpus = vllm_config.parallel_config.world_size
+        self._host_hits, self._host_load_ms = 0, 0.0
 
     def log_engine_initialized(self) -> None:
         """Write the load of an idle engine once the KV cache is allocated."""
@@ -68,6 +80,11 @@ class LoadPageStatLogger(StatLoggerBase):
             if cache is not None and self._cache_config.enable_prefix_caching:
                 self._prefix_queries += cache.queries
                 self._prefix_hits += cache.hits
+            if (found := scheduler_stats.connector_prefix_cache_stats) is not None:
+                self._host_hits += found.hits_by_source.get(CacheHitSource.HOST, 0)
+            if scheduler_stats.kv_connector_stats:
+                load_ms = read_load_ms(scheduler_stats.kv_connector_stats)
+                self._host_load_ms += load_ms / self._num_gpus
             # Skipped requests wait as well, for instance for KV from another instance.
             waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             running, usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
@@ -98,5 +115,7 @@ class LoadPageStatLogger(StatLoggerBase):
             usage,
             self._prefix_queries,
             self._prefix_hits,
+            self._host_hits,
+            self._host_load_ms,
         )
         self._page.write(snapshot)

@@ -96,8 +96,8 @@ class CacheHitPage:
     """What engines were expected to have cached of prompts, and what they had, by instance.
 
     Lines of the text format, appended to the page of the other metrics. There are five for each
-    instance, seven where it has host memory for KV, and prometheus_client takes 7 us for one, in the loop that serves. So labels are
-    formatted once per instance, not at each scrape.
+    instance, seven if it has host memory for KV, and prometheus_client takes 7 us for one, in the
+    loop that serves. So labels are formatted once per instance, not at each scrape.
     """
 
     def __init__(self, registry: InstanceRegistry) -> None:
@@ -123,7 +123,9 @@ class CacheHitPage:
                 cached.append(f"{lines[4]}{float(count_engine_hits(load))}\n")
             if instance.host_tokens:
                 loaded = instance.in_flight.predict_loaded()
-                from_host.append(f"{lines[5]}{float(loaded)}\n{lines[6]}{float(load.host_kv_hits)}\n")
+                from_host.append(
+                    f"{lines[5]}{float(loaded)}\n{lines[6]}{float(load.host_kv_hits)}\n"
+                )
         self._labels = labels
         return "".join((*prompts, *cached, *from_host)).encode()
 

@@ -16,6 +16,8 @@ from enum import StrEnum
 from cleave.perf.hardware.gpu import Gpu
 
 _BITS_PER_BYTE = 8
+USUAL_PCIE_GBPS = 32.0
+"""PCIe in GB/s one way where it is not known: 16 lanes of PCIe 4.0, nominally 16 GT/s each."""
 
 
 class LinkKind(StrEnum):
@@ -149,6 +151,11 @@ def build_network_link(
     """The link between GPUs of different nodes, over a network as described in cluster files.
     `gigabits_per_s`: one GPU's share, one way; limited to the bandwidth of the GPU's PCIe."""
     return Link(kind, min(gigabits_per_s / _BITS_PER_BYTE, gpu.pcie_gbps), latency_us)
+
+
+def build_host_link(gpu: Gpu | None) -> Link:
+    """The link from a GPU to the memory of its host; None: of a type that is not known."""
+    return Link(LinkKind.PCIE, USUAL_PCIE_GBPS if gpu is None else gpu.pcie_gbps)
 
 
 def select_slower(one: Link, other: Link) -> Link:

@@ -11,12 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MAX_LENGTH = 1 << 14
 """Characters of a report. A config without its lists of modules has two thousand."""
 _FILE = "model.json"
 _MAX_TEXT, _MAX_ITEMS, _MAX_LEVELS = 200, 1_024, 6
 _DIGEST_DIGITS = 16
+_MAX_TOKENS = 1 << 48
+"""More than fit into any host: such a report is wrong."""
 _UNREAD = frozenset(
     {
         *("vision_config", "audio_config", "id2label", "label2id", "auto_map", "architectures"),
@@ -41,6 +44,15 @@ class GroupFacts:
     """Last tokens that it keeps; 0: all."""
 
 
+class HostMemory(NamedTuple):
+    """Host memory in which an engine keeps copies of KV, see `cleave.policy.host_memory`."""
+
+    tokens: int = 0
+    """Tokens that fit; 0: there is none."""
+    token_ms: float = 0.0
+    """ms to copy one of them back to the GPUs, as assumed; 0: not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What one start of an engine knows about its model."""
@@ -56,6 +68,7 @@ class EngineFacts:
     """Tensor-parallel size, to which the bytes of the groups belong."""
     pipeline: int
     groups: Sequence[GroupFacts]
+    host_memory: HostMemory = HostMemory()  # noqa: RUF009 - a frozen value
 
 
 def get_path(load_page: Path) -> Path:
@@ -84,9 +97,19 @@ def read(load_page: Path) -> str:
     return text if len(text) <= MAX_LENGTH else ""
 
 
+def read_host_memory(text: str) -> HostMemory:
+    """What a report says about host memory for KV; operators do not read it."""
+    try:
+        own = json.loads(text)["hostMemory"]
+        tokens, token_ms = int(own["tokens"]), float(own["tokenMs"])
+    except (ValueError, TypeError, KeyError):
+        return HostMemory()
+    return HostMemory(tokens, token_ms) if 0 < tokens < _MAX_TOKENS else HostMemory()
+
+
 def encode(facts: EngineFacts) -> str:
     """The canonical text: equal facts have equal texts, in ASCII."""
-    report = {
+    report: dict[str, object] = {
         "config": select_config(facts.config),
         "configDigest": compute_digest(facts.config),
         "maxModelLen": facts.max_model_len,
@@ -105,6 +128,9 @@ def encode(facts: EngineFacts) -> str:
             for group in facts.groups
         ],
     }
+    if facts.host_memory.tokens:
+        tokens, token_ms = facts.host_memory
+        report["hostMemory"] = {"tokens": tokens, "tokenMs": token_ms}
     return json.dumps(report, sort_keys=True, separators=(",", ":"))
 
 

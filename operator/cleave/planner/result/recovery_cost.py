@@ -6,7 +6,7 @@ losses.
 
 from cleave.api.role import Role
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
-from cleave.perf.hardware.link import Link, LinkKind
+from cleave.perf.hardware.link import build_host_link
 from cleave.perf.recovery import (
     CheckpointSetup,
     RecomputeSetup,
@@ -30,7 +30,7 @@ def compare_checkpoints(problem: Problem, plan: Plan) -> RecoveryComparison | No
         return None
     size = decoding.instance.candidate.parallelism
     checkpoints = CheckpointSetup(
-        link=Link(LinkKind.PCIE, gpu.pcie_gbps),
+        link=build_host_link(gpu),
         token_bytes=problem.shape.compute_kv_bytes_on_gpu(size.tensor, size.pipeline),
         gpus=size.gpus,
         block_tokens=problem.policies.kv_block_size,
