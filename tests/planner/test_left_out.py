@@ -167,13 +167,3 @@ def test_kv_that_is_not_pulled_is_left_out() -> None:
     )
     for mode, text in zip(TransferMode, map(left_out.describe, specs), strict=True):
         assert (f"engine.transfer {mode}" in (text or "")) is (mode is not TransferMode.PULL)
-
-
-def test_kv_in_host_memory_is_left_out() -> None:
-    manifest = {
-        "model": "facebook/opt-13b",
-        "slo": {"ttftMs": 400, "tpotMs": 40},
-        "engine": {"kvOffloadingGib": 64},
-    }
-    spec = LLMDeploymentSpec.model_validate(manifest)
-    assert "KV kept in host memory (engine.kvOffloadingGib)" in (left_out.describe(spec) or "")

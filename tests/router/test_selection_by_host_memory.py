@@ -111,7 +111,7 @@ def test_host_memory_ages_by_what_is_copied_there(tiered) -> None:
     in_flight = router.registry.instances["p1"].in_flight
     assert in_flight.written_tokens > 36_000
     assert round(send(router, text).predicted_loaded) == TOKENS
-    displace(router, "p1", 20 * TOKENS)
+    displace(router, "p1", 60 * TOKENS)
     assert send(router, text).predicted_loaded == 0, "evicted there as well"
 
 

@@ -182,7 +182,7 @@ class EngineSpec(ApiModel):
     kv_offloading_gib: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Host memory of each instance, in GiB, in which vLLM keeps copies of KV that it may evict from
     its GPUs (OffloadingConnector, beside the connector that transfers KV). Pods request it in
-    addition. Absent: none."""
+    addition. Emulated engines act as if they had it, and request nothing. Absent: none."""
     emulated: Emulation | None = None
     """Settings of the emulated engine, with type Emulated."""
     media_domains: list[MediaDomain] = Field(default_factory=list, max_length=64)
@@ -219,12 +219,6 @@ class EngineSpec(ApiModel):
             is_valid=lambda e: e.emulated is None or e.type is EngineType.EMULATED,
             message="has no effect with type vLLM; set type: Emulated or remove it",
             field="emulated",
-        ),
-        ValidationRule(
-            cel="!has(self.kvOffloadingGib) || !has(self.type) || self.type == 'vLLM'",
-            is_valid=lambda e: e.kv_offloading_gib is None or e.type is EngineType.VLLM,
-            message="needs type vLLM; emulated engines have no such memory: remove it",
-            field="kvOffloadingGib",
         ),
         ValidationRule(
             cel="!has(self.scheduling) || !has(self.args) || "

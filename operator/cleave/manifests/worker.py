@@ -220,13 +220,12 @@ def build_engine_args(spec: InstancePoolSpec, rank: str, leader: str) -> list[st
     if spec.nodes > 1:
         flags = {"--nnodes": spec.nodes, "--node-rank": rank, "--master-addr": leader}
     flags["--dtype"] = spec.model.dtype
+    flags["--kv-offloading-size"] = spec.engine.kv_offloading_gib
     if spec.engine.type is EngineType.EMULATED:
         emulation = spec.engine.emulation
         flags |= {"--latency": emulation.latency, "--time-scale": emulation.time_scale}
-    else:
-        flags["--kv-offloading-size"] = spec.engine.kv_offloading_gib
-        if not get_loaded_path(spec.model).startswith("/"):
-            flags["--revision"] = spec.model.revision
+    elif not get_loaded_path(spec.model).startswith("/"):
+        flags["--revision"] = spec.model.revision
     return [*container.build_flags(flags), *spec.engine.args]
 
 

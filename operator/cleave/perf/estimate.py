@@ -61,6 +61,9 @@ class Estimate:
     peak_flops: float | None = None
     """Dense FLOP/s of all GPUs of the instance in the precision of its matrix products, without a
     power cap (for MFU); None: not known, for example of an emulated engine or of 4 bits."""
+    host_token_ms: float = 0.0
+    """ms to copy the KV of one token back from the host's memory, to all GPUs of an engine at once;
+    0: not known."""
 
 
 class Estimator(Protocol):

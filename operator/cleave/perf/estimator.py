@@ -21,7 +21,7 @@ from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.all_to_all import GpuGroup
 from cleave.perf.hardware.expert_group import VLLM_EXPERTS, ExpertGroup, ExpertSettings
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
-from cleave.perf.hardware.link import Link, build_node_link
+from cleave.perf.hardware.link import Link, build_host_link, build_node_link
 from cleave.perf.kernels import composition, tables
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
@@ -162,6 +162,10 @@ class ModelEstimator:
             confidence=source.confidence,
             front_end_ms=source.front_end_ms,
             peak_flops=self._compute_peak_flops(machine.gpu, gpus),
+            host_token_ms=(
+                self.shape.compute_kv_bytes_on_gpu(tensor, stages)
+                / (build_host_link(machine.gpu).effective_gb_per_s * 1e6)
+            ),
         )
 
     def _build_group_source(

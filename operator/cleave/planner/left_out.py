@@ -65,8 +65,6 @@ def _list_routing(spec: LLMDeploymentSpec) -> Iterator[str]:
 def _list_engine(engine: EngineSpec) -> Iterator[str]:
     if engine.transfer is not TransferMode.PULL:
         yield f"KV sent during the prefill (engine.transfer {engine.transfer}); all is pulled"
-    if engine.kv_offloading_gib is not None:
-        yield "KV kept in host memory (engine.kvOffloadingGib)"
     scheduling = engine.scheduling
     if scheduling is not None:
         if scheduling.long_prompt_tokens is not None:

@@ -89,11 +89,11 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         if problem.demand.has_reuse:
             blind = _find_smallest_blind(search, feasible, ranking.ordered[0].placement)
             pools = None if blind is None else to_planned_pools(blind)
-            best, own_gib = ranking.ordered[0], problem.policies.kv_offloading_gib
-            host_memory = estimate_host_memory(
-                best.placement, best.trace, best.span.warmup, own_gib
-            )
-            reuse = compare_with_blind(plans[0], pools, host_memory)
+            best, has_own = ranking.ordered[0], problem.policies.kv_offloading_gib is not None
+            host_memory = None
+            if not has_own:
+                host_memory = estimate_host_memory(best.placement, best.trace, best.span.warmup)
+            reuse = compare_with_blind(plans[0], pools, host_memory, has_host_memory=has_own)
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],

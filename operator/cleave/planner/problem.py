@@ -77,7 +77,7 @@ class Policies:
     connector: Connector = Connector.CLEAVE
     """KV connector; it limits which parallel sizes can be paired."""
     kv_offloading_gib: int | None = None
-    """Host memory of an instance for KV, which is not simulated but estimated."""
+    """Host memory of an instance for KV; None: it has none."""
 
 
 DISTSERVE_POLICIES = Policies(

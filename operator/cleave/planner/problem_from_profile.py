@@ -48,6 +48,11 @@ class ProfileEstimator:
             power_watts=0.0,
             cost_per_hour=0.0,
             confidence=Confidence(LatencySource.MEASURED, source, 0.0),
+            host_token_ms=(
+                time_scale
+                * shape.kv_bytes_per_token
+                / (build_host_link(None).effective_gb_per_s * 1e6)
+            ),
         )
 
     def estimate(

@@ -30,8 +30,7 @@ from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import ScoreTable, WritableScoreColumn
 from cleave.router.selection import EndpointSelector, find_slots
 from cleave.router.shared_score_table import ChangeLogScoreTable
-from cleave.rpc.enum_names import get_enum_name
-from cleave.rpc.v1 import agent_pb2
+from cleave.router.unavailability import describe_unavailable
 
 UNKNOWN_OUTPUT_TOKENS = 256
 """Predicted output length before any response has ended."""
@@ -421,7 +420,7 @@ class Router:
             instance = self._find_colocated(served, "spare", request, exclusions)
             if instance is not None:
                 return None, instance, "no-decode"
-        raise NoInstance(_describe_unavailable(model, served, colocated, exclusions[-1]))
+        raise NoInstance(describe_unavailable(model, served, colocated, exclusions[-1]))
 
     def _find_colocated(
         self,
@@ -580,29 +579,3 @@ class SharedRouter(Router):
 
 def _compute_weight(pick: Pick) -> float:
     return compute_context_weight(pick.prompt_tokens, pick.output_tokens, GAMMA)
-
-
-def _describe_unavailable(
-    model: str, served: ServedModel, colocated: bool, excluded: Collection[str]
-) -> str:
-    """One sentence that lists the instances of a model and why each of them is unavailable."""
-    parts: list[str] = []
-    for instance in served.instances:
-        registration = instance.registration
-        state = get_enum_name(agent_pb2.State, registration.state)
-        if instance.connectivity in (Connectivity.UNRESPONSIVE, Connectivity.DISCONNECTED):
-            state = instance.connectivity.value
-        elif instance.name in served.lacking:
-            state = "has not loaded the adapter"
-        elif instance.name in excluded:
-            state = "failed this request"
-        elif instance.selectable and not registration.kv_path.verified:
-            state = "KV path not verified"
-        role = get_enum_name(agent_pb2.Role, registration.role)
-        parts.append(f"{instance.name} ({role}): {state}")
-    subject = "a whole request" if colocated else "a request"
-    details = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
-    closed = sum(table.closed_pairs.count for table in served.score_tables)
-    if closed:
-        details += f"; {closed} of their pairs failed canary handoffs"
-    return f"no instance of {model!r} can take {subject} now: {details}"

@@ -124,13 +124,14 @@ INSTANCE = _build_dtype(
     "prompt_step prompt_square hop hop_token host_token "
     # next, wake: time of its next event and of the wake-up of an idle slot; link: when its link is
     # free, inbound: when it can receive another prefix, host_link: when another one can be copied
-    # back from host memory; pending_prompt_tokens, resident_tokens,
-    # computed_tokens (of all prompts so far): the router's accounting, in tokens;
+    # back from host memory; pending_prompt_tokens, resident_tokens, computed_tokens (of all prompts
+    # so far): the router's accounting, in tokens;
     # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral of KV use.
     # scheduled: when the next iteration was scheduled; inf: it will be when it starts.
     "next wake scheduled link inbound host_link pending_prompt_tokens resident_tokens "
-    "weighted_context computed_tokens head_started_ms prompt_ms token_ms upper_token_ms sum_iterations sum_prompts "
-    "sum_tokens sum_inverses sum_ms sum_rates sum_squares sum_last_tokens sum_last_ms last_pick "
+    "weighted_context computed_tokens head_started_ms prompt_ms token_ms upper_token_ms "
+    "sum_iterations sum_prompts sum_tokens sum_inverses sum_ms sum_rates sum_squares "
+    "sum_last_tokens sum_last_ms last_pick "
     "kv_at kv_area busy",
     # requests: dispatched and not ended; waiting: those whose prompt is not computed; num_assigned:
     # those that decode there, heavy: with long outputs; first_assigned: head of their list.

@@ -110,7 +110,7 @@ def create_boot_id(config: AgentConfig) -> str:
 
 def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
     """Build the engine's process. Raises LaunchError, CoresError."""
-    user_arguments, kv_transfer = _extract_kv_transfer_config(config.engine_args)
+    user_arguments, kv_transfer = _extract_kv_transfer_config(config)
     arguments = [
         "--host", config.host,
         "--port", str(boot.engine_port),
@@ -140,7 +140,7 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
 def build_headless_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
     """Build vLLM's process on a further node of an instance; `boot` is the leader's. Its KV has the
     leader's engine id, as handoffs name only that. Raises LaunchError."""
-    user_arguments, kv_transfer = _extract_kv_transfer_config(config.engine_args)
+    user_arguments, kv_transfer = _extract_kv_transfer_config(config)
     arguments = [
         "--model", config.model,
         _KV_TRANSFER, json.dumps(_build_kv_transfer_config(config, boot, kv_transfer)),
@@ -270,7 +270,8 @@ def _build_kv_transfer_config(
             settings |= _CHECKPOINTED_CONNECTOR
         user_settings = {**user_settings, _EXTRA_CONFIG: extra}
     settings |= user_settings
-    if (offloaded_gib := _get_option(config.engine_args, _KV_OFFLOADING)) is not None:
+    offloaded_gib = _get_option(config.engine_args, _KV_OFFLOADING)
+    if config.engine == "vllm" and offloaded_gib is not None:
         settings = _add_offloading(settings, int(offloaded_gib), boot)
     return {**settings, "engine_id": boot.boot_id.removesuffix(_get_rank_suffix(config))}
 
@@ -372,10 +373,12 @@ def _find_worker_libraries() -> list[str]:
     return list(map(str, found))
 
 
-def _extract_kv_transfer_config(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-    """Separate the KV transfer settings, which are merged with those of the agent."""
-    remaining = list(arguments)
-    if (offloaded_gib := _get_option(remaining, _KV_OFFLOADING)) is not None:
+def _extract_kv_transfer_config(config: AgentConfig) -> tuple[list[str], dict[str, object]]:
+    """Separate the KV transfer settings, which are merged with those of the agent. For vLLM, host
+    memory is one of them."""
+    remaining = list(config.engine_args)
+    offloaded_gib = _get_option(remaining, _KV_OFFLOADING)
+    if config.engine == "vllm" and offloaded_gib is not None:
         remaining = _remove_option(remaining, _KV_OFFLOADING, offloaded_gib)
     text = _get_option(remaining, _KV_TRANSFER)
     if text is None:

@@ -50,6 +50,10 @@ class EmulatedEngineConfig:
     """LoRA adapters by name; each continues a prompt in its own way."""
     loads_adapters: bool = False
     """Whether further ones are loaded at run time, as vLLM allows by an environment variable."""
+    host_blocks: int = 0
+    """Blocks of KV that host memory has room for; 0: there is none."""
+    host_token_ms: float = 0.0
+    """ms to copy one token back from there."""
 
     def __post_init__(self) -> None:
         """Reject limits that could never serve a request, as vLLM does at start-up."""

@@ -16,6 +16,7 @@ from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.config import EmulatedEngineConfig
 from cleave_worker.emulator.faults import Faults, PairFault
+from cleave_worker.emulator.host_memory import HostMemory
 from cleave_worker.emulator.metrics import EngineMetrics
 from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineStep, SampledToken
 from cleave_worker.emulator.sequence import EngineRequest, FinishReason, Sequence, SequenceState
@@ -54,7 +55,10 @@ class EmulatedEngine:
         self._last_contents: list[int] = []
         """Blocks that were pulled last."""
         pool = BlockPool(config.num_blocks, config.block_size)
-        self.scheduler = EmulatedScheduler(config.limits, pool)
+        host = HostMemory(config.host_blocks) if config.host_blocks else None
+        self.scheduler = EmulatedScheduler(config.limits, pool, host=host)
+        self._host_free_at = 0.0
+        """When the next prompt can be copied back from host memory, by time.monotonic."""
         self.side_channel: KvSideChannel | None = None
         if config.kv_transfer:
             self.side_channel = KvSideChannel(
@@ -146,8 +150,7 @@ class EmulatedEngine:
                 self.scheduler.apply_scheduling(config)
             step = self.scheduler.schedule()
             for sequence in step.loads:
-                work = self._pull(sequence) if sequence.handoff else self._pull_prefix(sequence)
-                self._pulls[sequence] = asyncio.create_task(work)
+                self._pulls[sequence] = asyncio.create_task(self._load(sequence))
             self._publish()
             now = time.monotonic()
             if not step.scheduled:
@@ -218,6 +221,30 @@ class EmulatedEngine:
             if not sequence.scheduled_at:
                 sequence.scheduled_at = now
                 self.metrics.queue_s.observe(now - sequence.submitted_at)
+
+    async def _load(self, sequence: Sequence) -> None:
+        if sequence.handoff:
+            await self._pull(sequence)
+        elif sequence.source:
+            await self._pull_prefix(sequence)
+        else:
+            await self._copy_back(sequence)
+
+    async def _copy_back(self, sequence: Sequence) -> None:
+        """Copy the beginning of a prompt back from host memory, one prompt after another."""
+        host, contents = self.scheduler.host, sequence.on_host
+        assert host
+        tokens, now = len(contents) * self.config.block_size, time.monotonic()
+        ms = tokens * self.config.host_token_ms
+        self._host_free_at = max(self._host_free_at, now) + ms / 1000
+        try:
+            await asyncio.sleep(self._host_free_at - now)
+        finally:
+            self._pulls.pop(sequence, None)
+            self._wake.set()
+        host.num_hits += tokens
+        host.load_ms += ms
+        self.scheduler.load_prefix(sequence, contents)
 
     async def _pull(self, sequence: Sequence) -> None:
         side_channel, handoff = self.side_channel, sequence.handoff
@@ -322,7 +349,7 @@ class EmulatedEngine:
         self._publish()
 
     def _build_load(self) -> LoadSnapshot:
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, pool, host = self.scheduler, self.scheduler.pool, self.scheduler.host
         return LoadSnapshot(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -333,6 +360,8 @@ class EmulatedEngine:
             kv_cache_usage=1 - pool.num_free / pool.num_blocks,
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
+            host_kv_hits=host.num_hits if host else 0,
+            host_kv_load_ms=host.load_ms if host else 0.0,
         )
 
     def _publish(self) -> None:

@@ -17,8 +17,9 @@ from typing import NoReturn
 from aiohttp import web
 
 from cleave.perf import named_profiles
+from cleave.perf.hardware.link import build_host_link
 from cleave.perf.model import hf_config, known_models, model_report, model_shape
-from cleave.perf.model.model_report import EngineFacts, GroupFacts
+from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemory
 from cleave.shm import load_page
 from cleave_worker.access.engine_access import read_access
 from cleave_worker.emulator import config
@@ -63,6 +64,8 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
     if args.block_size < 1:
         raise EmulatorConfigError("--block-size must be at least 1")
+    if args.kv_offloading_size < 0:
+        raise EmulatorConfigError("--kv-offloading-size must be at least 0")
     engine = EmulatedEngineConfig(
         served_model_name=args.served_model_name or args.model,
         shape=shape,
@@ -77,6 +80,10 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
         kv_transfer=_load_kv_transfer(args, environment),
         adapters=config.parse_adapters(args.lora_modules, args.enable_lora),
         loads_adapters=args.enable_lora and environment.get(_RUNTIME_LORA) == "1",
+        host_blocks=(args.kv_offloading_size << 30)
+        // (args.block_size * shape.kv_bytes_per_token),
+        host_token_ms=args.time_scale
+        * _compute_host_token_ms(shape.kv_bytes_per_token / args.tensor_parallel_size),
     )
     return EmulatorOptions(
         args.host, args.port, args.fault_injection, engine, _find_config(args.model)
@@ -156,7 +163,14 @@ def _build_facts(engine: EmulatedEngineConfig, config: Mapping[str, object]) -> 
         "emulated", shape.attention_layers, engine.block_size, shape.kv_bytes_per_token
     )
     # An emulated engine is not distributed, at any parallel sizes.
-    return EngineFacts(config, engine.max_model_len, engine.block_size, "", "auto", 1, 1, [group])
+    host = HostMemory(engine.host_blocks * engine.block_size, engine.host_token_ms)
+    sizes = engine.max_model_len, engine.block_size
+    return EngineFacts(config, *sizes, "", "auto", 1, 1, [group], host)
+
+
+def _compute_host_token_ms(gpu_bytes: float) -> float:
+    """ms to copy a token of which each GPU has `gpu_bytes` over PCIe of the usual rate."""
+    return gpu_bytes / (build_host_link(None).effective_gb_per_s * 1e6)
 
 
 def _load_profile(name: str | None, shape: str, ranks: int) -> named_profiles.NamedProfile:
@@ -199,6 +213,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--tensor-parallel-size", type=int, default=1)
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV handoff")
+    add("--kv-offloading-size", type=int, default=0, metavar="GIB", help="memory for copies of KV")
     add("--enable-lora", action="store_true")
     add("--lora-modules", nargs="+", default=(), metavar="NAME=PATH", help="PATH is not read")
     add = parser.add_argument_group("emulation").add_argument

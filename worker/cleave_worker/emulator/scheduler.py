@@ -18,6 +18,7 @@ from cleave.policy.admission import is_protected
 from cleave.policy.output_length import LengthPredictor
 from cleave.policy.prompt_batching import compute_chunk_size
 from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.emulator.host_memory import HostMemory
 from cleave_worker.emulator.sequence import FinishReason, Sequence, SequenceState
 from cleave_worker.scheduling import config as scheduling_config
 from cleave_worker.scheduling.admission import EngineAdmission, RequestLengths
@@ -40,7 +41,7 @@ class EngineStep:
 
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     loads: list[Sequence] = field(default_factory=list)
-    """Sequences that have blocks and wait for their KV to be pulled."""
+    """Sequences that have blocks and wait for their KV to be pulled, or copied back."""
     chunks: list[PromptChunk] = field(default_factory=list)
     num_decode_tokens: int = 0
     """Sequences that compute a single token."""
@@ -72,11 +73,17 @@ class EmulatedScheduler:
     """All sequences of the engine and the blocks that they own."""
 
     def __init__(
-        self, limits: EngineLimits, pool: BlockPool, predictor: LengthPredictor | None = None
+        self,
+        limits: EngineLimits,
+        pool: BlockPool,
+        predictor: LengthPredictor | None = None,
+        host: HostMemory | None = None,
     ) -> None:
-        """`predictor`: of output lengths, for admission; None: learns from finished sequences."""
+        """`predictor`: of output lengths, for admission; None: learns from finished sequences.
+        `host`: copies of KV outside the pool; None: there are none."""
         self.limits = limits
         self.pool = pool
+        self.host = host
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
@@ -162,12 +169,12 @@ class EmulatedScheduler:
 
     def load_prefix(self, sequence: Sequence, contents: list[int]) -> None:
         """Store the contents of the blocks that a loading sequence has pulled from another engine's
-        cache; the rest of its prompt is computed. Empty: all of it."""
+        cache or copied back from host memory; the rest of its prompt is computed. Empty: all."""
         size, before = self.pool.block_size, sequence.pending_prompt_tokens
         first = sequence.num_computed // size
         self._loading.remove(sequence)
         self._loaded.append(sequence)
-        sequence.source = None
+        sequence.source, sequence.on_host = None, []
         if not contents:
             return
         for block, content in zip(sequence.blocks[first:], contents, strict=False):
@@ -269,7 +276,7 @@ class EmulatedScheduler:
                     break
                 self._waiting.popleft()
                 self._window.record_pop()
-                if sequence.handoff or sequence.source:
+                if sequence.handoff or sequence.source or sequence.on_host:
                     sequence.state = SequenceState.LOADING
                     self._loading.add(sequence)
                     step.loads.append(sequence)
@@ -299,7 +306,7 @@ class EmulatedScheduler:
         """Allocate blocks for the next tokens of a waiting sequence; return how many tokens."""
         size = self.pool.block_size
         num_tokens = len(sequence.tokens)
-        cached_blocks: list[int] = []
+        cached_blocks, keys = list[int](), list[bytes]()
         if self.limits.prefix_caching:
             keys = sequence.compute_block_keys((num_tokens - 1) // size, size)
             cached_blocks = self.pool.acquire_cached(keys)
@@ -307,8 +314,10 @@ class EmulatedScheduler:
         remaining = num_tokens - cached
         if sequence.source and (num_tokens - 1) // size == len(cached_blocks):
             sequence.source = None
+        if self.host and not (sequence.handoff or sequence.source or sequence.num_preemptions):
+            sequence.on_host = self.host.find(keys[len(cached_blocks) :])
         # A sequence that waits for its KV holds blocks, so it gets all that it needs.
-        is_whole = sequence.handoff or sequence.source
+        is_whole = sequence.handoff or sequence.source or sequence.on_host
         count = remaining if is_whole else compute_chunk_size(remaining, budget)
         missing = -(-(cached + count) // size) - len(cached_blocks)
         if missing > self.pool.num_free:
@@ -343,6 +352,11 @@ class EmulatedScheduler:
 
     def _retire(self, sequence: Sequence, lease: bool) -> None:
         sequence.state = SequenceState.FINISHED
+        if self.host and self.limits.prefix_caching:
+            size = self.pool.block_size
+            count = min(sequence.num_computed, sequence.prompt_len) // size
+            contents = [self.pool.contents[block] for block in sequence.blocks[:count]]
+            self.host.keep(sequence.compute_block_keys(count, size), contents)
         if lease:
             self._leased_blocks[sequence.request.id] = sequence.blocks
         else:

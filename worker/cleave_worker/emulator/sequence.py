@@ -90,7 +90,7 @@ class Sequence:
 
     __slots__ = (
         "_content", "_keys", "_num_written", "_start", "_summary", "blocks", "cached_tokens",
-        "first_token_at", "handoff", "last_token_at", "num_computed", "num_preemptions",
+        "first_token_at", "handoff", "last_token_at", "num_computed", "num_preemptions", "on_host",
         "prompt_len", "pulled_tokens", "request", "scheduled_at", "source", "state", "submitted_at",
         "tokens",
     )  # fmt: skip
@@ -102,12 +102,14 @@ class Sequence:
         self.handoff = request.handoff
         self.source = request.source if request.handoff is None else None
         """Until its prefix is pulled, or cannot be."""
+        self.on_host: list[int] = []
+        """Contents of the blocks that are to be copied back from host memory, until they are."""
         self.state = SequenceState.WAITING
         self.num_preemptions = 0
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache at first admission."""
         self.pulled_tokens = 0
-        """Prompt tokens whose KV another instance computed."""
+        """Prompt tokens whose KV another instance computed, or that came from host memory."""
         self.submitted_at = submitted_at
         self.scheduled_at = 0.0
         self.first_token_at = 0.0

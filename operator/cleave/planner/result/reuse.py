@@ -2,7 +2,8 @@
 
 Called by the search where the traffic says which prompts begin alike; it lists placements for the
 same requests a second time, as if none of their prompts repeated. What host memory would find in
-addition is not simulated, but read from the reuse curve of these requests.
+addition, where none is configured, is not simulated, but read from the reuse curve of these
+requests.
 """
 
 from collections.abc import Sequence
@@ -24,29 +25,32 @@ Pools = Sequence[PlannedPool]
 
 
 def compare_with_blind(
-    selected: Plan, blind: Pools | None, host_memory: str | None = None
+    selected: Plan,
+    blind: Pools | None,
+    host_memory: str | None = None,
+    *,
+    has_host_memory: bool = False,
 ) -> ReuseWorth:
     """`blind`: the smallest pools for the same requests without reuse; None: none serve them.
-    `host_memory`: what `estimate_host_memory` says."""
+    `host_memory`: what `estimate_host_memory` says. `has_host_memory`: some is configured, so that
+    it was simulated."""
     share = selected.prediction.cached_share
     return ReuseWorth(
         cached_share=share,
         gpus=selected.gpus,
         gpus_without=None if blind is None else _count_gpus(blind),
         text=(
-            f"{format_percent(share)} of the prompt tokens are in prefix caches; without reuse "
+            f"{format_percent(share)} of the prompt tokens are in prefix caches"
+            f"{' or host memory' if has_host_memory else ''}; without reuse "
             f"{_describe(selected, blind)}{f'; {host_memory}' if host_memory else ''}"
         ),
     )
 
 
-def estimate_host_memory(
-    placement: CandidatePlacement, trace: Trace, first: int, own_gib: int | None
-) -> str | None:
+def estimate_host_memory(placement: CandidatePlacement, trace: Trace, first: int) -> str | None:
     """Which share of the prompt tokens copies of KV in host memory would find that GPUs have
     evicted, as a clause; None: too small a share. `trace`: the requests of one cell of `placement`,
-    of which the first `first` fill caches. `own_gib`: GiB of each instance as configured; None:
-    none is, and the smallest size is found that has most of the gain.
+    of which the first `first` fill caches. The size is the smallest that has most of the gain.
 
     The instances count as one cache, so the estimate is an upper bound where prompts spread. Host
     memory has copies of what is on GPUs, so it adds what is larger in it than there.
@@ -69,15 +73,12 @@ def estimate_host_memory(
         copies = num * gib * 2**30 / candidate.estimate.kv_bytes_per_token
         return curve.find_share(max(held, copies)) - curve.find_share(held)
 
-    gib, most = own_gib, find_gain(_HOST_SIZES_GIB[-1])
-    if gib is None:
-        gib = next(each for each in _HOST_SIZES_GIB if find_gain(each) >= _MOST_OF_GAIN * most)
+    most = find_gain(_HOST_SIZES_GIB[-1])
+    gib = next(each for each in _HOST_SIZES_GIB if find_gain(each) >= _MOST_OF_GAIN * most)
     if (gain := find_gain(gib)) < _LEAST_GAIN:
         return None
-    size = f"{gib} GiB of host memory for each instance"
-    where = "" if own_gib else " (engine.kvOffloadingGib)"
-    finds = "finds" if own_gib else "would find"
-    return f"{size}{where} {finds} up to {format_percent(gain)} more (estimated)"
+    size = f"{gib} GiB of host memory for each instance (engine.kvOffloadingGib)"
+    return f"{size} would find up to {format_percent(gain)} more (estimated)"
 
 
 def _describe(selected: Plan, blind: Pools | None) -> str:

@@ -62,9 +62,10 @@ class PlannedInstance:
     @property
     def engine(self) -> SimulatedEngine:
         """The engine in the simulator's type."""
+        estimate, host_gib = self.candidate.estimate, self.policies.kv_offloading_gib or 0
         return SimulatedEngine(
-            timing=self.candidate.estimate.timing,
-            kv_capacity_tokens=self.candidate.estimate.kv_capacity_tokens,
+            timing=estimate.timing,
+            kv_capacity_tokens=estimate.kv_capacity_tokens,
             kv_block_size=self.policies.kv_block_size,
             batching=self.batching,
             max_num_seqs=self.max_num_seqs,
@@ -73,6 +74,8 @@ class PlannedInstance:
             prefill_sched_batch=self.policies.prefill_sched_batch,
             admission=self.policies.admission,
             ranks=self.candidate.parallelism.data,
+            host_capacity_tokens=(host_gib << 30) // estimate.kv_bytes_per_token,
+            host_token_ms=estimate.host_token_ms,
         )
 
     def with_limits(self, seqs: int, batched_tokens: int) -> "PlannedInstance":
