@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import random
 from array import array
 from dataclasses import dataclass, field
 
@@ -12,9 +13,11 @@ from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPoo
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.emulator.host_memory import HostMemory
 from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits, EngineStep
-from cleave_worker.emulator.sequence import EngineRequest, RemotePrefill, Sequence
+from cleave_worker.emulator.sequence import EngineRequest, RemotePrefill, Sequence, SequenceState
 
+from tests.simulator.test_prefix_caches import build_engine, build_trace
 from tests.support.fleets import OPT_13B, draw_trace
 
 LATENCY_MS, TOKEN_MS = 1.0, 0.03
@@ -141,6 +144,37 @@ def test_a_mixed_instance_batches_as_the_emulated_engine_does(
     np.testing.assert_allclose(outcome.end_ms, end, rtol=0, atol=1e-6)
     assert outcome.num_preemptions.sum() == preemptions
     assert preemptions > 0 or capacity > 2_400
+
+
+@pytest.mark.parametrize("host_blocks", [100, 150, 1_000])
+def test_host_memory_has_of_each_prompt_what_that_of_the_emulated_engine_has(
+    host_blocks: int,
+) -> None:
+    draw, size, total = random.Random(host_blocks), 4, 60
+    texts = ["".join(draw.choice("ab") for _ in range(draw.randint(2, 9))) for _ in range(20)]
+    prompts = [draw.choice(texts) + draw.choice("abc") * draw.randint(0, 3) for _ in range(300)]
+    rows = [(size * len(text) + 1, text) for text in prompts]
+    trace = build_trace(rows, outputs=5)
+    engine = build_engine(total * size, host_capacity_tokens=host_blocks * size)
+    outcome = simulate(SimulatedFleet(mixed=(SimulatedPool(engine, 1),)), trace)
+    host = HostMemory(host_blocks)
+    scheduler = EmulatedScheduler(EngineLimits(8, 8192), BlockPool(total, size), host=host)
+    found = []
+    for number, text in enumerate(prompts):
+        # What follows the blocks is the request's own.
+        tokens = array("I", [ord(each) for each in text for _ in range(size)] + [1_000 + number])
+        sequence = Sequence(EngineRequest(str(number), tokens, 5, ignore_eos=True))
+        scheduler.add(sequence)
+        while sequence.state is not SequenceState.FINISHED:
+            step = scheduler.schedule()
+            for each in step.loads:
+                scheduler.load_prefix(each, each.on_host)
+            scheduler.complete(step)
+        found.append(sequence.cached_tokens + sequence.pulled_tokens)
+    # Host memory is the larger one, so it has what is on the GPU, where the order of eviction of
+    # blocks that are not full differs.
+    assert (outcome.cached_tokens + outcome.loaded_tokens).tolist() == found
+    assert outcome.loaded_tokens.any()
 
 
 @pytest.mark.parametrize("budget", [64, 512, 8192])

@@ -11,7 +11,7 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.perf import named_profiles, pipeline
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
-from cleave.perf.hardware.link import Link, LinkKind
+from cleave.perf.hardware.link import Link, LinkKind, build_host_link
 from cleave.perf.model import model_shape, model_source
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 from cleave.planner import left_out

@@ -99,6 +99,13 @@ def test_host_memory_is_used_beside_the_connector_of_handoffs(
     assert "kv_connector_module_path" not in output
 
 
+def test_an_emulated_engine_gets_the_size_of_host_memory(config_of: ConfigOf) -> None:
+    config = config_of(engine="emulated", engine_args=("--kv-offloading-size", "20"))
+    launch = build_engine_launch(config, BOOT, {})
+    assert option(launch, "--kv-offloading-size") == "20"
+    assert json.loads(option(launch, "--kv-transfer-config"))["kv_connector"] == "NixlConnector"
+
+
 def test_host_memory_beside_a_cpu_is_refused(config_of: ConfigOf) -> None:
     config = config_of(engine="vllm", engine_args=("--kv-offloading-size", "20"))
     with pytest.raises(LaunchError, match=r"20: .* GPUs only; remove spec.engine.kvOffloadingGib"):

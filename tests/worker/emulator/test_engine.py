@@ -62,6 +62,24 @@ async def test_the_load_page_is_exact_at_every_moment(config, tmp_path: Path) ->
     assert other.tokens == []
 
 
+async def test_prompts_come_back_from_host_memory_one_after_another(config, tmp_path: Path) -> None:
+    small = replace(config, num_blocks=128, host_blocks=1_000, host_token_ms=0.1)
+    engine = EmulatedEngine(small, tmp_path / "load")
+    prompts = [array("I", [number] * 1_000) for number in range(3)]
+    with LoadPage(tmp_path / "load") as page:
+        await engine.start()
+        for prompt in (*prompts, *prompts[:2]):
+            listener = Collected()
+            engine.submit(EngineRequest("r", prompt, 3, ignore_eos=True), listener)
+            await asyncio.wait_for(listener.ended.wait(), 20)
+        load = page.read()
+        await engine.stop()
+    # 62 of the 63 blocks of each.
+    assert load.host_kv_hits + load.prefix_cache_hits == 2 * 992
+    assert load.host_kv_hits > 1_000
+    assert round(load.host_kv_load_ms * 10) == load.host_kv_hits
+
+
 async def test_aborting_twice_or_after_the_end_does_nothing(config) -> None:
     engine = EmulatedEngine(config)
     await engine.start()

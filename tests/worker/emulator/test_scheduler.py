@@ -6,6 +6,7 @@ from array import array
 import pytest
 
 from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.emulator.host_memory import HostMemory
 from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits
 from cleave_worker.emulator.sequence import (
     EngineRequest,
@@ -20,9 +21,14 @@ HAND_OFF = RemotePrefill("elsewhere", "r", "127.0.0.1", 1, ())
 
 
 def make(
-    num_blocks: int = 1000, seqs: int = 8, tokens: int = 32, cache: bool = True
+    num_blocks: int = 1000,
+    seqs: int = 8,
+    tokens: int = 32,
+    cache: bool = True,
+    host: HostMemory | None = None,
 ) -> EmulatedScheduler:
-    return EmulatedScheduler(EngineLimits(seqs, tokens, cache), BlockPool(num_blocks, BLOCK))
+    pool = BlockPool(num_blocks, BLOCK)
+    return EmulatedScheduler(EngineLimits(seqs, tokens, cache), pool, host=host)
 
 
 def sequence(prompt: list[int], max_tokens: int = 10, **more: object) -> Sequence:
@@ -51,7 +57,8 @@ def test_any_load_on_scarce_blocks_leaks_nothing_and_changes_no_token(seed: int)
     rng = random.Random(seed)
     num_blocks = rng.randrange(14, 30)
     limits = rng.randrange(1, 9), rng.choice([3, 16, 64])
-    scheduler = make(num_blocks, *limits, cache=rng.random() < 0.5)
+    host = HostMemory(rng.choice([3, 100])) if rng.random() < 0.5 else None
+    scheduler = make(num_blocks, *limits, cache=rng.random() < 0.5, host=host)
     stem = [rng.randrange(50) for _ in range(20)]
     todo = [
         sequence(
@@ -98,6 +105,9 @@ def test_any_load_on_scarce_blocks_leaks_nothing_and_changes_no_token(seed: int)
 
 def deliver(scheduler: EmulatedScheduler, one: Sequence, rng: random.Random) -> None:
     """End a pull: with the KV that another engine computed, or in a failure."""
+    if one.on_host:
+        scheduler.load_prefix(one, one.on_host)
+        return
     if rng.random() < 0.3:
         scheduler.recompute(one)
         return
@@ -109,6 +119,24 @@ def deliver(scheduler: EmulatedScheduler, one: Sequence, rng: random.Random) -> 
     assert contents is not None
     first = one.cached_tokens // BLOCK
     scheduler.load(one, [contents[block] for block in finished.blocks[first:]])
+
+
+def test_what_the_pool_has_evicted_is_copied_back_and_gives_the_same_tokens() -> None:
+    scheduler = make(num_blocks=12, host=HostMemory(100))
+    prompt = list(range(22))
+    for tokens in (prompt, [7] * 40, prompt):
+        one = sequence(tokens, max_tokens=3, ignore_eos=True)
+        scheduler.add(one)
+        step = scheduler.schedule()
+        if not step.scheduled:
+            scheduler.load_prefix(one, one.on_host)
+        else:
+            scheduler.complete(step)
+        run(scheduler)
+    assert (one.cached_tokens, one.pulled_tokens) == (4, 16), "one block is left in the pool"
+    assert list(one.tokens) == alone(prompt, max_tokens=3, ignore_eos=True)
+    assert scheduler.pool.num_free == 12
+    assert scheduler.pending_prompt_tokens == 0
 
 
 def test_sequences_start_in_order_of_arrival() -> None:

@@ -80,8 +80,7 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
         kv_transfer=_load_kv_transfer(args, environment),
         adapters=config.parse_adapters(args.lora_modules, args.enable_lora),
         loads_adapters=args.enable_lora and environment.get(_RUNTIME_LORA) == "1",
-        host_blocks=(args.kv_offloading_size << 30)
-        // (args.block_size * shape.kv_bytes_per_token),
+        host_blocks=(args.kv_offloading_size << 30) // (args.block_size * shape.kv_bytes_per_token),
         host_token_ms=args.time_scale
         * _compute_host_token_ms(shape.kv_bytes_per_token / args.tensor_parallel_size),
     )
