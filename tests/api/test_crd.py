@@ -223,7 +223,6 @@ def test_the_full_example_sets_every_field() -> None:
         "spec.placement.manual[].perCell",  # mixed instances are in no cell
         "spec.engine.env[].valueFrom",  # one variable has a value, the other a source
         "spec.engine.env[].value",
-        "spec.engine.kvOffloadingGib",  # emulated engines have none
         "spec.scaling.roles",  # what is placed by hand does not grow
     ]
 
