@@ -69,6 +69,67 @@ def test_states_have_no_bytes_per_token(tmp_path: Path) -> None:
     assert (group.kind, group.layers, group.bytes_per_token) == ("MambaSpec", 1, 0)
 
 
+BOTH = {
+    "connectors": [
+        {"kv_connector": "CleaveConnector", "kv_role": "kv_both"},
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+        },
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra"),
+    [("MultiConnector", BOTH), ("OffloadingConnector", {"cpu_bytes_to_use": 1 << 30})],
+)
+def test_host_memory_is_counted_in_the_tokens_of_the_engines_blocks(
+    connector: str, extra: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig
+
+    names = [f"layer {number}" for number in range(32)]
+    spec = interface.FullAttentionSpec(
+        block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+    )
+    page, num_blocks = spec.page_size_bytes, 1_000
+    size = page * len(names) * num_blocks
+    tensor = interface.KVCacheTensor(size, names, page * num_blocks, page)
+    group = interface.KVCacheGroupSpec(names, spec)
+    caches = interface.KVCacheConfig(num_blocks, [tensor], [group])
+    transfer = KVTransferConfig(
+        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    model = SimpleNamespace(
+        model="m", dtype=torch.bfloat16, use_mla=False, get_total_num_kv_heads=lambda: 16
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=CacheConfig(block_size=16),
+        parallel_config=parallel,
+        kv_transfer_config=transfer,
+        kv_events_config=None,
+        use_v2_model_runner=False,
+    )
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(
+        type(current_platform), "get_device_name", classmethod(lambda *_: "NVIDIA H100 80GB HBM3")
+    )
+    memory = model_report.find_host_memory(config, caches)
+    # On two GPUs a token has 2 x 32 layers of keys and values of 8 heads of 128 values of 2 bytes.
+    assert memory.tokens == (1 << 30) // (2 * 32 * 4096)
+    # Each GPU copies half, over PCIe 5.0.
+    assert memory.token_ms == pytest.approx(32 * 4096 / (64e6 * 0.72), rel=0.01)
+    monkeypatch.undo()
+    assert model_report.find_host_memory(config, caches).token_ms == 2 * memory.token_ms
+    transfer.kv_connector, transfer.kv_connector_extra_config = "NixlConnector", {}
+    assert model_report.find_host_memory(config, caches) == report_file.HostMemory()
+
+
 def test_the_config_is_the_models_own_unless_options_change_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-8b"]))
     config = build_config(tmp_path).model_config

@@ -170,7 +170,8 @@ def test_a_data_parallel_rank_writes_its_own_load_and_no_other_ones(
     stats: ModuleType, page: LoadPage
 ) -> None:
     config = SimpleNamespace(
-        cache_config=CONFIG.cache_config, parallel_config=SimpleNamespace(data_parallel_index=1)
+        cache_config=CONFIG.cache_config,
+        parallel_config=SimpleNamespace(data_parallel_index=1, world_size=1),
     )
     stats.LoadPageStatLogger(config, 0).log_engine_initialized()
     assert page.read() == LoadSnapshot()
