@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cleave.api.enums import DispatchPolicy
+from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Pick, RequestPhase, Router, SharedRouter
 from cleave.router.score_table import ScoreTable
@@ -101,6 +102,23 @@ def test_each_process_sees_at_once_what_the_others_have_sent(together) -> None:
     fleet = together()
     assert {fleet.pick(process, 1000).prefill.instance for process in (0, 1)} == {"p1", "p2"}
     assert fleet.pick(2, 10).reason == "mixed"
+
+
+def test_what_each_process_counts_of_a_cache_all_add_up(together) -> None:
+    fleet = together()
+    name = next(iter(FLEET))
+    for process in range(PROCESSES):
+        in_flight = fleet.in_flight(name, process)
+        in_flight.count_prompt(1_000.0, 800.0, 600.0)
+        in_flight.count_loaded(200.0)
+        in_flight.count_written(400.0)
+    for process in range(PROCESSES):
+        in_flight = fleet.in_flight(name, process)
+        assert in_flight.predict_hits() == (1_000 * PROCESSES, 800 * PROCESSES, 600 * PROCESSES)
+        assert in_flight.predict_loaded() == 200 * PROCESSES
+        assert in_flight.read_clock() == 400 * PROCESSES // CLOCK_TOKENS
+    fleet.die(0)
+    assert fleet.in_flight(name, 0).predict_loaded() == 200 * PROCESSES, "still in the engine"
 
 
 def test_idle_instances_are_picked_in_turn_over_all_processes(together) -> None:

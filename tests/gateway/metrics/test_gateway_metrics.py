@@ -166,6 +166,27 @@ async def test_predicted_and_real_cache_hits_are_exported_by_instance(make_stage
     assert found["hit", "predicted"] == pytest.approx(1_025, abs=10)
 
 
+async def test_hits_in_host_memory_are_exported_of_instances_that_have_some(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, policy=DispatchPolicy.PREFIX_AWARE)
+    (instance,) = stage.context.router.registry.instances.values()
+    name = "cleave_gateway_cache_host_hit_tokens_total"
+    load = agent_pb2.LoadReport(
+        boot_id=instance.registration.boot_id,
+        prefix_cache_queries=2_000,
+        prefix_cache_hits=500,
+        host_kv_hits=300,
+    )
+    instance.update_load(load, stage.context.clock())
+    assert f"{name}{{" not in await read_page(stage)
+    instance.host_tokens = 10_000
+    instance.in_flight.count_loaded(200.0)
+    page = await read_page(stage)
+    labels = 'engine="x",model="m",source='
+    assert f'{name}{{{labels}"predicted"}} 200.0' in page
+    assert f'{name}{{{labels}"engine"}} 300.0' in page
+    assert f'cleave_gateway_cache_hit_tokens_total{{{labels}"engine"}} 800.0' in page, "of both"
+
+
 async def test_lengths_are_exported_for_answered_requests(pair) -> None:
     await pair.ask(ASK)
     await pair.ask(ASK | {"model": "nobody"})
