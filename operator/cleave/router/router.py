@@ -21,7 +21,7 @@ from cleave.policy import dispatch
 from cleave.policy.best_fit import GAMMA, compute_context_weight
 from cleave.policy.dispatch import NONE, STALE_PENALTY, TO_WHOLE
 from cleave.policy.output_length import ConditionalMean, LengthPredictor
-from cleave.router.errors import NoInstance
+from cleave.router.errors import NoInstance, describe_unavailable
 from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, Target
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.prefix_index import PrefixMemory
@@ -30,7 +30,6 @@ from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import ScoreTable, WritableScoreColumn
 from cleave.router.selection import EndpointSelector, find_slots
 from cleave.router.shared_score_table import ChangeLogScoreTable
-from cleave.router.unavailability import describe_unavailable
 
 UNKNOWN_OUTPUT_TOKENS = 256
 """Predicted output length before any response has ended."""
@@ -420,7 +419,17 @@ class Router:
             instance = self._find_colocated(served, "spare", request, exclusions)
             if instance is not None:
                 return None, instance, "no-decode"
-        raise NoInstance(describe_unavailable(model, served, colocated, exclusions[-1]))
+        closed = sum(table.closed_pairs.count for table in served.score_tables)
+        raise NoInstance(
+            describe_unavailable(
+                model,
+                served.instances,
+                colocated=colocated,
+                lacking=served.lacking,
+                excluded=exclusions[-1],
+                closed=closed,
+            )
+        )
 
     def _find_colocated(
         self,

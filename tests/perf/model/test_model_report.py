@@ -8,7 +8,7 @@ import pytest
 
 from cleave.perf.model import model_report, model_shape
 from cleave.perf.model.known_models import CONFIGS
-from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemory
+from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemoryFacts
 
 from tests.support.model_configs import HYBRID, INDEXED
 
@@ -37,12 +37,12 @@ def test_a_report_that_is_too_long_is_neither_written_nor_read(tmp_path: Path) -
 
 
 def test_host_memory_is_read_from_a_report_that_has_it() -> None:
-    memory = HostMemory(500_000, 0.01)
+    memory = HostMemoryFacts(500_000, 0.01)
     text = model_report.encode(replace(FACTS, host_memory=memory))
     assert model_report.read_host_memory(text) == memory
     own = '{"hostMemory": {"tokens": %s, "tokenMs": 1}}'
     for other in ("", "[]", "1", "{}", model_report.encode(FACTS), own % "-1", own % '"many"'):
-        assert model_report.read_host_memory(other) == HostMemory()
+        assert model_report.read_host_memory(other) == HostMemoryFacts()
 
 
 def test_equal_facts_have_equal_texts() -> None:

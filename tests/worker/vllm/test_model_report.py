@@ -127,7 +127,7 @@ def test_host_memory_is_counted_in_the_tokens_of_the_engines_blocks(
     monkeypatch.undo()
     assert model_report.find_host_memory(config, caches).token_ms == 2 * memory.token_ms
     transfer.kv_connector, transfer.kv_connector_extra_config = "NixlConnector", {}
-    assert model_report.find_host_memory(config, caches) == report_file.HostMemory()
+    assert model_report.find_host_memory(config, caches) == report_file.HostMemoryFacts()
 
 
 def test_the_config_is_the_models_own_unless_options_change_it(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from aiohttp import web
 from cleave.perf import named_profiles
 from cleave.perf.hardware.link import build_host_link
 from cleave.perf.model import hf_config, known_models, model_report, model_shape
-from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemory
+from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemoryFacts
 from cleave.shm import load_page
 from cleave_worker.access.engine_access import read_access
 from cleave_worker.emulator import config
@@ -162,7 +162,7 @@ def _build_facts(engine: EmulatedEngineConfig, config: Mapping[str, object]) -> 
         "emulated", shape.attention_layers, engine.block_size, shape.kv_bytes_per_token
     )
     # An emulated engine is not distributed, at any parallel sizes.
-    host = HostMemory(engine.host_blocks * engine.block_size, engine.host_token_ms)
+    host = HostMemoryFacts(engine.host_blocks * engine.block_size, engine.host_token_ms)
     sizes = engine.max_model_len, engine.block_size
     return EngineFacts(config, *sizes, "", "auto", 1, 1, [group], host)
 

@@ -19,7 +19,7 @@ from typing import Any
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 from cleave.perf.hardware.link import build_host_link
 from cleave.perf.model import model_report
-from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemory
+from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemoryFacts
 from cleave.shm.load_page import ENV
 
 _log = logging.getLogger(__name__)
@@ -83,13 +83,13 @@ def build_facts(
     )
 
 
-def find_host_memory(vllm_config: Any, kv_caches: Any) -> HostMemory:  # noqa: ANN401
+def find_host_memory(vllm_config: Any, kv_caches: Any) -> HostMemoryFacts:  # noqa: ANN401
     """The host memory that vLLM's OffloadingConnector will have, by its own computation, in the
     tokens that agents count of the GPU's KV. That each GPU copies its share over PCIe at the rate
     of `cleave.perf.hardware` is assumed until copies are measured."""
     config = _select_offloading(vllm_config)
     if config is None:
-        return HostMemory()
+        return HostMemoryFacts()
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
         build_offloading_config,
     )
@@ -102,7 +102,7 @@ def find_host_memory(vllm_config: Any, kv_caches: Any) -> HostMemory:  # noqa: A
     token_bytes = offloading.worker_kv_bytes_per_block * len(offloading.groups) / block_size
     link = build_host_link(_find_gpu())
     tokens = spec.num_chunks * spec.blocks_per_chunk * block_size
-    return HostMemory(tokens, token_bytes / (link.effective_gb_per_s * 1e6))
+    return HostMemoryFacts(tokens, token_bytes / (link.effective_gb_per_s * 1e6))
 
 
 def _select_offloading(vllm_config: Any) -> Any:  # noqa: ANN401

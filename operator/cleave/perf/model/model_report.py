@@ -44,7 +44,7 @@ class GroupFacts:
     """Last tokens that it keeps; 0: all."""
 
 
-class HostMemory(NamedTuple):
+class HostMemoryFacts(NamedTuple):
     """Host memory in which an engine keeps copies of KV, see `cleave.policy.host_memory`."""
 
     tokens: int = 0
@@ -68,7 +68,7 @@ class EngineFacts:
     """Tensor-parallel size, to which the bytes of the groups belong."""
     pipeline: int
     groups: Sequence[GroupFacts]
-    host_memory: HostMemory = HostMemory()  # noqa: RUF009 - a frozen value
+    host_memory: HostMemoryFacts = HostMemoryFacts()  # noqa: RUF009 - a frozen value
 
 
 def get_path(load_page: Path) -> Path:
@@ -97,14 +97,14 @@ def read(load_page: Path) -> str:
     return text if len(text) <= MAX_LENGTH else ""
 
 
-def read_host_memory(text: str) -> HostMemory:
+def read_host_memory(text: str) -> HostMemoryFacts:
     """What a report says about host memory for KV; operators do not read it."""
     try:
         own = json.loads(text)["hostMemory"]
         tokens, token_ms = int(own["tokens"]), float(own["tokenMs"])
     except (ValueError, TypeError, KeyError):
-        return HostMemory()
-    return HostMemory(tokens, token_ms) if 0 < tokens < _MAX_TOKENS else HostMemory()
+        return HostMemoryFacts()
+    return HostMemoryFacts(tokens, token_ms) if 0 < tokens < _MAX_TOKENS else HostMemoryFacts()
 
 
 def encode(facts: EngineFacts) -> str:
