@@ -14,13 +14,15 @@ from dataclasses import replace
 import caches
 import numpy as np
 from fleets import Worker, worker
-from pulls import CONVERSATION_RATES, print_row
+from pulls import print_row
 
 from cleave.simulator import run
 from cleave.simulator.fleet import SimulatedFleet, SimulatedPool
 from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
 
+RATES = (0.15, 0.24, 0.3)
+"""req/s per instance."""
 TTFT_MS, TPOT_MS = 10_000, 200
 COLUMNS = (
     "instances", "req/s", "host memory, GiB", "dispatch counts on", "computed", "on GPU",
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8], help="instances")
     parser.add_argument("--gib", type=int, nargs="+", default=[128, 256, 512], help="of each")
     args = parser.parse_args(arguments)
-    trace = caches.read().take_first(500 if args.quick else 4_000)
+    trace = caches.read_trace().take_first(500 if args.quick else 4_000)
     one = worker("llama-2-70b", "H100-SXM-80GB", 4)
     estimate = one.estimate
     print(
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_row(*COLUMNS)
     print("|---" * len(COLUMNS) + "|")
     for count in args.sizes:
-        for each in CONVERSATION_RATES:
+        for each in RATES:
             rate = each * count
             scaled = replace(trace, arrival_ms=trace.arrival_ms * (trace.rate / rate))
             start = [str(count), f"{rate:.2f}"]

@@ -128,7 +128,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
                 return True
             return False
         cached = find_cached_prefix(state, i, r)
-    loaded = find_loadable(state, i, r, cached) if has_caches() else 0
+    loaded = find_loadable(state, i, r, cached) if has_caches() and inst.host_blocks > 0 else 0
     if loaded:
         if _admit_whole(state, i, s, queue, loaded, now):
             start_load(state, i, r, loaded, now)

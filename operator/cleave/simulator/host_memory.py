@@ -33,7 +33,7 @@ def find_loadable(state: State, i: int, r: int, cached: int) -> int:
     """Tokens of request `r` that instance `i` has in host memory after the `cached` ones that it
     has on its GPU, by the latest `find_cached_prefix`; never its last token."""
     inst, request, prompt = get_instance(state, i), get_request(state, r), get_prompt(state, r)
-    if inst.host_blocks == 0 or request.preemptions > 0:
+    if request.preemptions > 0:
         return 0
     limit = (request.to_compute - 1) // inst.block
     blocks = cached // inst.block

@@ -107,7 +107,9 @@ def predict_at(state: State, r: int, column: int, i: int, depth: int) -> float:
         wait_ms = count_mixed(pending, score) * inst.upper_token_ms
     else:
         wait_ms = predict_queue_ms(score, pending, state.now, inst.upper_token_ms)
-    load_ms = count_loaded(state, i, r, depth) * inst.host_token
+    load_ms = 0.0
+    if inst.host_tokens > 0:
+        load_ms = count_loaded(state, i, r, depth) * inst.host_token
     cost_ms = predict_cost_ms(wait_ms, uncached, inst.prompt_ms, inst.upper_token_ms, load_ms)
     return cost_ms - predict_pull_saving_ms(state, r, column, i, depth)
 
