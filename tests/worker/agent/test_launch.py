@@ -53,7 +53,9 @@ def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_add
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            **{"host": config.host, "port": 5601, "prefix_port": 5602},
+            "host": config.host,
+            "port": 5601,
+            "prefix_port": 5602,
             "ways": ["gloo"],
         },
         "engine_id": "boot1",

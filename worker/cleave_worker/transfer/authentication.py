@@ -1,8 +1,9 @@
 """Proofs that both ends of a KV connection, or of a link, have the producer's key.
 
 Used when a connection is opened (`authenticate_consumer` by servers, `connect_authenticated` by
-clients) and when a two-sided link is made; a scheduler signs the blocks of a cached prefix. The key never travels: each end sends a keyed hash
+clients) and when a two-sided link is made. The key never travels: each end sends a keyed hash
 (HMAC-SHA-256) of random bytes that the other end has chosen. Once per connection, not per block.
+A scheduler signs the numbers of cached blocks in the same way, for the ranks of its own engine.
 The bytes that follow are neither encrypted nor signed.
 """
 

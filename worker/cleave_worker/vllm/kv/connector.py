@@ -47,7 +47,6 @@ from cleave_worker.vllm.kv.worker_side import (
     WorkerSide,
 )
 
-
 _TRANSFER_TIMEOUT_S = 30.0
 
 
