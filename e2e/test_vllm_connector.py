@@ -221,6 +221,24 @@ def test_prefixes_are_pulled_side_by_side(vllm: Deployment) -> None:
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
 
 
+def test_turns_through_the_gateway_pull_what_the_decode_instance_has_said(
+    vllm: Deployment,
+) -> None:
+    source, case = engine_url(vllm, "prefill"), Case(45_000, 1_500, chat=False, stream=False)
+    text = str(case.body["prompt"])
+    # Capital letters are tokens, so what was said has the same tokens in the next prompt.
+    letters = post(source, case, "letters", prompt="BCDFGHJKLMNPQRSTVWXZ", max_tokens=1)
+    fields = {"allowed_token_ids": letters["choices"][0]["prompt_token_ids"][1:], "max_tokens": 150}
+    before = metric(source, PULLED)
+    for turn in range(6):
+        said = post(vllm.url, case, f"talk-{turn}", prompt=text, **fields)["choices"][0]
+        alone = compute(vllm, case, None, prompt=text, cache_salt=f"alone-{turn}", **fields)
+        assert said["token_ids"] == alone
+        text += said["text"] + "BCDFG"
+    assert metric(source, PULLED) > before
+    until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
+
+
 def test_a_source_that_is_killed_meanwhile_costs_no_token(vllm: Deployment) -> None:
     source, case = engine_url(vllm, "prefill"), Case(44_000, 700, chat=False, stream=False)
     expected = ask(engine_url(vllm, "decode"), case).tokens
@@ -230,10 +248,10 @@ def test_a_source_that_is_killed_meanwhile_costs_no_token(vllm: Deployment) -> N
     for process in processes:
         process.suspend()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(compute, vllm, case, place)
+        computed = pool.submit(compute, vllm, case, place)
         until(lambda: metric(source, "vllm:num_requests_waiting"), TIMEOUT_S, "it waits")
         for process in processes:
             with suppress(Exception):
                 process.kill()
-        assert asked.result(TIMEOUT_S) == expected
+        assert computed.result(TIMEOUT_S) == expected
     assert outcomes(source)["peer_lost"] == before + 1

@@ -2,7 +2,7 @@
 
 One thread accepts connections and one serves each connection; the engine never waits for any of
 them. `BlockLeases` manages the leases of prefills. Those of cached prefixes are the scheduler's
-(`PrefixServer`), whose signature tells a rank which blocks it may send. `RefusalReason` lists the
+(`PrefixServer`), whose signature shows a rank which blocks it may send. `RefusalReason` lists the
 reasons of refusals.
 """
 

@@ -48,7 +48,7 @@ def test_leading_blocks_are_kept_until_they_are_released(pool: Any, lock: Any) -
     cached, blocks = cache(pool, 3), lease(pool, lock)
     assert blocks.acquire(KEYS[:2]) == tuple(cached[:2])
     assert blocks.acquire([KEYS[0], KEYS[5], KEYS[1]]) == (cached[0],)
-    # What is leased is not evicted, whatever the engine needs.
+    # What is leased is not evicted even when the engine needs all blocks.
     free = pool.get_num_free_blocks()
     assert free == NUM_BLOCKS - 1 - 2
     taken = pool.get_new_blocks(free)

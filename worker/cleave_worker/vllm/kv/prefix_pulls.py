@@ -2,8 +2,8 @@
 
 The gateway names the engine that probably has the beginning of a prompt. When vLLM would schedule
 the prompt, the blocks that this engine lacks are requested there in a thread, and vLLM is answered
-"not yet"; it asks again in its next step. The lease lasts until the ranks have read the blocks, or
-the request ends. Whatever fails, the prompt is computed.
+"not yet"; it repeats the question in its next step. The lease lasts until the ranks have read the
+blocks, or the request ends. After any failure the prompt is computed.
 """
 
 import logging
@@ -31,7 +31,7 @@ _PARAMS_KEY = "prefix_source"
 _MAX_REQUESTS = 8
 """Concurrent requests for leases; a request takes milliseconds."""
 _AVOIDED_S = 30.0
-"""How long an engine that could not be reached is not asked again; an attempt takes seconds."""
+"""How long an engine that could not be reached is left alone; an attempt takes seconds."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Lookup:
     prefix: LeasedPrefix | None = None
     """None: not here yet, or there is none."""
     num_cached: int = 0
-    """Blocks that this engine had when vLLM asked last."""
+    """Blocks that this engine had at vLLM's last question."""
 
 
 class PrefixPulls:
