@@ -1,7 +1,7 @@
 """What an engine says about itself, as the agent reads it."""
 
-import asyncio
 import json
+import socket
 
 import pytest
 from aiohttp import web
@@ -89,10 +89,8 @@ async def test_a_page_of_metrics_that_fails_does_not_say_that_nothing_is_counted
 
 
 async def test_a_port_is_known_to_be_served_by_a_connection() -> None:
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-    port: int = server.sockets[0].getsockname()[1]
-    assert await engine_api.is_listening("127.0.0.1", port, 10)
-    server.close()
-    await server.wait_closed()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        assert await engine_api.is_listening("127.0.0.1", port, 10)
     assert not await engine_api.is_listening("127.0.0.1", port, 10)
     assert not await engine_api.is_listening("127.0.0.1", 0, 10)

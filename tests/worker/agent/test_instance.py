@@ -77,7 +77,7 @@ def test_the_registration_says_where_the_prefix_cache_can_be_pulled_from(
 ) -> None:
     with LoadPage(tmp_path / "load") as page:
         instance.start_boot("b1", "http://h:1", EnginePages(page))
-        instance.offer_prefixes(5602)
+        instance.set_prefix_port(5602)
         assert instance.copy_registration().prefix_port == 5602
         instance.start_boot("b2", "http://h:1", EnginePages(page))
         assert instance.copy_registration().prefix_port == 0

@@ -118,7 +118,7 @@ async def test_vllm_answers_a_request_before_it_may_become_ready(
         monkeypatch.setattr(engine_api, function.__name__, function)
     monkeypatch.setattr(supervisor, "keep_verified", keep_verified)
     monkeypatch.setattr(supervisor, "keep_loaded", keep_loaded)
-    instance = SimpleNamespace(set_engine_info=taken.append, offer_prefixes=taken.append)
+    instance = SimpleNamespace(set_engine_info=taken.append, set_prefix_port=taken.append)
     (tmp_path / "model.json").write_text(" {}")
     ports = {"engine_port": 1, "kv_port": 2, "prefix_port": 3}
     boot = Boot("b1", **ports, load_page=tmp_path / "load", engine_key="key")

@@ -17,7 +17,7 @@ from cleave_worker.transfer.handoff import RefusalReason, RefusedError  # noqa: 
 from cleave_worker.transfer.prefix_client import (  # noqa: E402
     LeasedPrefix,
     PrefixRead,
-    PrefixSource,
+    SourceAddress,
     check_lease,
     request_prefix,
 )
@@ -74,7 +74,7 @@ class Engine:
         addresses = (("127.0.0.1", self.rank.port),)
         offer = PrefixOffer("boot-s", ParallelShape(), addresses, SECRET, KEY)
         self.scheduler = PrefixServer("127.0.0.1", 0, offer, self.cache, lease_s)
-        self.source = PrefixSource("boot-s", "127.0.0.1", self.scheduler.port, KEY)
+        self.source = SourceAddress("boot-s", "127.0.0.1", self.scheduler.port, KEY)
 
     def close(self) -> None:
         self.scheduler.close()
@@ -264,6 +264,6 @@ def test_a_stranger_leases_nothing(message, start) -> None:
 
 
 def test_the_key_is_in_no_log() -> None:
-    assert KEY not in repr(PrefixSource("e", "h", 1, KEY))
+    assert KEY not in repr(SourceAddress("e", "h", 1, KEY))
     assert KEY not in repr(PrefixOffer("e", ParallelShape(), (), SECRET, KEY))
     assert SECRET not in repr(PrefixOffer("e", ParallelShape(), (), SECRET, KEY))

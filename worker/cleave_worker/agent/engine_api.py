@@ -72,9 +72,10 @@ async def is_listening(host: str, port: int, seconds: float) -> bool:
     try:
         async with asyncio.timeout(seconds):
             _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            await writer.wait_closed()
     except (OSError, TimeoutError):
         return False
-    writer.close()
     return True
 
 

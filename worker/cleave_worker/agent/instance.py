@@ -230,7 +230,7 @@ class WorkerInstance:
             return f"engine starts again{f' ({stage})' if stage else ''}: {failure}"
         return f"{STARTING}: {stage}" if stage else STARTING
 
-    def offer_prefixes(self, port: int) -> None:
+    def set_prefix_port(self, port: int) -> None:
         """Record where the engine's prefix cache can be pulled from, before it is verified."""
         self._registration.prefix_port = port
 

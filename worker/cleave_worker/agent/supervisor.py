@@ -179,7 +179,7 @@ class EngineSupervisor:
         prefix_port = choose_prefix_port(self._config, boot)
         timeout_s = self._config.timing.health_timeout
         if await engine_api.is_listening(self._config.host, prefix_port, timeout_s):
-            self._instance.offer_prefixes(prefix_port)
+            self._instance.set_prefix_port(prefix_port)
         await self._wait_for_engine_info(url, boot)
         verification = keep_verified(self._config, self._instance)
         adapters = keep_loaded(self._config, self._instance, url, build_headers(boot.engine_key))

@@ -27,7 +27,7 @@ _RESPONSE_TIMEOUT_S = 10.0
 """Longer than a producer waits for the steps that still compute the blocks."""
 
 
-class PrefixSource(msgspec.Struct, frozen=True):
+class SourceAddress(msgspec.Struct, frozen=True):
     """An engine that probably has the beginning of a prompt, as the gateway names it."""
 
     engine_id: str
@@ -39,14 +39,14 @@ class PrefixSource(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         """Without the key, for logs."""
-        return f"PrefixSource({self.engine_id}, {self.host}:{self.port})"
+        return f"SourceAddress({self.engine_id}, {self.host}:{self.port})"
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedPrefix:
     """Blocks that a prefix cache keeps for this engine."""
 
-    source: PrefixSource
+    source: SourceAddress
     lease: PrefixLease
     connection: FramedConnection = field(repr=False)
 
@@ -59,7 +59,7 @@ class LeasedPrefix:
 class PrefixRead:
     """Blocks of a lease to read, for a rank."""
 
-    source: PrefixSource
+    source: SourceAddress
     lease: PrefixLease
     num_skipped: int
     """Of the leased blocks; this engine has them by now."""
@@ -73,7 +73,7 @@ class PrefixRead:
         return Handoff(source.engine_id, "", lease.lease_id, "", 0, *place)
 
 
-def request_prefix(source: PrefixSource, keys: Sequence[bytes]) -> LeasedPrefix:
+def request_prefix(source: SourceAddress, keys: Sequence[bytes]) -> LeasedPrefix:
     """Lease the leading blocks of `keys` that another engine has cached, perhaps none. Blocks for
     at most 25 s. Raises RefusedError."""
     address = (source.host, source.port)
@@ -89,7 +89,7 @@ def request_prefix(source: PrefixSource, keys: Sequence[bytes]) -> LeasedPrefix:
     return LeasedPrefix(source, lease, connection)
 
 
-def check_lease(source: PrefixSource, lease_id: int) -> None:
+def check_lease(source: SourceAddress, lease_id: int) -> None:
     """Check that a lease has lasted until now. Raises RefusedError, also when it has not."""
     address = (source.host, source.port)
     with closing(connect_authenticated(address, source.key, _CONNECT_TIMEOUT_S)) as connection:

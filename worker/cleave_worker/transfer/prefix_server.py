@@ -87,9 +87,9 @@ class PrefixServer:
                 connection.send(PrefixLeaseState(is_leased), _MESSAGE_TIMEOUT_S)
             elif isinstance(message, PrefixRequest):
                 self._listener.mark_known(connection)
-                self._lease(connection, message)
+                self._grant_lease(connection, message)
 
-    def _lease(self, connection: FramedConnection, request: PrefixRequest) -> None:
+    def _grant_lease(self, connection: FramedConnection, request: PrefixRequest) -> None:
         offer = self._offer
         if not self._is_own(request.boot_id):
             fault: Message = ErrorResponse(RefusalReason.BOOT, f"this is boot {offer.boot_id}")

@@ -60,7 +60,7 @@ def test_no_other_thread_uses_the_pool_meanwhile(
     lock = step_lock.StepLock()
     monkeypatch.setattr(step_lock, "STEP_LOCK", lock)
     monkeypatch.setattr(step_lock, "Scheduler", Scheduler)
-    step_lock.guard_scheduler.__wrapped__()
+    step_lock.lock_scheduler.__wrapped__()
     scheduler = Scheduler(lock)
     assert lock.wait_for_steps(0)
     assert scheduler.schedule(throttle_prefills=True) == "step True"
@@ -75,7 +75,7 @@ def test_no_other_thread_uses_the_pool_meanwhile(
     lock._condition.release()
 
 
-def test_the_pool_is_used_in_the_guarded_operations_only(step_lock: Any) -> None:
+def test_the_pool_is_used_in_the_locked_operations_only(step_lock: Any) -> None:
     """A method of vLLM's scheduler that uses the pool is one of those, or is called by one."""
     from vllm.v1.core.sched.scheduler import Scheduler as Real
     from vllm.v1.engine.core import EngineCore, EngineCoreProc

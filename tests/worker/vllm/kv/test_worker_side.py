@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill, PrefillInProgress  # noqa: E402
 from cleave_worker.transfer.client import KvClient  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError  # noqa: E402
-from cleave_worker.transfer.prefix_client import PrefixRead, PrefixSource  # noqa: E402
+from cleave_worker.transfer.prefix_client import PrefixRead, SourceAddress  # noqa: E402
 from cleave_worker.transfer.protocol import PrefixLease  # noqa: E402
 from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
 from cleave_worker.transfer.transport import Transport  # noqa: E402
@@ -94,7 +94,7 @@ def test_prefixes_are_read_and_counted_apart_from_handoffs(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = PrefixRead(
-        PrefixSource("boot-s", "127.0.0.1", 1), PrefixLease(1, (3,), b"", ONE_RANK, ()), 0, (5,)
+        SourceAddress("boot-s", "127.0.0.1", 1), PrefixLease(1, (3,), b"", ONE_RANK, ()), 0, (5,)
     )
     refusals = [None, RefusedError(RefusalReason.LAPSED, "too late"), KeyError("unforeseen")]
 

@@ -39,7 +39,7 @@ from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, RankAddress
 from cleave_worker.vllm.kv.metrics import KvTransferMetrics, KvTransferStats
 from cleave_worker.vllm.kv.prefix_pulls import PrefixPulls
 from cleave_worker.vllm.kv.scheduler_side import FinishResult, SchedulerSide
-from cleave_worker.vllm.kv.step_lock import STEP_LOCK, guard_scheduler
+from cleave_worker.vllm.kv.step_lock import STEP_LOCK, lock_scheduler
 from cleave_worker.vllm.kv.worker_side import (
     READ_GRACE_S,
     ConnectorSettings,
@@ -104,7 +104,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         # With another policy a prefix that is lost would be an error for the client.
         is_recomputed = self._kv_transfer_config.kv_load_failure_policy == "recompute"
         if is_recomputed and can_lease_blocks(kv_cache_manager, self._kv_cache_config):
-            guard_scheduler()
+            lock_scheduler()
             block_size = self._vllm_config.cache_config.block_size
             self._prefix_pulls = PrefixPulls(self._boot_id, block_size)
 

@@ -20,7 +20,7 @@ from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 from cleave_worker.transfer.prefix_client import (
     LeasedPrefix,
     PrefixRead,
-    PrefixSource,
+    SourceAddress,
     request_prefix,
 )
 from cleave_worker.vllm.kv.metrics import PREFIX_MISSING, KvTransferStats
@@ -52,7 +52,7 @@ class PrefixPulls:
     def __init__(self, boot_id: str, block_size: int) -> None:
         self._boot_id = boot_id
         self._block_size = block_size
-        self._sources: dict[str, PrefixSource] = {}
+        self._sources: dict[str, SourceAddress] = {}
         self._lookups: dict[str, _Lookup] = {}
         """By request id, until the prefix is read."""
         self._reads: dict[str, PrefixRead] = {}
@@ -69,7 +69,7 @@ class PrefixPulls:
         if request.skip_reading_prefix_cache:
             return
         try:
-            source = msgspec.convert(params[_PARAMS_KEY], PrefixSource)
+            source = msgspec.convert(params[_PARAMS_KEY], SourceAddress)
         except msgspec.ValidationError:
             self._stats.record_prefix(RefusalReason.MALFORMED)
             return
@@ -87,8 +87,8 @@ class PrefixPulls:
             return None
         if lookup.prefix is None:
             lookup.prefix = self._take_lease(lookup.lease)
-        num_leased = len(lookup.prefix.lease.blocks) if lookup.prefix else 0
-        num_missing = lookup.first_block + num_leased - first
+        count = len(lookup.prefix.lease.blocks) if lookup.prefix else 0
+        num_missing = lookup.first_block + count - first
         # A block that was cached when the lease was requested may be evicted by now.
         if num_missing <= 0 or first < lookup.first_block:
             self.end(request.request_id)
@@ -145,7 +145,7 @@ class PrefixPulls:
         self._lookups[request.request_id] = _Lookup(first, lease)
         return None
 
-    def _request(self, source: PrefixSource, keys: Sequence[bytes]) -> LeasedPrefix:
+    def _request(self, source: SourceAddress, keys: Sequence[bytes]) -> LeasedPrefix:
         """Run in a thread. Raises RefusedError."""
         try:
             return request_prefix(source, keys)
@@ -154,7 +154,7 @@ class PrefixPulls:
                 self._avoided_until[source.engine_id] = time.monotonic() + _AVOIDED_S
             raise
 
-    def _is_avoided(self, source: PrefixSource) -> bool:
+    def _is_avoided(self, source: SourceAddress) -> bool:
         now = time.monotonic()
         for boot_id in [one for one, until in self._avoided_until.copy().items() if until <= now]:
             del self._avoided_until[boot_id]

@@ -62,15 +62,15 @@ STEP_LOCK = StepLock()
 
 
 @functools.cache
-def guard_scheduler() -> None:
+def lock_scheduler() -> None:
     """Let the scheduler of this process hold `STEP_LOCK` in its operations."""
     for name in _OPERATIONS:
-        setattr(Scheduler, name, _guard(getattr(Scheduler, name)))
+        setattr(Scheduler, name, _lock_operation(getattr(Scheduler, name)))
 
 
-def _guard(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _lock_operation(operation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operation)
-    def run_guarded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def run_locked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         with STEP_LOCK:
             result = operation(*args, **kwargs)
             if operation.__name__ == _SCHEDULE:
@@ -79,4 +79,4 @@ def _guard(operation: Callable[..., Any]) -> Callable[..., Any]:
                 STEP_LOCK.record_processed()
             return result
 
-    return run_guarded
+    return run_locked
