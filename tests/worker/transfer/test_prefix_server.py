@@ -228,8 +228,13 @@ def test_a_lease_with_more_blocks_than_requested_is_refused(
     start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()
-    monkeypatch.setattr(engine.cache, "acquire", lambda keys: (7,) * (len(keys) + 1))
-    monkeypatch.setattr(engine.cache, "release", lambda blocks: None)
+
+    def lease_too_many(keys: Sequence[bytes]) -> tuple[int, ...]:
+        blocks = (7,) * (len(keys) + 1)
+        engine.cache.leased += blocks
+        return blocks
+
+    monkeypatch.setattr(engine.cache, "acquire", lease_too_many)
     with pytest.raises(RefusedError) as refused:
         request_prefix(engine.source, KEYS)
     assert refused.value.reason is RefusalReason.MALFORMED
