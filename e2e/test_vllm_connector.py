@@ -2,17 +2,22 @@
 
 import concurrent.futures
 import random
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from cleave.rpc.engine_key import compute_kv_key
 from cleave_worker.transfer.transport import Transport
 
 from e2e.support.deployments import Deployment, deployed, until
 from e2e.support.handoffs import (
+    PREFILL_ORDER,
     RAN,
     decode,
     faults,
@@ -20,6 +25,7 @@ from e2e.support.handoffs import (
     is_free,
     lost,
     owning_other_kv,
+    post,
     prefill,
     talking_nonsense,
     tiny_with_connector,
@@ -125,3 +131,127 @@ def test_a_client_that_leaves_while_its_kv_is_awaited_frees_both_sides(vllm: Dep
             response.read()
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
     assert ask(vllm.url, case).tokens == ask(engine_url(vllm, "prefill"), case).tokens
+
+
+BLOCK_TOKENS = 128
+PULLED = "vllm:external_prefix_cache_hits_total"
+
+
+def name_source(vllm: Deployment, **changed: object) -> dict[str, object]:
+    """The decode engine, as the gateway names it to a prefill engine."""
+    decoding = vllm.instances()["tiny-decode-0"]
+    host = urlsplit(decoding.engine_url).hostname
+    key = compute_kv_key(decoding.engine_key)
+    place = {"engine_id": decoding.boot_id, "host": host, "port": decoding.prefix_port, "key": key}
+    return place | changed
+
+
+def outcomes(url: str) -> dict[str, float]:
+    """Pulls of prefixes by their outcome."""
+    name = "cleave_prefix_pulls_total{"
+    lines = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text.splitlines()
+    samples = [line for line in lines if line.startswith(name) and not line.endswith(" 0.0")]
+    return {line.split('outcome="')[1].split('"')[0]: float(line.split()[-1]) for line in samples}
+
+
+def compute(vllm: Deployment, case: Case, source: object, **fields: object) -> list[int]:
+    """Tokens of the prefill engine alone, which may pull the prompt's beginning."""
+    params = {"kv_transfer_params": {"prefix_source": source}} if source else {}
+    url = engine_url(vllm, "prefill")
+    answer = post(url, case, f"alone-{time.monotonic_ns()}", **params, **fields)
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def test_the_next_turn_pulls_the_answer_from_the_decode_instance(vllm: Deployment) -> None:
+    source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
+    case = Case(40_000, 600, chat=False, stream=False)
+    choice = post(vllm.url, case, "turn-1", max_tokens=200)["choices"][0]
+    said: list[int] = choice["prompt_token_ids"] + choice["token_ids"]
+    prompt = said + choice["prompt_token_ids"][:50]
+    before, counted = metric(source, PULLED), outcomes(source).get("pulled", 0)
+    params = PREFILL_ORDER | {"prefix_source": name_source(vllm)}
+    handed = post(source, case, "turn-2", prompt=prompt, max_tokens=1, kv_transfer_params=params)
+    # Of the last token that was said no KV is anywhere.
+    own = len(choice["prompt_token_ids"]) // BLOCK_TOKENS
+    theirs = (len(said) - 1) // BLOCK_TOKENS
+    assert theirs > own
+    assert metric(source, PULLED) - before == (theirs - own) * BLOCK_TOKENS
+    assert outcomes(source)["pulled"] == counted + 1
+    params = {"kv_transfer_params": handed["kv_transfer_params"], "prompt": prompt}
+    answer: dict[str, Any] = post(decoding, case, "turn-2", **params)
+    alone = compute(vllm, case, None, prompt=prompt, cache_salt="computed here")
+    assert answer["choices"][0]["token_ids"] == alone
+    until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
+
+
+def test_what_cannot_be_pulled_is_computed_with_the_same_tokens(vllm: Deployment) -> None:
+    source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
+    wrong: dict[str, dict[str, object]] = {
+        "pulled": {},
+        "boot": {"engine_id": "before"},
+        "peer_lost": {"port": 1, "engine_id": "gone"},
+        "malformed": {"port": "x"},
+    }
+    for number, (outcome, changed) in enumerate(wrong.items()):
+        case = Case(41_000 + number, 700, chat=False, stream=False)
+        expected, before = ask(decoding, case).tokens, outcomes(source).get(outcome, 0)
+        assert compute(vllm, case, name_source(vllm, **changed)) == expected, outcome
+        assert outcomes(source)[outcome] == before + 1
+    # Another tenant's prefix is found as little as one that was never there.
+    for fields in ({"cache_salt": "another tenant"}, {}):
+        case = Case(42_000 + len(fields), 700, chat=False, stream=False)
+        expected = compute(vllm, case, None, cache_salt="computed here")
+        if fields:
+            assert ask(decoding, case).tokens == expected
+        before = outcomes(source).get("missing", 0)
+        assert compute(vllm, case, name_source(vllm), **fields) == expected
+        assert outcomes(source)["missing"] == before + 1
+    until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
+
+
+def test_prefixes_are_pulled_side_by_side(vllm: Deployment) -> None:
+    source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
+    cases = [Case(43_000 + number, 500, chat=False, stream=False) for number in range(6)]
+    expected = [ask(decoding, case).tokens for case in cases]
+    before, place = outcomes(source)["pulled"], name_source(vllm)
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda case: compute(vllm, case, place), cases)) == expected
+    assert outcomes(source)["pulled"] == before + len(cases)
+    until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
+
+
+def test_turns_through_the_gateway_pull_what_the_decode_instance_has_said(
+    vllm: Deployment,
+) -> None:
+    source, case = engine_url(vllm, "prefill"), Case(45_000, 1_500, chat=False, stream=False)
+    text = str(case.body["prompt"])
+    # Capital letters are tokens, so what was said has the same tokens in the next prompt.
+    letters = post(source, case, "letters", prompt="BCDFGHJKLMNPQRSTVWXZ", max_tokens=1)
+    fields = {"allowed_token_ids": letters["choices"][0]["prompt_token_ids"][1:], "max_tokens": 140}
+    before = metric(source, PULLED)
+    for turn in range(4):
+        said = post(vllm.url, case, f"talk-{turn}", prompt=text, **fields)["choices"][0]
+        alone = compute(vllm, case, None, prompt=text, cache_salt=f"alone-{turn}", **fields)
+        assert said["token_ids"] == alone
+        text += said["text"] + "BCDFG"
+    assert metric(source, PULLED) > before
+    until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
+
+
+def test_a_source_that_is_killed_meanwhile_costs_no_token(vllm: Deployment) -> None:
+    source, case = engine_url(vllm, "prefill"), Case(44_000, 700, chat=False, stream=False)
+    expected = ask(engine_url(vllm, "decode"), case).tokens
+    place, before = name_source(vllm), outcomes(source).get("peer_lost", 0)
+    engine = vllm.engine("tiny-decode-0")
+    processes = [engine, *engine.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        computed = pool.submit(compute, vllm, case, place)
+        until(lambda: metric(source, "vllm:num_requests_waiting"), TIMEOUT_S, "it waits")
+        for process in processes:
+            with suppress(Exception):
+                process.kill()
+        assert computed.result(TIMEOUT_S) == expected
+    assert outcomes(source)["peer_lost"] == before + 1

@@ -63,6 +63,9 @@ def test_a_source_of_the_prefix_is_added_to_the_usual_request_for_kv() -> None:
     place = params.pop("prefix_source")
     assert place == {"engine_id": "boot-d1", "host": "10.0.0.7", "port": 5_600}
     assert params == json.loads(bytes(KV_REQUEST_PARAMS))
+    with_key = Target("d1", "10.0.0.7", 80, "", "boot-d1", 0, prefix_port=5_600, kv_key="secret")
+    params = json.loads(bytes(build_prefix_source_params(with_key)))
+    assert params["prefix_source"] == {**place, "key": "secret"}
 
 
 def test_no_handoff_differs_from_a_wrong_one() -> None:

@@ -1,6 +1,7 @@
 """What an engine says about itself, as the agent reads it."""
 
 import json
+import socket
 
 import pytest
 from aiohttp import web
@@ -85,3 +86,11 @@ async def test_a_page_of_metrics_that_fails_does_not_say_that_nothing_is_counted
     url = await served([BASE], status=503)
     with pytest.raises(HttpError, match="answers 503"):
         await engine_api.fetch_pull_counters(url, 5.0)
+
+
+async def test_a_port_is_known_to_be_served_by_a_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        assert await engine_api.is_listening("127.0.0.1", port, 10)
+    assert not await engine_api.is_listening("127.0.0.1", port, 10)
+    assert not await engine_api.is_listening("127.0.0.1", 0, 10)

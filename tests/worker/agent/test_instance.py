@@ -93,7 +93,8 @@ def test_the_registration_says_where_the_prefix_cache_can_be_pulled_from(
     instance: WorkerInstance, tmp_path: Path
 ) -> None:
     with LoadPage(tmp_path / "load") as page:
-        instance.start_boot("b1", "http://h:1", EnginePages(page), prefix_port=5602)
+        instance.start_boot("b1", "http://h:1", EnginePages(page))
+        instance.set_prefix_port(5602)
         assert instance.copy_registration().prefix_port == 5602
         instance.start_boot("b2", "http://h:1", EnginePages(page))
         assert instance.copy_registration().prefix_port == 0

@@ -22,7 +22,7 @@ from cleave_worker.agent.launch import (
     read_block_size,
 )
 
-BOOT = Boot("boot1", 8001, 5601, Path("/run/x/load"), cores=(2,))
+BOOT = Boot("boot1", 8001, 5601, Path("/run/x/load"), cores=(2,), prefix_port=5602)
 ON_GPU = replace(BOOT, gpu=True, cores=())
 ConfigOf = Callable[..., AgentConfig]
 
@@ -52,7 +52,12 @@ def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_add
         "kv_role": "kv_both",
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"host": config.host, "port": 5601, "ways": ["gloo"]},
+        "kv_connector_extra_config": {
+            "host": config.host,
+            "port": 5601,
+            "prefix_port": 5602,
+            "ways": ["gloo"],
+        },
         "engine_id": "boot1",
     }
 
@@ -73,6 +78,7 @@ def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> No
     assert output["kv_connector_extra_config"] == {
         "host": config.host,
         "port": 5601,
+        "prefix_port": 5602,
         "checkpoints": {},
     }
 

@@ -64,20 +64,21 @@ def test_a_full_disk_is_a_fault_of_this_boot_and_leaves_nothing(
         assert pages.load.read().num_running == 0
 
 
-@pytest.mark.parametrize(("engine", "port"), [("emulated", 2), ("vllm", 0)])
-def test_only_emulated_engines_offer_their_prefix_cache(
+@pytest.mark.parametrize(("engine", "port"), [("emulated", 2), ("vllm", 3)])
+def test_vllm_serves_its_prefix_cache_at_a_port_of_its_own(
     config_of: Callable[..., AgentConfig], tmp_path: Path, engine: str, port: int
 ) -> None:
-    boot = Boot("b1", engine_port=1, kv_port=2, load_page=tmp_path / "load")
+    boot = Boot("b1", engine_port=1, kv_port=2, prefix_port=3, load_page=tmp_path / "load")
     assert supervisor.choose_prefix_port(config_of(engine=engine), boot) == port
 
 
 @pytest.mark.parametrize(
     ("engine", "answer", "steps"),
     [
-        ("vllm", "", ["warm up", "info {}", "verify"]),
-        ("vllm", "400: no", ["warm up", "info {}", "verify"]),
+        ("vllm", "", ["warm up", 3, "info {}", "verify"]),
+        ("vllm", "400: no", ["warm up", 3, "info {}", "verify"]),
         ("vllm", HttpError("no answer"), ["warm up"]),
+        # Nothing listens there.
         ("emulated", "", ["info {}", "verify"]),
     ],
 )
@@ -87,15 +88,18 @@ async def test_vllm_answers_a_request_before_it_may_become_ready(
     tmp_path: Path,
     engine: str,
     answer: str | HttpError,
-    steps: list[str],
+    steps: list[str | int],
 ) -> None:
-    taken: list[str] = []
+    taken: list[str | int] = []
 
     async def check_health(*_: object) -> str:
         return ""
 
     async def fetch_info(*_: object, model_report: str) -> str:
         return f"info{model_report}"
+
+    async def is_listening(host: str, port: int, seconds: float) -> bool:
+        return port == 3
 
     async def warm_up(*_: object) -> str:
         taken.append("warm up")
@@ -110,13 +114,14 @@ async def test_vllm_answers_a_request_before_it_may_become_ready(
     async def keep_loaded(*_: object) -> None:
         await asyncio.sleep(60)
 
-    for function in (check_health, fetch_info, warm_up):
+    for function in (check_health, fetch_info, is_listening, warm_up):
         monkeypatch.setattr(engine_api, function.__name__, function)
     monkeypatch.setattr(supervisor, "keep_verified", keep_verified)
     monkeypatch.setattr(supervisor, "keep_loaded", keep_loaded)
-    instance = SimpleNamespace(set_engine_info=taken.append)
+    instance = SimpleNamespace(set_engine_info=taken.append, set_prefix_port=taken.append)
     (tmp_path / "model.json").write_text(" {}")
-    boot = Boot("b1", engine_port=1, kv_port=2, load_page=tmp_path / "load", engine_key="key")
+    ports = {"engine_port": 1, "kv_port": 2, "prefix_port": 3}
+    boot = Boot("b1", **ports, load_page=tmp_path / "load", engine_key="key")
     supervised = EngineSupervisor(config_of(engine=engine), instance, (), gpu=False)
     with pytest.raises(EngineFault):
         await asyncio.wait_for(supervised._supervise("http://e", boot), 10)

@@ -388,7 +388,7 @@ def test_an_owner_that_could_not_accept_a_reader_serves_the_next(
 def test_readers_that_say_nothing_do_not_keep_others_out(
     engines: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cleave_worker.transfer.server._MAX_CONSUMERS", 4)
+    monkeypatch.setattr("cleave_worker.transfer.listener._MAX_CONSUMERS", 4)
     holds = BlockLeases(BOUND_S, BOUND_S)
     for name in ("r", "s"):
         holds.grant(name, FinishedPrefill(1, "d", (3,)))

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.client import KvClient  # noqa: E402
+from cleave_worker.transfer.client import KvClient, _build_request  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError  # noqa: E402
 from cleave_worker.transfer.rank_resolver import find_remote_ranks  # noqa: E402
 from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
@@ -185,7 +185,7 @@ def test_a_rank_that_is_lost_while_it_reads_makes_void_what_the_others_read(
     handoff = owners.hold()
     (peer,) = find_remote_ranks(readers.ranks[0].kv, handoff)
     pair = readers.ranks[0]._get_connection(peer)
-    pair._request_or_reconnect(handoff, 0, HERE, slice(0, None))
+    pair._request_or_reconnect(_build_request(handoff, 0, HERE))
     pair.close()
     until(lambda: owners.have_freed(handoff))
     assert readers.pull(handoff, [1]) == [RefusalReason.NOT_HELD]

@@ -65,6 +65,20 @@ async def check_health(url: str, seconds: float) -> str:
     return "" if response.status == 200 else f"/health answers {response.status}"
 
 
+async def is_listening(host: str, port: int, seconds: float) -> bool:
+    """Return whether a connection to this port is accepted within `seconds`; never for port 0."""
+    if not port:
+        return False
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            await writer.wait_closed()
+    except (OSError, TimeoutError):
+        return False
+    return True
+
+
 async def fetch_info(
     url: str,
     engine: str,

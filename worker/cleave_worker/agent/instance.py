@@ -203,10 +203,9 @@ class WorkerInstance:
         pages: EnginePages,
         kv_port: int = 0,
         engine_key: str = "",
-        prefix_port: int = 0,
     ) -> None:
         """Record a new engine, with its pages and the key that it asks for. `kv_port`: where its KV
-        can be followed; `prefix_port`: where its prefix cache can be pulled from; 0: nowhere."""
+        can be followed; 0: nowhere."""
         self._pages = pages
         self._write_scheduling()
         self._write_access()
@@ -215,7 +214,7 @@ class WorkerInstance:
         state.engine_url = engine_url
         state.kv_port = kv_port
         state.engine_key = engine_key
-        state.prefix_port = prefix_port
+        state.prefix_port = 0
         state.ClearField("kv_path")
         state.ClearField("model_report")
         self._verified_paths.clear()
@@ -233,6 +232,10 @@ class WorkerInstance:
         if failure := self._registration.last_failure:
             return f"engine starts again{f' ({stage})' if stage else ''}: {failure}"
         return f"{STARTING}: {stage}" if stage else STARTING
+
+    def set_prefix_port(self, port: int) -> None:
+        """Record where the engine's prefix cache can be pulled from, before it is verified."""
+        self._registration.prefix_port = port
 
     def set_engine_info(self, info: ServedEngineInfo) -> None:
         """Record that the engine responds; the KV test comes next."""

@@ -88,6 +88,8 @@ class Boot:
     gpu: bool = False
     engine_key: str = field(default="", repr=False)
     """What the engine asks for; empty: nothing."""
+    prefix_port: int = 0
+    """Where CleaveConnector serves the prefix cache; 0: nowhere."""
     access_page: Path | None = None
     """Says whether it serves without its key for now."""
     meeting_point: MeetingPoint | None = None
@@ -261,7 +263,8 @@ def _build_kv_transfer_config(
         settings["kv_buffer_device"] = "cpu"
     if config.connector == "cleave" and "kv_connector" not in user_settings:
         settings |= _CLEAVE_CONNECTOR
-        extra: dict[str, object] = {"host": config.host, "port": boot.kv_port}
+        ports = {"port": boot.kv_port, "prefix_port": boot.prefix_port}
+        extra: dict[str, object] = {"host": config.host, **ports}
         if granularity := OVERLAPPED_TRANSFERS.get(config.transfer):
             extra["pace"] = granularity
         user_extra = user_settings.get(_EXTRA_CONFIG)

@@ -44,9 +44,9 @@ class EngineFault(RuntimeError):  # noqa: N818
 
 
 def choose_prefix_port(config: AgentConfig, boot: Boot) -> int:
-    """Return where the engine's prefix cache can be pulled from; 0: no connector of vLLM's serves
-    it (decision 114)."""
-    return boot.kv_port if config.engine == "emulated" else 0
+    """Return where the engine's prefix cache can be pulled from, if it serves it at all, which
+    depends on its connector and its model (decision 135)."""
+    return boot.kv_port if config.engine == "emulated" else boot.prefix_port
 
 
 def compute_restart_delay(quick_deaths: int, timing: AgentTiming) -> float:
@@ -139,10 +139,7 @@ class EngineSupervisor:
             )
             try:
                 kv_port = boot.kv_port if self._config.is_overlapped else 0
-                prefix_port = choose_prefix_port(self._config, boot)
-                self._instance.start_boot(
-                    boot.boot_id, url, pages, kv_port, boot.engine_key, prefix_port
-                )
+                self._instance.start_boot(boot.boot_id, url, pages, kv_port, boot.engine_key)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 supervision = self._supervise(url, boot)
                 of_gang = [_raise_at_stop(self._gang)] if self._gang else []
@@ -164,6 +161,7 @@ class EngineSupervisor:
             boot_id=create_boot_id(self._config),
             engine_port=self._config.engine_port or find_free_port(host),
             kv_port=find_free_port(host),
+            prefix_port=find_free_port(host),
             load_page=folder / "load",
             scheduling_page=folder / "terms" if self._config.scheduling else None,
             cores=self._cores,
@@ -178,6 +176,10 @@ class EngineSupervisor:
         if self._config.engine == "vllm":
             # Before peers learn that it responds and test with it.
             await self._warm_up(url, boot.engine_key)
+        prefix_port = choose_prefix_port(self._config, boot)
+        timeout_s = self._config.timing.health_timeout
+        if await engine_api.is_listening(self._config.host, prefix_port, timeout_s):
+            self._instance.set_prefix_port(prefix_port)
         await self._wait_for_engine_info(url, boot)
         verification = keep_verified(self._config, self._instance)
         adapters = keep_loaded(self._config, self._instance, url, build_headers(boot.engine_key))

@@ -3,6 +3,7 @@
 Used when a connection is opened (`authenticate_consumer` by servers, `connect_authenticated` by
 clients) and when a two-sided link is made. The key never travels: each end sends a keyed hash
 (HMAC-SHA-256) of random bytes that the other end has chosen. Once per connection, not per block.
+A scheduler signs the numbers of cached blocks in the same way, for the ranks of its own engine.
 The bytes that follow are neither encrypted nor signed.
 """
 
@@ -10,6 +11,8 @@ import hashlib
 import hmac
 import secrets
 import time
+from array import array
+from collections.abc import Iterable
 
 from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 from cleave_worker.transfer.protocol import (
@@ -46,6 +49,12 @@ def compute_link_macs(key: str, nonce: bytes) -> tuple[bytes, bytes]:
         compute_mac(key, b"link of the producer", nonce),
         compute_mac(key, b"link of the consumer", nonce),
     )
+
+
+def compute_blocks_mac(secret: str, blocks: Iterable[int]) -> bytes:
+    """Signature of a scheduler under the numbers of blocks that it has leased, for the ranks of its
+    own engine, which have the same secret."""
+    return compute_mac(secret, array("q", blocks).tobytes())
 
 
 def connect_authenticated(address: tuple[str, int], key: str, seconds: float) -> FramedConnection:

@@ -1,8 +1,9 @@
 """The consumer side of KV transfers: pulls leased blocks into blocks of this engine.
 
 Called from worker threads: concurrently for different producers, serially for one producer rank.
-When a pull returns, the local blocks contain exactly the KV that the handoff names. Otherwise it
-raises RefusedError with a reason, and the engine must not use the local blocks.
+When a pull returns, the local blocks contain exactly the KV that the handoff or the lease of a
+prefix names. Otherwise it raises RefusedError with a reason, and the engine must not use the local
+blocks.
 """
 
 import logging
@@ -11,10 +12,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 
+import msgspec
+
 from cleave_worker.transfer import protocol
 from cleave_worker.transfer.authentication import connect_authenticated
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.memory import list_ranges, plan_copies
+from cleave_worker.transfer.prefix_client import PrefixRead, check_lease
 from cleave_worker.transfer.progress import KvChunk
 from cleave_worker.transfer.rank_resolver import RankResolver, RemoteRank, find_remote_ranks
 from cleave_worker.transfer.server import RegisteredKv, compute_checksums
@@ -72,10 +76,30 @@ class KvClient:
             raise RefusedError(RefusalReason.BOOT, "an engine cannot pull from itself")
         ranks = self.resolve_ranks(handoff)
         needed = [rank for rank in ranks if rank.source.part]
-        transports = [self._pull_from_rank(rank, handoff, first, blocks) for rank in needed]
+        request = _build_request(handoff, first, blocks)
+        transports = [self._pull_from_rank(rank, request, blocks) for rank in needed]
         for rank in ranks:
             if not rank.source.part:
                 self.decline_rank(rank, handoff)
+        return transports[0]
+
+    def pull_prefix(self, read: PrefixRead) -> Transport:
+        """Fill local blocks with blocks that the prefix cache of another engine has leased to this
+        one, and check that the lease has lasted. Returns the transport. Raises RefusedError."""
+        handoff = read.build_handoff()
+        if handoff.boot_id == self.kv.boot_id:
+            raise RefusedError(RefusalReason.BOOT, "an engine cannot pull from itself")
+        request = msgspec.structs.replace(
+            _build_request(handoff, read.num_skipped, read.blocks),
+            blocks=read.lease.blocks,
+            blocks_mac=read.lease.blocks_mac,
+        )
+        transports = [
+            self._pull_from_rank(rank, request, read.blocks)
+            for rank in find_remote_ranks(self.kv, handoff)
+            if rank.source.part
+        ]
+        check_lease(read.source, read.lease.lease_id)
         return transports[0]
 
     def pull_chunk(
@@ -84,7 +108,12 @@ class KvClient:
         """Fill some layers of local `blocks` with a chunk of a running prefill. `LayerwiseClient`
         releases the prefill and checks its lease. Raises RefusedError."""
         layers = slice(chunk.first_layer, chunk.first_layer + chunk.num_layers)
-        return self._pull_from_rank(rank, handoff, chunk.first_block, blocks, layers)
+        request = msgspec.structs.replace(
+            _build_request(handoff, chunk.first_block, blocks),
+            first_layer=chunk.first_layer,
+            num_layers=chunk.num_layers,
+        )
+        return self._pull_from_rank(rank, request, blocks, layers)
 
     def resolve_ranks(
         self, handoff: Handoff, seconds: float = protocol.RESPONSE_TIMEOUT_S
@@ -146,14 +175,13 @@ class KvClient:
     def _pull_from_rank(
         self,
         rank: RemoteRank,
-        handoff: Handoff,
-        first: int,
+        request: protocol.PullRequest,
         blocks: Sequence[int],
         layers: slice = _ALL_LAYERS,
     ) -> Transport:
         connection = self._get_connection(rank)
         try:
-            return connection.pull(handoff, first, blocks, layers)
+            return connection.pull(request, blocks, layers)
         except RefusedError as refused:
             if refused.reason in _BROKEN_CONNECTION_REASONS:
                 with self._lock:
@@ -208,15 +236,18 @@ class _RankConnection:
         self._meter = BandwidthMeter()
         self._logged_at_bytes = 0
 
-    def pull(self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice) -> Transport:
-        """Pull some layers of a running prefill, or all of a finished one and release it."""
+    def pull(
+        self, request: protocol.PullRequest, blocks: Sequence[int], layers: slice
+    ) -> Transport:
+        """Pull some layers of a running prefill, all of a finished one and release it, or blocks of
+        a cached prefix."""
         with self._lock, refuse_on(LinkError, RefusalReason.PEER_LOST):
-            response = self._request_or_reconnect(handoff, first, blocks, layers)
+            response = self._request_or_reconnect(request)
             self._transfer(response, blocks, layers)
             assert self._connection
             assert self.transport
-            if layers == _ALL_LAYERS:
-                protocol.release_blocks(self._connection, handoff.request_id, handoff.epoch)
+            if layers == _ALL_LAYERS and not request.blocks:
+                protocol.release_blocks(self._connection, request.request_id, request.epoch)
             local = self._local_layers[layers]
             if self._client.check_bytes and response.checksums != compute_checksums(
                 self._kv.memory, local, blocks
@@ -235,38 +266,26 @@ class _RankConnection:
             if link:
                 link.close()
 
-    def _request_or_reconnect(
-        self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice
-    ) -> protocol.PullResponse:
+    def _request_or_reconnect(self, request: protocol.PullRequest) -> protocol.PullResponse:
         is_new = self._connection is None
         if is_new:
             self._open()
         try:
-            return self._request_blocks(handoff, first, blocks, layers)
+            return self._request_blocks(request)
         except RefusedError as refused:
             if is_new or refused.reason is not RefusalReason.PEER_LOST:
                 raise
         # The connection was idle, or the producer was lost: reconnect once to find out.
         self.close()
         self._open()
-        return self._request_blocks(handoff, first, blocks, layers)
+        return self._request_blocks(request)
 
-    def _request_blocks(
-        self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice
-    ) -> protocol.PullResponse:
-        pull = protocol.PullRequest(
-            request_id=handoff.request_id,
-            epoch=handoff.epoch,
-            prompt_digest=handoff.prompt_digest,
-            first_block=first,
-            num_blocks=len(blocks),
-            send=self._two_sided is not None,
-            checksums=self._client.check_bytes,
-            first_layer=layers.start,
-            num_layers=(layers.stop or 0) - layers.start,
+    def _request_blocks(self, request: protocol.PullRequest) -> protocol.PullResponse:
+        pull = msgspec.structs.replace(
+            request, send=self._two_sided is not None, checksums=self._client.check_bytes
         )
         response = self._send_request(pull, protocol.PullResponse)
-        if len(response.blocks) != len(blocks):
+        if len(response.blocks) != request.num_blocks:
             fault = "the producer returned another number of blocks"
             raise RefusedError(RefusalReason.MALFORMED, fault)
         return response
@@ -339,3 +358,17 @@ class _RankConnection:
             _log.info("transport %s does not work with %s: %s", transport, rank.boot_id, error)
             return False
         return True
+
+
+def _build_request(handoff: Handoff, first: int, blocks: Sequence[int]) -> protocol.PullRequest:
+    """For all layers of a handoff's blocks from number `first` on; the connection knows whether the
+    producer sends them."""
+    return protocol.PullRequest(
+        request_id=handoff.request_id,
+        epoch=handoff.epoch,
+        prompt_digest=handoff.prompt_digest,
+        first_block=first,
+        num_blocks=len(blocks),
+        send=False,
+        checksums=False,
+    )

@@ -129,6 +129,11 @@ class PullRequest(Message, frozen=True):
     first_layer: int = 0
     num_layers: int = 0
     """0: all layers of a finished prefill; else a chunk of a running one."""
+    blocks: tuple[int, ...] = ()
+    """Of a cached prefix: all of `PrefixLease.blocks`, of which `first_block` and `num_blocks`
+    select; `request_id` and what identifies a prefill are then empty."""
+    blocks_mac: bytes = b""
+    """`PrefixLease.blocks_mac`."""
 
 
 class ProgressRequest(Message, frozen=True):
@@ -173,6 +178,42 @@ class LeaseHeartbeat(Message, frozen=True):
     """Extend the leases of requests that are still queued at the consumer. No response."""
 
     request_ids: tuple[str, ...]
+
+
+class PrefixRequest(Message, frozen=True):
+    """First message at a scheduler's port: leases the beginning of a prompt in its prefix cache.
+    Answered by `PrefixLease`."""
+
+    boot_id: str
+    keys: tuple[bytes, ...]
+    """Those under which prefix caches know the blocks, in the order of the prompt."""
+
+
+class PrefixLease(Message, frozen=True):
+    """The leading blocks of the request that are in the prefix cache, leased until the consumer
+    closes the connection, for a bounded time."""
+
+    lease_id: int
+    blocks: tuple[int, ...]
+    blocks_mac: bytes
+    """For the ranks: the scheduler's signature under `blocks`."""
+    shape: ParallelShape
+    addresses: tuple[tuple[str, int], ...]
+    """(host, port) of each rank, in the order of ranks."""
+
+
+class PrefixLeaseCheck(Message, frozen=True):
+    """First message at a scheduler's port, of a rank that has read blocks of a lease. Answered by
+    `PrefixLeaseState`."""
+
+    boot_id: str
+    lease_id: int
+
+
+class PrefixLeaseState(Message, frozen=True):
+    """Whether the blocks are still leased; if not, the consumer must discard what it read."""
+
+    is_leased: bool
 
 
 class ErrorResponse(Message, frozen=True):

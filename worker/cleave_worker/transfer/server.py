@@ -1,23 +1,23 @@
 """The producer side of KV transfers: a server through which consumers pull leased blocks.
 
 One thread accepts connections and one serves each connection; the engine never waits for any of
-them. `BlockLeases` manages leases; `RefusalReason` lists the reasons of refusals.
+them. `BlockLeases` manages the leases of prefills. Those of cached prefixes are the scheduler's
+(`PrefixServer`), whose signature shows a rank which blocks it may send. `RefusalReason` lists the
+reasons of refusals.
 """
 
+import hmac
 import logging
-import socket
-import threading
-import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
 from cleave_worker.transfer import authentication, protocol
 from cleave_worker.transfer.block_leases import BlockLeases, BlockRequest, ConsumerRank
 from cleave_worker.transfer.copy_stream import select_copy_stream, select_device
 from cleave_worker.transfer.handoff import KvLayout, RefusalReason, RefusedError, refuse_on
+from cleave_worker.transfer.listener import Listener
 from cleave_worker.transfer.memory import LayerRegion, Memory, list_ranges
 from cleave_worker.transfer.progress import KvChunk
 from cleave_worker.transfer.rank_barrier import RankBarrier
@@ -32,8 +32,6 @@ _IDLE_TIMEOUT_S = 120.0
 """Idle connections are closed; consumers reconnect when they need to."""
 _PREFILL_WAIT_S = 10.0
 """From a handoff in a response to the engine's next step, which leases its blocks."""
-_MAX_CONSUMERS = 256
-_ACCEPT_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +76,14 @@ class KvServer:
         has_nixl = nixl_agent.is_installed()
         self.nixl_regions = nixl.RegisteredRegions(name, kv.memory) if has_nixl else None
         self.transfer_s = transfer_s
-        self._listener = socket.create_server((kv.host, port), backlog=128)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = Listener(kv.host, port, self._serve)
+        self.port = self._listener.port
         self._ranks: Future[protocol.RanksResponse] = Future()
+        self.prefix_secret = ""
+        """Of this boot: signs the blocks that its scheduler leases; empty: none yet."""
         if kv.shard.shape.num_ranks == 1:
             self.set_rank_addresses(((kv.host, self.port),))
-        self._connections: dict[protocol.FramedConnection, bool] = {}
-        """Whether each one has proven its key and named this boot and its layout, oldest first."""
-        self._closed = False
-        threading.Thread(target=self._accept, name="kv-server", daemon=True).start()
+        self._listener.start()
 
     def set_rank_addresses(self, addresses: tuple[tuple[str, int], ...]) -> None:
         """Set the (host, port) of each rank of this engine, for consumers that know only rank 0."""
@@ -95,39 +92,7 @@ class KvServer:
 
     def close(self) -> None:
         """Stop listening and close all connections."""
-        self._closed = True
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)
-        finally:
-            self._listener.close()
-        for connection in list(self._connections):
-            connection.close()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connected, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closed:
-                    # For instance out of file descriptors: wait until connections close.
-                    _log.warning("cannot accept a KV consumer: %s", error)
-                    time.sleep(_ACCEPT_RETRY_S)
-                continue
-            if len(self._connections) >= _MAX_CONSUMERS and not self._make_room():
-                connected.close()
-                continue
-            connection = protocol.FramedConnection(connected)
-            self._connections[connection] = False
-            serve = partial(self._serve, connection)
-            threading.Thread(target=serve, name="kv-serve", daemon=True).start()
-
-    def _make_room(self) -> bool:
-        """Close the oldest connection that has not introduced itself; False: all of them have."""
-        for connection, is_known in tuple(self._connections.items()):
-            if not is_known and self._connections.pop(connection, None) is not None:
-                connection.close()
-                return True
-        return False
+        self._listener.close()
 
     def _serve(self, connection: protocol.FramedConnection) -> None:
         session = _ServerSession(self, connection)
@@ -140,7 +105,7 @@ class KvServer:
                 session.send(self._resolve_ranks(first))
                 return
             session.accept_handshake(first)
-            self._connections[connection] = True
+            self._listener.mark_known(connection)
             while True:
                 session.handle(connection.receive(_IDLE_TIMEOUT_S))
         except RefusedError as refused:
@@ -150,8 +115,6 @@ class KvServer:
             pass  # The consumer closed the connection, or was idle.
         finally:
             session.close()
-            connection.close()
-            self._connections.pop(connection, None)
 
     def _resolve_ranks(self, request: protocol.RanksRequest) -> protocol.Message:
         if request.boot_id != self.kv.boot_id:
@@ -205,6 +168,8 @@ class _ServerSession:
 
     def _handle(self, message: protocol.Message) -> None:
         match message:
+            case protocol.PullRequest() if message.blocks:
+                self._pull_prefix(message)
             case protocol.PullRequest() if message.num_layers:
                 self._pull_chunk(message)
             case protocol.PullRequest():
@@ -245,6 +210,16 @@ class _ServerSession:
         request = BlockRequest(*identity, pull.first_block, pull.num_blocks)
         blocks = self._server.rank_barrier.acquire(self._consumer, request, _PREFILL_WAIT_S)
         self._active_read = (pull.request_id, pull.epoch)
+        self._send_pull_response(pull, blocks, self._layers)
+
+    def _pull_prefix(self, pull: protocol.PullRequest) -> None:
+        """The scheduler holds the lease; the consumer asks it whether the lease lasted."""
+        secret = self._server.prefix_secret
+        expected = authentication.compute_blocks_mac(secret, pull.blocks)
+        if not secret or not hmac.compare_digest(pull.blocks_mac, expected):
+            fault = "this engine's scheduler has not leased these blocks"
+            raise RefusedError(RefusalReason.NOT_HELD, fault)
+        blocks = pull.blocks[pull.first_block : pull.first_block + pull.num_blocks]
         self._send_pull_response(pull, blocks, self._layers)
 
     def _pull_chunk(self, pull: protocol.PullRequest) -> None:

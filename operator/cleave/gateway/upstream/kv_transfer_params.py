@@ -49,7 +49,10 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
 def build_prefix_source_params(source: Target) -> msgspec.Raw:
     """`kv_transfer_params` for a prefill engine that is to pull the beginning of the prompt from
     the prefix cache of another engine."""
-    place = {"engine_id": source.boot_id, "host": source.host, "port": source.prefix_port}
+    place: dict[str, object] = {"engine_id": source.boot_id, "host": source.host}
+    place["port"] = source.prefix_port
+    if source.kv_key:
+        place["key"] = source.kv_key
     return msgspec.Raw(
         bytes(KV_REQUEST_PARAMS)[:-1] + b',"prefix_source":%b}' % msgspec.json.encode(place)
     )

@@ -24,7 +24,7 @@ def side(boot_id: str) -> Any:
     from cleave_worker.vllm.kv.scheduler_side import SchedulerSide
 
     scheduler = SchedulerSide(boot_id, BLOCK_SIZE, ParallelShape(2, (0, 3)))
-    scheduler.set_rank_addresses((("10.0.0.1", 5601),))
+    scheduler.set_rank_addresses((("10.0.0.1", 5601),), "secret")
     return scheduler
 
 
@@ -61,7 +61,8 @@ def handed(vllm_request: ModuleType) -> dict[str, Any]:
 
 def test_ranks_hear_once_where_all_of_them_serve(vllm_request: ModuleType) -> None:
     prefill = side("boot-p")
-    assert prefill.build_metadata().addresses == (("10.0.0.1", 5601),)
+    first = prefill.build_metadata()
+    assert (first.addresses, first.prefix_secret) == ((("10.0.0.1", 5601),), "secret")
     assert prefill.build_metadata().addresses == ()
 
 

@@ -76,6 +76,32 @@ def test_failed_pulls_are_reported_and_answered_as_before(base: Any) -> None:
     assert KVTransferConfig(kv_load_failure_policy="recompute").engine_id
 
 
+def test_the_cache_is_bound_before_ranks_are_known_and_reads_end_in_a_step(base: Any) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    assert "connector.bind_kv_cache_manager(" in inspect.getsource(Scheduler.__init__)
+    source = inspect.getsource(EngineCore.__init__)
+    assert source.index("self.scheduler:") < source.index("set_xfer_handshake_metadata_pp_aware(")
+    ended = inspect.getsource(Scheduler._update_from_kv_xfer_finished)
+    assert ended.index("update_connector_output(") < ended.index("finished_recving_kv_req_ids")
+    assert (
+        "is None:" in inspect.getsource(Scheduler.schedule).split("get_num_new_matched_tokens")[1]
+    )
+    assert names(BlockPool.get_cached_block) == ["self", "block_hash", "kv_cache_group_ids"]
+
+
+def test_blocks_have_the_same_keys_in_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CacheConfig
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    function = get_hash_fn_by_name(CacheConfig().prefix_caching_hash_algo)
+    assert kv_cache_utils.resolve_none_hash_seed(function) == "vllm-none-hash"
+
+
 def test_the_fields_of_a_scheduled_request_have_their_names() -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -85,6 +111,7 @@ def test_the_fields_of_a_scheduled_request_have_their_names() -> None:
     for attribute in (
         *("request_id", "prompt_token_ids", "num_prompt_tokens", "kv_transfer_params"),
         *("lora_request", "cache_salt", "mm_features", "status"),
+        *("block_hashes", "skip_reading_prefix_cache"),
     ):
         assert f"self.{attribute}" in source, attribute
     assert {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"} <= set(RequestStatus.__members__)
@@ -134,6 +161,8 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
     transfers.record_pull(Transport.GLOO, 0.5, 1000)
     transfers.record_refusal(RefusalReason.PROMPT)
     transfers.record_expired(2)
+    transfers.record_prefix("pulled")
+    transfers.record_prefix(RefusalReason.LAPSED)
     other = connector.build_kv_connector_stats(transfers.data)
     series.observe(transfers.aggregate(other.clone_and_reset()).data)
     page = generate_latest(registry).decode()
@@ -142,6 +171,8 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
     assert 'reason="prompt"} 2.0' in page
     assert 'reason="expired"} 4.0' in page
     assert 'reason="boot"} 0.0' in page
+    for outcome, number in (("pulled", 2), ("lapsed", 2), ("missing", 0)):
+        assert f'cleave_prefix_pulls_total{{engine="0",outcome="{outcome}"}} {number}.0' in page
 
 
 def test_the_fields_of_a_scheduler_step_have_their_names() -> None:

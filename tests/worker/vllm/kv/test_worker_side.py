@@ -11,7 +11,9 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill, PrefillInProgress  # noqa: E402
 from cleave_worker.transfer.client import KvClient  # noqa: E402
-from cleave_worker.transfer.handoff import Handoff, RefusalReason  # noqa: E402
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError  # noqa: E402
+from cleave_worker.transfer.prefix_client import PrefixRead, SourceAddress  # noqa: E402
+from cleave_worker.transfer.protocol import PrefixLease  # noqa: E402
 from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
 from cleave_worker.transfer.transport import Transport  # noqa: E402
 
@@ -23,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 BOUND_S = 60.0
+ONE_RANK = ParallelShape()
 
 
 @pytest.fixture
@@ -85,6 +88,33 @@ def test_a_refused_pull_is_reported_as_failed_with_its_reason(start: Callable[..
     decode.start_pulls({"mine": build_pull(prefill.port, boot_id="before")}, {})
     assert received(decode) == ({"mine"}, {"mine"})
     assert decode.take_stats().data["ended"] == {RefusalReason.BOOT: 1}
+
+
+def test_prefixes_are_read_and_counted_apart_from_handoffs(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = PrefixRead(
+        SourceAddress("boot-s", "127.0.0.1", 1), PrefixLease(1, (3,), b"", ONE_RANK, ()), 0, (5,)
+    )
+    refusals = [None, RefusedError(RefusalReason.LAPSED, "too late"), KeyError("unforeseen")]
+
+    def pull(client: KvClient, given: PrefixRead) -> Transport:
+        assert given is read
+        if refusal := refusals.pop(0):
+            raise refusal
+        return Transport.GLOO
+
+    monkeypatch.setattr(KvClient, "pull_prefix", pull)
+    reader = start("boot-r", caches(0))
+    reader.apply_metadata(orders(addresses=(("127.0.0.1", 1),), prefix_secret="secret"))
+    assert reader._server.prefix_secret == "secret"
+    for failed in (set(), {"mine"}, {"mine"}):
+        reader.start_prefix_reads({"mine": read})
+        assert received(reader) == ({"mine"}, failed)
+    stats = reader.take_stats().data
+    assert stats["prefixes"] == {"pulled": 1, RefusalReason.LAPSED: 1, RefusalReason.PEER_LOST: 1}
+    assert stats["ended"] == {}
+    assert list(stats["bytes"]) == [Transport.GLOO]
 
 
 def test_after_any_failure_the_end_of_the_request_is_reported(

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from cleave_worker.transfer.checkpoints import CheckpointStore
@@ -27,7 +27,7 @@ from cleave_worker.transfer.memory import register_tensors
 from cleave_worker.vllm.kv.checkpoint_scheduler import CheckpointMetadata, CheckpointScheduler
 from cleave_worker.vllm.kv.checkpoint_worker import CheckpointWorker
 from cleave_worker.vllm.kv.connector import CleaveConnector, compute_rank
-from cleave_worker.vllm.kv.layout import build_layout
+from cleave_worker.vllm.kv.layout import build_layout, find_layer_that_frees_blocks
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata
 from cleave_worker.vllm.kv.metrics import KvTransferStats
 from cleave_worker.vllm.kv.scheduler_side import FinishResult
@@ -73,10 +73,10 @@ class CheckpointedConnector(CleaveConnector):
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """Return the tokens to pull, else to restore, and whether that happens between steps."""
         to_pull = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if to_pull[0]:
+        if to_pull[0] != 0:
             return to_pull
         checkpoints = self._require_checkpoint_scheduler()
         count = checkpoints.count_restorable_tokens(request, num_computed_tokens)
@@ -167,12 +167,11 @@ KVConnectorFactory.register_connector(_NAME, __name__, _NAME)
 
 def check_attention(spec: object) -> None:
     """Raises ValueError for models that free blocks of a running request."""
-    for layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
-        if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
-            raise ValueError(
-                f"checkpoints: the model has KV cache layers of type {type(layer).__name__}, which "
-                "frees blocks of running requests: leave checkpoints out"
-            )
+    if name := find_layer_that_frees_blocks(spec):
+        raise ValueError(
+            f"checkpoints: the model has KV cache layers of type {name}, which frees blocks of "
+            "running requests: leave checkpoints out"
+        )
 
 
 def read_settings(value: object) -> tuple[Path, int]:

@@ -7,6 +7,7 @@ memory: such handoffs are refused and counted, and the prompt is recomputed or f
 
 import logging
 import os
+import secrets
 from typing import Any
 
 import torch
@@ -17,24 +18,36 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionMetadata
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
 from cleave.rpc.engine_key import compute_kv_key
 from cleave_worker.transfer.memory import register_tensors
+from cleave_worker.transfer.prefix_server import PrefixOffer, PrefixServer
 from cleave_worker.transfer.server import RegisteredKv
 from cleave_worker.transfer.sharding import ShardSpec
 from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.nixl import choose_transports, filter_installed
+from cleave_worker.vllm.kv.cached_blocks import CachedBlocks, can_lease_blocks
 from cleave_worker.vllm.kv.layout import build_layout, build_shape, check_layout
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, RankAddress
 from cleave_worker.vllm.kv.metrics import KvTransferMetrics, KvTransferStats
+from cleave_worker.vllm.kv.prefix_pulls import PrefixPulls
 from cleave_worker.vllm.kv.scheduler_side import FinishResult, SchedulerSide
-from cleave_worker.vllm.kv.worker_side import ConnectorSettings, TransferGranularity, WorkerSide
+from cleave_worker.vllm.kv.step_lock import STEP_LOCK, lock_scheduler
+from cleave_worker.vllm.kv.worker_side import (
+    READ_GRACE_S,
+    ConnectorSettings,
+    TransferGranularity,
+    WorkerSide,
+)
+
+_TRANSFER_TIMEOUT_S = 30.0
 
 
 class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
@@ -57,6 +70,9 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._worker: WorkerSide | None = None
         self._layer_positions: dict[str, int] = {}
         self._scheduler: SchedulerSide | None = None
+        self._prefix_pulls: PrefixPulls | None = None
+        """None: this engine computes what it has not cached."""
+        self._prefix_server: PrefixServer | None = None
         if role is base.KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
             self._scheduler = SchedulerSide(
@@ -82,29 +98,58 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     # Scheduler side
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Prepare to pull prefixes from the caches of other engines, and to offer the own one."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        # With another policy a prefix that is lost would be an error for the client.
+        is_recomputed = self._kv_transfer_config.kv_load_failure_policy == "recompute"
+        if is_recomputed and can_lease_blocks(kv_cache_manager, self._kv_cache_config):
+            lock_scheduler()
+            block_size = self._vllm_config.cache_config.block_size
+            self._prefix_pulls = PrefixPulls(self._boot_id, block_size)
+
     def on_new_request(self, request: Request) -> None:
-        """Read the handoff of a request that has arrived."""
+        """Read the handoff of a request that has arrived, and where its prefix may be."""
         self._require_scheduler().on_new_request(request)
+        if self._prefix_pulls:
+            self._prefix_pulls.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Return the tokens to pull, and whether that happens between steps."""
+    ) -> tuple[int | None, bool]:
+        """Return the tokens to pull, and whether that happens between steps; None: not known yet,
+        for a prefix that may be in another engine's cache."""
+        count: int | None
         count = self._require_scheduler().count_tokens_to_pull(request, num_computed_tokens)
-        return count, count > 0
+        if not count and self._prefix_pulls:
+            count = self._prefix_pulls.count_tokens(request, num_computed_tokens)
+        return count, bool(count)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Pull into the blocks allocated to a request."""
         self._require_scheduler().update_after_alloc(request, blocks.blocks[0], num_external_tokens)
+        if self._prefix_pulls:
+            self._prefix_pulls.update_after_alloc(request, blocks.blocks[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> CleaveConnectorMetadata:
         """Return the workers' tasks of this step."""
-        return self._require_scheduler().build_metadata(scheduler_output)
+        metadata = self._require_scheduler().build_metadata(scheduler_output)
+        if self._prefix_pulls:
+            metadata.prefix_reads = self._prefix_pulls.take_reads()
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """End the leases of prefixes that all ranks have read."""
+        if self._prefix_pulls:
+            for request_id in connector_output.finished_recving or ():
+                self._prefix_pulls.end(request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> FinishResult:
         """End a request; return whether its blocks stay leased, and the handoff."""
+        if self._prefix_pulls:
+            self._prefix_pulls.end(request.request_id)
         return self._require_scheduler().finish_request(request, block_ids)
 
     def request_finished_all_groups(
@@ -116,10 +161,21 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankAddress]
     ) -> None:
-        """Set the address of each rank, by (pipeline rank, tensor rank)."""
-        self._require_scheduler().set_rank_addresses(
-            tuple((address.host, address.port) for _, address in sorted(metadata.items()))
-        )
+        """Set the address of each rank, by (pipeline rank, tensor rank), and offer the prefix
+        cache. Raises OSError when its port is taken."""
+        addresses = tuple((address.host, address.port) for _, address in sorted(metadata.items()))
+        secret = secrets.token_hex()
+        self._require_scheduler().set_rank_addresses(addresses, secret)
+        extra = self._kv_transfer_config.get_from_extra_config
+        port = int(extra("prefix_port", 0))
+        if not port or not self._prefix_pulls:
+            return
+        assert self._kv_cache_manager
+        cache = CachedBlocks(self._kv_cache_manager.block_pool, STEP_LOCK)
+        shape = build_shape(self._vllm_config)
+        offer = PrefixOffer(self._boot_id, shape, addresses, secret, _read_kv_key())
+        lease_s = float(extra("transfer_timeout", _TRANSFER_TIMEOUT_S)) + READ_GRACE_S
+        self._prefix_server = PrefixServer(self._host, port, offer, cache, lease_s)
 
     # Worker side
 
@@ -154,6 +210,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, CleaveConnectorMetadata)
         self._require_worker().start_pulls(metadata.pulls, metadata.declined_pulls)
+        self._require_worker().start_prefix_reads(metadata.prefix_reads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests wait for their KV between steps."""
@@ -183,12 +240,15 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Return statistics since the last step."""
         side = self._worker or self._scheduler
         transfers = side.take_stats() if side else None
+        if transfers and self._prefix_pulls:
+            transfers.aggregate(self._prefix_pulls.take_stats())
         return transfers if transfers and not transfers.is_empty() else None
 
     def shutdown(self) -> None:
         """Stop serving and pulling."""
-        if self._worker:
-            self._worker.close()
+        for each in (self._worker, self._prefix_pulls, self._prefix_server):
+            if each:
+                each.close()
 
     # Settings
 
@@ -212,7 +272,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             port=int(extra("port", 0)),
             transports=filter_installed(transports),
             lease_s=float(extra("kv_lease_duration", 30)),
-            transfer_s=float(extra("transfer_timeout", 30)),
+            transfer_s=float(extra("transfer_timeout", _TRANSFER_TIMEOUT_S)),
             check_bytes=bool(extra("checksums", False)),
             granularity=granularity,
             layerwise_timeout_s=float(extra("follow_timeout", 120)),

@@ -6,6 +6,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from cleave_worker.transfer.handoff import KvLayout
 from cleave_worker.transfer.sharding import ParallelShape, ShardSpec
@@ -56,6 +57,15 @@ def check_layout(
                 f"a KV cache of shape {tuple(cache.shape)} does not have {heads} heads: "
                 "CleaveConnector cannot transfer it, set spec.engine.connector to Nixl"
             )
+
+
+def find_layer_that_frees_blocks(spec: object) -> str:
+    """Return the type of a layer that frees blocks of running requests, as sliding windows do;
+    empty: there is none. `spec`: of the only KV cache group."""
+    for layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
+            return type(layer).__name__
+    return ""
 
 
 def _describe_dtype(config: VllmConfig, cache: torch.Tensor) -> str:

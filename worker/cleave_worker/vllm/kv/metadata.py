@@ -6,6 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from cleave_worker.transfer.block_leases import FinishedPrefill, PrefillInProgress
 from cleave_worker.transfer.handoff import Handoff
+from cleave_worker.transfer.prefix_client import PrefixRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,12 @@ class CleaveConnectorMetadata(base.KVConnectorMetadata):
     pulls: dict[str, PullTask] = field(default_factory=dict)
     declined_pulls: dict[str, Handoff] = field(default_factory=dict)
     """Handoffs that will not be pulled, so that their producers may free the blocks."""
+    prefix_reads: dict[str, PrefixRead] = field(default_factory=dict)
+    """Prefixes that waiting requests pull from the caches of other engines."""
     addresses: tuple[tuple[str, int], ...] = ()
     """(host, port) of each rank, in the order of ranks; sent with the first step."""
+    prefix_secret: str = ""
+    """Signs the blocks that this scheduler leases; sent with `addresses`."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from cleave_worker.transfer.transport import Transport
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _EXPIRED = "expired"
+PREFIX_PULLED, PREFIX_MISSING = "pulled", "missing"
+"""Outcomes of pulls from a prefix cache besides `RefusalReason`; missing: it had no block."""
 
 
 class KvTransferStats(metrics.KVConnectorStats):
@@ -24,16 +26,20 @@ class KvTransferStats(metrics.KVConnectorStats):
 
     def reset(self) -> None:
         """Clear all counts."""
-        self.data = {"seconds": {}, "bytes": {}, "ended": {}}
+        self.data = {"seconds": {}, "bytes": {}, "ended": {}, "prefixes": {}}
 
     def record_pull(self, transport: Transport, seconds: float, num_bytes: int) -> None:
-        """Count one successful handoff."""
+        """Count one pull of KV that succeeded."""
         self.data["seconds"].setdefault(transport.value, []).append(seconds)
         self._count("bytes", transport.value, num_bytes)
 
     def record_refusal(self, reason: RefusalReason) -> None:
         """Count one failed handoff."""
         self._count("ended", reason.value, 1)
+
+    def record_prefix(self, outcome: str) -> None:
+        """Count one attempt to pull a prefix; after all but one outcome it is computed."""
+        self._count("prefixes", str(outcome), 1)
 
     def record_expired(self, number: int) -> None:
         """Count leases that expired before a consumer came."""
@@ -42,13 +48,13 @@ class KvTransferStats(metrics.KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Return whether nothing was counted."""
-        return not self.data["seconds"] and not self.data["ended"]
+        return not any(self.data[kind] for kind in ("seconds", "ended", "prefixes"))
 
     def aggregate(self, other: metrics.KVConnectorStats) -> "KvTransferStats":
         """Add the counts of another report."""
         for transport, seconds in other.data["seconds"].items():
             self.data["seconds"].setdefault(transport, []).extend(seconds)
-        for kind in ("bytes", "ended"):
+        for kind in ("bytes", "ended", "prefixes"):
             for name, number in other.data[kind].items():
                 self._count(kind, name, number)
         return self
@@ -61,6 +67,7 @@ class KvTransferStats(metrics.KVConnectorStats):
             "Pulled MB": round(sum(self.data["bytes"].values()) / 1e6, 3),
             "Mean pull (ms)": round(1e3 * sum(seconds) / len(seconds), 3) if seconds else 0,
             **{f"Failed handoffs: {reason}": n for reason, n in self.data["ended"].items()},
+            **{f"Prefixes: {outcome}": n for outcome, n in self.data["prefixes"].items()},
         }
 
     def clone_and_reset(self) -> "KvTransferStats":
@@ -101,6 +108,11 @@ class KvTransferMetrics(metrics.KVConnectorPromMetrics):
             documentation="KV handoffs that failed, by reason.",
             labelnames=[*labelnames, "reason"],
         )
+        prefixes = self._counter_cls(
+            name="cleave_prefix_pulls",
+            documentation="Attempts to pull the beginning of a prompt from another engine's cache.",
+            labelnames=[*labelnames, "outcome"],
+        )
         # All label values exist from the start, as an alert needs a series that is zero.
         self._seconds, self._bytes = (
             {
@@ -115,6 +127,11 @@ class KvTransferMetrics(metrics.KVConnectorPromMetrics):
             for engine, values in per_engine_labelvalues.items()
             for reason in (*RefusalReason, _EXPIRED)
         }
+        self._prefixes = {
+            (engine, outcome): prefixes.labels(*values, outcome)
+            for engine, values in per_engine_labelvalues.items()
+            for outcome in (PREFIX_PULLED, PREFIX_MISSING, *RefusalReason)
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of one report."""
@@ -125,3 +142,5 @@ class KvTransferMetrics(metrics.KVConnectorPromMetrics):
             self._bytes[engine_idx, transport].inc(num_bytes)
         for reason, number in transfer_stats_data["ended"].items():
             self._failures[engine_idx, reason].inc(number)
+        for outcome, number in transfer_stats_data["prefixes"].items():
+            self._prefixes[engine_idx, outcome].inc(number)

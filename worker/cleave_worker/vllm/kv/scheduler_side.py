@@ -51,10 +51,14 @@ class SchedulerSide:
         self._metadata = CleaveConnectorMetadata()
         self._stats = KvTransferStats()
 
-    def set_rank_addresses(self, addresses: tuple[tuple[str, int], ...]) -> None:
+    def set_rank_addresses(
+        self, addresses: tuple[tuple[str, int], ...], prefix_secret: str = ""
+    ) -> None:
         """Set the address of each rank, in the order of ranks, once all have started. Ranks receive
-        it, too: a consumer of an overlapped prefill knows only rank 0."""
+        it, too: a consumer of an overlapped prefill knows only rank 0. `prefix_secret`: what signs
+        leases of cached blocks; empty: none are leased."""
         self._addresses = self._metadata.addresses = addresses
+        self._metadata.prefix_secret = prefix_secret
 
     def on_new_request(self, request: Request) -> None:
         """Read the handoff of a decode request; its lease is extended until it is pulled. For a

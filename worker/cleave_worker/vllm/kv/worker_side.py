@@ -13,10 +13,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch
 
@@ -25,20 +26,34 @@ from cleave_worker.transfer.client import KvClient
 from cleave_worker.transfer.copy_stream import record_event, select_copy_stream
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.layerwise_client import LayerwiseClient
+from cleave_worker.transfer.prefix_client import PrefixRead
 from cleave_worker.transfer.progress import Progress
 from cleave_worker.transfer.server import KvServer, RegisteredKv
 from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.shared_memory import share_memory
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, ComputedChunk, PullTask
-from cleave_worker.vllm.kv.metrics import KvTransferStats
+from cleave_worker.vllm.kv.metrics import PREFIX_PULLED, KvTransferStats
 
 _log = logging.getLogger(__name__)
 _MAX_CONCURRENT_PULLS = 4
 """Concurrent pulls; those from one producer rank run one after the other."""
 _MAX_LAYERWISE_PULLS = 64
 """Concurrent pulls of running prefills; further ones wait."""
-_READ_GRACE_S = 10.0
+READ_GRACE_S = 10.0
 """Time of a read beyond `transfer_s` before its blocks are freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedPull:
+    """The end of a pull."""
+
+    request_id: str
+    outcome: Transport | RefusalReason
+    """The transport, or why the KV must not be used."""
+    seconds: float
+    num_bytes: int
+    is_prefix: bool
+    """Pulled from a prefix cache; else a handoff."""
 
 
 class TransferGranularity(StrEnum):
@@ -73,7 +88,7 @@ class WorkerSide:
         self._block_bytes = sum(layer.block_bytes for layer in kv.layers)
         self._lease_s = settings.lease_s
         shared = share_memory(kv.memory) if Transport.SHARED_MEMORY in settings.transports else ()
-        self._leases = BlockLeases(settings.lease_s, settings.transfer_s + _READ_GRACE_S)
+        self._leases = BlockLeases(settings.lease_s, settings.transfer_s + READ_GRACE_S)
         port = settings.port if kv.shard.rank == 0 else 0
         self._server = KvServer(kv, self._leases, shared, port, settings.transfer_s)
         self._client = KvClient(
@@ -88,10 +103,7 @@ class WorkerSide:
         self._layerwise_pool = ThreadPoolExecutor(
             _MAX_LAYERWISE_PULLS, "kv-follow", select_copy_stream, (device,)
         )
-        self._finished_pulls: queue.SimpleQueue[
-            tuple[str, Transport | RefusalReason, float, int]
-        ] = queue.SimpleQueue()
-        """Request id, transport or why the KV must not be used, seconds, bytes."""
+        self._finished_pulls: queue.SimpleQueue[_FinishedPull] = queue.SimpleQueue()
         self._expected_handoffs: dict[str, Handoff] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -108,6 +120,7 @@ class WorkerSide:
         """Apply the leases of a step before it computes: consumers may come with the response."""
         if metadata.addresses:
             self._server.set_rank_addresses(metadata.addresses)
+            self._server.prefix_secret = metadata.prefix_secret
         for request_id, prefill in metadata.started_prefills.items():
             self._leases.begin_prefill(request_id, prefill)
         for request_id in metadata.cancelled_prefills:
@@ -123,10 +136,19 @@ class WorkerSide:
     def start_pulls(self, tasks: Mapping[str, PullTask], declined: Mapping[str, Handoff]) -> None:
         """Start the pulls of a step and decline handoffs."""
         for request_id, task in tasks.items():
-            pool = self._layerwise_pool if task.handoff.is_overlapped else self._pull_pool
-            pool.submit(self._pull, request_id, task)
+            is_overlapped = task.handoff.is_overlapped
+            pool = self._layerwise_pool if is_overlapped else self._pull_pool
+            client = self._layerwise_client if is_overlapped else self._client
+            source = (task.handoff, task.prompt_digest, task.first_block, task.blocks)
+            pool.submit(self._pull, request_id, partial(client.pull, *source), len(task.blocks))
         for handoff in declined.values():
             self._pull_pool.submit(self._client.decline, handoff)
+
+    def start_prefix_reads(self, reads: Mapping[str, PrefixRead]) -> None:
+        """Start to read the prefixes of a step from the caches of other engines."""
+        for request_id, read in reads.items():
+            pull = partial(self._client.pull_prefix, read)
+            self._pull_pool.submit(self._pull, request_id, pull, len(read.blocks), is_prefix=True)
 
     def take_sent(self) -> set[str]:
         """Return the requests whose leases have ended."""
@@ -141,13 +163,18 @@ class WorkerSide:
         ended_ids: set[str] = set()
         failed: set[str] = set()
         while not self._finished_pulls.empty():
-            request_id, outcome, seconds, num_bytes = self._finished_pulls.get()
-            ended_ids.add(request_id)
-            if isinstance(outcome, Transport):
-                self._stats.record_pull(outcome, seconds, num_bytes)
+            pull = self._finished_pulls.get()
+            ended_ids.add(pull.request_id)
+            if isinstance(pull.outcome, Transport):
+                self._stats.record_pull(pull.outcome, pull.seconds, pull.num_bytes)
+                if pull.is_prefix:
+                    self._stats.record_prefix(PREFIX_PULLED)
+                continue
+            failed.add(pull.request_id)
+            if pull.is_prefix:
+                self._stats.record_prefix(pull.outcome)
             else:
-                failed.add(request_id)
-                self._stats.record_refusal(outcome)
+                self._stats.record_refusal(pull.outcome)
         return ended_ids, failed
 
     def take_stats(self) -> KvTransferStats:
@@ -162,12 +189,18 @@ class WorkerSide:
         for pool in (self._pull_pool, self._layerwise_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _pull(self, request_id: str, task: PullTask) -> None:
+    def _pull(
+        self,
+        request_id: str,
+        pull: Callable[[], Transport],
+        num_blocks: int,
+        *,
+        is_prefix: bool = False,
+    ) -> None:
         started = time.perf_counter()
         outcome: Transport | RefusalReason = RefusalReason.PEER_LOST
         try:
-            client = self._layerwise_client if task.handoff.is_overlapped else self._client
-            outcome = client.pull(task.handoff, task.prompt_digest, task.first_block, task.blocks)
+            outcome = pull()
         except RefusedError as refused:
             outcome = refused.reason
             _log.warning("KV of %s was not pulled: %s: %s", request_id, outcome, refused)
@@ -177,8 +210,9 @@ class WorkerSide:
         finally:
             with self._lock:
                 self._expected_handoffs.pop(request_id, None)
-            seconds, size = time.perf_counter() - started, self._block_bytes * len(task.blocks)
-            self._finished_pulls.put((request_id, outcome, seconds, size))
+            seconds, size = time.perf_counter() - started, self._block_bytes * num_blocks
+            finished = _FinishedPull(request_id, outcome, seconds, size, is_prefix)
+            self._finished_pulls.put(finished)
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._lease_s / 6):
