@@ -38,15 +38,18 @@ def test_vllm_on_gpus_asks_for_the_product_of_its_parallelism(pool) -> None:
     assert found["requests"]["cpu"] == "28"
 
 
-def test_kv_in_host_memory_is_requested_in_addition(pool) -> None:
-    plain, with_copies = pool(), pool(engine={"kvOffloadingGib": 100})
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kv_in_host_memory_is_requested_in_addition(pool, ranks: int) -> None:
+    placement = {"manual": [{"role": "decode", "parallelism": {"data": ranks}}]}
+    plain = pool(placement=placement)
+    with_copies = pool(placement=placement, engine={"kvOffloadingGib": 100})
     container = build_worker_pod(with_copies, 0, device="gpu")["spec"]["containers"][0]
     before = resources(plain, "gpu")
     for kind in ("requests", "limits"):
         grown = int(container["resources"][kind]["memory"].removesuffix("Gi"))
-        assert grown == int(before[kind]["memory"].removesuffix("Gi")) + 100
+        assert grown == int(before[kind]["memory"].removesuffix("Gi")) + 100 * ranks
     # vLLM maps it from there.
-    assert find_shm_gib(with_copies) == find_shm_gib(plain) + 100
+    assert find_shm_gib(with_copies) == find_shm_gib(plain) + 100 * ranks
     assert "--kv-offloading-size" in container["command"]
 
 

@@ -86,11 +86,16 @@ def _find_template_disk_gib(spec: InstancePoolSpec) -> int:
     return math.ceil(max(map(parse_quantity, amounts)) / _GIB)
 
 
+def _count_offloading_gib(spec: InstancePoolSpec) -> int:
+    """Copies of KV in the memory of one node: each data-parallel rank has an engine of its own."""
+    return (spec.engine.kv_offloading_gib or 0) * max(1, spec.parallelism.data // spec.nodes)
+
+
 def _compute_shm_gib(spec: InstancePoolSpec, device: Device) -> int:
     """Shared memory of an engine's processes on one node; on CPU it holds the KV cache."""
     ranks = spec.parallelism.gpus // spec.nodes
     if device == "gpu":
-        return _GIB_PER_GPU * ranks + (spec.engine.kv_offloading_gib or 0)
+        return _GIB_PER_GPU * ranks + _count_offloading_gib(spec)
     spaces = [each.value for each in spec.engine.env if each.name == "VLLM_CPU_KVCACHE_SPACE"]
     kv_gib = int(spaces[-1]) if spaces and spaces[-1].isdigit() else _CPU_KV_GIB
     return (kv_gib + _MESSAGES_GIB) * ranks
@@ -210,7 +215,7 @@ def _build_defaults(spec: InstancePoolSpec, device: Device) -> Resources:
         limits = {"cpu": str(size), "memory": f"{6 * size}Gi"}
         return Resources(requests={_DISK: f"{disk_gib}Gi"}, limits=limits)
     gpus_per_node = size // spec.nodes
-    memory_gib = _BASE_GIB + _GIB_PER_GPU * gpus_per_node + (spec.engine.kv_offloading_gib or 0)
+    memory_gib = _BASE_GIB + _GIB_PER_GPU * gpus_per_node + _count_offloading_gib(spec)
     requests = {
         "cpu": str(_CORES + _CORES_PER_GPU * gpus_per_node),
         "memory": f"{memory_gib}Gi",
