@@ -33,6 +33,7 @@ def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     }
     offloading = {
         "kv_connector": "OffloadingConnector",
+        "kv_connector_module_path": "cleave_worker.vllm.kv.offloading_connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "cpu_bytes_to_use": 1 << 28,

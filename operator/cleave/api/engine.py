@@ -182,7 +182,8 @@ class EngineSpec(ApiModel):
     kv_offloading_gib: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Host memory of each instance, or data-parallel rank, in GiB, in which vLLM keeps copies of KV
     that it may evict from its GPUs (OffloadingConnector, beside the connector that transfers KV).
-    Pods request it in addition. Emulated engines act as if they had it, and request nothing. Absent: none."""
+    Pods request it in addition. Emulated engines act as if they had it, and request nothing.
+    Absent: none."""
     emulated: Emulation | None = None
     """Settings of the emulated engine, with type Emulated."""
     media_domains: list[MediaDomain] = Field(default_factory=list, max_length=64)

@@ -33,6 +33,7 @@ from cleave.controller.cluster.actions import (
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.cache import (
     DEPLOYMENTS,
+    POOLS,
     CachedResource,
     ObjectCache,
     ReadConfigMap,
@@ -122,6 +123,7 @@ class Controller:
         """When a deployment short of GPUs was, or will be, enqueued for what others gave back."""
         self._read_config_map, self._model_hub = read_config_map, model_hub
         self._config_read: dict[ResourceKey, tuple[str, float]] = {}
+        self._reconciled: set[ResourceKey] = set()
         """Name of each deployment's ConfigMap, and when it was read last."""
         self._repurposing: set[ResourceKey] = set()
         """Deployments with instances that are changing their role at this moment."""
@@ -152,6 +154,8 @@ class Controller:
     async def work(self, executor: Executor, elected: asyncio.Event) -> None:
         """Reconcile one object after the other while this operator leads; never returns."""
         while True:
+            if not elected.is_set():
+                self._reconciled.clear()
             await elected.wait()
             key = await self.queue.take()
             try:
@@ -248,6 +252,7 @@ class Controller:
             self._decision_s.pop(key, None)
             self._woken_at.pop(key, None)
             self._config_read.pop(key, None)
+            self._reconciled.discard(key)
             self._metrics.record_reconcile(key.kind, "gone", 0.0)
             return
         pool = cached.resource
@@ -278,8 +283,18 @@ class Controller:
             log.exception("%s %s/%s: again in %.1f s", *key, self.queue.retry_with_backoff(key))
         else:
             outcome = self._finish(key, cached, actions)
+            self._release_pools(key)
         self._wake_for_gpus(key)
         self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)
+
+    def _release_pools(self, key: ResourceKey) -> None:
+        """Let the pools of a deployment go on that has been reconciled for the first time."""
+        if key.kind == DEPLOYMENTS and key not in self._reconciled:
+            self._reconciled.add(key)
+            for pool in self.cache.list_pools(key):
+                self.queue.add_after(
+                    ResourceKey(POOLS, key.namespace, pool.meta["name"]), self._debounce_s
+                )
 
     def _wake_for_gpus(self, reconciled: ResourceKey) -> None:
         """Enqueue the deployments whose GPUs another one reclaims, and those that what another one
@@ -499,9 +514,19 @@ class Controller:
             reclaimed=self._reservations.get_reclaimed(owner, self._list_gpu_nodes()),
             serving=sum(each.selectable for each in statuses) if statuses else None,
             fault=self._faults.get(key, ""),
+            is_held=self._is_held(owner),
             settings=self.settings,
         )
         return self._time_decision(key, lambda: reconcile_pool(view))
+
+    def _is_held(self, deployment: ResourceKey) -> bool:
+        """Whether the pools of a deployment keep their instances: it is paused, or this operator,
+        which may be of another version, has not looked at it since it leads."""
+        cached = self.cache.get(deployment)
+        if cached is None:
+            return False
+        is_paused = isinstance(cached.resource, LLMDeployment) and cached.resource.spec.paused
+        return is_paused or deployment not in self._reconciled
 
     def _time_decision(self, key: ResourceKey, decide: Callable[[], list[Action]]) -> list[Action]:
         """Run a decision and record how long it took."""

@@ -97,10 +97,9 @@ IMAGE_KINDS = ("gateway", "worker-cuda", "worker-cpu", "worker-emulated")
 """Images of deployments' pods."""
 
 
-def get_image(kind: str, prefix: str = "", version: str = "") -> str:
-    """Name of Cleave's own image of a kind; `prefix`: registry and path; `version`: empty: this
-    one."""
-    return f"{prefix}cleave-{kind}:{version or distribution.get_version()}"
+def get_image(kind: str, prefix: str = "") -> str:
+    """Name of Cleave's own image of a kind, at this version; `prefix`: registry and path."""
+    return f"{prefix}cleave-{kind}:{distribution.get_version()}"
 
 
 def build_address_env(agents: str) -> list[Manifest]:

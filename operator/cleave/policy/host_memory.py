@@ -15,6 +15,8 @@ What is hard: these two caches age by different clocks. A router has one for eac
 written to the GPU's KV; host memory gets less: neither answers, nor what it had already.
 """
 
+_MAX_RATIO = 16.0
+"""Of written to copied tokens: both are estimates, and the latter can be next to nothing."""
 _MIN_LOADED_TOKENS = 20_000
 """Tokens that an engine has copied back from which its own rate counts."""
 
@@ -29,7 +31,7 @@ def measure_reach(gpu_tokens: float, host_tokens: float, written: float, stored:
     """
     if stored <= 0.0 or written <= stored:
         return max(gpu_tokens, host_tokens)
-    return max(gpu_tokens, host_tokens * written / stored)
+    return max(gpu_tokens, host_tokens * min(written / stored, _MAX_RATIO))
 
 
 def estimate_load_token_ms(loaded: float, load_ms: float, assumed_ms: float) -> float:

@@ -94,8 +94,9 @@ def count_loaded(state: State, i: int, r: int, depth: int) -> int:
             low = middle
         else:
             high = middle - 1
-    tokens: int = min(depth * state.block_tokens, get_request(state, r).prompt)
-    return tokens - low * state.block_tokens
+    prompt = get_request(state, r).prompt
+    tokens: int = min(depth * state.block_tokens, prompt)
+    return tokens - min(low * state.block_tokens, prompt)
 
 
 def predict_at(state: State, r: int, column: int, i: int, depth: int) -> float:

@@ -69,19 +69,6 @@ def parse_worker(more: Mapping[str, str] = {}, *, name: str = "c", **fields) -> 
     return pod
 
 
-@pytest.mark.parametrize(
-    ("image", "version"),
-    [
-        ("registry.local:5000/ai/cleave-worker-cuda:0.2.0", "0.2.0"),
-        ("registry.local:5000/ai/cleave-worker-cuda", ""),
-        ("r/worker@sha256:0123", ""),
-        ("r/worker:1@sha256:0123", ""),
-    ],
-)
-def test_the_version_of_a_pod_is_the_tag_of_its_image(image: str, version: str) -> None:
-    assert parse_worker(spec={"containers": [{"image": image}]}).version == version
-
-
 DENIED = 'rpc error: code = NotFound desc = failed to pull and unpack image "r/none:1"'
 
 

@@ -102,6 +102,7 @@ def test_host_memory_is_used_beside_the_connector_of_handoffs(
     assert own | {"engine_id": output["engine_id"]} == alone
     assert output.get("kv_load_failure_policy") == alone.get("kv_load_failure_policy")
     assert offloading["kv_connector_extra_config"] == {"cpu_bytes_to_use": 20 << 30}
+    assert offloading["kv_connector_module_path"] == "cleave_worker.vllm.kv.offloading_connector"
     assert "kv_connector_module_path" not in output
 
 

@@ -294,6 +294,7 @@ def _add_offloading(settings: dict[str, object], gib: int, boot: Boot) -> dict[s
     common = {name: value for name, value in settings.items() if name not in names}
     offloading = {
         "kv_connector": "OffloadingConnector",
+        "kv_connector_module_path": "cleave_worker.vllm.kv.offloading_connector",
         "kv_role": "kv_both",
         _EXTRA_CONFIG: {"cpu_bytes_to_use": gib << 30},
     }

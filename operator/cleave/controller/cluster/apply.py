@@ -96,11 +96,8 @@ def build_changes(
             yield Apply(desired, is_new=child is None)
 
 
-def hash_template(pool: InstancePool, version: str = "") -> str:
-    """Hash everything that affects a pool's pods; the number of instances is left out.
-
-    `version`: of Cleave's own images; empty: this one.
-    """
+def hash_template(pool: InstancePool) -> str:
+    """Hash everything that affects a pool's pods; the number of instances is left out."""
     engine = pool.spec.engine
     excluded: dict[str, bool | set[str]] = dict.fromkeys(_FIELDS_NOT_IN_PODS, True)
     excluded["engine"] = {"connector"}
@@ -108,10 +105,7 @@ def hash_template(pool: InstancePool, version: str = "") -> str:
     excluded["model"] = {"config"}
     spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
     # Also those that a later version of Cleave could change while the spec stays.
-    in_use = {
-        "connector": engine.kv_connector,
-        "image": engine.image or get_image("worker", version=version),
-    }
+    in_use = {"connector": engine.kv_connector, "image": engine.image or get_image("worker")}
     return hash_content({"spec": spec, **in_use})
 
 

@@ -383,7 +383,9 @@ class ObjectCache:
         for deployment, gateways in self._gateways.items():
             if deployment.namespace == key.namespace:
                 gateway = gateways.pop(key.name, None)
-                affected |= {deployment} if gateway and gateway.start_fault else set()
+                affected |= (
+                    {deployment} if gateway and (gateway.start_fault or gateway.wait) else set()
+                )
         for uid, children in self._children.items():
             child = children.get((key.kind, key.name))
             if child is not None and child.namespace == key.namespace:

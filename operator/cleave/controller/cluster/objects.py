@@ -90,8 +90,6 @@ class ObservedPod:
     pool: str = ""
     template: str = ""
     """Hash of the pool template that it was created from; empty: not known."""
-    version: str = ""
-    """Tag of its image, of Cleave's own the version; empty: it has a digest, or none."""
     deleted_s: float | None = None
     """When its grace period ends: deletion was requested one grace period before."""
     restarts: int = 0
@@ -239,7 +237,6 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         deployment=deployment,
         pool=pool,
         template=meta.get("annotations", {}).get(TEMPLATE_ANNOTATION, ""),
-        version=_find_tag(spec),
         ready=conditions.get("Ready", {}).get("status") == "True",
         phase=status.get("phase", "Pending"),
         scheduled=bool(node),
@@ -302,12 +299,6 @@ def _find_last_end(status: Manifest) -> str:
         return ""
     out_of_memory = end.get("reason") == OUT_OF_MEMORY
     return OUT_OF_MEMORY if out_of_memory else f"exit code {end.get('exitCode', 0)}"
-
-
-def _find_tag(pod_spec: Manifest) -> str:
-    image: str = next((each.get("image", "") for each in pod_spec.get("containers", ())), "")
-    name, _, tag = image.rpartition("/")[2].partition(":")
-    return tag if "@" not in name + tag else ""
 
 
 def _count_agents(pod_spec: Manifest) -> int:

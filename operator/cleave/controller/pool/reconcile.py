@@ -93,17 +93,13 @@ def _is_new(pod: ObservedPod, view: PoolView) -> bool:
     """Whether a pod is up to date with the pool.
 
     During a rollout of the deployment its revision decides, which prefill and decode instances must
-    share. Otherwise everything that a pod is created from does, except Cleave's version where a
-    deployment owns the pool: its rollout replaces pods of an earlier version, in pairs, and not
-    while it is paused.
+    share, and while the deployment keeps the pool as it is. Otherwise everything that a pod is
+    created from does, Cleave's version included.
     """
-    pool = view.pool
-    if pool.spec.rollout is not None:
-        return pod.revision == pool.spec.revision
-    if pod.template == view.template_hash:
-        return True
-    is_owned = bool(pool.metadata.owner_references and pod.version)
-    return is_owned and pod.template == apply.hash_template(pool, pod.version)
+    spec = view.pool.spec
+    if spec.rollout is not None or view.is_held:
+        return pod.revision == spec.revision
+    return pod.template == view.template_hash
 
 
 def _compute_target(view: PoolView, fleet: PoolInstances) -> RolloutStep:

@@ -88,8 +88,36 @@ def test_what_a_step_still_computes_is_not_given_out(
 
     monkeypatch.setattr(cached_blocks, "_STEP_TIMEOUT_S", 0.05)
     lock.record_scheduled()
-    assert blocks.acquire(KEYS[:2]) == ()
+    with pytest.raises(TimeoutError):
+        blocks.acquire(KEYS[:2])
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_leases_leave_free_blocks_for_the_engine(
+    pool: Any, lock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cleave_worker.vllm.kv import cached_blocks
+
+    monkeypatch.setattr(cached_blocks, "_RESERVED_SHARE", 0.2)
+    cached, blocks = cache(pool, 3), lease(pool, lock)
+    running = pool.get_new_blocks(pool.get_num_free_blocks() - 5)
+    assert blocks.acquire(KEYS[:3]) == tuple(cached[:2])
+    pool.free_blocks(running)
+
+
+def test_engines_share_keys_of_sha_256_or_with_a_common_seed(
+    monkeypatch: pytest.MonkeyPatch, pool: Any
+) -> None:
+    from cleave_worker.vllm.kv.cached_blocks import have_common_keys
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert [have_common_keys(each) for each in ("sha256", "sha256_cbor", "xxhash")] == [
+        True,
+        True,
+        False,
+    ]
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert have_common_keys("xxhash")
 
 
 def test_only_caches_that_keep_whole_prompts_are_leased() -> None:

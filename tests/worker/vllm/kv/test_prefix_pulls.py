@@ -222,3 +222,68 @@ def test_a_request_that_ends_while_it_waits_ends_its_lease(pulls: Any, source: S
     source.go_on.set()
     lookup_pool.shutdown(wait=True)
     assert [each.is_closed for each in source.connections] == [True]
+
+
+def test_prompts_with_the_same_beginning_pull_it_once(
+    pulls: Any, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cleave_worker.vllm.kv import prefix_pulls
+
+    source.num_cached = 3
+    first, second, third = (request_of(request_id=name) for name in "abc")
+    for each in (first, second, third):
+        pulls.on_new_request(each)
+    assert count(pulls, first) == 12
+    assert pulls.count_tokens(second, 0) is None
+    pulls.end("a")
+    # The prefix is in the own cache by then.
+    source.num_cached = 0
+    assert count(pulls, second, 12) == 0
+    assert source.requested == [KEYS, KEYS[3:]]
+    source.num_cached = 3
+    assert count(pulls, third) == 12
+    fourth = request_of(request_id="d")
+    pulls.on_new_request(fourth)
+    assert pulls.count_tokens(fourth, 0) is None
+    monkeypatch.setattr(prefix_pulls, "_LOOKUP_TIMEOUT_S", 0.0)
+    assert pulls.count_tokens(fourth, 0) == 0
+    assert len(source.requested) == 3
+
+
+def test_few_prompts_have_leases_at_a_time(
+    pulls: Any, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cleave_worker.vllm.kv import prefix_pulls
+
+    monkeypatch.setattr(prefix_pulls, "_MAX_LOOKUPS", 2)
+    source.num_cached = 1
+    keys = [[b"%d-%d" % (number, at) for at in range(5)] for number in range(3)]
+    requests = [
+        request_of(request_id=str(number), block_hashes=each) for number, each in enumerate(keys)
+    ]
+    for each in requests:
+        pulls.on_new_request(each)
+    assert [count(pulls, each) for each in requests] == [4, 4, None]
+    pulls.end("0")
+    assert count(pulls, requests[2]) == 4
+
+
+def test_a_lease_that_takes_too_long_or_is_too_old_is_given_up(
+    pulls: Any, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cleave_worker.vllm.kv import prefix_pulls
+
+    source.num_cached, source.go_on = 2, threading.Event()
+    slow = request_of(request_id="slow")
+    pulls.on_new_request(slow)
+    assert pulls.count_tokens(slow, 0) is None
+    monkeypatch.setattr(prefix_pulls, "_LOOKUP_TIMEOUT_S", 0.0)
+    assert pulls.count_tokens(slow, 0) == 0
+    source.go_on.set()
+    monkeypatch.setattr(prefix_pulls, "_LOOKUP_TIMEOUT_S", 30.0)
+    old = request_of(request_id="old")
+    pulls.on_new_request(old)
+    assert count(pulls, old) == 8
+    monkeypatch.setattr(prefix_pulls, "_MAX_LEASE_AGE_S", 0.0)
+    assert pulls.count_tokens(old, 0) == 0
+    assert pulls.take_stats().data["prefixes"] == {RefusalReason.TIME_OUT: 2}

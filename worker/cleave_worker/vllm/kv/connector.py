@@ -33,7 +33,11 @@ from cleave_worker.transfer.server import RegisteredKv
 from cleave_worker.transfer.sharding import ShardSpec
 from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.nixl import choose_transports, filter_installed
-from cleave_worker.vllm.kv.cached_blocks import CachedBlocks, can_lease_blocks
+from cleave_worker.vllm.kv.cached_blocks import (
+    CachedBlocks,
+    can_lease_blocks,
+    have_common_keys,
+)
 from cleave_worker.vllm.kv.layout import build_layout, build_shape, check_layout
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, RankAddress
 from cleave_worker.vllm.kv.metrics import KvTransferMetrics, KvTransferStats
@@ -47,6 +51,7 @@ from cleave_worker.vllm.kv.worker_side import (
     WorkerSide,
 )
 
+_log = logging.getLogger(__name__)
 _TRANSFER_TIMEOUT_S = 30.0
 
 
@@ -102,8 +107,12 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Prepare to pull prefixes from the caches of other engines, and to offer the own one."""
         super().bind_kv_cache_manager(kv_cache_manager)
         # With another policy a prefix that is lost would be an error for the client.
-        is_recomputed = self._kv_transfer_config.kv_load_failure_policy == "recompute"
-        if is_recomputed and can_lease_blocks(kv_cache_manager, self._kv_cache_config):
+        settings = self._kv_transfer_config
+        # vLLM keeps blocks until the steps that write them are over, for consumers only.
+        can_pull = settings.kv_load_failure_policy == "recompute" and settings.is_kv_consumer
+        can_share = have_common_keys(self._vllm_config.cache_config.prefix_caching_hash_algo)
+        can_lease = can_share and can_lease_blocks(kv_cache_manager, self._kv_cache_config)
+        if can_pull and can_lease:
             lock_scheduler()
             block_size = self._vllm_config.cache_config.block_size
             self._prefix_pulls = PrefixPulls(self._boot_id, block_size)
@@ -162,7 +171,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self, metadata: dict[tuple[int, int], RankAddress]
     ) -> None:
         """Set the address of each rank, by (pipeline rank, tensor rank), and offer the prefix
-        cache. Raises OSError when its port is taken."""
+        cache, unless its port is taken."""
         addresses = tuple((address.host, address.port) for _, address in sorted(metadata.items()))
         secret = secrets.token_hex()
         self._require_scheduler().set_rank_addresses(addresses, secret)
@@ -175,7 +184,10 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         shape = build_shape(self._vllm_config)
         offer = PrefixOffer(self._boot_id, shape, addresses, secret, _read_kv_key())
         lease_s = float(extra("transfer_timeout", _TRANSFER_TIMEOUT_S)) + READ_GRACE_S
-        self._prefix_server = PrefixServer(self._host, port, offer, cache, lease_s)
+        try:
+            self._prefix_server = PrefixServer(self._host, port, offer, cache, lease_s)
+        except OSError as error:
+            _log.warning("the prefix cache is not offered: port %d: %s", port, error)
 
     # Worker side
 

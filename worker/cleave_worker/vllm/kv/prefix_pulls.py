@@ -29,7 +29,16 @@ _log = logging.getLogger(__name__)
 _PARAMS_KEY = "prefix_source"
 """Key of a source in vLLM's kv_transfer_params."""
 _MAX_REQUESTS = 8
-"""Concurrent requests for leases; a request takes milliseconds."""
+"""Concurrent requests for leases; a request takes milliseconds while its source is idle, and a step
+while it is busy."""
+_MAX_LOOKUPS = 8
+"""Prompts with a lease at a time, from the request for it until it is read."""
+_LOOKUP_TIMEOUT_S = 2.0
+"""Longest wait for a lease, and before for that of another prompt with the same beginning, which
+this engine then has; later the prompt is computed."""
+_MAX_LEASE_AGE_S = 20.0
+"""Age from which a lease is not used any more: its source ends it after twice as long, and a prompt
+may wait for room meanwhile."""
 _AVOIDED_S = 30.0
 """How long an engine that could not be reached is left alone; an attempt takes seconds."""
 
@@ -39,7 +48,10 @@ class _Lookup:
     """A lease that was requested for a prompt."""
 
     first_block: int
+    first_key: bytes
     lease: Future[LeasedPrefix]
+    requested_s: float
+    """By the monotonic clock."""
     prefix: LeasedPrefix | None = None
     """None: not here yet, or there is none."""
     num_cached: int = 0
@@ -55,6 +67,8 @@ class PrefixPulls:
         self._sources: dict[str, SourceAddress] = {}
         self._lookups: dict[str, _Lookup] = {}
         """By request id, until the prefix is read."""
+        self._waiting_since: dict[str, float] = {}
+        """Requests that may not look up yet, by the monotonic clock."""
         self._reads: dict[str, PrefixRead] = {}
         self._avoided_until: dict[str, float] = {}
         """Engines that could not be reached, by boot id."""
@@ -83,8 +97,11 @@ class PrefixPulls:
         first = num_computed_tokens // self._block_size
         if lookup is None:
             return self._start_lookup(request, first)
+        age_s = time.monotonic() - lookup.requested_s
         if not lookup.lease.done():
-            return None
+            return None if age_s < _LOOKUP_TIMEOUT_S else self._give_up(request)
+        if age_s > _MAX_LEASE_AGE_S:
+            return self._give_up(request)
         if lookup.prefix is None:
             lookup.prefix = self._take_lease(lookup.lease)
         count = len(lookup.prefix.lease.blocks) if lookup.prefix else 0
@@ -119,7 +136,7 @@ class PrefixPulls:
 
     def end(self, request_id: str) -> None:
         """End what is left of a request: its prefix was read, is not needed, or it has ended."""
-        self._sources.pop(request_id, None)
+        self._forget_source(request_id)
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None and not lookup.lease.cancel():
             lookup.lease.add_done_callback(_end_lease)
@@ -135,18 +152,43 @@ class PrefixPulls:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start_lookup(self, request: Request, first: int) -> int | None:
-        # Only once: if it fails, the prompt is computed here.
-        source = self._sources.pop(request.request_id, None)
+        source = self._sources.get(request.request_id)
+        if source is None:
+            return 0
         last = (request.num_prompt_tokens - 1) // self._block_size
-        keys = request.block_hashes[first:last]
-        if source is None or not keys or self._is_avoided(source):
+        keys, now = request.block_hashes[first:last], time.monotonic()
+        is_useful = bool(keys) and not self._is_avoided(source)
+        must_wait = is_useful and not self._may_look_up(keys[0])
+        since = self._waiting_since.setdefault(request.request_id, now)
+        if must_wait and now - since < _LOOKUP_TIMEOUT_S:
+            return None
+        # Only once: if it fails, the prompt is computed here.
+        self._forget_source(request.request_id)
+        if must_wait or not is_useful:
             return 0
         lease = self._pool.submit(self._request, source, keys)
-        self._lookups[request.request_id] = _Lookup(first, lease)
+        self._lookups[request.request_id] = _Lookup(first, keys[0], lease, now)
         return None
+
+    def _may_look_up(self, key: bytes) -> bool:
+        """Whether a prompt that lacks the blocks from this one on may request a lease."""
+        is_coming = any(each.first_key == key for each in self._lookups.values())
+        return len(self._lookups) < _MAX_LOOKUPS and not is_coming
+
+    def _forget_source(self, request_id: str) -> None:
+        self._sources.pop(request_id, None)
+        self._waiting_since.pop(request_id, None)
+
+    def _give_up(self, request: Request) -> int:
+        """Compute a prompt whose lease takes too long, or may end before it is read."""
+        self._stats.record_prefix(RefusalReason.TIME_OUT)
+        self.end(request.request_id)
+        return 0
 
     def _request(self, source: SourceAddress, keys: Sequence[bytes]) -> LeasedPrefix:
         """Run in a thread. Raises RefusedError."""
+        if self._is_avoided(source):
+            raise RefusedError(RefusalReason.PEER_LOST, "it was not reached before")
         try:
             return request_prefix(source, keys)
         except RefusedError as refused:
@@ -157,7 +199,7 @@ class PrefixPulls:
     def _is_avoided(self, source: SourceAddress) -> bool:
         now = time.monotonic()
         for boot_id in [one for one, until in self._avoided_until.copy().items() if until <= now]:
-            del self._avoided_until[boot_id]
+            self._avoided_until.pop(boot_id, None)
         return source.engine_id in self._avoided_until
 
     def _take_lease(self, lease: Future[LeasedPrefix]) -> LeasedPrefix | None:
