@@ -89,8 +89,6 @@ class Vllm:
                     *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)),
                     *("--max-num-seqs", str(MAX_NUM_SEQS)),
                     *("--scheduler-cls", "fidelity_clock.ClockedScheduler"),
-                    # Passes in a process of their own, which `cores` moves.
-                    *("--distributed-executor-backend", "mp"),
                     *(() if self.reuse else ("--no-enable-prefix-caching",)),
                 ],
                 "env": [{"name": name, "value": value} for name, value in environment.items()],
