@@ -30,6 +30,7 @@ OBSERVED = {
 LOADED = {
     "CheckpointedConnector": "vLLM loads it by kv_connector and kv_connector_module_path",
     "CleaveConnector": "the same",
+    "OffloadingConnector": "the same",
 }
 """Names that are called from outside, and how."""
 

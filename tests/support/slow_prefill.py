@@ -112,7 +112,7 @@ class Prefill:
 
     def close(self) -> None:
         for one in self.ranks:
-            if not one.owner._closed:
+            if not one.owner._listener._closed:
                 one.owner.close()
 
 

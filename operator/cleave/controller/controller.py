@@ -514,12 +514,12 @@ class Controller:
             reclaimed=self._reservations.get_reclaimed(owner, self._list_gpu_nodes()),
             serving=sum(each.selectable for each in statuses) if statuses else None,
             fault=self._faults.get(key, ""),
-            is_held=self._is_held(owner),
+            is_frozen=self._is_frozen(owner),
             settings=self.settings,
         )
         return self._time_decision(key, lambda: reconcile_pool(view))
 
-    def _is_held(self, deployment: ResourceKey) -> bool:
+    def _is_frozen(self, deployment: ResourceKey) -> bool:
         """Whether the pools of a deployment keep their instances: it is paused, or this operator,
         which may be of another version, has not looked at it since it leads."""
         cached = self.cache.get(deployment)

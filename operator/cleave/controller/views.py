@@ -153,7 +153,7 @@ class PoolView:
     """RDMA device that all nodes of the pool's kind of GPU offer; empty: there is none."""
     reclaimed: frozenset[str] = frozenset()
     """Names of the instances that deployments of higher priority reclaim."""
-    is_held: bool = False
+    is_frozen: bool = False
     """Whether its deployment keeps it as it is: no instance is replaced for its template."""
     serving: int | None = None
     """Instances that gateways send requests to; None: no gateway has responded."""

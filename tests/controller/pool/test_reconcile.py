@@ -142,11 +142,11 @@ def test_another_template_is_rolled_out_one_by_one() -> None:
     assert [kind for kind, _ in then] == ["delete"]
 
 
-def test_a_pool_that_is_held_replaces_what_is_lost_but_not_another_template() -> None:
+def test_a_pool_that_is_frozen_replaces_what_is_lost_but_not_another_template() -> None:
     desired = pool()
     old = [pod(name, desired, template="other") for name in "ab"]
-    assert pods_only(reconcile(view(desired, *old, is_held=True))) == []
-    done = pods_only(reconcile(view(desired, old[0], is_held=True)))
+    assert pods_only(reconcile(view(desired, *old, is_frozen=True))) == []
+    done = pods_only(reconcile(view(desired, old[0], is_frozen=True)))
     assert [kind for kind, _ in done] == ["create"]
 
 

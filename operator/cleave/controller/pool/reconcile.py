@@ -97,7 +97,7 @@ def _is_new(pod: ObservedPod, view: PoolView) -> bool:
     created from does, Cleave's version included.
     """
     spec = view.pool.spec
-    if spec.rollout is not None or view.is_held:
+    if spec.rollout is not None or view.is_frozen:
         return pod.revision == spec.revision
     return pod.template == view.template_hash
 

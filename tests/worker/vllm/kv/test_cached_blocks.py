@@ -108,16 +108,16 @@ def test_leases_leave_free_blocks_for_the_engine(
 def test_engines_share_keys_of_sha_256_or_with_a_common_seed(
     monkeypatch: pytest.MonkeyPatch, pool: Any
 ) -> None:
-    from cleave_worker.vllm.kv.cached_blocks import have_common_keys
+    from cleave_worker.vllm.kv.cached_blocks import has_common_keys
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert [have_common_keys(each) for each in ("sha256", "sha256_cbor", "xxhash")] == [
+    assert [has_common_keys(each) for each in ("sha256", "sha256_cbor", "xxhash")] == [
         True,
         True,
         False,
     ]
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert have_common_keys("xxhash")
+    assert has_common_keys("xxhash")
 
 
 def test_only_caches_that_keep_whole_prompts_are_leased() -> None:

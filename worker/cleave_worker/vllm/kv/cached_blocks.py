@@ -32,7 +32,7 @@ def can_lease_blocks(manager: KVCacheManager, config: KVCacheConfig) -> bool:
     return is_enabled and has_same_size and is_complete
 
 
-def have_common_keys(hash_algorithm: str) -> bool:
+def has_common_keys(hash_algorithm: str) -> bool:
     """Return whether engines compute the same keys: with other algorithms than SHA-256 vLLM (0.32)
     begins with a number of the process, unless it gets one."""
     return hash_algorithm.startswith("sha256") or "PYTHONHASHSEED" in os.environ

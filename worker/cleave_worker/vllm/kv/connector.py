@@ -36,7 +36,7 @@ from cleave_worker.transfer.transports.nixl import choose_transports, filter_ins
 from cleave_worker.vllm.kv.cached_blocks import (
     CachedBlocks,
     can_lease_blocks,
-    have_common_keys,
+    has_common_keys,
 )
 from cleave_worker.vllm.kv.layout import build_layout, build_shape, check_layout
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, RankAddress
@@ -110,7 +110,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         settings = self._kv_transfer_config
         # vLLM keeps blocks until the steps that write them are over, for consumers only.
         can_pull = settings.kv_load_failure_policy == "recompute" and settings.is_kv_consumer
-        can_share = have_common_keys(self._vllm_config.cache_config.prefix_caching_hash_algo)
+        can_share = has_common_keys(self._vllm_config.cache_config.prefix_caching_hash_algo)
         can_lease = can_share and can_lease_blocks(kv_cache_manager, self._kv_cache_config)
         if can_pull and can_lease:
             lock_scheduler()
