@@ -316,3 +316,21 @@ async def test_an_unknown_model_is_planned_once_a_worker_has_reported_it(
     ((_, planned, find_machines, _),) = submitted
     assert planned.spec.model.config.inline == model_report.select_config(CONFIGS["qwen3-8b"])
     assert find_machines().cluster is not None
+
+
+async def test_pools_are_frozen_until_their_deployment_is_looked_at_and_while_paused() -> None:
+    controller = Controller(OperatorSettings(), OperatorMetrics())
+    key = ResourceKey("LLMDeployment", "default", "chat")
+
+    def declare(version: int, **spec: object) -> Manifest:
+        declared = chat(**spec)
+        meta = {**declared["metadata"], "namespace": "default", "uid": "u"}
+        return {**declared, "metadata": {**meta, "resourceVersion": str(version)}}
+
+    assert not controller._is_frozen(key), "a pool by hand has no deployment"
+    controller.on_change(declare(1))
+    assert controller._is_frozen(key)
+    await controller._reconcile(key, AsyncMock())
+    assert not controller._is_frozen(key)
+    controller.on_change(declare(2, paused=True))
+    assert controller._is_frozen(key)
