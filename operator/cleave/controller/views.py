@@ -131,6 +131,13 @@ class DeploymentView:
         """The instances of a role that are neither being deleted nor finished."""
         return [pod for pod in self.pods if pod.role is role and pod.is_alive]
 
+    def find_report(self, pod: ObservedPod) -> FleetInstance | None:
+        """What gateways report about an instance; None: nothing, or only about an earlier pod of
+        its name."""
+        reported = (self.instances or {}).get(pod.name)
+        is_earlier = reported is not None and self.now_s - reported.report_age_s < pod.created_s
+        return None if is_earlier else reported
+
 
 @dataclass(frozen=True)
 class PoolView:

@@ -150,6 +150,13 @@ def test_an_empty_rollout_is_reported(cli: CliRunner, tmp_path: Path) -> None:
     )
 
 
+def test_a_paused_deployment_starts_no_step(cli: CliRunner, tmp_path: Path) -> None:
+    old, new = manifest(tmp_path, "old"), manifest(tmp_path, "new", image="new:2", paused=True)
+    result = run(cli, new, "--from", old)
+    assert result.exit_code == 0
+    assert result.stderr == "warning: spec.paused: no step starts until it is removed\n"
+
+
 def test_a_roll_out_goes_on_from_its_status(cli: CliRunner, tmp_path: Path) -> None:
     target = hash_revision(load(manifest(tmp_path, "bare", image="new:2")))
     status = seen(target, ("prefill", 3, 3, 1), ("decode", 4, 4, 1))

@@ -408,6 +408,18 @@ def test_the_cause_of_an_engine_that_does_not_start_is_in_the_conditions() -> No
     assert message(actions, "PrefillReady") == "1 of 1 prefill instances are ready"
 
 
+def test_a_report_about_an_earlier_pod_of_the_name_explains_nothing() -> None:
+    desired = deployment()
+    pools = build_pools(desired)
+    here = view(desired, pools=pools, pods=pods(pools, ready=False))
+    failed = FleetInstance("chat-prefill-0", reason="no such model", restarts=5, report_age_s=20.0)
+    for created_s, degraded in ((here.now_s - 60, "True"), (here.now_s - 10, "False")):
+        new = tuple(replace(pod, created_s=created_s) for pod in here.pods)
+        actions = reconcile(replace(here, pods=new, instances={failed.name: failed}))
+        assert condition(actions, "Degraded")[0] == degraded
+        assert ("no such model" in message(actions, "PrefillReady")) == (degraded == "True")
+
+
 def both(here: DeploymentView) -> list[tuple[str, str]]:
     actions = reconcile(here)
     return [condition(actions, kind) for kind in ("Ready", "Available")]

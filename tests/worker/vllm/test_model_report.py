@@ -130,6 +130,15 @@ def test_host_memory_is_counted_in_the_tokens_of_the_engines_blocks(
     assert model_report.find_host_memory(config, caches) == report_file.HostMemoryFacts()
 
 
+def test_host_memory_that_cannot_be_computed_leaves_the_rest_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_report, "_select_offloading", lambda _: object())
+    facts = model_report.build_facts(build_config(tmp_path), build_caches(), {})
+    assert facts.host_memory == report_file.HostMemoryFacts()
+    assert len(facts.groups) == 2
+
+
 def test_the_config_is_the_models_own_unless_options_change_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-8b"]))
     config = build_config(tmp_path).model_config

@@ -86,10 +86,19 @@ def build_facts(
 def find_host_memory(vllm_config: Any, kv_caches: Any) -> HostMemoryFacts:  # noqa: ANN401
     """The host memory that vLLM's OffloadingConnector will have, by its own computation, in the
     tokens that agents count of the GPU's KV. That each GPU copies its share over PCIe at the rate
-    of `cleave.perf.hardware` is assumed until copies are measured."""
+    of `cleave.perf.hardware` is assumed until copies are measured. None where vLLM's computation
+    fails: what else is reported does not depend on it."""
     config = _select_offloading(vllm_config)
     if config is None:
         return HostMemoryFacts()
+    try:
+        return _compute_host_memory(config, kv_caches)
+    except Exception:  # noqa: BLE001
+        _log.exception("KV in host memory is not reported to the operator")
+        return HostMemoryFacts()
+
+
+def _compute_host_memory(config: Any, kv_caches: Any) -> HostMemoryFacts:  # noqa: ANN401
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
         build_offloading_config,
     )
@@ -97,7 +106,7 @@ def find_host_memory(vllm_config: Any, kv_caches: Any) -> HostMemoryFacts:  # no
 
     offloading = build_offloading_config(config, kv_caches)
     spec = OffloadingSpecFactory.create_spec(offloading)
-    block_size = vllm_config.cache_config.block_size
+    block_size = config.cache_config.block_size
     # A token takes a block in each group.
     token_bytes = offloading.worker_kv_bytes_per_block * len(offloading.groups) / block_size
     link = build_host_link(_find_gpu())

@@ -81,6 +81,8 @@ def show_rollout(
     with report_input_errors():
         missing = _explain_missing_room(after, planned, steps, cluster)
     show(after.name, running.revision, target, limits, steps)
+    if after.spec.paused:
+        sys.stderr.write("warning: spec.paused: no step starts until it is removed\n")
     if missing is not None:
         sys.stderr.write(f"warning: {missing}\n")
 

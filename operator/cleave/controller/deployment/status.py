@@ -158,7 +158,7 @@ def _describe_unready(view: DeploymentView, pods: Sequence[ObservedPod]) -> str:
     """What the first instance that is not ready does, or why its engine failed, as its agent says,
     or what its pod waits for; empty: not known."""
     for pod in sorted((pod for pod in pods if not pod.ready), key=lambda pod: pod.name):
-        reported = (view.instances or {}).get(pod.name)
+        reported = view.find_report(pod)
         if reported is not None and reported.reason:
             return f"{pod.name}: {reported.reason}"
         if pod.wait:
@@ -169,7 +169,7 @@ def _describe_unready(view: DeploymentView, pods: Sequence[ObservedPod]) -> str:
 def _find_failing_engine(view: DeploymentView) -> str:
     """An instance that is not ready because its engine has ended; empty: there is none."""
     for pod in view.pods:
-        reported = (view.instances or {}).get(pod.name)
+        reported = view.find_report(pod)
         if reported is not None and reported.restarts and pod.is_alive and not pod.ready:
             times = "once" if reported.restarts == 1 else f"{reported.restarts} times"
             return f"{pod.name}: {reported.reason} (started again {times})"
