@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,32 @@ def test_compiled_policy_gives_what_the_plain_function_gives(
                 joins = may_join(int(kind), free, 60.0, 40.0, 3, 5.0)
                 assert count_joined(compiled, int(kind), free) == (1 if joins else 2)
     assert [path.suffix for path in tmp_path.rglob("*.*")] == [".o"]
+
+
+def test_processes_that_need_the_same_code_wait_for_the_one_that_compiles_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    load()
+    (file,) = tmp_path.rglob("*.o")
+    code = file.read_bytes()
+    file.unlink()
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("it is compiled twice"))
+    with ThreadPoolExecutor(1) as other, compiler._locked(file.parent):
+        loaded = other.submit(load)
+        with pytest.raises(TimeoutError):
+            loaded.result(0.3)
+        file.write_bytes(code)
+    assert count_joined(loaded.result(), 0, 200.0) in (1, 2)
+
+
+def test_a_process_that_compiles_for_too_long_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_COMPILE_TIMEOUT_S", 0.2)
+    with compiler._locked(compiler._list_files(join)[-1].parent):
+        assert count_joined(load(), 0, 200.0) in (1, 2)
 
 
 def test_code_for_another_cpu_lies_beside_it(

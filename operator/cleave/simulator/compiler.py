@@ -9,13 +9,16 @@ by a hash of all sources involved, so all checkouts and installations of one ver
 
 import ctypes
 import dis
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
@@ -36,6 +39,8 @@ _MAX_VERSIONS = 4
 """Number of versions whose machine code stays in the cache."""
 _DIGEST_BYTES = 16
 _FOLDER = "cleave-simulator"
+_COMPILE_TIMEOUT_S = 300.0
+"""Longest wait for another process that compiles the same, which takes a minute of a busy core."""
 _ENTRY = "cleave_entry"
 """Name of the outermost function in its object file."""
 
@@ -52,8 +57,11 @@ def load_function(
     target, files = _build_target(), _list_files(function)
     code = next(filter(None, map(_read, files)), b"")
     if not code:
-        code = _compile(function, dict(build_replacements()), scalars, target)
-        _write(files[-1], code)
+        with _locked(files[-1].parent):
+            code = _read(files[-1])
+            if not code:
+                code = _compile(function, dict(build_replacements()), scalars, target)
+                _write(files[-1], code)
     return _link(code, scalars, target)
 
 
@@ -138,6 +146,31 @@ def _link(code: bytes, scalars: tuple[type, ...], target: dict[str, str]) -> Cal
             raise SystemError(f"the compiled code ended with status {status}")
 
     return call
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """While one process compiles, others that need the same code wait for it. The lock ends with
+    its process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        deadline_s = time.monotonic() + _COMPILE_TIMEOUT_S
+        while not _try_lock(descriptor) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock a folder; also True where its file system has no such locks: both compile then."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _read(file: Path) -> bytes:
