@@ -24,6 +24,11 @@ Manifest = dict[str, Any]
 Render = Callable[..., list[Manifest]]
 
 
+def find(manifests: list[Manifest], kind: str) -> list[Manifest]:
+    """The objects of one kind."""
+    return [each for each in manifests if each["kind"] == kind]
+
+
 @pytest.fixture(scope="session")
 def chart() -> Path:
     return ROOT / "charts" / "cleave"
