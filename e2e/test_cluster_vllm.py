@@ -1,6 +1,7 @@
 """The real engine on a real control plane: vLLM on CPU, KV handed over by Cleave's connector."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,41 +16,46 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 START_S = 420
 
 
-@pytest.fixture
-def chat(cluster: Cluster, namespace: str, tiny_model: Path) -> Iterator[Chat]:
-    """One prefill and one decode instance of a model in a folder of the nodes."""
+@contextmanager
+def serving_vllm(
+    cluster: Cluster, namespace: str, model: Path, timeout_s: float, **spec: object
+) -> Iterator[Chat]:
+    """A deployment of a model in a folder of the nodes, ready; `spec`: what is not usual."""
     if cluster.nodes is None:
         pytest.skip("needs nodes that have a folder of this machine")
-    found = Chat(cluster, namespace)
-    spec = {
-        "model": {
-            "source": str(tiny_model),
-            "servedName": "chat",
-            "dtype": "float32",
-            "maxModelLen": 4096,
-        },
+    # What vLLM found out about models; otherwise another process imports vLLM for it.
+    cache = {"name": "VLLM_CACHE_ROOT", "value": str(Path.home() / ".cache/vllm")}
+    source = {"source": str(model), "servedName": "chat", "dtype": "float32", "maxModelLen": 4096}
+    usual = {
+        "model": source,
         "slo": {"ttftMs": 1000, "tpotMs": 200},
-        # What vLLM found out about models; otherwise another process imports vLLM for it.
-        "engine": start_fast(
-            env=[{"name": "VLLM_CACHE_ROOT", "value": str(Path.home() / ".cache/vllm")}]
-        ),
-        "placement": {"manual": [{"role": "prefill"}, {"role": "decode"}]},
-        # No instance may do both phases.
-        "routing": {"fallback": "Never"},
+        "engine": start_fast(env=[cache]),
     }
     manifest = {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
         "metadata": {"name": "chat"},
-        "spec": spec,
+        "spec": usual | spec,
     }
+    found = Chat(cluster, namespace)
     with installation(cluster, "--set", "operator.args={--device=cpu}"):
         cluster.apply(manifest, namespace=namespace)
         try:
-            found.until_ready(START_S)
+            found.until_ready(timeout_s)
             yield found
         finally:
             cluster.kubectl("delete", "llmd", "chat", "-n", namespace, timeout_s=120)
+
+
+@pytest.fixture
+def chat(cluster: Cluster, namespace: str, tiny_model: Path) -> Iterator[Chat]:
+    """One prefill and one decode instance; none may do both phases."""
+    pair = {"manual": [{"role": "prefill"}, {"role": "decode"}]}
+    routing = {"fallback": "Never"}
+    with serving_vllm(
+        cluster, namespace, tiny_model, START_S, placement=pair, routing=routing
+    ) as found:
+        yield found
 
 
 def test_vllm_answers_through_both_phases_and_changes_pools(chat: Chat) -> None:

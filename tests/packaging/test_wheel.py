@@ -115,7 +115,10 @@ def runner(environment: Path, folder: Path):
     body = {"model": "m", "prompt": "p"}
     request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
     (folder / "requests.jsonl").write_text(json.dumps(request))
+    compiled = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     own = {
+        # The wheel has the sources of this checkout, whose simulator is compiled.
+        "NUMBA_CACHE_DIR": os.environ.get("NUMBA_CACHE_DIR") or compiled,
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "CLEAVE_STATE_DIR": str(folder / "state"),
