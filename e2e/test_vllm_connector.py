@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from cleave.rpc.engine_key import compute_kv_key
 from cleave_worker.transfer.transport import Transport
 
 from e2e.support.deployments import Deployment, deployed, until
@@ -24,6 +22,8 @@ from e2e.support.handoffs import (
     give,
     is_free,
     lost,
+    name_source,
+    outcomes,
     owning_other_kv,
     post,
     prefill,
@@ -136,23 +136,6 @@ def test_a_client_that_leaves_while_its_kv_is_awaited_frees_both_sides(vllm: Dep
 BLOCK_TOKENS = 128
 STARTS_WITHIN_S = 300
 PULLED = "vllm:external_prefix_cache_hits_total"
-
-
-def name_source(vllm: Deployment, **changed: object) -> dict[str, object]:
-    """The decode engine, as the gateway names it to a prefill engine."""
-    decoding = vllm.instances()["tiny-decode-0"]
-    host = urlsplit(decoding.engine_url).hostname
-    key = compute_kv_key(decoding.engine_key)
-    place = {"engine_id": decoding.boot_id, "host": host, "port": decoding.prefix_port, "key": key}
-    return place | changed
-
-
-def outcomes(url: str) -> dict[str, float]:
-    """Pulls of prefixes by their outcome."""
-    name = "cleave_prefix_pulls_total{"
-    lines = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text.splitlines()
-    samples = [line for line in lines if line.startswith(name) and not line.endswith(" 0.0")]
-    return {line.split('outcome="')[1].split('"')[0]: float(line.split()[-1]) for line in samples}
 
 
 def compute(vllm: Deployment, case: Case, source: object, **fields: object) -> list[int]:

@@ -1,4 +1,5 @@
-"""Hand-offs between vLLM engines by Cleave's connector: made, altered, and what came of them.
+"""Hand-offs and pulls of prefixes between vLLM engines by Cleave's connector: made, altered, and
+what came of them.
 
 Used by test_vllm_connector.py and, with larger numbers, by benchmarks/kv/faults.py.
 """
@@ -12,9 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
+from cleave.rpc.engine_key import compute_kv_key
 from cleave_worker.transfer.transport import Transport
 
 from e2e.support.deployments import Deployment, start_fast, tiny_vllm
@@ -60,6 +63,23 @@ def is_free(vllm: Deployment) -> bool:
     for url in urls:
         ask(url, case)
     return not any(metric(url, "vllm:kv_cache_usage_perc") for url in urls)
+
+
+def name_source(vllm: Deployment, **changed: object) -> dict[str, object]:
+    """The decode engine, as the gateway names it to a prefill engine."""
+    decoding = vllm.instances()["tiny-decode-0"]
+    host = urlsplit(decoding.engine_url).hostname
+    key = compute_kv_key(decoding.engine_key)
+    place = {"engine_id": decoding.boot_id, "host": host, "port": decoding.prefix_port, "key": key}
+    return place | changed
+
+
+def outcomes(url: str) -> dict[str, float]:
+    """Pulls of prefixes by their outcome."""
+    name = "cleave_prefix_pulls_total{"
+    lines = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text.splitlines()
+    samples = [line for line in lines if line.startswith(name) and not line.endswith(" 0.0")]
+    return {line.split('outcome="')[1].split('"')[0]: float(line.split()[-1]) for line in samples}
 
 
 def prefill(url: str, case: Case, request_id: str) -> dict[str, Any]:
