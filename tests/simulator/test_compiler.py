@@ -163,13 +163,21 @@ def test_damaged_code_is_compiled_again(
     assert compiler.is_compiled(join)
 
 
-def test_the_code_of_old_versions_makes_room(
+def test_the_code_that_was_used_longest_ago_makes_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    load()
+    cache = tmp_path / "cleave-simulator"
+    (used,) = cache.iterdir()
+    os.utime(used, (1.0, 1.0))
     for age in range(9):
-        (tmp_path / "cleave-simulator" / f"version-{age}").mkdir(parents=True)
+        (cache / f"version-{age}").mkdir(parents=True)
+        os.utime(cache / f"version-{age}", (2.0 + age, 2.0 + age))
         (tmp_path / f"of-others-{age}").mkdir()
-    assert not compiler.is_compiled(join)
-    assert len(list((tmp_path / "cleave-simulator").iterdir())) == 4
+    load()
+    assert not compiler.is_compiled(batching.form_batch)
+    left = {each.name for each in cache.iterdir()}
+    assert {used.name, "version-8", "version-3"} < left
+    assert len(left) == compiler._MAX_VERSIONS
     assert len(list(tmp_path.iterdir())) == 10

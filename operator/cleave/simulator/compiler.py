@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
@@ -35,8 +35,9 @@ _C_TYPES: dict[type, type[ctypes.c_int64 | ctypes.c_double]] = {
     int: ctypes.c_int64,
     float: ctypes.c_double,
 }
-_MAX_VERSIONS = 4
-"""Number of versions whose machine code stays in the cache."""
+_MAX_VERSIONS = 8
+"""Number of folders that stay in the cache, those used last: each belongs to one version of one
+function and its sources."""
 _DIGEST_BYTES = 16
 _FOLDER = "cleave-simulator"
 _COMPILE_TIMEOUT_S = 300.0
@@ -62,6 +63,8 @@ def load_function(
             if not code:
                 code = _compile(function, dict(build_replacements()), scalars, target)
                 _write(files[-1], code)
+    with suppress(OSError):
+        os.utime(files[-1].parent)
     return _link(code, scalars, target)
 
 
@@ -256,7 +259,7 @@ def _find_cache(name: str) -> Path:
 
 
 def _prune_cache(cache: Path) -> None:
-    """Delete all but the latest versions; each takes some MB."""
+    """Delete all folders but those used last; each takes up to a MB."""
     versions = sorted(cache.iterdir(), key=lambda folder: folder.stat().st_mtime)
     for folder in versions[:-_MAX_VERSIONS]:
         shutil.rmtree(folder, ignore_errors=True)
