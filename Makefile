@@ -9,7 +9,7 @@ RERUN = --reruns 1 --rerun-show-tracebacks
 # Tests wait more than they compute. Those of one file share fixtures, so they stay together.
 PARALLEL = -n $(or $(TEST_WORKERS),3) --dist loadfile --no-loadscope-reorder
 
-LANES = fast-tests engine-tests cluster-tests operator-tests
+LANES = fast-tests engine-tests cluster-tests operator-tests static-checks
 # With many engines; what they show changes with vLLM's version rather than with Cleave.
 LONG_ENGINE_TESTS = e2e/test_vllm_data_parallel.py e2e/test_vllm_data_parallel_nixl.py e2e/test_vllm_offloading.py e2e/test_vllm_version_skew.py
 ENGINE_TESTS = e2e/vllm_pair $(filter-out $(LONG_ENGINE_TESTS),$(wildcard e2e/test_vllm*.py))
@@ -37,11 +37,10 @@ test: check ## the same as check
 quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 	@.venv/bin/python scripts/quick.py $(ARGS)
 
-check: lint ## what CI runs: lint, types, layers, generated files, the site of docs/, tests
+check: $(if $(ARGS),lint,setup) ## what CI runs: lint, types, layers, generated files, the site of docs/, tests
 	@scripts/bootstrap --tests
-	$(if $(ARGS),,@$(MAKE) --no-print-directory site)
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
-	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j4 $(LANES))
+	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j5 $(LANES))
 
 # These run side by side. The first shows its progress, the others print their output at the end. It is
 # as nice as agents make their engines, which would otherwise starve: those tests take longest.
@@ -55,6 +54,9 @@ cluster-tests: SUITE = $(filter-out $(OPERATOR_TESTS),$(CLUSTER_TESTS))
 operator-tests: SUITE = $(OPERATOR_TESTS)
 cluster-tests operator-tests:
 	@$(MAKE) --no-print-directory e2e CLUSTER_TESTS='$(SUITE)' ARGS='$(RERUN)' $(IN_LOG)
+
+static-checks:
+	@{ $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory site; } $(IN_LOG)
 
 check-compiled: setup ## tests of gateway and router, compiled as in images
 	rm -rf build/compiled && mkdir -p build/compiled && cp -r operator/cleave build/compiled
