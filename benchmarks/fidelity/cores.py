@@ -12,6 +12,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
+_WORKER = "VLLM::Worker"
+"""What vLLM calls its processes that compute passes."""
+
 
 class CoresError(RuntimeError):
     """The engines' processes could not be distinguished."""
@@ -26,16 +29,16 @@ def part_fronts(engine_urls: Iterable[str], gateway_url: str) -> None:
     fronts = []
     for url in engine_urls:
         server = _find_listener(url)
-        for scheduler in server.children():
-            workers += scheduler.children()
-        fronts += [server, *server.children()]
+        for process in (server, *server.children(recursive=True)):
+            (workers if process.name().startswith(_WORKER) else fronts).append(process)
     if not workers:
         raise CoresError("no engine has a worker process; is it vLLM on CPU?")
     cores = os.cpu_count() or 1
     used_cores = _pick_apart(len(workers), cores)
     rest = _away(used_cores, cores)
     if not rest:
-        raise CoresError(f"{len(workers)} engines need {len(workers) + 1} cores to be told apart")
+        needed = len(workers) + 1
+        raise CoresError(f"{len(workers)} engines need {needed} cores; or use --share-cores")
     for worker, core in zip(workers, used_cores, strict=True):
         _move(worker, [core])
         worker.nice(0)
@@ -58,13 +61,24 @@ def _away(used_cores: list[int], cores: int) -> list[int]:
 
 
 def _find_listener(url: str) -> psutil.Process:
+    """The process that opened the socket: those that it forked have it, too."""
+    listeners = {each.pid: each for each in psutil.process_iter() if _has_socket(each, url)}
+    for process in listeners.values():
+        if process.ppid() not in listeners:
+            return process
+    raise CoresError(f"no process listens at {url}")
+
+
+def _has_socket(process: psutil.Process, url: str) -> bool:
     address = urlsplit(url)
-    for connection in psutil.net_connections("tcp4"):
-        listens = connection.status == psutil.CONN_LISTEN and connection.pid
-        here = connection.laddr.port == address.port
-        if listens and here and connection.laddr.ip in (address.hostname, "0.0.0.0"):
-            return psutil.Process(connection.pid)
-    raise CoresError(f"nobody listens at {url}")
+    with suppress(psutil.Error):
+        return any(
+            each.status == psutil.CONN_LISTEN
+            and each.laddr.port == address.port
+            and each.laddr.ip in (address.hostname, "0.0.0.0")
+            for each in process.net_connections("tcp4")
+        )
+    return False
 
 
 def _move(process: psutil.Process, cores: list[int]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compare import Slo
 from deployments import Case, Stage
 from fleet import make_fleet
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
@@ -38,6 +39,13 @@ class Emulated:
     model: str = "opt-13b"
     length_scale: float = 1.0
     max_model_len: int = 8192
+
+    @property
+    def targets(self) -> Slo | None:
+        """Best fit brings the times of most requests just below the deployment's targets, so a
+        percentile is among many equal times, where a difference of a percent decides."""
+        is_filled = self.policy is DispatchPolicy.BEST_FIT
+        return Slo(TTFT_MS, TPOT_MS) if is_filled else None
 
     def spec(self, folder: Path) -> dict[str, Any]:
         """Of the LLMDeployment, without its placement."""

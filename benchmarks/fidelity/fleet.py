@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Protocol
 
+from compare import Slo
 from deployments import Case, Stage
 from iteration_times import PassScale
 
@@ -22,6 +23,10 @@ class Subject(Protocol):
     max_model_len: int
     time_scale: float
     """Milliseconds of this machine for one of the trace."""
+
+    @property
+    def targets(self) -> Slo | None:
+        """By which attainment is compared; None: by percentiles of the simulation."""
 
     def spec(self, folder: Path) -> dict[str, Any]:
         """Of the LLMDeployment, without its placement; engines may write to `folder`."""

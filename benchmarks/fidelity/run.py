@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from arrivals import CONVERSATIONS, Lengths, all_at_once, dither, draw_trace, foresee, read_lengths
 from compare import Comparison, Slo, compare
+from cores import CoresError
 from deployments import StageError, deployed
 from emulated import CASES as EMULATED_CASES
 from emulated import Emulated
@@ -166,7 +167,10 @@ def find_capacity(
 
 
 def choose_slo(subject: Subject, folder: Path, lengths: Lengths, settings: Settings) -> Slo:
-    """Targets that one request in ten misses each, simulated at SLO_SHARE of capacity."""
+    """The subject's targets; else those that one request in ten misses each, simulated at SLO_SHARE
+    of capacity."""
+    if subject.targets is not None:
+        return subject.targets
     pass_scale = fit_trial_pass_scale(subject, folder)
     rate = find_capacity(subject, folder, pass_scale, lengths, settings.seed) * SLO_SHARE
     trace = draw_trace(lengths, rate, SLO_REQUESTS, settings.seed)
@@ -203,6 +207,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--reuse", action="store_true", help="requests are turns of conversations; needs no --flips"
     )
+    parser.add_argument(
+        "--share-cores",
+        action="store_true",
+        help="of vLLM: leave fronts on the cores of passes; then only shares of caches compare",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="does everything work? two loads")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
@@ -225,7 +234,10 @@ def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
             for case in EMULATED_CASES
         ]
     else:
-        subjects = [Vllm(case, arguments.quick, arguments.reuse) for case in VLLM_CASES]
+        subjects = [
+            Vllm(case, arguments.quick, arguments.reuse, arguments.share_cores)
+            for case in VLLM_CASES
+        ]
     return [each for each in subjects if selected is None or each.case.name in selected]
 
 
@@ -249,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for each in subjects
             for name, comparisons in run(each, settings).items()
         }
-    except StageError as error:
+    except (StageError, CoresError) as error:
         say(f"error: {error}")
         return 1
     report = Report(options.kind, describe_machine(), scale, found)

@@ -63,11 +63,14 @@ class Vllm:
     quick: bool
     reuse: bool = False
     """Whether engines find prompts in their prefix caches."""
+    shares_cores: bool = False
+    """Whether fronts stay on the cores of passes."""
     kind: str = "vllm"
     model: str = "tiny"
     length_scale: float = 0.25
     max_model_len: int = 4096
     time_scale: float = 1.0
+    targets: None = None
 
     def spec(self, folder: Path) -> dict[str, Any]:
         """Of the LLMDeployment, without its placement; passes are noted in `folder`."""
@@ -98,7 +101,8 @@ class Vllm:
     def prepare(self, stage: Stage, folder: Path) -> None:
         """A profile of these engines, and times of the idle fleet."""
         urls = [url for urls in stage.engines.values() for url in urls]
-        part_fronts(urls, stage.url)
+        if not self.shares_cores:
+            part_fronts(urls, stage.url)
         asyncio.run(_warm(urls, self.model))
         file = folder / PROFILE
         if not file.exists():
