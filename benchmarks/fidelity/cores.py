@@ -28,7 +28,7 @@ def part_fronts(engine_urls: Iterable[str], gateway_url: str) -> None:
     workers = []
     fronts = []
     for url in engine_urls:
-        server = _find_listener(url)
+        server = find_listener(url)
         for process in (server, *server.children(recursive=True)):
             (workers if process.name().startswith(_WORKER) else fronts).append(process)
     if not workers:
@@ -42,7 +42,7 @@ def part_fronts(engine_urls: Iterable[str], gateway_url: str) -> None:
     for worker, core in zip(workers, used_cores, strict=True):
         _move(worker, [core])
         worker.nice(0)
-    for process in (*fronts, _find_listener(gateway_url), psutil.Process(os.getpid())):
+    for process in (*fronts, find_listener(gateway_url), psutil.Process(os.getpid())):
         _move(process, rest)
 
 
@@ -60,7 +60,7 @@ def _away(used_cores: list[int], cores: int) -> list[int]:
     return [core for core in free if core ^ 1 not in used_cores] or free
 
 
-def _find_listener(url: str) -> psutil.Process:
+def find_listener(url: str) -> psutil.Process:
     """The process that opened the socket: those that it forked have it, too."""
     listeners = {each.pid: each for each in psutil.process_iter() if _has_socket(each, url)}
     for process in listeners.values():

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from cores import find_listener
+
+from cleave.profiling.client import OpenAIClient
+from cleave.rpc.engine_key import ENV, build_headers
 
 UP_TIMEOUT_S = 600
 
@@ -50,6 +54,11 @@ class Stage:
     url: str
     engines: dict[str, list[str]]
     """Role -> URLs of its engines."""
+
+    def connect(self, engine: str, model: str = "") -> OpenAIClient:
+        """A client of an engine, with the key that it has in its environment."""
+        key = find_listener(engine).environ().get(ENV, "")
+        return OpenAIClient(engine, model, headers=build_headers(key))
 
 
 @contextmanager

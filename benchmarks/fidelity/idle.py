@@ -67,7 +67,7 @@ def fit_transfer(idle: Sequence[Alone]) -> SimulatedTransfer:
 async def _ask(stage: Stage, model: str, time_scale: float) -> list[Alone]:
     rng = random.Random(0)
     client = OpenAIClient(stage.url, model)
-    engines = [OpenAIClient(url) for urls in stage.engines.values() for url in urls]
+    engines = [stage.connect(url) for urls in stage.engines.values() for url in urls]
     samples: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in TOKENS}
     for turn in range(REPEATS + 1):
         for tokens, times in samples.items():

@@ -91,7 +91,7 @@ def serve(
         subject.prepare(stage, folder)
         client = OpenAIClient(stage.url, subject.model, timeout_s=600.0)
         urls = [*stage.engines.get("prefill", ()), *stage.engines.get("mixed", ())]
-        engines = [OpenAIClient(url) for url in urls]
+        engines = [stage.connect(url) for url in urls]
 
         def offer_at(rate: float, seed: int, file: Path) -> None:
             trace = draw_trace(lengths, rate, settings.requests, seed)

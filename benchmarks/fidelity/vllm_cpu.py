@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,7 +104,7 @@ class Vllm:
         urls = [url for urls in stage.engines.values() for url in urls]
         if not self.shares_cores:
             part_fronts(urls, stage.url)
-        asyncio.run(_warm(urls, self.model))
+        asyncio.run(_warm([stage.connect(url, self.model) for url in urls]))
         file = folder / PROFILE
         if not file.exists():
             profiles.write_profile(asyncio.run(self._profile(stage)), file)
@@ -140,12 +141,15 @@ class Vllm:
         """
         full = QUICK if self.quick else FULL
         if self.case.mixed:
-            facts, samples = await self._measure(stage.engines["mixed"][0], full)
+            facts, samples = await self._measure(stage.connect(stage.engines["mixed"][0]), full)
         else:
             (facts, samples), (_, others) = await asyncio.gather(
-                self._measure(stage.engines["prefill"][0], replace(full, batches=())),
                 self._measure(
-                    stage.engines["decode"][0], replace(full, max_prompt_tokens=SHORT_PROMPTS)
+                    stage.connect(stage.engines["prefill"][0]), replace(full, batches=())
+                ),
+                self._measure(
+                    stage.connect(stage.engines["decode"][0]),
+                    replace(full, max_prompt_tokens=SHORT_PROMPTS),
                 ),
             )
             samples |= {what: of for what, of in others.items() if isinstance(what, DecodeCase)}
@@ -160,9 +164,8 @@ class Vllm:
         )
 
     async def _measure(
-        self, url: str, settings: ProfilingSettings
+        self, client: OpenAIClient, settings: ProfilingSettings
     ) -> tuple[EngineInfo, SamplesByCase]:
-        client = OpenAIClient(url)
         facts = await inspect_engine(client, self.model)
         samples = await measure(replace(client, model=self.model), facts, settings, _say)
         for line in list_scattered(samples, settings.max_spread):
@@ -177,16 +180,15 @@ def _model() -> Path:
     return path
 
 
-async def _warm(urls: list[str], model: str) -> None:
+async def _warm(clients: Sequence[OpenAIClient]) -> None:
     """A pass of every length: oneDNN compiles its kernels for each anew, some 4 ms."""
 
-    async def warm(url: str) -> None:
+    async def warm(client: OpenAIClient) -> None:
         rng = random.Random(0)
-        client = OpenAIClient(url, model)
         for tokens in range(1, WARM_TOKENS):
             await client.complete(draw_prompt(rng, tokens), 1)
 
-    await asyncio.gather(*map(warm, urls))
+    await asyncio.gather(*map(warm, clients))
 
 
 def _say(done: int, total: int, what: str) -> None:

@@ -54,7 +54,10 @@ async def test_a_key_goes_with_every_request() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
     url = f"http://{host}:{port}/below"
-    assert await OpenAIClient(url, api_key="secret").get_json("/version") == {}
+    assert (
+        await OpenAIClient(url, headers={"Authorization": "Bearer secret"}).get_json("/version")
+        == {}
+    )
     server.close()
     await server.wait_closed()
     assert heads[0].startswith(b"GET /below/version HTTP/1.1\r\n")

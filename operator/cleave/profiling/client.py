@@ -7,7 +7,7 @@ the engine abort the request, so that nothing keeps running there.
 import asyncio
 import json
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,7 +47,8 @@ class OpenAIClient:
     model: str = ""
     timeout_s: float = 120.0
     """Timeout of one response, from connecting to its end."""
-    api_key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Of each request, such as one with a key."""
     _address: tuple[str, int, bool] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,10 +95,10 @@ class OpenAIClient:
     ) -> TimedHttpExchange:
         host, port, secure = self._address
         prefix = urlsplit(self.url).path.rstrip("/")
-        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        own = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
         head = (
             f"{method} {prefix}{path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n{key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n{own}\r\n"
         )
         exchange = TimedHttpExchange(head.encode() + payload, on_events)
         loop = asyncio.get_running_loop()

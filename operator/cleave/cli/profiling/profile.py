@@ -130,7 +130,8 @@ async def _measure(
     from cleave.profiling.engine_info import inspect_engine
     from cleave.profiling.measurement_plan import measure
 
-    client = OpenAIClient(url, api_key=api_key)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    client = OpenAIClient(url, headers=headers)
     engine = await inspect_engine(client, model)
     with show_progress("probing") as show:
         return engine, await measure(replace(client, model=engine.model), engine, settings, show)
