@@ -42,6 +42,8 @@ _DIGEST_BYTES = 16
 _FOLDER = "cleave-simulator"
 _COMPILE_TIMEOUT_S = 300.0
 """Longest wait for another process that compiles the same, which takes a minute of a busy core."""
+_NUMBA_OPT = "NUMBA_OPT"
+"""Environment variable of numba's level of optimization, which is read when it is imported."""
 _ENTRY = "cleave_entry"
 """Name of the outermost function in its object file."""
 
@@ -61,7 +63,7 @@ def load_function(
         with _locked(files[-1].parent):
             code = _read(files[-1])
             if not code:
-                code = _compile(function, dict(build_replacements()), scalars, target)
+                code = _compile(function, build_replacements, scalars, target)
                 _write(files[-1], code)
     with suppress(OSError):
         os.utime(files[-1].parent)
@@ -79,16 +81,17 @@ def _build_target() -> dict[str, str]:
 
 def _compile(
     function: Function,
-    clones: dict[Function, Any],
+    build_replacements: BuildReplacements,
     scalars: tuple[type, ...],
     target: dict[str, str],
 ) -> bytes:
-    """An object file with `function` as _ENTRY. Replaced functions are the keys of `clones`."""
+    """An object file with `function` as _ENTRY."""
+    numba = _import_numba()
     import llvmlite.binding as llvm
-    import numba
 
     from cleave.simulator.records import STATE
 
+    clones = dict(build_replacements())
     options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
     def clone(inner: Function, *signature: object) -> Any:  # noqa: ANN401
@@ -116,8 +119,34 @@ def _compile(
         each for each in module.functions if each.linkage is external and not each.is_declaration
     )
     entry.name = _ENTRY
-    code: bytes = _build_machine(target).emit_object(module)
+    machine = _build_machine(target)
+    _optimize(module, machine)
+    code: bytes = machine.emit_object(module)
     return code
+
+
+def _import_numba() -> Any:  # noqa: ANN401
+    """Numba, which leaves its output as it is: otherwise it optimizes each function with all that
+    it calls, so most of them many times. `_optimize` does it once for all."""
+    before = os.environ.get(_NUMBA_OPT)
+    os.environ[_NUMBA_OPT] = "0"
+    import numba
+
+    if before is None:
+        del os.environ[_NUMBA_OPT]
+    else:
+        os.environ[_NUMBA_OPT] = before
+    return numba
+
+
+def _optimize(module: Any, machine: Any) -> None:  # noqa: ANN401
+    """Inline and optimize, as LLVM does at level 3."""
+    import llvmlite.binding as llvm
+
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = options.slp_vectorization = True
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
 
 
 def _build_machine(target: dict[str, str]) -> Any:  # noqa: ANN401

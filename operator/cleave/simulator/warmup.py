@@ -16,7 +16,7 @@ def warm_up() -> None:
     is compiled when it is needed."""
     if is_compiled():
         return
-    print("cleave: compiling the simulator, once for this version (about 10 seconds)")  # noqa: T201
+    print("cleave: compiling the simulator, once for this version (about 30 seconds)")  # noqa: T201
     engine = SimulatedEngine(EngineTiming(1.0, (1.0, 2.0), 0.0, (1.0, 1.0), (0.0,)), 64)
     one = np.ones(1, np.int64)
     simulate(SimulatedFleet(mixed=(SimulatedPool(engine, 1),)), Trace(np.zeros(1), one, one))
