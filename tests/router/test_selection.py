@@ -205,6 +205,19 @@ def test_iteration_times_are_learned_without_the_prompts_in_between(routed, cloc
     assert model.coefficients.predict_decode_ms(4, 2_000) == pytest.approx(19, rel=0.02)
 
 
+def test_prompts_of_one_iteration_are_one_sample_of_it(routed, clock) -> None:
+    router = routed(DispatchPolicy.BEST_FIT, RoutingRules(ttft_ms=2_000, tpot_ms=30), m1="mixed")
+    for number in range(200):
+        picks = [router.pick("m", 100 + number * 97 % 900, 100) for _ in range(1 + number % 2)]
+        clock.now_s += 0.02 + 0.0001 * sum(pick.prompt_tokens for pick in picks)
+        for pick in picks:
+            clock.now_s += 0.00001
+            router.release(pick, RequestPhase.PREFILL)
+        for pick in picks:
+            router.release(pick)
+    assert router._iteration_times._model.prefill.solve() == pytest.approx((0.1, 20), rel=0.01)
+
+
 def test_best_fit_fills_one_instance_before_the_next_once_it_knows_the_passes(
     routed, clock
 ) -> None:

@@ -17,6 +17,7 @@ from cleave.policy.host_memory import estimate_load_token_ms
 from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
 from cleave.router.cache_hits import HitCounts, HitWindow
+from cleave.router.iteration_time_fit import PromptBatch
 from cleave.router.pair_proofs import PairResult, merge_results, read_proofs
 from cleave.router.prefix_index import to_holder
 from cleave.rpc.engine_key import compute_kv_key
@@ -106,6 +107,7 @@ class InFlightLoad:
         "num_remote_requests",
         "num_requests",
         "prompt",
+        "prompt_batch",
         "prompt_tokens",
         "queue",
         "resident",
@@ -118,6 +120,8 @@ class InFlightLoad:
         """Prompt tokens that are not computed yet."""
         self.computed_tokens = 0.0
         """Tokens of all own prompts computed so far; counted for BestFit only."""
+        self.prompt_batch = PromptBatch()
+        """For BestFit only."""
         self.queue = PrefillQueueModel()
         """Model of the progress of these prompts."""
         self.resident = OutstandingTokens()

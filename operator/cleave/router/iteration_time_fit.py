@@ -2,7 +2,8 @@
 
 What is hard: a gateway sees requests, not iterations; so the mean time per output token of a
 request is taken as the iteration time of its batch, and the time of a prompt at the head of its
-queue as the time of its own iteration.
+queue as the time of its own iteration. Prompts of one iteration end together, so the second one
+takes next to no time, and errors are relative: alone, such a prompt would outweigh all others.
 
 Source: Aladdin, section 5.1: the scheduler keeps its performance models up to date from traces.
 """
@@ -15,8 +16,21 @@ MIN_OUTPUT_TOKENS = 8
 MIN_OWN_SHARE = 0.5
 """Outputs that spent more of their time on prompts say little of decode iterations: the rest is the
 small difference of two large, uncertain numbers."""
+_SAME_ITERATION = 0.05
+"""Share of the time of the prompts before, within which the next one counts as one of them. Where
+it had a short iteration of its own, the sum of both is still a sample."""
 _FIT_EVERY = 64
 """Number of samples between two fits."""
+
+
+class PromptBatch:
+    """The latest prompts of one instance that ended together."""
+
+    __slots__ = ("ms", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+        self.ms = 0.0
 
 
 class IterationTimeEstimator:
@@ -30,11 +44,17 @@ class IterationTimeEstimator:
         self.best_fit: BestFitModel | None = None
         """Parameters of best fit; None until the samples suffice for a fit."""
 
-    def add_prompt(self, tokens: float, ms: float) -> None:
-        """Include a prompt of `tokens` uncached tokens that took `ms` at the head of its queue."""
-        if tokens >= 1 and ms > 0:
-            self._model.add_prefill(int(tokens), ms)
+    def add_prompt(self, batch: PromptBatch, tokens: float, ms: float) -> None:
+        """Include a prompt of `tokens` uncached tokens that took `ms` at the head of its queue;
+        `batch`: that of its instance, which counts when the next one ends."""
+        if ms <= _SAME_ITERATION * batch.ms:
+            batch.tokens += tokens
+            batch.ms += ms
+            return
+        if batch.tokens >= 1:
+            self._model.add_prefill(int(batch.tokens), batch.ms)
             self._refit()
+        batch.tokens, batch.ms = tokens, ms
 
     def add_completion(
         self, tokens: int, ms: float, prompt_tokens: float, batch: float, context: float

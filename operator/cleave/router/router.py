@@ -253,7 +253,7 @@ class Router:
                 queue, remote = in_flight.queue, in_flight.prompt.remote
                 ms = queue.observe_completion(counted, now * 1000, remote)
                 if self._fits_iteration_times:
-                    self._iteration_times.add_prompt(tokens, ms)
+                    self._iteration_times.add_prompt(in_flight.prompt_batch, tokens, ms)
                     in_flight.computed_tokens += tokens
                     if pick._decode_entry is not None:
                         pick.prompts_before = pick._decode_entry[1].computed_tokens
