@@ -29,7 +29,7 @@ from e2e.support.handoffs import name_source, outcomes, post, tiny_with_connecto
 from e2e.support.vllm_prompts import Case, ask, engine_url, metric  # noqa: E402
 
 SHAPE = tiny_model.TinyModelShape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
-"""KV of 32 KiB a token in float32; a pass takes as long as one of a large model on a GPU."""
+"""KV of 16 KiB a token in float32; a pass takes as long as one of a large model on a GPU."""
 UP_S = 420
 PREFILL_S = "vllm:request_prefill_time_seconds_sum"
 
