@@ -31,6 +31,8 @@ class Lengths:
     output_tokens: np.ndarray
     conversations: Conversations | None = None
     """Whose turns the requests are; None: no prompt repeats."""
+    block_tokens: int = 1
+    """Blocks of these prompts are multiples of the engines'."""
 
 
 def read_lengths(folder: Path, scale: float, max_model_len: int) -> Lengths:
@@ -53,6 +55,7 @@ def draw_trace(lengths: Lengths, rate: float, num: int, seed: int) -> Trace:
         drawn = rng.integers(len(lengths.prompt_tokens), size=len(turns.owner))
         drawn = drawn[turns.sort_by(lengths.prompt_tokens[drawn])]
         size = lengths.conversations.choose_block_tokens(float(lengths.prompt_tokens.mean()))
+        size = max(size, lengths.block_tokens)
         blocks = lengths.conversations.build_blocks(turns, lengths.prompt_tokens[drawn], size)
         chosen = drawn[turns.order]
     gaps_ms = rng.exponential(1000.0, size=num) / rate

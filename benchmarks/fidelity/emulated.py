@@ -39,6 +39,7 @@ class Emulated:
     model: str = "opt-13b"
     length_scale: float = 1.0
     max_model_len: int = 8192
+    block_size: int = BLOCK_SIZE
 
     @property
     def targets(self) -> Slo | None:

@@ -19,7 +19,9 @@ class Subject(Protocol):
     model: str
     """As it is served."""
     length_scale: float
-    """Of Azure's lengths."""
+    """Of Azure's lengths, and of what conversations have in common."""
+    block_size: int
+    """Tokens of a KV block of its engines, a power of two."""
     max_model_len: int
     time_scale: float
     """Milliseconds of this machine for one of the trace."""

@@ -69,7 +69,9 @@ def run(subject: Subject, settings: Settings) -> dict[str, list[Comparison]]:
     folder.mkdir(parents=True, exist_ok=True)
     lengths = read_lengths(settings.data, subject.length_scale, subject.max_model_len)
     if settings.reuse:
-        lengths = replace(lengths, conversations=CONVERSATIONS)
+        shared = round(CONVERSATIONS.shared_tokens * subject.length_scale)
+        turns = replace(CONVERSATIONS, shared_tokens=shared)
+        lengths = replace(lengths, conversations=turns, block_tokens=subject.block_size)
     files = {share: folder / f"load-{share:g}.npz" for share in settings.shares}
     if not all(file.exists() for file in (folder / TRIAL, *files.values())):
         serve(subject, settings, lengths, folder, files)

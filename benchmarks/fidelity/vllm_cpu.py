@@ -70,6 +70,7 @@ class Vllm:
     model: str = "tiny"
     length_scale: float = 0.25
     max_model_len: int = 4096
+    block_size: int = BLOCK_SIZE
     time_scale: float = 1.0
     targets: None = None
 

@@ -41,6 +41,14 @@ def test_an_environment_that_has_vllm_keeps_it(clone) -> None:
     assert "--group worker-cpu" in steps(clone, "run", "ARGS=--engine emulated")
 
 
+def test_the_linters_run_beside_the_tests() -> None:
+    text = (ROOT / "Makefile").read_text()
+    (lanes,) = re.findall(r"^LANES = (.*)$", text, re.MULTILINE)
+    assert "static-checks" in lanes.split()
+    (recipe,) = re.findall(r"^static-checks:\n\t(.*)$", text, re.MULTILINE)
+    assert re.findall(r"\) --no-print-directory (\w+)", recipe) == ["lint", "site"]
+
+
 def test_help_has_every_rule_that_says_what_it_does(clone) -> None:
     done = subprocess.run(["make", "help"], cwd=clone, capture_output=True, text=True, check=True)
     listed = [line.split()[0] for line in done.stdout.splitlines()]

@@ -8,6 +8,7 @@ import pytest
 from cleave.api.enums import DispatchPolicy
 from cleave.policy.prefix_cache import FIRST_BLOCK_BYTES
 from cleave.router.errors import NoInstance
+from cleave.router.iteration_time_fit import IterationTimeEstimator, PromptBatch
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import RequestPhase, Router, RoutingRules
 from cleave.router.routing_request import CachedPrompt
@@ -216,6 +217,13 @@ def test_prompts_of_one_iteration_are_one_sample_of_it(routed, clock) -> None:
         for pick in picks:
             router.release(pick)
     assert router._iteration_times._model.prefill.solve() == pytest.approx((0.1, 20), rel=0.01)
+
+
+def test_a_prompt_that_took_very_long_hides_few_samples() -> None:
+    estimator, batch = IterationTimeEstimator(2_000, 30), PromptBatch()
+    for ms in (0.0, 20_000.0, *[100.0] * 50):
+        estimator.add_prompt(batch, 1_000, ms)
+    assert estimator._model.prefill.num_samples > 35
 
 
 def test_best_fit_fills_one_instance_before_the_next_once_it_knows_the_passes(

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numba.core import config as numba_config
 
 from cleave.perf import timing
 from cleave.policy import admission, dispatch
@@ -171,13 +173,37 @@ def test_the_code_that_was_used_longest_ago_makes_room(
     cache = tmp_path / "cleave-simulator"
     (used,) = cache.iterdir()
     os.utime(used, (1.0, 1.0))
-    for age in range(9):
+    most = compiler._MAX_VERSIONS
+    for age in range(most + 1):
         (cache / f"version-{age}").mkdir(parents=True)
         os.utime(cache / f"version-{age}", (2.0 + age, 2.0 + age))
         (tmp_path / f"of-others-{age}").mkdir()
     load()
     assert not compiler.is_compiled(batching.form_batch)
     left = {each.name for each in cache.iterdir()}
-    assert {used.name, "version-8", "version-3"} < left
-    assert len(left) == compiler._MAX_VERSIONS
-    assert len(list(tmp_path.iterdir())) == 10
+    assert {used.name, f"version-{most}", "version-3"} < left
+    assert len(left) == most
+    assert len(list(tmp_path.iterdir())) == most + 2
+
+
+def test_code_is_optimized_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_OPT", "2")
+    levels = []
+    optimize = compiler._optimize
+
+    def note(module: object, machine: object) -> None:
+        levels.append(os.environ["NUMBA_OPT"])
+        optimize(module, machine)
+
+    translate = compiler._translate
+
+    def note_level(*arguments: Any) -> str:
+        text = translate(*arguments)
+        levels.append(str(int(numba_config.OPT)))
+        return text
+
+    monkeypatch.setattr(compiler, "_optimize", note)
+    monkeypatch.setattr(compiler, "_translate", note_level)
+    load()
+    assert levels == ["0", "2"], "numba's while it compiles, and the caller's again"

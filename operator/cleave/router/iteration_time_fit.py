@@ -17,8 +17,8 @@ MIN_OWN_SHARE = 0.5
 """Outputs that spent more of their time on prompts say little of decode iterations: the rest is the
 small difference of two large, uncertain numbers."""
 _SAME_ITERATION = 0.05
-"""Share of the time of the prompts before, within which the next one counts as one of them. Where
-it had a short iteration of its own, the sum of both is still a sample."""
+"""Prompts that end within this share of the time of the one before them count as of its iteration,
+all of them together: a prompt that took very long hides only a few of those after it."""
 _FIT_EVERY = 64
 """Number of samples between two fits."""
 
@@ -26,11 +26,13 @@ _FIT_EVERY = 64
 class PromptBatch:
     """The latest prompts of one instance that ended together."""
 
-    __slots__ = ("ms", "tokens")
+    __slots__ = ("first_ms", "ms", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0.0
         self.ms = 0.0
+        self.first_ms = 0.0
+        """Time of the first of them."""
 
 
 class IterationTimeEstimator:
@@ -47,14 +49,14 @@ class IterationTimeEstimator:
     def add_prompt(self, batch: PromptBatch, tokens: float, ms: float) -> None:
         """Include a prompt of `tokens` uncached tokens that took `ms` at the head of its queue;
         `batch`: that of its instance, which counts when the next one ends."""
-        if ms <= _SAME_ITERATION * batch.ms:
+        if batch.ms + ms <= (1 + _SAME_ITERATION) * batch.first_ms:
             batch.tokens += tokens
             batch.ms += ms
             return
-        if batch.tokens >= 1:
+        if batch.tokens >= 1 and batch.ms > 0:
             self._model.add_prefill(int(batch.tokens), batch.ms)
             self._refit()
-        batch.tokens, batch.ms = tokens, ms
+        batch.tokens, batch.ms, batch.first_ms = tokens, ms, ms
 
     def add_completion(
         self, tokens: int, ms: float, prompt_tokens: float, batch: float, context: float

@@ -35,15 +35,15 @@ _C_TYPES: dict[type, type[ctypes.c_int64 | ctypes.c_double]] = {
     int: ctypes.c_int64,
     float: ctypes.c_double,
 }
-_MAX_VERSIONS = 8
+_MAX_VERSIONS = 32
 """Number of folders that stay in the cache, those used last: each belongs to one version of one
-function and its sources."""
+function and its sources, of which the tests compile seven."""
 _DIGEST_BYTES = 16
 _FOLDER = "cleave-simulator"
 _COMPILE_TIMEOUT_S = 300.0
 """Longest wait for another process that compiles the same, which takes a minute of a busy core."""
 _NUMBA_OPT = "NUMBA_OPT"
-"""Environment variable of numba's level of optimization, which is read when it is imported."""
+"""Environment variable of numba's level of optimization."""
 _ENTRY = "cleave_entry"
 """Name of the outermost function in its object file."""
 
@@ -64,7 +64,9 @@ def load_function(
             code = _read(files[-1])
             if not code:
                 code = _compile(function, build_replacements, scalars, target)
-                _write(files[-1], code)
+                # Another process may delete the folder meanwhile, to make room.
+                with suppress(OSError):
+                    _write(files[-1], code)
     with suppress(OSError):
         os.utime(files[-1].parent)
     return _link(code, scalars, target)
@@ -86,8 +88,27 @@ def _compile(
     target: dict[str, str],
 ) -> bytes:
     """An object file with `function` as _ENTRY."""
-    numba = _import_numba()
     import llvmlite.binding as llvm
+
+    with _without_optimization():
+        text = _translate(function, build_replacements, scalars)
+    module = llvm.parse_assembly(text)
+    external = llvm.Linkage.external
+    (entry,) = (
+        each for each in module.functions if each.linkage is external and not each.is_declaration
+    )
+    entry.name = _ENTRY
+    machine = _build_machine(target)
+    _optimize(module, machine)
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+def _translate(
+    function: Function, build_replacements: BuildReplacements, scalars: tuple[type, ...]
+) -> str:
+    """LLVM's intermediate code of `function` and all that it calls."""
+    import numba
 
     from cleave.simulator.records import STATE
 
@@ -113,30 +134,23 @@ def _compile(
     numbers = {int: numba.types.int64, float: numba.types.float64}
     parameters = (numba.from_dtype(STATE), *(numbers[each] for each in scalars))
     (text,) = clone(function, numba.types.void(*parameters)).inspect_llvm().values()
-    module = llvm.parse_assembly(text)
-    external = llvm.Linkage.external
-    (entry,) = (
-        each for each in module.functions if each.linkage is external and not each.is_declaration
-    )
-    entry.name = _ENTRY
-    machine = _build_machine(target)
-    _optimize(module, machine)
-    code: bytes = machine.emit_object(module)
-    return code
+    return str(text)
 
 
-def _import_numba() -> Any:  # noqa: ANN401
-    """Numba, which leaves its output as it is: otherwise it optimizes each function with all that
-    it calls, so most of them many times. `_optimize` does it once for all."""
+@contextmanager
+def _without_optimization() -> Iterator[None]:
+    """Let numba leave its output as it is: otherwise it optimizes each function with all that it
+    calls, so most of them many times. `_optimize` does it once for all. Numba reads the variable
+    when it is imported and whenever it compiles."""
     before = os.environ.get(_NUMBA_OPT)
     os.environ[_NUMBA_OPT] = "0"
-    import numba
-
-    if before is None:
-        del os.environ[_NUMBA_OPT]
-    else:
-        os.environ[_NUMBA_OPT] = before
-    return numba
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NUMBA_OPT]
+        else:
+            os.environ[_NUMBA_OPT] = before
 
 
 def _optimize(module: Any, machine: Any) -> None:  # noqa: ANN401
@@ -184,7 +198,11 @@ def _link(code: bytes, scalars: tuple[type, ...], target: dict[str, str]) -> Cal
 def _locked(folder: Path) -> Iterator[None]:
     """While one process compiles, others that need the same code wait for it. The lock ends with
     its process."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield
+        return
     try:
         deadline_s = time.monotonic() + _COMPILE_TIMEOUT_S
         while not _try_lock(descriptor) and time.monotonic() < deadline_s:
@@ -289,9 +307,17 @@ def _find_cache(name: str) -> Path:
 
 def _prune_cache(cache: Path) -> None:
     """Delete all folders but those used last; each takes up to a MB."""
-    versions = sorted(cache.iterdir(), key=lambda folder: folder.stat().st_mtime)
+    versions = sorted(cache.iterdir(), key=_read_last_use)
     for folder in versions[:-_MAX_VERSIONS]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_last_use(folder: Path) -> float:
+    """0: another process has deleted the folder."""
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _create_private_folder(name: str) -> Path:
