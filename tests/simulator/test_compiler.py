@@ -63,7 +63,7 @@ def test_processes_that_need_the_same_code_wait_for_the_one_that_compiles_it(
     code = file.read_bytes()
     file.unlink()
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("it is compiled twice"))
-    with ThreadPoolExecutor(1) as other, compiler._locked(file.parent):
+    with ThreadPoolExecutor(1) as other, compiler._lock_folder(file.parent):
         loaded = other.submit(load)
         with pytest.raises(TimeoutError):
             loaded.result(0.3)
@@ -76,7 +76,7 @@ def test_a_process_that_compiles_for_too_long_is_not_waited_for(
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler, "_COMPILE_TIMEOUT_S", 0.2)
-    with compiler._locked(compiler._list_files(join)[-1].parent):
+    with compiler._lock_folder(compiler._list_files(join)[-1].parent):
         assert count_joined(load(), 0, 200.0) in (1, 2)
 
 
@@ -196,14 +196,14 @@ def test_code_is_optimized_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         levels.append(os.environ["NUMBA_OPT"])
         optimize(module, machine)
 
-    translate = compiler._translate
+    generate = compiler._generate_code
 
     def note_level(*arguments: Any) -> str:
-        text = translate(*arguments)
+        text = generate(*arguments)
         levels.append(str(int(numba_config.OPT)))
         return text
 
     monkeypatch.setattr(compiler, "_optimize", note)
-    monkeypatch.setattr(compiler, "_translate", note_level)
+    monkeypatch.setattr(compiler, "_generate_code", note_level)
     load()
     assert levels == ["0", "2"], "numba's while it compiles, and the caller's again"

@@ -60,7 +60,7 @@ def load_function(
     target, files = _build_target(), _list_files(function)
     code = next(filter(None, map(_read, files)), b"")
     if not code:
-        with _locked(files[-1].parent):
+        with _lock_folder(files[-1].parent):
             code = _read(files[-1])
             if not code:
                 code = _compile(function, build_replacements, scalars, target)
@@ -91,7 +91,7 @@ def _compile(
     import llvmlite.binding as llvm
 
     with _without_optimization():
-        text = _translate(function, build_replacements, scalars)
+        text = _generate_code(function, build_replacements, scalars)
     module = llvm.parse_assembly(text)
     external = llvm.Linkage.external
     (entry,) = (
@@ -104,7 +104,7 @@ def _compile(
     return code
 
 
-def _translate(
+def _generate_code(
     function: Function, build_replacements: BuildReplacements, scalars: tuple[type, ...]
 ) -> str:
     """LLVM's intermediate code of `function` and all that it calls."""
@@ -195,7 +195,7 @@ def _link(code: bytes, scalars: tuple[type, ...], target: dict[str, str]) -> Cal
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """While one process compiles, others that need the same code wait for it. The lock ends with
     its process."""
     try:
