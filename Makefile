@@ -40,6 +40,7 @@ quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 check: $(if $(ARGS),lint,setup) ## what CI runs: lint, types, layers, generated files, the site of docs/, tests
 	@scripts/bootstrap --tests
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
+	$(if $(ARGS),,@.venv/bin/python -m cleave.simulator.warmup --caches)
 	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j5 $(LANES))
 
 # These run side by side. The first shows its progress, the others print their output at the end. It is

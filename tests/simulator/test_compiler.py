@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from numba.core import config as numba_config
 
 from cleave.perf import timing
 from cleave.policy import admission, dispatch
@@ -184,26 +182,3 @@ def test_the_code_that_was_used_longest_ago_makes_room(
     assert {used.name, f"version-{most}", "version-3"} < left
     assert len(left) == most
     assert len(list(tmp_path.iterdir())) == most + 2
-
-
-def test_code_is_optimized_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("NUMBA_OPT", "2")
-    levels = []
-    optimize = compiler._optimize
-
-    def note(module: object, machine: object) -> None:
-        levels.append(os.environ["NUMBA_OPT"])
-        optimize(module, machine)
-
-    generate = compiler._generate_code
-
-    def note_level(*arguments: Any) -> str:
-        text = generate(*arguments)
-        levels.append(str(int(numba_config.OPT)))
-        return text
-
-    monkeypatch.setattr(compiler, "_optimize", note)
-    monkeypatch.setattr(compiler, "_generate_code", note_level)
-    load()
-    assert levels == ["0", "2"], "numba's while it compiles, and the caller's again"

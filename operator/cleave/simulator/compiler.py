@@ -40,10 +40,8 @@ _MAX_VERSIONS = 32
 function and its sources, of which the tests compile seven."""
 _DIGEST_BYTES = 16
 _FOLDER = "cleave-simulator"
-_COMPILE_TIMEOUT_S = 300.0
-"""Longest wait for another process that compiles the same, which takes a minute of a busy core."""
-_NUMBA_OPT = "NUMBA_OPT"
-"""Environment variable of numba's level of optimization."""
+_COMPILE_TIMEOUT_S = 60.0
+"""Longest wait for another process that compiles the same, which takes as long on one core."""
 _ENTRY = "cleave_entry"
 """Name of the outermost function in its object file."""
 
@@ -63,7 +61,7 @@ def load_function(
         with _lock_folder(files[-1].parent):
             code = _read(files[-1])
             if not code:
-                code = _compile(function, build_replacements, scalars, target)
+                code = _compile(function, dict(build_replacements()), scalars, target)
                 # Another process may delete the folder meanwhile, to make room.
                 with suppress(OSError):
                     _write(files[-1], code)
@@ -83,36 +81,16 @@ def _build_target() -> dict[str, str]:
 
 def _compile(
     function: Function,
-    build_replacements: BuildReplacements,
+    clones: dict[Function, Any],
     scalars: tuple[type, ...],
     target: dict[str, str],
 ) -> bytes:
-    """An object file with `function` as _ENTRY."""
+    """An object file with `function` as _ENTRY. Replaced functions are the keys of `clones`."""
     import llvmlite.binding as llvm
-
-    with _without_optimization():
-        text = _generate_code(function, build_replacements, scalars)
-    module = llvm.parse_assembly(text)
-    external = llvm.Linkage.external
-    (entry,) = (
-        each for each in module.functions if each.linkage is external and not each.is_declaration
-    )
-    entry.name = _ENTRY
-    machine = _build_machine(target)
-    _optimize(module, machine)
-    code: bytes = machine.emit_object(module)
-    return code
-
-
-def _generate_code(
-    function: Function, build_replacements: BuildReplacements, scalars: tuple[type, ...]
-) -> str:
-    """LLVM's intermediate code of `function` and all that it calls."""
     import numba
 
     from cleave.simulator.records import STATE
 
-    clones = dict(build_replacements())
     options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
     def clone(inner: Function, *signature: object) -> Any:  # noqa: ANN401
@@ -134,33 +112,14 @@ def _generate_code(
     numbers = {int: numba.types.int64, float: numba.types.float64}
     parameters = (numba.from_dtype(STATE), *(numbers[each] for each in scalars))
     (text,) = clone(function, numba.types.void(*parameters)).inspect_llvm().values()
-    return str(text)
-
-
-@contextmanager
-def _without_optimization() -> Iterator[None]:
-    """Let numba leave its output as it is: otherwise it optimizes each function with all that it
-    calls, so most of them many times. `_optimize` does it once for all. Numba reads the variable
-    when it is imported and whenever it compiles."""
-    before = os.environ.get(_NUMBA_OPT)
-    os.environ[_NUMBA_OPT] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NUMBA_OPT]
-        else:
-            os.environ[_NUMBA_OPT] = before
-
-
-def _optimize(module: Any, machine: Any) -> None:  # noqa: ANN401
-    """Inline and optimize, as LLVM does at level 3."""
-    import llvmlite.binding as llvm
-
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    options.loop_vectorization = options.slp_vectorization = True
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
+    module = llvm.parse_assembly(text)
+    external = llvm.Linkage.external
+    (entry,) = (
+        each for each in module.functions if each.linkage is external and not each.is_declaration
+    )
+    entry.name = _ENTRY
+    code: bytes = _build_machine(target).emit_object(module)
+    return code
 
 
 def _build_machine(target: dict[str, str]) -> Any:  # noqa: ANN401
