@@ -56,7 +56,7 @@ operator-tests: SUITE = $(OPERATOR_TESTS)
 cluster-tests operator-tests:
 	@$(MAKE) --no-print-directory e2e CLUSTER_TESTS='$(SUITE)' ARGS='$(RERUN)' $(IN_LOG)
 
-static-checks:
+static-checks: # what looks at sources only
 	@{ $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory site; } $(IN_LOG)
 
 check-compiled: setup ## tests of gateway and router, compiled as in images

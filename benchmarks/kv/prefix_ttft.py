@@ -2,7 +2,7 @@
 computed again, or found in the engine's own cache.
 
 Run from the root: `.venv/bin/python benchmarks/kv/prefix_ttft.py`. Real vLLM on CPU, a prefill and
-a decode engine with a core each, KV through shared memory. Exit code 1: tokens differed, or a
+a decode engine with a core each, KV through shared memory. Exit code 1: a first token differed, or a
 prefix was not pulled.
 """
 
@@ -29,7 +29,7 @@ from e2e.support.handoffs import name_source, outcomes, post, tiny_with_connecto
 from e2e.support.vllm_prompts import Case, ask, engine_url, metric  # noqa: E402
 
 SHAPE = tiny_model.TinyModelShape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
-"""KV of 16 KiB a token in float32; a pass takes as long as one of a large model on a GPU."""
+"""KV of 16 KiB a token in float32."""
 UP_S = 420
 PREFILL_S = "vllm:request_prefill_time_seconds_sum"
 
@@ -69,7 +69,7 @@ def measure_row(vllm: Deployment, tokens: int, rounds: int) -> Row:
     source, number = engine_url(vllm, "prefill"), tokens * 1_000
     times: list[list[float]] = []
     for case in (Case(number + each, tokens, chat=False, stream=False) for each in range(rounds)):
-        said = ask(engine_url(vllm, "decode"), case).tokens
+        expected = ask(engine_url(vllm, "decode"), case).tokens
         pulled = outcomes(source).get("pulled", 0)
         ways: tuple[dict[str, object], ...] = (
             {"cache_salt": f"computed {case.number}"},
@@ -80,8 +80,8 @@ def measure_row(vllm: Deployment, tokens: int, rounds: int) -> Row:
         times.append([ms for pair in found for ms in pair[:2]])
         if outcomes(source).get("pulled", 0) != pulled + 1:
             sys.exit(f"the prefix of prompt {case.number} was not pulled: {outcomes(source)}")
-        if any(first != said[:1] for *_, first in found):
-            sys.exit(f"tokens of prompt {case.number} differ")
+        if any(first != expected[:1] for *_, first in found):
+            sys.exit(f"first tokens of prompt {case.number} differ")
     columns = [statistics.median(column) for column in zip(*times[1:], strict=True)]
     computed, computed_prefill, pulled_ms, pulled_prefill, own, _ = columns
     return Row(tokens, computed, pulled_ms, own, computed_prefill, pulled_prefill)
