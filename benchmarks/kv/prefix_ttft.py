@@ -2,8 +2,8 @@
 computed again, or found in the engine's own cache.
 
 Run from the root: `.venv/bin/python benchmarks/kv/prefix_ttft.py`. Real vLLM on CPU, a prefill and
-a decode engine with a core each, KV through shared memory. Exit code 1: a first token differed, or a
-prefix was not pulled.
+a decode engine with a core each, KV through shared memory. Exit code 1: a first token differed, or
+a prefix was not pulled.
 """
 
 import argparse
