@@ -41,6 +41,33 @@ def test_the_error_is_about_the_noise() -> None:
     assert error == pytest.approx(0.05 * math.sqrt(2 / math.pi), abs=0.02)
 
 
+def assess_bias(times: IterationTimeModel) -> float:
+    """Predicted relative to true time, less 1: the mean over iterations of both phases."""
+    found = times.solve()
+    ratios = [
+        found.predict_prefill_ms(n) / TRUTH.predict_prefill_ms(n) for n in (200, 1_000, 3_000)
+    ] + [
+        found.predict_decode_ms(b, 1_000 * b) / TRUTH.predict_decode_ms(b, 1_000 * b)
+        for b in (5, 30, 90)
+    ]
+    return sum(ratios) / len(ratios) - 1
+
+
+def test_times_that_vary_are_not_learned_too_short() -> None:
+    times = IterationTimeModel()
+    learn(times, TRUTH, 4_000, noise=0.2)
+    assert assess_bias(times) == pytest.approx(0, abs=0.02), "relative to values: -8 %"
+
+
+def test_stalls_count_little() -> None:
+    times = IterationTimeModel()
+    for _ in range(40):
+        learn(times, TRUTH, 99, noise=0.05)
+        times.add_prefill(1_000, 10 * TRUTH.predict_prefill_ms(1_000))
+        times.add_decode(30, 30_000, 10 * TRUTH.predict_decode_ms(30, 30_000))
+    assert assess_bias(times) == pytest.approx(0, abs=0.04), "as much as others: +9 %"
+
+
 def test_a_machine_that_changes_is_followed() -> None:
     times = IterationTimeModel()
     learn(times, TRUTH, 500)

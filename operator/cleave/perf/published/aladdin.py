@@ -19,6 +19,9 @@ _MIN_SAMPLES = 8
 """Smallest number of samples for a fit."""
 _ERROR_SAMPLES = 100
 """About this many of the latest samples count in the error."""
+_MAX_EXCESS = 4.0
+"""A value that exceeds its prediction by more has the weight as if it did not: one stall does not
+count as many samples, nor do values after a fit that was far too low."""
 _FITTED_PROMPTS = range(128, 2049, 128)
 _FITTED_BATCHES = (2, 4, 8, 16, 32)
 _FITTED_CONTEXTS = (200, 1_000, 4_000)
@@ -33,8 +36,10 @@ class TooFewSamplesError(ValueError):
 class OnlineFit:
     """Least squares for value = coefficients . row, sample by sample; old samples decay.
 
-    Relative errors are minimised: a row has the weight 1 / value^2. `error` is measured on each
-    sample before the fit includes it, so it is the error of a prediction.
+    Errors relative to predictions are minimised: a row has the weight 1 / predicted^2, by the fit
+    so far. Relative to values, the fit would be too low by twice the square of the relative spread,
+    5 % at a spread of 15 %, as the lower one of two values would weigh more. `error` is measured on
+    each sample before the fit includes it, so it is the error of a prediction.
     """
 
     def __init__(self, size: int, decay: float = _DECAY) -> None:
@@ -49,9 +54,12 @@ class OnlineFit:
         """Include one sample. Raises ValueError for a value not above 0 or numbers not finite."""
         if not all(math.isfinite(part) for part in (*row, value)) or value <= 0:
             raise ValueError(f"sample {row} -> {value} is invalid; values must be above 0")
-        if self.num_samples >= _MIN_SAMPLES:
-            self._update_error(row, value)
-        weight = 1 / value**2
+        predicted = self._predict(row)
+        if predicted is not None:
+            fading = 1 - 1 / _ERROR_SAMPLES
+            self._error_sum = self._error_sum * fading + abs(predicted - value) / value
+            self._error_weight = self._error_weight * fading + 1
+        weight = 1 / max(predicted or value, value / _MAX_EXCESS) ** 2
         for i, part in enumerate(row):
             self._right_side[i] = self._right_side[i] * self._decay + weight * part * value
             for j, other in enumerate(row):
@@ -74,15 +82,13 @@ class OnlineFit:
         """Mean absolute percentage error of the latest predictions; None before the first one."""
         return self._error_sum / self._error_weight if self._error_weight else None
 
-    def _update_error(self, row: tuple[float, ...], value: float) -> None:
+    def _predict(self, row: tuple[float, ...]) -> float | None:
+        """The value by the fit so far; None: there is none."""
         try:
             coefficients = self.solve()
         except TooFewSamplesError:
-            return
-        predicted = sum(part * each for part, each in zip(row, coefficients, strict=True))
-        fading = 1 - 1 / _ERROR_SAMPLES
-        self._error_sum = self._error_sum * fading + abs(predicted - value) / value
-        self._error_weight = self._error_weight * fading + 1
+            return None
+        return sum(part * each for part, each in zip(row, coefficients, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
