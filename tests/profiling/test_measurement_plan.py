@@ -9,7 +9,7 @@ from cleave.perf.profile import iteration_fit, profile
 from cleave.profiling import measurement_plan
 from cleave.profiling.client import OpenAIClient
 from cleave.profiling.engine_info import EngineInfo, inspect_engine
-from cleave.profiling.errors import ProfilingError
+from cleave.profiling.errors import ProfilingError, StreamEndedError
 from cleave.profiling.measurement_plan import (
     ProbeResult,
     ProfilingSettings,
@@ -114,6 +114,28 @@ async def test_what_scatters_is_measured_up_to_three_times_as_often(
     await measure(OpenAIClient(running.url, "m"), FACTS, settings, hide)
     assert steady.runs == 4
     assert 4 < len(noisy.runs) <= 12
+
+
+@dataclass(eq=False)
+class TooLong:
+    """A batch whose first streams are over before the last request decodes."""
+
+    label: str = "too long"
+    runs: int = 0
+
+    async def run(self, client: OpenAIClient, rng: random.Random) -> list[Sample]:
+        self.runs += 1
+        raise StreamEndedError("a stream ended before the others joined")
+
+
+async def test_a_batch_that_cannot_be_formed_is_left_out(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await serve()
+    too_long, steady = TooLong(), Steady()
+    monkeypatch.setattr(measurement_plan, "plan_measurements", lambda *_: [too_long, steady])
+    samples = await measure(OpenAIClient(running.url, "m"), FACTS, TINY, hide)
+    assert (too_long.runs, list(samples)) == (1, [PrefillCase(1, 128)])
 
 
 async def test_a_measured_engine_becomes_a_profile_that_can_be_read(

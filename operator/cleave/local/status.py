@@ -1,6 +1,6 @@
 """Status of the instances of a deployment, from worker agents, the kubelet and the gateway.
 
-Used by the start-up progress, `status` and `demo`. Every request has a timeout; instances whose
+Used by the start-up progress, `status`, `demo` and `profile`. Every request has a timeout; instances whose
 agent does not respond are shown with the state of their pod.
 """
 
@@ -17,7 +17,7 @@ from urllib.request import ProxyHandler, build_opener
 import grpc
 
 from cleave.local import files
-from cleave.local.state import DeploymentSnapshot, PodView, get_folder
+from cleave.local.state import DeploymentSnapshot, PodView, get_folder, list_running
 from cleave.manifests.labels import GATEWAY
 from cleave.rpc.channel import dial
 from cleave.rpc.credentials import build_metadata
@@ -57,12 +57,8 @@ class InstanceRow:
 
 async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
     """A row per pod; all agents are requested concurrently."""
-    running = [pod for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
-    agents = [each for pod in running for each in (pod.address, *pod.further_addresses)]
-    token_file = get_folder(snapshot.deployment).path / files.TOKEN_FILE
-    responses = await asyncio.gather(*(_get_agent_health(each, token_file) for each in agents))
-    healths = dict(zip(agents, responses, strict=True))
-    boots = {each.registration.boot_id for each in responses if each is not None}
+    healths = await _get_agent_healths(snapshot)
+    boots = {each.registration.boot_id for each in healths.values() if each is not None}
     return [
         build_row(
             pod,
@@ -72,6 +68,16 @@ async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
         )
         for pod in snapshot.pods
     ]
+
+
+async def find_engine_key(url: str) -> str:
+    """The key that the engine at `url` asks for, if a deployment on this machine has it; else
+    empty. Raises StateError."""
+    for snapshot in filter(None, (folder.read() for folder in list_running())):
+        for health in (await _get_agent_healths(snapshot)).values():
+            if health is not None and health.registration.engine_url == url:
+                return str(health.registration.engine_key)
+    return ""
 
 
 def merge_ranks(
@@ -214,6 +220,17 @@ def _parse_reason(body: bytes) -> str:
         return "; ".join(map(str, health["reasons"])) or str(health["status"])
     except (ValueError, KeyError, TypeError):
         return body[:200].decode(errors="replace").strip()
+
+
+async def _get_agent_healths(
+    snapshot: DeploymentSnapshot,
+) -> dict[str, agent_pb2.HealthResponse | None]:
+    """What the agents report, by address; None: it does not respond."""
+    running = [pod for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
+    agents = [each for pod in running for each in (pod.address, *pod.further_addresses)]
+    token_file = get_folder(snapshot.deployment).path / files.TOKEN_FILE
+    responses = await asyncio.gather(*(_get_agent_health(each, token_file) for each in agents))
+    return dict(zip(agents, responses, strict=True))
 
 
 async def _get_agent_health(address: str, token_file: Path) -> agent_pb2.HealthResponse | None:

@@ -9,6 +9,7 @@ import json
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,10 @@ from cleave.profiling.errors import ProfilingError
 from cleave.profiling.http_client import HttpResponseError, OnEvents, TimedHttpExchange
 
 _DONE = b"data: [DONE]"
+_KEY_REMEDY = (
+    "give it with --api-key; an engine of a cluster cannot be measured in its deployment, "
+    "see docs/profile.md"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,9 @@ class OpenAIClient:
     async def get(self, path: str) -> bytes:
         """GET a path; the body. Raises ProfilingError."""
         exchange = await self._send("GET", path, b"", None)
-        if exchange.status != 200:
+        if exchange.status == HTTPStatus.UNAUTHORIZED:
+            raise ProfilingError(f"{self.url} asks for a key: {_KEY_REMEDY}")
+        if exchange.status != HTTPStatus.OK:
             raise ProfilingError(f"{self.url}{path} answers with status {exchange.status}")
         return bytes(exchange.body)
 

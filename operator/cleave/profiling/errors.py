@@ -8,6 +8,10 @@ class ProfilingError(RuntimeError):
     """The engine could not be measured; the message is one line with reason and remedy."""
 
 
+class StreamEndedError(ProfilingError):
+    """A stream ended before all requests of its batch decoded; smaller batches can be measured."""
+
+
 @asynccontextmanager
 async def unwrap_group() -> AsyncIterator[None]:
     """Raise the first ProfilingError of a task group instead of the exception group."""

@@ -14,7 +14,7 @@ from itertools import count, takewhile
 
 from cleave.profiling.client import OpenAIClient
 from cleave.profiling.engine_info import EngineInfo, count_requests
-from cleave.profiling.errors import ProfilingError
+from cleave.profiling.errors import ProfilingError, StreamEndedError
 from cleave.profiling.measurements import (
     BatchMeasurement,
     DecodeMeasurement,
@@ -100,7 +100,12 @@ async def measure(
             total += len(pending)
         for shot in rng.sample(pending, len(pending)):
             show(done, total, shot.label)
-            await _run(client, shot, rng, taken[shot])
+            try:
+                await _run(client, shot, rng, taken[shot])
+            except StreamEndedError:
+                # Its prompts take too long for its streams; all others can be measured.
+                del taken[shot]
+                await _wait_until_idle(client)
             done += 1
     merged: SamplesByCase = defaultdict(list)
     for shot, samples in taken.items():

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from cleave.profiling.client import OpenAIClient
 from cleave.profiling.engine_info import read_counters
-from cleave.profiling.errors import ProfilingError, unwrap_group
+from cleave.profiling.errors import ProfilingError, StreamEndedError, unwrap_group
 
 _TOKEN_IDS = range(8, 250)
 """Present in every vocabulary, and in most no special tokens."""
@@ -116,7 +116,7 @@ async def open_streams(
         await client.complete(
             prompts[index], output_tokens, lambda now, count: streams.record(index, now, count)
         )
-        raise ProfilingError(
+        raise StreamEndedError(
             f"{client.url}: a stream of {output_tokens} tokens ended before the others joined; "
             "measure smaller batches"
         )

@@ -55,6 +55,12 @@ def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> 
         url = f"http://127.0.0.1:{port}/v1/completions"
         assert httpx.post(url, json=body, timeout=30).status_code == 200
 
+        # Only who has the engine's key learns what it serves.
+        engine = next(i["url"] for i in found["instances"] if i["role"] == "decode")
+        measured = cleave("profile", engine, "--model", "other")
+        expected = "serves facebook/opt-13b: there is no 'other'"
+        assert (measured.returncode, expected in measured.stderr) == (1, True), measured.stderr
+
         again = cleave("up", "-f", str(manifest), "--port", port)
         assert (again.returncode, again.stderr.startswith("error: chat is already running")) == (
             1,

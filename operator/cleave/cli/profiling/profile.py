@@ -63,11 +63,11 @@ def profile(
     """Measure the latencies of a running engine and write them to a profile.
 
     The engine must have no other traffic. Its --max-num-batched-tokens limits the prompt lengths
-    that can be measured.
+    that can be measured. Batches whose streams end before all their requests decode are left out.
 
     \b
     Examples:
-      # Measure an engine on this machine
+      # Measure an engine on this machine, also one of `cleave up` (its URL: cleave status -o json)
       cleave profile http://127.0.0.1:8000 -O llama-h100.yaml
     """
     from cleave.perf.profile.profile import write_profile
@@ -126,11 +126,14 @@ def _detect_device(url: str) -> str:
 async def _measure(
     url: str, api_key: str | None, model: str | None, settings: "ProfilingSettings"
 ) -> tuple["EngineInfo", "SamplesByCase"]:
+    from cleave.local.status import find_engine_key
     from cleave.profiling.client import OpenAIClient
     from cleave.profiling.engine_info import inspect_engine
     from cleave.profiling.measurement_plan import measure
+    from cleave.rpc.engine_key import build_headers
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers |= build_headers(await find_engine_key(url))
     client = OpenAIClient(url, headers=headers)
     engine = await inspect_engine(client, model)
     with show_progress("probing") as show:
