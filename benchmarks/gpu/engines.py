@@ -5,6 +5,7 @@ folder that has no weights (`--dummy`) vLLM fills them at random, equally in bot
 the same runs with the tiny model.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -19,14 +20,24 @@ from pathlib import Path
 
 import grpc
 import httpx
+import numpy as np
 import psutil
 import yaml
 from copies import Row
 
+from cleave.perf import named_profiles
+from cleave.perf.profile.profile import read_profile
+from cleave.profiling.client import OpenAIClient
+from cleave.profiling.measurements import draw_prompt
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave.simulator import run
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "fidelity")]
 import subprocesses
+from arrivals import draw_trace, read_lengths
+from load import as_sent, offer
+from recordings import keep, recall
 
 CLEAVE = Path(sys.executable).with_name("cleave")
 HOSTS = {"prefill": "127.0.0.2", "decode": "127.0.0.3"}
@@ -34,6 +45,11 @@ AGENT_PORT, GATEWAY_PORT = 19_300, 19_400
 MODEL = "bench"
 OUTPUT_TOKENS = 16
 REQUEST_S = 300.0
+MAX_PROMPT_TOKENS = 8_000
+"""Longest request of a load."""
+PROFILE = "profile.yaml"
+MAX_NUM_SEQS, MAX_BATCHED_TOKENS, BLOCK_TOKENS = 256, 8_192, 16
+"""Of engines on a GPU."""
 NO_JIT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "HF_HUB_OFFLINE": "1"}
 
 
@@ -47,6 +63,12 @@ class Setup:
     prompts: tuple[int, ...]
     num_requests: int
     start_s: float
+    profile_args: tuple[str, ...] = ("--quick",)
+    data: Path | None = None
+    """Folder with Azure's conversations, whose lengths the loads have; None: no loads."""
+    rates: tuple[float, ...] = ()
+    """Requests a second of each load."""
+    load_s: float = 30.0
 
 
 class EnginePair:
@@ -73,11 +95,10 @@ class EnginePair:
             argv += ["--start-timeout", str(setup.start_s), "--", *setup.args]
             log = setup.folder / f"{self._connector}-{role}.log"
             self._stack.enter_context(subprocesses.guarded(argv, env, log))
-        if len(self._roles) > 1:
-            argv = [str(CLEAVE), "gateway", "--agents", f"file:{agents}"]
-            argv += ["--port", str(GATEWAY_PORT), "--internal-port", "0"]
-            log = setup.folder / f"{self._connector}-gateway.log"
-            self._stack.enter_context(subprocesses.guarded(argv, env, log))
+        argv = [str(CLEAVE), "gateway", "--agents", f"file:{agents}"]
+        argv += ["--port", str(GATEWAY_PORT), "--internal-port", "0"]
+        log = setup.folder / f"{self._connector}-gateway.log"
+        self._stack.enter_context(subprocesses.guarded(argv, env, log))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,13 +162,12 @@ def is_ready(health: agent_pb2.HealthResponse) -> bool:
     return health.registration.state == agent_pb2.STATE_READY
 
 
-def make_prompt(tokens: int, seed: int) -> str:
+def make_prompt(tokens: int, seed: int) -> list[int]:
     """A prompt that no prefix cache has."""
-    generator = random.Random(seed)
-    return " ".join(generator.choice("abcdefghij") for _ in range(tokens))
+    return draw_prompt(random.Random(seed), tokens)
 
 
-def complete(url: str, prompt: str) -> tuple[str, float, float]:
+def complete(url: str, prompt: list[int]) -> tuple[str, float, float]:
     """Greedy text, time to first token in ms, time per further token in ms."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
@@ -172,11 +192,33 @@ def measure_engine(setup: Setup) -> Iterator[Row]:
         text, ttft_ms, tpot_ms = complete(url, make_prompt(setup.prompts[0], 1))
         yield Row("engine", "time to first token, cold", ttft_ms, "ms", f"{len(text)} characters")
         yield Row("engine", "time per token", tpot_ms, "ms")
-        profile = setup.folder / "profile.yaml"
-        argv = [str(CLEAVE), "profile", url, "-O", str(profile), "--quick", "--force"]
+        profile = setup.folder / PROFILE
+        argv = [str(CLEAVE), "profile", url, "-O", str(profile), "--force", *setup.profile_args]
+        begun = time.monotonic()
         done = subprocess.run(argv, capture_output=True, text=True, timeout=540, check=False)
         note = f"{profile.name} is written" if not done.returncode else done.stderr[-200:]
-        yield Row("engine", "cleave profile --quick, exit code", done.returncode, "", note)
+        yield Row("engine", "cleave profile", time.monotonic() - begun, "s", note)
+        yield from serve_loads(setup, engine.gateway, url)
+
+
+def serve_loads(setup: Setup, gateway: str, url: str) -> Iterator[Row]:
+    """Open-loop loads through the gateway, recorded for `compare_loads`."""
+    if setup.data is None:
+        return
+    lengths = read_lengths(setup.data, 1.0, MAX_PROMPT_TOKENS)
+    clients = OpenAIClient(gateway, MODEL, timeout_s=REQUEST_S), [OpenAIClient(url, MODEL)]
+    for seed, rate in enumerate(setup.rates):
+        trace = draw_trace(lengths, rate, round(rate * setup.load_s), seed)
+        seen = asyncio.run(offer(clients[0], trace, 1.0, seed, clients[1]))
+        keep(setup.folder / f"load-{rate:g}.npz", trace, seen, np.zeros(0))
+        note = f"of {len(trace)}; {seen.faults[0]}" if seen.faults else f"of {len(trace)}"
+        yield Row("engine", f"failed requests at {rate:g}/s", len(seen.faults), "", note)
+        measured = {"first token": seen.first_token_ms, "time per token": seen.tpot_ms(trace)}
+        for name, times in measured.items():
+            p50, p90, p99 = np.nanpercentile(times, (50, 90, 99))
+            yield Row(
+                "engine", f"{name} at {rate:g}/s, p50", p50, "ms", f"p90 {p90:.1f}, p99 {p99:.1f}"
+            )
 
 
 def measure_pair(setup: Setup, connector: str) -> Iterator[Row]:
@@ -200,18 +242,53 @@ def measure_pair(setup: Setup, connector: str) -> Iterator[Row]:
             for name, index in (("first token", 1), ("each further token", 2)):
                 found = statistics.median(answer[index] for answer in split)
                 yield Row(part, f"time to {name}, {tokens} tokens", found, "ms", "low load, median")
-        yield from simulate(setup, part)
         yield from kill_one(pair, part, "decode", "prefill")
         pair.await_ready()
         yield from kill_one(pair, part, "prefill", "decode")
 
 
-def simulate(setup: Setup, part: str) -> Iterator[Row]:
-    """What the simulator predicts for the same requests from the engine's own profile."""
-    profile = setup.folder / "profile.yaml"
+def measure_simulated(setup: Setup) -> Iterator[Row]:
+    """What the simulator says of requests and loads in the folder, from the engine's own profile;
+    needs no GPU."""
+    profile = setup.folder / PROFILE
     if not profile.exists():
-        yield Row(part, "simulator", note="not run: the engine's profile was not written")
+        yield Row("simulated", "simulator", note=f"not run: {profile} was not written")
         return
+    yield from simulate_requests(setup, profile)
+    for file in sorted(setup.folder.glob("load-*.npz")):
+        yield from simulate_load(file, profile)
+
+
+def simulate_load(file: Path, profile: Path) -> Iterator[Row]:
+    """The same arrivals and lengths on one simulated instance, beside what clients saw."""
+    measured = named_profiles.load_profile(str(profile))
+    engine = SimulatedEngine(
+        measured.timing,
+        measured.kv_capacity_tokens,
+        BLOCK_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+    )
+    dispatch_ms = read_profile(profile).dispatch_ms
+    trace, seen, _ = recall(file)
+    sent, seen = as_sent(trace, seen)
+    pools = (SimulatedPool(engine, 1),)
+    outcome = run.simulate(SimulatedFleet(mixed=pools, dispatch_ms=dispatch_ms), sent)
+    for name, real, simulated in (
+        ("first token", seen.first_token_ms, outcome.ttft_ms),
+        ("time per token", seen.tpot_ms(sent), outcome.tpot_ms),
+    ):
+        for percentile in (50, 90, 99):
+            found, said = (
+                np.nanpercentile(real, percentile),
+                np.nanpercentile(simulated, percentile),
+            )
+            note = f"measured {found:.1f}, {said / found - 1:+.1%}"
+            yield Row("simulated", f"{name}, {file.stem}/s, p{percentile}", said, "ms", note)
+
+
+def simulate_requests(setup: Setup, profile: Path) -> Iterator[Row]:
+    """One request at a time on a simulated pair."""
     for tokens in setup.prompts:
         lengths = {
             "promptTokens": {"mean": tokens, "p90": tokens},
@@ -235,12 +312,12 @@ def simulate(setup: Setup, part: str) -> Iterator[Row]:
         argv = [str(CLEAVE), "simulate", "-f", str(file), "--requests", "200", "-o", "json"]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
-            yield Row(part, "simulator", note=f"not run: {done.stderr.strip()[-200:]}")
+            yield Row("simulated", "pair", note=f"not run: {done.stderr.strip()[-200:]}")
             return
         (simulated,) = json.loads(done.stdout)
         for name, key in (("first token", "ttftMs"), ("each further token", "tpotMs")):
-            what = f"simulated time to {name}, {tokens} tokens"
-            yield Row(part, what, simulated[key]["p50"], "ms", "from the engine's profile")
+            what = f"time to {name} of a pair, {tokens} tokens"
+            yield Row("simulated", what, simulated[key]["p50"], "ms", "from the engine's profile")
 
 
 def kill_one(pair: EnginePair, part: str, victim: str, survivor: str) -> Iterator[Row]:

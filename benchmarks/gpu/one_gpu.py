@@ -12,6 +12,7 @@ Exit code 1: other bytes came than were sent.
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -40,6 +41,7 @@ ENGINES = {
     "engine": "one vLLM engine under the agent, and its profile",
     "nixl": "prefill and decode engine with vLLM's NixlConnector",
     "cleave": "the same with Cleave's connector",
+    "simulated": "what the simulator says of what --folder has; anywhere",
 }
 """What each part measures."""
 
@@ -115,6 +117,8 @@ def run_part(part: str, machine: Machine, args: argparse.Namespace) -> Iterator[
     setup = build_setup(args, on_gpu=device.type == "cuda")
     if part == "engine":
         yield from engines.measure_engine(setup)
+    elif part == "simulated":
+        yield from engines.measure_simulated(setup)
     else:
         yield from engines.measure_pair(setup, part)
 
@@ -134,8 +138,15 @@ def build_setup(args: argparse.Namespace, *, on_gpu: bool) -> "engines.Setup":  
     if not on_gpu:
         return engines.Setup(model, ("--dtype", "float32"), args.folder, (200, 1_000), 3, 300.0)
     words = ["--gpu-memory-utilization", "0.42", "--max-model-len", "16384"]
+    words += ["--max-num-seqs", str(engines.MAX_NUM_SEQS)]
+    words += ["--max-num-batched-tokens", str(engines.MAX_BATCHED_TOKENS)]
     words += ["--load-format", "dummy", "--seed", "0"] if args.dummy else []
-    return engines.Setup(model, tuple(words), args.folder, (512, 2_048, 8_192), 8, 500.0)
+    words += shlex.split(args.engine_args)
+    lengths = (512, 2_048, 8_192)
+    profile, loads = shlex.split(args.profile_args), (args.data, tuple(args.rates))
+    return engines.Setup(
+        model, tuple(words), args.folder, lengths, 8, args.start_seconds, tuple(profile), *loads
+    )
 
 
 def find_machine(*, cpu: bool) -> Machine:
@@ -175,6 +186,11 @@ def build_parser() -> argparse.ArgumentParser:
     folder = Path(tempfile.gettempdir()) / "cleave-one-gpu"
     parser.add_argument("--folder", type=Path, default=folder, help="for logs and the profile")
     parser.add_argument("-O", "--output-file", type=Path, help="JSON, written after each row")
+    parser.add_argument("--engine-args", default="", help="further arguments of engines on a GPU")
+    parser.add_argument("--profile-args", default="--quick", help="of `cleave profile`")
+    parser.add_argument("--data", type=Path, help="folder with Azure's conversations, for loads")
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests/s of loads")
+    parser.add_argument("--start-seconds", type=float, default=500, help="limit of engines' start")
     parser.add_argument("--part-seconds", type=float, default=600, help="limit of each part")
     return parser
 
