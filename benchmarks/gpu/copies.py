@@ -10,11 +10,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
+import torch.multiprocessing
 
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill
 from cleave_worker.transfer.client import KvClient
@@ -306,6 +308,46 @@ def own_kv(orders: Connection, device_name: str, sizes: Sizes) -> None:
         number += 1
         leases.grant(f"r{number}", FinishedPrefill(1, "d", blocks))
         orders.send(f"r{number}")
+
+
+def measure_direct(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """Part b: the same prompt gathered from the other process's own tensors, which CUDA IPC (on a
+    CPU shared memory) maps into this one: what a transport of our own could reach within a pod."""
+    spawn = torch.multiprocessing.get_context("spawn")
+    orders, child_end = spawn.Pipe()
+    process = spawn.Process(target=share_kv, args=(child_end, str(device), sizes), daemon=True)
+    process.start()
+    child_end.close()
+    try:
+        if not orders.poll(BOUND_S):
+            raise RuntimeError("the process that has the KV does not start")
+        begun = time.perf_counter()
+        theirs, their_regions = register_tensors(orders.recv(), sizes.num_blocks)
+        yield Row("b", "mapped tensors: open all", 1e3 * (time.perf_counter() - begun), "ms")
+        select_copy_stream(device)
+        ours, our_regions = register_tensors(fill(sizes, device, 2), sizes.num_blocks)
+        blocks = scatter_blocks(sizes)
+
+        def copy() -> None:
+            both = list_ranges(our_regions, blocks), list_ranges(their_regions, blocks)
+            copy_rows(ours, theirs, zip(*both, strict=True))
+
+        ms = time_ms(device, sizes.rounds, copy)
+        if not all(map(torch.equal, ours.regions, theirs.regions)):
+            raise WrongBytesError("mapped tensors: other bytes arrived than are there")
+        note = f"{sizes.tokens:,} tokens, scattered; bytes compared"
+        yield Row("b", "mapped tensors: copy a prompt", sizes.kv_bytes / ms / 1e6, "GB/s", note)
+    finally:
+        orders.close()
+        process.join(BOUND_S)
+
+
+def share_kv(orders: Connection, device_name: str, sizes: Sizes) -> None:
+    """The process that has the tensors, until the pipe closes."""
+    layers = fill(sizes, torch.device(device_name), 1)
+    orders.send(layers)
+    with suppress(EOFError):
+        orders.recv()
 
 
 def build_kv(boot_id: str, layers: list[torch.Tensor], sizes: Sizes) -> RegisteredKv:

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,9 +103,10 @@ def limit_time(seconds: float) -> Iterator[None]:
 def run_part(part: str, machine: Machine, args: argparse.Namespace) -> Iterator[copies.Row]:
     """The rows of one part."""
     device, sizes = machine.device, machine.sizes
+    links = copies.measure_links, copies.measure_direct
     parts: dict[str, Callable[[], Iterator[copies.Row]]] = {
         "a": lambda: copies.measure_gil(device, sizes),
-        "b": lambda: copies.measure_links(device, sizes),
+        "b": lambda: chain.from_iterable(each(device, sizes) for each in links),
         "c": lambda: copies.measure_events(device, sizes),
         "e": lambda: operators.measure_operators(device, sizes, machine.gpu),
         "f": lambda: copies.measure_registration(device, sizes),
