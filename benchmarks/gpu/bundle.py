@@ -24,8 +24,8 @@ from shutil import rmtree
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = re.compile(
     r"(torch|torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*|flashinfer-.*|tilelang"
-    r"|quack-kernels|tokenspeed-mla|humming-kernels|pynvvideocodec|fastsafetensors|instanttensor"
-    r"|opencv-.*|numba|llvmlite|nixl-cu12|z3-solver)"
+    r"|quack-kernels|tokenspeed-.*|humming-kernels|nccl4py|pynvvideocodec|fastsafetensors|instanttensor"
+    r"|opencv-.*|nixl-cu12|z3-solver|nccl-.*|torch-c-.*|fastapi-.+|fastar|rignore|sentry-sdk)"
 )
 """Comes with torch, is for other GPUs, or for images and videos."""
 UNUSED_FILES = (
@@ -37,6 +37,11 @@ UNUSED_FILES = (
 )  # fmt: skip
 """vLLM's Rust front end, FlashAttention 2, kernels for models of other kinds and for Blackwell;
 plug-ins of NIXL for other than UCX, and those of UCX for network cards."""
+NIXL_ROOTS = (
+    "nixl_cu13/*.so", ".nixl_cu13.mesonpy.libs/**/*.so", "nixl_cu13.libs/nixl/*.so",
+    "nixl_cu13.libs/ucx/*.so*",
+)  # fmt: skip
+"""What loads the libraries that come with NIXL, of which most are for other plug-ins."""
 FAT_BINARY = 0xBA55ED50
 MACHINE_CODE, INTERMEDIATE_CODE = 2, 1
 WITHOUT_INTERMEDIATE_CODE = ("_moe_C",)
@@ -83,6 +88,23 @@ def drop_files(site: Path) -> None:
     for pattern in UNUSED_FILES:
         for path in site.glob(pattern):
             rmtree(path) if path.is_dir() else path.unlink()
+    libraries = {path.name: path for path in site.glob("nixl_cu13.libs/*.so*")}
+    pending = [path for pattern in NIXL_ROOTS for path in site.glob(pattern)]
+    needed: set[str] = set()
+    while pending:
+        names = list_needed(pending.pop()) - needed
+        needed |= names
+        pending += [libraries[name] for name in names if name in libraries]
+    for name in libraries.keys() - needed:
+        libraries[name].unlink()
+
+
+def list_needed(library: Path) -> set[str]:
+    """Names of the libraries that one loads."""
+    done = subprocess.run(
+        ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
+    )
+    return set(re.findall(r"\(NEEDED\).*\[(.+)\]", done.stdout))
 
 
 def keep_architecture(library: Path, architecture: int) -> None:
