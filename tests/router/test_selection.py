@@ -163,44 +163,48 @@ def test_heavy_decodes_are_spread(routed) -> None:
     assert set(heavy) == {"d1", "d2"}
 
 
-def teach(router: Router, clock: Clock, size: int) -> None:
-    """Passes of 15 ms and a bit for each request and its context."""
-    for number in range(60):
-        picks = [router.pick("m", 100 + number * 97 % 900, 100) for _ in range(size + number % 5)]
+def teach(router: Router, clock: Clock, size: int, prompt_s: float = 0.0) -> None:
+    """Prompts of 5 ms and 0.1 ms a token; iterations of 15 ms and a bit for each request and its
+    context. `prompt_s`: by which each token of a prompt holds up the others."""
+    for number in range(120):
+        picks = [router.pick("m", 100 + number * 97 % 900, 500) for _ in range(size + number % 5)]
         for pick in picks:
             clock.now_s += 0.005 + 0.0001 * pick.prompt_tokens
             router.release(pick, RequestPhase.PREFILL)
-            pick.decoding_since = None
+        clock.now_s += 10.0
         for pick in picks:
             in_flight = router.registry.instances[pick.decode.instance].in_flight
-            step_s = (
-                0.015
-                + 0.0005 * len(in_flight.decoding_requests)
-                + 1e-6 * in_flight.weighted_context
-            )
-            pick.decoding_since = clock.now_s - 99 * step_s
-            router.observe_completion(pick, 100)
+            seconds = clock.now_s - pick.decoding_since
+            before = pick.decoding_before
+            batch, context = in_flight.compute_mean_decoding(before, seconds, clock.now_s)
+            own_s = seconds - prompt_s * (in_flight.computed_tokens - pick.prompts_before)
+            step_s = 0.015 + 0.0005 * batch + 1e-6 * context
+            router.observe_completion(pick, 1 + round(own_s / step_s))
         for pick in picks:
             router.release(pick)
+
+
+def test_a_request_counts_with_the_mean_of_what_decoded_beside_it(routed, clock) -> None:
+    router = routed(DispatchPolicy.BEST_FIT, RoutingRules(ttft_ms=2_000, tpot_ms=30), m1="mixed")
+    in_flight = router.registry.instances["m1"].in_flight
+    first, second, waiting = (router.pick("m", tokens, 100) for tokens in (1_000, 400, 9_000))
+    router.release(first, RequestPhase.PREFILL)
+    since = clock.now_s
+    clock.now_s += 4.0
+    router.release(second, RequestPhase.PREFILL)
+    clock.now_s += 4.0
+    router.release(second)
+    clock.now_s += 2.0
+    found = in_flight.compute_mean_decoding(first.decoding_before, clock.now_s - since, clock.now_s)
+    assert found == pytest.approx((1.4, 1_050 + 0.4 * 450)), "not the one whose prompt waits"
+    router.release(first)
+    router.release(waiting)
+    assert (in_flight.num_decoding, in_flight.decoding_context) == (0, 0.0)
 
 
 def test_iteration_times_are_learned_without_the_prompts_in_between(routed, clock) -> None:
     router = routed(DispatchPolicy.BEST_FIT, RoutingRules(ttft_ms=2_000, tpot_ms=30), m1="mixed")
-    for number in range(120):
-        picks = [router.pick("m", 100 + number * 97 % 900, 100) for _ in range(2 + number % 5)]
-        for pick in picks:
-            clock.now_s += 0.005 + 0.0001 * pick.prompt_tokens
-            router.release(pick, RequestPhase.PREFILL)
-            pick.decoding_since = None
-        for pick in picks:
-            in_flight = router.registry.instances["m1"].in_flight
-            prompt_tokens = in_flight.computed_tokens - pick.prompts_before
-            step_s = 0.015 + 0.0005 * len(in_flight.decoding_requests)
-            step_s += 1e-6 * in_flight.weighted_context
-            pick.decoding_since = clock.now_s - 99 * step_s - 0.0001 * prompt_tokens
-            router.observe_completion(pick, 100)
-        for pick in picks:
-            router.release(pick)
+    teach(router, clock, 2, prompt_s=0.0001)
     model = router._iteration_times.best_fit
     assert model.coefficients.k1 == pytest.approx(0.1, rel=0.01)
     assert model.coefficients.predict_decode_ms(4, 2_000) == pytest.approx(19, rel=0.02)

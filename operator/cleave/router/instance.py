@@ -96,12 +96,17 @@ class InFlightLoad:
     """The load of one boot of an engine, from this gateway's requests and from load reports."""
 
     __slots__ = (
+        "batch_s",
         "cached_tokens",
         "computed_tokens",
+        "context_s",
+        "decoding_changed_at",
+        "decoding_context",
         "decoding_requests",
         "last_pick",
         "loaded_tokens",
         "looked_up_tokens",
+        "num_decoding",
         "num_heavy",
         "num_prompts",
         "num_remote_requests",
@@ -138,6 +143,14 @@ class InFlightLoad:
         """Sum of the contexts of decoding requests, weighted as in Aladdin."""
         self.decoding_requests: dict[DecodingRequest, None] = {}
         """Requests that decode there or will do so."""
+        self.num_decoding = 0
+        """Number of those whose prompt is computed; for BestFit only, as the following."""
+        self.decoding_context = 0.0
+        """Their part of `weighted_context`."""
+        self.batch_s = self.context_s = 0.0
+        """The integrals of both over time, up to their last change."""
+        self.decoding_changed_at = 0.0
+        """That change, in seconds of the router's clock."""
         self.last_pick = 0
         """Number of the latest pick of this instance."""
         self.prompt_tokens = 0.0
@@ -203,6 +216,39 @@ class InFlightLoad:
     def measure_context(self) -> float:
         """Context of all these requests: own ones weighted as in Aladdin, others by tokens."""
         return self.weighted_context + self.count_others_tokens()
+
+    def change_decoding(self, requests: int, context: float, now: float) -> None:
+        """One of its requests begins to decode (`requests`: 1), or ends (-1)."""
+        self.batch_s, self.context_s = self.integrate_decoding(now)
+        self.decoding_changed_at = now
+        self.num_decoding += requests
+        self.decoding_context += context
+
+    def integrate_decoding(self, now: float) -> tuple[float, float]:
+        """The integrals over time of the number of requests that decode, and of their context."""
+        elapsed = now - self.decoding_changed_at
+        return (
+            self.batch_s + self.num_decoding * elapsed,
+            self.context_s + self.decoding_context * elapsed,
+        )
+
+    def compute_mean_decoding(
+        self, before: tuple[float, float], seconds: float, now: float
+    ) -> tuple[float, float]:
+        """Mean number and context of the requests that decoded in the last `seconds`; `before`:
+        `integrate_decoding` at their begin. Of the requests of others that are there now, the same
+        share counts as of own ones.
+
+        What is there when a request ends scatters around its mean; fitted to that, iterations would
+        seem to depend less on batch and context than they do.
+        """
+        own = len(self.decoding_requests)
+        share = self.num_decoding / own if own else 1.0
+        batch_s, context_s = self.integrate_decoding(now)
+        return (
+            (batch_s - before[0]) / seconds + share * (self.count_decoding() - own),
+            (context_s - before[1]) / seconds + share * self.count_others_tokens(),
+        )
 
     def count_prompts(self, pending: float) -> float:
         """Number of prompts with `pending` tokens; other gateways' prompts have the mean length."""

@@ -3,7 +3,7 @@
 What is hard: a gateway sees requests, not iterations; so the mean time per output token of a
 request is taken as the iteration time of its batch, and the time of a prompt at the head of its
 queue as the time of its own iteration. Prompts of one iteration end together, so the second one
-takes next to no time, and errors are relative: alone, such a prompt would outweigh all others.
+takes next to no time and counts with the first.
 
 Source: Aladdin, section 5.1: the scheduler keeps its performance models up to date from traces.
 """
@@ -62,8 +62,8 @@ class IterationTimeEstimator:
         self, tokens: int, ms: float, prompt_tokens: float, batch: float, context: float
     ) -> None:
         """Include an output of `tokens` tokens that took `ms` from its first to its last token,
-        while its instance computed `prompt_tokens`. `batch`, `context`: the requests that decoded
-        with it, and the sum of their contexts."""
+        while its instance computed `prompt_tokens`. `batch`, `context`: the mean number of requests
+        that decoded in this time, and of the sum of their contexts."""
         own_ms = ms
         if self.best_fit is not None:
             own_ms = exclude_prompts(ms, prompt_tokens, self.best_fit.coefficients.k1)

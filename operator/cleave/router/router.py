@@ -79,8 +79,9 @@ class Pick:
 
     __slots__ = (
         "_decode_entry", "_is_counted", "_is_looked_up", "_new_blocks", "_prefill_entry", "_pulled",
-        "decode", "decoding_since", "engine_model", "output_tokens", "predicted_cached",
-        "predicted_loaded", "prefill", "prompt_tokens", "prompts_before", "reason", "source",
+        "decode", "decoding_before", "decoding_since", "engine_model", "output_tokens",
+        "predicted_cached", "predicted_loaded", "prefill", "prompt_tokens", "prompts_before",
+        "reason", "source",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +106,8 @@ class Pick:
         """Seconds of the router's clock; None: its prompt is not computed yet."""
         self.prompts_before = 0.0
         """`computed_tokens` of its decode instance at that time; for BestFit only."""
+        self.decoding_before = 0.0, 0.0
+        """`integrate_decoding` of its decode instance at that time; for BestFit only."""
         self.predicted_cached = 0.0
         """Tokens of its prompt that were predicted to be cached where it is computed."""
         self.predicted_loaded = 0.0
@@ -244,6 +247,10 @@ class Router:
             instance, in_flight, tokens = entry
             in_flight.prompt.remove(tokens)
             in_flight.num_prompts -= 1
+            if self._fits_iteration_times and pick._decode_entry is not None:
+                decode_load = pick._decode_entry[1]
+                decode_load.change_decoding(1, _compute_weight(pick), now)
+                pick.decoding_before = decode_load.integrate_decoding(now)
             if phase is _PREFILL_PHASE:
                 if self.uses_prompt_text:
                     self._count_computed(pick, instance, in_flight, tokens)
@@ -287,10 +294,15 @@ class Router:
             self._count_output(pick, output_tokens)
         if self._fits_iteration_times and entry is not None and pick.decoding_since is not None:
             _, in_flight, _ = entry
-            ms = (self._clock() - pick.decoding_since) * 1000
-            prompt_tokens = in_flight.computed_tokens - pick.prompts_before
-            batch, context = in_flight.count_decoding(), in_flight.measure_context()
-            self._iteration_times.add_completion(output_tokens, ms, prompt_tokens, batch, context)
+            now = self._clock()
+            seconds = now - pick.decoding_since
+            if seconds > 0:
+                prompt_tokens = in_flight.computed_tokens - pick.prompts_before
+                before = pick.decoding_before
+                batch, context = in_flight.compute_mean_decoding(before, seconds, now)
+                self._iteration_times.add_completion(
+                    output_tokens, seconds * 1000, prompt_tokens, batch, context
+                )
 
     def allows_colocated(self, prefill_lost: bool) -> bool:
         """Whether the fallback policy lets one decode instance run both phases of a request."""
@@ -549,7 +561,10 @@ class Router:
 
     def _remove_decoding(self, pick: Pick, in_flight: InFlightLoad) -> None:
         del in_flight.decoding_requests[pick]
-        in_flight.weighted_context -= _compute_weight(pick)
+        weight = _compute_weight(pick)
+        in_flight.weighted_context -= weight
+        if self._fits_iteration_times and pick.decoding_since is not None:
+            in_flight.change_decoding(-1, -weight, self._clock())
         in_flight.num_heavy -= pick.output_tokens > dispatch.HEAVY_OUTPUT_TOKENS
 
     def _refresh_scores(self, instance: RoutedInstance, in_flight: InFlightLoad) -> None:

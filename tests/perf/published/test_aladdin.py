@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import astuple
 
 import pytest
 
@@ -66,6 +67,24 @@ def test_stalls_count_little() -> None:
         times.add_prefill(1_000, 10 * TRUTH.predict_prefill_ms(1_000))
         times.add_decode(30, 30_000, 10 * TRUTH.predict_decode_ms(30, 30_000))
     assert assess_bias(times) == pytest.approx(0, abs=0.04), "as much as others: +9 %"
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.001])
+def test_a_sample_that_is_far_too_short_does_not_spoil_the_first_fit(ratio: float) -> None:
+    times = IterationTimeModel()
+    learn(times, TRUTH, 3, noise=0.05)
+    times.add_prefill(1_000, ratio * TRUTH.predict_prefill_ms(1_000))
+    times.add_decode(30, 30_000, ratio * TRUTH.predict_decode_ms(30, 30_000))
+    learn(times, TRUTH, 60, noise=0.05)
+    assert assess_bias(times) == pytest.approx(0, abs=0.15), "relative to values: -70 % and more"
+
+
+def test_a_machine_that_became_faster_is_followed() -> None:
+    times = IterationTimeModel()
+    slower = Coefficients(*(5 * each for each in astuple(TRUTH)))
+    learn(times, slower, 500, noise=0.05)
+    learn(times, TRUTH, 500, noise=0.05)
+    assert assess_bias(times) == pytest.approx(0, abs=0.15)
 
 
 def test_a_machine_that_changes_is_followed() -> None:

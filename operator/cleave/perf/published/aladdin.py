@@ -19,9 +19,11 @@ _MIN_SAMPLES = 8
 """Smallest number of samples for a fit."""
 _ERROR_SAMPLES = 100
 """About this many of the latest samples count in the error."""
-_MAX_EXCESS = 4.0
-"""A value that exceeds its prediction by more has the weight as if it did not: one stall does not
-count as many samples, nor do values after a fit that was far too low."""
+_MAX_RATIO = 4.0
+"""A prediction counts in a weight as at least the value divided by this, so that a fit that is far
+too low does not give a sample the weight of many."""
+_MAX_TRUSTED_ERROR = 0.5
+"""With a larger error of the latest predictions weights do not depend on them."""
 _FITTED_PROMPTS = range(128, 2049, 128)
 _FITTED_BATCHES = (2, 4, 8, 16, 32)
 _FITTED_CONTEXTS = (200, 1_000, 4_000)
@@ -38,8 +40,9 @@ class OnlineFit:
 
     Errors relative to predictions are minimised: a row has the weight 1 / predicted^2, by the fit
     so far. Relative to values, the fit would be too low by twice the square of the relative spread,
-    5 % at a spread of 15 %, as the lower one of two values would weigh more. `error` is measured on
-    each sample before the fit includes it, so it is the error of a prediction.
+    5 % at a spread of 15 %, as the lower one of two values would weigh more. They count only while
+    there is no fit or it is wrong: at the start, and after a machine has changed its speed.
+    `error` is measured on each sample before the fit includes it, so it is that of a prediction.
     """
 
     def __init__(self, size: int, decay: float = _DECAY) -> None:
@@ -48,18 +51,15 @@ class OnlineFit:
         self._right_side = [0.0] * size
         self._error_sum = 0.0
         self._error_weight = 0.0
+        self._value_sum = 0.0
+        self._value_weight = 0.0
         self.num_samples = 0
 
     def add(self, row: tuple[float, ...], value: float) -> None:
         """Include one sample. Raises ValueError for a value not above 0 or numbers not finite."""
         if not all(math.isfinite(part) for part in (*row, value)) or value <= 0:
             raise ValueError(f"sample {row} -> {value} is invalid; values must be above 0")
-        predicted = self._predict(row)
-        if predicted is not None:
-            fading = 1 - 1 / _ERROR_SAMPLES
-            self._error_sum = self._error_sum * fading + abs(predicted - value) / value
-            self._error_weight = self._error_weight * fading + 1
-        weight = 1 / max(predicted or value, value / _MAX_EXCESS) ** 2
+        weight = 1 / self._choose_scale(row, value) ** 2
         for i, part in enumerate(row):
             self._right_side[i] = self._right_side[i] * self._decay + weight * part * value
             for j, other in enumerate(row):
@@ -79,8 +79,22 @@ class OnlineFit:
 
     @property
     def error(self) -> float | None:
-        """Mean absolute percentage error of the latest predictions; None before the first one."""
+        """Mean absolute error of the latest predictions, relative to values, each 1 at most; None
+        before the first one."""
         return self._error_sum / self._error_weight if self._error_weight else None
+
+    def _choose_scale(self, row: tuple[float, ...], value: float) -> float:
+        """What the error of a sample is relative to; updates `error`."""
+        self._value_sum = self._value_sum * self._decay + value
+        self._value_weight = self._value_weight * self._decay + 1
+        predicted = self._predict(row)
+        if predicted is not None:
+            fading = 1 - 1 / _ERROR_SAMPLES
+            self._error_sum = self._error_sum * fading + min(abs(predicted - value) / value, 1.0)
+            self._error_weight = self._error_weight * fading + 1
+            if self._error_sum <= _MAX_TRUSTED_ERROR * self._error_weight:
+                return max(predicted, value / _MAX_RATIO)
+        return max(value, self._value_sum / self._value_weight / _MAX_RATIO)
 
     def _predict(self, row: tuple[float, ...]) -> float | None:
         """The value by the fit so far; None: there is none."""
