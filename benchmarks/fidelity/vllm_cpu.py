@@ -168,7 +168,10 @@ class Vllm:
         self, client: OpenAIClient, settings: ProfilingSettings
     ) -> tuple[EngineInfo, SamplesByCase]:
         facts = await inspect_engine(client, self.model)
-        samples = await measure(replace(client, model=self.model), facts, settings, _say)
+        named = replace(client, model=self.model)
+        samples, left_out = await measure(named, facts, settings, _say)
+        for line in left_out:
+            print(f"left out: {line}", file=sys.stderr)
         for line in list_scattered(samples, settings.max_spread):
             print(f"scatters: {line}", file=sys.stderr)
         return facts, samples

@@ -9,7 +9,7 @@ from cleave.perf.profile import iteration_fit, profile
 from cleave.profiling import measurement_plan
 from cleave.profiling.client import OpenAIClient
 from cleave.profiling.engine_info import EngineInfo, inspect_engine
-from cleave.profiling.errors import ProfilingError, StreamEndedError
+from cleave.profiling.errors import BatchNotFormedError, ProfilingError
 from cleave.profiling.measurement_plan import (
     ProbeResult,
     ProfilingSettings,
@@ -125,7 +125,7 @@ class TooLong:
 
     async def run(self, client: OpenAIClient, rng: random.Random) -> list[Sample]:
         self.runs += 1
-        raise StreamEndedError("a stream ended before the others joined")
+        raise BatchNotFormedError("a stream ended before the others joined")
 
 
 async def test_a_batch_that_cannot_be_formed_is_left_out(
@@ -134,8 +134,9 @@ async def test_a_batch_that_cannot_be_formed_is_left_out(
     running = await serve()
     too_long, steady = TooLong(), Steady()
     monkeypatch.setattr(measurement_plan, "plan_measurements", lambda *_: [too_long, steady])
-    samples = await measure(OpenAIClient(running.url, "m"), FACTS, TINY, hide)
+    samples, left_out = await measure(OpenAIClient(running.url, "m"), FACTS, TINY, hide)
     assert (too_long.runs, list(samples)) == (1, [PrefillCase(1, 128)])
+    assert left_out == ["too long: a stream ended before the others joined"]
 
 
 async def test_a_measured_engine_becomes_a_profile_that_can_be_read(
@@ -144,7 +145,8 @@ async def test_a_measured_engine_becomes_a_profile_that_can_be_read(
     running = await serve(time_scale=0.05)
     client = OpenAIClient(running.url, "m")
     facts = await inspect_engine(client, None)
-    samples = await measure(client, facts, TINY, hide)
+    samples, left_out = await measure(client, facts, TINY, hide)
+    assert not left_out
     found = build_profile(
         samples,
         facts,

@@ -1,7 +1,7 @@
 """Status of the instances of a deployment, from worker agents, the kubelet and the gateway.
 
-Used by the start-up progress, `status`, `demo` and `profile`. Every request has a timeout; instances whose
-agent does not respond are shown with the state of their pod.
+Used by the start-up progress, `status`, `demo` and `profile`. Every request has a timeout;
+instances whose agent does not respond are shown with the state of their pod.
 """
 
 import asyncio

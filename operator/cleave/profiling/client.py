@@ -17,10 +17,6 @@ from cleave.profiling.errors import ProfilingError
 from cleave.profiling.http_client import HttpResponseError, OnEvents, TimedHttpExchange
 
 _DONE = b"data: [DONE]"
-_KEY_REMEDY = (
-    "give it with --api-key; an engine of a cluster cannot be measured in its deployment, "
-    "see docs/profile.md"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +59,11 @@ class OpenAIClient:
     async def get(self, path: str) -> bytes:
         """GET a path; the body. Raises ProfilingError."""
         exchange = await self._send("GET", path, b"", None)
-        if exchange.status == HTTPStatus.UNAUTHORIZED:
-            raise ProfilingError(f"{self.url} asks for a key: {_KEY_REMEDY}")
         if exchange.status != HTTPStatus.OK:
-            raise ProfilingError(f"{self.url}{path} answers with status {exchange.status}")
+            message = _find_error_message(exchange.body)
+            raise ProfilingError(
+                f"{self.url}{path} answers with status {exchange.status}: {message}"
+            )
         return bytes(exchange.body)
 
     async def get_json(self, path: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ class ProfilingError(RuntimeError):
     """The engine could not be measured; the message is one line with reason and remedy."""
 
 
-class StreamEndedError(ProfilingError):
-    """A stream ended before all requests of its batch decoded; smaller batches can be measured."""
+class BatchNotFormedError(ProfilingError):
+    """A batch of decoding requests cannot be observed on this engine; smaller ones can."""
 
 
 @asynccontextmanager

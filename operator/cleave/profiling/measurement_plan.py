@@ -14,7 +14,7 @@ from itertools import count, takewhile
 
 from cleave.profiling.client import OpenAIClient
 from cleave.profiling.engine_info import EngineInfo, count_requests
-from cleave.profiling.errors import ProfilingError, StreamEndedError
+from cleave.profiling.errors import BatchNotFormedError, ProfilingError
 from cleave.profiling.measurements import (
     BatchMeasurement,
     DecodeMeasurement,
@@ -83,8 +83,8 @@ class ProbeResult:
 
 async def measure(
     client: OpenAIClient, facts: EngineInfo, settings: ProfilingSettings, show: ReportProgress
-) -> SamplesByCase:
-    """Measure all points; samples by point, without points that could not be observed. Raises
+) -> tuple[SamplesByCase, list[str]]:
+    """Measure all points; samples by point, and which batches could not be observed and why. Raises
     ProfilingError; no request runs on the engine afterwards."""
     rng = random.Random(settings.seed)
     await _wait_until_idle(client)
@@ -93,25 +93,27 @@ async def measure(
         shot: defaultdict(list) for shot in plan_measurements(facts, settings, look)
     }
     done, total = 0, len(taken) * settings.repeats
+    failed: dict[Measurement, str] = {}
     for repeat in range(settings.repeats * _MAX_REPEAT_FACTOR):
-        pending = list(taken)
+        pending = [shot for shot in taken if shot not in failed]
         if repeat >= settings.repeats:
-            pending = [shot for shot in taken if _is_scattered(taken[shot], settings)]
+            pending = [shot for shot in pending if _is_scattered(taken[shot], settings)]
             total += len(pending)
         for shot in rng.sample(pending, len(pending)):
             show(done, total, shot.label)
             try:
                 await _run(client, shot, rng, taken[shot])
-            except StreamEndedError:
-                # Its prompts take too long for its streams; all others can be measured.
-                del taken[shot]
+            except BatchNotFormedError as error:
+                failed[shot] = str(error)
+                total -= max(settings.repeats - repeat - 1, 0)
                 await _wait_until_idle(client)
             done += 1
     merged: SamplesByCase = defaultdict(list)
     for shot, samples in taken.items():
         for what in _select_cases(shot, samples):
             merged[what] += samples[what]
-    return dict(merged)
+    left_out = [f"{shot.label}: {why}" for shot, why in failed.items() if not taken[shot]]
+    return dict(merged), left_out
 
 
 async def probe_engine(

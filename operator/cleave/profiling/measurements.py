@@ -18,7 +18,7 @@ from typing import Protocol
 
 from cleave.profiling.client import OpenAIClient
 from cleave.profiling.engine_info import read_counters
-from cleave.profiling.errors import ProfilingError, StreamEndedError, unwrap_group
+from cleave.profiling.errors import BatchNotFormedError, unwrap_group
 
 _TOKEN_IDS = range(8, 250)
 """Present in every vocabulary, and in most no special tokens."""
@@ -116,7 +116,7 @@ async def open_streams(
         await client.complete(
             prompts[index], output_tokens, lambda now, count: streams.record(index, now, count)
         )
-        raise StreamEndedError(
+        raise BatchNotFormedError(
             f"{client.url}: a stream of {output_tokens} tokens ended before the others joined; "
             "measure smaller batches"
         )
@@ -238,7 +238,7 @@ class DecodeMeasurement:
         context = round(sum(contexts) / len(contexts) * self.batch)
         ms = median(gaps) * 1e3
         if ms <= 0:
-            raise ProfilingError(
+            raise BatchNotFormedError(
                 f"{self.batch} streams come in bursts, not token by token: the engine's front or "
                 "this machine is too slow to observe iterations; measure smaller batches"
             )

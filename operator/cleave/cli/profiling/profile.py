@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from cleave import distribution
 from cleave.cli.options import TableFormat, TableOutput
-from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_local_errors
 from cleave.cli.output.progress_bar import show_progress
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def profile(
     """Measure the latencies of a running engine and write them to a profile.
 
     The engine must have no other traffic. Its --max-num-batched-tokens limits the prompt lengths
-    that can be measured. Batches whose streams end before all their requests decode are left out.
+    that can be measured. Batches that cannot be observed are named and left out.
 
     \b
     Examples:
@@ -84,7 +84,10 @@ def profile(
         fail([f"--output-file: {file.parent} is not an existing folder"], BAD_INPUT)
     device = device or _detect_device(url)
     try:
-        engine, samples = asyncio.run(_measure(url.rstrip("/"), api_key, model, settings))
+        with report_local_errors():
+            engine, samples, left_out = asyncio.run(
+                _measure(url.rstrip("/"), api_key, model, settings)
+            )
         measured = build_profile(
             samples,
             engine,
@@ -104,7 +107,7 @@ def profile(
         write_profile(measured, file)
     except OSError as error:
         fail([f"{file}: {error.strerror}"], FAILED)
-    _print(measured, file, len(scattered), output)
+    _print(measured, file, left_out, len(scattered), output)
 
 
 def _detect_device(url: str) -> str:
@@ -125,7 +128,7 @@ def _detect_device(url: str) -> str:
 
 async def _measure(
     url: str, api_key: str | None, model: str | None, settings: "ProfilingSettings"
-) -> tuple["EngineInfo", "SamplesByCase"]:
+) -> tuple["EngineInfo", "SamplesByCase", list[str]]:
     from cleave.local.status import find_engine_key
     from cleave.profiling.client import OpenAIClient
     from cleave.profiling.engine_info import inspect_engine
@@ -133,18 +136,27 @@ async def _measure(
     from cleave.rpc.engine_key import build_headers
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    headers |= build_headers(await find_engine_key(url))
+    if _LOCAL_URL.match(url):
+        headers |= build_headers(await find_engine_key(url))
     client = OpenAIClient(url, headers=headers)
     engine = await inspect_engine(client, model)
     with show_progress("probing") as show:
-        return engine, await measure(replace(client, model=engine.model), engine, settings, show)
+        named = replace(client, model=engine.model)
+        return engine, *await measure(named, engine, settings, show)
 
 
-def _print(measured: "MeasuredProfile", file: Path, scattered: int, output: TableFormat) -> None:
+def _print(
+    measured: "MeasuredProfile",
+    file: Path,
+    left_out: list[str],
+    scattered: int,
+    output: TableFormat,
+) -> None:
     if output is TableFormat.JSON:
         from cleave.perf.profile.codec import encode
 
-        typer.echo(json.dumps({"file": str(file), "profile": encode(measured)}, indent=1))
+        content = {"file": str(file), "leftOut": left_out, "profile": encode(measured)}
+        typer.echo(json.dumps(content, indent=1))
         return
     from rich.console import Console
 
@@ -153,6 +165,8 @@ def _print(measured: "MeasuredProfile", file: Path, scattered: int, output: Tabl
     console = Console(highlight=False)
     print_line(console, f"{measured.model} on {measured.device}", style="bold")
     print_full_width(console, _build_table(measured))
+    for line in left_out:
+        console.print(f"left out: {line}", soft_wrap=True)
     if scattered:
         points = f"{scattered} points scatter too much"
         console.print(f"{points}: measure again before planning with it")
