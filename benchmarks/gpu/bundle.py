@@ -1,4 +1,4 @@
-"""Packs vLLM, NIXL and what they need for a GPU machine without a network, in small archives.
+"""Packs vLLM, NIXL and what they need for an H100 or H200 without a network, in small archives.
 
     python benchmarks/gpu/bundle.py FOLDER --python-version 3.12 --present present.txt
 
@@ -42,6 +42,8 @@ NIXL_ROOTS = (
     "nixl_cu13.libs/ucx/*.so*",
 )  # fmt: skip
 """What loads the libraries that come with NIXL, of which most are for other plug-ins."""
+ARCHITECTURE = 90
+"""Compute capability 9.0."""
 FAT_BINARY = 0xBA55ED50
 MACHINE_CODE, INTERMEDIATE_CODE = 2, 1
 WITHOUT_INTERMEDIATE_CODE = ("_moe_C",)
@@ -52,16 +54,23 @@ def main() -> None:
     """Install into a folder, leave out what is not needed, pack."""
     args = build_parser().parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    present = set(args.present.read_text().split()) if args.present else set()
+    for file in args.folder.glob("part-*.tar.xz"):
+        file.unlink()
+    present = read_names(args.present) if args.present else set()
     with tempfile.TemporaryDirectory() as scratch:
         site = Path(scratch) / "site"
         install(list_requirements(present), site, args.python_version)
         drop_files(site)
         for library in site.glob("vllm/**/*.so"):
-            keep_architecture(library, args.architecture)
+            keep_architecture(library)
         describe_cleave(site)
         for file in pack(site, args.folder, args.largest_mib << 20):
             print(f"{file} {file.stat().st_size / 2**20:.1f} MiB")
+
+
+def read_names(file: Path) -> set[str]:
+    """Names of packages, as uv writes them."""
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in file.read_text().split()}
 
 
 def list_requirements(present: set[str]) -> Iterator[str]:
@@ -107,9 +116,9 @@ def list_needed(library: Path) -> set[str]:
     return set(re.findall(r"\(NEEDED\).*\[(.+)\]", done.stdout))
 
 
-def keep_architecture(library: Path, architecture: int) -> None:
+def keep_architecture(library: Path) -> None:
     """Zero all other code in a library's fat binaries, which compresses to nothing. Where there is
-    no machine code for `architecture`, the newest intermediate code that it can run stays."""
+    no machine code for ARCHITECTURE, the newest intermediate code that it can run stays."""
     content = bytearray(library.read_bytes())
     for begin, end in find_sections(library):
         position = begin
@@ -119,12 +128,12 @@ def keep_architecture(library: Path, architecture: int) -> None:
                 position += 8
                 continue
             last = position + header + size
-            drop_code(content, position + header, last, architecture, library.name)
+            drop_code(content, position + header, last, library.name)
             position = last
     library.write_bytes(content)
 
 
-def drop_code(content: bytearray, begin: int, end: int, architecture: int, name: str) -> None:
+def drop_code(content: bytearray, begin: int, end: int, name: str) -> None:
     """Zero what another architecture runs, in one fat binary."""
     entries, position = [], begin
     while position < end:
@@ -132,11 +141,11 @@ def drop_code(content: bytearray, begin: int, end: int, architecture: int, name:
         (made_for,) = struct.unpack_from("<I", content, position + 28)
         entries.append((kind, made_for, position + header, size))
         position += header + size
-    kept = [(MACHINE_CODE, architecture)]
+    kept = [(MACHINE_CODE, ARCHITECTURE)]
     if kept[0] not in {entry[:2] for entry in entries}:
         texts = [made for kind, made, *_ in entries if kind == INTERMEDIATE_CODE]
         is_needed = not name.startswith(WITHOUT_INTERMEDIATE_CODE)
-        newest = max((made for made in texts if made <= architecture), default=0)
+        newest = max((made for made in texts if made <= ARCHITECTURE), default=0)
         kept = [(INTERMEDIATE_CODE, newest)] if is_needed else []
     for kind, made_for, start, size in entries:
         if (kind, made_for) not in kept:
@@ -169,6 +178,8 @@ def pack(site: Path, folder: Path, largest_bytes: int) -> Iterator[Path]:
         sizes = dict(zip(files, pool.map(compress_size, files), strict=True))
     parts: list[list[Path]] = []
     totals: list[int] = []
+    if sizes[largest := max(files, key=lambda path: sizes[path])] > largest_bytes:
+        raise SystemExit(f"--largest-mib: {largest.name} alone has {sizes[largest] >> 20} MiB")
     for file in sorted(files, key=lambda path: -sizes[path]):
         number = next((n for n, t in enumerate(totals) if t + sizes[file] < largest_bytes), None)
         if number is None:
@@ -199,7 +210,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="for the archives")
     default = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--python-version", default=default, help="of the machine")
-    parser.add_argument("--architecture", type=int, default=90, help="compute capability, 90: 9.0")
     parser.add_argument("--present", type=Path, help="names of packages that the machine has")
     parser.add_argument("--largest-mib", type=int, default=44, help="of an archive")
     return parser

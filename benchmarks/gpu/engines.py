@@ -1,4 +1,4 @@
-"""vLLM engines under agents, one GPU for all: start, profile, pairs with each connector, kills.
+"""vLLM engines under agents, one GPU for all: start, loads, profile, pairs, kills; the simulator.
 
 Part of one_gpu.py. Agents listen on 127.0.0.2 and 127.0.0.3, each with a share of the GPU. With a
 folder that has no weights (`--dummy`) vLLM fills them at random, equally in both engines. On a CPU
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
@@ -45,22 +45,43 @@ AGENT_PORT, GATEWAY_PORT = 19_300, 19_400
 MODEL = "bench"
 OUTPUT_TOKENS = 16
 REQUEST_S = 300.0
-MAX_PROMPT_TOKENS = 8_000
-"""Longest request of a load."""
+PROFILE_S = 540.0
+MAX_REQUEST_TOKENS = 8_000
+"""Prompt and output of the longest request of a load."""
 PROFILE = "profile.yaml"
-MAX_NUM_SEQS, MAX_BATCHED_TOKENS, BLOCK_TOKENS = 256, 8_192, 16
-"""Of engines on a GPU."""
+LIMITS = "limits.json"
 NO_JIT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the engines, and of the requests that are sent one by one; kept for the simulator."""
+
+    prompts: tuple[int, ...]
+    """Lengths in tokens."""
+    max_num_seqs: int
+    max_batched_tokens: int
+    block_tokens: int
+
+    @property
+    def engine_args(self) -> list[str]:
+        """For vLLM."""
+        args = ["--max-num-seqs", self.max_num_seqs, "--block-size", self.block_tokens]
+        return [*map(str, args), "--max-num-batched-tokens", str(self.max_batched_tokens)]
+
+
+ON_GPU = Limits((512, 2_048, 8_192), 256, 8_192, 16)
+ON_CPU = Limits((200, 1_000), 64, 2_048, 128)
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
-    """What runs: `args` are the engine's; `prompts` are lengths in tokens."""
+    """What runs: `args` are the engine's, beside its limits."""
 
     model: Path
     args: tuple[str, ...]
     folder: Path
-    prompts: tuple[int, ...]
+    limits: Limits
     num_requests: int
     start_s: float
     profile_args: tuple[str, ...] = ("--quick",)
@@ -92,7 +113,8 @@ class EnginePair:
             argv += ["--model", str(setup.model), "--served-model-name", MODEL]
             argv += ["--host", HOSTS[role], "--port", str(AGENT_PORT), "--peers", f"file:{agents}"]
             argv += ["--allow-shared-cores", "--connector", self._connector]
-            argv += ["--start-timeout", str(setup.start_s), "--", *setup.args]
+            argv += ["--start-timeout", str(setup.start_s), "--"]
+            argv += [*setup.limits.engine_args, *setup.args]
             log = setup.folder / f"{self._connector}-{role}.log"
             self._stack.enter_context(subprocesses.guarded(argv, env, log))
         argv = [str(CLEAVE), "gateway", "--agents", f"file:{agents}"]
@@ -167,45 +189,65 @@ def make_prompt(tokens: int, seed: int) -> list[int]:
     return draw_prompt(random.Random(seed), tokens)
 
 
-def complete(url: str, prompt: list[int]) -> tuple[str, float, float]:
-    """Greedy text, time to first token in ms, time per further token in ms."""
+def complete(url: str, prompt: list[int], cache_salt: str = "") -> tuple[str, float, float]:
+    """Greedy text, time to first token in ms, time per further token in ms. `cache_salt`: only KV
+    of requests with the same one is used again. Raises httpx.HTTPError."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
+    body |= {"cache_salt": cache_salt} if cache_salt else {}
     begun, text, times = time.perf_counter(), "", []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=REQUEST_S) as response:
         response.raise_for_status()
         for line in response.iter_lines():
             if line.startswith("data: {"):
-                text += json.loads(line[6:])["choices"][0]["text"]
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise httpx.RemoteProtocolError(f"an error in the stream: {event['error']}")
+                text += event["choices"][0]["text"]
                 times.append(time.perf_counter())
+    if not times:
+        raise httpx.RemoteProtocolError("a stream without a token")
     ttft_ms = 1e3 * (times[0] - begun)
     return text, ttft_ms, 1e3 * (times[-1] - times[0]) / max(1, OUTPUT_TOKENS - 1)
 
 
 def measure_engine(setup: Setup) -> Iterator[Row]:
-    """One engine: the proof that agent, launch and plug-ins run here, and its profile."""
+    """One engine: the proof that agent, launch and plug-ins run here; loads, and its profile."""
+    # What an earlier run has left would pass for results of this one.
+    for file in (setup.folder / PROFILE, *setup.folder.glob("load-*.npz")):
+        file.unlink(missing_ok=True)
+    (setup.folder / LIMITS).write_text(json.dumps(asdict(setup.limits)))
     begun = time.monotonic()
     with EnginePair(setup, "cleave", ["decode"]) as engine:
         engine.await_ready()
         yield Row("engine", "start to ready", time.monotonic() - begun, "s")
         url = engine.get_engine_url("decode")
-        text, ttft_ms, tpot_ms = complete(url, make_prompt(setup.prompts[0], 1))
+        text, ttft_ms, tpot_ms = complete(url, make_prompt(setup.limits.prompts[0], 1))
         yield Row("engine", "time to first token, cold", ttft_ms, "ms", f"{len(text)} characters")
         yield Row("engine", "time per token", tpot_ms, "ms")
-        profile = setup.folder / PROFILE
-        argv = [str(CLEAVE), "profile", url, "-O", str(profile), "--force", *setup.profile_args]
-        begun = time.monotonic()
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=540, check=False)
-        note = f"{profile.name} is written" if not done.returncode else done.stderr[-200:]
-        yield Row("engine", "cleave profile", time.monotonic() - begun, "s", note)
         yield from serve_loads(setup, engine.gateway, url)
+        yield write_profile(setup, url)
+
+
+def write_profile(setup: Setup, url: str) -> Row:
+    """The engine's profile; a row without a value: there is none."""
+    profile = setup.folder / PROFILE
+    argv = [str(CLEAVE), "profile", url, "-O", str(profile), "--force", *setup.profile_args]
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PROFILE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Row("engine", "cleave profile", note=f"not done in {PROFILE_S:.0f} s")
+    if done.returncode:
+        return Row("engine", "cleave profile", note=f"failed: {done.stderr[-200:]}")
+    return Row("engine", "cleave profile", time.monotonic() - begun, "s", f"{PROFILE} is written")
 
 
 def serve_loads(setup: Setup, gateway: str, url: str) -> Iterator[Row]:
-    """Open-loop loads through the gateway, recorded for `compare_loads`."""
+    """Open-loop loads through the gateway, recorded for `simulate_load`."""
     if setup.data is None:
         return
-    lengths = read_lengths(setup.data, 1.0, MAX_PROMPT_TOKENS)
+    lengths = read_lengths(setup.data, 1.0, MAX_REQUEST_TOKENS)
     clients = OpenAIClient(gateway, MODEL, timeout_s=REQUEST_S), [OpenAIClient(url, MODEL)]
     for seed, rate in enumerate(setup.rates):
         trace = draw_trace(lengths, rate, round(rate * setup.load_s), seed)
@@ -222,7 +264,7 @@ def serve_loads(setup: Setup, gateway: str, url: str) -> Iterator[Row]:
 
 
 def measure_pair(setup: Setup, connector: str) -> Iterator[Row]:
-    """Prefill and decode on this GPU: self-test, text, latencies beside the simulator, kills."""
+    """Prefill and decode on this GPU: self-test, texts, latencies, kills."""
     part = f"pair {connector}"
     begun = time.monotonic()
     with EnginePair(setup, connector, ["prefill", "decode"]) as pair:
@@ -232,10 +274,11 @@ def measure_pair(setup: Setup, connector: str) -> Iterator[Row]:
             path = health.registration.kv_path
             yield Row(part, f"KV self-test, {role}", path.bytes_per_s / 1e9, "GB/s", path.detail)
         whole_url = pair.get_engine_url("decode")
-        for tokens in setup.prompts:
+        for tokens in setup.limits.prompts:
             prompts = [make_prompt(tokens, seed) for seed in range(setup.num_requests)]
             split = [complete(pair.gateway, prompt) for prompt in prompts]
-            whole = [complete(whole_url, prompt) for prompt in prompts]
+            # The decode engine has the transferred KV in its cache, which the salt hides.
+            whole = [complete(whole_url, prompt, "whole") for prompt in prompts]
             equal = sum(one[0] == other[0] for one, other in zip(split, whole, strict=True))
             note = f"of {len(prompts)} split requests, {tokens} tokens"
             yield Row(part, "texts equal to those of one engine", equal, "requests", note)
@@ -254,20 +297,21 @@ def measure_simulated(setup: Setup) -> Iterator[Row]:
     if not profile.exists():
         yield Row("simulated", "simulator", note=f"not run: {profile} was not written")
         return
-    yield from simulate_requests(setup, profile)
+    limits = Limits(**json.loads((setup.folder / LIMITS).read_text()))
+    yield from simulate_requests(setup, profile, limits)
     for file in sorted(setup.folder.glob("load-*.npz")):
-        yield from simulate_load(file, profile)
+        yield from simulate_load(file, profile, limits)
 
 
-def simulate_load(file: Path, profile: Path) -> Iterator[Row]:
+def simulate_load(file: Path, profile: Path, limits: Limits) -> Iterator[Row]:
     """The same arrivals and lengths on one simulated instance, beside what clients saw."""
     measured = named_profiles.load_profile(str(profile))
     engine = SimulatedEngine(
         measured.timing,
         measured.kv_capacity_tokens,
-        BLOCK_TOKENS,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        limits.block_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_batched_tokens,
     )
     dispatch_ms = read_profile(profile).dispatch_ms
     trace, seen, _ = recall(file)
@@ -287,9 +331,9 @@ def simulate_load(file: Path, profile: Path) -> Iterator[Row]:
             yield Row("simulated", f"{name}, {file.stem}/s, p{percentile}", said, "ms", note)
 
 
-def simulate_requests(setup: Setup, profile: Path) -> Iterator[Row]:
+def simulate_requests(setup: Setup, profile: Path, limits: Limits) -> Iterator[Row]:
     """One request at a time on a simulated pair."""
-    for tokens in setup.prompts:
+    for tokens in limits.prompts:
         lengths = {
             "promptTokens": {"mean": tokens, "p90": tokens},
             "outputTokens": {"mean": 16, "p90": 16},
@@ -321,7 +365,7 @@ def simulate_requests(setup: Setup, profile: Path) -> Iterator[Row]:
 
 
 def kill_one(pair: EnginePair, part: str, victim: str, survivor: str) -> Iterator[Row]:
-    """Kill an engine amid requests: the other must live, and be of use."""
+    """Kill an engine and send requests: the other must live, and be of use."""
     before = pair.get_boot_id(survivor)
     process = pair.find_engine(victim)
     process.kill()

@@ -66,7 +66,12 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}", file=sys.stderr)
     rows: list[copies.Row] = []
     is_wrong = False
+    environment = dict(os.environ)
     for part in args.parts:
+        # Parts name transports of UCX, and take most of a GPU's memory.
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.cuda.empty_cache()
         try:
             with limit_time(args.part_seconds):
                 for row in run_part(part, machine, args):
@@ -137,17 +142,21 @@ def build_setup(args: argparse.Namespace, *, on_gpu: bool) -> "engines.Setup":  
         from cleave.local import tiny_model
 
         model = tiny_model.get_or_build()
-    if not on_gpu:
-        return engines.Setup(model, ("--dtype", "float32"), args.folder, (200, 1_000), 3, 300.0)
-    words = ["--gpu-memory-utilization", "0.42", "--max-model-len", "16384"]
-    words += ["--max-num-seqs", str(engines.MAX_NUM_SEQS)]
-    words += ["--max-num-batched-tokens", str(engines.MAX_BATCHED_TOKENS)]
-    words += ["--load-format", "dummy", "--seed", "0"] if args.dummy else []
-    words += shlex.split(args.engine_args)
-    lengths = (512, 2_048, 8_192)
-    profile, loads = shlex.split(args.profile_args), (args.data, tuple(args.rates))
+    words = ["--dtype", "float32"]
+    if on_gpu:
+        words = ["--gpu-memory-utilization", "0.42", "--max-model-len", "16384"]
+        words += ["--load-format", "dummy", "--seed", "0"] if args.dummy else []
     return engines.Setup(
-        model, tuple(words), args.folder, lengths, 8, args.start_seconds, tuple(profile), *loads
+        model=model,
+        args=(*words, *shlex.split(args.engine_args)),
+        folder=args.folder,
+        limits=engines.ON_GPU if on_gpu else engines.ON_CPU,
+        num_requests=8 if on_gpu else 3,
+        start_s=args.start_seconds,
+        profile_args=tuple(shlex.split(args.profile_args)),
+        data=args.data,
+        rates=tuple(args.rates),
+        load_s=args.load_seconds,
     )
 
 
@@ -188,10 +197,11 @@ def build_parser() -> argparse.ArgumentParser:
     folder = Path(tempfile.gettempdir()) / "cleave-one-gpu"
     parser.add_argument("--folder", type=Path, default=folder, help="for logs and the profile")
     parser.add_argument("-O", "--output-file", type=Path, help="JSON, written after each row")
-    parser.add_argument("--engine-args", default="", help="further arguments of engines on a GPU")
+    parser.add_argument("--engine-args", default="", help="further arguments of engines")
     parser.add_argument("--profile-args", default="--quick", help="of `cleave profile`")
     parser.add_argument("--data", type=Path, help="folder with Azure's conversations, for loads")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests/s of loads")
+    parser.add_argument("--load-seconds", type=float, default=30, help="length of each load")
     parser.add_argument("--start-seconds", type=float, default=500, help="limit of engines' start")
     parser.add_argument("--part-seconds", type=float, default=600, help="limit of each part")
     return parser

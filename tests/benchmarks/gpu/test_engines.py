@@ -21,7 +21,7 @@ Import = Callable[[str], ModuleType]
 
 
 def build_setup(engines: ModuleType, folder: Path) -> object:
-    return engines.Setup(folder, (), folder, (200,), 3, 60.0)
+    return engines.Setup(folder, (), folder, engines.ON_CPU, 3, 60.0)
 
 
 def test_the_simulator_answers_from_the_profile_of_the_engine(
@@ -31,14 +31,14 @@ def test_the_simulator_answers_from_the_profile_of_the_engine(
     setup = build_setup(engines, tmp_path)
     (row,) = engines.measure_simulated(setup)
     assert "profile.yaml was not written" in row.note
-    profile = tmp_path / "profile.yaml"
+    profile, limits = tmp_path / "profile.yaml", engines.Limits((200,), 64, 2_048, 128)
     output = json.dumps([{"ttftMs": {"p50": 23.5}, "tpotMs": {"p50": 2.5}}])
     done = subprocess.CompletedProcess([], 0, output, "")
     monkeypatch.setattr(engines.subprocess, "run", lambda *_, **__: done)
-    assert [row.value for row in engines.simulate_requests(setup, profile)] == [23.5, 2.5]
+    assert [row.value for row in engines.simulate_requests(setup, profile, limits)] == [23.5, 2.5]
     failed = subprocess.CompletedProcess([], 2, "", "error: spec.workload.rate: unknown field")
     monkeypatch.setattr(engines.subprocess, "run", lambda *_, **__: failed)
-    (row,) = engines.simulate_requests(setup, profile)
+    (row,) = engines.simulate_requests(setup, profile, limits)
     assert "unknown field" in row.note
 
 
@@ -51,8 +51,9 @@ def test_a_recorded_load_is_simulated_beside_what_clients_saw(
     write_profile(measured_profiles.from_fit(dispatch_ms=2.0), profile)
     first_ms = np.full(20, 200.0)
     seen = module("load").Seen(first_ms, first_ms + 10 * 30.0, np.zeros(20), (), 0.5)
-    engines.keep(tmp_path / "load-0.2.npz", trace, seen, np.zeros(0))
-    rows = {row.what: row for row in engines.simulate_load(tmp_path / "load-0.2.npz", profile)}
+    load = tmp_path / "load-0.2.npz"
+    engines.keep(load, trace, seen, np.zeros(0))
+    rows = {row.what: row for row in engines.simulate_load(load, profile, engines.ON_CPU)}
     alone_ms = measured_profiles.TRUTH.predict_prefill_ms([500]) + 2.0
     first, further = (
         rows[f"{name}, load-0.2/s, p50"] for name in ("first token", "time per token")
