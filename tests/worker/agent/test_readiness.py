@@ -276,6 +276,21 @@ async def test_a_peer_that_starts_for_ever_is_not_waited_for_for_ever(
     searching.cancel()
 
 
+@pytest.mark.parametrize("scan", [PeerScan(), PeerScan(has_starting=True)])
+async def test_a_mixed_instance_waits_for_no_peer_and_is_tested_with_one_later(
+    config: AgentConfig, scan: PeerScan
+) -> None:
+    timing = replace(config.timing, peer_wait=600.0, start_timeout=600.0, peer_search=0.01)
+    mixed = replace(config, role=agent_pb2.ROLE_MIXED, timing=timing)
+    instance = WorkerInstance(mixed)
+    instance.set_engine_info(ServedEngineInfo("emulated", 2048, 16))
+    scene = Scene(instance, [scan, scan, PEER], [""])
+    await asyncio.wait_for(verify_with_peers(mixed, instance, scene.look, scene.test), 20)
+    verifying, ready = agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY
+    assert [state for state, _ in scene.states] == [verifying, ready, ready]
+    assert instance.copy_registration().kv_path.verified
+
+
 async def test_without_a_source_of_peers_nothing_is_waited_for(
     config: AgentConfig, instance: WorkerInstance
 ) -> None:

@@ -8,6 +8,8 @@ Run by the supervisor beside the health checks, once per boot. The cases:
   test is inconclusive, so ready unverified, and retried.
 - A peer exists, but its engine still starts: wait, as long as an engine may take to start.
 - No peer exists: after a while ready unverified, and the search goes on.
+- A mixed instance without a peer, or whose peers still start, is ready unverified at once: what it
+  serves needs no handoff.
 
 After the direction of the role the opposite direction is tested, too, as the role may change. A
 direction that failed or was skipped is tested again before a role that needs it is announced.
@@ -62,7 +64,9 @@ async def verify_with_peers(
             await asyncio.sleep(delay)
             delay = min(delay * 2, timing.verify_delay_max)
             continue
-        if scan.has_starting and clock() - started_at < timing.start_timeout:
+        if instance.copy_registration().role == agent_pb2.ROLE_MIXED:
+            instance.mark_unverified(_NO_PEER)
+        elif scan.has_starting and clock() - started_at < timing.start_timeout:
             seen_at = clock()
         elif clock() - seen_at >= timing.peer_wait:
             instance.mark_unverified(_NO_PEER)
