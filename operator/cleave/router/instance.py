@@ -217,14 +217,16 @@ class InFlightLoad:
         """Context of all these requests: own ones weighted as in Aladdin, others by tokens."""
         return self.weighted_context + self.count_others_tokens()
 
-    def change_decoding(self, requests: int, context: float, now: float) -> None:
-        """One of its requests begins to decode (`requests`: 1), or ends (-1)."""
-        self.batch_s, self.context_s = self.integrate_decoding(now)
+    def change_decoding(self, requests: int, context: float, now: float) -> tuple[float, float]:
+        """One of its requests begins to decode (`requests`: 1), or ends (-1). Returns the integrals
+        so far, for `compute_mean_decoding`."""
+        self.batch_s, self.context_s = self.compute_decoding_integrals(now)
         self.decoding_changed_at = now
         self.num_decoding += requests
         self.decoding_context += context
+        return self.batch_s, self.context_s
 
-    def integrate_decoding(self, now: float) -> tuple[float, float]:
+    def compute_decoding_integrals(self, now: float) -> tuple[float, float]:
         """The integrals over time of the number of requests that decode, and of their context."""
         elapsed = now - self.decoding_changed_at
         return (
@@ -236,15 +238,15 @@ class InFlightLoad:
         self, before: tuple[float, float], seconds: float, now: float
     ) -> tuple[float, float]:
         """Mean number and context of the requests that decoded in the last `seconds`; `before`:
-        `integrate_decoding` at their begin. Of the requests of others that are there now, the same
-        share counts as of own ones.
+        the integrals at their begin. Of the requests of others that are there now, the same share
+        counts as of own ones.
 
         What is there when a request ends scatters around its mean; fitted to that, iterations would
         seem to depend less on batch and context than they do.
         """
         own = len(self.decoding_requests)
         share = self.num_decoding / own if own else 1.0
-        batch_s, context_s = self.integrate_decoding(now)
+        batch_s, context_s = self.compute_decoding_integrals(now)
         return (
             (batch_s - before[0]) / seconds + share * (self.count_decoding() - own),
             (context_s - before[1]) / seconds + share * self.count_others_tokens(),

@@ -107,7 +107,7 @@ class Pick:
         self.prompts_before = 0.0
         """`computed_tokens` of its decode instance at that time; for BestFit only."""
         self.decoding_before = 0.0, 0.0
-        """`integrate_decoding` of its decode instance at that time; for BestFit only."""
+        """What `change_decoding` of its decode instance returned then; for BestFit only."""
         self.predicted_cached = 0.0
         """Tokens of its prompt that were predicted to be cached where it is computed."""
         self.predicted_loaded = 0.0
@@ -248,9 +248,8 @@ class Router:
             in_flight.prompt.remove(tokens)
             in_flight.num_prompts -= 1
             if self._fits_iteration_times and pick._decode_entry is not None:
-                decode_load = pick._decode_entry[1]
-                decode_load.change_decoding(1, _compute_weight(pick), now)
-                pick.decoding_before = decode_load.integrate_decoding(now)
+                load = pick._decode_entry[1]
+                pick.decoding_before = load.change_decoding(1, _compute_weight(pick), now)
             if phase is _PREFILL_PHASE:
                 if self.uses_prompt_text:
                     self._count_computed(pick, instance, in_flight, tokens)
@@ -295,14 +294,10 @@ class Router:
         if self._fits_iteration_times and entry is not None and pick.decoding_since is not None:
             _, in_flight, _ = entry
             now = self._clock()
-            seconds = now - pick.decoding_since
-            if seconds > 0:
-                prompt_tokens = in_flight.computed_tokens - pick.prompts_before
-                before = pick.decoding_before
-                batch, context = in_flight.compute_mean_decoding(before, seconds, now)
-                self._iteration_times.add_completion(
-                    output_tokens, seconds * 1000, prompt_tokens, batch, context
-                )
+            if (seconds := now - pick.decoding_since) > 0:
+                prompts = in_flight.computed_tokens - pick.prompts_before
+                mean = in_flight.compute_mean_decoding(pick.decoding_before, seconds, now)
+                self._iteration_times.add_completion(output_tokens, seconds * 1e3, prompts, *mean)
 
     def allows_colocated(self, prefill_lost: bool) -> bool:
         """Whether the fallback policy lets one decode instance run both phases of a request."""
