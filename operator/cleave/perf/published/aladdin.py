@@ -59,7 +59,9 @@ class OnlineFit:
         """Include one sample. Raises ValueError for a value not above 0 or numbers not finite."""
         if not all(math.isfinite(part) for part in (*row, value)) or value <= 0:
             raise ValueError(f"sample {row} -> {value} is invalid; values must be above 0")
-        weight = 1 / self._choose_scale(row, value) ** 2
+        predicted = self._predict(row)
+        self._update_averages(predicted, value)
+        weight = 1 / self._choose_scale(predicted, value) ** 2
         for i, part in enumerate(row):
             self._right_side[i] = self._right_side[i] * self._decay + weight * part * value
             for j, other in enumerate(row):
@@ -83,17 +85,20 @@ class OnlineFit:
         before the first one."""
         return self._error_sum / self._error_weight if self._error_weight else None
 
-    def _choose_scale(self, row: tuple[float, ...], value: float) -> float:
-        """What the error of a sample is relative to; updates `error`."""
+    def _update_averages(self, predicted: float | None, value: float) -> None:
+        """Of the values, and of the errors of their predictions."""
         self._value_sum = self._value_sum * self._decay + value
         self._value_weight = self._value_weight * self._decay + 1
-        predicted = self._predict(row)
         if predicted is not None:
             fading = 1 - 1 / _ERROR_SAMPLES
             self._error_sum = self._error_sum * fading + min(abs(predicted - value) / value, 1.0)
             self._error_weight = self._error_weight * fading + 1
-            if self._error_sum <= _MAX_TRUSTED_ERROR * self._error_weight:
-                return max(predicted, value / _MAX_RATIO)
+
+    def _choose_scale(self, predicted: float | None, value: float) -> float:
+        """What the error of a sample is relative to."""
+        is_trusted = self._error_sum <= _MAX_TRUSTED_ERROR * self._error_weight
+        if predicted is not None and is_trusted:
+            return max(predicted, value / _MAX_RATIO)
         return max(value, self._value_sum / self._value_weight / _MAX_RATIO)
 
     def _predict(self, row: tuple[float, ...]) -> float | None:
