@@ -69,8 +69,12 @@ DAYS: dict[str, Phases] = {
 """`swapped` is the first one with each service in the other's place; `small` has smaller steps."""
 
 
-def ask(first: Phase) -> Problem:
-    """What the deployment states: the first phase."""
+def ask(first: Phase, keeps_targets: bool = False) -> Problem:
+    """What the deployment states: the first phase. `keeps_targets`: engines schedule by its
+    targets."""
+    engine: dict[str, object] = {"type": "Emulated"}
+    if keeps_targets:
+        engine["scheduling"] = {"order": "InTimeFirst", "admission": "WithinTpot"}
     document = {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
@@ -78,7 +82,7 @@ def ask(first: Phase) -> Problem:
         "spec": {
             "model": {"source": "facebook/opt-13b", "maxModelLen": LONGEST},
             "slo": {"ttftMs": TTFT_MS, "tpotMs": TPOT_MS},
-            "engine": {"type": "Emulated"},
+            "engine": engine,
             "planning": {"disaggregation": "Always", "maxGPUs": MOST_GPUS},
             "workload": {
                 "rate": 1,

@@ -71,6 +71,11 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="beside the oracle")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--slower", type=float, default=1.0, help="passes, than the profile says")
+    parser.add_argument(
+        "--targets",
+        action="store_true",
+        help="engines schedule by the targets: order InTimeFirst, admission WithinTpot",
+    )
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     arguments = parser.parse_args()
     day = make_day(
@@ -78,6 +83,7 @@ def main() -> None:
         QUICK_PHASE_S if arguments.quick else PHASE_S,
         arguments.seed,
         Correction(arguments.slower, arguments.slower),
+        arguments.targets,
     )
     plans = plan_phases(day)
     modes = [MODES[0], *(mode for mode in arguments.modes.split(",") if mode != MODES[0])]
@@ -89,9 +95,11 @@ def main() -> None:
     show(rows)
 
 
-def make_day(phases: Phases, phase_s: float, seed: int, truth: Correction) -> Day:
-    """`truth`: what passes really take, by the model's."""
-    problem = ask(phases[0])
+def make_day(
+    phases: Phases, phase_s: float, seed: int, truth: Correction, keeps_targets: bool
+) -> Day:
+    """`truth`: what passes really take, by the model's; `keeps_targets`: as in `ask`."""
+    problem = ask(phases[0], keeps_targets)
     real = replace(problem, estimator=apply_correction(problem.estimator, truth))
     return Day(phases, phase_s, problem, real, draw(phases, phase_s, seed))
 

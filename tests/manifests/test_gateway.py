@@ -69,6 +69,21 @@ def test_shares_of_the_witness_are_given_only_where_they_differ_from_the_gateway
     assert spec.audit_share == defaults["audit_share"]
 
 
+@pytest.mark.parametrize(
+    ("scheduling", "is_sent"),
+    [
+        (None, False),
+        ({"order": "ShortestFirst"}, False),
+        ({"order": "InTimeFirst"}, True),
+        ({"admission": "WithinTpot"}, True),
+    ],
+    ids=str,
+)
+def test_targets_go_to_engines_that_schedule_by_them(deployment, scheduling, is_sent) -> None:
+    chat = deployment(**({"engine": {"scheduling": scheduling}} if scheduling else {}))
+    assert ("--send-targets" in container(build_gateway_pod(chat))["command"]) == is_sent
+
+
 def test_the_gateway_listens_on_its_configured_address(deployment) -> None:
     pod = build_gateway_pod(deployment(), host="127.0.0.1", port=9999, internal_port=9)
     gateway = container(pod)

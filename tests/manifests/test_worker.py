@@ -382,6 +382,16 @@ def test_each_role_gets_the_settings_of_its_phases() -> None:
     }
 
 
+def test_requests_in_time_are_first_in_every_role() -> None:
+    scheduling = Scheduling.model_validate({"order": "InTimeFirst", "admission": "WithinTpot"})
+    parsed = parse(json.dumps(build_scheduling_args(scheduling)))
+    assert {config.order for config in parsed.values()} == {PrefillOrder.IN_TIME}
+    assert [role for role in parsed if parsed[role].admission is Admission.WITHIN_TPOT] == [
+        agent_pb2.ROLE_DECODE,
+        agent_pb2.ROLE_MIXED,
+    ]
+
+
 def test_omitted_fields_follow_the_engines_defaults() -> None:
     assert set(parse(json.dumps(build_scheduling_args(Scheduling()))).values()) == {
         RoleSchedulingConfig()

@@ -262,6 +262,16 @@ def test_declared_scheduling_is_simulated() -> None:
     assert problem_from_cluster.build_problem(deployment(), cluster()).policies == Policies()
 
 
+def test_engines_are_simulated_with_the_deployments_targets() -> None:
+    declared = {"order": "InTimeFirst", "admission": "WithinTpot"}
+    declared_deployment = deployment(engine={"scheduling": declared})
+    problem = problem_from_cluster.build_problem(declared_deployment, cluster())
+    (candidate, *_) = list_candidates(problem)
+    engine = build_decode(problem, candidate).engine
+    assert (engine.order, engine.admission) == (PrefillOrder.IN_TIME, Admission.WITHIN_TPOT)
+    assert (engine.ttft_ms, engine.tpot_ms) == (problem.slo.ttft_ms, problem.slo.tpot_ms)
+
+
 def test_kv_of_8_bits_halves_the_transfer_and_doubles_the_room() -> None:
     def build(*args: str) -> Problem:
         engine = {"args": list(args)}

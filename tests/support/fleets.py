@@ -1,5 +1,6 @@
 """Shared simulated fleets and traces."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -172,4 +173,6 @@ def _draw_engine(draw: random.Random, tight: bool) -> SimulatedEngine:
         order=draw.choice(list(PrefillOrder)),
         prefill_sched_batch=draw.choice([2, 4, 16]),
         admission=draw.choice(list(Admission)),
+        ttft_ms=draw.choice([math.inf, 1e-3, 30.0, 100.0]),
+        tpot_ms=draw.choice([math.inf, 1e-3, 10.0, 20.0]),
     )

@@ -162,7 +162,7 @@ class Reference:
             return
         instance = request.prefill or request.decode
         request.queued = self.now
-        instance.waiting.append(request)
+        instance.push(request)
         self.alert(instance)
 
     def offer(self, request: Request) -> None:
@@ -170,7 +170,7 @@ class Reference:
             self.handoffs.append(request)
             self.announce(True)
         else:
-            request.decode.waiting.append(request)
+            request.decode.push(request)
             self.alert(request.decode)
 
     def announce(self, remote: bool) -> None:
@@ -187,6 +187,7 @@ class Reference:
     # --- transfers ---
 
     def pull(self, instance: Instance, request: Request) -> None:
+        instance.pulling += 1
         request.pull_cached = instance.take_cached(request, self.now)
         instance.take(request_kv := request, request.todo, self.now)
         instance.keep(request_kv, request.todo - 1, self.now)
@@ -269,7 +270,7 @@ class Reference:
 
     def head(self, i: Instance) -> tuple[deque[Request], Request] | None:
         if i.waiting:
-            i.sort_waiting()
+            i.sort_waiting(self.now)
             return i.waiting, i.waiting[0]
         if i.role != "prefill" and self.handoffs and i.fits(self.handoffs[0]):
             return self.handoffs, self.handoffs[0]
@@ -281,6 +282,7 @@ class Reference:
         request = queue.popleft()
         if queue is i.waiting:
             i.sorted = max(i.sorted - 1, 0)
+            i.late = [each for each in i.late if each is not request]
             return request
         if i.role == "prefill":
             request.prefill = i
@@ -446,6 +448,8 @@ class Reference:
         if i.engine.batching is Batching.LIGHTLLM:
             others = [(r.todo, r.left) for r in slot.members + slot.prompts]
             return find_peak([*others, (request.todo, request.left)]) <= i.total * i.size
+        if i.engine.admission is Admission.WITHIN_TPOT:
+            return i.keeps_tpot(request, slot, self.now)
         free, capacity = i.free * i.size, i.total * i.size
         if i.engine.admission is Admission.RESERVE_STATIC:
             return request.todo + request.predict_remaining(capacity) - 1 <= free
@@ -457,6 +461,7 @@ class Reference:
 
     def join(self, i: Instance, slot: Slot) -> None:
         request = i.loaded.popleft()
+        i.pulling -= 1
         i.running += 1
         slot.members.append(request)
         slot.decoding.append(request)

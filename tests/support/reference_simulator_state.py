@@ -4,8 +4,11 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from cleave.perf.timing import interpolate_table
 from cleave.policy import role_flipping
+from cleave.policy.admission import GIVEN_UP_TOKENS, RECOVERY_SHARE, TPOT_SHARE
 from cleave.policy.dispatch import TIE_WEIGHT
+from cleave.policy.prompt_order import HANDOFF_SHARE
 from cleave.policy.queue_model import DEFAULT_SUMS, add_completion, fit_prompt_times
 from cleave.simulator.fleet import Batching, FlipThresholds, PrefillOrder, SimulatedEngine
 
@@ -81,6 +84,8 @@ class Instance:
         self.cache = PrefixCache(self.total)
         self.waiting: deque[Request] = deque()
         self.sorted = 0
+        self.late: list[Request] = []
+        self.pulling = 0
         self.loaded: deque[Request] = deque()
         self.partial: Request | None = None
         self.running = 0
@@ -105,8 +110,50 @@ class Instance:
     def count(self, tokens: int) -> int:
         return self.reserve or math.ceil(tokens / self.size)
 
-    def sort_waiting(self) -> None:
+    def push(self, request: Request) -> None:
+        self.waiting.insert(len(self.waiting) - len(self.late), request)
+
+    def is_late(self, request: Request, now: float) -> bool:
+        if not math.isnan(request.first_token):
+            return False
+        engine, target = self.engine, self.engine.ttft_ms
+        if self.role == "prefill":
+            target -= HANDOFF_SHARE * engine.ttft_ms
+        own = engine.tpot_ms if request.remote else self.predict_prompt(request.todo)
+        return now - request.arrival + own > target
+
+    def predict_prompt(self, tokens: int) -> float:
+        timing, chunk = self.engine.timing, min(tokens, self.engine.max_num_batched_tokens)
+        ms = interpolate_table(timing.prompt_step, timing.prompt_ms, chunk)
+        return ms * tokens / chunk + timing.prompt_square_ms * tokens**2
+
+    def keeps_tpot(self, request: Request, slot: Slot, now: float) -> bool:
+        if (self.running or self.pulling) == 0 or request.preemptions:
+            return True
+        timing, target = self.engine.timing, self.engine.tpot_ms
+        contexts = (self.kv + request.todo) / timing.stages
+        ms = decode = timing.predict_decode_ms(len(slot.members) + 1, contexts)
+        if ms > TPOT_SHARE * target:
+            return False
+        if request.remote:
+            return True
+        ms += self.predict_prompt(request.todo)
+        for member in slot.members:
+            begun = member.first_token if member.first_token <= now else now
+            gain = member.predict_remaining(self.total * self.size)
+            gain *= RECOVERY_SHARE * (TPOT_SHARE * target - decode)
+            slack = TPOT_SHARE * target * member.generated - (now - begun) + gain
+            if slack < ms and slack >= -GIVEN_UP_TOKENS * target:
+                return False
+        return True
+
+    def sort_waiting(self, now: float) -> None:
         engine = self.engine
+        if engine.order is PrefillOrder.IN_TIME:
+            while self.waiting[0] not in self.late and self.is_late(self.waiting[0], now):
+                self.late.append(self.waiting[0])
+                self.waiting.rotate(-1)
+            return
         if engine.order is PrefillOrder.FCFS or self.sorted or self.role == "decode":
             return
         self.sorted = min(engine.prefill_sched_batch, len(self.waiting))

@@ -221,6 +221,11 @@ class GatewayConfig:
     )
     ttft_slo_ms: float = _declare("--ttft-ms", 0.0, "target to measure; 0: none", metavar="MS")
     tpot_slo_ms: float = _declare("--tpot-ms", 0.0, "target to measure; 0: none", metavar="MS")
+    sends_targets: bool = _declare(
+        "--send-targets",
+        False,
+        "send --ttft-ms and --tpot-ms with requests to engines, whose scheduling uses them",
+    )
     late_policy: LateRequestPolicy = _declare(
         "--late",
         LateRequestPolicy.SERVE,
@@ -397,5 +402,7 @@ def _check(config: GatewayConfig) -> None:
             f"--max-buffered {config.max_buffered_bytes} is below --max-body "
             f"{config.max_body_bytes}: no body of that size could be received"
         )
+    if config.sends_targets and not (config.ttft_slo_ms and config.tpot_slo_ms):
+        raise ValueError("--send-targets needs --ttft-ms and --tpot-ms: give both")
     if not 1 <= config.processes <= MAX_PROCESSES:
         raise ValueError(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")

@@ -187,6 +187,7 @@ def _build_flags(
     """Flags that need no cluster; `internal_port` serves the operator, without API keys."""
     spec = deployment.spec
     gateway, routing, slo, pools = spec.gateway, spec.routing, spec.slo, spec.pools
+    scheduling = spec.engine.scheduling
     return {
         "--host": host,
         "--port": port,
@@ -200,6 +201,7 @@ def _build_flags(
         "--lengths": routing.lengths_config_map and f"{_FILES}/{_LENGTHS}/lengths.json",
         "--ttft-ms": slo.ttft_ms,
         "--tpot-ms": slo.tpot_ms,
+        "--send-targets": scheduling is not None and scheduling.uses_targets,
         "--late": routing.late,
         "--queue-limit": routing.queue_limit,
         "--flipping": pools.flipping,

@@ -10,7 +10,7 @@ from enum import IntEnum
 from cleave.api.engine import Connector, EngineType, EnvVar, TransferMode, WorkerTemplate
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.role import Role
-from cleave.api.scheduling import Scheduling
+from cleave.api.scheduling import PromptOrder, Scheduling
 from cleave.manifests import container
 from cleave.manifests.container import OWN_IMAGES, Images
 from cleave.manifests.labels import (
@@ -240,6 +240,8 @@ def build_scheduling_args(scheduling: Scheduling) -> dict[str, RoleSchedulingArg
         "admission": _format_choice(ADMISSIONS[scheduling.admission]),
         "preemption_limit": scheduling.preemption_limit or 0,
     }
+    if scheduling.order is PromptOrder.IN_TIME_FIRST:
+        decodes["order"] = prompts["order"]
     phases = {Role.PREFILL: prompts, Role.DECODE: decodes, Role.MIXED: prompts | decodes}
     args_by_role: dict[str, RoleSchedulingArgs] = {}
     for role, args in phases.items():

@@ -140,6 +140,7 @@ def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
         max_num_seqs=pool.max_num_seqs or candidates.MAX_NUM_SEQS,
         max_num_batched_tokens=pool.max_num_batched_tokens or candidates.MAX_NUM_BATCHED_TOKENS,
         policies=problem.policies,
+        slo=problem.slo,
     )
 
 

@@ -22,11 +22,13 @@ ORDERS = {
     PromptOrder.ARRIVAL: PrefillOrder.FCFS,
     PromptOrder.SHORTEST_FIRST: PrefillOrder.SJF,
     PromptOrder.LONGEST_FIRST: PrefillOrder.LJF,
+    PromptOrder.IN_TIME_FIRST: PrefillOrder.IN_TIME,
 }
 ADMISSIONS = {
     DecodeAdmission.GREEDY: Admission.GREEDY,
     DecodeAdmission.RESERVE_STATIC: Admission.RESERVE_STATIC,
     DecodeAdmission.RESERVE_DYNAMIC: Admission.RESERVE_DYNAMIC,
+    DecodeAdmission.WITHIN_TPOT: Admission.WITHIN_TPOT,
 }
 _NO_CACHES = "--no-enable-prefix-caching"
 """vLLM's and the emulated engine's."""

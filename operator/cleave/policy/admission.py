@@ -1,10 +1,13 @@
-"""Whether a waiting request may join a batch without running out of KV later.
+"""Whether a waiting request may join a batch without running out of KV or time later.
 
-Called by the simulator and by engines. All amounts are tokens; remaining lengths are exact or
-predicted. Plain arithmetic over arrays, the subset that numba compiles; standard library only.
+Called by the simulator and by engines. Amounts are tokens if no unit is named; remaining lengths
+are exact or predicted. Plain arithmetic over arrays, the subset that numba compiles; standard
+library only.
 
 Sources: TetriInfer, section 3.4 (reserve-static, reserve-dynamic); LightLLM's router, which admits
-by the future peak of the batch's KV; Splitwise, section IV-B (limit of preemptions per request).
+by the future peak of the batch's KV; Splitwise, section IV-B (limit of preemptions per request);
+Aladdin, section 4.2, constraints (b) and (d) (decoding requests keep their TPOT when one more joins
+and while its prompt is computed), applied by the instance itself.
 """
 
 from enum import IntEnum
@@ -20,11 +23,23 @@ if TYPE_CHECKING:
 
 
 class Admission(IntEnum):
-    """When a waiting request joins the decode batch (TetriInfer, section 3.4)."""
+    """When a waiting request joins the decode batch: by KV (TetriInfer, section 3.4), or by the
+    time of the batch's iterations (`keeps_tpot`)."""
 
     GREEDY = 0
     RESERVE_STATIC = 1
     RESERVE_DYNAMIC = 2
+    WITHIN_TPOT = 3
+
+
+TPOT_SHARE = 0.95
+"""Share of the TPOT target that WITHIN_TPOT fills: contexts grow after requests have joined."""
+RECOVERY_SHARE = 0.2
+"""Share of the time that a request can still make up until its predicted end, and that one prompt
+may use: others will come. With 0 prompts wait too long where TTFT targets are short, with 1
+requests miss their TPOT under overload."""
+GIVEN_UP_TOKENS = 10
+"""A request that is so many tokens behind its TPOT target does not hold up prompts any more."""
 
 
 def may_join(
@@ -49,6 +64,31 @@ def may_join(
         steps = min(remaining_tokens, shortest_remaining_tokens) if batch else remaining_tokens
         return used_tokens + (batch + 1) * steps <= free
     return used_tokens <= free
+
+
+def keeps_tpot(iteration_ms: float, tpot_ms: float) -> bool:
+    """Whether a decode batch still meets its target when its iterations take `iteration_ms`, with
+    the request that is to join (WITHIN_TPOT)."""
+    return iteration_ms <= TPOT_SHARE * tpot_ms
+
+
+def compute_slack_ms(
+    generated: float, remaining: float, decoding_ms: float, decode_ms: float, tpot_ms: float
+) -> float:
+    """ms that a prompt may take from a decoding request without making it miss its TPOT target.
+
+    `generated`, `remaining`: its output tokens so far and those predicted; `decoding_ms`: since its
+    first token; `decode_ms`: of an iteration without prompts.
+    """
+    target_ms = TPOT_SHARE * tpot_ms
+    gain_ms = RECOVERY_SHARE * remaining * (target_ms - decode_ms)
+    return target_ms * generated - decoding_ms + gain_ms
+
+
+def allows_prompt(slack_ms: float, prompt_ms: float, tpot_ms: float) -> bool:
+    """Whether a decoding request lets its instance compute a prompt for `prompt_ms`: it keeps its
+    TPOT target, or has lost it (WITHIN_TPOT). `slack_ms`: from `compute_slack_ms`."""
+    return prompt_ms <= slack_ms or slack_ms < -GIVEN_UP_TOKENS * tpot_ms
 
 
 def is_protected(preemptions: int, limit: int) -> bool:

@@ -11,13 +11,21 @@ for more room than the instance has; so predictions are capped at its capacity.
 
 import math
 
-from cleave.policy.admission import Admission, find_peak, may_join
+from cleave.policy.admission import (
+    Admission,
+    allows_prompt,
+    compute_slack_ms,
+    find_peak,
+    keeps_tpot,
+    may_join,
+)
 from cleave.policy.output_length import estimate_remaining
 from cleave.policy.prompt_batching import compute_chunk_size, may_join_prompts
+from cleave.policy.prompt_order import PrefillOrder
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.fleet import Batching
 from cleave.simulator.host_memory import find_loadable
-from cleave.simulator.iterations import start_iterations
+from cleave.simulator.iterations import predict_decode_ms, start_iterations
 from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
 from cleave.simulator.prefix_caches import (
     find_cached_prefix,
@@ -30,9 +38,12 @@ from cleave.simulator.prefix_pulls import find_fetchable, start_fetch, start_loa
 from cleave.simulator.queues import (
     add_member,
     find_phase,
+    find_queue,
     find_waiting,
     has_waiting_requests,
+    is_unsorted,
     pop,
+    predict_prompt_ms,
     push_front,
     remove_key,
     remove_member,
@@ -51,6 +62,8 @@ from cleave.simulator.records import HANDOFFS, NONE, PREFILL, PROMPTS, Record, S
 from cleave.simulator.transfers import start_pull
 
 _UNLIMITED = 1 << 60
+_ROW = 0xFFFFFFFF
+"""Mask of the request in a key of a heap."""
 
 
 def form_batch(state: State, i: int, s: int, now: float) -> bool:
@@ -207,6 +220,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
         get_prompt(state, r).pull_hit = cached
     blocks = count_blocks(inst, tokens) - cached // inst.block
     change_usage(inst, now, blocks, tokens - 1 - cached)
+    inst.pulling += 1
     start_pull(state, s, r, cached, now)
     return True
 
@@ -224,6 +238,7 @@ def _admit_whole(state: State, i: int, s: int, queue: int, tokens: int, now: flo
     _take_cached(state, i, r, cached, now)
     blocks = count_blocks(inst, request.to_compute) - cached // inst.block
     change_usage(inst, now, blocks, tokens)
+    inst.pulling += 1
     get_prompt(state, r).is_whole = 1
     return True
 
@@ -265,6 +280,7 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
     if loaded.size == 0 or get_request(state, loaded.head).queued > inst.scheduled:
         return False
     r = pop(state, state.num_instances + i)
+    inst.pulling -= 1
     request = get_request(state, r)
     inst.running += 1
     if has_caches() and request.computed < request.to_compute and _computes(state, i, r):
@@ -401,6 +417,10 @@ def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
         return _compute_future_peak(state, s, used, remaining) <= inst.blocks * inst.block
     if inst.admission == Admission.GREEDY:
         return True
+    if inst.admission == Admission.WITHIN_TPOT:
+        if inst.running + inst.pulling == 0 or request.preemptions > 0:
+            return True
+        return _keeps_tpot(state, i, s, r)
     free = inst.free * inst.block
     remaining = _predict_remaining(inst, r, state, request.generated)
     shortest = remaining
@@ -408,6 +428,29 @@ def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
         shortest = _find_shortest_remaining(state, inst, s)
     # The last token's KV is never written.
     return may_join(inst.admission, free, used, remaining - 1, slot.batch, shortest)
+
+
+def _keeps_tpot(state: State, i: int, s: int, r: int) -> bool:
+    """Whether the members of slot `s` meet their TPOT target if a request joins them."""
+    inst, slot, new = get_instance(state, i), get_slot(state, s), get_request(state, r)
+    contexts = inst.kv_tokens + new.prompt + new.generated
+    decode_ms = predict_decode_ms(state, inst, slot.batch + 1, contexts)
+    if not keeps_tpot(decode_ms, inst.tpot_ms):
+        return False
+    if new.is_pulled:
+        return True
+    prompt_ms = decode_ms + predict_prompt_ms(state, inst, new.to_compute)
+    for index in range(slot.batch):
+        member_row = get_heap_key(state, s * state.heap_size + index).value & _ROW
+        member = get_request(state, member_row)
+        generated = member.output - (member.end_step - slot.steps)
+        # 0 on its way to its first token, which it has when the present iteration ends.
+        since = state.now - member.first_token if member.first_token <= state.now else 0.0
+        remaining = _predict_remaining(inst, member_row, state, generated)
+        slack_ms = compute_slack_ms(generated, remaining, since, decode_ms, inst.tpot_ms)
+        if not allows_prompt(slack_ms, prompt_ms, inst.tpot_ms):
+            return False
+    return True
 
 
 def _predict_remaining(inst: Record, r: int, state: State, generated: int) -> int:
@@ -425,7 +468,7 @@ def _find_shortest_remaining(state: State, inst: Record, s: int) -> int:
         return (get_heap_key(state, top).value >> 32) - slot.steps
     shortest = 1 << 60
     for index in range(slot.batch):
-        r = get_heap_key(state, top + index).value & 0xFFFFFFFF
+        r = get_heap_key(state, top + index).value & _ROW
         request = get_request(state, r)
         remaining = request.end_step - slot.steps
         shortest = min(shortest, _predict_remaining(inst, r, state, request.output - remaining))
@@ -452,7 +495,7 @@ def _compute_future_peak(state: State, s: int, used: int, remaining: int) -> flo
         r = request.next
         at += 1
     for index in range(slot.batch):
-        r = get_heap_key(state, s * state.heap_size + index).value & 0xFFFFFFFF
+        r = get_heap_key(state, s * state.heap_size + index).value & _ROW
         request = get_request(state, r)
         remaining_tokens[at] = request.end_step - slot.steps - 1
         tokens[at] = request.prompt + request.output - 1 - remaining_tokens[at]
@@ -466,17 +509,23 @@ def _may_admit_later(state: State, i: int) -> bool:
     inst = get_instance(state, i)
     if inst.schedules_ahead and _has_late_request(state, i):
         return True
-    if inst.admission != Admission.RESERVE_DYNAMIC and inst.batching != Batching.LIGHTLLM:
+    is_fixed = inst.admission != Admission.RESERVE_DYNAMIC and inst.batching != Batching.LIGHTLLM
+    # The first one becomes late and another is the first; members save time for a prompt.
+    is_timed = inst.order == PrefillOrder.IN_TIME or inst.admission == Admission.WITHIN_TPOT
+    if is_fixed and not is_timed:
         return False
     return has_waiting_requests(state, i)
 
 
 def _has_late_request(state: State, i: int) -> bool:
-    """Whether a request came after the iteration was scheduled."""
+    """Whether a request came after the iteration was scheduled, or may have."""
     inst, loaded = get_instance(state, i), get_queue(state, state.num_instances + i)
     if loaded.size > 0 and get_request(state, loaded.head).queued > inst.scheduled:
         return True
-    queue = find_waiting(state, i)
+    queue = find_queue(state, i)
     if queue == NONE:
         return False
+    # An engine sorts its queue only when it can admit a request, so it is not sorted here.
+    if queue == i and is_unsorted(inst):
+        return True
     return get_request(state, get_queue(state, queue).head).queued > inst.scheduled

@@ -14,7 +14,7 @@ from cleave.simulator.iterations import (
     wake_instance,
 )
 from cleave.simulator.kv_blocks import change_usage, count_growth
-from cleave.simulator.queues import add_member, push, remove_key, remove_member
+from cleave.simulator.queues import add_member, is_unsorted, push, remove_key, remove_member
 from cleave.simulator.record_access import get_heap_key, get_instance, get_request, get_slot
 from cleave.simulator.records import NONE, State
 
@@ -43,8 +43,10 @@ def notify_instance(state: State, i: int, now: float, is_pulled: bool) -> None:
     """Make instance `i` schedule new work as soon as its current iterations allow. `is_pulled`: the
     work is a pull, which starts when it is scheduled."""
     inst = get_instance(state, i)
-    # An idle rank has scheduled nothing while others compute.
-    scheduled = 0 if is_pulled or inst.in_flight == 0 else inst.schedules_ahead
+    # An idle rank has scheduled nothing while others compute; and an engine sorts its queue when it
+    # schedules the next iteration.
+    is_now = is_pulled or inst.in_flight == 0 or is_unsorted(inst)
+    scheduled = 0 if is_now else inst.schedules_ahead
     # With one stage nothing else can start during the leap, so it is accounted for at its end.
     interrupt_leap(state, i, now, inst.stages > 1, scheduled)
     wake_instance(state, i, now)

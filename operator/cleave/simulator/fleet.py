@@ -1,5 +1,6 @@
 """The simulated fleet: instances, their batching, and how requests and KV reach them."""
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -74,6 +75,11 @@ class SimulatedEngine:
     prefill_sched_batch: int = 16
     """Waiting prompts that SJF and LJF sort at a time, against starvation."""
     admission: Admission = Admission.GREEDY
+    ttft_ms: float = math.inf
+    """Target of PrefillOrder.IN_TIME."""
+    tpot_ms: float = math.inf
+    """Target of Admission.WITHIN_TPOT; with IN_TIME also the time that a decode instance takes for
+    a first token."""
     max_model_len: int | None = None
     """Prompt plus output for which ORCA and FASTER_TRANSFORMER reserve KV; None: the longest."""
     ranks: int = 1

@@ -97,6 +97,24 @@ def find_running_rank(state: State, i: int) -> int:
     return NONE
 
 
+def predict_decode_ms(state: State, inst: Record, batch: int, contexts: int) -> float:
+    """ms of a decode iteration over all stages, if an instance holds `contexts` tokens."""
+    ms: float = compute_iteration_ms(
+        inst.prompt_step,
+        get_points(state, inst.prompt_table, inst.prompt_points),
+        inst.prompt_square,
+        get_points(state, inst.decode_table, inst.decode_points),
+        get_points(state, inst.context_table, inst.context_points),
+        0.0,
+        0.0,
+        batch,
+        float(contexts) / inst.stages,
+    )
+    if inst.stages > 1:
+        ms += (inst.stages - 1) * (inst.hop + inst.hop_token * batch)
+    return ms
+
+
 def predict_iteration_ms(state: State, inst: Record, slot: Record, contexts: int) -> float:
     """ms of one iteration of the slot over all stages, with the sum of contexts `contexts`."""
     ms = compute_iteration_ms(

@@ -3,23 +3,38 @@
 A request is in at most one queue or batch at a time, so one set of links serves all of them.
 """
 
-from cleave.policy.prompt_order import PrefillOrder, sort_prompts
+import math
+
+from cleave.perf.timing import interpolate_table
+from cleave.policy.prompt_order import HANDOFF_SHARE, PrefillOrder, is_late, sort_prompts
 from cleave.simulator.kv_blocks import fits_instance
 from cleave.simulator.record_access import (
     get_heap_key,
     get_instance,
     get_phase,
+    get_points,
     get_queue,
     get_request,
     get_scratch,
     get_slot,
 )
-from cleave.simulator.records import DECODE, NONE, PREFILL, State
+from cleave.simulator.records import DECODE, NONE, PREFILL, Record, State
 
 
 def push(state: State, number: int, r: int) -> None:
-    """Append request `r` to queue `number`."""
+    """Append request `r` to queue `number`, before those that are late (`PrefillOrder.IN_TIME`)."""
     queue = get_queue(state, number)
+    if number < state.num_instances and get_instance(state, number).late > 0:
+        inst = get_instance(state, number)
+        if inst.last_in_time == NONE:
+            get_request(state, r).next = queue.head
+            queue.head = r
+        else:
+            get_request(state, r).next = get_request(state, inst.last_in_time).next
+            get_request(state, inst.last_in_time).next = r
+        inst.last_in_time = r
+        queue.size += 1
+        return
     get_request(state, r).next = NONE
     if queue.size == 0:
         queue.head = r
@@ -37,7 +52,10 @@ def push_front(state: State, i: int, r: int) -> None:
     if queue.size == 0:
         queue.tail = r
     queue.size += 1
-    get_instance(state, i).window += 1
+    inst = get_instance(state, i)
+    inst.window += 1
+    if inst.late > 0 and inst.last_in_time == NONE:
+        inst.last_in_time = r
 
 
 def pop(state: State, number: int) -> int:
@@ -49,16 +67,30 @@ def pop(state: State, number: int) -> int:
     if number < state.num_instances:
         inst = get_instance(state, number)
         inst.window = max(inst.window - 1, 0)
+        inst.late = min(inst.late, queue.size)
+        if inst.last_in_time == r:
+            inst.last_in_time = NONE
     return r
 
 
 def find_waiting(state: State, i: int) -> int:
-    """The queue whose head instance `i` takes next; NONE when no request waits for it."""
+    """The queue whose head instance `i` takes next, in the engine's order; NONE when no request
+    waits for it."""
+    queue = find_queue(state, i)
+    if queue != i:
+        return queue
+    inst = get_instance(state, i)
+    if inst.order == PrefillOrder.IN_TIME:
+        _defer_late(state, i)
+    elif is_unsorted(inst):
+        _sort_prompts(state, i)
+    return i
+
+
+def find_queue(state: State, i: int) -> int:
+    """The queue that instance `i` takes its next request from; NONE when no request waits."""
     num_instances = state.num_instances
     if get_queue(state, i).size > 0:
-        inst = get_instance(state, i)
-        if inst.order != PrefillOrder.FCFS and inst.window == 0 and inst.role != DECODE:
-            _sort_prompts(state, i)
         return i
     handoffs, prompts = 2 * num_instances + 1, 2 * num_instances + 2
     role = get_instance(state, i).role
@@ -67,6 +99,12 @@ def find_waiting(state: State, i: int) -> int:
     if role != DECODE and _is_head_servable(state, i, prompts):
         return prompts
     return NONE
+
+
+def is_unsorted(inst: Record) -> bool:
+    """Whether an engine will sort its queue before it takes the next request."""
+    is_sorted = inst.order == PrefillOrder.SJF or inst.order == PrefillOrder.LJF
+    return is_sorted and inst.window == 0 and inst.role != DECODE
 
 
 def has_waiting_requests(state: State, i: int) -> bool:
@@ -80,6 +118,46 @@ def _is_head_servable(state: State, i: int, number: int) -> bool:
     """Whether instance `i` could serve the head of a central queue."""
     queue = get_queue(state, number)
     return queue.size > 0 and fits_instance(state, i, queue.head)
+
+
+def _defer_late(state: State, i: int) -> None:
+    """Move requests at the head of an instance's queue that are late behind all others."""
+    queue, inst = get_queue(state, i), get_instance(state, i)
+    while inst.late < queue.size and _is_late(state, inst, queue.head):
+        r = queue.head
+        if inst.late == 0:
+            inst.last_in_time = queue.tail
+        if inst.last_in_time == r:
+            inst.last_in_time = NONE
+        inst.late += 1
+        if queue.size > 1:
+            queue.head = get_request(state, r).next
+            get_request(state, queue.tail).next = r
+            get_request(state, r).next = NONE
+            queue.tail = r
+
+
+def _is_late(state: State, inst: Record, r: int) -> bool:
+    """Whether a waiting request misses its target; not if its client has a first token."""
+    request = get_request(state, r)
+    if not math.isnan(request.first_token):
+        return False
+    if request.is_pulled:
+        own_ms = inst.tpot_ms
+    else:
+        own_ms = predict_prompt_ms(state, inst, request.to_compute)
+    left_ms = inst.ttft_ms - (state.now - request.arrival)
+    if inst.role == PREFILL:
+        left_ms -= HANDOFF_SHARE * inst.ttft_ms
+    return is_late(left_ms, own_ms)
+
+
+def predict_prompt_ms(state: State, inst: Record, tokens: int) -> float:
+    """ms of the iterations that compute a prompt by itself."""
+    chunk = min(tokens, inst.max_tokens)
+    points = get_points(state, inst.prompt_table, inst.prompt_points)
+    ms = interpolate_table(inst.prompt_step, points, float(chunk)) * tokens / chunk
+    return ms + inst.prompt_square * float(tokens * tokens)
 
 
 def _sort_prompts(state: State, i: int) -> None:

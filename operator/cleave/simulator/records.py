@@ -132,6 +132,8 @@ INSTANCE = _build_dtype(
     "weighted_context computed_tokens head_started_ms prompt_ms token_ms upper_token_ms "
     "sum_iterations sum_prompts sum_tokens sum_inverses sum_ms sum_rates sum_squares "
     "sum_last_tokens sum_last_ms last_pick "
+    # ttft_ms, tpot_ms: targets of IN_TIME and WITHIN_TPOT.
+    "ttft_ms tpot_ms "
     "kv_at kv_area busy",
     # requests: dispatched and not ended; waiting: those whose prompt is not computed; num_assigned:
     # those that decode there, heavy: with long outputs; first_assigned: head of their list.
@@ -145,7 +147,10 @@ INSTANCE = _build_dtype(
     "first_rank ranks "
     # first_slot: row of its first slot; oldest, newest: ends of the list of slots in flight.
     # partial: the prompt that is partly computed; window: number of prompts already sorted.
-    "first_slot in_flight oldest newest partial free running window "
+    # pulling: requests with blocks here whose KV is on its way or that are to join when it is here.
+    # late: number of requests at the end of its queue that IN_TIME has deferred; last_in_time: the
+    # last request before them, NONE if there is none.
+    "first_slot in_flight oldest newest partial free running pulling window late last_in_time "
     "kv_tokens kv_peak iterations decode_iterations batch_peak prompt_tokens decode_tokens "
     "preemptions",
 )

@@ -160,6 +160,9 @@ def check_engine(engine: SimulatedEngine) -> None:
         value = getattr(engine, name)
         if not (math.isfinite(value) and value >= 0):
             raise SimulationError(f"{name} is {value}; it must be finite and at least 0")
+    for name in ("ttft_ms", "tpot_ms"):
+        if not getattr(engine, name) > 0:
+            raise SimulationError(f"{name} is {getattr(engine, name)}; it must be above 0")
     timing = engine.timing
     if timing.stages > 1 and engine.ranks > 1:
         raise SimulationError("ranks is above 1 with pipeline stages; choose one of them")

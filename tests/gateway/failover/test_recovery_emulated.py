@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from cleave.gateway.upstream import circuit_breaker
+from cleave.policy.request_targets import NO_TARGETS
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.emulator import api_requests
+from cleave_worker.emulator.sequence import Sequence
 
 BLOCK_TOKENS = 16
 NO_PORT = 1
@@ -190,6 +192,30 @@ async def test_a_stream_outlives_many_engines(make_fleet, path) -> None:
     texts, _ = read(await stage.ask(ask(path, max_tokens=40), path))
     assert texts == expected
     await stage.until_idle()
+
+
+async def test_the_rest_of_a_stream_has_no_target_for_its_first_token(make_fleet) -> None:
+    stage, engines = await make_fleet(
+        {"a": "mixed", "b": "mixed"}, sends_targets=True, ttft_slo_ms=1_000.0, tpot_slo_ms=50.0
+    )
+    sequences, submitted = [], Sequence.__init__
+
+    def record(sequence, request, *more):
+        sequences.append(request.targets)
+        submitted(sequence, request, *more)
+
+    for each in engines.values():
+        each.engine.faults.drop = 7
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "__init__", record)
+        client = await stage.connect()
+        client.send(ask(CHAT), CHAT)
+        await stage.until(lambda: len(sequences) > 1, "it goes on elsewhere")
+        for each in engines.values():
+            each.engine.faults.clear()
+        await client.read()
+    assert sequences[0].ttft_left_ms <= 1_000
+    assert sequences[1] == NO_TARGETS
 
 
 async def test_a_stream_waits_for_an_instance_that_can_go_on(make_fleet) -> None:

@@ -21,10 +21,12 @@ from cleave.gateway.http.completion_request import (
     parse_completion,
     parse_engine_request,
     set_cache_salt,
+    set_targets,
 )
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.large_json import SLICE_BYTES
 from cleave.policy.prefix_cache import hash_blocks, hash_first_block
+from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
 
 
 def read(**fields: object):
@@ -97,6 +99,34 @@ def test_no_client_can_bring_a_hand_off(smuggled: bytes) -> None:
 def test_other_engine_arguments_pass() -> None:
     completion = read(vllm_xargs={"session_id": "s", "kv_transfer_params": "x"})
     assert json.loads(build_colocated_body(completion))["vllm_xargs"] == {"session_id": "s"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"vllm_xargs": None}, {}),
+        ({"vllm_xargs": {}}, {}),
+        ({"vllm_xargs": {"session_id": "s"}}, {"session_id": "s"}),
+        ({"vllm_xargs": {TTFT_KEY: 9e9, TPOT_KEY: 1, "a": 1}}, {"a": 1}),
+    ],
+    ids=str,
+)
+def test_engines_get_the_gateways_targets_beside_the_clients_arguments(given, expected) -> None:
+    completion = set_targets(read(**given), -1234.6, 50.4)
+    found = json.loads(build_decode_body(completion, msgspec.Raw(b"{}")))["vllm_xargs"]
+    assert found == expected | {TTFT_KEY: -1234, TPOT_KEY: 50}
+
+
+def test_no_client_sets_its_own_targets() -> None:
+    completion = read(vllm_xargs={TTFT_KEY: 9e9, TPOT_KEY: 1})
+    assert json.loads(build_colocated_body(completion))["vllm_xargs"] == {}
+
+
+@pytest.mark.parametrize("given", [7, "text", [1]])
+def test_arguments_that_are_no_object_are_the_engines_to_refuse(given) -> None:
+    completion = set_targets(read(vllm_xargs=given), 1.0, 1.0)
+    assert json.loads(build_colocated_body(completion))["vllm_xargs"] == given
 
 
 def test_of_equal_keys_the_last_one_counts_and_is_the_only_one_sent() -> None:

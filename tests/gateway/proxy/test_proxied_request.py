@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
 from cleave.rpc.engine_key import HEADER
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -55,6 +56,32 @@ async def test_a_requests_own_priority_reaches_both_engines(pair) -> None:
     assert (await pair.ask(ASK | {"stream": True, "priority": -7})).status == 200
     for engine in pair.engines.values():
         assert [request.body["priority"] for request in engine.requests] == [-7]
+
+
+async def test_engines_that_schedule_by_targets_get_what_is_left_of_them(make_stage) -> None:
+    roles = {"p": "prefill", "d": "decode"}
+    stage = await make_stage(roles, sends_targets=True, ttft_slo_ms=1_000.0, tpot_slo_ms=50.0)
+    engine_answers = stage.engines["p"].script
+
+    async def wait(engine, request, writer):
+        await asyncio.sleep(0.2)
+        await engine_answers(engine, request, writer)
+
+    stage.engines["p"].script = wait
+    assert (await stage.ask(ASK | {"stream": True})).status == 200
+    left = [stage.engines[name].requests[0].body["vllm_xargs"] for name in roles]
+    assert [each[TPOT_KEY] for each in left] == [50, 50]
+    # A tenth of the target is for the handoff.
+    assert 700 < left[0][TTFT_KEY] <= 900
+    assert left[1][TTFT_KEY] <= 800
+
+
+async def test_other_requests_than_completions_get_no_targets(make_stage) -> None:
+    stage = await make_stage(
+        {"x": "mixed"}, sends_targets=True, ttft_slo_ms=1_000.0, tpot_slo_ms=50.0
+    )
+    await stage.ask({"model": "m", "input": "hello"}, "/v1/embeddings")
+    assert "vllm_xargs" not in stage.engines["x"].requests[0].body
 
 
 async def test_a_first_token_that_ends_the_answer_hands_nothing_over(pair) -> None:

@@ -99,7 +99,7 @@ def converse(turns: float = 8) -> tuple[CandidatePlacement, Trace]:
         demand, supplies=(known_problems.nodes(1),), policies=Policies()
     )
     candidate = next(each for each in list_candidates(problem) if each.gpus == 1)
-    instance = PlannedInstance(candidate, Batching.VLLM, 64, 2048, problem.policies)
+    instance = PlannedInstance(candidate, Batching.VLLM, 64, 2048, problem.policies, problem.slo)
     return CandidatePlacement((InstanceGroup(Role.MIXED, instance, 2),)), demand.draw(12_000)
 
 

@@ -2,13 +2,16 @@
 
 import itertools
 import random
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from cleave.policy.admission import Admission
 from cleave.policy.prompt_order import PrefillOrder
+from cleave.policy.request_targets import RequestTargets
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits
 from cleave_worker.emulator.sequence import EngineRequest, RemotePrefill, Sequence, SequenceState
@@ -20,11 +23,14 @@ HAND_OFF = RemotePrefill("elsewhere", "r", "127.0.0.1", 1, ())
 
 
 def make(
-    terms: RoleSchedulingConfig, num_blocks: int = 1000, seqs: int = 8, tokens: int = 32
+    terms: RoleSchedulingConfig,
+    num_blocks: int = 1000,
+    seqs: int = 8,
+    tokens: int = 32,
+    clock: Callable[[], float] = time.monotonic,
 ) -> EmulatedScheduler:
-    scheduler = EmulatedScheduler(
-        EngineLimits(seqs, tokens, prefix_caching=False), BlockPool(num_blocks, BLOCK)
-    )
+    limits = EngineLimits(seqs, tokens, prefix_caching=False)
+    scheduler = EmulatedScheduler(limits, BlockPool(num_blocks, BLOCK), clock=clock)
     scheduler.apply_scheduling(terms)
     return scheduler
 
@@ -105,7 +111,7 @@ def test_a_long_prompt_leaves_room_for_those_who_wait_and_takes_all_of_it_alone(
 def test_decoding_requests_are_let_in_by_what_all_will_hold() -> None:
     # 40 tokens of KV. Each request holds 8 at first and 8 + 20 - 1 at its end.
     second_at, preemptions = {}, {}
-    for admission in Admission:
+    for admission in (Admission.GREEDY, Admission.RESERVE_STATIC, Admission.RESERVE_DYNAMIC):
         scheduler = make(RoleSchedulingConfig(admission=admission), num_blocks=10)
         first = add(scheduler, 8, max_tokens=20)
         scheduler.complete(scheduler.schedule())
@@ -200,3 +206,88 @@ def draw_terms(rng: random.Random) -> RoleSchedulingConfig:
         rng.choice(list(Admission)),
         rng.choice([0, 1, 2]),
     )
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def serve(scheduler: EmulatedScheduler, clock: Clock, ms: float) -> list[Sequence]:
+    """An iteration that takes so long; whose tokens it computed."""
+    step = scheduler.schedule()
+    clock.now += ms / 1000
+    for output in scheduler.complete(step):
+        output.sequence.first_token_at = output.sequence.first_token_at or clock.now
+    return [one for one, _ in step.scheduled]
+
+
+def submit(scheduler: EmulatedScheduler, clock: Clock, **more: object) -> Sequence:
+    one = add(scheduler, 8, **more)
+    one.submitted_at = clock.now
+    return one
+
+
+def test_requests_that_miss_their_target_wait_behind_those_that_meet_it() -> None:
+    clock = Clock()
+    scheduler = make(RoleSchedulingConfig(PrefillOrder.IN_TIME), seqs=1, clock=clock)
+    targets = RequestTargets(ttft_left_ms=1_000.0, tpot_ms=50.0)
+    first = submit(scheduler, clock, targets=targets, max_tokens=30)
+    late = [submit(scheduler, clock, targets=targets) for _ in range(2)]
+    while first.state is not SequenceState.FINISHED:
+        serve(scheduler, clock, 40.0)
+    fresh = submit(scheduler, clock, targets=targets)
+    without = submit(scheduler, clock)
+    assert run(scheduler) == [fresh, without, *late]
+
+
+def test_a_prompt_that_cannot_be_computed_in_time_counts_as_late() -> None:
+    clock = Clock()
+    scheduler = make(RoleSchedulingConfig(PrefillOrder.IN_TIME), seqs=1, clock=clock)
+    for length in range(40):
+        add(scheduler, 1 + length % 30, max_tokens=1)
+        serve(scheduler, clock, 10.0 * (1 + length % 30))
+    # 10 ms per token.
+    long = submit(scheduler, clock, targets=RequestTargets(70.0, 50.0))
+    short = submit(scheduler, clock, targets=RequestTargets(90.0, 50.0))
+    pulled = submit(scheduler, clock, targets=RequestTargets(60.0, 50.0), handoff=HAND_OFF)
+    scheduler.schedule()
+    assert short.state is SequenceState.RUNNING
+    assert scheduler.num_waiting == 2
+    del long, pulled
+
+
+def test_a_request_joins_only_if_iterations_stay_within_its_tpot() -> None:
+    clock = Clock()
+    terms = RoleSchedulingConfig(admission=Admission.WITHIN_TPOT)
+    scheduler = make(terms, clock=clock)
+    targets = RequestTargets(tpot_ms=50.0)
+
+    def decode_ms() -> float:
+        # 1 ms per block of 4 tokens that is in use.
+        return float(scheduler.pool.num_blocks - scheduler.pool.num_free)
+
+    first = submit(scheduler, clock, targets=targets, max_tokens=150)
+    while first.num_outputs < 120:
+        serve(scheduler, clock, decode_ms())
+    # 32 blocks are in use. A pulled prompt costs no time but in iterations.
+    joined = [submit(scheduler, clock, targets=targets, handoff=HAND_OFF) for _ in range(12)]
+    scheduler.schedule()
+    # 2 blocks each, and 47.5 ms: 95 % of the target.
+    assert sum(one.state is SequenceState.LOADING for one in joined) == 7
+
+
+def test_an_engine_without_work_admits_above_the_target() -> None:
+    clock = Clock()
+    terms = RoleSchedulingConfig(admission=Admission.WITHIN_TPOT)
+    scheduler = make(terms, clock=clock)
+    targets = RequestTargets(tpot_ms=1.0)
+    for _ in range(3):
+        submit(scheduler, clock, targets=targets, max_tokens=50)
+    while scheduler.num_waiting or scheduler.running:
+        serve(scheduler, clock, 40.0)
+    assert scheduler.num_preemptions == 0

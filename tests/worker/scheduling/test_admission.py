@@ -45,3 +45,37 @@ def test_an_empty_engine_admits_a_request_that_fits_alone_after_any_history(
         admitting.learn(RequestLengths(prompt, output, 200))
     request = RequestLengths(prompt, generated, generated + more)
     assert admitting.may_join(admission, prompt + generated + more - 1, request, list)
+
+
+def test_decode_iterations_stay_within_the_target() -> None:
+    admitting = EngineAdmission()
+    assert admitting.keeps_tpot(47.0, 0.0, 50.0, [])
+    assert not admitting.keeps_tpot(48.0, 0.0, 50.0, [])
+    assert admitting.keeps_tpot(0.0, 0.0, 50.0, []), "nothing is known yet"
+
+
+def test_a_prompt_waits_until_decoding_requests_have_saved_its_time() -> None:
+    admitting = EngineAdmission()
+
+    def joins(generated: int, prompt_ms: float = 300.0) -> bool:
+        # Iterations of 20 ms, where 47.5 ms are allowed; the last token of 100.
+        lengths = RequestLengths(50, generated, generated + 1)
+        decoding = [(lengths, 20.0 * (generated - 1))]
+        return admitting.keeps_tpot(20.0, prompt_ms, 50.0, decoding)
+
+    assert not joins(generated=9)
+    assert joins(generated=10)
+    assert joins(generated=1, prompt_ms=50.0)
+
+
+def test_a_request_that_can_still_make_up_for_it_lets_a_prompt_in() -> None:
+    admitting, early = EngineAdmission(), RequestLengths(50, 1, 101)
+    # A fifth of 100 times 27.5 ms.
+    assert admitting.keeps_tpot(20.0, 550.0, 50.0, [(early, 0.0)])
+    assert not admitting.keeps_tpot(20.0, 600.0, 50.0, [(early, 0.0)])
+
+
+def test_a_request_that_has_lost_its_target_delays_no_prompt() -> None:
+    admitting, lost = EngineAdmission(), RequestLengths(50, 99, 100)
+    assert not admitting.keeps_tpot(20.0, 300.0, 50.0, [(lost, 47.5 * 99 + 400.0)])
+    assert admitting.keeps_tpot(20.0, 300.0, 50.0, [(lost, 47.5 * 99 + 600.0)])

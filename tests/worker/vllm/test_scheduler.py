@@ -10,6 +10,7 @@ import pytest
 
 from cleave.policy.admission import Admission
 from cleave.policy.prompt_order import PrefillOrder
+from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
 from cleave_worker.scheduling.config import RoleSchedulingConfig
 from cleave_worker.scheduling.config_page import ENV, SchedulingPage
 
@@ -72,27 +73,52 @@ def make(request: pytest.FixtureRequest, model: Path, ours: ModuleType) -> Make:
     return make_one
 
 
-def add(scheduler: Any, name: str, prompt_len: int, max_tokens: int = 4) -> Any:
+def add(
+    scheduler: Any,
+    name: str,
+    prompt_len: int,
+    max_tokens: int = 4,
+    arrival_time: float | None = None,
+    **targets: float,
+) -> Any:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    one = Request(name, [1] * prompt_len, params, None, arrival_time=len(scheduler.requests))
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=targets)
+    arrival_time = len(scheduler.requests) if arrival_time is None else arrival_time
+    one = Request(name, [1] * prompt_len, params, None, arrival_time=arrival_time)
     scheduler.add_request(one)
     return one
 
 
-def step(scheduler: Any) -> dict[str, int]:
-    """One pass with its output; tokens by request."""
+def step(scheduler: Any, take: Callable[[], None] = lambda: None) -> dict[str, int]:
+    """One pass with its output, which `take`s its time; tokens by request."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     output = scheduler.schedule()
+    take()
     counts: dict[str, int] = dict(output.num_scheduled_tokens)
     names = list(counts)
     sampled = [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]
     runner_output = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled)
     scheduler.update_from_output(output, runner_output)
     return counts
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ours.time, "time", clock)
+    return clock
 
 
 def run(scheduler: Any) -> list[str]:
@@ -158,7 +184,7 @@ def test_a_long_prompt_leaves_room_for_those_who_wait(make: Make) -> None:
 
 def test_reserving_admission_prevents_preemption(make: Make) -> None:
     preemptions = {}
-    for admission in Admission:
+    for admission in (Admission.GREEDY, Admission.RESERVE_STATIC, Admission.RESERVE_DYNAMIC):
         # 12 blocks of 16; each request holds 48 at its end.
         scheduler = make(num_blocks=13)
         scheduler.apply_scheduling(RoleSchedulingConfig(admission=admission))
@@ -214,6 +240,57 @@ def test_requests_that_leave_the_queue_leave_it_in_order(make: Make) -> None:
     step(scheduler)
     scheduler.finish_requests(["c", "e"], RequestStatus.FINISHED_ABORTED)
     assert run(scheduler) == ["b", "a", "d"]
+
+
+def test_requests_that_miss_their_target_wait_behind_those_that_meet_it(
+    make: Make, clock: Clock
+) -> None:
+    scheduler = make(seqs=1)
+    scheduler.apply_scheduling(RoleSchedulingConfig(PrefillOrder.IN_TIME))
+    targets = {TTFT_KEY: 1_000, TPOT_KEY: 50}
+    add(scheduler, "first", 20, max_tokens=20, arrival_time=clock.now, **targets)
+    step(scheduler)
+    for name in ("late", "later"):
+        add(scheduler, name, 20, arrival_time=clock.now, **targets)
+    clock.now += 2.0
+    add(scheduler, "fresh", 20, arrival_time=clock.now, **targets)
+    add(scheduler, "without", 20, arrival_time=0.0)
+    assert run(scheduler) == ["first", "fresh", "without", "late", "later"]
+
+
+def test_requests_join_only_if_iterations_stay_within_their_tpot(make: Make, clock: Clock) -> None:
+    scheduler = make(num_blocks=200, tokens=512)
+    scheduler.apply_scheduling(RoleSchedulingConfig(admission=Admission.WITHIN_TPOT))
+
+    def take() -> None:
+        # 1 ms per block of 16 tokens that is in use.
+        pool = scheduler.kv_cache_manager.block_pool
+        clock.now += (pool.num_gpu_blocks - pool.get_num_free_blocks()) / 1000
+
+    add(scheduler, "first", 16, max_tokens=480, **{TTFT_KEY: 1_000, TPOT_KEY: 40})
+    for _ in range(300):
+        step(scheduler, take)
+    # 20 blocks are in use; prompts would take as long as requests have saved by now.
+    add(scheduler, "small", 64, arrival_time=clock.now, **{TTFT_KEY: 1_000, TPOT_KEY: 40})
+    add(scheduler, "large", 256, arrival_time=clock.now, **{TTFT_KEY: 1_000, TPOT_KEY: 40})
+    assert set(step(scheduler, take)) == {"first", "small"}
+    assert "large" in run(scheduler)
+
+
+def test_an_engine_without_work_admits_above_the_target(make: Make, clock: Clock) -> None:
+    scheduler = make()
+    scheduler.apply_scheduling(RoleSchedulingConfig(admission=Admission.WITHIN_TPOT))
+
+    def take() -> None:
+        clock.now += 0.04
+
+    for name in "abc":
+        add(scheduler, name, 16, max_tokens=50, **{TTFT_KEY: 1, TPOT_KEY: 1})
+    for _ in range(200):
+        if scheduler.has_requests():
+            step(scheduler, take)
+    assert not scheduler.has_requests()
+    assert not scheduler._first_tokens
 
 
 def test_the_page_is_looked_at_before_each_pass(

@@ -65,6 +65,8 @@ def test_the_queue_of_waiting_requests_has_the_methods_that_ours_has(scheduler: 
         ("request_queue = self.waiting", 1),
         ("if not request_queue or input_budget <= draft_slots:", 1),
         ("request = request_queue.peek_request()", 1),
+        # Requests whose KV is on its way hold blocks and wait elsewhere.
+        ("request_queue = self.kv_holding_waiting", 1),
         # Limits of the pass.
         ("token_budget = self.max_num_scheduled_tokens", 1),
         ("if num_running >= self.max_num_active_reqs:", 1),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cleave.policy.request_targets import read_targets
 from cleave_worker.emulator import tokenizer
 from cleave_worker.emulator.sequence import EngineRequest, PrefixSource, RemotePrefill
 
@@ -27,6 +28,7 @@ _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "temperature": (int, float),
     "tool_choice": (str, dict),
     "tools": (list,),
+    "vllm_xargs": (dict,),
 }
 """Allowed types, besides null, of fields that are not always checked elsewhere."""
 
@@ -123,6 +125,7 @@ def parse_call(
         seed=_parse_integer(body, "seed", None) if body.get("temperature") != 0 else None,
         adapter=model if model != models[0] else "",
         cache_salt=body.get("cache_salt") or "",
+        targets=read_targets(body.get("vllm_xargs")),
     )
     count = _count_choices(body)
     if count > 1 and (hold or handoff):

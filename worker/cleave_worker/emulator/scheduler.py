@@ -1,28 +1,32 @@
 """Chooses the tokens of the next iteration: continuous batching as in vLLM's v1 scheduler.
 
-The engine calls `schedule`, waits as long as the iteration takes, and calls `complete`; time and
-I/O are outside. Running sequences come first, then waiting ones in order of arrival, all under one
-token budget (chunked prefill). When blocks run out, the youngest running sequence is preempted and
-recomputed later. A scheduling configuration, which may change between iterations, can change order,
-admission and preemption. A sequence whose KV is being or has been pulled occupies blocks while it
-waits. So it is admitted before others, or both could wait forever.
+The engine calls `schedule`, waits as long as the iteration takes, and calls `complete`; I/O is
+outside, and time but for the clock that says which requests are late. Running sequences come first,
+then waiting ones in order of arrival, all under one token budget (chunked prefill). When blocks run
+out, the youngest running sequence is preempted and recomputed later. A scheduling configuration,
+which may change between iterations, can change order, admission and preemption. A sequence whose KV
+is being or has been pulled occupies blocks while it waits. So it is admitted before others, or both
+could wait forever.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cleave.perf.timing import PromptChunk
-from cleave.policy.admission import is_protected
+from cleave.policy.admission import Admission, is_protected
 from cleave.policy.output_length import LengthPredictor
 from cleave.policy.prompt_batching import compute_chunk_size
+from cleave.policy.prompt_order import is_late
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.host_memory import HostMemory
 from cleave_worker.emulator.sequence import FinishReason, Sequence, SequenceState
 from cleave_worker.scheduling import config as scheduling_config
 from cleave_worker.scheduling.admission import EngineAdmission, RequestLengths
 from cleave_worker.scheduling.config import RoleSchedulingConfig, clamp_limit
+from cleave_worker.scheduling.iteration_times import IterationTimes
 from cleave_worker.scheduling.window import SortedWindow
 
 
@@ -48,6 +52,10 @@ class EngineStep:
     context_tokens: int = 0
     """Sum of the contexts of these sequences."""
     num_tokens: int = 0
+    used_tokens: int = 0
+    """Of all blocks in use."""
+    scheduled_at: float = 0.0
+    """Seconds, by the scheduler's clock."""
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Compute the next `count` tokens of a sequence."""
@@ -78,9 +86,11 @@ class EmulatedScheduler:
         pool: BlockPool,
         predictor: LengthPredictor | None = None,
         host: HostMemory | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`predictor`: of output lengths, for admission; None: learns from finished sequences.
-        `host`: copies of KV outside the pool; None: there are none."""
+        `host`: copies of KV outside the pool; None: there are none. `clock`: seconds, as of the
+        sequences' `submitted_at`."""
         self.limits = limits
         self.pool = pool
         self.host = host
@@ -95,7 +105,9 @@ class EmulatedScheduler:
         self._loading: set[Sequence] = set()
         self._leased_blocks: dict[str, list[int]] = {}
         self._admission = EngineAdmission(predictor)
-        self._window = SortedWindow(self._waiting, _count_tokens_to_compute)
+        self._clock = clock
+        self._times = IterationTimes()
+        self._window = SortedWindow(self._waiting, _count_tokens_to_compute, self._is_late)
         self.apply_scheduling(scheduling_config.DEFAULT)
 
     def apply_scheduling(self, config: RoleSchedulingConfig) -> None:
@@ -119,7 +131,7 @@ class EmulatedScheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. The engine has checked that it fits the pool when it is alone."""
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
-        self._waiting.append(sequence)
+        self._window.add(sequence)
 
     def schedule(self) -> EngineStep:
         """Return the next iteration; if it has no sequences, nothing can run now."""
@@ -127,10 +139,13 @@ class EmulatedScheduler:
         # After a preemption no sequence is admitted, unless no other is left to run.
         if self._schedule_running(step) or not step.scheduled:
             self._admit(step)
+        step.used_tokens, step.scheduled_at = self._used_tokens, self._clock()
         return step
 
     def complete(self, step: EngineStep) -> list[SampledToken]:
         """Return the tokens of an iteration; finished sequences free their blocks or lease them."""
+        prompt_tokens = step.num_tokens - step.num_decode_tokens
+        self._times.record(step.scheduled_at, self._clock(), prompt_tokens, step.used_tokens)
         outputs = []
         for sequence, count in step.scheduled:
             if sequence.state is SequenceState.FINISHED:
@@ -274,8 +289,7 @@ class EmulatedScheduler:
                 count = self._allocate(sequence, budget) if self._may_join(sequence) else 0
                 if not count:
                     break
-                self._waiting.popleft()
-                self._window.record_pop()
+                self._window.record_pop(self._waiting.popleft())
                 if sequence.handoff or sequence.source or sequence.on_host:
                     sequence.state = SequenceState.LOADING
                     self._loading.add(sequence)
@@ -297,7 +311,44 @@ class EmulatedScheduler:
         if sequence.request.do_remote_decode:
             return True  # It decodes on another instance.
         free, rule = self.pool.num_free * self.pool.block_size, self._scheduling.admission
+        if rule is Admission.WITHIN_TPOT:
+            is_first = not (self.running or self._loading or self._loaded)
+            if is_first or sequence.num_preemptions:
+                return True
+            return self._keeps_tpot(sequence)
         return self._admission.may_join(rule, free, _get_lengths(sequence), self._iterate_decoding)
+
+    def _keeps_tpot(self, sequence: Sequence) -> bool:
+        decode_ms = self._times.predict_decode_ms(self._used_tokens + len(sequence.tokens))
+        prompt_ms = 0.0 if sequence.handoff else self._predict_prompt_ms(sequence)
+        now = self._clock()
+        decoding = (
+            (_get_lengths(each), (now - each.first_token_at) * 1000)
+            for each in reversed(self.running)
+            if each.first_token_at
+        )
+        tpot_ms = sequence.request.targets.tpot_ms
+        return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, decoding)
+
+    def _predict_prompt_ms(self, sequence: Sequence) -> float:
+        return self._times.predict_prompt_ms(len(sequence.tokens), self._max_tokens)
+
+    @property
+    def _used_tokens(self) -> int:
+        """Tokens of all blocks in use."""
+        pool = self.pool
+        return (pool.num_blocks - pool.num_free) * pool.block_size
+
+    def _is_late(self, sequence: Sequence) -> bool:
+        """Whether it misses its TTFT target even if it is served now."""
+        targets = sequence.request.targets
+        if sequence.num_outputs:
+            return False
+        own_ms = targets.tpot_ms
+        if not sequence.handoff:
+            own_ms = self._predict_prompt_ms(sequence)
+        waited_ms = (self._clock() - sequence.submitted_at) * 1000
+        return is_late(targets.ttft_left_ms - waited_ms, own_ms)
 
     def _iterate_decoding(self) -> Iterator[RequestLengths]:
         return (_get_lengths(s) for s in self.running if len(s.tokens) - s.num_computed == 1)

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 from zlib import crc32
 
+from cleave.policy.request_targets import NO_TARGETS, RequestTargets
 from cleave_worker.emulator import tokenizer
 from cleave_worker.emulator.blocks import EMPTY, BlockPool, extend, fold
 
@@ -59,6 +60,7 @@ class EngineRequest:
     """LoRA adapter, on which KV and tokens depend."""
     cache_salt: str = ""
     """Only requests with the same one share cached prompts."""
+    targets: RequestTargets = NO_TARGETS
 
     @property
     def prompt_digest(self) -> bytes:

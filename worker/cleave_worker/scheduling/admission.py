@@ -1,4 +1,4 @@
-"""Admits waiting requests to the decode batch by the predicted KV demand of all of its requests.
+"""Admits waiting requests to the decode batch by the KV or the time that all of its requests need.
 
 Used by the schedulers of the emulated engine and of vLLM. Predictions may be wrong, but a request
 must never wait for more memory than the engine has. So a prediction is capped by the request's own
@@ -9,7 +9,13 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from cleave.policy.admission import Admission, may_join
+from cleave.policy.admission import (
+    Admission,
+    allows_prompt,
+    compute_slack_ms,
+    keeps_tpot,
+    may_join,
+)
 from cleave.policy.output_length import ConditionalMean, LengthPredictor, estimate_remaining
 
 
@@ -51,6 +57,30 @@ class EngineAdmission:
         needed = self._predict_remaining(request) - 1
         shortest = min(remaining, default=0.0)
         return may_join(admission, free, current, needed, len(remaining), shortest)
+
+    def keeps_tpot(
+        self,
+        decode_ms: float,
+        prompt_ms: float,
+        tpot_ms: float,
+        decoding: Iterable[tuple[RequestLengths, float]],
+    ) -> bool:
+        """Return whether a request may join `decoding` so that all meet `tpot_ms` (WITHIN_TPOT).
+
+        `decode_ms`: of an iteration with it, without prompts; `prompt_ms`: of its prompt and the
+        decoding requests beside it, 0 if it is computed elsewhere; both 0 if not known yet.
+        `decoding`: each with ms since its first token, those with the least slack first.
+        """
+        if not keeps_tpot(decode_ms, tpot_ms):
+            return False
+        if not prompt_ms:
+            return True
+        for lengths, decoding_ms in decoding:
+            generated, remaining = lengths.generated, self._predict_remaining(lengths)
+            slack = compute_slack_ms(generated, remaining, decoding_ms, decode_ms, tpot_ms)
+            if not allows_prompt(slack, prompt_ms, tpot_ms):
+                return False
+        return True
 
     def _predict_remaining(self, request: RequestLengths) -> float:
         predicted = self._predictor.predict(request.prompt, request.limit)

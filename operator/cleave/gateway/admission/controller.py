@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from http import HTTPStatus
 
 from cleave.api.enums import LateRequestPolicy
-from cleave.gateway.admission.deadline import FirstTokenModel, predict_ttft_excess_s
+from cleave.gateway.admission.deadline import predict_ttft_excess_s
 from cleave.gateway.admission.flex_capacity import (
     BACKLOG_LIMIT_TOKENS as FLEX_BACKLOG_TOKENS,
 )
@@ -27,6 +27,7 @@ from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
 from cleave.gateway.shared_state import SharedGatewayState
+from cleave.policy.decayed_line import DecayedLine
 from cleave.policy.dispatch import STALE_PENALTY
 from cleave.router.registry import InstanceRegistry
 
@@ -65,7 +66,8 @@ class AdmissionController:
         self._usage_by_tenant: dict[str, TenantUsage] = {}
         self._queues: dict[str, TicketQueue] = {}
         self.flex = FlexLanes(registry, self._max_wait_s, config.tpot_slo_ms / 1_000)
-        self._ttft_models: dict[str, FirstTokenModel] = {}
+        self._ttft_models: dict[str, DecayedLine] = {}
+        """By model: seconds to the first token over the prompt tokens computed until then."""
         self._is_admitting = False
         self.has_waiters = asyncio.Event()
         """Set while any request is queued: then `admit_all_waiting` must be called regularly."""
@@ -129,7 +131,7 @@ class AdmissionController:
         """The first token of an admitted request has arrived."""
         ttft_model = self._ttft_models.get(ticket.model)
         if ttft_model is None:
-            ttft_model = self._ttft_models[ticket.model] = FirstTokenModel()
+            ttft_model = self._ttft_models[ticket.model] = DecayedLine()
         ttft_model.observe(ticket.backlog_tokens + ticket.prompt_tokens, now - ticket.admitted_at)
         self.admit_waiting(ticket.model, now)
 
@@ -248,7 +250,7 @@ class AdmissionController:
         mixed instances are to take must not be held back: they take them from the headroom on."""
         limit, ttft_model = BACKLOG_LIMIT_TOKENS, self._ttft_models.get(model)
         if ttft_model is not None and (
-            tokens := ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
+            tokens := ttft_model.compute_growth(BACKLOG_TTFT_SHARE * self._ttft_target_s)
         ):
             limit = min(max(tokens, MIN_BACKLOG_LIMIT_TOKENS), limit)
         entry = self._registry.models.get(model)
@@ -264,7 +266,7 @@ class AdmissionController:
         limit = FLEX_BACKLOG_TOKENS
         if ttft_model is None or not self._ttft_target_s:
             return limit
-        tokens = ttft_model.compute_tokens_within(FLEX_TTFT_SHARE * self._ttft_target_s)
+        tokens = ttft_model.compute_growth(FLEX_TTFT_SHARE * self._ttft_target_s)
         return min(tokens, limit) if tokens else limit
 
     def _measure_backlog(self, model: str) -> tuple[float, int]:

@@ -18,10 +18,12 @@ from cleave.gateway.http.errors import GatewayError, build_bad_request
 from cleave.gateway.http.large_json import MIN_BYTES, MemberScanner
 from cleave.gateway.http.token_estimate import estimate_tokens
 from cleave.policy.prefix_cache import MAX_PROMPT_BYTES
+from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
 
 Fields = dict[str, msgspec.Raw]
 
 KV_PARAMS_KEY = "kv_transfer_params"
+XARGS_KEY = "vllm_xargs"
 
 MAX_FIELDS = 1_024
 """Limit of the fields of a request, and of those of its `vllm_xargs`."""
@@ -53,6 +55,8 @@ KV_REQUEST_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
+_RESERVED_XARGS = frozenset((KV_PARAMS_KEY, TTFT_KEY, TPOT_KEY))
+_TTFT, _TPOT = f'"{TTFT_KEY}":'.encode(), f'"{TPOT_KEY}":'.encode()
 RETURN_IDS_KEY = "return_token_ids"
 _NON_PREFILL_FIELDS = ("stream_options", "min_tokens", RETURN_IDS_KEY)
 _COLOCATING_FIELDS = frozenset((
@@ -242,9 +246,31 @@ def parse_engine_request(
 
 def set_engine_model(completion: CompletionRequest, engine_model: str) -> CompletionRequest:
     """The request to engines that know its adapter by another name than clients do."""
+    return _replace_field(completion, "model", msgspec.Raw(_encode(engine_model)))
+
+
+def set_targets(
+    completion: CompletionRequest, ttft_left_ms: float, tpot_ms: float
+) -> CompletionRequest:
+    """The request with its latency targets for engines (`policy.request_targets`); as it is, if its
+    `vllm_xargs` are not an object, which engines refuse."""
+    given = bytes(completion.fields.get(XARGS_KEY, b"{}")).strip()
+    if given == b"null":
+        given = b"{}"
+    if not given.startswith(b"{"):
+        return completion
+    before = given[:-1].rstrip()
+    comma = b"" if before == b"{" else b","
+    raw = b"%b%b%b%d,%b%d}" % (before, comma, _TTFT, ttft_left_ms, _TPOT, tpot_ms)
+    return _replace_field(completion, XARGS_KEY, msgspec.Raw(raw))
+
+
+def _replace_field(
+    completion: CompletionRequest, key: str, value: msgspec.Raw
+) -> CompletionRequest:
     return CompletionRequest(
         model=completion.model,
-        fields={**completion.fields, "model": msgspec.Raw(_encode(engine_model))},
+        fields={**completion.fields, key: value},
         stream=completion.stream,
         can_disaggregate=completion.can_disaggregate,
         prompt_tokens=completion.prompt_tokens,
@@ -294,7 +320,8 @@ def build_decode_body(completion: CompletionRequest, handoff: msgspec.Raw) -> by
 
 
 def read_fields(body: bytes, scan: BodyScan | None) -> Fields:
-    """The fields, without KV references, which clients may not send. Raises GatewayError (400)."""
+    """The fields, without KV references and targets, which only gateways may send. Raises
+    GatewayError (400)."""
     try:
         if scan is not None:
             if scan.error is not None:
@@ -311,8 +338,8 @@ def read_fields(body: bytes, scan: BodyScan | None) -> Fields:
     if len(fields) > MAX_FIELDS:
         raise _build_field_error(_TOO_MANY_FIELDS)
     fields.pop(KV_PARAMS_KEY, None)
-    if "vllm_xargs" in fields:
-        _drop_nested_kv_params(fields, "vllm_xargs")
+    if XARGS_KEY in fields:
+        _drop_reserved_xargs(fields)
     if "cache_salt" in fields and len(fields["cache_salt"]) > MAX_SALT_BYTES:
         message = f"cache_salt is longer than {MAX_SALT_BYTES} bytes: send a hash of it"
         raise build_bad_request(message, param="cache_salt")
@@ -433,9 +460,10 @@ def _depends_on_engine_state(fields: Fields) -> bool:
     )
 
 
-def _drop_nested_kv_params(fields: Fields, key: str) -> None:
-    """Remove KV references from this field: vLLM copies it into `extra_args`, where they would act.
-    Raises GatewayError (400)."""
+def _drop_reserved_xargs(fields: Fields) -> None:
+    """Remove what only gateways may send from `vllm_xargs`: vLLM copies it into `extra_args`, where
+    it would act. Raises GatewayError (400)."""
+    key = XARGS_KEY
     if len(fields[key]) > MAX_NESTED_BYTES:
         raise build_bad_request(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
     try:
@@ -444,7 +472,9 @@ def _drop_nested_kv_params(fields: Fields, key: str) -> None:
         raise _build_field_error((f"{key} has more than {MAX_FIELDS} fields", key)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    if inner.pop(KV_PARAMS_KEY, None) is not None:
+    if reserved := _RESERVED_XARGS.intersection(inner):
+        for each in reserved:
+            del inner[each]
         fields[key] = msgspec.Raw(_encode(inner))
 
 

@@ -19,6 +19,7 @@ from cleave.gateway.http.completion_request import (
     build_decode_body,
     build_prefill_body,
     set_engine_model,
+    set_targets,
 )
 from cleave.gateway.proxy.overlapped_prefill import (
     UNAUTHORIZED,
@@ -35,6 +36,7 @@ from cleave.gateway.upstream.kv_transfer_params import (
     read_handoff,
 )
 from cleave.gateway.upstream.stream_start import StreamStart, classify_start, skip_role_deltas
+from cleave.policy.prompt_order import HANDOFF_SHARE
 from cleave.router.instance import Target
 from cleave.router.router import Pick, RequestPhase
 
@@ -84,8 +86,9 @@ class Attempt:
     pulls KV while it is computed (overlapped_prefill.py). Start it once; end it once it is over."""
 
     __slots__ = (
-        "_body_bytes", "_body_parts", "_buffered_bytes", "_call", "_completion", "_content_offset",
-        "_context", "_fields", "_handler", "_observer", "_overlapped_prefill", "_path",
+        "_arrived_at", "_body_bytes", "_body_parts", "_buffered_bytes", "_call", "_completion",
+        "_content_offset", "_context", "_fields", "_handler", "_observer", "_overlapped_prefill",
+        "_path",
         "_request_id", "_stream_start", "deadline", "instance_headers", "pick", "prefill",
         "prompt_tokens",
         "sent_at", "stall_detector", "streaming",
@@ -100,14 +103,18 @@ class Attempt:
         pick: Pick,
         fields: bytes = b"",
         observer: RequestObserver | None = None,
+        arrived_at: float | None = None,
     ) -> None:
-        """`fields`: header lines to add to the requests to engines, which an observer replaces."""
+        """`fields`: header lines to add to the requests to engines, which an observer replaces.
+        `arrived_at`: when the client's request arrived, by the context's clock; None: it has its
+        first token, so that it has no target for it."""
         self._context = context
         self._handler = handler
         self._path = path
         if pick.engine_model:
             completion = set_engine_model(completion, pick.engine_model)
         self._completion = completion
+        self._arrived_at = arrived_at if context.config.sends_targets else None
         # A new id for each attempt: an engine may still have the previous one.
         self._request_id = context.make_request_id()
         self._fields = fields
@@ -150,18 +157,18 @@ class Attempt:
         pool = context.get_pool(pick.decode)
         self.instance_headers = pool.decode_header
         if self.prefill is None:
-            self._send(pool, build_colocated_body(self._completion))
+            self._send(pool, build_colocated_body(self._with_targets()))
             return
         prefill = context.get_pool(self.prefill)
         self.instance_headers = prefill.prefill_header + self.instance_headers
         if self.prefill.kv_port and can_overlap(context, pick, self._completion.prompt_tokens):
             self._send_overlapped(self.prefill, prefill, pool)
         else:
-            source = pick.source
+            source, completion = pick.source, self._with_targets(HANDOFF_SHARE)
             if source is None:
-                body = build_prefill_body(self._completion)
+                body = build_prefill_body(completion)
             else:
-                body = build_prefill_body(self._completion, build_prefix_source_params(source))
+                body = build_prefill_body(completion, build_prefix_source_params(source))
             self._send(prefill, body)
 
     def set_paused(self, blocked: bool) -> None:
@@ -247,10 +254,19 @@ class Attempt:
     def _send_overlapped(self, prefill: Target, pool: EnginePool, decode: EnginePool) -> None:
         if self._observer is not None:
             self._fields = self._observer.on_call_sent("prefill", prefill)
-        first, second = build_overlapped_bodies(self._completion, prefill, self._request_id)
+        first, second = build_overlapped_bodies(self._with_targets(), prefill, self._request_id)
         payload = self._build_payload(pool, first)
         self._overlapped_prefill = OverlappedPrefill(self, prefill, pool, payload)
         self._send(decode, second)
+
+    def _with_targets(self, reserved_share: float = 0.0) -> CompletionRequest:
+        """The request with what is left of its targets, less this share of the whole TTFT."""
+        arrived_at, context = self._arrived_at, self._context
+        if arrived_at is None:
+            return self._completion
+        ttft_ms, tpot_ms = context.config.ttft_slo_ms, context.config.tpot_slo_ms
+        left_ms = (1.0 - reserved_share) * ttft_ms - (context.clock() - arrived_at) * 1000
+        return set_targets(self._completion, left_ms, tpot_ms)
 
     def _build_payload(self, pool: EnginePool, body: bytes) -> bytes:
         path, request_id, fields = self._path, self._request_id, pool.key_header + self._fields
@@ -260,11 +276,11 @@ class Attempt:
         """The prefill is done: continue on the decode engine."""
         if self._observer is not None:
             self._observer.on_prefill_done(body)
-        completion = self._completion
         result = self._read_handoff(prefill, body, "used")
         if result is None:
             return
         self.prefill = None
+        completion = self._with_targets()
         if result[0] is None:
             second = build_colocated_body(completion)
         else:

@@ -365,7 +365,11 @@ class ProxiedRequest:
         observer = self._observer
         if observer is not None:
             observer.on_attempt(pick, self._recovery_mode)
-        self._attempt = Attempt(context, self, path, completion, pick, self._fields, observer)
+        has_target = self._relay is None and path in RESUMABLE_PATHS
+        arrived_at = self._started_at if has_target else None
+        self._attempt = Attempt(
+            context, self, path, completion, pick, self._fields, observer, arrived_at
+        )
         self._attempt.start()
 
     def _handle_retry_decision(self, retry: RetryState, decision: RetryDecision) -> None:

@@ -10,6 +10,7 @@ experts over ranks, which cost what whole experts do, and exchange more; pipelin
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cleave.api.deployment import Slo
 from cleave.api.planning import Objective
 from cleave.api.pool import MAX_INSTANCE_NODES
 from cleave.api.role import MAX_PARALLEL_SIZE, MAX_POD_ENGINES, MAX_RANKS, Parallelism
@@ -57,7 +58,8 @@ class PlannedInstance:
     batching: Batching
     max_num_seqs: int
     max_num_batched_tokens: int
-    policies: Policies = Policies()  # noqa: RUF009 - a frozen value
+    policies: Policies
+    slo: Slo
 
     @property
     def engine(self) -> SimulatedEngine:
@@ -73,6 +75,8 @@ class PlannedInstance:
             order=self.policies.order,
             prefill_sched_batch=self.policies.prefill_sched_batch,
             admission=self.policies.admission,
+            ttft_ms=self.slo.ttft_ms,
+            tpot_ms=self.slo.tpot_ms,
             ranks=self.candidate.parallelism.data,
             host_capacity_tokens=(host_gib << 30) // estimate.kv_bytes_per_token,
             host_token_ms=estimate.host_token_ms,
@@ -186,4 +190,5 @@ def _build_instance(
         max_num_seqs=MAX_NUM_SEQS * candidate.parallelism.pipeline,
         max_num_batched_tokens=budget,
         policies=problem.policies,
+        slo=problem.slo,
     )

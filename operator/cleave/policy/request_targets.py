@@ -1,0 +1,37 @@
+"""Latency targets of a request, which gateways send to engines with it. Pure.
+
+They are in `vllm_xargs`, the field of a request that vLLM passes on to its plug-ins: written by the
+gateway, read by the schedulers of the emulated engine and of vLLM. Requests of other clients have
+none: they are never late, and no TPOT limits when they join.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+TTFT_KEY = "cleave_ttft_left_ms"
+TPOT_KEY = "cleave_tpot_ms"
+
+
+class RequestTargets(NamedTuple):
+    """Milliseconds; inf: no target."""
+
+    ttft_left_ms: float = math.inf
+    """Until the target for the first token, from when the request reaches the engine; negative if
+    that has passed."""
+    tpot_ms: float = math.inf
+
+
+NO_TARGETS = RequestTargets()
+
+
+def read_targets(fields: Mapping[str, object] | None) -> RequestTargets:
+    """The targets among the extra fields of a request."""
+    if not fields or TTFT_KEY not in fields:
+        return NO_TARGETS
+    return RequestTargets(_read_ms(fields, TTFT_KEY), _read_ms(fields, TPOT_KEY))
+
+
+def _read_ms(fields: Mapping[str, object], key: str) -> float:
+    value = fields.get(key)
+    return float(value) if isinstance(value, int | float) else math.inf
