@@ -16,7 +16,13 @@ from cleave.perf.published import aladdin
 from cleave.perf.timing import EngineTiming
 from cleave.policy.best_fit import BestFitModel
 from cleave.policy.role_flipping import build_thresholds
-from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedTransfer
+from cleave.simulator.fleet import (
+    Admission,
+    PrefillOrder,
+    SimulatedEngine,
+    SimulatedFleet,
+    SimulatedTransfer,
+)
 
 CASES = (Case(prefill=1, decode=1), Case(prefill=2, decode=2), Case(mixed=2))
 PROFILE = "distserve/opt-13b/tp1"
@@ -35,6 +41,8 @@ class Emulated:
     policy: DispatchPolicy = DispatchPolicy.PREFIX_AWARE
     flips: bool = False
     """Whether instances of a pair of pools flip roles; only where a ms of the trace takes one."""
+    keeps_targets: bool = False
+    """Whether engines schedule by the deployment's targets (InTimeFirst, WithinTpot)."""
     kind: str = "emulated"
     model: str = "opt-13b"
     length_scale: float = 1.0
@@ -43,13 +51,16 @@ class Emulated:
 
     @property
     def targets(self) -> Slo | None:
-        """Best fit brings the times of most requests just below the deployment's targets, so a
-        percentile is among many equal times, where a difference of a percent decides."""
-        is_filled = self.policy is DispatchPolicy.BEST_FIT
+        """Those of the deployment where they decide what is served when. And best fit brings the
+        times of most requests just below them, so a percentile is among many equal times, where a
+        difference of a percent decides."""
+        is_filled = self.policy is DispatchPolicy.BEST_FIT or self.keeps_targets
         return Slo(TTFT_MS, TPOT_MS) if is_filled else None
 
     def spec(self, folder: Path) -> dict[str, Any]:
         """Of the LLMDeployment, without its placement."""
+        by_targets = {"order": "InTimeFirst", "admission": "WithinTpot"}
+        scheduling = {"scheduling": by_targets} if self.keeps_targets else {}
         return {
             "model": {
                 "source": f"facebook/{self.model}",
@@ -63,6 +74,7 @@ class Emulated:
                 "type": "Emulated",
                 "args": ["--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)],
                 "emulated": {"latency": PROFILE, "timeScale": self.time_scale},
+                **scheduling,
             },
         }
 
@@ -83,6 +95,11 @@ class Emulated:
             BLOCK_SIZE,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
         )
+        if self.keeps_targets:
+            order, admission = PrefillOrder.IN_TIME, Admission.WITHIN_TPOT
+            engine = replace(
+                engine, order=order, admission=admission, ttft_ms=TTFT_MS, tpot_ms=TPOT_MS
+            )
         idle = read_idle(folder / "idle.json")
         transfer = fit_transfer(idle) if self.case.decode else SimulatedTransfer()
         dispatch_ms = find_dispatch(idle, self.case.ways)

@@ -2,6 +2,7 @@
 
     python benchmarks/fidelity/run.py emulated [--policy BestFit] [--flips --time-scale 1]
     python benchmarks/fidelity/run.py emulated --reuse
+    python benchmarks/fidelity/run.py emulated --targets --shares 0.9,1.5
     python benchmarks/fidelity/run.py vllm
 
 What clients saw is kept in --work, load by load: a run that was broken off goes on where it was,
@@ -207,6 +208,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--flips", action="store_true", help="of emulated instances; needs --time-scale 1"
     )
     parser.add_argument(
+        "--targets",
+        action="store_true",
+        help="emulated engines schedule by the targets: order InTimeFirst, admission WithinTpot",
+    )
+    parser.add_argument(
         "--reuse", action="store_true", help="requests are turns of conversations; needs no --flips"
     )
     parser.add_argument(
@@ -232,7 +238,9 @@ def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
     subjects: list[Subject]
     if arguments.kind == "emulated":
         subjects = [
-            Emulated(case, arguments.time_scale, arguments.policy, arguments.flips)
+            Emulated(
+                case, arguments.time_scale, arguments.policy, arguments.flips, arguments.targets
+            )
             for case in EMULATED_CASES
         ]
     else:
@@ -254,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subjects = choose_subjects(options)
     scale = subjects[0].time_scale
     kind = f"{options.kind}-{options.policy}" if options.kind == "emulated" else options.kind
-    kind += "-flips" * options.flips + "-reuse" * options.reuse
+    kind += "-flips" * options.flips + "-targets" * options.targets + "-reuse" * options.reuse
     work = options.work / f"{kind}-x{scale:g}-n{requests}-s{options.seed}"
     settings = Settings(shares, requests, options.seed, options.data, work, options.reuse)
     try:

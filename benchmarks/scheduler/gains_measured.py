@@ -21,6 +21,9 @@ from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
 SORTED = (16, 32, 64, 128)
+ORDERS = (PrefillOrder.FCFS, PrefillOrder.SJF, PrefillOrder.LJF)
+ADMISSIONS = (Admission.GREEDY, Admission.RESERVE_STATIC, Admission.RESERVE_DYNAMIC)
+"""Those of TetriInfer; `overload` has the others."""
 RANGE = 200
 """Tokens in a range of predicted lengths (TetriInfer's granularity)."""
 ACCURACY = 0.75
@@ -80,7 +83,7 @@ def orders(quick: bool) -> Iterator[dict[str, object]]:
         for arrivals, trace in _arrivals(workload, quick):
             fcfs: tuple[float, float] | None = None
             for sorted_prompts in SORTED[:1] if quick else SORTED:
-                for order in PrefillOrder:
+                for order in ORDERS:
                     if order is PrefillOrder.FCFS and fcfs:
                         continue
                     engine = replace(ENGINE, order=order, prefill_sched_batch=sorted_prompts)
@@ -137,7 +140,7 @@ def admissions(quick: bool) -> Iterator[dict[str, object]]:
         greedy = None
         for predicted, tokens in ranges.items():
             predicted_trace = replace(trace, predicted_tokens=tokens)
-            for admission in Admission:
+            for admission in ADMISSIONS:
                 if admission is Admission.GREEDY and greedy:
                     continue
                 # Pulls cost nothing; a pass takes whole prompts of those that were preempted.

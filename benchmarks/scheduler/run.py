@@ -1,8 +1,8 @@
 """What the engine's scheduling gains: orders of prompts, chunks, admission to decode batches.
 
-`python benchmarks/scheduler/run.py [orders|chunks|admissions ...]`; without names all, half a
-minute. The simulator and the emulated engine's scheduler call the same functions in policy/.
-`--quick`: does everything work? Quote none of its figures.
+`python benchmarks/scheduler/run.py [orders|chunks|admissions|overload|goodput ...]`; without names
+all, half a minute. The simulator and the emulated engine's scheduler call the same functions in
+policy/. `--quick`: does everything work? Quote none of its figures.
 """
 
 import argparse
@@ -10,12 +10,19 @@ import sys
 from pathlib import Path
 
 import gains_measured as measured
+import overload
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 from result_table import show
 
-WHAT = {"orders": measured.orders, "chunks": measured.chunks, "admissions": measured.admissions}
+WHAT = {
+    "orders": measured.orders,
+    "chunks": measured.chunks,
+    "admissions": measured.admissions,
+    "overload": overload.overload,
+    "goodput": overload.goodput,
+}
 
 
 def main() -> None:
@@ -32,7 +39,11 @@ def main() -> None:
 def _text(column: str, value: object) -> str:
     if not isinstance(value, float):
         return str(value)
-    return f"{value:+.1%}" if column.endswith("gain") else f"{value:,.0f}"
+    if column.endswith("share"):
+        return f"{value:.1%}"
+    if column.endswith("gain"):
+        return f"{value:+.1%}"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
 
 
 if __name__ == "__main__":

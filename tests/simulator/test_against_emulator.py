@@ -4,18 +4,28 @@ import heapq
 import itertools
 import random
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool, SimulatedTransfer
+from cleave.policy.prompt_order import HANDOFF_SHARE
+from cleave.policy.request_targets import RequestTargets
+from cleave.simulator.fleet import (
+    Admission,
+    PrefillOrder,
+    SimulatedEngine,
+    SimulatedFleet,
+    SimulatedPool,
+    SimulatedTransfer,
+)
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.host_memory import HostMemory
 from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits, EngineStep
 from cleave_worker.emulator.sequence import EngineRequest, RemotePrefill, Sequence, SequenceState
+from cleave_worker.scheduling.config import RoleSchedulingConfig
 
 from tests.simulator.test_prefix_caches import build_engine, build_trace
 from tests.support.fleets import OPT_13B, draw_trace
@@ -49,7 +59,7 @@ class EmulatedFleet:
             what()
 
     def submit(self, engine: Emulated, request: EngineRequest) -> None:
-        engine.scheduler.add(Sequence(request))
+        engine.scheduler.add(Sequence(request, self.now / 1000))
         self.wake(engine)
 
     def wake(self, engine: Emulated) -> None:
@@ -79,6 +89,7 @@ class EmulatedFleet:
         step, engine.step = engine.step, None
         for sequence, _, finish in engine.scheduler.complete(step):
             name = sequence.request.id
+            sequence.first_token_at = sequence.first_token_at or self.now / 1000
             if sequence.request.do_remote_decode:
                 self.at(self.now, 0, lambda n=name: self.hand_over(n))
                 continue
@@ -88,7 +99,10 @@ class EmulatedFleet:
         self.form(engine)
 
     def hand_over(self, name: str) -> None:
-        self.submit(self.engines[1], self.requests[name])
+        request = self.requests[name]
+        left_ms = request.targets.ttft_left_ms - (self.now - self.arrivals[int(name)])
+        targets = request.targets._replace(ttft_left_ms=left_ms)
+        self.submit(self.engines[1], replace(request, targets=targets))
 
 
 def emulate(trace: Trace, engines: list[SimulatedEngine]) -> tuple[np.ndarray, np.ndarray, int]:
@@ -99,21 +113,29 @@ def emulate(trace: Trace, engines: list[SimulatedEngine]) -> tuple[np.ndarray, n
                 EmulatedScheduler(
                     EngineLimits(e.max_num_seqs, e.max_num_batched_tokens, prefix_caching=False),
                     BlockPool(e.kv_capacity_tokens // e.kv_block_size, e.kv_block_size),
+                    clock=lambda: fleet.now / 1000,
                 )
             )
             for e in engines
         ]
     )
+    for emulated, e in zip(fleet.engines, engines, strict=True):
+        config = RoleSchedulingConfig(e.order, admission=e.admission)
+        emulated.scheduler.apply_scheduling(config)
     split = len(engines) == 2
     hand_off = RemotePrefill("", "", "", 0, ()) if split else None
-    fleet.requests = {}
+    fleet.requests, fleet.arrivals = {}, trace.arrival_ms
+    targets = RequestTargets(engines[0].ttft_ms, engines[0].tpot_ms)
+    reserved = RequestTargets((1 - HANDOFF_SHARE) * targets.ttft_left_ms, targets.tpot_ms)
     rows = zip(trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, strict=True)
     for number, (arrival, prompt, output) in enumerate(rows):
         name, tokens = str(number), array("I", range(prompt))
-        whole = EngineRequest(name, tokens, int(output), ignore_eos=True, handoff=hand_off)
+        whole = EngineRequest(
+            name, tokens, int(output), ignore_eos=True, handoff=hand_off, targets=targets
+        )
         fleet.requests[name] = whole
         entry = (
-            EngineRequest(name, tokens, 1, ignore_eos=True, do_remote_decode=True)
+            EngineRequest(name, tokens, 1, ignore_eos=True, do_remote_decode=True, targets=reserved)
             if split
             else whole
         )
@@ -198,3 +220,42 @@ def test_a_pair_hands_over_as_two_emulated_engines_do(
     np.testing.assert_allclose(outcome.first_token_ms, first, rtol=0, atol=1e-6)
     np.testing.assert_allclose(outcome.end_ms, end, rtol=0, atol=1e-6)
     assert outcome.num_preemptions.sum() == preemptions
+
+
+@pytest.mark.parametrize(("is_split", "rate"), [(False, 18.0), (False, 45.0), (True, 45.0)])
+def test_under_overload_engines_keep_the_targets_that_are_simulated(
+    is_split: bool, rate: float
+) -> None:
+    ttft_ms, tpot_ms = 2_500.0, 60.0
+    by_targets = SimulatedEngine(
+        OPT_13B,
+        66_144,
+        max_num_batched_tokens=2_048,
+        order=PrefillOrder.IN_TIME,
+        admission=Admission.WITHIN_TPOT,
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+    )
+    trace = draw_trace(700, rate, seed=3)
+
+    def attain(engine: SimulatedEngine) -> tuple[float, float]:
+        """Share within both targets of the emulated engines and of the simulated ones."""
+        pool, outputs = (SimulatedPool(engine, 1),), np.maximum(trace.output_tokens - 1, 1)
+        fleet = SimulatedFleet(mixed=pool)
+        if is_split:
+            transfer = SimulatedTransfer(LATENCY_MS, TOKEN_MS, is_shared=False)
+            fleet = SimulatedFleet(pool, pool, transfer=transfer)
+        first, end, _ = emulate(trace, [engine] * (1 + is_split))
+        outcome = simulate(fleet, trace)
+        return tuple(
+            float(np.mean((ttft <= ttft_ms) & (tpot <= tpot_ms)))
+            for ttft, tpot in (
+                (first - trace.arrival_ms, (end - first) / outputs),
+                (outcome.ttft_ms, outcome.tpot_ms),
+            )
+        )
+
+    plain = replace(by_targets, order=PrefillOrder.FCFS, admission=Admission.GREEDY)
+    emulated, simulated = attain(by_targets)
+    assert simulated > attain(plain)[1] + 0.1
+    assert emulated == pytest.approx(simulated, abs=0.05)

@@ -15,9 +15,10 @@ MIN_SPREAD = 1e-4
 class DecayedLine:
     """A linear model of `y` >= 0 over `x` >= 0, by weighted least squares."""
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_min_samples", "_n", "_x", "_xx", "_xy", "_y")
 
-    def __init__(self) -> None:
+    def __init__(self, min_samples: float = MIN_SAMPLES) -> None:
+        self._min_samples = min_samples
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, x: float, y: float) -> None:
@@ -30,14 +31,14 @@ class DecayedLine:
 
     def predict(self, x: float) -> float | None:
         """`y` at `x`; None before enough samples."""
-        if self._n < MIN_SAMPLES:
+        if self._n < self._min_samples:
             return None
         slope, mean = self._compute_slope(), self._y / self._n
         return max(0.0, mean + slope * (x - self._x / self._n))
 
     def compute_growth(self, y: float) -> float | None:
         """By how much `x` may grow until `y` has grown by this; None before enough samples."""
-        slope = self._compute_slope() if self._n >= MIN_SAMPLES else 0.0
+        slope = self._compute_slope() if self._n >= self._min_samples else 0.0
         return y / slope if slope > 0 else None
 
     def _compute_slope(self) -> float:

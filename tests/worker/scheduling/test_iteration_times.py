@@ -19,7 +19,7 @@ def observe(times: IterationTimes, iterations: int, start_s: float = 0.0) -> flo
 
 def test_nothing_is_known_of_too_few_iterations() -> None:
     times = IterationTimes()
-    observe(times, 20)
+    observe(times, 7)
     assert times.predict_decode_ms(5_000) == 0.0
     assert times.predict_prompt_ms(500, 2_048) == 0.0
 

@@ -7,14 +7,17 @@ takes from the end of the one before it, or from when it was scheduled, whicheve
 
 from cleave.policy.decayed_line import DecayedLine
 
+MIN_SAMPLES = 8.0
+"""Iterations vary little. An engine that meets an overload right after its start must know soon."""
+
 
 class IterationTimes:
     """Two lines: ms of an iteration over its prompt tokens, and over all tokens whose KV is held if
     it has no prompt tokens."""
 
     def __init__(self) -> None:
-        self._prompts = DecayedLine()
-        self._decodes = DecayedLine()
+        self._prompts = DecayedLine(MIN_SAMPLES)
+        self._decodes = DecayedLine(MIN_SAMPLES)
         self._last_end_s = 0.0
 
     def record(
