@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cleave.perf.timing import interpolate_table
 from cleave.policy import role_flipping
-from cleave.policy.admission import GIVEN_UP_TOKENS, RECOVERY_SHARE, TPOT_SHARE
+from cleave.policy.admission import GIVEN_UP_TOKENS, LATE_TPOT_SHARE, RECOVERY_SHARE, TPOT_SHARE
 from cleave.policy.dispatch import TIE_WEIGHT
 from cleave.policy.prompt_order import HANDOFF_SHARE
 from cleave.policy.queue_model import DEFAULT_SUMS, add_completion, fit_prompt_times
@@ -133,7 +133,7 @@ class Instance:
         timing, target = self.engine.timing, self.engine.tpot_ms
         contexts = (self.kv + request.todo) / timing.stages
         ms = decode = timing.predict_decode_ms(len(slot.members) + 1, contexts)
-        if ms > TPOT_SHARE * target:
+        if ms > (LATE_TPOT_SHARE if request in self.late else TPOT_SHARE) * target:
             return False
         if request.remote:
             return True

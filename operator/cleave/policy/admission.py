@@ -34,6 +34,9 @@ class Admission(IntEnum):
 
 TPOT_SHARE = 0.95
 """Share of the TPOT target that WITHIN_TPOT fills: contexts grow after requests have joined."""
+LATE_TPOT_SHARE = 0.8
+"""The same for requests that are late (`prompt_order.is_late`): the rest is for those that come and
+can still be in time."""
 RECOVERY_SHARE = 0.2
 """Share of the time that a request can still make up until its predicted end, and that one prompt
 may use: others will come. With 0 prompts wait too long where TTFT targets are short, with 1
@@ -66,10 +69,10 @@ def may_join(
     return used_tokens <= free
 
 
-def keeps_tpot(iteration_ms: float, tpot_ms: float) -> bool:
+def keeps_tpot(iteration_ms: float, tpot_ms: float, late: bool) -> bool:
     """Whether a decode batch still meets its target when its iterations take `iteration_ms`, with
-    the request that is to join (WITHIN_TPOT)."""
-    return iteration_ms <= TPOT_SHARE * tpot_ms
+    the request that is to join (WITHIN_TPOT); `late`: it has missed its TTFT target."""
+    return iteration_ms <= (LATE_TPOT_SHARE if late else TPOT_SHARE) * tpot_ms
 
 
 def compute_slack_ms(

@@ -435,7 +435,9 @@ def _keeps_tpot(state: State, i: int, s: int, r: int) -> bool:
     inst, slot, new = get_instance(state, i), get_slot(state, s), get_request(state, r)
     contexts = inst.kv_tokens + new.prompt + new.generated
     decode_ms = predict_decode_ms(state, inst, slot.batch + 1, contexts)
-    if not keeps_tpot(decode_ms, inst.tpot_ms):
+    # The first one that waits is late only if all are.
+    is_late = 0 < inst.late == get_queue(state, i).size
+    if not keeps_tpot(decode_ms, inst.tpot_ms, is_late):
         return False
     if new.is_pulled:
         return True

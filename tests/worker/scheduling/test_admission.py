@@ -49,9 +49,11 @@ def test_an_empty_engine_admits_a_request_that_fits_alone_after_any_history(
 
 def test_decode_iterations_stay_within_the_target() -> None:
     admitting = EngineAdmission()
-    assert admitting.keeps_tpot(47.0, 0.0, 50.0, [])
-    assert not admitting.keeps_tpot(48.0, 0.0, 50.0, [])
-    assert admitting.keeps_tpot(0.0, 0.0, 50.0, []), "nothing is known yet"
+    assert admitting.keeps_tpot(47.0, 0.0, 50.0, False, [])
+    assert not admitting.keeps_tpot(48.0, 0.0, 50.0, False, [])
+    assert admitting.keeps_tpot(39.0, 0.0, 50.0, True, [])
+    assert not admitting.keeps_tpot(41.0, 0.0, 50.0, True, []), "room for those in time"
+    assert admitting.keeps_tpot(0.0, 0.0, 50.0, False, []), "nothing is known yet"
 
 
 def test_a_prompt_waits_until_decoding_requests_have_saved_its_time() -> None:
@@ -61,7 +63,7 @@ def test_a_prompt_waits_until_decoding_requests_have_saved_its_time() -> None:
         # Iterations of 20 ms, where 47.5 ms are allowed; the last token of 100.
         lengths = RequestLengths(50, generated, generated + 1)
         decoding = [(lengths, 20.0 * (generated - 1))]
-        return admitting.keeps_tpot(20.0, prompt_ms, 50.0, decoding)
+        return admitting.keeps_tpot(20.0, prompt_ms, 50.0, False, decoding)
 
     assert not joins(generated=9)
     assert joins(generated=10)
@@ -71,11 +73,11 @@ def test_a_prompt_waits_until_decoding_requests_have_saved_its_time() -> None:
 def test_a_request_that_can_still_make_up_for_it_lets_a_prompt_in() -> None:
     admitting, early = EngineAdmission(), RequestLengths(50, 1, 101)
     # A fifth of 100 times 27.5 ms.
-    assert admitting.keeps_tpot(20.0, 550.0, 50.0, [(early, 0.0)])
-    assert not admitting.keeps_tpot(20.0, 600.0, 50.0, [(early, 0.0)])
+    assert admitting.keeps_tpot(20.0, 550.0, 50.0, False, [(early, 0.0)])
+    assert not admitting.keeps_tpot(20.0, 600.0, 50.0, False, [(early, 0.0)])
 
 
 def test_a_request_that_has_lost_its_target_delays_no_prompt() -> None:
     admitting, lost = EngineAdmission(), RequestLengths(50, 99, 100)
-    assert not admitting.keeps_tpot(20.0, 300.0, 50.0, [(lost, 47.5 * 99 + 400.0)])
-    assert admitting.keeps_tpot(20.0, 300.0, 50.0, [(lost, 47.5 * 99 + 600.0)])
+    assert not admitting.keeps_tpot(20.0, 300.0, 50.0, False, [(lost, 47.5 * 99 + 400.0)])
+    assert admitting.keeps_tpot(20.0, 300.0, 50.0, False, [(lost, 47.5 * 99 + 600.0)])

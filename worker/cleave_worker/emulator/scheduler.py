@@ -327,8 +327,8 @@ class EmulatedScheduler:
             for each in reversed(self.running)
             if each.first_token_at
         )
-        tpot_ms = sequence.request.targets.tpot_ms
-        return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, decoding)
+        tpot_ms, late = sequence.request.targets.tpot_ms, self._window.is_deferred(sequence)
+        return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, late, decoding)
 
     def _predict_prompt_ms(self, sequence: Sequence) -> float:
         return self._times.predict_prompt_ms(len(sequence.tokens), self._max_tokens)

@@ -63,15 +63,17 @@ class EngineAdmission:
         decode_ms: float,
         prompt_ms: float,
         tpot_ms: float,
+        late: bool,
         decoding: Iterable[tuple[RequestLengths, float]],
     ) -> bool:
         """Return whether a request may join `decoding` so that all meet `tpot_ms` (WITHIN_TPOT).
 
         `decode_ms`: of an iteration with it, without prompts; `prompt_ms`: of its prompt and the
         decoding requests beside it, 0 if it is computed elsewhere; both 0 if not known yet.
-        `decoding`: each with ms since its first token, those with the least slack first.
+        `late`: it has missed its TTFT target. `decoding`: each with ms since its first token, those
+        with the least slack first.
         """
-        if not keeps_tpot(decode_ms, tpot_ms):
+        if not keeps_tpot(decode_ms, tpot_ms, late):
             return False
         if not prompt_ms:
             return True

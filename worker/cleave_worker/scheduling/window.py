@@ -66,6 +66,10 @@ class SortedWindow(Generic[T]):
         self._queue.extendleft(prompts[index] for index in reversed(indices))
         self._size = count
 
+    def is_deferred(self, request: T) -> bool:
+        """Whether a request was found late."""
+        return request in self._late
+
     def record_pop(self, request: T) -> None:
         """Record that the first prompt was removed."""
         self._size = max(self._size - 1, 0)

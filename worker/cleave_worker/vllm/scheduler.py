@@ -191,8 +191,8 @@ class _RoleSchedulerBase(Scheduler):
             for each in reversed(self.running)
             if each.request_id in started
         )
-        tpot_ms = _get_targets(request).tpot_ms
-        return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, decoding)
+        tpot_ms, late = _get_targets(request).tpot_ms, self.waiting.window.is_deferred(request)
+        return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, late, decoding)
 
     def _predict_prompt_ms(self, request: Request) -> float:
         return self._times.predict_prompt_ms(request.num_tokens, self.max_num_scheduled_tokens)
