@@ -3,8 +3,10 @@ pair that has it."""
 
 import asyncio
 import contextlib
+import itertools
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import NoReturn
 
 import aiohttp
@@ -196,6 +198,25 @@ async def test_when_all_pairs_fail_requests_are_served_whole(make_fleet, emulate
     async with witnessed(stage):
         await stage.until(lambda: len(failed(stage)) == 4, "all are found")
         assert await ask_all(stage, emulate, 10) == {"-d0", "-d1"}
+
+
+async def test_bytes_of_another_handoff_are_not_the_measure_of_later_ones(
+    make_fleet, monkeypatch
+) -> None:
+    """Its bytes are counted before its tokens are, while the first canary runs."""
+    stage, _ = await make_fleet({"p0": "prefill", "d0": "decode"})
+    pages, fetch = itertools.count(), canary_module._fetch_counters
+
+    async def fetch_with_another(context, decode):
+        page, number = await fetch(context, decode), next(pages)
+        num_bytes = page.num_bytes + (number > 0) * 1e12
+        return replace(page, num_bytes=num_bytes, num_tokens=page.num_tokens + (number > 1) * 999)
+
+    monkeypatch.setattr(canary_module, "_fetch_counters", fetch_with_another)
+    async with witnessed(stage):
+        await stage.until(lambda: stage.context.metrics.canaries["good"] > 3, "good canaries")
+    assert stage.context.metrics.canaries.keys() == {"good"}
+    assert not closed(stage)
 
 
 async def test_one_odd_result_suspends_a_pair_until_two_good_ones(make_fleet) -> None:
