@@ -258,4 +258,4 @@ def test_under_overload_engines_keep_the_targets_that_are_simulated(
     plain = replace(by_targets, order=PrefillOrder.FCFS, admission=Admission.GREEDY)
     emulated, simulated = attain(by_targets)
     assert simulated > attain(plain)[1] + 0.1
-    assert emulated == pytest.approx(simulated, abs=0.05)
+    assert emulated == pytest.approx(simulated, abs=0.08)

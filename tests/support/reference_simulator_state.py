@@ -119,25 +119,29 @@ class Instance:
         engine, target = self.engine, self.engine.ttft_ms
         if self.role == "prefill":
             target -= HANDOFF_SHARE * engine.ttft_ms
-        own = engine.tpot_ms if request.remote else self.predict_prompt(request.todo)
+        own = engine.tpot_ms if request.remote else self.predict_prompt(request)
         return now - request.arrival + own > target
 
-    def predict_prompt(self, tokens: int) -> float:
-        timing, chunk = self.engine.timing, min(tokens, self.engine.max_num_batched_tokens)
+    def predict_prompt(self, request: Request) -> float:
+        """Of what is not cached here."""
+        timing, tokens = self.engine.timing, request.todo
+        tokens -= self.size * len(self.find_cached(request))
+        chunk = min(tokens, self.engine.max_num_batched_tokens)
         ms = interpolate_table(timing.prompt_step, timing.prompt_ms, chunk)
-        return ms * tokens / chunk + timing.prompt_square_ms * tokens**2
+        squares = request.todo**2 - (request.todo - tokens) ** 2
+        return ms * tokens / chunk + timing.prompt_square_ms * squares
 
     def keeps_tpot(self, request: Request, slot: Slot, now: float) -> bool:
         if (self.running or self.pulling) == 0 or request.preemptions:
             return True
         timing, target = self.engine.timing, self.engine.tpot_ms
-        contexts = (self.kv + request.todo) / timing.stages
+        contexts = ((self.total - self.free) * self.size + request.todo) / timing.stages
         ms = decode = timing.predict_decode_ms(len(slot.members) + 1, contexts)
         if ms > (LATE_TPOT_SHARE if request in self.late else TPOT_SHARE) * target:
             return False
         if request.remote:
             return True
-        ms += self.predict_prompt(request.todo)
+        ms += self.predict_prompt(request)
         for member in slot.members:
             begun = member.first_token if member.first_token <= now else now
             gain = member.predict_remaining(self.total * self.size)

@@ -433,15 +433,17 @@ def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
 def _keeps_tpot(state: State, i: int, s: int, r: int) -> bool:
     """Whether the members of slot `s` meet their TPOT target if a request joins them."""
     inst, slot, new = get_instance(state, i), get_slot(state, s), get_request(state, r)
-    contexts = inst.kv_tokens + new.prompt + new.generated
+    # All blocks in use, as engines count.
+    contexts = (inst.blocks - inst.free) * inst.block + new.prompt + new.generated
     decode_ms = predict_decode_ms(state, inst, slot.batch + 1, contexts)
     # The first one that waits is late only if all are.
     is_late = 0 < inst.late == get_queue(state, i).size
     if not keeps_tpot(decode_ms, inst.tpot_ms, is_late):
         return False
-    if new.is_pulled:
+    prompt_ms = predict_prompt_ms(state, i, r)
+    if prompt_ms == 0.0:
         return True
-    prompt_ms = decode_ms + predict_prompt_ms(state, inst, new.to_compute)
+    prompt_ms += decode_ms
     for index in range(slot.batch):
         member_row = get_heap_key(state, s * state.heap_size + index).value & _ROW
         member = get_request(state, member_row)

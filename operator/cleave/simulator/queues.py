@@ -8,11 +8,13 @@ import math
 from cleave.perf.timing import interpolate_table
 from cleave.policy.prompt_order import HANDOFF_SHARE, PrefillOrder, is_late, sort_prompts
 from cleave.simulator.kv_blocks import fits_instance
+from cleave.simulator.prefix_caches import find_cached_prefix, has_caches
 from cleave.simulator.record_access import (
     get_heap_key,
     get_instance,
     get_phase,
     get_points,
+    get_prompt,
     get_queue,
     get_request,
     get_scratch,
@@ -123,7 +125,7 @@ def _is_head_servable(state: State, i: int, number: int) -> bool:
 def _defer_late(state: State, i: int) -> None:
     """Move requests at the head of an instance's queue that are late behind all others."""
     queue, inst = get_queue(state, i), get_instance(state, i)
-    while inst.late < queue.size and _is_late(state, inst, queue.head):
+    while inst.late < queue.size and _is_late(state, i, queue.head):
         r = queue.head
         if inst.late == 0:
             inst.last_in_time = queue.tail
@@ -137,27 +139,34 @@ def _defer_late(state: State, i: int) -> None:
             queue.tail = r
 
 
-def _is_late(state: State, inst: Record, r: int) -> bool:
+def _is_late(state: State, i: int, r: int) -> bool:
     """Whether a waiting request misses its target; not if its client has a first token."""
-    request = get_request(state, r)
+    inst, request = get_instance(state, i), get_request(state, r)
     if not math.isnan(request.first_token):
         return False
-    if request.is_pulled:
-        own_ms = inst.tpot_ms
-    else:
-        own_ms = predict_prompt_ms(state, inst, request.to_compute)
+    own_ms = inst.tpot_ms if request.is_pulled else predict_prompt_ms(state, i, r)
     left_ms = inst.ttft_ms - (state.now - request.arrival)
     if inst.role == PREFILL:
         left_ms -= HANDOFF_SHARE * inst.ttft_ms
     return is_late(left_ms, own_ms)
 
 
-def predict_prompt_ms(state: State, inst: Record, tokens: int) -> float:
-    """ms of the iterations that compute a prompt by itself."""
+def predict_prompt_ms(state: State, i: int, r: int) -> float:
+    """ms of the iterations that compute what instance `i` has not cached of a prompt; 0 if it comes
+    from elsewhere, or a part of it that is not known yet."""
+    inst, request = get_instance(state, i), get_request(state, r)
+    if request.is_pulled:
+        return 0.0
+    tokens = request.to_compute
+    if has_caches():
+        if get_prompt(state, r).source != NONE:
+            return 0.0
+        tokens -= find_cached_prefix(state, i, r)
     chunk = min(tokens, inst.max_tokens)
     points = get_points(state, inst.prompt_table, inst.prompt_points)
     ms = interpolate_table(inst.prompt_step, points, float(chunk)) * tokens / chunk
-    return ms + inst.prompt_square * float(tokens * tokens)
+    squares = float(request.to_compute) ** 2 - float(request.to_compute - tokens) ** 2
+    return ms + inst.prompt_square * squares
 
 
 def _sort_prompts(state: State, i: int) -> None:

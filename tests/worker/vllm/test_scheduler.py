@@ -117,7 +117,8 @@ class Clock:
 @pytest.fixture
 def clock(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(ours.time, "time", clock)
+    for name in ("time", "monotonic"):
+        monkeypatch.setattr(ours.time, name, clock)
     return clock
 
 

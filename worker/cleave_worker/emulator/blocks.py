@@ -71,6 +71,10 @@ class BlockPool:
             self._ref_counts[block] += 1
         return cached
 
+    def count_cached(self, keys: Sequence[bytes]) -> int:
+        """The length of that run."""
+        return next((at for at, key in enumerate(keys) if key not in self._cached), len(keys))
+
     def publish(self, block: int, key: bytes) -> None:
         """Enter a full block into the prefix cache."""
         if self._keys[block] is None and key not in self._cached:

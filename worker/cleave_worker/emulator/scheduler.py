@@ -320,8 +320,7 @@ class EmulatedScheduler:
 
     def _keeps_tpot(self, sequence: Sequence) -> bool:
         decode_ms = self._times.predict_decode_ms(self._used_tokens + len(sequence.tokens))
-        prompt_ms = 0.0 if sequence.handoff else self._predict_prompt_ms(sequence)
-        now = self._clock()
+        prompt_ms, now = self._predict_prompt_ms(sequence), self._clock()
         decoding = (
             (_get_lengths(each), (now - each.first_token_at) * 1000)
             for each in reversed(self.running)
@@ -331,7 +330,15 @@ class EmulatedScheduler:
         return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, late, decoding)
 
     def _predict_prompt_ms(self, sequence: Sequence) -> float:
-        return self._times.predict_prompt_ms(len(sequence.tokens), self._max_tokens)
+        """ms for what is not cached here; 0 if it comes from elsewhere, or a part of it that is not
+        known yet."""
+        if sequence.handoff or sequence.source:
+            return 0.0
+        size, tokens = self.pool.block_size, len(sequence.tokens)
+        if self.limits.prefix_caching:
+            keys = sequence.compute_block_keys((tokens - 1) // size, size)
+            tokens -= self.pool.count_cached(keys) * size
+        return self._times.predict_prompt_ms(tokens, self._max_tokens)
 
     @property
     def _used_tokens(self) -> int:
@@ -344,9 +351,7 @@ class EmulatedScheduler:
         targets = sequence.request.targets
         if sequence.num_outputs:
             return False
-        own_ms = targets.tpot_ms
-        if not sequence.handoff:
-            own_ms = self._predict_prompt_ms(sequence)
+        own_ms = targets.tpot_ms if sequence.handoff else self._predict_prompt_ms(sequence)
         waited_ms = (self._clock() - sequence.submitted_at) * 1000
         return is_late(targets.ttft_left_ms - waited_ms, own_ms)
 

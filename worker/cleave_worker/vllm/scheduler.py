@@ -133,7 +133,8 @@ class _RoleSchedulerBase(Scheduler):
             self.running.sort(key=self._get_preemption_key)
         output = super().schedule(throttle_prefills)
         if self._observes_times and output.total_num_scheduled_tokens:
-            self._steps[id(output)] = time.time(), self._count_prompts(output), self._used_tokens
+            prompt_tokens = self._count_prompts(output)
+            self._steps[id(output)] = time.monotonic(), prompt_tokens, self._used_tokens
         return output
 
     def update_from_output(
@@ -142,7 +143,7 @@ class _RoleSchedulerBase(Scheduler):
         """Take the tokens of one step, and how long it took."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if step := self._steps.pop(id(scheduler_output), None):
-            (scheduled_s, prompt_tokens, used_tokens), now = step, time.time()
+            (scheduled_s, prompt_tokens, used_tokens), now = step, time.monotonic()
             self._times.record(scheduled_s, now, prompt_tokens, used_tokens)
             for request in self.running:
                 if request.num_output_tokens:
@@ -184,8 +185,8 @@ class _RoleSchedulerBase(Scheduler):
 
     def _keeps_tpot(self, request: Request) -> bool:
         decode_ms = self._times.predict_decode_ms(self._used_tokens + request.num_tokens)
-        prompt_ms = 0.0 if _is_handed_off(request) else self._predict_prompt_ms(request)
-        now, started = time.time(), self._first_tokens
+        prompt_ms = self._predict_prompt_ms(request)
+        now, started = time.monotonic(), self._first_tokens
         decoding = (
             (_get_lengths(each), (now - started[each.request_id]) * 1000)
             for each in reversed(self.running)
@@ -195,16 +196,25 @@ class _RoleSchedulerBase(Scheduler):
         return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, late, decoding)
 
     def _predict_prompt_ms(self, request: Request) -> float:
-        return self._times.predict_prompt_ms(request.num_tokens, self.max_num_scheduled_tokens)
+        """ms for what is not cached here; 0 if it comes from elsewhere, or a part of it that is not
+        known yet."""
+        params, tokens = request.kv_transfer_params or {}, request.num_tokens
+        if params.get("do_remote_prefill") or params.get("prefix_source"):
+            return 0.0
+        manager = self.kv_cache_manager
+        if manager.prefix_cache_lookup_enabled(request):
+            # Without vLLM's own function, which may tell listeners of the blocks.
+            hit = manager.coordinator.find_longest_cache_hit(request.block_hashes, tokens - 1)
+            tokens -= hit[1]
+        return self._times.predict_prompt_ms(tokens, self.max_num_scheduled_tokens)
 
     def _is_late(self, request: Request) -> bool:
         """Whether it misses its TTFT target even if it is served now."""
         targets = _get_targets(request)
         if request.num_output_tokens:
             return False
-        own_ms = targets.tpot_ms
-        if not _is_handed_off(request):
-            own_ms = self._predict_prompt_ms(request)
+        is_handed_off = _is_handed_off(request)
+        own_ms = targets.tpot_ms if is_handed_off else self._predict_prompt_ms(request)
         waited_ms = (time.time() - request.arrival_time) * 1000
         return is_late(targets.ttft_left_ms - waited_ms, own_ms)
 
