@@ -135,23 +135,23 @@ def watched(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Watched]:
     """A deployment under load, scraped often enough for every rate; nothing has gone wrong."""
-    namespace = "test-prometheus"
     folder = tmp_path_factory.mktemp("prometheus")
-    installed.kubectl("create", "namespace", namespace)
-    chat = Chat(installed, namespace)
-    try:
-        installed.kubectl("apply", "-n", namespace, "-f", "-", input=PATIENT)
-        chat.until_ready()
-        with (
-            running(programs, folder, pod_jobs(installed.kubeconfig), hurried(rules)) as prometheus,
-            Load(gateway(chat), "chat") as load,
-        ):
-            found = Watched(chat, prometheus, load, folder)
-            wait_until(lambda: has_history(found), WAIT_S, "all pages are scraped under load")
-            yield found
-    finally:
-        installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
-        installed.kubectl("delete", "namespace", namespace, "--wait=false")
+    # Each time another one: after a failure the test runs again while the last one is deleted.
+    with installed.lend_namespace() as namespace:
+        chat = Chat(installed, namespace)
+        try:
+            installed.kubectl("apply", "-n", namespace, "-f", "-", input=PATIENT)
+            chat.until_ready()
+            jobs, hurried_rules = pod_jobs(installed.kubeconfig), hurried(rules)
+            with (
+                running(programs, folder, jobs, hurried_rules) as prometheus,
+                Load(gateway(chat), "chat") as load,
+            ):
+                found = Watched(chat, prometheus, load, folder)
+                wait_until(lambda: has_history(found), WAIT_S, "all pages are scraped under load")
+                yield found
+        finally:
+            installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
 
 
 def test_every_panel_shows_something_of_a_fleet_that_is_well(watched: Watched) -> None:

@@ -106,8 +106,10 @@ class Cluster:
         """A namespace while the block lasts."""
         name = f"test-{secrets.token_hex(4)}"
         self.kubectl("create", "namespace", name)
-        yield name
-        self.kubectl("delete", "namespace", name, "--wait=false")
+        try:
+            yield name
+        finally:
+            self.kubectl("delete", "namespace", name, "--wait=false")
 
     def kubectl(
         self,
