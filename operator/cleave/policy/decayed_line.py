@@ -15,10 +15,12 @@ MIN_SPREAD = 1e-4
 class DecayedLine:
     """A linear model of `y` >= 0 over `x` >= 0, by weighted least squares."""
 
-    __slots__ = ("_min_samples", "_n", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_is_proportional", "_min_samples", "_n", "_x", "_xx", "_xy", "_y")
 
-    def __init__(self, min_samples: float = MIN_SAMPLES) -> None:
+    def __init__(self, min_samples: float = MIN_SAMPLES, *, is_proportional: bool = True) -> None:
+        """`is_proportional`: where samples show no slope, all of `y` grows with `x`; else none."""
         self._min_samples = min_samples
+        self._is_proportional = is_proportional
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, x: float, y: float) -> None:
@@ -45,7 +47,6 @@ class DecayedLine:
         spread = self._n * self._xx - self._x * self._x
         is_significant = spread > MIN_SPREAD * self._n * self._xx
         slope = (self._n * self._xy - self._x * self._y) / spread if is_significant else 0.0
-        if slope <= 0.0:
-            # Equal places give no slope: assume that all of `y` grows with `x`.
-            slope = self._y / self._x if self._x > 0 else 0.0
-        return slope
+        if slope > 0.0:
+            return slope
+        return self._y / self._x if self._is_proportional and self._x > 0 else 0.0

@@ -2,7 +2,8 @@
 
 They are in `vllm_xargs`, the field of a request that vLLM passes on to its plug-ins: written by the
 gateway, read by the schedulers of the emulated engine and of vLLM. Requests of other clients have
-none: they are never late, and no TPOT limits when they join.
+none: they are never late, and no TPOT limits when they join. The rest of a stream that was lost has
+no target for its first token, which its client has.
 """
 
 import math
@@ -27,7 +28,7 @@ NO_TARGETS = RequestTargets()
 
 def read_targets(fields: Mapping[str, object] | None) -> RequestTargets:
     """The targets among the extra fields of a request."""
-    if not fields or TTFT_KEY not in fields:
+    if not fields or not (TTFT_KEY in fields or TPOT_KEY in fields):
         return NO_TARGETS
     return RequestTargets(_read_ms(fields, TTFT_KEY), _read_ms(fields, TPOT_KEY))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cleave.gateway.upstream import circuit_breaker
-from cleave.policy.request_targets import NO_TARGETS
+from cleave.policy.request_targets import RequestTargets
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.emulator import api_requests
 from cleave_worker.emulator.sequence import Sequence
@@ -215,7 +215,7 @@ async def test_the_rest_of_a_stream_has_no_target_for_its_first_token(make_fleet
             each.engine.faults.clear()
         await client.read()
     assert sequences[0].ttft_left_ms <= 1_000
-    assert sequences[1] == NO_TARGETS
+    assert sequences[1] == RequestTargets(tpot_ms=50.0)
 
 
 async def test_a_stream_waits_for_an_instance_that_can_go_on(make_fleet) -> None:

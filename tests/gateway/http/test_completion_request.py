@@ -113,9 +113,11 @@ def test_other_engine_arguments_pass() -> None:
     ids=str,
 )
 def test_engines_get_the_gateways_targets_beside_the_clients_arguments(given, expected) -> None:
-    completion = set_targets(read(**given), -1234.6, 50.4)
+    completion = set_targets(read(**given), -1234.6, 0.5)
     found = json.loads(build_decode_body(completion, msgspec.Raw(b"{}")))["vllm_xargs"]
-    assert found == expected | {TTFT_KEY: -1234, TPOT_KEY: 50}
+    assert found == expected | {TTFT_KEY: -1234.6, TPOT_KEY: 0.5}
+    rest = json.loads(build_colocated_body(set_targets(read(**given), None, 0.5)))["vllm_xargs"]
+    assert rest == expected | {TPOT_KEY: 0.5}
 
 
 def test_no_client_sets_its_own_targets() -> None:

@@ -46,3 +46,17 @@ def test_the_time_between_iterations_is_not_theirs() -> None:
     for number in range(100):
         times.record(number, number + 0.01, 0, 1_000)
     assert times.predict_decode_ms(1_000) == pytest.approx(10.0)
+
+
+def test_equal_iterations_say_that_more_tokens_take_no_longer() -> None:
+    times = IterationTimes()
+    for number in range(100):
+        times.record(number, number + 0.01 + 0.0001 * (number % 2), 0, 300)
+    assert times.predict_decode_ms(4_000) == pytest.approx(10.0, rel=0.02)
+
+
+def test_a_request_takes_part_in_one_of_the_iterations_in_flight() -> None:
+    times = IterationTimes(stages=4)
+    for number in range(100):
+        times.record(0.01 * number - 0.03, 0.01 * (number + 1), 0, 1_000)
+    assert times.predict_decode_ms(1_000) == pytest.approx(40.0, rel=0.05)

@@ -278,6 +278,30 @@ def test_requests_join_only_if_iterations_stay_within_their_tpot(make: Make, clo
     assert "large" in run(scheduler)
 
 
+def test_an_engine_is_not_idle_while_kv_is_on_its_way(make: Make) -> None:
+    from vllm.v1.request import RequestStatus
+
+    scheduler = make()
+    assert scheduler._is_idle()
+    one = add(scheduler, "a", 16)
+    assert scheduler._is_idle(), "it waits"
+    one.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert not scheduler._is_idle()
+
+
+def test_what_is_computed_again_counts_as_a_prompt(make: Make) -> None:
+    scheduler = make(num_blocks=13, tokens=512)
+    scheduler.apply_scheduling(RoleSchedulingConfig(PrefillOrder.IN_TIME))
+    counted = []
+    count_prompts = scheduler._count_prompts
+    scheduler._count_prompts = lambda output: counted.append(count_prompts(output)) or counted[-1]
+    sent = [add(scheduler, name, 8, max_tokens=100) for name in "abc"]
+    run(scheduler)
+    assert sum(one.num_preemptions for one in sent) > 0
+    assert next(count for count in counted if count) == 24
+    assert max(counted) > 24, "with the tokens that it had generated"
+
+
 def test_an_engine_without_work_admits_above_the_target(make: Make, clock: Clock) -> None:
     scheduler = make()
     scheduler.apply_scheduling(RoleSchedulingConfig(admission=Admission.WITHIN_TPOT))

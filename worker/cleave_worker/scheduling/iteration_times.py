@@ -15,16 +15,19 @@ class IterationTimes:
     """Two lines: ms of an iteration over its prompt tokens, and over all tokens whose KV is held if
     it has no prompt tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int = 1) -> None:
+        """`stages`: iterations in flight; a request takes part in one of so many."""
+        self._stages = stages
         self._prompts = DecayedLine(MIN_SAMPLES)
-        self._decodes = DecayedLine(MIN_SAMPLES)
+        # Mostly what every iteration takes, also of a single request.
+        self._decodes = DecayedLine(MIN_SAMPLES, is_proportional=False)
         self._last_end_s = 0.0
 
     def record(
         self, scheduled_s: float, end_s: float, prompt_tokens: int, used_tokens: int
     ) -> None:
         """Record an iteration: when it was scheduled and ended, on one clock."""
-        ms = (end_s - max(scheduled_s, self._last_end_s)) * 1000
+        ms = (end_s - max(scheduled_s, self._last_end_s)) * 1000 * self._stages
         self._last_end_s = end_s
         if prompt_tokens:
             self._prompts.observe(prompt_tokens, ms)

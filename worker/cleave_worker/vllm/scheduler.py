@@ -115,7 +115,7 @@ class _RoleSchedulerBase(Scheduler):
         self._initial_max_tokens: int = self.max_num_scheduled_tokens
         self._initial_max_seqs: int = self.max_num_active_reqs
         self._initial_prefill_threshold = self.scheduler_config.long_prefill_token_threshold
-        self._times = IterationTimes()
+        self._times = IterationTimes(self.parallel_config.pipeline_parallel_size)
         self._steps: dict[int, tuple[float, int, int]] = {}
         """Steps that run: when each was scheduled, its prompt tokens, tokens of all blocks in use;
         by the identity of vLLM's object for it."""
@@ -177,11 +177,15 @@ class _RoleSchedulerBase(Scheduler):
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
         policy, lengths = self._scheduling.admission, _get_lengths(request)
         if policy is Admission.WITHIN_TPOT:
-            is_first = not self.running and not len(self.kv_holding_waiting)
-            if is_first or request.num_preemptions or _is_decoded_elsewhere(request):
+            if self._is_idle() or request.num_preemptions or _is_decoded_elsewhere(request):
                 return True
             return self._keeps_tpot(request)
         return self._admission.may_join(policy, free, lengths, self._iterate_decoding)
+
+    def _is_idle(self) -> bool:
+        """Whether nothing runs, and no KV is on its way of what will run."""
+        pulls = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return not self.running and all(r.status is not pulls for r in self.requests.values())
 
     def _keeps_tpot(self, request: Request) -> bool:
         decode_ms = self._times.predict_decode_ms(self._used_tokens + request.num_tokens)
@@ -225,13 +229,10 @@ class _RoleSchedulerBase(Scheduler):
         return int((pool.num_gpu_blocks - pool.get_num_free_blocks()) * self.block_size)
 
     def _count_prompts(self, output: SchedulerOutput) -> int:
-        """Prompt tokens of a step; a single one counts as an output token."""
-        counts = output.num_scheduled_tokens.items()
-        return sum(
-            count
-            for request_id, count in counts
-            if count > 1 and not self.requests[request_id].num_output_tokens
-        )
+        """Tokens of prompts, and of requests that are computed again, in a step; as few as a
+        decoding request may have count as such."""
+        fewest = 1 + self.num_spec_tokens
+        return sum(count for count in output.num_scheduled_tokens.values() if count > fewest)
 
     def _iterate_decoding(self) -> Iterator[RequestLengths]:
         return (_get_lengths(request) for request in self.running if not request.is_prefill_chunk)

@@ -250,10 +250,10 @@ def set_engine_model(completion: CompletionRequest, engine_model: str) -> Comple
 
 
 def set_targets(
-    completion: CompletionRequest, ttft_left_ms: float, tpot_ms: float
+    completion: CompletionRequest, ttft_left_ms: float | None, tpot_ms: float
 ) -> CompletionRequest:
-    """The request with its latency targets for engines (`policy.request_targets`); as it is, if its
-    `vllm_xargs` are not an object, which engines refuse."""
+    """The request with its latency targets for engines (`policy.request_targets`), None: it has its
+    first token; as it is, if its `vllm_xargs` are not an object, which engines refuse."""
     given = bytes(completion.fields.get(XARGS_KEY, b"{}")).strip()
     if given == b"null":
         given = b"{}"
@@ -261,7 +261,8 @@ def set_targets(
         return completion
     before = given[:-1].rstrip()
     comma = b"" if before == b"{" else b","
-    raw = b"%b%b%b%d,%b%d}" % (before, comma, _TTFT, ttft_left_ms, _TPOT, tpot_ms)
+    ttft = b"%b%.3f," % (_TTFT, ttft_left_ms) if ttft_left_ms is not None else b""
+    raw = b"%b%b%b%b%.3f}" % (before, comma, ttft, _TPOT, tpot_ms)
     return _replace_field(completion, XARGS_KEY, msgspec.Raw(raw))
 
 

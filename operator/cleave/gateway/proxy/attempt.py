@@ -86,12 +86,30 @@ class Attempt:
     pulls KV while it is computed (overlapped_prefill.py). Start it once; end it once it is over."""
 
     __slots__ = (
-        "_arrived_at", "_body_bytes", "_body_parts", "_buffered_bytes", "_call", "_completion",
-        "_content_offset", "_context", "_fields", "_handler", "_observer", "_overlapped_prefill",
+        "_arrived_at",
+        "_body_bytes",
+        "_body_parts",
+        "_buffered_bytes",
+        "_call",
+        "_completion",
+        "_content_offset",
+        "_context",
+        "_fields",
+        "_handler",
+        "_observer",
+        "_overlapped_prefill",
         "_path",
-        "_request_id", "_stream_start", "deadline", "instance_headers", "pick", "prefill",
+        "_request_id",
+        "_sends_targets",
+        "_stream_start",
+        "deadline",
+        "instance_headers",
+        "pick",
+        "prefill",
         "prompt_tokens",
-        "sent_at", "stall_detector", "streaming",
+        "sent_at",
+        "stall_detector",
+        "streaming",
     )  # fmt: skip
 
     def __init__(
@@ -104,17 +122,20 @@ class Attempt:
         fields: bytes = b"",
         observer: RequestObserver | None = None,
         arrived_at: float | None = None,
+        *,
+        sends_targets: bool = False,
     ) -> None:
         """`fields`: header lines to add to the requests to engines, which an observer replaces.
-        `arrived_at`: when the client's request arrived, by the context's clock; None: it has its
-        first token, so that it has no target for it."""
+        `sends_targets`: add latency targets; `arrived_at`: when the client's request arrived, by
+        the context's clock; None: it has its first token, and no target for it."""
         self._context = context
         self._handler = handler
         self._path = path
         if pick.engine_model:
             completion = set_engine_model(completion, pick.engine_model)
         self._completion = completion
-        self._arrived_at = arrived_at if context.config.sends_targets else None
+        self._arrived_at = arrived_at
+        self._sends_targets = sends_targets
         # A new id for each attempt: an engine may still have the previous one.
         self._request_id = context.make_request_id()
         self._fields = fields
@@ -261,12 +282,13 @@ class Attempt:
 
     def _with_targets(self, reserved_share: float = 0.0) -> CompletionRequest:
         """The request with what is left of its targets, less this share of the whole TTFT."""
-        arrived_at, context = self._arrived_at, self._context
-        if arrived_at is None:
+        if not self._sends_targets:
             return self._completion
-        ttft_ms, tpot_ms = context.config.ttft_slo_ms, context.config.tpot_slo_ms
-        left_ms = (1.0 - reserved_share) * ttft_ms - (context.clock() - arrived_at) * 1000
-        return set_targets(self._completion, left_ms, tpot_ms)
+        arrived_at, config, left_ms = self._arrived_at, self._context.config, None
+        if arrived_at is not None:
+            waited_ms = (self._context.clock() - arrived_at) * 1000
+            left_ms = (1.0 - reserved_share) * config.ttft_slo_ms - waited_ms
+        return set_targets(self._completion, left_ms, config.tpot_slo_ms)
 
     def _build_payload(self, pool: EnginePool, body: bytes) -> bytes:
         path, request_id, fields = self._path, self._request_id, pool.key_header + self._fields

@@ -365,10 +365,11 @@ class ProxiedRequest:
         observer = self._observer
         if observer is not None:
             observer.on_attempt(pick, self._recovery_mode)
-        has_target = self._relay is None and path in RESUMABLE_PATHS
-        arrived_at = self._started_at if has_target else None
+        arrived_at = self._started_at if self._relay is None else None
+        sends_targets = context.config.sends_targets and path in RESUMABLE_PATHS
         self._attempt = Attempt(
-            context, self, path, completion, pick, self._fields, observer, arrived_at
+            *(context, self, path, completion, pick, self._fields, observer, arrived_at),
+            sends_targets=sends_targets,
         )
         self._attempt.start()
 
