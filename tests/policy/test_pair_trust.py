@@ -20,6 +20,7 @@ from cleave.policy.pair_trust import (
     choose_prompt_tokens,
     compare_tokens,
     compute_due_rate,
+    find_block_bytes,
     is_slow,
 )
 from cleave.rpc.pull_counters import PullCounters
@@ -258,3 +259,19 @@ def test_a_prompt_is_neither_tiny_nor_longer_than_the_model_takes(
     for draw in (0.0, 0.5, 1.0):
         assert least <= choose_prompt_tokens(allowed_ms, 5.0, 0.2, limit, draw) <= most
     assert not math.isnan(choose_prompt_tokens(1.0, 0.0, 0.0, 100, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([], 0.0),
+        ([5.0], 0.0),
+        ([5.0, 10.0], 0.0),
+        ([10.0, 5.0, 5.1], 5.0),
+        ([5.0, 5.0, 2.5, 2.5], 5.0),
+        ([5.0, 10.0, 5.0, 7.0], 5.0),
+    ],
+    ids=str,
+)
+def test_the_measure_of_bytes_is_the_most_that_two_samples_agree_on(samples, expected) -> None:
+    assert find_block_bytes(samples) == expected

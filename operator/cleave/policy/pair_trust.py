@@ -11,8 +11,9 @@ token a clearly lower probability.
 import enum
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cleave.policy.kv_transfer_sample import MIN_BYTES_RATIO, TransferSample
 
@@ -116,6 +117,15 @@ class BytesVerdict(enum.Enum):
     UNCLEAR = "unclear"
     """There are enough bytes, and a failure that may be another handoff's."""
     MISSING = "missing"
+
+
+def find_block_bytes(samples: Iterable[float]) -> float:
+    """The bytes per block of handoffs to one engine: the most that two samples agree on; 0: none
+    do. A sample by itself may contain another handoff, whose bytes were counted before its tokens
+    were, or lack a part of its own."""
+    descending = sorted(samples, reverse=True)
+    agreed = (low for high, low in pairwise(descending) if low >= MIN_BYTES_RATIO * high)
+    return next(agreed, 0.0)
 
 
 def assess_bytes(sample: TransferSample, block_bytes: float) -> BytesVerdict:

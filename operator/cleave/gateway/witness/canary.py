@@ -7,9 +7,8 @@ prefix caches, or nothing would be transferred. What is hard: a handoff may hang
 engine that waits for it; which one it is shows a prompt of that engine's own.
 """
 
-import asyncio
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -36,9 +35,6 @@ _ALIVE_S = 5.0
 """For an engine with a hanging handoff to compute a few words of its own."""
 _ALIVE_CHARACTERS = 40
 _NUM_LOGPROBS = 5
-_SETTLE_S = 1.0
-"""By then another handoff whose bytes were counted has its first token, with which its prompt
-tokens are counted."""
 
 
 class BlurredCanaryError(RuntimeError):
@@ -123,18 +119,6 @@ async def run_canary(
     blocks = count_blocks(first.body)
     sample = TransferSample(num_tokens, blocks, first.ms, second.ms, before, after)
     return CanaryAnswer(sample, verdict)
-
-
-async def settle(context: GatewayContext, decode: Target, answer: CanaryAnswer) -> CanaryAnswer:
-    """The answer once handoffs of others that its bytes contain are counted, so that they do not
-    pass for its own. Raises BlurredCanaryError."""
-    await asyncio.sleep(_SETTLE_S)
-    try:
-        settled = await _fetch_counters(context, decode)
-    except EngineCallError as error:
-        raise BlurredCanaryError(f"an engine {error}") from error
-    after = replace(answer.sample.after, num_tokens=settled.num_tokens)
-    return replace(answer, sample=replace(answer.sample, after=after))
 
 
 def _read_handoff(prefill: Target, body: bytes, request_id: bytes) -> tuple[msgspec.Raw, int]:

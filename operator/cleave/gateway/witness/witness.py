@@ -23,7 +23,6 @@ from cleave.gateway.witness.canary import (
     EngineCosts,
     FaultyCanaryError,
     run_canary,
-    settle,
 )
 from cleave.gateway.witness.pair_recorder import PairKey, PairRecorder, SendProofs
 from cleave.policy import pair_trust
@@ -297,14 +296,9 @@ class Witness:
         pick = context.router.reserve(pair.prefill, pair.decode, tokens, 1)
         targets = pair.prefill.target, pair.decode.target
         try:
-            model = pair.prefill.registration.model
-            try:
-                answer = await run_canary(context, *targets, model, characters, self._random, costs)
-            finally:
-                context.router.release(pick)
-            if not self._block_bytes.get(pair.key[1]):
-                # All later canaries are compared with the first ones.
-                answer = await settle(context, targets[1], answer)
+            answer = await run_canary(
+                context, *targets, pair.prefill.registration.model, characters, self._random, costs
+            )
             self._assess(pair, answer, characters)
         except BlurredCanaryError as error:
             if pair.blur != str(error):
@@ -315,6 +309,7 @@ class Witness:
         except FaultyCanaryError as error:
             self._record_fault(pair, error.kind, str(error))
         finally:
+            context.router.release(pick)
             self._record_cost(targets[0].boot_id, "prefill", costs.prefill_ms, is_urgent)
             self._record_cost(targets[1].boot_id, "decode", costs.decode_ms, is_urgent)
 
@@ -339,8 +334,7 @@ class Witness:
             text = f"the first token after {sample.num_tokens:,} prompt tokens differs"
             raise FaultyCanaryError("tokens", text)
         known = self._block_bytes.setdefault(pair.key[1], deque(maxlen=9))
-        # Other handoffs that are taken for a canary's own only add bytes.
-        verdict = pair_trust.assess_bytes(sample, min(known, default=0.0))
+        verdict = pair_trust.assess_bytes(sample, pair_trust.find_block_bytes(known))
         if verdict is BytesVerdict.MISSING:
             raise FaultyCanaryError("bytes", _describe_missing(sample))
         if verdict is not BytesVerdict.MOVED:
