@@ -207,7 +207,7 @@ class _RoleSchedulerBase(Scheduler):
             return 0.0
         manager = self.kv_cache_manager
         if manager.prefix_cache_lookup_enabled(request):
-            # Without vLLM's own function, which may tell listeners of the blocks.
+            # Without the function around it, which may report the blocks as events.
             hit = manager.coordinator.find_longest_cache_hit(request.block_hashes, tokens - 1)
             tokens -= hit[1]
         return self._times.predict_prompt_ms(tokens, self.max_num_scheduled_tokens)
