@@ -68,13 +68,14 @@ class Policy:
 
 SHORTEST_WAIT = Policy("shortest wait", DispatchPolicy.SHORTEST_WAIT)
 COST = Policy("least cost (PrefixAware)", DispatchPolicy.PREFIX_AWARE, CacheView.SENT)
+SEEN = Policy("least cost, caches seen", DispatchPolicy.PREFIX_AWARE, CacheView.CACHED)
 COMPARED = (
     Policy("random", DispatchPolicy.RANDOM),
     SHORTEST_WAIT,
     Policy("session pinned", DispatchPolicy.SHORTEST_WAIT, is_foreign=True),
     Policy("radix tree (sglang)", DispatchPolicy.LEAST_REQUESTS, is_foreign=True),
     COST,
-    Policy("least cost, caches seen", DispatchPolicy.PREFIX_AWARE, CacheView.CACHED),
+    SEEN,
 )
 
 
@@ -165,7 +166,7 @@ def list_fleets(
 def compare(name: str, fleet: SimulatedFleet, traffic: Traffic) -> list[Row]:
     """A row for each policy."""
     build, targets = functools.lru_cache(traffic.build), traffic.targets
-    served = {each: _build_server(each, fleet, build) for each in COMPARED}
+    served = {each: build_server(each, fleet, build) for each in COMPARED}
     goodputs = {policy: find_goodput(serve, targets) for policy, serve in served.items()}
     base = goodputs[SHORTEST_WAIT] or goodputs[COST]
     plain = [_measure_ttft(served[SHORTEST_WAIT](load * base)) for load in LOADS]
@@ -209,9 +210,10 @@ def compute_least_share(trace: Trace) -> float:
     return float(np.minimum(left, blocks.block_tokens)[first].sum() / trace.prompt_tokens.sum())
 
 
-def _build_server(
+def build_server(
     policy: Policy, fleet: SimulatedFleet, build: Callable[[float], Trace]
 ) -> Callable[[float], SimulationResult]:
+    """Serves the traffic at a rate."""
     prepared = run.prepare_fleet(replace(fleet, dispatch=policy.dispatch, cache_view=policy.view))
 
     def serve(rate: float) -> SimulationResult:

@@ -1,7 +1,7 @@
 """Dispatch policies compared: queueing delay, goodput per GPU, Aladdin's savings, cost of a pick.
 
 `python benchmarks/dispatch/run.py [queues|gateways|processes|goodput|best-fit|savings|colocated|
-moves|adapters|cost|pairs|caches ...]`; without names all of them, about half an hour on one core.
+moves|adapters|cost|pairs|caches|views ...]`; without names all of them, an hour on one core.
 `--quick`: does all of it work? Quote none of its figures.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import adapters
+import cache_views
 import caches
 import colocated_savings
 import cost
@@ -386,6 +387,27 @@ def cached(console: Console, quick: bool) -> Rows:
     return rows
 
 
+def viewed(console: Console, quick: bool) -> Rows:
+    """What seeing all caches would bring."""
+    one = worker("llama-2-70b", "H100-SXM-80GB", 4)
+    table = _table("instances", "scheduling", "sent", "seen", "ratio", "difference", "error")
+    rows: Rows = []
+    for count, draws in ((4, 2),) if quick else ((4, 40), (8, 20), (16, 10)):
+        for row in cache_views.compare_views(one, count, draws):
+            table.add_row(
+                row.fleet,
+                row.scheduling,
+                f"{row.sent:.2f}",
+                f"{row.seen:.2f}",
+                f"{row.sent / row.seen:.3f}" if row.seen else "-",
+                f"{row.difference:+.3f}",
+                f"{row.error:.3f}",
+            )
+            rows.append(asdict(row))
+    _print(console, f"{one.name}; agent sessions: goodput, req/s; attainment", table)
+    return rows
+
+
 SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "queues": queues,
     "gateways": gateways,
@@ -399,6 +421,7 @@ SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "cost": costs,
     "pairs": pair_costs,
     "caches": cached,
+    "views": viewed,
 }
 
 

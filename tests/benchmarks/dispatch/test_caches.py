@@ -17,7 +17,7 @@ def choose(name: str, trace: Trace, is_split: bool = False) -> list[int]:
     (policy,) = (each for each in caches.COMPARED if each.name == name)
     pool = (SimulatedPool(build_engine(4_000), 3),)
     fleet = SimulatedFleet(prefill=pool, decode=pool) if is_split else SimulatedFleet(mixed=pool)
-    chosen = caches._build_server(policy, fleet, lambda _: trace)(trace.rate).prefill_instance
+    chosen = caches.build_server(policy, fleet, lambda _: trace)(trace.rate).prefill_instance
     return [int(each) for each in chosen]
 
 

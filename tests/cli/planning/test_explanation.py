@@ -1,6 +1,7 @@
 """What `cleave plan --explain` says of a loss."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -9,6 +10,7 @@ from cleave.api.deployment import Slo
 from cleave.cli.planning.explanation import print_explanation
 from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, PlanningResult, PlanVerdict, Prediction
+from cleave.planner.problem import Policies
 from cleave.planner.scaling_law import growth
 from cleave.planner.scaling_law.aladdin import ScalingError
 from cleave.planner.search.candidate_placement import to_planned_pools
@@ -16,10 +18,11 @@ from cleave.planner.search.candidate_placement import to_planned_pools
 from tests.support.known_problems import Kind, chat, nodes, of_size, problem, split
 
 
-def explained(gpu: str, prompt: float = 1.0) -> str:
+def explained(gpu: str = "A100-SXM-80GB", prompt: float = 1.0) -> str:
     kinds = ((gpu, Kind(prompt)),)
     supplies = (nodes(gpu=gpu),)
-    question = problem(chat(8.0), Slo(ttft_ms=1000, tpot_ms=60), supplies=supplies, kinds=kinds)
+    slo, policies = Slo(ttft_ms=1000, tpot_ms=60), Policies()
+    question = problem(chat(8.0), slo, policies=policies, supplies=supplies, kinds=kinds)
     single = of_size(question)
     tpot = Percentiles(30.0, 30.0, 30.0)
     trust = Confidence(LatencySource.FITTED, "DistServe's coefficients", None)
@@ -53,6 +56,19 @@ def test_a_loss_is_reported_with_recomputation_and_checkpoint_costs() -> None:
 def test_checkpoints_never_pay_where_computing_is_faster() -> None:
     page = explained("A100-SXM-80GB", prompt=1e-6)
     assert "they never save GPU time: computing is as fast" in page
+
+
+def test_the_worth_of_engines_that_keep_targets_is_reported() -> None:
+    # Two prefill instances limit this plan: they compute no faster.
+    served, overload = re.findall(
+        r"^(?:targets)? +(with engine.*|at .*)$", explained(), re.MULTILINE
+    )
+    assert re.search(r"these instances serve as much \([\d.]+ req/s\) in time", served)
+    shares = re.match(
+        r"at [\d.]+ req/s, ([\d.]+) % instead of ([\d.]+) % of the requests", overload
+    )
+    kept, own = map(float, shares.groups())
+    assert kept > own
 
 
 def test_losses_are_not_reported_for_unknown_gpus() -> None:

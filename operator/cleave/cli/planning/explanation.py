@@ -9,6 +9,7 @@ from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
 from cleave.planner.result.md1 import QueueingError, compute_mean_ttft_ms
 from cleave.planner.result.recovery_cost import compare_checkpoints
+from cleave.planner.result.targets_worth import OVERLOAD, measure_worth_of_targets
 from cleave.planner.result.text import (
     describe_trust,
     format_ms,
@@ -88,6 +89,7 @@ def _describe_result(problem: Problem, result: PlanningResult) -> Iterator[Fact]
         yield from _describe_engines(plan)
         yield from _describe_queueing(problem, plan)
         yield from _describe_scaling_law(problem, plan)
+        yield from _describe_targets(problem, plan)
         yield from _describe_recovery(problem, plan)
 
 
@@ -144,6 +146,21 @@ def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
         yield "", f"does not apply below {lowest}, where minutes differ too much"
     else:
         yield "", f"applies above {lowest}, where minutes are alike"
+
+
+def _describe_targets(problem: Problem, plan: Plan) -> Iterator[Fact]:
+    """What the same instances would serve if their engines kept targets."""
+    worth = measure_worth_of_targets(problem, plan)
+    if worth is None:
+        return
+    setting = "engine.scheduling {order: InTimeFirst, admission: WithinTpot}"
+    kept, own = (format_number(rate) for rate in (worth.goodput_kept, worth.goodput))
+    served = f"{kept} instead of {own} req/s" if kept != own else f"as much ({own} req/s)"
+    yield "targets", f"with {setting} these instances serve {served} in time"
+    rate = format_number(OVERLOAD * worth.goodput)
+    in_time = format_percent(worth.overload_attainment_kept)
+    instead = format_percent(worth.overload_attainment)
+    yield "", f"at {rate} req/s, {in_time} instead of {instead} of the requests (short simulations)"
 
 
 def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
