@@ -38,7 +38,7 @@ class ViewRow:
     difference: float
     """Attainment at the rate `sent`: PrefixAware's less the other's."""
     error: float
-    """Standard error of `difference`, over the draws."""
+    """Standard error of `difference`, over the draws, which also chose the rate."""
 
 
 def compare_views(worker: Worker, count: int, draws: int) -> Iterator[ViewRow]:
@@ -55,7 +55,7 @@ def compare_views(worker: Worker, count: int, draws: int) -> Iterator[ViewRow]:
                 for of in (sent, seen)
             ]
             gaps = sent(rates[0]) - seen(rates[0])
-            error = float(gaps.std() / draws**0.5)
+            error = float(gaps.std(ddof=1) / draws**0.5)
             yield ViewRow(name, scheduling, rates[0], rates[1], float(gaps.mean()), error)
 
 

@@ -137,7 +137,9 @@ class Instance:
         timing, target = self.engine.timing, self.engine.tpot_ms
         contexts = ((self.total - self.free) * self.size + request.todo) / timing.stages
         ms = decode = timing.predict_decode_ms(len(slot.members) + 1, contexts)
-        if ms > (LATE_TPOT_SHARE if request in self.late else TPOT_SHARE) * target:
+        alone = timing.predict_decode_ms(1, request.todo / timing.stages)
+        room = max(target - alone, 0.0)
+        if ms > alone + (LATE_TPOT_SHARE if request in self.late else TPOT_SHARE) * room:
             return False
         if request.remote:
             return True
@@ -145,8 +147,9 @@ class Instance:
         for member in slot.members:
             begun = member.first_token if member.first_token <= now else now
             gain = member.predict_remaining(self.total * self.size)
-            gain *= RECOVERY_SHARE * (TPOT_SHARE * target - decode)
-            slack = TPOT_SHARE * target * member.generated - (now - begun) + gain
+            limit = alone + TPOT_SHARE * room
+            gain *= RECOVERY_SHARE * (limit - decode)
+            slack = limit * member.generated - (now - begun) + gain
             if slack < ms and slack >= -GIVEN_UP_TOKENS * target:
                 return False
         return True

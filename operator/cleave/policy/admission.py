@@ -33,8 +33,9 @@ class Admission(IntEnum):
 
 
 TPOT_SHARE = 0.95
-"""Share of the TPOT target that WITHIN_TPOT fills: contexts grow after requests have joined."""
-LATE_TPOT_SHARE = 0.8
+"""Share of the time between an iteration of one request alone and the TPOT target that WITHIN_TPOT
+fills: contexts grow after requests have joined."""
+LATE_TPOT_SHARE = 0.75
 """The same for requests that are late (`prompt_order.is_late`): the rest is for those that come and
 can still be in time."""
 RECOVERY_SHARE = 0.2
@@ -69,23 +70,26 @@ def may_join(
     return used_tokens <= free
 
 
-def keeps_tpot(iteration_ms: float, tpot_ms: float, late: bool) -> bool:
-    """Whether a decode batch still meets its target when its iterations take `iteration_ms`, with
-    the request that is to join (WITHIN_TPOT); `late`: it has missed its TTFT target."""
-    return iteration_ms <= (LATE_TPOT_SHARE if late else TPOT_SHARE) * tpot_ms
+def limit_decode_ms(alone_ms: float, tpot_ms: float, late: bool) -> float:
+    """Longest iteration that a decode batch may have with a request that joins it (WITHIN_TPOT).
+
+    `alone_ms`: of an iteration of this request only. A share of the target itself would leave an
+    engine next to nothing where that takes most of it. `late`: it has missed its TTFT target.
+    """
+    share = LATE_TPOT_SHARE if late else TPOT_SHARE
+    return alone_ms + share * max(tpot_ms - alone_ms, 0.0)
 
 
 def compute_slack_ms(
-    generated: float, remaining: float, decoding_ms: float, decode_ms: float, tpot_ms: float
+    generated: float, remaining: float, decoding_ms: float, decode_ms: float, limit_ms: float
 ) -> float:
     """ms that a prompt may take from a decoding request without making it miss its TPOT target.
 
     `generated`, `remaining`: its output tokens so far and those predicted; `decoding_ms`: since its
-    first token; `decode_ms`: of an iteration without prompts.
+    first token; `decode_ms`: of an iteration without prompts; `limit_ms`: from `limit_decode_ms`.
     """
-    target_ms = TPOT_SHARE * tpot_ms
-    gain_ms = RECOVERY_SHARE * remaining * (target_ms - decode_ms)
-    return target_ms * generated - decoding_ms + gain_ms
+    gain_ms = RECOVERY_SHARE * remaining * (limit_ms - decode_ms)
+    return limit_ms * generated - decoding_ms + gain_ms
 
 
 def allows_prompt(slack_ms: float, prompt_ms: float, tpot_ms: float) -> bool:

@@ -16,7 +16,7 @@ from cleave.policy.admission import (
     allows_prompt,
     compute_slack_ms,
     find_peak,
-    keeps_tpot,
+    limit_decode_ms,
     may_join,
 )
 from cleave.policy.output_length import estimate_remaining
@@ -438,12 +438,14 @@ def _keeps_tpot(state: State, i: int, s: int, r: int) -> bool:
     decode_ms = predict_decode_ms(state, inst, slot.batch + 1, contexts)
     # The first one that waits is late only if all are.
     is_late = 0 < inst.late == get_queue(state, i).size
-    if not keeps_tpot(decode_ms, inst.tpot_ms, is_late):
+    alone_ms = predict_decode_ms(state, inst, 1, new.prompt + new.generated)
+    if decode_ms > limit_decode_ms(alone_ms, inst.tpot_ms, is_late):
         return False
     prompt_ms = predict_prompt_ms(state, i, r)
     if prompt_ms == 0.0:
         return True
     prompt_ms += decode_ms
+    limit_ms = limit_decode_ms(alone_ms, inst.tpot_ms, False)
     for index in range(slot.batch):
         member_row = get_heap_key(state, s * state.heap_size + index).value & _ROW
         member = get_request(state, member_row)
@@ -451,7 +453,7 @@ def _keeps_tpot(state: State, i: int, s: int, r: int) -> bool:
         # 0 on its way to its first token, which it has when the present iteration ends.
         since = state.now - member.first_token if member.first_token <= state.now else 0.0
         remaining = _predict_remaining(inst, member_row, state, generated)
-        slack_ms = compute_slack_ms(generated, remaining, since, decode_ms, inst.tpot_ms)
+        slack_ms = compute_slack_ms(generated, remaining, since, decode_ms, limit_ms)
         if not allows_prompt(slack_ms, prompt_ms, inst.tpot_ms):
             return False
     return True

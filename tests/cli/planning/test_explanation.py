@@ -1,16 +1,17 @@
 """What `cleave plan --explain` says of a loss."""
 
 import io
-import re
 
 import pytest
 from rich.console import Console
 
 from cleave.api.deployment import Slo
+from cleave.cli.planning import explanation
 from cleave.cli.planning.explanation import print_explanation
 from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, PlanningResult, PlanVerdict, Prediction
 from cleave.planner.problem import Policies
+from cleave.planner.result.targets_worth import TargetsWorth
 from cleave.planner.scaling_law import growth
 from cleave.planner.scaling_law.aladdin import ScalingError
 from cleave.planner.search.candidate_placement import to_planned_pools
@@ -58,17 +59,27 @@ def test_checkpoints_never_pay_where_computing_is_faster() -> None:
     assert "they never save GPU time: computing is as fast" in page
 
 
-def test_the_worth_of_engines_that_keep_targets_is_reported() -> None:
-    # Two prefill instances limit this plan: they compute no faster.
-    served, overload = re.findall(
-        r"^(?:targets)? +(with engine.*|at .*)$", explained(), re.MULTILINE
-    )
-    assert re.search(r"these instances serve as much \([\d.]+ req/s\) in time", served)
-    shares = re.match(
-        r"at [\d.]+ req/s, ([\d.]+) % instead of ([\d.]+) % of the requests", overload
-    )
-    kept, own = map(float, shares.groups())
-    assert kept > own
+def read_worth(monkeypatch, goodput: float) -> list[str]:
+    """What is said of engines that keep targets where the plan serves 8 req/s."""
+    worth = TargetsWorth(goodput, (0.9 * goodput, 1.1 * goodput), 0.8, 0.1)
+    monkeypatch.setattr(explanation, "measure_worth_of_targets", lambda *_: worth)
+    lines = explained().splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("targets"))
+    return [line.strip() for line in lines[at : at + 2]]
+
+
+@pytest.mark.parametrize(
+    ("goodput", "expected"),
+    [
+        (12.0, "serve 12.0 instead of 8.00 req/s within"),
+        (4.0, "serve less: 4.00 instead of 8.00 req/s within"),
+        (8.5, "serve about as much (8.50 req/s) within"),
+    ],
+)
+def test_the_worth_of_engines_that_keep_targets_is_reported(monkeypatch, goodput, expected) -> None:
+    served, overload = read_worth(monkeypatch, goodput)
+    assert expected in served
+    assert overload.startswith("at 12.0 req/s, 80 % instead of 10 % of the requests")
 
 
 def test_losses_are_not_reported_for_unknown_gpus() -> None:

@@ -47,23 +47,34 @@ def test_an_empty_engine_admits_a_request_that_fits_alone_after_any_history(
     assert admitting.may_join(admission, prompt + generated + more - 1, request, list)
 
 
+ALONE = 10.0
+"""ms of an iteration of one request; of the 40 ms to a target of 50, 38 are filled."""
+
+
 def test_decode_iterations_stay_within_the_target() -> None:
     admitting = EngineAdmission()
-    assert admitting.keeps_tpot(47.0, 0.0, 50.0, False, [])
-    assert not admitting.keeps_tpot(48.0, 0.0, 50.0, False, [])
-    assert admitting.keeps_tpot(39.0, 0.0, 50.0, True, [])
-    assert not admitting.keeps_tpot(41.0, 0.0, 50.0, True, []), "room for those in time"
-    assert admitting.keeps_tpot(0.0, 0.0, 50.0, False, []), "nothing is known yet"
+    assert admitting.keeps_tpot(47.0, ALONE, 0.0, 50.0, False, [])
+    assert not admitting.keeps_tpot(49.0, ALONE, 0.0, 50.0, False, [])
+    assert admitting.keeps_tpot(39.0, ALONE, 0.0, 50.0, True, [])
+    assert not admitting.keeps_tpot(41.0, ALONE, 0.0, 50.0, True, []), "room for those in time"
+    assert admitting.keeps_tpot(0.0, 0.0, 0.0, 50.0, False, []), "nothing is known yet"
+
+
+def test_late_requests_join_where_an_iteration_alone_takes_most_of_the_target() -> None:
+    admitting = EngineAdmission()
+    assert admitting.keeps_tpot(47.0, 42.0, 0.0, 50.0, True, [])
+    assert not admitting.keeps_tpot(49.0, 42.0, 0.0, 50.0, True, [])
+    assert not admitting.keeps_tpot(62.0, 60.0, 0.0, 50.0, False, []), "not to be met at all"
 
 
 def test_a_prompt_waits_until_decoding_requests_have_saved_its_time() -> None:
     admitting = EngineAdmission()
 
     def joins(generated: int, prompt_ms: float = 300.0) -> bool:
-        # Iterations of 20 ms, where 47.5 ms are allowed; the last token of 100.
+        # Iterations of 20 ms, where 48 ms are allowed; the last token of 100.
         lengths = RequestLengths(50, generated, generated + 1)
         decoding = [(lengths, 20.0 * (generated - 1))]
-        return admitting.keeps_tpot(20.0, prompt_ms, 50.0, False, decoding)
+        return admitting.keeps_tpot(20.0, ALONE, prompt_ms, 50.0, False, decoding)
 
     assert not joins(generated=9)
     assert joins(generated=10)
@@ -72,12 +83,17 @@ def test_a_prompt_waits_until_decoding_requests_have_saved_its_time() -> None:
 
 def test_a_request_that_can_still_make_up_for_it_lets_a_prompt_in() -> None:
     admitting, early = EngineAdmission(), RequestLengths(50, 1, 101)
-    # A fifth of 100 times 27.5 ms.
-    assert admitting.keeps_tpot(20.0, 550.0, 50.0, False, [(early, 0.0)])
-    assert not admitting.keeps_tpot(20.0, 600.0, 50.0, False, [(early, 0.0)])
+    # A fifth of 100 times 28 ms.
+    assert admitting.keeps_tpot(20.0, ALONE, 550.0, 50.0, False, [(early, 0.0)])
+    assert not admitting.keeps_tpot(20.0, ALONE, 620.0, 50.0, False, [(early, 0.0)])
 
 
 def test_a_request_that_has_lost_its_target_delays_no_prompt() -> None:
     admitting, lost = EngineAdmission(), RequestLengths(50, 99, 100)
-    assert not admitting.keeps_tpot(20.0, 300.0, 50.0, False, [(lost, 47.5 * 99 + 400.0)])
-    assert admitting.keeps_tpot(20.0, 300.0, 50.0, False, [(lost, 47.5 * 99 + 600.0)])
+
+    def joins(behind_ms: float) -> bool:
+        decoding = [(lost, 48.0 * 99 + behind_ms)]
+        return admitting.keeps_tpot(20.0, ALONE, 300.0, 50.0, False, decoding)
+
+    assert not joins(behind_ms=400.0)
+    assert joins(behind_ms=600.0)

@@ -319,7 +319,9 @@ class EmulatedScheduler:
         return self._admission.may_join(rule, free, _get_lengths(sequence), self._iterate_decoding)
 
     def _keeps_tpot(self, sequence: Sequence) -> bool:
-        decode_ms = self._times.predict_decode_ms(self._used_tokens + len(sequence.tokens))
+        own, times = len(sequence.tokens), self._times
+        decode_ms = times.predict_decode_ms(self._used_tokens + own)
+        alone_ms = times.predict_decode_ms(own)
         prompt_ms, now = self._predict_prompt_ms(sequence), self._clock()
         decoding = (
             (_get_lengths(each), (now - each.first_token_at) * 1000)
@@ -327,7 +329,7 @@ class EmulatedScheduler:
             if each.first_token_at
         )
         tpot_ms, late = sequence.request.targets.tpot_ms, self._window.is_deferred(sequence)
-        return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, late, decoding)
+        return self._admission.keeps_tpot(decode_ms, alone_ms, prompt_ms, tpot_ms, late, decoding)
 
     def _predict_prompt_ms(self, sequence: Sequence) -> float:
         """ms for what is not cached here; 0 if it comes from elsewhere, or a part of it that is not

@@ -13,7 +13,7 @@ from cleave.policy.admission import (
     Admission,
     allows_prompt,
     compute_slack_ms,
-    keeps_tpot,
+    limit_decode_ms,
     may_join,
 )
 from cleave.policy.output_length import ConditionalMean, LengthPredictor, estimate_remaining
@@ -61,6 +61,7 @@ class EngineAdmission:
     def keeps_tpot(
         self,
         decode_ms: float,
+        alone_ms: float,
         prompt_ms: float,
         tpot_ms: float,
         late: bool,
@@ -68,18 +69,20 @@ class EngineAdmission:
     ) -> bool:
         """Return whether a request may join `decoding` so that all meet `tpot_ms` (WITHIN_TPOT).
 
-        `decode_ms`: of an iteration with it, without prompts; `prompt_ms`: of its prompt and the
-        decoding requests beside it, 0 if it is computed elsewhere; both 0 if not known yet.
+        `decode_ms`: of an iteration with it, without prompts; `alone_ms`: of one of it alone;
+        `prompt_ms`: of its prompt and the decoding requests beside it, 0 if it is computed
+        elsewhere; all 0 if not known yet.
         `late`: it has missed its TTFT target. `decoding`: each with ms since its first token, those
         with the least slack first.
         """
-        if not keeps_tpot(decode_ms, tpot_ms, late):
+        if decode_ms > limit_decode_ms(alone_ms, tpot_ms, late):
             return False
         if not prompt_ms:
             return True
+        limit_ms = limit_decode_ms(alone_ms, tpot_ms, False)
         for lengths, decoding_ms in decoding:
             generated, remaining = lengths.generated, self._predict_remaining(lengths)
-            slack = compute_slack_ms(generated, remaining, decoding_ms, decode_ms, tpot_ms)
+            slack = compute_slack_ms(generated, remaining, decoding_ms, decode_ms, limit_ms)
             if not allows_prompt(slack, prompt_ms, tpot_ms):
                 return False
         return True

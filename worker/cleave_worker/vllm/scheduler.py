@@ -188,7 +188,9 @@ class _RoleSchedulerBase(Scheduler):
         return not self.running and all(r.status is not pulls for r in self.requests.values())
 
     def _keeps_tpot(self, request: Request) -> bool:
-        decode_ms = self._times.predict_decode_ms(self._used_tokens + request.num_tokens)
+        own, times = request.num_tokens, self._times
+        decode_ms = times.predict_decode_ms(self._used_tokens + own)
+        alone_ms = times.predict_decode_ms(own)
         prompt_ms = self._predict_prompt_ms(request)
         now, started = time.monotonic(), self._first_tokens
         decoding = (
@@ -197,7 +199,7 @@ class _RoleSchedulerBase(Scheduler):
             if each.request_id in started
         )
         tpot_ms, late = _get_targets(request).tpot_ms, self.waiting.window.is_deferred(request)
-        return self._admission.keeps_tpot(decode_ms, prompt_ms, tpot_ms, late, decoding)
+        return self._admission.keeps_tpot(decode_ms, alone_ms, prompt_ms, tpot_ms, late, decoding)
 
     def _predict_prompt_ms(self, request: Request) -> float:
         """ms for what is not cached here; 0 if it comes from elsewhere, or a part of it that is not

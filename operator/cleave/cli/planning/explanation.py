@@ -153,14 +153,18 @@ def _describe_targets(problem: Problem, plan: Plan) -> Iterator[Fact]:
     worth = measure_worth_of_targets(problem, plan)
     if worth is None:
         return
+    own, (least, most) = plan.prediction, plan.prediction.goodput_interval
+    low, high = worth.goodput_interval
+    served = f"{format_number(worth.goodput)} instead of {format_number(own.goodput)} req/s"
+    if high < least:
+        served = f"less: {served}"
+    elif low <= most:
+        served = f"about as much ({format_number(worth.goodput)} req/s)"
     setting = "engine.scheduling {order: InTimeFirst, admission: WithinTpot}"
-    kept, own = (format_number(rate) for rate in (worth.goodput_kept, worth.goodput))
-    served = f"{kept} instead of {own} req/s" if kept != own else f"as much ({own} req/s)"
-    yield "targets", f"with {setting} these instances serve {served} in time"
-    rate = format_number(OVERLOAD * worth.goodput)
-    in_time = format_percent(worth.overload_attainment_kept)
-    instead = format_percent(worth.overload_attainment)
-    yield "", f"at {rate} req/s, {in_time} instead of {instead} of the requests (short simulations)"
+    yield "targets", f"with {setting} these instances serve {served} within the SLO"
+    rate = format_number(OVERLOAD * own.goodput)
+    kept, lost = map(format_percent, (worth.overload_attainment, worth.own_overload_attainment))
+    yield "", f"at {rate} req/s, {kept} instead of {lost} of the requests, and the others wait long"
 
 
 def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
