@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import caches
 import numpy as np
 from fleets import Worker
-from goodput import bisect
+from goodput import Targets, bisect
 from numpy.typing import NDArray
 
 from cleave.simulator.fleet import Admission, PrefillOrder, SimulatedFleet, SimulatedPool
@@ -49,7 +49,9 @@ def compare_views(worker: Worker, count: int, draws: int) -> Iterator[ViewRow]:
     for name, fleet in caches.list_fleets(worker, count, traffics[0].decode_share):
         for scheduling, keeps in KEEPS_TARGETS.items():
             own = keep_targets(fleet, targets.ttft_ms, targets.tpot_ms) if keeps else fleet
-            sent, seen = (_build_attain(each, own, builds) for each in (caches.COST, caches.SEEN))
+            sent, seen = (
+                _build_attain(each, own, targets, builds) for each in (caches.COST, caches.SEEN)
+            )
             rates = [
                 bisect(lambda rate, of=of: of(rate).mean() >= targets.attainment)  # type: ignore[misc]
                 for of in (sent, seen)
@@ -88,10 +90,10 @@ def keep_targets(fleet: SimulatedFleet, ttft_ms: float, tpot_ms: float) -> Simul
 def _build_attain(
     policy: caches.Policy,
     fleet: SimulatedFleet,
+    targets: Targets,
     builds: list[Callable[[float], caches.Trace]],
 ) -> Callable[[float], NDArray[np.float64]]:
     """Attainment of each draw, by rate."""
-    targets = caches.draw_agents(1).targets
     servers = [caches.build_server(policy, fleet, build) for build in builds]
 
     @functools.cache

@@ -2,7 +2,7 @@
 
 For `cleave plan --explain`; the plan itself is for the engines that the deployment configures. What
 is hard: near its goodput a fleet falls behind slowly, so only trials as long as those of the plan
-tell whether it keeps up.
+show whether it keeps up.
 """
 
 from dataclasses import dataclass, replace
