@@ -59,9 +59,13 @@ def count_restarts(pods: dict[str, Manifest], name: str) -> int:
 def test_an_instance_over_two_nodes_is_one_to_the_operator(pool: Cluster, namespace: str) -> None:
     first, further = sorted(find_ready(pool, namespace))
     assert further == f"{first}-1"
-    found = pool.get("ipool", "wide-mixed", namespace)
-    assert found is not None
-    assert (found["status"]["replicas"], found["status"]["ready"]) == (1, 1)
+
+    def is_one_ready() -> bool:
+        found = pool.get("ipool", "wide-mixed", namespace)
+        assert found is not None
+        return (found["status"]["replicas"], found["status"]["ready"]) == (1, 1)
+
+    wait_until(is_one_ready, READY_S, "the status counts one instance, which is ready")
     (agents,) = (
         each
         for each in pool.list("endpointslices", namespace)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -318,24 +319,18 @@ def test_agents_answer_callers_with_a_token_of_their_deployment_only(
     assert chat.ask() == ""
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
+def test_what_protects_a_deployment_comes_back_when_it_is_deleted_or_opened(chat: Chat) -> None:
+    for kind, name in (
         ("networkpolicy", "chat-workers"),
         ("networkpolicy", "chat-gateway"),
         ("rolebinding", "chat-discovery"),
         ("serviceaccount", "chat-discovery"),
         ("serviceaccount", "chat-workers"),
-    ],
-)
-def test_what_protects_a_deployment_comes_back_when_it_is_deleted(
-    chat: Chat, kind: str, name: str
-) -> None:
-    chat.cluster.kubectl("delete", kind, name, "-n", chat.namespace)
-    wait_until(lambda: chat.cluster.get(kind, name, chat.namespace), 20, "it is there again")
+    ):
+        chat.cluster.kubectl("delete", kind, name, "-n", chat.namespace)
+        find = partial(chat.cluster.get, kind, name, chat.namespace)
+        wait_until(find, 20, f"{kind} {name} is there again")
 
-
-def test_a_policy_that_was_opened_by_hand_is_closed_again(chat: Chat) -> None:
     edit = '[{"op": "replace", "path": "/spec/ingress", "value": [{}]}]'
     policy = ("networkpolicy", "chat-workers", "-n", chat.namespace)
     chat.cluster.kubectl("patch", *policy, "--type=json", "-p", edit)

@@ -4,7 +4,8 @@ import concurrent.futures
 import json
 import os
 import signal
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -20,6 +21,7 @@ from e2e.support.vllm_prompts import metric
 
 TIMEOUT_S = 120
 STREAMS = 12
+MOST_STREAMS = 48
 VICTIM = "ranks-decode-0.rank-1"
 NAMES = [
     *(f"ranks-prefill-0.rank-{rank}" for rank in range(2)),
@@ -130,18 +132,31 @@ def find_engine(wide: SpreadRanks, name: str) -> int:
     raise AssertionError(f"no engine of {name}")
 
 
+def start_streams(
+    pool: concurrent.futures.ThreadPoolExecutor, wide: SpreadRanks, urls: Sequence[str]
+) -> dict[str, concurrent.futures.Future[str]]:
+    """Streams by prompt, started one by one until all engines at `urls` decode. No prompt repeats,
+    as all others might go where theirs is cached."""
+    streams: dict[str, concurrent.futures.Future[str]] = {}
+
+    def do_all_decode() -> bool:
+        prompt = f"question {uuid.uuid4()} " * 20
+        streams[prompt] = pool.submit(ask, wide, prompt)
+        return all(metric(url, "vllm:num_requests_running") > 0 for url in urls)
+
+    until(do_all_decode, TIMEOUT_S, "these engines decode")
+    return streams
+
+
 def test_streams_go_on_when_a_rank_on_another_node_dies(wide: SpreadRanks) -> None:
-    prompts = [f"question {number} " * 20 for number in range(STREAMS)]
     victim = "wide-mixed-0.rank-1"
     before = list_boots(wide)
     assert {*before} == {f"wide-mixed-{n}.rank-{rank}" for n in range(2) for rank in range(2)}
-    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
-        expected = [*pool.map(partial(ask, wide), prompts)]
-        streams = [pool.submit(ask, wide, prompt) for prompt in prompts]
-        url = wide.instances()[victim].engine_url
-        until(lambda: metric(url, "vllm:num_requests_running") > 0, TIMEOUT_S, "it decodes")
+    with concurrent.futures.ThreadPoolExecutor(MOST_STREAMS) as pool:
+        streams = start_streams(pool, wide, [wide.instances()[victim].engine_url])
         os.kill(find_engine(wide, victim), signal.SIGKILL)
-        assert [each.result(2 * TIMEOUT_S) for each in streams] == expected
+        found = [each.result(2 * TIMEOUT_S) for each in streams.values()]
+        assert found == [*pool.map(partial(ask, wide), streams)], "as without the fault"
     until(lambda: wide.are_verified(4), TIMEOUT_S, "all ranks are ready again")
     now = list_boots(wide)
     changed = {name for name in now if now[name] != before[name]}
@@ -160,20 +175,13 @@ def test_all_ranks_on_both_nodes_change_their_role(wide: SpreadRanks) -> None:
 
 
 def test_the_deletion_of_one_pod_drains_its_instance_on_both_nodes(wide: SpreadRanks) -> None:
-    prompts = [f"last {number} " * 20 for number in range(STREAMS)]
-    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
-        expected = [*pool.map(partial(ask, wide), prompts)]
-        streams = [pool.submit(ask, wide, prompt) for prompt in prompts]
-        names = [f"wide-mixed-1.rank-{rank}" for rank in range(2)]
-        urls = [wide.instances()[name].engine_url for name in names]
-        until(
-            lambda: all(metric(url, "vllm:num_requests_running") > 0 for url in urls),
-            TIMEOUT_S,
-            "both ranks decode",
-        )
+    urls = [wide.instances()[f"wide-mixed-1.rank-{rank}"].engine_url for rank in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(MOST_STREAMS) as pool:
+        streams = start_streams(pool, wide, urls)
         first, further = wide.pods[2:]
         assert further.stop() == 0
         assert first.process is not None
         assert first.process.wait(TIMEOUT_S) == 0
-        assert [each.result(2 * TIMEOUT_S) for each in streams] == expected
-    assert {*wide.instances()} == {"wide-mixed-0.rank-0", "wide-mixed-0.rank-1"}
+        found = [each.result(2 * TIMEOUT_S) for each in streams.values()]
+        assert {*wide.instances()} == {"wide-mixed-0.rank-0", "wide-mixed-0.rank-1"}
+        assert found == [*pool.map(partial(ask, wide), streams)], "as the other instance answers"

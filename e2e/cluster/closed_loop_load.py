@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 _TIMEOUT_S = 60
+_THINKING_S = 0.15
 
 
 class Load:
@@ -50,7 +51,7 @@ class Load:
                 time.sleep(0.5)
             else:
                 self.answered += 1
-            time.sleep(0.05)
+            time.sleep(_THINKING_S)
 
 
 def ask(address: str, question: dict[str, object]) -> str:

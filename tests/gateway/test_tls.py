@@ -67,7 +67,7 @@ async def test_a_client_that_leaves_stops_the_engine(stage, files: Files) -> Non
     await client.read_head()
     client.close()
     await stage.until_idle()
-    assert stage.engines["d"].requests[0].cut
+    await stage.until(lambda: stage.engines["d"].requests[0].cut, "its engine sees that it left")
 
 
 async def test_without_the_key_no_report_is_accepted(stage) -> None:
