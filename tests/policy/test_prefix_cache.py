@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from zlib import crc32
 
 import pytest
 
@@ -83,8 +82,9 @@ def test_a_text_of_equal_length_is_noticed_in_first_blocks_and_at_ends_of_later_
 
 def test_what_gateways_compare_depends_on_one_block() -> None:
     one, other = text("a", "b", "c"), text("x", "b", "y")
-    assert hash_alike(one, 1) == hash_alike(other, 1) == crc32(text("b"))
-    assert hash_alike(one, 0) == crc32(text("a"))
+    assert hash_alike(one, 1) == hash_alike(other, 1) == hash_alike(text("b"), 0)
+    # In all gateways, whatever their secrets.
+    assert hash_alike(text("a"), 0) == 2_841_147_932
 
 
 def test_a_longer_prompt_has_the_blocks_of_the_shorter_one() -> None:

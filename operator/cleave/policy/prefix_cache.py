@@ -9,7 +9,8 @@ and of traffic that does not repeat only a sample is hashed.
 
 from bisect import bisect_left
 from struct import Struct
-from zlib import crc32
+
+from xxhash import xxh3_64_intdigest
 
 FIRST_BLOCK_BYTES = 1_024
 """Bytes of text in the first blocks: about sixteen blocks of vLLM's KV cache."""
@@ -87,32 +88,26 @@ def hash_blocks(text: bytes | memoryview, seed: int) -> list[int]:
     it. The last byte, which closes a text or a list in JSON, belongs to no block.
 
     Beyond WHOLE_BYTES only the last TAIL_BYTES of a block are hashed: a difference before them
-    moves what follows, unless the text in its place is as long. `seed`: of the tenant. Python's
-    hash of bytes (SipHash) takes three quarters of the time of CRC-32, and its key is a secret that
-    forked processes share. A collision only leads to a pick that is not the best.
+    moves what follows, unless the text in its place is as long. `seed`: of the tenant, a secret. A
+    collision only leads to a pick that is not the best.
     """
     chained = seed
     hashes: list[int] = []
     for piece in _CUTS[bisect_left(BLOCK_ENDS, len(text))].unpack_from(text):
-        chained = _hash_after(chained, piece)
+        chained = xxh3_64_intdigest(piece, chained) & _HASH_MASK
         hashes.append(chained)
     return hashes
 
 
 def hash_first_block(text: bytes | memoryview, seed: int) -> int:
     """The first hash of `hash_blocks`; `text` has at least FIRST_BLOCK_BYTES."""
-    return _hash_after(seed, bytes(text[:FIRST_BLOCK_BYTES]))
+    return xxh3_64_intdigest(text[:FIRST_BLOCK_BYTES], seed) & _HASH_MASK
 
 
 def hash_alike(text: bytes | memoryview, number: int) -> int:
     """A hash of one full block that is the same in all gateways; `number`: from 0."""
     end = BLOCK_ENDS[number]
-    return crc32(text[end - FIRST_BLOCK_BYTES : end])
-
-
-def _hash_after(before: int, block: bytes) -> int:
-    """33 times the hash before, by a shift: compiled, a product of such numbers is an object."""
-    return (before << 5) + before + (hash(block) & _HASH_MASK) & _HASH_MASK
+    return xxh3_64_intdigest(text[end - FIRST_BLOCK_BYTES : end]) & _HASH_MASK
 
 
 def estimate_cached_tokens(blocks: int, text_bytes: int, prompt_tokens: int) -> float:
