@@ -226,8 +226,10 @@ class EngineSpec(ApiModel):
             "!self.args.exists(a, a.split('=')[0].replace('_', '-') in "
             f"{_format_cel_list(_SCHEDULER_FLAGS)})",
             is_valid=lambda e: not (e.scheduling and any(map(e.has_flag, _SCHEDULER_FLAGS))),
-            message="excludes --scheduler-cls and --scheduling-policy in args; remove one of them",
-            field="scheduling",
+            message="must not hold --scheduler-cls or --scheduling-policy with scheduling, which "
+            "sets both; remove one of them",
+            field="args",
+            list_offenders=lambda e: [flag for flag in _SCHEDULER_FLAGS if e.has_flag(flag)],
         ),
         ValidationRule(
             cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]') || "
