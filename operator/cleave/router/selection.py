@@ -179,7 +179,7 @@ class EndpointSelector:
         known = count_blocks(self._index, instance, request)
         clock = instance.in_flight.read_clock()
         # Rewriting the stamps of what was used lately would cost more than it improves.
-        capacity = measure_capacity(instance) / _REFRESHES
+        capacity = min(measure_capacity(instance, clock), instance.capacity) / _REFRESHES
         start = known if is_cached(clock, request.use_stamp, capacity) else 0
         if start < len(request.blocks):
             self._index.record(request.blocks, start, instance.target.holder, clock)

@@ -6,7 +6,7 @@ What is hard: an instance is found in the list of all copies of a block, as most
 two, so that no table of instances and blocks is needed.
 """
 
-from cleave.simulator.prefix_index import forget_block, record_block
+from cleave.simulator.prefix_index import forget_block, observe_eviction, record_block
 from cleave.simulator.record_access import (
     get_cache,
     get_copy,
@@ -15,12 +15,12 @@ from cleave.simulator.record_access import (
     get_prompt,
     get_request,
 )
-from cleave.simulator.records import CACHED, NONE, Record, State
+from cleave.simulator.records import CACHED, NONE, SENT, Record, State
 
 
-def add_free_copy(state: State, i: int, block: int, size: int) -> None:
+def add_free_copy(state: State, i: int, block: int, size: int, used: float) -> None:
     """Cache a block that no request holds."""
-    c = create_copy(state, block, size)
+    c = create_copy(state, block, size, used)
     copy = get_copy(state, c)
     copy.instance = i
     copy.owners = 0
@@ -35,9 +35,13 @@ def add_free_copy(state: State, i: int, block: int, size: int) -> None:
 def evict(state: State, i: int, room: int) -> None:
     """Evict what was freed longest ago until free copies have at most `room` KV blocks."""
     cache = get_cache(state, i)
+    if cache.size <= room:
+        return
+    used = 0.0
     while cache.size > room:
         c = cache.oldest
         copy = get_copy(state, c)
+        used = copy.used
         evicted = min(copy.size, cache.size - room)
         if copy.block != NONE:
             remove_from_block(state, c)
@@ -51,6 +55,8 @@ def evict(state: State, i: int, room: int) -> None:
             drop_link(state, i, c)
             copy.younger = state.free_copy
             state.free_copy = c
+    if state.cache_view == SENT and i < state.num_instances:
+        observe_eviction(state, i, used)
 
 
 def find_copy(state: State, i: int, block: int) -> int:
@@ -61,8 +67,8 @@ def find_copy(state: State, i: int, block: int) -> int:
     return c
 
 
-def create_copy(state: State, block: int, size: int) -> int:
-    """A new copy of a block in `size` KV blocks, in no list yet."""
+def create_copy(state: State, block: int, size: int, used: float) -> int:
+    """A new copy of a block in `size` KV blocks, used since `used` ms, in no list yet."""
     c = state.free_copy
     if c == NONE:
         c = state.num_copies
@@ -72,6 +78,7 @@ def create_copy(state: State, block: int, size: int) -> int:
     copy = get_copy(state, c)
     copy.block = block
     copy.size = size
+    copy.used = used
     return c
 
 

@@ -96,6 +96,7 @@ def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
             cache.size -= copy.size
             taken += copy.size
         copy.owners += 1
+        copy.used = now
     set_num_owned(state, i, r, prompt.found)
     if taken:
         change_usage(inst, now, taken, taken * inst.block)
@@ -114,7 +115,7 @@ def store_prompt(state: State, i: int, r: int, tokens: int) -> None:
         if tokens < end or size == 0:
             break
         block = get_block(state, prompt.first_block + held).value
-        c = create_copy(state, block, size)
+        c = create_copy(state, block, size, state.now)
         copy = get_copy(state, c)
         copy.instance = i
         copy.owners = 1
@@ -139,8 +140,12 @@ def free_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
 
 def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
     """Free the copies that a request holds; return how many KV blocks other requests still hold."""
-    inst, cache = get_instance(state, i), get_cache(state, i)
+    inst, cache, request = get_instance(state, i), get_cache(state, i), get_request(state, r)
     _evict(state, i)
+    # Those of an answer were allocated one after another.
+    used = state.now
+    if request.decode_start < used:
+        used = (request.decode_start + used) / 2
     held = get_num_owned(state, i, r)
     blocks = 0
     for at in range(held):
@@ -150,10 +155,10 @@ def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
     # Full blocks after them are cached as well, but by content that no other prompt has.
     others = tokens // inst.block - blocks - answered * answer_size
     if others > 0:
-        add_free_copy(state, i, NONE, others)
+        add_free_copy(state, i, NONE, others, used)
     for at in range(answered - 1, -1, -1):
         block = get_answer(state, get_prompt(state, r).first_answer + at).value
-        add_free_copy(state, i, block, answer_size)
+        add_free_copy(state, i, block, answer_size, used)
     kept = 0
     for at in range(held - 1, -1, -1):
         c = get_owned_copy(state, i, r, at).value
@@ -186,6 +191,7 @@ def refresh_prefix(state: State, i: int, r: int) -> None:
         if get_copy(state, c).owners == 0:
             drop_link(state, i, c)
             link_as_newest(state, i, c)
+        get_copy(state, c).used = state.now
 
 
 def _evict(state: State, i: int) -> None:

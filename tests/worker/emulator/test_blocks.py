@@ -1,6 +1,7 @@
 """The block pool."""
 
 from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.scheduling.block_uses import BlockUses
 
 
 def test_blocks_are_allocated_once_and_freed() -> None:
@@ -34,6 +35,25 @@ def test_a_freed_prefix_is_found_until_its_blocks_are_needed() -> None:
     pool.free(blocks[:1])
     pool.allocate(1)
     assert pool.acquire_cached([b"1"]) == []
+
+
+def test_the_pool_knows_when_what_it_evicted_last_had_been_used() -> None:
+    pool, now_ns = BlockPool(3, 4), 10
+    pool.uses = BlockUses(3, lambda: now_ns)
+    first, second = pool.allocate(2)
+    pool.publish(first, b"1")
+    pool.publish(second, b"2")
+    pool.free([first, second])
+    now_ns = 20
+    assert pool.acquire_cached([b"1"]) == [first]
+    pool.free([first])
+    pool.allocate(1)
+    assert pool.uses.evicted_ns == 0, "it had never been used"
+    now_ns = 30
+    pool.allocate(1)
+    assert pool.uses.evicted_ns == 10
+    pool.allocate(1)
+    assert pool.uses.evicted_ns == 20
 
 
 def test_the_first_block_of_equal_content_stays_the_cached_one() -> None:
