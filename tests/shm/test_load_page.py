@@ -32,7 +32,6 @@ def test_another_process_adds_what_was_evicted(tmp_path: Path) -> None:
     path = tmp_path / "load"
     with LoadPage(path) as engine, LoadPage(path) as scheduler, LoadPage(path) as reader:
         scheduler.write_oldest_kv(5)
-        assert reader.read() == LoadSnapshot(), "nothing without the engine's own numbers"
         engine.write(LOAD)
         assert (reader.read().oldest_kv_ns, reader.read().num_running) == (5, LOAD.num_running)
         scheduler.write_oldest_kv(0)
