@@ -36,7 +36,7 @@ MODULES = {
     "gateway.tracing": "recording_observer",
     "gateway.upstream": "circuit_breaker connection_pool kv_transfer_params stream_start",
     "policy": (
-        "dispatch evictions host_memory output_length prefix_cache prompt_cost queue_model"
+        "cache_horizon dispatch host_memory output_length prefix_cache prompt_cost queue_model"
         " reuse_times"
     ),
     "router": (

@@ -28,7 +28,7 @@ def test_a_reader_sees_what_the_writer_stored(tmp_path: Path) -> None:
     assert replace(seen, sampled_ns=0) == LOAD
 
 
-def test_another_process_adds_what_was_evicted(tmp_path: Path) -> None:
+def test_another_process_adds_the_oldest_use(tmp_path: Path) -> None:
     path = tmp_path / "load"
     with LoadPage(path) as engine, LoadPage(path) as scheduler, LoadPage(path) as reader:
         scheduler.write_oldest_kv(5)

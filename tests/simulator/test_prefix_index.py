@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cleave.policy.evictions import UNKNOWN
 from cleave.simulator.events import run_events_with_caches
 from cleave.simulator.fleet import (
     CacheView,
@@ -13,7 +12,7 @@ from cleave.simulator.fleet import (
     SimulatedFleet,
     SimulatedPool,
 )
-from cleave.simulator.prefix_index import count_known_tokens, observe_eviction, record_prompt
+from cleave.simulator.prefix_index import count_known_tokens, observe_oldest_use, record_prompt
 from cleave.simulator.record_access import get_prompt
 from cleave.simulator.records import State
 from cleave.simulator.run import compile_loop, lay_out, prepare_fleet, simulate
@@ -21,7 +20,7 @@ from cleave.simulator.trace import Trace
 
 from tests.simulator.test_prefix_caches import build_engine, build_trace
 
-SEND, EVICT, COUNT = range(3)
+SEND, REPORT, COUNT = range(3)
 LONG = "abcdefghij" * 2
 KNOWN_SPEED = [(80, letter * 20) for letter in "klm"]
 """Prompts that show how fast each of three instances is."""
@@ -80,17 +79,17 @@ def test_a_router_forgets_blocks_after_as_many_tokens_as_the_kv_cache_holds() ->
 
 def apply(state: State, kind: int, r: int, ms: int) -> None:
     """At `ms` the prompt of `r` is sent to the only instance, or its blocks there are counted in
-    `prompt.uncached`; or the instance has evicted what was used at `ms`. Compiled."""
+    `prompt.uncached`; or the instance reports its oldest use, at `ms`. Compiled."""
     if kind == SEND:
         state.now = float(ms)
         record_prompt(state, 0, r, 200.0)
-    elif kind == EVICT:
-        observe_eviction(state, 0, float(ms))
+    elif kind == REPORT:
+        observe_oldest_use(state, 0, float(ms))
     else:
         get_prompt(state, r).uncached = count_known_tokens(state, 0, r)
 
 
-def test_a_router_forgets_what_was_used_before_what_an_engine_has_evicted() -> None:
+def test_a_router_forgets_what_was_used_before_the_oldest_block_of_an_engine() -> None:
     count = 10
     trace = build_trace([(80, letter * 20) for letter in "abcdefghij"])
     arrays, state = lay_out(prepare_fleet(build_fleet(1, tokens=4_000)), trace, 0)
@@ -105,29 +104,26 @@ def test_a_router_forgets_what_was_used_before_what_an_engine_has_evicted() -> N
         compiled(state, SEND, r, 10_000 * r)
     assert list_known() == list(range(count)), "half of what the KV holds"
     # Less a second, and at the prompts' own times.
-    compiled(state, EVICT, 0, 45_000)
+    compiled(state, REPORT, 0, 45_000)
     assert list_known() == [5, 6, 7, 8, 9]
-    compiled(state, EVICT, 0, 90_500)
+    compiled(state, REPORT, 0, 90_500)
     assert list_known() == [9]
-    compiled(state, EVICT, 0, 5_000)
+    compiled(state, REPORT, 0, 5_000)
     assert list_known() == list(range(1, count)), "a later report counts alone"
     arrays["instances"]["pending_prompt_tokens"] = 30_000
     arrays["instances"]["upper_token_ms"] = 1.0
-    compiled(state, EVICT, 0, 45_000)
+    compiled(state, REPORT, 0, 45_000)
     assert list_known() == list(range(2, count)), "used after a wait of 30 s"
 
 
-def test_engines_report_what_they_evict() -> None:
+def test_engines_report_their_oldest_use() -> None:
     trace = build_trace([(80, letter * 20) for letter in "abcdefghij"])
-    horizons = []
-    for tokens in (4_000, 240):
+    for tokens, expected in (4_000, 0), (240, 82 * 7):
         arrays, state = lay_out(prepare_fleet(build_fleet(1, tokens=tokens)), trace, 0)
         compile_loop(run_events_with_caches, has_blocks=True)(state)
-        horizons.append(arrays["caches"]["horizon"][0])
-    # The last of ten prompts, one each second, has evicted the end of the eighth. A second before
-    # that was used, the seventh had been sent.
-    assert horizons[0] == UNKNOWN
-    assert horizons[1] == 82 * 7
+        # Of ten prompts, one each second, there is room for the first blocks of the eighth. The
+        # seventh was sent a second before it.
+        assert arrays["caches"]["horizon"][0] == expected
 
 
 @pytest.mark.parametrize("view", [CacheView.SENT, CacheView.CACHED])

@@ -132,7 +132,7 @@ def is_cached(clock: int, stamp: int, capacity: float) -> bool:
     `clock`: tokens written to its KV since it started, computed or generated, in units of
     CLOCK_TOKENS; it wraps around. `capacity`: how much is written while a block lasts, in the same
     unit. Engines evict the block that was used longest ago (vLLM's block pool), so it lasts about
-    until as much as their KV holds has been written; `evictions.measure_window` knows better.
+    until as much as their KV holds has been written; `cache_horizon.measure_window` knows better.
     """
     return (clock - stamp) % (1 << CLOCK_BITS) < capacity
 

@@ -6,8 +6,8 @@ of every next turn of a conversation, so blocks are looked up only where the sea
 
 import math
 
+from cleave.policy.cache_horizon import measure_window
 from cleave.policy.dispatch import NONE, TO_PREFILL, ScoreColumn
-from cleave.policy.evictions import measure_window
 from cleave.policy.host_memory import measure_reach
 from cleave.policy.prefix_cache import (
     CLOCK_BITS,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from cleave.policy.evictions import UNKNOWN, find_horizon, record_clock, start_history
+from cleave.policy.cache_horizon import UNKNOWN, find_horizon, record_clock, start_history
 from cleave.policy.host_memory import estimate_load_token_ms
 from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending

@@ -46,8 +46,8 @@ class LoadSnapshot:
     sampled_ns: int = 0
     """CLOCK_MONOTONIC; 0 until the engine has written once."""
     oldest_kv_ns: int = 0
-    """CLOCK_MONOTONIC when the block was used that was evicted last from the prefix cache; 0: none
-    was since the engine started or emptied it, or the engine does not say."""
+    """CLOCK_MONOTONIC when a request began to use the KV block whose latest use is the oldest one;
+    0: none was used since the engine started or emptied its cache, or the engine does not say."""
 
 
 class LoadPage:
@@ -55,7 +55,7 @@ class LoadPage:
 
     def __init__(self, path: Path) -> None:
         self._page = Page(path, _BODY)
-        # Not a part of the other one: it is another process of vLLM that knows evictions.
+        # Not a part of the other one: it is another process of vLLM that knows uses.
         self._kv_page = Page(path.with_name(f"{path.name}-kv"), _KV_BODY)
 
     def write(self, load: LoadSnapshot) -> None:

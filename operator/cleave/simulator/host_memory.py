@@ -65,12 +65,12 @@ def _keep_prompt(state: State, i: int, r: int) -> None:
     for at in range(held):
         rest -= get_copy(state, get_owned_copy(state, i, r, at).value).size
     if rest > 0:
-        add_free_copy(state, host, NONE, rest, state.now)
+        add_free_copy(state, host, NONE, rest)
     for at in range(held - 1, -1, -1):
         copy = get_copy(state, get_owned_copy(state, i, r, at).value)
         c = find_copy(state, host, copy.block)
         if c == NONE:
-            add_free_copy(state, host, copy.block, copy.size, copy.used)
+            add_free_copy(state, host, copy.block, copy.size)
         else:
             drop_link(state, host, c)
             link_as_newest(state, host, c)

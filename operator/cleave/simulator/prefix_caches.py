@@ -21,6 +21,7 @@ preemptions. A preempted request finds its prompt again, but not its answer.
 
 from cleave.simulator.cached_copies import (
     add_free_copy,
+    begin_use,
     count_kv_blocks,
     create_copy,
     drop_link,
@@ -33,7 +34,7 @@ from cleave.simulator.cached_copies import (
     set_num_owned,
 )
 from cleave.simulator.kv_blocks import change_usage, count_blocks
-from cleave.simulator.prefix_index import record_block
+from cleave.simulator.prefix_index import observe_oldest_use, record_block
 from cleave.simulator.record_access import (
     get_answer,
     get_block,
@@ -43,7 +44,7 @@ from cleave.simulator.record_access import (
     get_prompt,
     get_request,
 )
-from cleave.simulator.records import CACHED, NONE, State
+from cleave.simulator.records import CACHED, NONE, SENT, State
 
 
 def has_caches() -> bool:
@@ -96,7 +97,7 @@ def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
             cache.size -= copy.size
             taken += copy.size
         copy.owners += 1
-        copy.used = now
+        begin_use(state, i, c)
     set_num_owned(state, i, r, prompt.found)
     if taken:
         change_usage(inst, now, taken, taken * inst.block)
@@ -115,10 +116,8 @@ def store_prompt(state: State, i: int, r: int, tokens: int) -> None:
         if tokens < end or size == 0:
             break
         block = get_block(state, prompt.first_block + held).value
-        c = create_copy(state, block, size, state.now)
-        copy = get_copy(state, c)
-        copy.instance = i
-        copy.owners = 1
+        c = create_copy(state, i, block, size)
+        get_copy(state, c).owners = 1
         link_to_block(state, c)
         if state.cache_view == CACHED:
             record_block(state, i, block)
@@ -140,12 +139,8 @@ def free_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
 
 def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
     """Free the copies that a request holds; return how many KV blocks other requests still hold."""
-    inst, cache, request = get_instance(state, i), get_cache(state, i), get_request(state, r)
+    inst, cache = get_instance(state, i), get_cache(state, i)
     _evict(state, i)
-    # Those of an answer were allocated one after another.
-    used = state.now
-    if request.decode_start < used:
-        used = (request.decode_start + used) / 2
     held = get_num_owned(state, i, r)
     blocks = 0
     for at in range(held):
@@ -155,10 +150,10 @@ def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
     # Full blocks after them are cached as well, but by content that no other prompt has.
     others = tokens // inst.block - blocks - answered * answer_size
     if others > 0:
-        add_free_copy(state, i, NONE, others, used)
+        add_free_copy(state, i, NONE, others)
     for at in range(answered - 1, -1, -1):
         block = get_answer(state, get_prompt(state, r).first_answer + at).value
-        add_free_copy(state, i, block, answer_size, used)
+        add_free_copy(state, i, block, answer_size)
     kept = 0
     for at in range(held - 1, -1, -1):
         c = get_owned_copy(state, i, r, at).value
@@ -191,10 +186,13 @@ def refresh_prefix(state: State, i: int, r: int) -> None:
         if get_copy(state, c).owners == 0:
             drop_link(state, i, c)
             link_as_newest(state, i, c)
-        get_copy(state, c).used = state.now
+        begin_use(state, i, c)
 
 
 def _evict(state: State, i: int) -> None:
     """Evict what has been allocated since the last call: blocks that are free but not cached any
-    more."""
+    more. The oldest use of what is left is reported."""
     evict(state, i, get_instance(state, i).free)
+    c = get_cache(state, i).first_begun
+    if state.cache_view == SENT and c != NONE:
+        observe_oldest_use(state, i, get_copy(state, c).used)

@@ -2,21 +2,21 @@
 
 Called by `dispatch`, and by `prefix_caches` where dispatch sees what engines cache. The blocks of
 each prompt are recorded at the instances that it is sent to; a block is assumed to stay there as
-long as what the instance evicts was used before it (`policy.evictions`). `cleave.router`
+long as the instance has what was used before (`policy.cache_horizon`). `cleave.router`
 does so in blocks of its own (`router.prefix_index`). What is hard: these blocks are forgotten one
 by one, and each is in two lists, of its instance by use and of all that cache it.
 """
 
 import math
 
-from cleave.policy.dispatch import TO_PREFILL
-from cleave.policy.evictions import (
+from cleave.policy.cache_horizon import (
     HISTORY_SIZE,
     MAX_RATIO,
     find_horizon,
     measure_window,
     record_clock,
 )
+from cleave.policy.dispatch import TO_PREFILL
 from cleave.policy.host_memory import measure_reach
 from cleave.policy.prefix_pull import predict_saved_ms
 from cleave.policy.prompt_cost import count_mixed, predict_cost_ms, predict_queue_ms
@@ -211,12 +211,16 @@ def record_prompt(state: State, i: int, r: int, written: float, answers: bool = 
         forget_block(state, i, known.block)
 
 
-def observe_eviction(state: State, i: int, used_ms: float) -> None:
-    """Instance `i` has evicted a block that a request had begun to use at `used_ms`, and reports it
-    to the router."""
-    inst, clocks = get_instance(state, i), get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
+def observe_oldest_use(state: State, i: int, used_ms: float) -> None:
+    """Instance `i` reports to the router when the latest use of a block began that is the oldest
+    one."""
+    inst, cache = get_instance(state, i), get_cache(state, i)
+    if used_ms == cache.reported:
+        return
+    cache.reported = used_ms
+    clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
     wait_ms = inst.pending_prompt_tokens * inst.upper_token_ms
-    get_cache(state, i).horizon = find_horizon(clocks, used_ms, wait_ms)
+    cache.horizon = find_horizon(clocks, used_ms, wait_ms)
 
 
 def record_block(state: State, i: int, block: int) -> None:

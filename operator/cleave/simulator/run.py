@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.evictions import HISTORY_SIZE, UNKNOWN
+from cleave.policy.cache_horizon import HISTORY_SIZE, UNKNOWN
 from cleave.policy.role_flipping import build_pressure_history
 from cleave.simulator import records
 from cleave.simulator.fleet import SimulatedFleet
@@ -170,9 +170,9 @@ def _lay_out_caches(
         prompts["num_answers"] = np.diff(answers.starts)
     # Those in host memory follow.
     caches = np.zeros(2 * len(instances), records.CACHE)
-    for name in ("oldest", "newest", "first_used", "last_used"):
+    for name in ("oldest", "newest", "first_used", "last_used", "first_begun", "last_begun"):
         caches[name] = records.NONE
-    caches["horizon"] = UNKNOWN
+    caches["horizon"] = caches["reported"] = UNKNOWN
     state["block_tokens"] = blocks.block_tokens
     state["num_block_uses"] = uses
     state["free_copy"] = state["free_known"] = records.NONE

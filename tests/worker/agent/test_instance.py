@@ -49,7 +49,7 @@ async def test_load_reports_have_the_hits_of_the_prefix_cache(
     assert (load.host_kv_hits, load.host_kv_load_ms) == (32, 1.5)
 
 
-def test_the_age_of_what_was_evicted_is_that_of_the_report(
+def test_the_age_of_the_oldest_block_is_that_at_the_report(
     instance: WorkerInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ns = 100_000_000_000

@@ -37,23 +37,20 @@ def test_a_freed_prefix_is_found_until_its_blocks_are_needed() -> None:
     assert pool.acquire_cached([b"1"]) == []
 
 
-def test_the_pool_knows_when_what_it_evicted_last_had_been_used() -> None:
-    pool, now_ns = BlockPool(3, 4), 10
-    pool.uses = BlockUses(3, lambda: now_ns)
+def test_the_pool_knows_its_oldest_use() -> None:
+    pool, now_ns = BlockPool(2, 4), 10
+    pool.uses = BlockUses(lambda: now_ns)
+    assert pool.uses.oldest_ns == 0
     first, second = pool.allocate(2)
     pool.publish(first, b"1")
     pool.publish(second, b"2")
     pool.free([first, second])
     now_ns = 20
     assert pool.acquire_cached([b"1"]) == [first]
-    pool.free([first])
-    pool.allocate(1)
-    assert pool.uses.evicted_ns == 0, "it had never been used"
+    assert pool.uses.oldest_ns == 10
     now_ns = 30
-    pool.allocate(1)
-    assert pool.uses.evicted_ns == 10
-    pool.allocate(1)
-    assert pool.uses.evicted_ns == 20
+    assert pool.allocate(1) == [second]
+    assert pool.uses.oldest_ns == 20, "in use since then"
 
 
 def test_the_first_block_of_equal_content_stays_the_cached_one() -> None:

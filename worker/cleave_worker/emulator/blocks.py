@@ -43,7 +43,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.uses = BlockUses(num_blocks)
+        self.uses = BlockUses()
         self.contents = [EMPTY] * num_blocks
         self.previous_contents = [EMPTY] * num_blocks
         """Content of each block before its present sequence; a stale transfer delivers this."""
@@ -98,7 +98,6 @@ class BlockPool:
         if key is not None:
             del self._cached[key]
             self._keys[block] = None
-            self.uses.evict(block)
         self.uses.begin(block)
         self._ref_counts[block] = 1
         self.previous_contents[block] = self.contents[block]

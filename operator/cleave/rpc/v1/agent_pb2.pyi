@@ -523,8 +523,8 @@ class LoadReport(_message.Message):
     host_kv_load_ms: _builtins.float
     """ms that these copies took, added up, for each GPU"""
     oldest_kv_ms: _builtins.int
-    """ms since the block was used that was evicted last from the prefix cache: what was used later is
-    still there. 0: none was evicted, or the engine does not report it.
+    """ms since a request began to use the KV block whose latest use is the oldest one: what was used
+    later is still cached. 0: none was used, or the engine does not report it.
     """
     def __init__(
         self,

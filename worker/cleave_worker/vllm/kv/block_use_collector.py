@@ -1,8 +1,7 @@
-"""Observes evictions of vLLM's block pool and writes them to the load page for the agent.
+"""Writes the oldest use of vLLM's KV blocks to the load page, for the agent.
 
-vLLM tells a collector of metrics when blocks are allocated, used again and evicted (`--kv-cache-
-metrics` has one of its own, which is kept; then nothing is observed). Runs in the scheduler's
-process, while the rest of the page is written by the API server's.
+vLLM tells a collector of metrics when blocks are allocated, used again and evicted. It runs in the
+scheduler's process, while the rest of the page is written by the API server's.
 """
 
 import os
@@ -18,44 +17,41 @@ from cleave_worker.scheduling.block_uses import BlockUses
 class BlockUseCollector:
     """In the place of vLLM's KVCacheMetricsCollector."""
 
-    def __init__(self, num_blocks: int, page: LoadPage) -> None:
-        self._uses = BlockUses(num_blocks)
+    def __init__(self, page: LoadPage) -> None:
+        self.uses = BlockUses()
         self._page = page
         self._written_ns = 0
 
     def on_block_allocated(self, block: KVCacheBlock) -> None:
-        """A request gets a block."""
-        self._uses.begin(block.block_id)
+        """A request will write a block, which may have been evicted for it."""
+        self.uses.begin(block.block_id)
 
     def on_block_accessed(self, block: KVCacheBlock) -> None:
-        """A request has found a block in the prefix cache."""
+        """A request has found a block in the prefix cache; the null block stands for others."""
         if not block.is_null:
-            self._uses.begin(block.block_id)
+            self.uses.begin(block.block_id)
 
     def on_block_evicted(self, block: KVCacheBlock) -> None:
-        """A block is taken for other content. Those without a hash are in no cache, and one in use
-        is evicted because its content was not written, not because it is the oldest."""
-        if block.block_hash is not None and not block.ref_cnt:
-            self._uses.evict(block.block_id)
+        """Nothing: a block is evicted to be allocated, except for one whose content got lost."""
 
     def reset(self) -> None:
-        """The prefix cache is empty: what will be evicted was used from now on."""
-        self._uses.evicted_ns = 0
+        """The prefix cache was emptied, maybe by an engine that is idle from now on."""
+        self.uses.clear()
         self.publish()
 
     def publish(self) -> None:
         """Write what has changed, once a step."""
-        if self._uses.evicted_ns != self._written_ns:
-            self._written_ns = self._uses.evicted_ns
-            self._page.write_oldest_kv(self._written_ns)
+        oldest_ns = self.uses.oldest_ns
+        if oldest_ns != self._written_ns:
+            self._written_ns = oldest_ns
+            self._page.write_oldest_kv(oldest_ns)
 
 
 def observe_uses(manager: KVCacheManager) -> BlockUseCollector | None:
-    """Observe the uses of the pool's blocks; None: there is no agent, no prefix cache, or already
-    another collector."""
+    """Observe the uses of the pool's blocks; None: there is no agent, no prefix cache, or vLLM has
+    a collector of its own (`--kv-cache-metrics`)."""
     pool, path = manager.block_pool, os.environ.get(ENV)
     if not path or not manager.enable_caching or pool.metrics_collector is not None:
         return None
-    collector = BlockUseCollector(pool.num_gpu_blocks, LoadPage(Path(path)))
-    pool.metrics_collector = collector
+    pool.metrics_collector = collector = BlockUseCollector(LoadPage(Path(path)))
     return collector

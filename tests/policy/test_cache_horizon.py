@@ -1,8 +1,8 @@
-"""From the age of what an engine has evicted to the clock that a router has of its cache."""
+"""From the age of an engine's oldest block to the clock that a router has of its cache."""
 
 import pytest
 
-from cleave.policy.evictions import (
+from cleave.policy.cache_horizon import (
     MAX_RATIO,
     NUM_SAMPLES,
     UNKNOWN,

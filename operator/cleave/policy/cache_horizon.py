@@ -1,10 +1,11 @@
-"""Up to where an engine has evicted its cache, by the clock that a router has of that cache.
+"""How far back an engine's cache reaches, by the clock that a router has of that cache.
 
 Called by the router at each load report, and by the simulator, which compiles it. An engine reports
-how long ago the block that it evicted last had been used; what was used later it still has. A
-router knows uses only by a clock of tokens (`prefix_cache.is_cached`), so it remembers when that
-clock was where. What is hard: an engine uses a prompt's blocks after the router has stamped them,
-and keeps those of a request until it ends, so the window that follows is an estimate with bounds.
+how long ago a request began to use the block whose latest use is the oldest one: what was used
+since then it still has. A router knows uses only by a clock of tokens (`prefix_cache.is_cached`),
+so it remembers when that clock was where. What is hard: a prompt that counts as evicted though it
+is cached costs its computation, the opposite mistake only a wait. So all errors are to make the
+window longer: by a slack, by the oldest running request, and by the steps of the history.
 """
 
 NUM_SAMPLES = 64
@@ -16,7 +17,7 @@ _SAMPLES_PER_CAPACITY = 32
 _SLACK_MS = 1_000.0
 """From a router's stamp to the use, without a queue: dispatch, the iteration before, the report."""
 MAX_RATIO = 2.0
-"""Of a window to what the KV holds: blocks of a long request were used long before it ended."""
+"""Of a window to what the KV holds: a block in use keeps the time when its request began."""
 UNKNOWN = -1.0
 """No clock."""
 
@@ -40,8 +41,8 @@ def record_clock(history: list[float], now_ms: float, clock: float, capacity: fl
 
 
 def find_horizon(history: list[float], used_ms: float, wait_ms: float) -> float:
-    """The clock before which the engine has evicted what was stamped. `used_ms`: when the block
-    that it evicted last had been used. `wait_ms`: of prompts that are sent there now.
+    """The clock before which the engine has evicted what was stamped. `used_ms`: its oldest use.
+    `wait_ms`: of prompts that are sent there now.
 
     UNKNOWN before the first sample of a process that came later than the boot: other processes have
     stamped blocks there that the engine may still have.

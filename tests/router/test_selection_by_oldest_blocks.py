@@ -1,4 +1,4 @@
-"""PrefixAware follows what engines report of their evictions."""
+"""PrefixAware follows what engines report of their oldest blocks."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ KV_TOKENS = 16_000
 
 @pytest.fixture
 def report(loaded, clock) -> Callable[..., None]:
-    """Sends a report of `p1` that what it evicted last was used so many s ago; None: nothing."""
+    """Sends a report of `p1` that its oldest block was used so many s ago; None: it has none."""
 
     def send(router: Router, age_s: float | None, **more: object) -> None:
         age_ms = 0 if age_s is None else round(1_000 * age_s)
@@ -104,7 +104,7 @@ def test_the_first_prompts_of_a_boot_are_not_evicted(routed, make_event, clock, 
     assert instance.horizon < 0
     compute(router)
     clock.now_s += 0.2
-    # A block of a test of the KV path was evicted, used before the prompt.
+    # The oldest block is one of a test of the KV path.
     report(router, 0.3, boot_id="p1-second")
     assert instance.horizon == 0
     assert compute(router) == 0
