@@ -8,16 +8,18 @@ import os
 from pathlib import Path
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from cleave.shm.load_page import ENV, LoadPage
 from cleave_worker.scheduling.block_uses import BlockUses
 
 
-class BlockUseCollector:
-    """In the place of vLLM's KVCacheMetricsCollector."""
+class BlockUseCollector(KVCacheMetricsCollector):
+    """In the place of vLLM's own one."""
 
     def __init__(self, page: LoadPage) -> None:
+        super().__init__()
         self.uses = BlockUses()
         self._page = page
         self._written_ns = 0
