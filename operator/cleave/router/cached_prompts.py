@@ -188,12 +188,12 @@ def count_host_blocks(
     """How many of the first `depth` blocks of the prompt, the last of which the instance used at
     `stamp`, are probably in its host memory only; NONE: it has not even the last one there."""
     clock = instance.in_flight.read_clock()
-    capacity = measure_capacity(instance, clock)
+    capacity = measure_window(clock, instance.horizon, instance.capacity)
     if is_cached(clock, stamp, capacity):
         return 0
     if not instance.host_tokens:
         return NONE
-    if not is_cached(clock, stamp, measure_instance_reach(instance, clock)):
+    if not is_cached(clock, stamp, measure_instance_reach(instance, clock, capacity)):
         return NONE
     # Blocks at the beginning, which other prompts share, were used later.
     low, high, holder = 0, depth - 1, instance.target.holder
@@ -239,7 +239,8 @@ def find_source(
             continue
         if excluded is not None and table.closed_pairs.is_closed(excluded.slot, slot):
             continue
-        if not is_cached(clock, stamp, measure_capacity(instance, clock)):
+        window = measure_window(clock, instance.horizon, instance.capacity)
+        if not is_cached(clock, stamp, window):
             continue
         tokens = cached * instance.hits.trust
         if instance.target.role == "decode":
@@ -261,17 +262,12 @@ def predict_pull_saving_ms(instance: RoutedInstance, cached: float, most: float)
     return predict_saved_ms(cached, most, instance.in_flight.queue.token_ms, 0.0, link_token_ms)
 
 
-def measure_capacity(instance: RoutedInstance, clock: int) -> float:
-    """How much is written while the KV of an instance, whose clock is at `clock`, keeps a block, in
-    units of CLOCK_TOKENS."""
-    return measure_window(float(clock), instance.horizon, instance.capacity)
-
-
-def measure_instance_reach(instance: RoutedInstance, clock: int) -> float:
-    """`measure_capacity` of both its KV and its host memory."""
+def measure_instance_reach(instance: RoutedInstance, clock: int, capacity: float) -> float:
+    """How much is written while the KV of an instance, which keeps a block for `capacity`, or its
+    host memory has it, in units of CLOCK_TOKENS."""
     sent, _, cached = instance.in_flight.predict_hits()
     return measure_reach(
-        measure_capacity(instance, clock),
+        capacity,
         float(instance.host_tokens) / float(CLOCK_TOKENS * instance.num_routers),
         float(clock),
         (sent - cached * instance.hits.trust) / CLOCK_TOKENS,

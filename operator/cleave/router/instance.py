@@ -286,10 +286,10 @@ class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_clocks", "_open_load", "agent", "closed_until", "connectivity", "hits", "horizon",
-        "host_tokens", "in_flight", "kv_tokens", "last_event_at", "load", "load_token_ms",
-        "max_prompt_tokens", "name", "num_routers", "pairs", "registration", "router_rank",
-        "score_table", "slot", "stalled_at", "target",
+        "_clocks", "_open_load", "agent", "capacity", "closed_until", "connectivity", "hits",
+        "horizon", "host_tokens", "in_flight", "kv_tokens", "last_event_at", "load",
+        "load_token_ms", "max_prompt_tokens", "name", "num_routers", "pairs", "registration",
+        "router_rank", "score_table", "slot", "stalled_at", "target",
     )  # fmt: skip
 
     def __init__(
@@ -336,17 +336,14 @@ class RoutedInstance:
         """Time of the latest report after a stall (see STALL_NS), in seconds of the same clock."""
         self.num_routers = 1
         """Number of routers that send requests to this instance."""
+        self.capacity = self._share_kv()
+        """What this gateway's prompts may fill of its KV, in units of CLOCK_TOKENS."""
         self.router_rank = 0
         """Rank of this router among them."""
 
     def has_room(self, prompt_tokens: int) -> bool:
         """Whether enough KV blocks for a prompt are free, as of the last report."""
         return self.load.kv_blocks_free * self.registration.kv_block_size >= prompt_tokens
-
-    @property
-    def capacity(self) -> float:
-        """What this gateway's prompts may fill of its KV, in units of CLOCK_TOKENS."""
-        return float(self.kv_tokens) / float(CLOCK_TOKENS * self.num_routers)
 
     @property
     def whole(self) -> str:
@@ -380,6 +377,7 @@ class RoutedInstance:
         self.agent = agent
         self.registration = registration
         self.kv_tokens = _count_kv_tokens(registration)
+        self.capacity = self._share_kv()
         self.max_prompt_tokens = _limit_prompt_tokens(registration, self.kv_tokens)
         self.host_tokens = registration.host_kv_tokens
         self.load_token_ms = estimate_load_token_ms(0.0, 0.0, registration.host_kv_token_ms)
@@ -406,6 +404,7 @@ class RoutedInstance:
             self.stalled_at = now
         self.load = load
         self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
+        self.capacity = self._share_kv()
         if self.in_flight.prompt.update_from_report(load.pending_prompt_tokens) < 0.5:
             # All waiting prompts belong to other routers; the start of the first one is not known.
             self.in_flight.queue.head_started_ms = now * 1000
@@ -423,6 +422,9 @@ class RoutedInstance:
             queries, found = load.prefix_cache_queries, count_engine_hits(load)
             self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, found))
         return True
+
+    def _share_kv(self) -> float:
+        return float(self.kv_tokens) / float(CLOCK_TOKENS * self.num_routers)
 
     def _update_horizon(self, oldest_ms: float, now_ms: float) -> None:
         """Follow the latest report alone, so that a late one is wrong until the next one only."""
