@@ -428,10 +428,12 @@ class RoutedInstance:
 
     def _update_horizon(self, oldest_ms: float, now_ms: float) -> None:
         """Follow the latest report alone, so that a late one is wrong until the next one only."""
+        # Others hold little beside what is cached, and where prefill instances were believed to
+        # have evicted a session, it would give up its home for a queue that is a bit shorter.
         in_flight = self.in_flight
         record_clock(self._clocks, now_ms, float(in_flight.read_clock()), self.capacity)
         self.horizon = UNKNOWN
-        if oldest_ms:
+        if oldest_ms and self.registration.role == agent_pb2.ROLE_MIXED:
             wait_ms = in_flight.prompt.pending * in_flight.queue.upper_token_ms
             self.horizon = find_horizon(self._clocks, now_ms - oldest_ms, wait_ms)
 

@@ -12,6 +12,7 @@ import math
 from cleave.policy.cache_horizon import (
     HISTORY_SIZE,
     MAX_RATIO,
+    UNKNOWN,
     find_horizon,
     measure_window,
     record_clock,
@@ -32,7 +33,7 @@ from cleave.simulator.record_access import (
     get_request,
     get_score,
 )
-from cleave.simulator.records import NONE, SENT, State
+from cleave.simulator.records import MIXED, NONE, SENT, State
 
 
 def find_shortest(state: State, column: int) -> int:
@@ -217,10 +218,11 @@ def observe_oldest_use(state: State, i: int, used_ms: float) -> None:
     inst, cache = get_instance(state, i), get_cache(state, i)
     if used_ms == cache.reported:
         return
-    cache.reported = used_ms
-    clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
-    wait_ms = inst.pending_prompt_tokens * inst.upper_token_ms
-    cache.horizon = find_horizon(clocks, used_ms, wait_ms)
+    cache.reported, cache.horizon = used_ms, UNKNOWN
+    if inst.role == MIXED:
+        clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
+        wait_ms = inst.pending_prompt_tokens * inst.upper_token_ms
+        cache.horizon = find_horizon(clocks, used_ms, wait_ms)
 
 
 def record_block(state: State, i: int, block: int) -> None:
