@@ -118,11 +118,11 @@ def test_a_router_forgets_what_was_used_before_the_oldest_block_of_an_engine() -
 
 def test_engines_report_their_oldest_use() -> None:
     trace = build_trace([(80, letter * 20) for letter in "abcdefghij"])
-    for tokens, expected in (4_000, 0), (240, 82 * 7):
+    for tokens, expected in (4_000, 0), (240, 82 * 6):
         arrays, state = lay_out(prepare_fleet(build_fleet(1, tokens=tokens)), trace, 0)
         compile_loop(run_events_with_caches, has_blocks=True)(state)
-        # Of ten prompts, one each second, there is room for the first blocks of the eighth. The
-        # seventh was sent a second before it.
+        # Of ten prompts, one each second, there is room for the first blocks of the eighth. More
+        # than a second before it, with the wait that the last one makes, the sixth was sent.
         assert arrays["caches"]["horizon"][0] == expected
 
 
