@@ -35,7 +35,10 @@ MODULES = {
     "gateway.proxy": "attempt proxied_request request_observer sse_relay",
     "gateway.tracing": "recording_observer",
     "gateway.upstream": "circuit_breaker connection_pool kv_transfer_params stream_start",
-    "policy": "dispatch host_memory output_length prefix_cache prompt_cost queue_model reuse_times",
+    "policy": (
+        "cache_horizon dispatch host_memory output_length prefix_cache prompt_cost queue_model"
+        " reuse_times"
+    ),
     "router": (
         "cache_hits cached_prompts instance prefix_index registry router routing_request"
         " score_table selection shared_load shared_score_table"

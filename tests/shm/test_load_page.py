@@ -28,6 +28,16 @@ def test_a_reader_sees_what_the_writer_stored(tmp_path: Path) -> None:
     assert replace(seen, sampled_ns=0) == LOAD
 
 
+def test_another_process_adds_the_oldest_use(tmp_path: Path) -> None:
+    path = tmp_path / "load"
+    with LoadPage(path) as engine, LoadPage(path) as scheduler, LoadPage(path) as reader:
+        scheduler.write_oldest_kv(5)
+        engine.write(LOAD)
+        assert (reader.read().oldest_kv_ns, reader.read().num_running) == (5, LOAD.num_running)
+        scheduler.write_oldest_kv(0)
+        assert reader.read().oldest_kv_ns == 0
+
+
 def test_an_unwritten_page_reads_as_no_load(tmp_path: Path) -> None:
     with LoadPage(tmp_path / "load") as reader:
         assert reader.read() == LoadSnapshot()

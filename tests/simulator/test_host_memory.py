@@ -129,7 +129,7 @@ def test_conversations_go_where_host_memory_has_them() -> None:
     most = trace.bound_cached_tokens().sum()
     assert known.cached_share > 0.9 * most / trace.prompt_tokens.sum()
     assert unknown.cached_share < 0.75 * most / trace.prompt_tokens.sum()
-    assert np.nanmean(known.ttft_ms) < 0.5 * np.nanmean(unknown.ttft_ms)
+    assert np.nanmean(known.ttft_ms) < 0.6 * np.nanmean(unknown.ttft_ms)
     assert (known.outcome == 0).all()
 
 

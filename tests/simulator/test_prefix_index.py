@@ -5,17 +5,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cleave.simulator.events import run_events_with_caches
 from cleave.simulator.fleet import (
     CacheView,
     DispatchPolicy,
     SimulatedFleet,
     SimulatedPool,
 )
-from cleave.simulator.run import simulate
+from cleave.simulator.prefix_index import count_known_tokens, observe_oldest_use, record_prompt
+from cleave.simulator.record_access import get_prompt
+from cleave.simulator.records import State
+from cleave.simulator.run import compile_loop, lay_out, prepare_fleet, simulate
 from cleave.simulator.trace import Trace
 
 from tests.simulator.test_prefix_caches import build_engine, build_trace
 
+SEND, REPORT, COUNT = range(3)
 LONG = "abcdefghij" * 2
 KNOWN_SPEED = [(80, letter * 20) for letter in "klm"]
 """Prompts that show how fast each of three instances is."""
@@ -70,6 +75,55 @@ def test_a_router_forgets_blocks_after_as_many_tokens_as_the_kv_cache_holds() ->
     gone = simulate(build_fleet(1, tokens=240), trace)
     assert kept.cached_tokens[-1] == 76
     assert gone.cached_tokens[-1] == 0
+
+
+def apply(state: State, kind: int, r: int, ms: int) -> None:
+    """At `ms` the prompt of `r` is sent to the only instance, or its blocks there are counted in
+    `prompt.uncached`; or the instance reports its oldest use, at `ms`. Compiled."""
+    if kind == SEND:
+        state.now = float(ms)
+        record_prompt(state, 0, r, 200.0)
+    elif kind == REPORT:
+        observe_oldest_use(state, 0, float(ms))
+    else:
+        get_prompt(state, r).uncached = count_known_tokens(state, 0, r)
+
+
+def test_a_router_forgets_what_was_used_before_the_oldest_block_of_an_engine() -> None:
+    count = 10
+    trace = build_trace([(80, letter * 20) for letter in "abcdefghij"])
+    arrays, state = lay_out(prepare_fleet(build_fleet(1, tokens=4_000)), trace, 0)
+    compiled = compile_loop(apply, int, int, int, has_blocks=True)
+
+    def list_known() -> list[int]:
+        for r in range(count):
+            compiled(state, COUNT, r, 0)
+        return np.flatnonzero(arrays["prompts"]["uncached"]).tolist()
+
+    for r in range(count):
+        compiled(state, SEND, r, 10_000 * r)
+    assert list_known() == list(range(count)), "half of what the KV holds"
+    # Less a second, and at the prompts' own times.
+    compiled(state, REPORT, 0, 45_000)
+    assert list_known() == [5, 6, 7, 8, 9]
+    compiled(state, REPORT, 0, 90_500)
+    assert list_known() == [9]
+    compiled(state, REPORT, 0, 5_000)
+    assert list_known() == list(range(1, count)), "a later report counts alone"
+    arrays["instances"]["pending_prompt_tokens"] = 30_000
+    arrays["instances"]["upper_token_ms"] = 1.0
+    compiled(state, REPORT, 0, 45_000)
+    assert list_known() == list(range(2, count)), "used after a wait of 30 s"
+
+
+def test_engines_report_their_oldest_use() -> None:
+    trace = build_trace([(80, letter * 20) for letter in "abcdefghij"])
+    for tokens, expected in (4_000, 0), (240, 82 * 6):
+        arrays, state = lay_out(prepare_fleet(build_fleet(1, tokens=tokens)), trace, 0)
+        compile_loop(run_events_with_caches, has_blocks=True)(state)
+        # Of ten prompts, one each second, there is room for the first blocks of the eighth. More
+        # than a second before it, with the wait that the last one makes, the sixth was sent.
+        assert arrays["caches"]["horizon"][0] == expected
 
 
 @pytest.mark.parametrize("view", [CacheView.SENT, CacheView.CACHED])

@@ -1,7 +1,7 @@
 """Prompts as blocks with chained hashes, whether prompts repeat, and how long engines cache blocks.
 
 Called by the router for each prompt of more than 1 KiB; `router.prefix_index` remembers where
-blocks are. What is hard: a gateway has text, engines cache blocks of tokens and do not report what
+blocks are. What is hard: a gateway has text, engines cache blocks of tokens and do not report which
 they evict. Tokenizing would cost more than all other work of the gateway, and hashing many small
 blocks more than the rest of a pick. So blocks are large and grow with their position in the prompt,
 and of traffic that does not repeat only a sample is hashed.
@@ -125,9 +125,9 @@ def is_cached(clock: int, stamp: int, capacity: float) -> bool:
     """Whether an engine probably still has a block that was used when its clock was at `stamp`.
 
     `clock`: tokens written to its KV since it started, computed or generated, in units of
-    CLOCK_TOKENS; it wraps around. `capacity`: what its KV holds, in the same unit. Engines evict
-    the block that was used longest ago (vLLM's block pool), so a block lasts until as much as their
-    KV holds has been written.
+    CLOCK_TOKENS; it wraps around. `capacity`: how much is written while a block lasts, in the same
+    unit. Engines evict the block that was used longest ago (vLLM's block pool), so it lasts about
+    until as much as their KV holds has been written; `cache_horizon.measure_window` knows better.
     """
     return (clock - stamp) % (1 << CLOCK_BITS) < capacity
 

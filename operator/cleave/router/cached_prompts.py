@@ -6,6 +6,7 @@ of every next turn of a conversation, so blocks are looked up only where the sea
 
 import math
 
+from cleave.policy.cache_horizon import measure_window
 from cleave.policy.dispatch import NONE, TO_PREFILL, ScoreColumn
 from cleave.policy.host_memory import measure_reach
 from cleave.policy.prefix_cache import (
@@ -186,10 +187,13 @@ def count_host_blocks(
 ) -> int:
     """How many of the first `depth` blocks of the prompt, the last of which the instance used at
     `stamp`, are probably in its host memory only; NONE: it has not even the last one there."""
-    clock, capacity = instance.in_flight.read_clock(), measure_capacity(instance)
+    clock = instance.in_flight.read_clock()
+    capacity = measure_window(clock, instance.horizon, instance.capacity)
     if is_cached(clock, stamp, capacity):
         return 0
-    if not instance.host_tokens or not is_cached(clock, stamp, measure_instance_reach(instance)):
+    if not instance.host_tokens:
+        return NONE
+    if not is_cached(clock, stamp, measure_instance_reach(instance, clock, capacity)):
         return NONE
     # Blocks at the beginning, which other prompts share, were used later.
     low, high, holder = 0, depth - 1, instance.target.holder
@@ -235,7 +239,8 @@ def find_source(
             continue
         if excluded is not None and table.closed_pairs.is_closed(excluded.slot, slot):
             continue
-        if not is_cached(clock, stamp, measure_capacity(instance)):
+        window = measure_window(clock, instance.horizon, instance.capacity)
+        if not is_cached(clock, stamp, window):
             continue
         tokens = cached * instance.hits.trust
         if instance.target.role == "decode":
@@ -257,17 +262,13 @@ def predict_pull_saving_ms(instance: RoutedInstance, cached: float, most: float)
     return predict_saved_ms(cached, most, instance.in_flight.queue.token_ms, 0.0, link_token_ms)
 
 
-def measure_capacity(instance: RoutedInstance) -> float:
-    """What this gateway's prompts may fill of the KV of an instance, in units of CLOCK_TOKENS."""
-    return float(instance.kv_tokens) / float(CLOCK_TOKENS * instance.num_routers)
-
-
-def measure_instance_reach(instance: RoutedInstance) -> float:
-    """`measure_capacity` of both its KV and its host memory."""
+def measure_instance_reach(instance: RoutedInstance, clock: int, capacity: float) -> float:
+    """How much is written while the KV of an instance, which keeps a block for `capacity`, or its
+    host memory has it, in units of CLOCK_TOKENS."""
     sent, _, cached = instance.in_flight.predict_hits()
     return measure_reach(
-        measure_capacity(instance),
+        capacity,
         float(instance.host_tokens) / float(CLOCK_TOKENS * instance.num_routers),
-        float(instance.in_flight.read_clock()),
+        float(clock),
         (sent - cached * instance.hits.trust) / CLOCK_TOKENS,
     )

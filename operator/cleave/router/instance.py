@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from cleave.policy.cache_horizon import UNKNOWN, find_horizon, record_clock, start_history
 from cleave.policy.host_memory import estimate_load_token_ms
 from cleave.policy.prefix_cache import CLOCK_TOKENS
 from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
@@ -285,10 +286,10 @@ class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_open_load", "agent", "closed_until", "connectivity", "hits", "host_tokens", "in_flight",
-        "kv_tokens", "last_event_at", "load", "load_token_ms", "max_prompt_tokens", "name",
-        "num_routers", "pairs", "registration", "router_rank", "score_table", "slot", "stalled_at",
-        "target",
+        "_clocks", "_open_load", "agent", "capacity", "closed_until", "connectivity", "hits",
+        "horizon", "host_tokens", "in_flight", "kv_tokens", "last_event_at", "load",
+        "load_token_ms", "max_prompt_tokens", "name", "num_routers", "pairs", "registration",
+        "router_rank", "score_table", "slot", "stalled_at", "target",
     )  # fmt: skip
 
     def __init__(
@@ -316,6 +317,9 @@ class RoutedInstance:
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
         self.in_flight = open_load(self.name, registration.boot_id)
+        self._clocks = start_history(now * 1000, float(self.in_flight.read_clock()))
+        self.horizon = UNKNOWN
+        """The clock of its cache before which it has evicted what it had, as of the last report."""
         self.hits = HitWindow()
         """What share of its prompts was cached."""
         self.pairs: dict[str, PairResult] = {}
@@ -332,6 +336,8 @@ class RoutedInstance:
         """Time of the latest report after a stall (see STALL_NS), in seconds of the same clock."""
         self.num_routers = 1
         """Number of routers that send requests to this instance."""
+        self.capacity = self._share_kv()
+        """What this gateway's prompts may fill of its KV, in units of CLOCK_TOKENS."""
         self.router_rank = 0
         """Rank of this router among them."""
 
@@ -356,19 +362,22 @@ class RoutedInstance:
             and bool(self.target.boot_id and self.target.port)
         )
 
-    def register(self, agent: str, registration: agent_pb2.Registration) -> None:
+    def register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
         """Apply a new registration; a new boot starts with empty load accounting.
         Raises ValueError when the engine's URL is invalid; then nothing is applied."""
         target = to_target(registration)
         if registration.boot_id != self.registration.boot_id:
             self.in_flight.close()
             self.in_flight = self._open_load(self.name, registration.boot_id)
+            self._clocks = start_history(now * 1000, float(self.in_flight.read_clock()))
+            self.horizon = UNKNOWN
             self.hits = HitWindow()
             self.load = agent_pb2.LoadReport()
             self.set_pairs({})
         self.agent = agent
         self.registration = registration
         self.kv_tokens = _count_kv_tokens(registration)
+        self.capacity = self._share_kv()
         self.max_prompt_tokens = _limit_prompt_tokens(registration, self.kv_tokens)
         self.host_tokens = registration.host_kv_tokens
         self.load_token_ms = estimate_load_token_ms(0.0, 0.0, registration.host_kv_token_ms)
@@ -395,6 +404,7 @@ class RoutedInstance:
             self.stalled_at = now
         self.load = load
         self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
+        self.capacity = self._share_kv()
         if self.in_flight.prompt.update_from_report(load.pending_prompt_tokens) < 0.5:
             # All waiting prompts belong to other routers; the start of the first one is not known.
             self.in_flight.queue.head_started_ms = now * 1000
@@ -402,6 +412,7 @@ class RoutedInstance:
         tokens = float(blocks * self.registration.kv_block_size)
         self.in_flight.resident.update_from_report(tokens)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
+        self._update_horizon(float(load.oldest_kv_ms), now * 1000)
         if self.host_tokens:
             assumed_ms = self.registration.host_kv_token_ms
             hits, load_ms = float(load.host_kv_hits), load.host_kv_load_ms
@@ -411,6 +422,20 @@ class RoutedInstance:
             queries, found = load.prefix_cache_queries, count_engine_hits(load)
             self.hits.update(HitCounts(now, *self.in_flight.predict_hits(), queries, found))
         return True
+
+    def _share_kv(self) -> float:
+        return float(self.kv_tokens) / float(CLOCK_TOKENS * self.num_routers)
+
+    def _update_horizon(self, oldest_ms: float, now_ms: float) -> None:
+        """Follow the latest report alone, so that a late one is wrong until the next one only."""
+        # Others hold little beside what is cached, and where prefill instances were believed to
+        # have evicted a session, it would give up its home for a queue that is a bit shorter.
+        in_flight = self.in_flight
+        record_clock(self._clocks, now_ms, float(in_flight.read_clock()), self.capacity)
+        self.horizon = UNKNOWN
+        if oldest_ms and self.registration.role == agent_pb2.ROLE_MIXED:
+            wait_ms = in_flight.prompt.pending * in_flight.queue.upper_token_ms
+            self.horizon = find_horizon(self._clocks, now_ms - oldest_ms, wait_ms)
 
 
 def count_engine_hits(load: agent_pb2.LoadReport) -> int:

@@ -160,7 +160,7 @@ class InstanceRegistry:
             )
             self.instances[registration.instance] = instance
         else:
-            instance.register(agent, registration)
+            instance.register(agent, registration, now)
         if previous is not None and previous is not instance:
             self._drop(previous)
         self._names[agent] = registration.instance

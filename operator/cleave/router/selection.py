@@ -14,6 +14,7 @@ import numpy as np
 from cleave.api.enums import DispatchPolicy
 from cleave.policy import best_fit, dispatch
 from cleave.policy.best_fit import BestFitModel
+from cleave.policy.cache_horizon import measure_window
 from cleave.policy.dispatch import (
     NONE,
     TO_DECODE,
@@ -42,7 +43,6 @@ from cleave.router.cached_prompts import (
     count_blocks,
     count_loaded,
     find_source,
-    measure_capacity,
     predict_pull_saving_ms,
 )
 from cleave.router.instance import RoutedInstance
@@ -179,7 +179,8 @@ class EndpointSelector:
         known = count_blocks(self._index, instance, request)
         clock = instance.in_flight.read_clock()
         # Rewriting the stamps of what was used lately would cost more than it improves.
-        capacity = measure_capacity(instance) / _REFRESHES
+        window = measure_window(clock, instance.horizon, instance.capacity)
+        capacity = min(window, instance.capacity) / _REFRESHES
         start = known if is_cached(clock, request.use_stamp, capacity) else 0
         if start < len(request.blocks):
             self._index.record(request.blocks, start, instance.target.holder, clock)

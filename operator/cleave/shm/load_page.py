@@ -17,6 +17,7 @@ ENV = "CLEAVE_LOAD_PAGE"
 """Environment variable that names the page to the engine."""
 
 _BODY = struct.Struct("<IIQIIQdQQQdQ")
+_KV_BODY = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class LoadSnapshot:
     """ms that these copies took, added up, for each GPU."""
     sampled_ns: int = 0
     """CLOCK_MONOTONIC; 0 until the engine has written once."""
+    oldest_kv_ns: int = 0
+    """CLOCK_MONOTONIC when a request began to use the KV block whose latest use is the oldest one;
+    0: none was used since the engine started or emptied its cache, or the engine does not say."""
 
 
 class LoadPage:
@@ -51,9 +55,12 @@ class LoadPage:
 
     def __init__(self, path: Path) -> None:
         self._page = Page(path, _BODY)
+        # Not a part of the other one: it is another process of vLLM that knows uses.
+        self._kv_page = Page(path.with_name(f"{path.name}-kv"), _KV_BODY)
 
     def write(self, load: LoadSnapshot) -> None:
-        """Store a snapshot with the present time in place of `load.sampled_ns`."""
+        """Store a snapshot with the present time in place of `load.sampled_ns`, and without
+        `load.oldest_kv_ns`."""
         self._page.write(
             load.num_running,
             load.num_waiting,
@@ -69,14 +76,19 @@ class LoadPage:
             time.monotonic_ns(),
         )
 
+    def write_oldest_kv(self, used_ns: int) -> None:
+        """Store `oldest_kv_ns` of later snapshots."""
+        self._kv_page.write(used_ns)
+
     def read(self) -> LoadSnapshot:
         """The latest consistent snapshot; LoadSnapshot() when there is none."""
         values = self._page.read()
-        return LoadSnapshot(*values) if values else LoadSnapshot()
+        return LoadSnapshot(*values, *(self._kv_page.read() or ())) if values else LoadSnapshot()
 
     def close(self) -> None:
         """Unmap the page; the file stays."""
         self._page.close()
+        self._kv_page.close()
 
     def __enter__(self) -> Self:
         return self

@@ -20,10 +20,8 @@ from cleave.simulator.records import CACHED, NONE, Record, State
 
 def add_free_copy(state: State, i: int, block: int, size: int) -> None:
     """Cache a block that no request holds."""
-    c = create_copy(state, block, size)
-    copy = get_copy(state, c)
-    copy.instance = i
-    copy.owners = 0
+    c = create_copy(state, i, block, size)
+    get_copy(state, c).owners = 0
     if block != NONE:
         link_to_block(state, c)
         if state.cache_view == CACHED:
@@ -49,6 +47,7 @@ def evict(state: State, i: int, room: int) -> None:
         cache.size -= evicted
         if copy.size == 0:
             drop_link(state, i, c)
+            _drop_use(state, i, c)
             copy.younger = state.free_copy
             state.free_copy = c
 
@@ -61,8 +60,8 @@ def find_copy(state: State, i: int, block: int) -> int:
     return c
 
 
-def create_copy(state: State, block: int, size: int) -> int:
-    """A new copy of a block in `size` KV blocks, in no list yet."""
+def create_copy(state: State, i: int, block: int, size: int) -> int:
+    """A new copy of a block in `size` KV blocks, in no list yet but that by use."""
     c = state.free_copy
     if c == NONE:
         c = state.num_copies
@@ -71,8 +70,16 @@ def create_copy(state: State, block: int, size: int) -> int:
         state.free_copy = get_copy(state, c).younger
     copy = get_copy(state, c)
     copy.block = block
+    copy.instance = i
     copy.size = size
+    _link_use(state, i, c)
     return c
+
+
+def begin_use(state: State, i: int, c: int) -> None:
+    """A request begins to use a copy."""
+    _drop_use(state, i, c)
+    _link_use(state, i, c)
 
 
 def link_to_block(state: State, c: int) -> None:
@@ -127,6 +134,30 @@ def drop_link(state: State, i: int, c: int) -> None:
         cache.newest = copy.older
     else:
         get_copy(state, copy.younger).older = copy.older
+
+
+def _link_use(state: State, i: int, c: int) -> None:
+    cache, copy = get_cache(state, i), get_copy(state, c)
+    copy.used = state.now
+    copy.after = NONE
+    copy.before = cache.last_begun
+    if cache.last_begun == NONE:
+        cache.first_begun = c
+    else:
+        get_copy(state, cache.last_begun).after = c
+    cache.last_begun = c
+
+
+def _drop_use(state: State, i: int, c: int) -> None:
+    cache, copy = get_cache(state, i), get_copy(state, c)
+    if copy.before == NONE:
+        cache.first_begun = copy.after
+    else:
+        get_copy(state, copy.before).after = copy.after
+    if copy.after == NONE:
+        cache.last_begun = copy.before
+    else:
+        get_copy(state, copy.after).before = copy.before
 
 
 def count_kv_blocks(state: State, inst: Record, r: int, at: int) -> int:

@@ -21,6 +21,7 @@ preemptions. A preempted request finds its prompt again, but not its answer.
 
 from cleave.simulator.cached_copies import (
     add_free_copy,
+    begin_use,
     count_kv_blocks,
     create_copy,
     drop_link,
@@ -33,7 +34,7 @@ from cleave.simulator.cached_copies import (
     set_num_owned,
 )
 from cleave.simulator.kv_blocks import change_usage, count_blocks
-from cleave.simulator.prefix_index import record_block
+from cleave.simulator.prefix_index import observe_oldest_use, record_block
 from cleave.simulator.record_access import (
     get_answer,
     get_block,
@@ -43,7 +44,7 @@ from cleave.simulator.record_access import (
     get_prompt,
     get_request,
 )
-from cleave.simulator.records import CACHED, NONE, State
+from cleave.simulator.records import CACHED, NONE, SENT, State
 
 
 def has_caches() -> bool:
@@ -96,6 +97,7 @@ def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
             cache.size -= copy.size
             taken += copy.size
         copy.owners += 1
+        begin_use(state, i, c)
     set_num_owned(state, i, r, prompt.found)
     if taken:
         change_usage(inst, now, taken, taken * inst.block)
@@ -114,10 +116,8 @@ def store_prompt(state: State, i: int, r: int, tokens: int) -> None:
         if tokens < end or size == 0:
             break
         block = get_block(state, prompt.first_block + held).value
-        c = create_copy(state, block, size)
-        copy = get_copy(state, c)
-        copy.instance = i
-        copy.owners = 1
+        c = create_copy(state, i, block, size)
+        get_copy(state, c).owners = 1
         link_to_block(state, c)
         if state.cache_view == CACHED:
             record_block(state, i, block)
@@ -186,9 +186,13 @@ def refresh_prefix(state: State, i: int, r: int) -> None:
         if get_copy(state, c).owners == 0:
             drop_link(state, i, c)
             link_as_newest(state, i, c)
+        begin_use(state, i, c)
 
 
 def _evict(state: State, i: int) -> None:
     """Evict what has been allocated since the last call: blocks that are free but not cached any
-    more."""
+    more. The oldest use of what is left is reported."""
     evict(state, i, get_instance(state, i).free)
+    c = get_cache(state, i).first_begun
+    if state.cache_view == SENT and c != NONE:
+        observe_oldest_use(state, i, get_copy(state, c).used)

@@ -1,14 +1,22 @@
 """What a router can know of the caches of the fleet's engines. Compiled.
 
 Called by `dispatch`, and by `prefix_caches` where dispatch sees what engines cache. The blocks of
-each prompt are recorded at the instances that it is sent to; a block is assumed to stay there until
-as many tokens were written as the KV cache holds since it was last used. `cleave.router`
+each prompt are recorded at the instances that it is sent to; a block is assumed to stay there as
+long as the instance has what was used before (`policy.cache_horizon`). `cleave.router`
 does so in blocks of its own (`router.prefix_index`). What is hard: these blocks are forgotten one
 by one, and each is in two lists, of its instance by use and of all that cache it.
 """
 
 import math
 
+from cleave.policy.cache_horizon import (
+    HISTORY_SIZE,
+    MAX_RATIO,
+    UNKNOWN,
+    find_horizon,
+    measure_window,
+    record_clock,
+)
 from cleave.policy.dispatch import TO_PREFILL
 from cleave.policy.host_memory import measure_reach
 from cleave.policy.prefix_pull import predict_saved_ms
@@ -17,6 +25,7 @@ from cleave.simulator.record_access import (
     get_answer,
     get_block,
     get_cache,
+    get_clocks,
     get_first_known,
     get_instance,
     get_known,
@@ -24,7 +33,7 @@ from cleave.simulator.record_access import (
     get_request,
     get_score,
 )
-from cleave.simulator.records import NONE, SENT, State
+from cleave.simulator.records import MIXED, NONE, SENT, State
 
 
 def find_shortest(state: State, column: int) -> int:
@@ -46,8 +55,8 @@ def find_depth(state: State, r: int, _: int, i: int) -> int:
     low, high = 0, prompt.num_blocks
     while low < high:
         middle = (low + high + 1) // 2
-        block = get_block(state, prompt.first_block + middle - 1).value
-        if _find_known(state, i, block) != NONE:
+        k = _find_known(state, i, get_block(state, prompt.first_block + middle - 1).value)
+        if k != NONE and _is_cached(state, k):
             low = middle
         else:
             high = middle - 1
@@ -63,7 +72,9 @@ def find_holder(state: State, r: int, column: int, depth: int, after: int) -> in
         k = get_known(state, after).next
     while k != NONE:
         i = get_known(state, k).instance
-        if get_score(state, column * state.num_instances + i).value < math.inf:
+        if get_score(state, column * state.num_instances + i).value < math.inf and _is_cached(
+            state, k
+        ):
             break
         k = get_known(state, k).next
     return int(k)
@@ -90,7 +101,7 @@ def count_loaded(state: State, i: int, r: int, depth: int) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         k = _find_known(state, i, get_block(state, prompt.first_block + middle - 1).value)
-        if cache.written - get_known(state, k).written <= inst.blocks * inst.block:
+        if cache.written - get_known(state, k).written <= _measure_capacity(state, i):
             low = middle
         else:
             high = middle - 1
@@ -137,7 +148,7 @@ def find_source(state: State, r: int, i: int) -> int:
     k = get_first_known(state, block).value
     while k != NONE:
         known = get_known(state, k)
-        if known.instance != i:
+        if known.instance != i and _is_cached(state, k):
             source = int(known.instance)
         k = known.next
     return source
@@ -150,8 +161,10 @@ def find_known_depth(state: State, r: int) -> int:
     low, high = 0, prompt.num_blocks
     while low < high:
         middle = (low + high + 1) // 2
-        block = get_block(state, prompt.first_block + middle - 1).value
-        if get_first_known(state, block).value != NONE:
+        k = get_first_known(state, get_block(state, prompt.first_block + middle - 1).value).value
+        while k != NONE and not _is_cached(state, k):
+            k = get_known(state, k).next
+        if k != NONE:
             low = middle
         else:
             high = middle - 1
@@ -187,14 +200,29 @@ def record_prompt(state: State, i: int, r: int, written: float, answers: bool = 
     for at in range(full - 1, -1, -1):
         record_block(state, i, get_block(state, prompt.first_block + at).value)
     cache.written += written
-    reach = float(inst.blocks * inst.block)
-    if inst.host_tokens > 0:
-        reach = measure_reach(reach, float(inst.host_tokens), cache.written, cache.stored)
+    capacity = float(inst.blocks * inst.block)
+    clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
+    record_clock(clocks, state.now, cache.written, capacity)
+    # Those that a later report may bring back are kept.
+    reach = max(_measure_reach(state, i), MAX_RATIO * capacity)
     while state.cache_view == SENT and cache.first_used != NONE:
         known = get_known(state, cache.first_used)
         if cache.written - known.written <= reach:
             break
         forget_block(state, i, known.block)
+
+
+def observe_oldest_use(state: State, i: int, used_ms: float) -> None:
+    """Instance `i` reports to the router when the latest use of a block began that is the oldest
+    one."""
+    inst, cache = get_instance(state, i), get_cache(state, i)
+    if used_ms == cache.reported:
+        return
+    cache.reported, cache.horizon = used_ms, UNKNOWN
+    if inst.role == MIXED:
+        clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
+        wait_ms = inst.pending_prompt_tokens * inst.upper_token_ms
+        cache.horizon = find_horizon(clocks, used_ms, wait_ms)
 
 
 def record_block(state: State, i: int, block: int) -> None:
@@ -237,6 +265,28 @@ def forget_block(state: State, i: int, block: int) -> None:
         get_known(state, before).next = known.next
     known.next = state.free_known
     state.free_known = k
+
+
+def _is_cached(state: State, k: int) -> bool:
+    """Whether the instance of a KNOWN probably has the block, on its GPU or in host memory."""
+    if state.cache_view != SENT:
+        return True
+    known = get_known(state, k)
+    written = get_cache(state, known.instance).written - known.written
+    is_cached: bool = written <= _measure_reach(state, known.instance)
+    return is_cached
+
+
+def _measure_capacity(state: State, i: int) -> float:
+    inst, cache = get_instance(state, i), get_cache(state, i)
+    return measure_window(cache.written, cache.horizon, float(inst.blocks * inst.block))
+
+
+def _measure_reach(state: State, i: int) -> float:
+    inst, cache, capacity = get_instance(state, i), get_cache(state, i), _measure_capacity(state, i)
+    if inst.host_tokens == 0:
+        return capacity
+    return measure_reach(capacity, float(inst.host_tokens), cache.written, cache.stored)
 
 
 def _find_known(state: State, i: int, block: int) -> int:

@@ -69,6 +69,8 @@ get_first_known = _declare_row("first_known", records.NUMBER)
 get_held_copy = _declare_row("held", records.NUMBER)
 """The copy in that row of the copies that requests hold."""
 
+get_clocks = _declare_slice("clocks", np.float64)
+"""`count` numbers of the histories of `policy.cache_horizon`."""
 get_points = _declare_slice("tables", np.float64)
 """`count` points of the latency models, from `start` on."""
 get_scores = _declare_slice("scores", np.float64)

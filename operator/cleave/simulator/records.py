@@ -78,21 +78,24 @@ PROMPT = _build_dtype(
 
 CACHE = _build_dtype(
     # written: tokens of KV written so far, as far as the router knows; stored: those of them that
-    # were copied to host memory.
-    "written stored",
+    # were copied to host memory. horizon: `written` before which it has evicted what it had, as the
+    # router knows from its reports; reported: the oldest use of a copy in the latest one, ms.
+    "written stored horizon reported",
     # size: KV blocks that are cached and held by no request; oldest, newest: ends of the list of
     # their copies; evicted: copies evicted so far. first_used, last_used: ends of the list of
-    # blocks that the router knows to be cached, by use.
-    "size oldest newest evicted first_used last_used",
+    # blocks that the router knows to be cached, by use; first_begun, last_begun: of all copies.
+    "size oldest newest evicted first_used last_used first_begun last_begun",
 )
 """The prefix cache of an instance, or the cache in its host memory (see `cached_copies`)."""
 
 COPY = _build_dtype(
-    "",
+    # used: when a request began to use it, ms.
+    "used",
     # block: its number in the trace; NONE: content that no other prompt has. size: KV blocks.
-    # owners: requests that hold it. older, younger: links among copies without owners. next: link
-    # among the copies of its block on all instances.
-    "block instance size owners older younger next",
+    # owners: requests that hold it. older, younger: links among copies without owners. before,
+    # after: among all copies of its cache, by `used`. next: link among the copies of its block on
+    # all instances.
+    "block instance size owners older younger before after next",
 )
 """One cached copy of a block on an instance, see `prefix_caches`."""
 
@@ -195,8 +198,9 @@ STATE = _build_dtype(
     # members, pressure_history: input of policy.role_flipping.
     # blocks: numbers of the blocks of all prompts; first_copies, first_known: heads of the lists of
     # a block's copies and KNOWN; held: copies that requests hold for `blocks`, first on prefill,
-    # then on decode instances. answers: numbers of the blocks of all answers.
-    "prompts caches blocks answers copies first_copies held known first_known "
+    # then on decode instances. answers: numbers of the blocks of all answers. clocks: by instance,
+    # the history of `written`, see policy.cache_horizon.
+    "clocks prompts caches blocks answers copies first_copies held known first_known "
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
     "pressure_history",
 )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.policy.cache_horizon import HISTORY_SIZE, UNKNOWN
 from cleave.policy.role_flipping import build_pressure_history
 from cleave.simulator import records
 from cleave.simulator.fleet import SimulatedFleet
@@ -169,8 +170,9 @@ def _lay_out_caches(
         prompts["num_answers"] = np.diff(answers.starts)
     # Those in host memory follow.
     caches = np.zeros(2 * len(instances), records.CACHE)
-    for name in ("oldest", "newest", "first_used", "last_used"):
+    for name in ("oldest", "newest", "first_used", "last_used", "first_begun", "last_begun"):
         caches[name] = records.NONE
+    caches["horizon"] = caches["reported"] = UNKNOWN
     state["block_tokens"] = blocks.block_tokens
     state["num_block_uses"] = uses
     state["free_copy"] = state["free_known"] = records.NONE
@@ -179,6 +181,7 @@ def _lay_out_caches(
     return {
         "prompts": prompts,
         "caches": caches,
+        "clocks": np.zeros(len(instances) * HISTORY_SIZE),
         "blocks": np.ascontiguousarray(blocks.numbers, np.int64),
         "answers": np.zeros(1) if answers is None else np.ascontiguousarray(answers.numbers),
         "copies": np.empty(_bound_copies(instances, uses + len(prompts)), records.COPY),

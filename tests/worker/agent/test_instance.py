@@ -49,6 +49,24 @@ async def test_load_reports_have_the_hits_of_the_prefix_cache(
     assert (load.host_kv_hits, load.host_kv_load_ms) == (32, 1.5)
 
 
+def test_the_age_of_the_oldest_block_is_that_at_the_report(
+    instance: WorkerInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = 100_000_000_000
+    monkeypatch.setattr("time.monotonic_ns", lambda: now_ns)
+    assert instance.build_load_report().oldest_kv_ms == 0
+    with LoadPage(tmp_path / "load") as page:
+        page.write_oldest_kv(now_ns - 5_000_000_000)
+        assert instance.build_load_report().oldest_kv_ms == 5_000
+        # The engine has written nothing since.
+        now_ns += 2_000_000_000
+        assert instance.build_load_report().oldest_kv_ms == 7_000
+        page.write_oldest_kv(now_ns - 1)
+        assert instance.build_load_report().oldest_kv_ms == 1, "0 is for nothing"
+        page.write_oldest_kv(0)
+        assert instance.build_load_report().oldest_kv_ms == 0
+
+
 def test_the_registration_has_the_host_memory_of_this_engine(instance: WorkerInstance) -> None:
     report = '{"hostMemory": {"tokens": 500, "tokenMs": 0.01}}'
     instance.set_engine_info(replace(FACTS, model_report=report))

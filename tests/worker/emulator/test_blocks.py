@@ -1,6 +1,7 @@
 """The block pool."""
 
 from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.scheduling.block_uses import BlockUses
 
 
 def test_blocks_are_allocated_once_and_freed() -> None:
@@ -34,6 +35,22 @@ def test_a_freed_prefix_is_found_until_its_blocks_are_needed() -> None:
     pool.free(blocks[:1])
     pool.allocate(1)
     assert pool.acquire_cached([b"1"]) == []
+
+
+def test_the_pool_knows_its_oldest_use() -> None:
+    pool, now_ns = BlockPool(2, 4), 10
+    pool.uses = BlockUses(lambda: now_ns)
+    assert pool.uses.oldest_ns == 0
+    first, second = pool.allocate(2)
+    pool.publish(first, b"1")
+    pool.publish(second, b"2")
+    pool.free([first, second])
+    now_ns = 20
+    assert pool.acquire_cached([b"1"]) == [first]
+    assert pool.uses.oldest_ns == 10
+    now_ns = 30
+    assert pool.allocate(1) == [second]
+    assert pool.uses.oldest_ns == 20, "in use since then"
 
 
 def test_the_first_block_of_equal_content_stays_the_cached_one() -> None:

@@ -6,6 +6,7 @@ they wait on.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,8 @@ class WorkerInstance:
     def build_load_report(self) -> agent_pb2.LoadReport:
         """Return the present load report."""
         load = self.load
+        # Engines store a time, so the age is that of this report, however old their sample is.
+        oldest_kv_ns = time.monotonic_ns() - load.oldest_kv_ns if load.oldest_kv_ns else 0
         return agent_pb2.LoadReport(
             boot_id=self._registration.boot_id,
             epoch=self._registration.epoch,
@@ -186,6 +189,7 @@ class WorkerInstance:
             prefix_cache_hits=load.prefix_cache_hits,
             host_kv_hits=load.host_kv_hits,
             host_kv_load_ms=load.host_kv_load_ms,
+            oldest_kv_ms=math.ceil(oldest_kv_ns / 1_000_000),
         )
 
     async def wait_for_change(self, seconds: float | None = None) -> None:

@@ -17,6 +17,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from cleave_worker.scheduling.block_uses import BlockUses
+
 EMPTY = 0
 """Content of a block to which nothing was written."""
 
@@ -41,6 +43,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.uses = BlockUses()
         self.contents = [EMPTY] * num_blocks
         self.previous_contents = [EMPTY] * num_blocks
         """Content of each block before its present sequence; a stale transfer delivers this."""
@@ -69,6 +72,7 @@ class BlockPool:
         for block in cached:
             self._free.pop(block, None)
             self._ref_counts[block] += 1
+            self.uses.begin(block)
         return cached
 
     def count_cached(self, keys: Sequence[bytes]) -> int:
@@ -94,6 +98,7 @@ class BlockPool:
         if key is not None:
             del self._cached[key]
             self._keys[block] = None
+        self.uses.begin(block)
         self._ref_counts[block] = 1
         self.previous_contents[block] = self.contents[block]
         self.contents[block] = EMPTY

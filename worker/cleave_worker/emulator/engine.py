@@ -366,6 +366,7 @@ class EmulatedEngine:
 
     def _publish(self) -> None:
         if self._load_page:
+            self._load_page.write_oldest_kv(self.scheduler.pool.uses.oldest_ns)
             self._load_page.write(self._build_load())
 
 

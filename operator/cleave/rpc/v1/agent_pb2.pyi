@@ -495,6 +495,7 @@ class LoadReport(_message.Message):
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     HOST_KV_HITS_FIELD_NUMBER: _builtins.int
     HOST_KV_LOAD_MS_FIELD_NUMBER: _builtins.int
+    OLDEST_KV_MS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     epoch: _builtins.int
     num_running: _builtins.int
@@ -521,6 +522,10 @@ class LoadReport(_message.Message):
     """prompt tokens copied back from host memory since boot"""
     host_kv_load_ms: _builtins.float
     """ms that these copies took, added up, for each GPU"""
+    oldest_kv_ms: _builtins.int
+    """ms since a request began to use the KV block whose latest use is the oldest one: what was used
+    later is still cached. 0: none was used, or the engine does not report it.
+    """
     def __init__(
         self,
         *,
@@ -539,10 +544,11 @@ class LoadReport(_message.Message):
         prefix_cache_hits: _builtins.int | None = ...,
         host_kv_hits: _builtins.int = ...,
         host_kv_load_ms: _builtins.float = ...,
+        oldest_kv_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "boot_id", b"boot_id", "epoch", b"epoch", "host_kv_hits", b"host_kv_hits", "host_kv_load_ms", b"host_kv_load_ms", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "boot_id", b"boot_id", "epoch", b"epoch", "host_kv_hits", b"host_kv_hits", "host_kv_load_ms", b"host_kv_load_ms", "kv_blocks_free", b"kv_blocks_free", "kv_cache_usage", b"kv_cache_usage", "num_preemptions", b"num_preemptions", "num_routers", b"num_routers", "num_running", b"num_running", "num_waiting", b"num_waiting", "oldest_kv_ms", b"oldest_kv_ms", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "router_rank", b"router_rank", "sampled_ns", b"sampled_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefix_cache_hits: _TypeAlias = _typing.Literal["prefix_cache_hits"]  # noqa: Y015
     _WhichOneofArgType__prefix_cache_hits: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits"]  # noqa: Y015

@@ -33,6 +33,7 @@ from cleave_worker.transfer.server import RegisteredKv
 from cleave_worker.transfer.sharding import ShardSpec
 from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.nixl import choose_transports, filter_installed
+from cleave_worker.vllm.kv.block_use_collector import BlockUseCollector, observe_uses
 from cleave_worker.vllm.kv.cached_blocks import (
     CachedBlocks,
     can_lease_blocks,
@@ -78,6 +79,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._prefix_pulls: PrefixPulls | None = None
         """None: this engine computes what it has not cached."""
         self._prefix_server: PrefixServer | None = None
+        self._block_uses: BlockUseCollector | None = None
         if role is base.KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
             self._scheduler = SchedulerSide(
@@ -104,8 +106,10 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Prepare to pull prefixes from the caches of other engines, and to offer the own one."""
+        """Prepare to pull prefixes from the caches of other engines, to offer the own one, and to
+        report what it evicts."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._block_uses = observe_uses(kv_cache_manager)
         # With another policy a prefix that is lost would be an error for the client.
         settings = self._kv_transfer_config
         # vLLM keeps blocks until the steps that write them are over, for consumers only.
@@ -147,6 +151,8 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         metadata = self._require_scheduler().build_metadata(scheduler_output)
         if self._prefix_pulls:
             metadata.prefix_reads = self._prefix_pulls.take_reads()
+        if self._block_uses:
+            self._block_uses.publish()
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
