@@ -286,7 +286,7 @@ class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_clocks", "_open_load", "agent", "capacity", "closed_until", "connectivity", "hits",
+        "_clock_history", "_open_load", "agent", "capacity", "closed_until", "connectivity", "hits",
         "horizon", "host_tokens", "in_flight", "kv_tokens", "last_event_at", "load",
         "load_token_ms", "max_prompt_tokens", "name", "num_routers", "pairs", "registration",
         "router_rank", "score_table", "slot", "stalled_at", "target",
@@ -317,7 +317,7 @@ class RoutedInstance:
         self.load = agent_pb2.LoadReport()
         self._open_load = open_load
         self.in_flight = open_load(self.name, registration.boot_id)
-        self._clocks = start_history(now * 1000, float(self.in_flight.read_clock()))
+        self._clock_history = start_history(now * 1000, float(self.in_flight.read_clock()))
         self.horizon = UNKNOWN
         """The clock of its cache before which it has evicted what it had, as of the last report."""
         self.hits = HitWindow()
@@ -369,7 +369,7 @@ class RoutedInstance:
         if registration.boot_id != self.registration.boot_id:
             self.in_flight.close()
             self.in_flight = self._open_load(self.name, registration.boot_id)
-            self._clocks = start_history(now * 1000, float(self.in_flight.read_clock()))
+            self._clock_history = start_history(now * 1000, float(self.in_flight.read_clock()))
             self.horizon = UNKNOWN
             self.hits = HitWindow()
             self.load = agent_pb2.LoadReport()
@@ -431,11 +431,11 @@ class RoutedInstance:
         # Others hold little beside what is cached, and where prefill instances were believed to
         # have evicted a session, it would give up its home for a queue that is a bit shorter.
         in_flight = self.in_flight
-        record_clock(self._clocks, now_ms, float(in_flight.read_clock()), self.capacity)
+        begin_ms = now_ms + in_flight.prompt.pending * in_flight.queue.upper_token_ms
+        record_clock(self._clock_history, begin_ms, float(in_flight.read_clock()), self.capacity)
         self.horizon = UNKNOWN
         if oldest_ms and self.registration.role == agent_pb2.ROLE_MIXED:
-            wait_ms = in_flight.prompt.pending * in_flight.queue.upper_token_ms
-            self.horizon = find_horizon(self._clocks, now_ms - oldest_ms, wait_ms)
+            self.horizon = find_horizon(self._clock_history, now_ms - oldest_ms)
 
 
 def count_engine_hits(load: agent_pb2.LoadReport) -> int:

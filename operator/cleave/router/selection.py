@@ -180,8 +180,7 @@ class EndpointSelector:
         clock = instance.in_flight.read_clock()
         # Rewriting the stamps of what was used lately would cost more than it improves.
         window = measure_window(clock, instance.horizon, instance.capacity)
-        capacity = min(window, instance.capacity) / _REFRESHES
-        start = known if is_cached(clock, request.use_stamp, capacity) else 0
+        start = known if is_cached(clock, request.use_stamp, window / _REFRESHES) else 0
         if start < len(request.blocks):
             self._index.record(request.blocks, start, instance.target.holder, clock)
         return request.blocks[known:] if known < len(request.blocks) else []

@@ -11,7 +11,6 @@ import math
 
 from cleave.policy.cache_horizon import (
     HISTORY_SIZE,
-    MAX_RATIO,
     UNKNOWN,
     find_horizon,
     measure_window,
@@ -201,10 +200,10 @@ def record_prompt(state: State, i: int, r: int, written: float, answers: bool = 
         record_block(state, i, get_block(state, prompt.first_block + at).value)
     cache.written += written
     capacity = float(inst.blocks * inst.block)
-    clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
-    record_clock(clocks, state.now, cache.written, capacity)
+    begin_ms = state.now + inst.pending_prompt_tokens * inst.upper_token_ms
+    record_clock(_get_clock_history(state, i), begin_ms, cache.written, capacity)
     # Those that a later report may bring back are kept.
-    reach = max(_measure_reach(state, i), MAX_RATIO * capacity)
+    reach = _measure_reach(state, i, capacity)
     while state.cache_view == SENT and cache.first_used != NONE:
         known = get_known(state, cache.first_used)
         if cache.written - known.written <= reach:
@@ -220,9 +219,7 @@ def observe_oldest_use(state: State, i: int, used_ms: float) -> None:
         return
     cache.reported, cache.horizon = used_ms, UNKNOWN
     if inst.role == MIXED:
-        clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
-        wait_ms = inst.pending_prompt_tokens * inst.upper_token_ms
-        cache.horizon = find_horizon(clocks, used_ms, wait_ms)
+        cache.horizon = find_horizon(_get_clock_history(state, i), used_ms)
 
 
 def record_block(state: State, i: int, block: int) -> None:
@@ -273,8 +270,13 @@ def _is_cached(state: State, k: int) -> bool:
         return True
     known = get_known(state, k)
     written = get_cache(state, known.instance).written - known.written
-    is_cached: bool = written <= _measure_reach(state, known.instance)
+    reach = _measure_reach(state, known.instance, _measure_capacity(state, known.instance))
+    is_cached: bool = written <= reach
     return is_cached
+
+
+def _get_clock_history(state: State, i: int) -> list[float]:
+    return get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
 
 
 def _measure_capacity(state: State, i: int) -> float:
@@ -282,8 +284,10 @@ def _measure_capacity(state: State, i: int) -> float:
     return measure_window(cache.written, cache.horizon, float(inst.blocks * inst.block))
 
 
-def _measure_reach(state: State, i: int) -> float:
-    inst, cache, capacity = get_instance(state, i), get_cache(state, i), _measure_capacity(state, i)
+def _measure_reach(state: State, i: int, capacity: float) -> float:
+    """How much is written while its KV, which keeps a block for `capacity`, or its host memory has
+    it."""
+    inst, cache = get_instance(state, i), get_cache(state, i)
     if inst.host_tokens == 0:
         return capacity
     return measure_reach(capacity, float(inst.host_tokens), cache.written, cache.stored)

@@ -17,6 +17,8 @@ def test_the_block_whose_latest_use_is_the_oldest_one_counts() -> None:
     uses.begin(2)
     assert uses.oldest_ns == 30
     uses.clear()
-    assert uses.oldest_ns == 0
-    uses.begin(0)
+    assert uses.oldest_ns == 50, "nothing from before is left"
+    now_ns = 70
     assert uses.oldest_ns == 50
+    uses.begin(0)
+    assert uses.oldest_ns == 70

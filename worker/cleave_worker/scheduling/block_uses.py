@@ -17,12 +17,13 @@ class BlockUses:
         self._used_ns: OrderedDict[int, int] = OrderedDict()
         """By block, the oldest one first. Not a dict: finding its first item takes the longer the
         more have been removed before it."""
+        self._cleared_ns = 0
         self._clock = clock
 
     @property
     def oldest_ns(self) -> int:
-        """The oldest of the latest uses; 0: no block has been used."""
-        return next(iter(self._used_ns.values()), 0)
+        """The oldest of the latest uses; while there is none, when all were forgotten, or 0."""
+        return next(iter(self._used_ns.values()), self._cleared_ns)
 
     def begin(self, block: int) -> None:
         """A request begins to use a block, which it has found cached or which it will write."""
@@ -32,3 +33,4 @@ class BlockUses:
     def clear(self) -> None:
         """The pool has nothing cached any more."""
         self._used_ns.clear()
+        self._cleared_ns = self._clock()

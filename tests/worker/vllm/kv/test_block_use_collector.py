@@ -96,8 +96,9 @@ def test_an_emptied_cache_is_reported_at_once(
     pool.free_blocks(compute(pool, 0, 3))
     collector.publish()
     assert page.read().oldest_kv_ns == 10
+    clock.ns = 20
     assert pool.reset_prefix_cache()
-    assert page.read().oldest_kv_ns == 0
+    assert page.read().oldest_kv_ns == 20
 
 
 def test_engines_without_an_agent_a_cache_or_a_free_place_are_not_observed(

@@ -107,7 +107,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Prepare to pull prefixes from the caches of other engines, to offer the own one, and to
-        report what it evicts."""
+        report its oldest use."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._block_uses = observe_uses(kv_cache_manager)
         # With another policy a prefix that is lost would be an error for the client.
