@@ -201,7 +201,8 @@ def record_prompt(state: State, i: int, r: int, written: float, answers: bool = 
     cache.written += written
     capacity = float(inst.blocks * inst.block)
     begin_ms = state.now + inst.pending_prompt_tokens * inst.upper_token_ms
-    record_clock(_get_clock_history(state, i), begin_ms, cache.written, capacity)
+    clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
+    record_clock(clocks, begin_ms, cache.written, capacity)
     # Those that a later report may bring back are kept.
     reach = _measure_reach(state, i, capacity)
     while state.cache_view == SENT and cache.first_used != NONE:
@@ -219,7 +220,8 @@ def observe_oldest_use(state: State, i: int, used_ms: float) -> None:
         return
     cache.reported, cache.horizon = used_ms, UNKNOWN
     if inst.role == MIXED:
-        cache.horizon = find_horizon(_get_clock_history(state, i), used_ms)
+        clocks = get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
+        cache.horizon = find_horizon(clocks, used_ms)
 
 
 def record_block(state: State, i: int, block: int) -> None:
@@ -273,10 +275,6 @@ def _is_cached(state: State, k: int) -> bool:
     reach = _measure_reach(state, known.instance, _measure_capacity(state, known.instance))
     is_cached: bool = written <= reach
     return is_cached
-
-
-def _get_clock_history(state: State, i: int) -> list[float]:
-    return get_clocks(state, i * HISTORY_SIZE, HISTORY_SIZE)
 
 
 def _measure_capacity(state: State, i: int) -> float:
