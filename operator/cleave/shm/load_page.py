@@ -47,7 +47,8 @@ class LoadSnapshot:
     """CLOCK_MONOTONIC; 0 until the engine has written once."""
     oldest_kv_ns: int = 0
     """CLOCK_MONOTONIC when a request began to use the KV block whose latest use is the oldest one;
-    while there is none, when the engine emptied its cache; 0: none was ever used, or it does not say."""
+    while there is none, when the engine emptied its cache; 0: none was ever used, or it is not
+    known."""
 
 
 class LoadPage:
