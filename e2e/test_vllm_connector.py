@@ -88,6 +88,24 @@ def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
 
 
+def test_engines_report_the_age_of_their_oldest_block(vllm: Deployment) -> None:
+    began = time.monotonic()
+    ask(vllm.url, Case(31_000, 700, chat=False, stream=False))
+    before = read_ages_ms(vllm)
+    assert before.keys() == {"tiny-prefill-0", "tiny-decode-0"}
+    # They have served other tests, and nothing was evicted.
+    assert all(age > 1e3 * (time.monotonic() - began) for age in before.values())
+    until(
+        lambda: all(age >= before[name] + 200 for name, age in read_ages_ms(vllm).items()),
+        TIMEOUT_S,
+        "all have grown older",
+    )
+
+
+def read_ages_ms(vllm: Deployment) -> dict[str, int]:
+    return {h.registration.instance: h.load.oldest_kv_ms for h in vllm.healths()}
+
+
 def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     before, expired = lost(decoding), lost(source).get("expired", 0)
