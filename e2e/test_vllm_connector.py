@@ -216,7 +216,7 @@ def test_prefixes_are_pulled_side_by_side(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     cases = [Case(43_000 + number, 500, chat=False, stream=False) for number in range(6)]
     expected = [ask(decoding, case).tokens for case in cases]
-    before, place = outcomes(source)["pulled"], name_source(vllm)
+    before, place = outcomes(source).get("pulled", 0), name_source(vllm)
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert list(pool.map(lambda case: compute(vllm, case, place), cases)) == expected
     assert outcomes(source)["pulled"] == before + len(cases)
