@@ -119,6 +119,16 @@ async def test_instances_are_exported_by_role_and_state_even_when_none_is_ready(
     assert f'{name}{{model="m",role="decode",state="ready"}} 1.0' in page
 
 
+async def test_the_age_of_the_youngest_cache_is_exported_of_instances_that_report_it(pair) -> None:
+    name = "cleave_gateway_engine_kv_age_seconds_min"
+    assert f"{name}{{" not in await read_page(pair)
+    instances = pair.context.router.registry.instances
+    boot_id = instances["d"].registration.boot_id
+    load = agent_pb2.LoadReport(boot_id=boot_id, oldest_kv_ms=90_500)
+    assert instances["d"].update_load(load, pair.context.clock())
+    assert f'{name}{{model="m",role="decode"}} 90.5' in await read_page(pair)
+
+
 async def test_lines_of_cache_hits_are_those_of_a_parser_and_of_present_instances(
     make_stage,
 ) -> None:

@@ -44,6 +44,7 @@ class InstanceCollector:
         states: Counter[tuple[str, ...]] = Counter()
         requests: Counter[tuple[str, ...]] = Counter()
         fullest: dict[tuple[str, ...], float] = {}
+        youngest_s: dict[tuple[str, ...], float] = {}
         for instance in self._registry.instances.values():
             registration, load = instance.registration, instance.load
             key = registration.model, get_enum_name(agent_pb2.Role, registration.role)
@@ -53,11 +54,19 @@ class InstanceCollector:
             requests[*key, "running"] += load.num_running
             requests[*key, "waiting"] += load.num_waiting
             fullest[key] = max(fullest.get(key, 0.0), load.kv_cache_usage)
+            if load.oldest_kv_ms:
+                age_s = load.oldest_kv_ms / 1_000
+                youngest_s[key] = min(youngest_s.get(key, age_s), age_s)
         yield _build_gauge("instances", "Instances that this gateway knows", states, "state")
         text = "Requests at engines, as they report"
         yield _build_gauge("engine_requests", text, requests, "state")
         text = "KV memory in use at the fullest instance, 0 to 1"
         yield _build_gauge("engine_kv_usage_max", text, fullest)
+        text = (
+            "Least age of an instance's least recently used KV block, of those that report it: what"
+            " was used since is cached"
+        )
+        yield _build_gauge("engine_kv_age_seconds_min", text, youngest_s)
         yield from self._collect_pairs()
 
     def _collect_pairs(self) -> Iterable[Metric]:
