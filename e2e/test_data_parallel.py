@@ -21,7 +21,6 @@ from e2e.support.vllm_prompts import metric
 
 TIMEOUT_S = 120
 STREAMS = 12
-MOST_STREAMS = 48
 VICTIM = "ranks-decode-0.rank-1"
 NAMES = [
     *(f"ranks-prefill-0.rank-{rank}" for rank in range(2)),
@@ -135,13 +134,14 @@ def find_engine(wide: SpreadRanks, name: str) -> int:
 def start_streams(
     pool: concurrent.futures.ThreadPoolExecutor, wide: SpreadRanks, urls: Sequence[str]
 ) -> dict[str, concurrent.futures.Future[str]]:
-    """Streams by prompt, started one by one until all engines at `urls` decode. No prompt repeats,
-    as all others might go where theirs is cached."""
+    """Streams by prompt, started one by one, at most STREAMS at a time, until all engines at `urls`
+    decode. No prompt repeats: each goes where it is cached, which may be another engine."""
     streams: dict[str, concurrent.futures.Future[str]] = {}
 
     def do_all_decode() -> bool:
-        prompt = f"question {uuid.uuid4()} " * 20
-        streams[prompt] = pool.submit(ask, wide, prompt)
+        if sum(not each.done() for each in streams.values()) < STREAMS:
+            prompt = f"question {uuid.uuid4()} " * 20
+            streams[prompt] = pool.submit(ask, wide, prompt)
         return all(metric(url, "vllm:num_requests_running") > 0 for url in urls)
 
     until(do_all_decode, TIMEOUT_S, "these engines decode")
@@ -152,7 +152,7 @@ def test_streams_go_on_when_a_rank_on_another_node_dies(wide: SpreadRanks) -> No
     victim = "wide-mixed-0.rank-1"
     before = list_boots(wide)
     assert {*before} == {f"wide-mixed-{n}.rank-{rank}" for n in range(2) for rank in range(2)}
-    with concurrent.futures.ThreadPoolExecutor(MOST_STREAMS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
         streams = start_streams(pool, wide, [wide.instances()[victim].engine_url])
         os.kill(find_engine(wide, victim), signal.SIGKILL)
         found = [each.result(2 * TIMEOUT_S) for each in streams.values()]
@@ -176,7 +176,7 @@ def test_all_ranks_on_both_nodes_change_their_role(wide: SpreadRanks) -> None:
 
 def test_the_deletion_of_one_pod_drains_its_instance_on_both_nodes(wide: SpreadRanks) -> None:
     urls = [wide.instances()[f"wide-mixed-1.rank-{rank}"].engine_url for rank in range(2)]
-    with concurrent.futures.ThreadPoolExecutor(MOST_STREAMS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
         streams = start_streams(pool, wide, urls)
         first, further = wide.pods[2:]
         assert further.stop() == 0

@@ -83,7 +83,7 @@ def test_a_text_of_equal_length_is_noticed_in_first_blocks_and_at_ends_of_later_
 def test_what_gateways_compare_depends_on_one_block() -> None:
     one, other = text("a", "b", "c"), text("x", "b", "y")
     assert hash_alike(one, 1) == hash_alike(other, 1) == hash_alike(text("b"), 0)
-    # In all gateways, whatever their secrets.
+    # The same in all gateways, although each has a secret of its own.
     assert hash_alike(text("a"), 0) == 2_841_147_932
 
 

@@ -524,7 +524,8 @@ class LoadReport(_message.Message):
     """ms that these copies took, added up, for each GPU"""
     oldest_kv_ms: _builtins.int
     """ms since a request began to use the KV block whose latest use is the oldest one: what was used
-    later is still cached. 0: none was used, or the engine does not report it.
+    later is still cached. Since the cache was emptied, if none was used after that. 0: none was
+    ever used, or the engine does not report it.
     """
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Writes the oldest use of vLLM's KV blocks to the load page, for the agent.
 
-vLLM tells a collector of metrics when blocks are allocated, used again and evicted. It runs in the
-scheduler's process, while the rest of the page is written by the API server's.
+vLLM calls a metrics collector for each block that is allocated, found in the prefix cache or
+evicted. It runs in the scheduler's process; the API server's writes the rest of the page.
 """
 
 import os
@@ -16,7 +16,7 @@ from cleave_worker.scheduling.block_uses import BlockUses
 
 
 class BlockUseCollector(KVCacheMetricsCollector):
-    """In the place of vLLM's own one."""
+    """Takes the place of vLLM's own collector in the block pool."""
 
     def __init__(self, page: LoadPage) -> None:
         super().__init__()
