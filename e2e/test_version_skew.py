@@ -7,6 +7,7 @@ hand KV to each other.
 
 import concurrent.futures
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.support.previous_version import PreviousVersion, extract
 READY_S = 60
 REQUESTS = 60
 CLIENTS = 8
+ALL_PAIRS_S = 90
 PREVIOUS = {"skew-prefill-0", "skew-decode-0"}
 """Instances of the previous version; PRESENT are the others, so each version hands KV to both."""
 PRESENT = {"skew-prefill-1", "skew-decode-1"}
@@ -66,7 +68,7 @@ def sees_all(gateway: Gateway) -> bool:
     return names == PREVIOUS | PRESENT and all(each.selectable for each in instances)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("version", ["present", "previous"])
 def test_every_answer_is_right_and_every_handoff_is_used(
     gateways: dict[str, Gateway], version: str
@@ -74,6 +76,22 @@ def test_every_answer_is_right_and_every_handoff_is_used(
     gateway = gateways[version]
     before = gateway.count()
     rng = random.Random(version)
+    served: set[tuple[str, str]] = set()
+    num_requests, began_s = 0, time.monotonic()
+    # The gateway closes a pair whose canaries were slow, as on a busy machine; it returns.
+    while len(served) < 4 and time.monotonic() - began_s < ALL_PAIRS_S:
+        served |= serve(gateway, rng)
+        num_requests += REQUESTS
+    counted = {name: n - before.get(name, 0) for name, n in gateway.count().items()}
+    counted = {name: number for name, number in counted.items() if number}
+    assert counted.pop('handoffs{result="used"}') == num_requests
+    assert not [name for name in counted if name.startswith(("retries", "recoveries", "handoffs"))]
+    closed = [each.kv_pairs.reason for each in gateway.fleet().instances if each.kv_pairs.closed]
+    assert len(served) == 4, f"no KV went from one version to the other; closed pairs: {closed}"
+
+
+def serve(gateway: Gateway, rng: random.Random) -> set[tuple[str, str]]:
+    """Send requests, check the answers, and return the pairs that served them."""
     bodies = [
         {
             "model": "skew",
@@ -84,16 +102,13 @@ def test_every_answer_is_right_and_every_handoff_is_used(
     ]
     with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(lambda body: complete(gateway, body), bodies))
-    served: set[tuple[str, str]] = set()
     for body, answer in zip(bodies, answers, strict=True):
         text = answer.json()["choices"][0]["text"]
         assert text == expect(COMPLETIONS, body, "skew").texts[0]
-        served.add((answer.headers["x-cleave-prefill"], answer.headers["x-cleave-decode"]))
-    counted = {name: n - before.get(name, 0) for name, n in gateway.count().items()}
-    counted = {name: number for name, number in counted.items() if number}
-    assert counted.pop('handoffs{result="used"}') == REQUESTS
-    assert not [name for name in counted if name.startswith(("retries", "recoveries", "handoffs"))]
-    assert len(served) == 4, "KV went from either version to either version"
+    return {
+        (answer.headers["x-cleave-prefill"], answer.headers["x-cleave-decode"])
+        for answer in answers
+    }
 
 
 def complete(gateway: Gateway, body: dict[str, Any]) -> httpx.Response:

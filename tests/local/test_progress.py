@@ -1,3 +1,4 @@
+import asyncio
 import io
 from dataclasses import replace
 from itertools import pairwise
@@ -177,3 +178,26 @@ async def test_an_old_failure_is_reported_once_when_an_agent_misses_a_poll(
     line = "p: engine ended with status 1: oh"
     assert found == [[line], [], [], [], [line]]
     assert out.getvalue().count(line) == 2
+
+
+async def test_a_failure_just_after_the_start_is_reported(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = "engine ended with status 137"
+    health = agent_pb2.HealthResponse()
+    health.registration.restarts, health.registration.last_failure = 1, failure
+
+    async def rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
+        return [status.build_row(pod, snapshot, health) for pod in snapshot.pods]
+
+    def report(line: str) -> None:
+        lines.append(line)
+        folder.write(replace(of(READY), stopping=True))
+
+    monkeypatch.setattr(status, "collect_rows", rows)
+    lines: list[str] = []
+    folder.write(of(READY))
+    shown = [PodProgress("p", "prefill", "ready", 1, "")]
+    async with asyncio.timeout(10):
+        await local_progress.watch_pods(folder, shown, report)
+    assert lines == [f"p: {failure}"]

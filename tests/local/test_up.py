@@ -146,7 +146,7 @@ async def test_ctrl_c_while_loading_ends_everything(
         if steps:
             os.kill(os.getpid(), signal.SIGINT)
 
-    async with run_in_foreground(job(slow), nullcontext(interrupt), 60) as supervisor:
+    async with run_in_foreground(job(slow), nullcontext(interrupt), 60) as (supervisor, _):
         assert supervisor.is_stopping
     assert state.list_running() == []
 
@@ -251,7 +251,7 @@ async def test_a_second_signal_ends_at_once(
     stubborn = pod("w", code, terminationGracePeriodSeconds=600)
     stubborn["metadata"]["labels"] = {"cleave.dev/role": "decode"}
     async with asyncio.timeout(60):
-        async with run_in_foreground(job(stubborn), unseen(), 20) as supervisor:
+        async with run_in_foreground(job(stubborn), unseen(), 20) as (supervisor, _):
             await until(up.exists)
             supervisor.stop()
             await asyncio.sleep(0.3)

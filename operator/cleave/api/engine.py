@@ -29,6 +29,9 @@ RESERVED_ENV = (
 )  # fmt: skip
 """Environment variables that Cleave sets itself."""
 
+NO_PREFIX_CACHING = "--no-enable-prefix-caching"
+"""vLLM's flag, and the emulated engine's."""
+
 _FLAG_WITH_BLANK = re.compile("^--[^=]* ")
 _SHORT_OR_DOTTED_FLAG = re.compile("^(-[A-Za-z]|--[^=]*[.])")
 """vLLM takes `-sc` and `--speculative-config.method=eagle3` for parts of `--speculative-config`."""

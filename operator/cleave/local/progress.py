@@ -5,6 +5,7 @@ A pod that restarts may still become ready; one whose arguments are invalid neve
 """
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,8 @@ class StartupResult:
     reason: str = ""
     log: Sequence[str] = ()
     """Last log lines of the pod that failed."""
+    steps: "Sequence[PodProgress]" = ()
+    """Of all pods when they were ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ async def wait_until_ready(
         steps = await _collect_progress(folder, snapshot, steps, refresh_ready=False)
         show(steps)
         if end := check_finished(snapshot, steps, folder):
-            return end
+            return replace(end, steps=steps)
         if time.monotonic() > deadline:
             return build_timeout_result(folder, snapshot, steps, timeout_s)
         await asyncio.sleep(_POLL_INTERVAL_S)
@@ -180,15 +183,13 @@ def describe_changes(before: DeploymentSnapshot, after: DeploymentSnapshot) -> l
     return lines
 
 
-async def watch_pods(folder: StateFolder, report: Callable[[str], None]) -> None:
-    """Report changes of a deployment's pods and engines until it is stopped."""
-    before = folder.read()
-    steps: Sequence[PodProgress] = (
-        await _collect_progress(folder, before, (), refresh_ready=True) if before else ()
-    )
-    polled_at = time.monotonic()
+async def watch_pods(
+    folder: StateFolder, steps: Sequence[PodProgress], report: Callable[[str], None]
+) -> None:
+    """Report changes of a deployment's pods and engines until it is stopped. `steps`: those that
+    were reported last."""
+    before, polled_at = folder.read(), -math.inf
     while before is not None and not before.stopping:
-        await asyncio.sleep(_WATCH_INTERVAL_S)
         after = folder.read()
         if after and not after.stopping:
             lines = describe_changes(before, after)
@@ -201,6 +202,7 @@ async def watch_pods(folder: StateFolder, report: Callable[[str], None]) -> None
             for line in lines:
                 report(line)
         before = after
+        await asyncio.sleep(_WATCH_INTERVAL_S)
 
 
 def build_progress(pod: PodView, row: InstanceRow, last_log_line: str, now: float) -> PodProgress:

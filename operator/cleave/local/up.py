@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple
 
 from cleave.local import state
 from cleave.local.errors import DeploymentStartError, StateError
@@ -20,7 +21,13 @@ from cleave.local.kubelet.network import HOST_IP, find_busy_ports
 from cleave.local.kubelet.node import LocalNode
 from cleave.local.kubelet.pod_spec import PodError, format_gib, parse_pod
 from cleave.local.launch_plan import LaunchPlan
-from cleave.local.progress import ShowProgress, StartupOutcome, StartupResult, wait_until_ready
+from cleave.local.progress import (
+    PodProgress,
+    ShowProgress,
+    StartupOutcome,
+    StartupResult,
+    wait_until_ready,
+)
 from cleave.local.state import DeploymentSnapshot, StateFolder
 from cleave.local.supervisor import DeploymentSupervisor
 from cleave.manifests.labels import Manifest
@@ -74,10 +81,18 @@ def _find_shortages(pods: Sequence[Manifest], node: LocalNode, allow_shared: boo
     return shortages
 
 
+class ForegroundRun(NamedTuple):
+    """A deployment that runs in this process."""
+
+    supervisor: DeploymentSupervisor
+    steps: Sequence[PodProgress]
+    """The last ones that its display has shown."""
+
+
 @asynccontextmanager
 async def run_in_foreground(
     job: LaunchPlan, screen: ProgressDisplay, timeout_s: float
-) -> AsyncIterator[DeploymentSupervisor]:
+) -> AsyncIterator[ForegroundRun]:
     """Run `job` in this process: yields when it is ready or stopping, and ends all pods at exit.
     Raises DeploymentStartError when it fails to start, StateError when it already runs."""
     folder = state.get_folder(job.deployment)
@@ -93,7 +108,7 @@ async def run_in_foreground(
                 _raise_on_failure(end)
                 if not supervisor.is_stopping and task.done():
                     task.result()  # Raises the error of the supervisor.
-                yield supervisor
+                yield ForegroundRun(supervisor, end.steps)
             finally:
                 if not supervisor.is_stopping:
                     supervisor.stop()

@@ -8,8 +8,14 @@ have no weights to shard and stand in for any model.
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector, EngineSpec, EngineType, WorkerTemplate
+from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
+from cleave.api.engine import (
+    NO_PREFIX_CACHING,
+    Connector,
+    EngineSpec,
+    EngineType,
+    WorkerTemplate,
+)
 from cleave.api.role import Role
 from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import UnknownModelError
@@ -102,6 +108,27 @@ def _list_misspelt_flags(engine: EngineSpec) -> Iterator[str]:
             yield f"spec.engine.args: {flag}: did you mean {close[0]}?"
 
 
+def _list_reuse_doubts(spec: LLMDeploymentSpec) -> Iterator[str]:
+    """Conversations in spec.workload of which little or nothing can repeat."""
+    workload = spec.workload
+    if workload is None or workload.reuse is None:
+        return
+    reuse, prompts = workload.reuse, workload.prompt_tokens
+    known = reuse.new_tokens + reuse.shared_tokens
+    if prompts is not None and known > prompts.mean:
+        yield (
+            f"spec.workload.reuse: newTokens {reuse.new_tokens:g} and sharedTokens "
+            f"{reuse.shared_tokens:g} are parts of each prompt, but promptTokens.mean is "
+            f"{prompts.mean:g}, so most prompts repeat nothing of earlier turns; state the mean of "
+            "whole prompts, with the conversation so far"
+        )
+    if spec.engine.has_flag(NO_PREFIX_CACHING):
+        yield (
+            f"spec.workload.reuse: has no effect with {NO_PREFIX_CACHING} in spec.engine.args, as "
+            "engines compute each prompt whole; remove one of them"
+        )
+
+
 def list_gpu_overrides(template: WorkerTemplate) -> Iterator[str]:
     """A warning about GPUs in template.resources. It is no fault, as stored resources may have them
     from before there was this check, and their pods must still be replaced."""
@@ -150,6 +177,7 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             f"{value:g} s is {1000 * value:g}"
         )
     yield from _list_misspelt_flags(spec.engine)
+    yield from _list_reuse_doubts(spec)
     yield from list_gpu_overrides(spec.template)
     if chosen := describe_connector(deployment, reads_files=reads_files):
         yield f"spec.engine.connector: {chosen}; name it to leave out this warning"

@@ -7,7 +7,7 @@ deployment and a cluster. Value classes only; every part of the search takes a `
 from dataclasses import dataclass, replace
 
 from cleave.api.deployment import LLMDeploymentSpec, Slo
-from cleave.api.engine import Connector, EngineSpec
+from cleave.api.engine import NO_PREFIX_CACHING, Connector, EngineSpec
 from cleave.api.enums import DispatchPolicy
 from cleave.api.planning import Planning
 from cleave.api.role import Parallelism
@@ -30,8 +30,6 @@ ADMISSIONS = {
     DecodeAdmission.RESERVE_DYNAMIC: Admission.RESERVE_DYNAMIC,
     DecodeAdmission.WITHIN_TPOT: Admission.WITHIN_TPOT,
 }
-_NO_CACHES = "--no-enable-prefix-caching"
-"""vLLM's and the emulated engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ class Problem:
 
 def limit_reuse(demand: Demand, engine: EngineSpec) -> Demand:
     """The demand as these engines meet it: without prefix caches, no prompt repeats for them."""
-    return demand.without_reuse() if engine.has_flag(_NO_CACHES) else demand
+    return demand.without_reuse() if engine.has_flag(NO_PREFIX_CACHING) else demand
 
 
 def build_policies(spec: LLMDeploymentSpec) -> Policies:

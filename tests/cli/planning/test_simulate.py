@@ -37,9 +37,18 @@ def run(cli: CliRunner, file: Path, *options: str):
 def test_the_table_shows_attainment_latencies_stages_and_instances(cli, file) -> None:
     done = run(cli, file)
     assert done.exit_code == 0
-    assert "400 requests at 4.00 req/s: " in done.stdout
+    placement, first = done.stdout.splitlines()[:2]
+    assert placement == "placement: 2P tp1 + 1D tp1 (set in spec.placement)"
+    assert first.startswith("400 requests at 4.00 req/s: ")
     for text in ("MFU", "TTFT", "TPOT", "KV transfer", "prefill-1", "decode-0"):
         assert text in done.stdout
+
+
+def test_without_a_placement_the_table_names_the_default(cli, file) -> None:
+    lines = [line for line in MANIFEST.splitlines() if "placement:" not in line]
+    file.write_text("\n".join(lines))
+    first = run(cli, file).stdout.splitlines()[0]
+    assert first.startswith("placement: 1P tp1 + 1D tp1 (no spec.placement is set; cleave plan")
 
 
 def test_json_holds_what_csv_adds_up_to(cli, file) -> None:
@@ -61,7 +70,7 @@ def test_several_rates_are_a_line_each_and_more_load_is_never_better(cli, file) 
     shares = [each["attainment"] for each in found]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.9 > shares[-1]
-    heading, low, high, _ = run(cli, file, "--rates", "1,40").stdout.splitlines()
+    _, heading, low, high, _ = run(cli, file, "--rates", "1,40").stdout.splitlines()
     assert low.count(" ms ") == 6
     assert [line.split()[-1] for line in (heading, low, high)] == ["SLO", "met", "missed"]
 

@@ -130,6 +130,6 @@ def test_many_faults_are_counted_and_only_the_first_ones_explained() -> None:
     started = time.thread_time()
     message = review_admission(review(resource), None)["response"]["status"]["message"]
     assert time.thread_time() - started < 2
-    assert message.count("did you mean slo?") == 10
-    assert message.count("; ") <= 110
+    assert message.count("did you mean slo?") == 40
+    assert message.count("; ") <= 140
     assert message.endswith("and 4900 more faults")

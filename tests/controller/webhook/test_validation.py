@@ -182,6 +182,18 @@ def test_a_flag_that_is_nearly_one_that_plans_depend_on_is_a_warning() -> None:
     assert find(engine={"args": fine}) == ValidationFindings()
 
 
+def test_conversations_of_which_nothing_can_repeat_are_a_warning() -> None:
+    reuse = {"turns": 4, "turnIntervalS": 40, "newTokens": 250, "sharedTokens": 100}
+    short = WORKLOAD | {"promptTokens": {"mean": 300}, "reuse": reuse}
+    (said,) = find(workload=short).warnings
+    assert said.startswith("spec.workload.reuse: newTokens 250 and sharedTokens 100 are parts")
+    whole = short | {"promptTokens": {"mean": 900}}
+    assert find(workload=whole).warnings == ()
+    args = ["--no_enable_prefix_caching"]
+    (said,) = find(workload=whole, engine={"args": args}).warnings
+    assert said.startswith("spec.workload.reuse: has no effect with --no-enable-prefix-caching")
+
+
 def test_gpus_beside_those_of_the_parallelism_are_a_warning_as_stored_resources_have_them() -> None:
     amd = {"gpuResource": "amd.com/gpu", "resources": {"requests": {"amd.com/gpu": 1}}}
     for template, name in (

@@ -140,9 +140,9 @@ async def _run(
     from cleave.local.progress import watch_pods
 
     up.check_can_start(job)
-    async with up.run_in_foreground(job, show_startup(console), timeout_s) as supervisor:
+    async with up.run_in_foreground(job, show_startup(console), timeout_s) as run:
         chat_task = asyncio.create_task(_run_chat(job, console, prompt, once=once))
-        end = asyncio.create_task(supervisor.wait_for_stop())
+        end = asyncio.create_task(run.supervisor.wait_for_stop())
         await asyncio.wait((chat_task, end), return_when=asyncio.FIRST_COMPLETED)
         if not chat_task.done():
             chat_task.cancel()
@@ -153,7 +153,7 @@ async def _run(
             if not once:
                 console.print("\nPress Ctrl-C to stop.")
                 folder = state.get_folder(job.deployment)
-                await watch_pods(folder, lambda line: print_line(console, line))
+                await watch_pods(folder, run.steps, lambda line: print_line(console, line))
         finally:
             end.cancel()
             console.print("[dim]stopping[/]")

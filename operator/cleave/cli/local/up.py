@@ -104,11 +104,12 @@ async def _start(job: "LaunchPlan", console: "Console", timeout_s: float, detach
         await local.start_detached(job, show_startup(console), timeout_s)
         _print_ready(job, console, f"stop it with: cleave down {job.deployment}")
         return
-    async with local.run_in_foreground(job, show_startup(console), timeout_s) as supervisor:
-        if supervisor.is_stopping:
+    async with local.run_in_foreground(job, show_startup(console), timeout_s) as run:
+        if run.supervisor.is_stopping:
             raise DeploymentStartError(["stopped before it was ready"])
         _print_ready(job, console, "press Ctrl-C to stop")
-        await watch_pods(state.get_folder(job.deployment), lambda line: print_line(console, line))
+        folder = state.get_folder(job.deployment)
+        await watch_pods(folder, run.steps, lambda line: print_line(console, line))
         console.print("stopping the gateway, then the workers; Ctrl-C again kills them at once")
 
 

@@ -82,7 +82,8 @@ def simulate(
     if output is SimulateFormat.CSV:
         _print_requests(simulator, pools, requested[0])
     else:
-        _print_figures(simulator, pools, requested, output)
+        is_set = planning_input.deployment.spec.placement is not None
+        _print_figures(simulator, pools, requested, output, is_set=is_set)
 
 
 def _prepare(
@@ -114,8 +115,14 @@ def _print_requests(simulator: "PlacementSimulator", pools: "Pools", rate: float
 
 
 def _print_figures(
-    simulator: "PlacementSimulator", pools: "Pools", rates: Sequence[float], output: SimulateFormat
+    simulator: "PlacementSimulator",
+    pools: "Pools",
+    rates: Sequence[float],
+    output: SimulateFormat,
+    *,
+    is_set: bool,
 ) -> None:
+    """`is_set`: whether the pools are those of spec.placement."""
     from cleave.cli.planning import simulate_table
     from cleave.planner import pool_simulation
     from cleave.planner.result.simulation_summary import summarize
@@ -135,6 +142,7 @@ def _print_figures(
     from rich.console import Console
 
     console = Console()
+    simulate_table.show_placement(console, pools, is_set=is_set)
     if len(results) > 1:
         simulate_table.show_many(console, results, slo)
     else:

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 from cleave.cli.output.tables import build_plain_table, convert_keys, print_full_width
 from cleave.planner.plan import Percentiles
 from cleave.planner.result.simulation_summary import InstanceLoad, SimulationSummary
-from cleave.planner.result.text import format_ms, format_number, format_percent
+from cleave.planner.result.text import (
+    format_ms,
+    format_number,
+    format_percent,
+    format_pools,
+)
 from cleave.simulator.outcome import LatencyStage, compute_stage_ms
 
 if TYPE_CHECKING:
@@ -17,10 +22,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cleave.api.deployment import Slo
+    from cleave.planner.plan import PlannedPool
     from cleave.simulator.outcome import SimulationResult
 
 _MAX_INSTANCES = 16
 _STAGE_FIELDS = {stage: f"{stage.name.lower()}_ms" for stage in LatencyStage}
+
+
+def show_placement(console: "Console", pools: Sequence["PlannedPool"], *, is_set: bool) -> None:
+    """Print which instances are simulated; `is_set`: spec.placement states them."""
+    default = "no spec.placement is set; cleave plan searches the best one"
+    origin = "set in spec.placement" if is_set else default
+    line = f"placement: {format_pools(pools, is_gpu_chosen=False)} ({origin})"
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:

@@ -125,7 +125,7 @@ def _describe_counts(view: TopView) -> Text:
     ):
         line.append(f"{name} {recent or 0} of {total:.0f}", style="yellow" if recent else "")
         line.append("  ")
-    return line.append(f"({MINUTE_S:.0f} s, total)", style="dim")
+    return line.append(f"({_format_window(minute, MINUTE_S)}, total)", style="dim")
 
 
 def _describe_omitted(more: int) -> list[Text]:
