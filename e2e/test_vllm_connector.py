@@ -233,7 +233,12 @@ def test_turns_through_the_gateway_pull_what_the_decode_instance_has_said(
     fields = {"allowed_token_ids": letters["choices"][0]["prompt_token_ids"][1:], "max_tokens": 140}
     before = metric(source, PULLED)
     for turn in range(4):
-        said = post(vllm.url, case, f"talk-{turn}", prompt=text, **fields)["choices"][0]
+        answer = post(vllm.url, case, f"talk-{turn}", prompt=text, **fields)
+        usage, said = answer["usage"], answer["choices"][0]
+        # As the prefill engine counts them: for the decode engine, all are.
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0 or turn == 0
+        assert cached <= usage["prompt_tokens"] - len("BCDFG")
         alone = compute(vllm, case, None, prompt=text, cache_salt=f"alone-{turn}", **fields)
         assert said["token_ids"] == alone
         text += said["text"] + "BCDFG"

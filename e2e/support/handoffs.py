@@ -39,7 +39,8 @@ def tiny_with_connector(
     """
     extra = {"ways": [way], "checksums": checksums, "kv_lease_duration": LEASE_S}
     settings = {"kv_connector_extra_config": extra}
-    engine |= {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
+    args = ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(settings)]
+    engine |= {"connector": "Cleave", "args": args}
     if way == Transport.NIXL:
         # Here is no card that reads memory by itself.
         engine |= {"env": [{"name": "UCX_TLS", "value": "all"}]}

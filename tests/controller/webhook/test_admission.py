@@ -124,7 +124,7 @@ def test_long_warnings_are_cut_before_the_api_server_cuts_them(monkeypatch) -> N
     assert said[0].endswith("...")
 
 
-def test_many_faults_are_counted_and_only_the_first_ones_listed() -> None:
+def test_many_faults_are_counted_and_only_the_first_ones_explained() -> None:
     resource = deployment()
     resource["spec"] |= {f"slos{number}": 1 for number in range(5_000)}
     started = time.thread_time()

@@ -43,7 +43,8 @@ def test_a_continued_chat_keeps_its_form_and_its_head() -> None:
     other = {"id": "other", "created": 9, "object": "text_completion", "model": "m"}
     choice = {"index": 0, "text": " two", "prompt_token_ids": [1, 7], "token_ids": [8]}
     last = {**choice, "text": "", "finish_reason": "stop", "stop_reason": 2}
-    usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    usage: dict[str, object] = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    usage["prompt_tokens_details"] = {"cached_tokens": 5}
     events = [
         event(choice, **other),
         event(last, **other),
@@ -57,7 +58,9 @@ def test_a_continued_chat_keeps_its_form_and_its_head() -> None:
         | {"token_ids": [8]}
     ]
     assert second["choices"][0]["finish_reason"] == "stop"
+    details = third["usage"].pop("prompt_tokens_details")
     assert third["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert details == {"cached_tokens": 4}
     assert done == "[DONE]"
 
 

@@ -49,6 +49,17 @@ async def test_the_decode_side_computes_only_the_last_prompt_token(serve) -> Non
     assert samples["vllm:nixl_bytes_transferred_sum"] == 128 * 819_200
 
 
+async def test_usage_has_the_cached_tokens_of_the_engine_that_computed_the_prompt(serve) -> None:
+    one, other = await serve("A"), await serve("B", shows_prompt_details=True)
+    details = []
+    for _ in range(2):
+        _, answer = await other.post(with_params(await one.prefill(PROMPT)))
+        details.append(answer["usage"]["prompt_tokens_details"])
+    assert details == [{"cached_tokens": 0}, {"cached_tokens": 112}]
+    _, answer = await one.post(PROMPT)
+    assert answer["usage"]["prompt_tokens_details"] is None
+
+
 async def test_a_prefix_that_the_decode_side_has_is_not_pulled_again(serve) -> None:
     one, other = await serve("A"), await serve("B")
     longer = {**PROMPT, "prompt": [*PROMPT["prompt"], *range(5, 40)]}

@@ -216,7 +216,7 @@ class EmulatorApi:
         if call.request.do_remote_decode and self._engine.side_channel:
             params = self._engine.side_channel.build_params(sequences[0])
             params = self._engine.faults.swap_handoffs(params)
-        body = responses.encode_response(call, completed, params)
+        body = responses.encode_response(call, completed, params, self._count_cached(sequences[0]))
         return web.Response(body=body, content_type="application/json")
 
     async def _respond_streaming(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
@@ -240,7 +240,8 @@ class EmulatorApi:
             try:
                 counts = await asyncio.gather(*(stream.finished for stream in streams))
                 end = responses.encode_chunk(responses.DONE)
-                transport.write(encoders[0].encode_usage(sum(counts)) + end)
+                cached = self._count_cached(sequences[0])
+                transport.write(encoders[0].encode_usage(sum(counts), cached) + end)
             finally:
                 self._abort(sequences)
         with contextlib.suppress(ConnectionError):
@@ -250,6 +251,16 @@ class EmulatorApi:
     def _submit(self, call: ApiCall, listeners: TypingSequence[TokenListener]) -> list[Sequence]:
         pairs = zip(call.requests, listeners, strict=True)
         return [self._engine.submit(request, listener) for request, listener in pairs]
+
+    def _count_cached(self, sequence: Sequence) -> int | None:
+        """Cached prompt tokens, as usage shows them: those of the engine that computed the prompt,
+        if a handoff says so. None: usage shows none."""
+        if not self._engine.config.shows_prompt_details:
+            return None
+        handoff = sequence.request.handoff
+        if handoff is not None and handoff.cached_tokens is not None:
+            return handoff.cached_tokens
+        return sequence.cached_tokens + sequence.pulled_tokens
 
     def _abort(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

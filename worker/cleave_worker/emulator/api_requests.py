@@ -312,12 +312,14 @@ def _parse_handoff(params: dict[str, Any]) -> RemotePrefill:
         port = int(params["remote_port"])
         if not 0 < port < 65536:
             raise ValueError(f"remote_port {port}")
+        cached = params.get("remote_prefill_cached_tokens")
         return RemotePrefill(
             engine_id=str(params["remote_engine_id"]),
             request_id=str(params["remote_request_id"]),
             host=str(params["remote_host"]),
             port=port,
             block_ids=tuple(int(block) for block in block_ids),
+            cached_tokens=cached if isinstance(cached, int) else None,
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         fault = f"kv_transfer_params are malformed: {error!r}"

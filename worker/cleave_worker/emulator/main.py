@@ -83,6 +83,7 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
         host_blocks=(args.kv_offloading_size << 30) // (args.block_size * shape.kv_bytes_per_token),
         host_token_ms=args.time_scale
         * _compute_host_token_ms(shape.kv_bytes_per_token / args.tensor_parallel_size),
+        shows_prompt_details=args.enable_prompt_tokens_details,
     )
     return EmulatorOptions(
         args.host, args.port, args.fault_injection, engine, _find_config(args.model)
@@ -213,6 +214,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV handoff")
     add("--kv-offloading-size", type=int, default=0, metavar="GIB", help="memory for copies of KV")
+    add("--enable-prompt-tokens-details", action="store_true", help="usage has cached tokens")
     add("--enable-lora", action="store_true")
     add("--lora-modules", nargs="+", default=(), metavar="NAME=PATH", help="PATH is not read")
     add = parser.add_argument_group("emulation").add_argument

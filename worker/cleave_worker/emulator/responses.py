@@ -64,11 +64,12 @@ class EventEncoder:
         shown_ids = ids if self._call.return_token_ids else None
         return encode_chunk(self._encode_event(text, finish, shown_ids, ids, stop))
 
-    def encode_usage(self, completion_tokens: int) -> bytes:
-        """Return the usage of all choices, if the client requested it."""
+    def encode_usage(self, completion_tokens: int, cached_tokens: int | None) -> bytes:
+        """Return the usage of all choices, if the client requested it; without details if
+        `cached_tokens` is None."""
         if not self._call.include_usage:
             return b""
-        usage = _build_usage(len(self._call.request.prompt), completion_tokens)
+        usage = _build_usage(len(self._call.request.prompt), completion_tokens, cached_tokens)
         return encode_chunk(_format_event({**self._head, "choices": [], "usage": usage}))
 
     def _encode_event(
@@ -116,9 +117,13 @@ class CompletedChoice:
 
 
 def encode_response(
-    call: ApiCall, choices: Sequence[CompletedChoice], kv_transfer_params: dict[str, object] | None
+    call: ApiCall,
+    choices: Sequence[CompletedChoice],
+    kv_transfer_params: dict[str, object] | None,
+    cached_tokens: int | None,
 ) -> bytes:
-    """Return the JSON response to a call that does not stream."""
+    """Return the JSON response to a call that does not stream; its usage is without details if
+    `cached_tokens` is None."""
     num_output = sum(len(choice.tokens) for choice in choices)
     response: dict[str, object] = {
         "id": call.id,
@@ -128,7 +133,7 @@ def encode_response(
         "choices": [_build_choice(call, index, choice) for index, choice in enumerate(choices)],
         "service_tier": None,
         "system_fingerprint": None,
-        "usage": _build_usage(len(call.request.prompt), num_output),
+        "usage": _build_usage(len(call.request.prompt), num_output, cached_tokens),
         "kv_transfer_params": kv_transfer_params,
     }
     if call.chat and call.return_token_ids:
@@ -173,10 +178,13 @@ def _format_event(value: dict[str, object]) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _build_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
+def _build_usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
+) -> dict[str, object]:
+    details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": details,
     }

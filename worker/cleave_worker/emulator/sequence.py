@@ -27,6 +27,8 @@ class RemotePrefill(NamedTuple):
     host: str
     port: int
     block_ids: tuple[int, ...]
+    cached_tokens: int | None = None
+    """Prompt tokens that the prefill engine had cached; None: not known."""
 
 
 class PrefixSource(NamedTuple):

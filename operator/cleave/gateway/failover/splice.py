@@ -61,6 +61,10 @@ class ContinuedStream:
             moved = self._num_prompt_output_tokens
             usage["prompt_tokens"] -= moved
             usage["completion_tokens"] = (usage["completion_tokens"] or 0) + moved
+            # An engine may have cached the output that is moved here, too.
+            details = usage.get("prompt_tokens_details") or {}
+            if details.get("cached_tokens"):
+                details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
         return build_event(value)
 
     def _rewrite_choice(self, choice: Event) -> Event:
