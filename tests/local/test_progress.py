@@ -180,24 +180,23 @@ async def test_an_old_failure_is_reported_once_when_an_agent_misses_a_poll(
     assert out.getvalue().count(line) == 2
 
 
-async def test_a_failure_just_after_the_start_is_reported(
-    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("shown", "reported"), [(0, True), (1, False)])
+async def test_what_happens_before_the_watch_begins_is_reported_once(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch, shown: int, reported: bool
 ) -> None:
     failure = "engine ended with status 137"
     health = agent_pb2.HealthResponse()
     health.registration.restarts, health.registration.last_failure = 1, failure
 
     async def rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
-        return [status.build_row(pod, snapshot, health) for pod in snapshot.pods]
-
-    def report(line: str) -> None:
-        lines.append(line)
         folder.write(replace(of(READY), stopping=True))
+        return [status.build_row(pod, snapshot, health) for pod in snapshot.pods]
 
     monkeypatch.setattr(status, "collect_rows", rows)
     lines: list[str] = []
-    folder.write(of(READY))
-    shown = [PodProgress("p", "prefill", "ready", 1, "")]
+    folder.write(of(LOADING))
+    steps = [PodProgress("p", "prefill", "ready", 1, "", shown)]
+    start = local_progress.StartupView(of(READY), steps)
     async with asyncio.timeout(10):
-        await local_progress.watch_pods(folder, shown, report)
-    assert lines == [f"p: {failure}"]
+        await local_progress.watch_pods(folder, start, lines.append)
+    assert lines == ["p is not ready", *([f"p: {failure}"] if reported else [])]

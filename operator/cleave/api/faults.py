@@ -18,13 +18,21 @@ from cleave.api.base import RULES_BROKEN, ValidationRule
 _MAX_VALUE_LENGTH = 60
 _MAX_FAULTS = 100
 _MAX_NAME_LENGTH = 100
-"""Limit of names for which similar ones are searched: 0.03 ms each; 400,000 characters take 25."""
+"""Similar names are searched for so many characters of one, which takes 0.03 ms; a name may have a
+million."""
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,3}")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
-_WITH_UNIT = re.compile(r"[+-]?\d+(\.\d*)? ?[A-Za-z/]+")
+_WITH_UNIT = re.compile(r"[+-]?\d*\.?\d+ ?[A-Za-z]+")
 _PERCENTAGE = re.compile(r"(\d+(?:\.\d*)?) ?%")
-_UNITS = {"Ms": "milliseconds", "S": "seconds", "Gib": "GiB", "Watts": "watts"}
-"""Units of numbers, by how the field's name ends."""
+_UNITS = {
+    re.compile("Ms$"): "milliseconds",
+    re.compile("(?<!Per)S$|Seconds$"): "seconds",
+    re.compile("Gib$"): "GiB",
+    re.compile("Watts$"): "watts",
+}
+"""Units of numbers, by the field's name."""
+_SHARE = re.compile("^attainment$|[sS]hare$")
+"""Names of fields with a share, 0 to 1."""
 
 _MESSAGES = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
@@ -40,7 +48,10 @@ def format_faults(error: ValidationError, root: type[BaseModel]) -> list[str]:
     """Return one line `path: what is wrong` per fault of a document of type `root`, for the first
     _MAX_FAULTS of them."""
     details = error.errors(include_url=False)
-    lines = [line for detail in details[:_MAX_FAULTS] for line in _format_fault(detail, root)]
+    listed: set[tuple[str | int, ...]] = set()
+    lines = [
+        line for detail in details[:_MAX_FAULTS] for line in _format_fault(detail, root, listed)
+    ]
     if len(details) > _MAX_FAULTS:
         lines.append(f"and {len(details) - _MAX_FAULTS} more faults")
     return lines
@@ -52,7 +63,10 @@ def format_value(value: object) -> str:
     return text if len(text) <= _MAX_VALUE_LENGTH else text[: _MAX_VALUE_LENGTH - 3] + "..."
 
 
-def _format_fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
+def _format_fault(
+    detail: ErrorDetails, root: type[BaseModel], listed: set[tuple[str | int, ...]]
+) -> Iterator[str]:
+    """`listed`: paths whose known fields an earlier line names."""
     path, context = detail["loc"], detail.get("ctx", {})
     if detail["type"] == RULES_BROKEN:
         rules: list[ValidationRule] = context["rules"]
@@ -61,10 +75,15 @@ def _format_fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
             got = f" (got {', '.join(map(str, offenders))})" if offenders else ""
             yield f"{path_text}: {rule.message}{got}" if path_text else f"{rule.message}{got}"
         return
-    yield f"{_format_path(path)}: {_explain(detail, context, root)}"
+    yield f"{_format_path(path)}: {_explain(detail, context, root, listed)}"
 
 
-def _explain(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseModel]) -> str:
+def _explain(
+    detail: ErrorDetails,
+    context: Mapping[str, Any],
+    root: type[BaseModel],
+    listed: set[tuple[str | int, ...]],
+) -> str:
     got = "" if _is_secret(detail["loc"]) else f" (got {format_value(detail['input'])})"
     kind = detail["type"]
     if kind in _MESSAGES:
@@ -75,7 +94,7 @@ def _explain(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseMo
         case "missing":
             return "required"
         case "extra_forbidden":
-            return _explain_unknown_field(detail["loc"], root)
+            return _explain_unknown_field(detail["loc"], root, listed)
         case "enum" | "literal_error":
             return _format_choices(detail["input"], context["expected"]) + got
         case "greater_than":
@@ -105,16 +124,16 @@ def _format_bound(bound: float) -> str:
 
 
 def _explain_text(detail: ErrorDetails) -> str:
-    """Explain that numbers in quotes or with a unit are text, as are for YAML 1.1 those such as
-    1e9."""
+    """Explain that numbers in quotes or with a unit are text, as those such as 1e9 are for YAML
+    1.1."""
     value, is_whole = detail["input"], detail["type"].startswith("int")
     if not isinstance(value, str) or len(value) > _MAX_VALUE_LENGTH:
         return ""
-    if _WITH_UNIT.fullmatch(value):
-        field = str(detail["loc"][-1])
-        unit = next((unit for end, unit in _UNITS.items() if field.endswith(end)), None)
-        return "; write the number alone" + (f", in {unit}" if unit else "")
-    if (percentage := _PERCENTAGE.fullmatch(value)) and not is_whole:
+    field = str(detail["loc"][-1])
+    unit = next((unit for names, unit in _UNITS.items() if names.search(field)), None)
+    if unit and _WITH_UNIT.fullmatch(value):
+        return f"; write the number of {unit} without a unit"
+    if (percentage := _PERCENTAGE.fullmatch(value)) and _SHARE.search(field):
         return f"; write {float(percentage[1]) / 100:g}"
     if _NUMBER.fullmatch(value) and not (is_whole and "." in value):
         return f"; write it without quotes: {value}"
@@ -146,10 +165,16 @@ def _format_choices(value: object, expected: str) -> str:
     return f"must be one of {', '.join(names)}{_suggest(value, names)}"
 
 
-def _explain_unknown_field(path: Sequence[str | int], root: type[BaseModel]) -> str:
-    names = _list_fields_at(path[:-1], root)
-    suggestions = f"; known here: {', '.join(names)}" if names else ""
-    return f"unknown field{_suggest(path[-1], names) or suggestions}"
+def _explain_unknown_field(
+    path: tuple[str | int, ...], root: type[BaseModel], listed: set[tuple[str | int, ...]]
+) -> str:
+    parent, names = path[:-1], _list_fields_at(path[:-1], root)
+    if suggestion := _suggest(path[-1], names):
+        return f"unknown field{suggestion}"
+    if not names or parent in listed:
+        return "unknown field"
+    listed.add(parent)
+    return f"unknown field; known here: {', '.join(names)}"
 
 
 def _suggest(value: object, names: Sequence[str]) -> str:

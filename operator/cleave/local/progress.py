@@ -55,8 +55,8 @@ class StartupResult:
     reason: str = ""
     log: Sequence[str] = ()
     """Last log lines of the pod that failed."""
-    steps: "Sequence[PodProgress]" = ()
-    """Of all pods when they were ready."""
+    shown: "StartupView | None" = None
+    """What was shown last; None: nothing, or the wait timed out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,14 @@ class PodProgress:
     """What its engine does while it starts, such as `loads weights, 40 %`; empty: not known."""
 
 
+@dataclass(frozen=True, slots=True)
+class StartupView:
+    """A deployment as one poll found it."""
+
+    snapshot: DeploymentSnapshot
+    steps: Sequence[PodProgress]
+
+
 ShowProgress = Callable[[Sequence[PodProgress]], None]
 
 
@@ -95,7 +103,7 @@ async def wait_until_ready(
         steps = await _collect_progress(folder, snapshot, steps, refresh_ready=False)
         show(steps)
         if end := check_finished(snapshot, steps, folder):
-            return replace(end, steps=steps)
+            return replace(end, shown=StartupView(snapshot, steps))
         if time.monotonic() > deadline:
             return build_timeout_result(folder, snapshot, steps, timeout_s)
         await asyncio.sleep(_POLL_INTERVAL_S)
@@ -184,23 +192,20 @@ def describe_changes(before: DeploymentSnapshot, after: DeploymentSnapshot) -> l
 
 
 async def watch_pods(
-    folder: StateFolder, steps: Sequence[PodProgress], report: Callable[[str], None]
+    folder: StateFolder, shown: StartupView, report: Callable[[str], None]
 ) -> None:
-    """Report changes of a deployment's pods and engines until it is stopped. `steps`: those that
-    were reported last."""
-    before, polled_at = folder.read(), -math.inf
-    while before is not None and not before.stopping:
-        after = folder.read()
-        if after and not after.stopping:
-            lines = describe_changes(before, after)
-            # An engine may restart between two probes, so agents are polled as well.
-            if lines or time.monotonic() - polled_at >= _HEALTH_INTERVAL_S:
-                known = steps
-                steps = await _collect_progress(folder, after, known, refresh_ready=True)
-                polled_at = time.monotonic()
-                lines += describe_restarts(known, steps)
-            for line in lines:
-                report(line)
+    """Report changes of a deployment's pods and engines since `shown`, until it is stopped."""
+    before, steps, polled_at = shown.snapshot, shown.steps, -math.inf
+    while (after := folder.read()) is not None and not after.stopping:
+        lines = describe_changes(before, after)
+        # An engine may restart between two probes, so agents are polled as well.
+        if lines or time.monotonic() - polled_at >= _HEALTH_INTERVAL_S:
+            known = steps
+            steps = await _collect_progress(folder, after, known, refresh_ready=True)
+            polled_at = time.monotonic()
+            lines += describe_restarts(known, steps)
+        for line in lines:
+            report(line)
         before = after
         await asyncio.sleep(_WATCH_INTERVAL_S)
 

@@ -22,10 +22,10 @@ from cleave.local.kubelet.node import LocalNode
 from cleave.local.kubelet.pod_spec import PodError, format_gib, parse_pod
 from cleave.local.launch_plan import LaunchPlan
 from cleave.local.progress import (
-    PodProgress,
     ShowProgress,
     StartupOutcome,
     StartupResult,
+    StartupView,
     wait_until_ready,
 )
 from cleave.local.state import DeploymentSnapshot, StateFolder
@@ -85,8 +85,8 @@ class ForegroundRun(NamedTuple):
     """A deployment that runs in this process."""
 
     supervisor: DeploymentSupervisor
-    steps: Sequence[PodProgress]
-    """The last ones that its display has shown."""
+    shown: StartupView
+    """What its display has shown last."""
 
 
 @asynccontextmanager
@@ -98,7 +98,8 @@ async def run_in_foreground(
     folder = state.get_folder(job.deployment)
     with folder.lock():
         folder.remove_logs()
-        folder.write(DeploymentSnapshot(job.deployment, os.getpid(), job.url))
+        initial = DeploymentSnapshot(job.deployment, os.getpid(), job.url)
+        folder.write(initial)
         supervisor = DeploymentSupervisor(folder, job)
         with _handle_signals((signal.SIGINT, *_END_SIGNALS), supervisor.stop):
             task = asyncio.create_task(supervisor.run())
@@ -108,7 +109,7 @@ async def run_in_foreground(
                 _raise_on_failure(end)
                 if not supervisor.is_stopping and task.done():
                     task.result()  # Raises the error of the supervisor.
-                yield ForegroundRun(supervisor, end.steps)
+                yield ForegroundRun(supervisor, end.shown or StartupView(initial, ()))
             finally:
                 if not supervisor.is_stopping:
                     supervisor.stop()

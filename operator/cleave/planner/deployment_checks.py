@@ -109,18 +109,16 @@ def _list_misspelt_flags(engine: EngineSpec) -> Iterator[str]:
 
 
 def _list_reuse_doubts(spec: LLMDeploymentSpec) -> Iterator[str]:
-    """Conversations in spec.workload of which little or nothing can repeat."""
+    """Conversations in spec.workload of which nothing can repeat."""
     workload = spec.workload
     if workload is None or workload.reuse is None:
         return
-    reuse, prompts = workload.reuse, workload.prompt_tokens
-    known = reuse.new_tokens + reuse.shared_tokens
-    if prompts is not None and known > prompts.mean:
+    new, prompts = workload.reuse.new_tokens, workload.prompt_tokens
+    if prompts is not None and new >= prompts.mean:
         yield (
-            f"spec.workload.reuse: newTokens {reuse.new_tokens:g} and sharedTokens "
-            f"{reuse.shared_tokens:g} are parts of each prompt, but promptTokens.mean is "
-            f"{prompts.mean:g}, so most prompts repeat nothing of earlier turns; state the mean of "
-            "whole prompts, with the conversation so far"
+            f"spec.workload.reuse: newTokens {new:,.0f} leave nothing of a mean prompt of "
+            f"{prompts.mean:,.0f} tokens to repeat; promptTokens counts whole prompts, with the "
+            "conversation so far"
         )
     if spec.engine.has_flag(NO_PREFIX_CACHING):
         yield (

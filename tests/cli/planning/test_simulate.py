@@ -38,7 +38,7 @@ def test_the_table_shows_attainment_latencies_stages_and_instances(cli, file) ->
     done = run(cli, file)
     assert done.exit_code == 0
     placement, first = done.stdout.splitlines()[:2]
-    assert placement == "placement: 2P tp1 + 1D tp1 (set in spec.placement)"
+    assert placement == "placement: 2P tp1 + 1D tp1 (set in spec.placement.manual)"
     assert first.startswith("400 requests at 4.00 req/s: ")
     for text in ("MFU", "TTFT", "TPOT", "KV transfer", "prefill-1", "decode-0"):
         assert text in done.stdout
@@ -48,7 +48,7 @@ def test_without_a_placement_the_table_names_the_default(cli, file) -> None:
     lines = [line for line in MANIFEST.splitlines() if "placement:" not in line]
     file.write_text("\n".join(lines))
     first = run(cli, file).stdout.splitlines()[0]
-    assert first.startswith("placement: 1P tp1 + 1D tp1 (no spec.placement is set; cleave plan")
+    assert first.startswith("placement: 1P tp1 + 1D tp1 (the default; cleave plan")
 
 
 def test_json_holds_what_csv_adds_up_to(cli, file) -> None:

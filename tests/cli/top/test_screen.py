@@ -78,6 +78,10 @@ def test_traffic_stands_beside_its_targets(view: TopView) -> None:
     assert find(lines, "target") == ["target", "400", "40.0"]
 
 
+def test_counts_are_of_the_window_that_was_seen(view: TopView) -> None:
+    assert any(line.endswith("(10 s, total)") for line in draw(view))
+
+
 def test_after_one_look_there_are_no_rates_but_the_instances() -> None:
     view = ViewBuilder().update(FleetStatus(PAIR), GatewayCounters(started_s=NOON + 5), NOON)
     lines = draw(view)

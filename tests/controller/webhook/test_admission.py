@@ -2,6 +2,7 @@ import time
 
 import pytest
 
+from cleave.api import faults
 from cleave.api.cluster import Cluster, NodeGroup
 from cleave.controller.webhook import admission
 from cleave.controller.webhook.admission import ReviewError, check_resource, review_admission
@@ -122,6 +123,24 @@ def test_long_warnings_are_cut_before_the_api_server_cuts_them(monkeypatch) -> N
     assert len(said) == 8
     assert {len(text) for text in said} == {250}
     assert said[0].endswith("...")
+
+
+def test_known_fields_are_listed_once_and_long_names_are_cut_before_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[str] = []
+
+    def search(word: str, *_: object, **__: object) -> list[str]:
+        searched.append(word)
+        return []
+
+    monkeypatch.setattr(faults, "get_close_matches", search)
+    resource = deployment()
+    resource["spec"] |= {f"{number}{'q' * 30_000}": 1 for number in range(100)}
+    message = review_admission(review(resource), None)["response"]["status"]["message"]
+    assert message.count("known here: ") == 1
+    assert len(searched) == 100
+    assert max(map(len, searched)) == 100
 
 
 def test_many_faults_are_counted_and_only_the_first_ones_explained() -> None:

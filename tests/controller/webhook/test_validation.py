@@ -184,10 +184,10 @@ def test_a_flag_that_is_nearly_one_that_plans_depend_on_is_a_warning() -> None:
 
 def test_conversations_of_which_nothing_can_repeat_are_a_warning() -> None:
     reuse = {"turns": 4, "turnIntervalS": 40, "newTokens": 250, "sharedTokens": 100}
-    short = WORKLOAD | {"promptTokens": {"mean": 300}, "reuse": reuse}
+    short = WORKLOAD | {"promptTokens": {"mean": 250}, "reuse": reuse}
     (said,) = find(workload=short).warnings
-    assert said.startswith("spec.workload.reuse: newTokens 250 and sharedTokens 100 are parts")
-    whole = short | {"promptTokens": {"mean": 900}}
+    assert said.startswith("spec.workload.reuse: newTokens 250 leave nothing of a mean prompt of")
+    whole = short | {"promptTokens": {"mean": 300}}
     assert find(workload=whole).warnings == ()
     args = ["--no_enable_prefix_caching"]
     (said,) = find(workload=whole, engine={"args": args}).warnings

@@ -52,6 +52,26 @@ async def test_openais_client_streams_a_chat(serve) -> None:
     assert whole.usage.completion_tokens == 12
 
 
+async def test_usage_has_cached_tokens_where_the_engine_is_to_show_them(serve) -> None:
+    prompt, details = [*range(5, 45)], []
+    for shows in (False, True):
+        server = await serve(shows_prompt_details=shows)
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+            for _ in range(2):
+                stream = await client.completions.create(
+                    model="m",
+                    prompt=prompt,
+                    max_tokens=2,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                usage = [chunk async for chunk in stream][-1].usage
+                assert usage is not None
+                details.append(usage.prompt_tokens_details)
+    assert details[:2] == [None, None]
+    assert [each and each.cached_tokens for each in details[2:]] == [0, 32]
+
+
 async def test_each_token_is_one_event_and_done_ends_the_stream(serve) -> None:
     server = await serve()
     body = {"prompt": WORDS, "max_tokens": 7, "ignore_eos": True}

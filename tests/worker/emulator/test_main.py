@@ -167,6 +167,11 @@ def test_what_the_agent_passes_to_vllm_is_accepted() -> None:
     assert (kv.engine_id, kv.port, kv.lease_s, kv.recompute_on_failure) == ("boot", 5601, 7, True)
 
 
+def test_prompt_details_are_shown_only_where_the_flag_says_so() -> None:
+    for flags, shows in (([], False), (["--enable-prompt-tokens-details"], True)):
+        assert parse(["--model", "m", *flags], {}).engine.shows_prompt_details is shows
+
+
 def test_a_model_folder_gives_its_shape_and_any_other_name_the_default(tmp_path: Path) -> None:
     config = {
         "num_hidden_layers": 2,

@@ -153,7 +153,7 @@ async def _run(
             if not once:
                 console.print("\nPress Ctrl-C to stop.")
                 folder = state.get_folder(job.deployment)
-                await watch_pods(folder, run.steps, lambda line: print_line(console, line))
+                await watch_pods(folder, run.shown, lambda line: print_line(console, line))
         finally:
             end.cancel()
             console.print("[dim]stopping[/]")

@@ -109,7 +109,7 @@ async def _start(job: "LaunchPlan", console: "Console", timeout_s: float, detach
             raise DeploymentStartError(["stopped before it was ready"])
         _print_ready(job, console, "press Ctrl-C to stop")
         folder = state.get_folder(job.deployment)
-        await watch_pods(folder, run.steps, lambda line: print_line(console, line))
+        await watch_pods(folder, run.shown, lambda line: print_line(console, line))
         console.print("stopping the gateway, then the workers; Ctrl-C again kills them at once")
 
 

@@ -30,9 +30,9 @@ _STAGE_FIELDS = {stage: f"{stage.name.lower()}_ms" for stage in LatencyStage}
 
 
 def show_placement(console: "Console", pools: Sequence["PlannedPool"], *, is_set: bool) -> None:
-    """Print which instances are simulated; `is_set`: spec.placement states them."""
-    default = "no spec.placement is set; cleave plan searches the best one"
-    origin = "set in spec.placement" if is_set else default
+    """Print which instances are simulated; `is_set`: spec.placement.manual states them."""
+    default = "the default; cleave plan searches for the best one"
+    origin = "set in spec.placement.manual" if is_set else default
     line = f"placement: {format_pools(pools, is_gpu_chosen=False)} ({origin})"
     console.print(line, highlight=False, soft_wrap=True)
 
