@@ -30,7 +30,7 @@ from e2e.cluster.nodes import Nodes, gpu_node
 CHART = tools.REPOSITORY / "charts" / "cleave"
 SYSTEM = "cleave-system"
 LEASE = "cleave-operator"
-READY_S = 240
+READY_S = 400
 """Planning takes seconds of CPU, and other lanes of `make test` leave it little."""
 
 CHAT = """

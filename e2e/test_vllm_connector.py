@@ -22,6 +22,7 @@ from e2e.support.handoffs import (
     give,
     is_free,
     lost,
+    make_cases,
     name_source,
     outcomes,
     owning_other_kv,
@@ -29,7 +30,6 @@ from e2e.support.handoffs import (
     prefill,
     talking_nonsense,
     tiny_with_connector,
-    unseen,
 )
 from e2e.support.vllm_prompts import (
     CASES,
@@ -38,6 +38,7 @@ from e2e.support.vllm_prompts import (
     Case,
     ask,
     engine_url,
+    make_case,
     metric,
     must_have_moved_all,
 )
@@ -62,7 +63,7 @@ def test_the_kv_path_is_verified_by_the_bytes_of_a_long_prompt(vllm: Deployment)
 def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Deployment) -> None:
     decoding = engine_url(vllm, "decode")
     ran = metric(decoding, RAN)
-    cases = CASES + MORE
+    cases, before = CASES + MORE, lost(decoding)
     split = [ask(vllm.url, case) for case in cases]
     # A token of output is a token run: the last prompt token runs to make the first.
     assert metric(decoding, RAN) - ran == sum(len(answer.tokens) for answer in split)
@@ -70,7 +71,7 @@ def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Dep
     for case, answer, expected in zip(cases, split, colocated, strict=True):
         assert len(answer.tokens) == OUTPUT_TOKENS
         assert answer.tokens == expected.tokens, case
-    assert lost(decoding) == {}
+    assert lost(decoding) == before
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
 
 
@@ -90,7 +91,7 @@ def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
 
 def test_engines_report_the_age_of_their_oldest_block(vllm: Deployment) -> None:
     began = time.monotonic()
-    ask(vllm.url, Case(31_000, 700, chat=False, stream=False))
+    ask(vllm.url, make_case(700))
     before = read_ages_ms(vllm)
     assert before.keys() == {"tiny-prefill-0", "tiny-decode-0"}
     # They have served other tests, and nothing was evicted.
@@ -110,7 +111,7 @@ def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> N
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     before, expired = lost(decoding), lost(source).get("expired", 0)
     expected: dict[str, float] = {}
-    cases = unseen(10_000)
+    cases = make_cases()
     with talking_nonsense() as talker, owning_other_kv() as foreign:
         for given in give(vllm, faults(talker, foreign), cases):
             assert given.tokens == given.expected, given.name
@@ -125,7 +126,7 @@ def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> N
 
 def test_a_handoff_given_twice_or_late_is_computed_anew(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
-    twice, late = (Case(n, 300, chat=False, stream=False) for n in (20_001, 20_002))
+    twice, late = make_case(300), make_case(300)
     expected = [ask(source, case).tokens for case in (twice, late)]
     handed = [prefill(source, case, f"late-{case.number}") for case in (twice, late)]
     before, expired = lost(decoding), lost(source).get("expired", 0)
@@ -140,7 +141,7 @@ def test_a_handoff_given_twice_or_late_is_computed_anew(vllm: Deployment) -> Non
 
 
 def test_a_client_that_leaves_while_its_kv_is_awaited_frees_both_sides(vllm: Deployment) -> None:
-    case = Case(30_000, 3_000, chat=False, stream=True)
+    case = make_case(3_000, stream=True)
     for _ in range(3):
         with (
             suppress(httpx.TimeoutException),
@@ -167,7 +168,7 @@ def compute(vllm: Deployment, case: Case, source: object, **fields: object) -> l
 
 def test_the_next_turn_pulls_the_answer_from_the_decode_instance(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
-    case = Case(40_000, 600, chat=False, stream=False)
+    case = make_case(600)
     choice = post(vllm.url, case, "turn-1", max_tokens=200)["choices"][0]
     said: list[int] = choice["prompt_token_ids"] + choice["token_ids"]
     prompt = said + choice["prompt_token_ids"][:50]
@@ -195,14 +196,14 @@ def test_what_cannot_be_pulled_is_computed_with_the_same_tokens(vllm: Deployment
         "peer_lost": {"port": 1, "engine_id": "gone"},
         "malformed": {"port": "x"},
     }
-    for number, (outcome, changed) in enumerate(wrong.items()):
-        case = Case(41_000 + number, 700, chat=False, stream=False)
+    for outcome, changed in wrong.items():
+        case = make_case(700)
         expected, before = ask(decoding, case).tokens, outcomes(source).get(outcome, 0)
         assert compute(vllm, case, name_source(vllm, **changed)) == expected, outcome
         assert outcomes(source)[outcome] == before + 1
     # Another tenant's prefix is found as little as one that was never there.
     for fields in ({"cache_salt": "another tenant"}, {}):
-        case = Case(42_000 + len(fields), 700, chat=False, stream=False)
+        case = make_case(700)
         expected = compute(vllm, case, None, cache_salt="computed here")
         if fields:
             assert ask(decoding, case).tokens == expected
@@ -214,7 +215,7 @@ def test_what_cannot_be_pulled_is_computed_with_the_same_tokens(vllm: Deployment
 
 def test_prefixes_are_pulled_side_by_side(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
-    cases = [Case(43_000 + number, 500, chat=False, stream=False) for number in range(6)]
+    cases = [make_case(500) for _ in range(6)]
     expected = [ask(decoding, case).tokens for case in cases]
     before, place = outcomes(source).get("pulled", 0), name_source(vllm)
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -226,7 +227,7 @@ def test_prefixes_are_pulled_side_by_side(vllm: Deployment) -> None:
 def test_turns_through_the_gateway_pull_what_the_decode_instance_has_said(
     vllm: Deployment,
 ) -> None:
-    source, case = engine_url(vllm, "prefill"), Case(45_000, 1_500, chat=False, stream=False)
+    source, case = engine_url(vllm, "prefill"), make_case(1_500)
     text = str(case.body["prompt"])
     # Capital letters are tokens, so what was said has the same tokens in the next prompt.
     letters = post(source, case, "letters", prompt="BCDFGHJKLMNPQRSTVWXZ", max_tokens=1)
@@ -247,7 +248,7 @@ def test_turns_through_the_gateway_pull_what_the_decode_instance_has_said(
 
 
 def test_a_source_that_is_killed_meanwhile_costs_no_token(vllm: Deployment) -> None:
-    source, case = engine_url(vllm, "prefill"), Case(44_000, 700, chat=False, stream=False)
+    source, case = engine_url(vllm, "prefill"), make_case(700)
     # A run of this test that failed has killed it.
     until(lambda: answers(engine_url(vllm, "decode")), STARTS_WITHIN_S, "the source serves")
     expected = ask(engine_url(vllm, "decode"), case).tokens

@@ -16,7 +16,7 @@ from cleave_worker.agent.launch import find_free_port
 
 from e2e.support.deployments import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(700)]
 
 HOST = "127.0.0.1"
 
@@ -78,7 +78,7 @@ def pair(tiny_model: Path, tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_an_engine_over_two_nodes_answers_and_drains_when_either_is_to_go(pair: Pair) -> None:
-    until(pair.is_ready, 200, "the engine is ready")
+    until(pair.is_ready, 420, "the engine is ready")
     body = {"model": "x", "prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0}
     body["model"] = pair.registration().model
     url = f"{pair.registration().engine_url}/v1/completions"

@@ -75,13 +75,14 @@ def test_streams_of_a_killed_engine_go_on_from_checkpoints(
         metric(prefill, f'{SOURCES}{{engine="0",model_name="tiny",source="{source}"}}')
         for source in ("external_kv_transfer", "local_cache_hit")
     )
+    engine = vllm.engine("tiny-decode-0")
     with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
         streams = [pool.submit(ask, vllm.url, number) for number in range(STREAMS)]
         # Prompts alone have two blocks and more each; these hold answers, too.
         until(
             lambda: files(checkpoint_folder) >= 4 * STREAMS, TIMEOUT_S, "answers have checkpoints"
         )
-        os.kill(vllm.engine("tiny-decode-0").pid, signal.SIGKILL)
+        os.kill(engine.pid, signal.SIGKILL)
         assert [each.result(4 * TIMEOUT_S) for each in streams] == expected
     for source, before in (("external_kv_transfer", restored), ("local_cache_hit", cached)):
         name = f'{SOURCES}{{engine="0",model_name="tiny",source="{source}"}}'

@@ -14,7 +14,7 @@ from cleave_worker.transfer.transport import Transport
 from e2e.support import kv_fault_plugin
 from e2e.support.deployments import Deployment, deployed, until
 from e2e.support.handoffs import tiny_with_connector
-from e2e.support.vllm_prompts import Case, ask, engine_url
+from e2e.support.vllm_prompts import ask, engine_url, make_case
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -70,7 +70,7 @@ def test_damaged_kv_is_found_and_requests_are_served_whole_until_it_is_mended(
     until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_PROVEN}, PATIENCE_S, "it is proven")
     vllm.damage(kind)
     until(lambda: vllm.find_trusts() == {agent_pb2.TRUST_FAILED}, PATIENCE_S, "it is found")
-    cases = [Case(40_000 + n, 200 + 150 * n, chat=False, stream=False) for n in range(6)]
+    cases = [make_case(200 + 150 * n) for n in range(6)]
     for case in cases:
         answer = ask(vllm.deployment.url, case)
         assert answer.tokens == ask(engine_url(vllm.deployment, "prefill"), case).tokens

@@ -185,7 +185,7 @@ def together(do: Callable[..., Result], *arguments: Iterable[Any]) -> list[Resul
 def hurt(vllm: Deployment, count: int) -> "Tally":
     """So many faults of all kinds, and a few more."""
     tally = Tally(vllm)
-    cases = handoffs.unseen(50_000)
+    cases = handoffs.make_cases()
     promises = overlapped_prefill.KINDS if overlapped_prefill.can_be_followed(vllm) else {}
     with ExitStack() as stack:
         talker = stack.enter_context(handoffs.talking_nonsense())

@@ -52,7 +52,7 @@ class Deployment:
             with grpc.insecure_channel(address) as channel, suppress(grpc.RpcError):
                 agent = agent_pb2_grpc.AgentStub(channel)
                 request, token = agent_pb2.HealthRequest(sends_engine_key=True), self.agent_metadata
-                found.append(agent.Health(request, timeout=2, metadata=token))
+                found.append(agent.Health(request, timeout=20, metadata=token))
                 remember(found[-1].registration)
         return found
 

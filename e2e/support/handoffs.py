@@ -22,11 +22,11 @@ from cleave_worker.transfer.transport import Transport
 
 from e2e.support.deployments import Deployment, start_fast, tiny_vllm
 from e2e.support.engine_keys import headers_for
-from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
+from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, make_case, metric
 from tests.support.kv_server_process import OwnerProcess
 
 RAN = "vllm:iteration_tokens_total_sum"
-LEASE_S = 10
+LEASE_S = 20
 PREFILL_ORDER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -182,10 +182,9 @@ def give_one(vllm: Deployment, name: str, fault: Fault, case: Case, other: Case)
     return Given(name, fault.reason, tokens, expected)
 
 
-def unseen(first: int) -> Iterator[Case]:
-    """Prompts of 150 to 550 tokens, numbered from `first` on."""
-    for number in itertools.count(first):
-        yield Case(number, 150 + 40 * (number // 24 % 11), chat=False, stream=False)
+def make_cases() -> Iterator[Case]:
+    """New prompts of 150 to 550 tokens, without end."""
+    return map(make_case, itertools.cycle(range(150, 551, 40)))
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """Prompts for engines with the tiny model, and what comes back."""
 
+import itertools
 import json
 import random
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import httpx
 
@@ -14,8 +16,9 @@ CHUNK_TOKENS = 2048
 """What vLLM computes of prompts in one step on CPU."""
 KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 2
 """Of the tiny model: layers, keys and values, heads, their size, bytes of bfloat16."""
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 OUTPUT_TOKENS = 12
+_UNUSED_NUMBERS = itertools.count(100_000)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,17 @@ CASES = [
         for stream in (False, True)
     )
 ]
+
+
+def make_case(prompt_tokens: int, *, stream: bool = False) -> Case:
+    """A completion with a prompt that engines do not have cached, from a test or from a failed
+    attempt at one."""
+    return Case(next(_UNUSED_NUMBERS), prompt_tokens, chat=False, stream=stream)
+
+
+def renumber(cases: Iterable[Case]) -> list[Case]:
+    """The same cases with such prompts."""
+    return [replace(case, number=next(_UNUSED_NUMBERS)) for case in cases]
 
 
 @dataclass(frozen=True)

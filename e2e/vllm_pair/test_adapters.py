@@ -1,5 +1,6 @@
 """LoRA adapters on vLLM: loaded into running engines, their KV handed over like the model's own."""
 
+import itertools
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,8 @@ from e2e.support.deployments import Deployment, until
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 # The first log-probabilities of a prompt compile a kernel with g++.
 TIMEOUT_S = 180
+GENERATIONS = itertools.count(2)
+"""Of orders; the deployment's own is 1."""
 
 
 def ask(url: str, model: str, prompt: str, **fields: object) -> tuple[list[int], bool]:
@@ -31,10 +34,10 @@ def list_models(url: str) -> dict[str, str | None]:
     return {each["id"]: each["parent"] for each in listed}
 
 
-def order(deployment: Deployment, generation: int, **sources: Path) -> None:
+def order(deployment: Deployment, **sources: Path) -> None:
     """Order adapters as the operator does, and wait until all agents have done what they can."""
     adapters = [agent_pb2.AdapterSource(name=n, source=str(path)) for n, path in sources.items()]
-    request = agent_pb2.SetAdaptersRequest(adapters=adapters, generation=generation)
+    request = agent_pb2.SetAdaptersRequest(adapters=adapters, generation=next(GENERATIONS))
     (file,) = deployment.state_dir.rglob("agents")
     for address in file.read_text().split():
         with grpc.insecure_channel(address) as channel:
@@ -81,6 +84,8 @@ def test_a_changed_source_serves_without_a_restart_and_without_the_old_ones_kv(
     vllm_pair: Deployment, adapters: dict[str, Path]
 ) -> None:
     url = vllm_pair.url
+    # A failed attempt leaves others.
+    order(vllm_pair, **adapters)
     parents = {"tiny": None, "sql": "tiny", "law": "tiny"}
     until(lambda: list_models(url) == parents, TIMEOUT_S, "the adapters are loaded")
     boots = {name: one.boot_id for name, one in vllm_pair.instances().items()}
@@ -88,13 +93,13 @@ def test_a_changed_source_serves_without_a_restart_and_without_the_old_ones_kv(
     before = {name: ask(url, name, prompt) for name in ("sql", "law")}
     assert before["sql"] != before["law"]
 
-    order(vllm_pair, 2, sql=adapters["law"], law=adapters["law"])
+    order(vllm_pair, sql=adapters["law"], law=adapters["law"])
     until(lambda: ask(url, "sql", prompt) == before["law"], TIMEOUT_S, "the new source answers")
     assert ask(url, "sql", prompt)[1], "over a handoff"
     answer = httpx.post(f"{url}/v1/completions", json={"model": "sql", "prompt": "a"}, timeout=60)
     assert answer.json()["model"] == "sql"
 
-    order(vllm_pair, 3, law=adapters["law"], tax=adapters["law"] / "missing")
+    order(vllm_pair, law=adapters["law"], tax=adapters["law"] / "missing")
     gone, waiting = (404, "model_not_found"), (503, "no_instance")
     until(lambda: read_error(url, "sql") == gone, TIMEOUT_S, "no request is accepted any more")
     until(lambda: read_error(url, "tax") == waiting, TIMEOUT_S, "the gateway knows of the order")
@@ -107,7 +112,7 @@ def test_a_changed_source_serves_without_a_restart_and_without_the_old_ones_kv(
     assert len(faults) == 2
     assert all("No adapter found for" in fault and "tax@" not in fault for fault in faults)
 
-    order(vllm_pair, 4, **adapters)
+    order(vllm_pair, **adapters)
     until(lambda: read_error(url, "sql") == (200, ""), TIMEOUT_S, "the first source is back")
     assert ask(url, "sql", prompt) == before["sql"]
     assert {name: one.boot_id for name, one in vllm_pair.instances().items()} == boots

@@ -355,7 +355,7 @@ async def test_a_tenants_own_rule_goes_before_the_gateways(make_stage, tmp_path)
 
 
 async def test_attainment_counts_what_was_missed_and_what_was_not_served(make_stage) -> None:
-    stage = await make_stage({"x": "mixed"}, ttft_slo_ms=200, tpot_slo_ms=50)
+    stage = await make_stage({"x": "mixed"}, ttft_slo_ms=600, tpot_slo_ms=150)
     engine = stage.engines["x"]
 
     def script(first_s: float, gap_s: float):
@@ -368,7 +368,7 @@ async def test_attainment_counts_what_was_missed_and_what_was_not_served(make_st
     async def fail(_, request, writer) -> None:
         engine.send_json(writer, {"error": "boom"}, status=500)
 
-    scripts = [script(0, 0), script(0.3, 0), script(0, 0.15), script(0.3, 0.15), fail]
+    scripts = [script(0, 0), script(0.9, 0), script(0, 0.45), script(0.9, 0.45), fail]
     for number, each in enumerate(scripts):
         engine.script = each
         assert (await stage.ask(STREAM)).status == (200 if number < 4 else 502)
@@ -376,7 +376,7 @@ async def test_attainment_counts_what_was_missed_and_what_was_not_served(make_st
     assert missed == {"": 1, "ttft": 1, "tpot": 1, "ttft_and_tpot": 1, "unserved": 1}
     page = (await stage.ask(None, "/metrics")).body
     assert b'cleave_gateway_slo_total{missed="ttft",model="m"} 1.0' in page
-    assert b'cleave_gateway_slo_target_seconds{slo="ttft"} 0.2' in page
+    assert b'cleave_gateway_slo_target_seconds{slo="ttft"} 0.6' in page
 
 
 async def test_a_tenant_cannot_learn_by_caches_what_another_one_has_sent(

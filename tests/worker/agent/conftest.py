@@ -38,7 +38,7 @@ QUICK = AgentTiming(
 IMPATIENT = {
     "health_interval": 0.2,
     "health_retry": 0.1,
-    "health_timeout": 1.0,
+    "health_timeout": 5.0,
     "start_poll": 0.05,
     "restart_delay": 0.05,
     "peer_poll": 0.1,

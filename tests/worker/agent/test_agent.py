@@ -130,7 +130,7 @@ def test_a_killed_engine_comes_back_under_another_boot_id_and_is_proven_again(pa
     before = prefill.health().registration
     engine = prefill.descendants()[-1]
     os.kill(engine, signal.SIGKILL)
-    after = prefill.until(lambda registration: registration.restarts == 1 and proven(registration))
+    after = prefill.until(lambda registration: registration.restarts >= 1 and proven(registration))
     assert after.boot_id != before.boot_id
     assert after.epoch == before.epoch
 
@@ -149,13 +149,13 @@ def test_a_killed_subreaper_takes_the_engine_along_and_both_come_back(pair, all_
     subreaper, engine = prefill.descendants()
     os.kill(subreaper, signal.SIGKILL)
     all_gone([subreaper, engine])
-    prefill.until(lambda registration: registration.restarts == 1 and proven(registration))
+    prefill.until(lambda registration: registration.restarts >= 1 and proven(registration))
 
 
 def test_sigterm_lets_running_requests_finish(pair, in_background, all_gone) -> None:
     _, decode = pair
     url = decode.health().registration.engine_url
-    body = {"model": "m", "prompt": "a b c", "max_tokens": 300, "ignore_eos": True}
+    body = {"model": "m", "prompt": "a b c", "max_tokens": 1500, "ignore_eos": True}
     answers = in_background(lambda: post(url, "/v1/completions", body))
     running = agent_pb2.WatchRequest(interval_ms=10)
     for event in decode.stub.Watch(running, timeout=60):
@@ -168,7 +168,7 @@ def test_sigterm_lets_running_requests_finish(pair, in_background, all_gone) -> 
     all_gone(family, seconds=0)
     status, answer = answers[0]
     assert status == 200
-    assert answer["usage"]["completion_tokens"] == 300
+    assert answer["usage"]["completion_tokens"] == 1500
 
 
 def test_a_handoff_is_held_until_it_is_pulled(pair) -> None:
@@ -231,11 +231,12 @@ def test_a_corrupt_kv_path_keeps_workers_from_ready_until_it_is_mended(agents) -
 
 
 def test_an_engine_that_stops_answering_is_replaced(agents) -> None:
-    lone = agents.start("m-0", "mixed", *EMULATED, "--peer-wait", "0")
+    timing = {**IMPATIENT, "health_timeout": 1.0}
+    lone = agents.start("m-0", "mixed", *EMULATED, "--peer-wait", "0", timing=timing)
     lone.until(ready)
     engine = lone.descendants()[-1]
     os.kill(engine, signal.SIGSTOP)
-    lone.until(lambda registration: registration.restarts == 1 and ready(registration))
+    lone.until(lambda registration: registration.restarts >= 1 and ready(registration))
     assert "/health: no answer within 1 s, 3 times in a row" in lone.log.read_text()
 
 
@@ -258,7 +259,7 @@ def test_an_engine_whose_loop_hangs_is_replaced_although_it_says_it_is_well(
         if event.load.num_running:
             break
     assert post(url, "/emulator/faults", {"hang": True})[0] == 200
-    lone.until(lambda registration: registration.restarts == 1 and ready(registration))
+    lone.until(lambda registration: registration.restarts >= 1 and ready(registration))
     assert "made no step for 1 s" in lone.log.read_text()
 
 
