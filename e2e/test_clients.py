@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     manifest = emulated("chat", 1, 1)
     manifest["spec"]["model"]["servedName"] = MODEL
-    with deployed(manifest, tmp_path_factory.mktemp("clients"), 60) as deployment:
+    with deployed(manifest, tmp_path_factory.mktemp("clients"), 180) as deployment:
         yield deployment
 
 
@@ -35,7 +35,7 @@ def test_clients_for_python_talk_as_to_any_other_server(
     chat: Deployment, clients: Path, client: str
 ) -> None:
     run(str(clients / "python"), str(CLIENTS / client), chat.url, MODEL)
-    until(lambda: idle(chat), 10, "the engines are free")
+    until(lambda: idle(chat), 60, "the engines are free")
 
 
 def examples() -> Iterator[tuple[str, str]]:
@@ -70,4 +70,4 @@ def test_vllms_benchmark_loses_no_request(
         result = json.loads((tmp_path / f"{backend}.json").read_text())
         assert (result["completed"], result["failed"]) == (40, 0)
         assert result["total_output_tokens"] == 40 * 16
-    until(lambda: idle(chat), 10, "the engines are free")
+    until(lambda: idle(chat), 60, "the engines are free")

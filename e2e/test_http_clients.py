@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(emulated(MODEL, 1, 1), tmp_path_factory.mktemp("http"), 60) as deployment:
+    with deployed(emulated(MODEL, 1, 1), tmp_path_factory.mktemp("http"), 180) as deployment:
         yield deployment
 
 

@@ -7,10 +7,12 @@ import pytest
 
 from e2e.support.deployments import Deployment, deployed, emulated, idle, until
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(emulated("chat", 1, 1), tmp_path_factory.mktemp("sdk"), 60) as deployment:
+    with deployed(emulated("chat", 1, 1), tmp_path_factory.mktemp("sdk"), 180) as deployment:
         yield deployment
 
 
@@ -85,4 +87,4 @@ def test_a_stream_that_is_closed_early_frees_the_engine(
     next(iter(stream))
     stream.close()
 
-    until(lambda: idle(chat), 10, "both engines are free again")
+    until(lambda: idle(chat), 60, "both engines are free again")

@@ -22,6 +22,8 @@ PROCESSES = 4
 STREAMS = 32
 TOKENS = 400
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @dataclass
 class Gateway:
@@ -60,7 +62,7 @@ def gateway(fleet: Deployment) -> Iterator[Gateway]:
         gateway = Gateway(process, *ports(process))
         reader = threading.Thread(target=read_lines, args=(gateway,))
         reader.start()
-        until(lambda: any("listening on" in line for line in gateway.lines), 30, "it listens")
+        until(lambda: any("listening on" in line for line in gateway.lines), 60, "it listens")
         yield gateway
         process.kill()
         process.wait()
@@ -89,12 +91,14 @@ def read_lines(gateway: Gateway) -> None:
         gateway.lines.append(line)
 
 
-async def stream(session: aiohttp.ClientSession, gateway: Gateway, number: int) -> int | None:
+async def stream(
+    session: aiohttp.ClientSession, gateway: Gateway, number: int, max_tokens: int = TOKENS
+) -> int | None:
     """Tokens that came; None: the connection broke."""
     body = {
         "model": "four",
         "prompt": [number] * 100,
-        "max_tokens": TOKENS,
+        "max_tokens": max_tokens,
         "ignore_eos": True,
         "stream": True,
     }
@@ -118,19 +122,20 @@ def find_connections(gateway: Gateway, process: psutil.Process) -> int:
     )
 
 
-@pytest.mark.timeout(180)
 def test_only_connections_of_the_killed_process_break_and_it_comes_back(
     gateway: Gateway, fleet: Deployment
 ) -> None:
     before = {child.pid for child in gateway.children}
     assert len(before) == PROCESSES
     name = "cleave_gateway_requests_total"
+    tokens = 1_500  # All streams must still run when the process is killed.
 
     async def load() -> tuple[list[int | None], int]:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
             streams = [
-                asyncio.create_task(stream(session, gateway, number)) for number in range(STREAMS)
+                asyncio.create_task(stream(session, gateway, number, tokens))
+                for number in range(STREAMS)
             ]
             for _ in range(600):
                 if await asyncio.to_thread(gateway.count, IN_FLIGHT) >= STREAMS:
@@ -147,14 +152,14 @@ def test_only_connections_of_the_killed_process_break_and_it_comes_back(
     found, own = asyncio.run(load())
     assert 0 < own < STREAMS
     assert found.count(None) == own
-    assert [tokens for tokens in found if tokens is not None] == [TOKENS] * (STREAMS - own)
-    until(lambda: len(gateway.children) == PROCESSES, 10, "another one is there")
-    until(lambda: gateway.count("cleave_gateway_processes") == PROCESSES, 10, "it serves")
+    assert [each for each in found if each is not None] == [tokens] * (STREAMS - own)
+    until(lambda: len(gateway.children) == PROCESSES, 60, "another one is there")
+    until(lambda: gateway.count("cleave_gateway_processes") == PROCESSES, 60, "it serves")
     assert len({child.pid for child in gateway.children} & before) == PROCESSES - 1
     assert gateway.count("cleave_gateway_process_restarts_total") == 1
     assert json.loads(gateway.read("health"))["status"] == "ok"
-    until(lambda: idle(fleet), 30, "all KV is freed")
-    until(lambda: is_forgotten(gateway), 10, "its load is in nobody's books")
+    until(lambda: idle(fleet), 60, "all KV is freed")
+    until(lambda: is_forgotten(gateway), 60, "its load has left the books")
     assert asyncio.run(ask_all(gateway, 40)) == [TOKENS] * 40
 
 
@@ -174,7 +179,6 @@ async def ask_all(gateway: Gateway, count: int) -> list[int | None]:
         return await asyncio.gather(*(stream(session, gateway, n) for n in range(count)))
 
 
-@pytest.mark.timeout(120)
 def test_on_sigterm_all_finish_what_they_serve(gateway: Gateway) -> None:
     async def load() -> list[int | None]:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -193,7 +197,6 @@ def test_on_sigterm_all_finish_what_they_serve(gateway: Gateway) -> None:
     assert not any(child.is_running() for child in children)
 
 
-@pytest.mark.timeout(120)
 def test_children_do_not_outlive_a_killed_parent(gateway: Gateway) -> None:
     children = gateway.children
     os.kill(gateway.process.pid, signal.SIGKILL)

@@ -21,6 +21,8 @@ from e2e.support.deployments import MARK, Deployment, free_port, until
 
 START_S = 60
 ASK_S = 5
+PAGE_S = 30
+"""For pages of gateways: a busy machine may let any process wait for seconds."""
 CLIENT = httpx.Client(
     verify=False,
     timeout=ASK_S,
@@ -157,7 +159,8 @@ class Gateway:
     def count(self) -> Counts:
         """What all its lives have counted."""
         if self.alive:
-            text = CLIENT.get(f"http://127.0.0.1:{self.internal_port}/metrics").text
+            url = f"http://127.0.0.1:{self.internal_port}/metrics"
+            text = CLIENT.get(url, timeout=PAGE_S).text
             self.counting = {
                 f"{name}{{{labels}}}" if labels else name: float(value)
                 for name, labels, value in _SAMPLE.findall(text)
@@ -171,7 +174,8 @@ class Gateway:
         return self.counting.get("requests_in_flight", 0)
 
     def fleet(self) -> FleetStatus:
-        raw = CLIENT.get(f"http://127.0.0.1:{self.internal_port}/fleet").content
+        url = f"http://127.0.0.1:{self.internal_port}/fleet"
+        raw = CLIENT.get(url, timeout=PAGE_S).content
         return msgspec.json.decode(raw, type=FleetStatus)
 
     def num_files(self) -> int:

@@ -37,7 +37,7 @@ def proxied(
     with log.open("wb") as out:
         process = subprocess.Popen([*line, "-l", "warning"], stdout=out, stderr=out)
     try:
-        until(lambda: is_up(port, process), 20, f"Envoy listens: {log.read_text()[-2000:]}")
+        until(lambda: is_up(port, process), 60, f"Envoy listens: {log.read_text()[-2000:]}")
         yield Envoy(f"http://127.0.0.1:{port}", log)
     finally:
         process.terminate()

@@ -33,7 +33,7 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from e2e.support.deployments import free_port, until
 from e2e.support.engine_keys import remember
 
-_START_S = 30
+_START_S = 120
 _END_S = 60
 
 
@@ -108,7 +108,7 @@ class SpreadRanks:
             with grpc.insecure_channel(address) as channel, suppress(grpc.RpcError):
                 stub, request = agent_pb2_grpc.AgentStub(channel), agent_pb2.HealthRequest()
                 request.sends_engine_key = True
-                health = stub.Health(request, timeout=5, metadata=self._metadata)
+                health = stub.Health(request, timeout=20, metadata=self._metadata)
                 remember(health.registration)
                 found[health.registration.instance] = health.registration
         return found

@@ -15,6 +15,8 @@ import yaml
 
 from cleave.local import state
 
+pytestmark = pytest.mark.timeout(600)
+
 Cleave = Callable[..., "subprocess.CompletedProcess[str]"]
 
 EMULATOR = "cleave_worker.emulator.main"
@@ -26,7 +28,7 @@ def cleave(state_root: Path) -> Cleave:
     def run(*args: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [sys.executable, "-m", "cleave.cli.main", *args],
-            capture_output=True, text=True, timeout=90, check=False,
+            capture_output=True, text=True, timeout=240, check=False,
             env=os.environ | {"CLEAVE_STATE_DIR": str(state_root)},
         )  # fmt: skip
 
@@ -34,7 +36,7 @@ def cleave(state_root: Path) -> Cleave:
 
 
 def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> None:
-    up = cleave("up", "-f", str(manifest), "--port", port, "-d", "--timeout", "60")
+    up = cleave("up", "-f", str(manifest), "--port", port, "-d", "--timeout", "180")
     try:
         assert up.returncode == 0, up.stderr
         assert "ready  facebook/opt-13b at " in up.stdout
