@@ -56,7 +56,7 @@ spec:
 """
 """Its network is Ethernet; no node starts its engines, which need GPUs."""
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_plan_chooses_cells_of_one_pod_where_no_connector_is_named(
     nodes.add(*(gpu_node(f"cells-{number}", infiniband=False) for number in range(2)))
     try:
         start.cluster.kubectl("apply", "-n", start.namespace, "-f", "-", input=UNNAMED)
-        wait_until(lambda: start.workers("mixed"), 240, "cells are created")
+        wait_until(lambda: start.workers("mixed"), READY_S, "cells are created")
         plan = start.deployment["status"]["plan"]
         assert plan["connector"] == "Nixl"
         assert "each cell is one pod" in plan["reason"]
@@ -121,14 +121,14 @@ def test_a_cell_serves_is_replaced_and_drained_as_a_unit(start: Chat) -> None:
         return start.is_ready() and not before & names(start.workers())
 
     with Load(start.address, "chat") as load:
-        wait_until(lambda: load.answered > 20, 30, "the load is on")
+        wait_until(lambda: load.answered > 20, 120, "the load is on")
         start.edit({"engine": {"env": [{"name": "EDITED", "value": "1"}]}})
         try:
-            wait_until(is_rolled_out, 180, "every cell is replaced")
+            wait_until(is_rolled_out, READY_S, "every cell is replaced")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{read_log(start.cluster, start.namespace)}") from error
         after = load.answered
-        wait_until(lambda: load.answered > after + 20, 30, "the new cells answer")
+        wait_until(lambda: load.answered > after + 20, 120, "the new cells answer")
         # One cell is drained: the other one serves, and a new one comes.
         gone = sorted(names(start.workers()))[0]
         start.cluster.kubectl("delete", "pod", gone, "-n", start.namespace, "--wait=false")

@@ -12,8 +12,9 @@ import yaml
 from e2e.cluster.cluster import WITHOUT_GUARD, Cluster, CommandError, wait_until
 from e2e.cluster.nodes import gpu_node
 from e2e.cluster.tools import REPOSITORY
+from e2e.test_cluster_operator import READY_S
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 CHART = REPOSITORY / "charts" / "cleave"
 HOME = "cleave-install"
@@ -41,7 +42,9 @@ def helm(cluster: Cluster, verb: str, *args: str, chart: Path = CHART) -> str:
 
 def operators(cluster: Cluster, count: int) -> None:
     cluster.kubectl("scale", "deployment/cleave-operator", f"--replicas={count}", "-n", HOME)
-    wait_until(lambda: len(cluster.list("pods", HOME)) == count, 90, f"there are {count} operators")
+    wait_until(
+        lambda: len(cluster.list("pods", HOME)) == count, 120, f"there are {count} operators"
+    )
     cluster.kubectl("rollout", "status", "deployment/cleave-operator", "-n", HOME)
 
 
@@ -63,7 +66,7 @@ def deployment(**spec) -> dict:
 def test_two_operators_come_up_and_make_the_webhooks_certificate(release: Cluster) -> None:
     found = release.get("deployment", "cleave-operator", HOME)
     assert found["status"]["readyReplicas"] == 2
-    wait_until(lambda: bundle(release), 20, "the API server is told whom to trust")
+    wait_until(lambda: bundle(release), 120, "the API server is told whom to trust")
     secret = release.get("secret", "cleave-webhook", HOME)
     assert base64.b64decode(secret["data"]["tls.crt"]).startswith(b"-----BEGIN CERTIFICATE")
 
@@ -166,7 +169,7 @@ def test_the_api_server_refuses_what_the_operator_should_never_write(
     release.kubectl("create", "serviceaccount", name, "-n", home)
     try:
         # The API server takes a moment until it applies new policies.
-        wait_until(read_refusal, 20, f"refused: {refusal}")
+        wait_until(read_refusal, 120, f"refused: {refusal}")
     finally:
         release.kubectl("delete", "serviceaccount", name, "-n", home)
 
@@ -186,13 +189,13 @@ def test_people_who_may_edit_a_namespace_may_serve_models_in_it(
         )
 
     # The roles are put together by a controller, a moment after the chart was installed.
-    assert wait_until(read_revision, 20, "an editor may create deployments").strip() == "yes"
+    assert wait_until(read_revision, 120, "an editor may create deployments").strip() == "yes"
 
 
 def test_an_upgrade_keeps_the_certificate_and_brings_the_crds_up_to_date(
     release: Cluster, tmp_path: Path
 ) -> None:
-    before = wait_until(lambda: bundle(release), 20, "the API server is told whom to trust")
+    before = wait_until(lambda: bundle(release), 120, "the API server is told whom to trust")
     older = tmp_path / "cleave"
     shutil.copytree(CHART, older)
     definition = older / "files" / "crds" / f"{RETAINED_CRDS[0]}.yaml"
@@ -222,7 +225,7 @@ def test_operators_that_are_away_hold_up_no_deletion(release: Cluster, namespace
     release.apply(resource, namespace=namespace)
     wait_until(
         lambda: release.get("llmd", "asked", namespace)["metadata"].get("finalizers"),
-        30,
+        120,
         "the operator has seen the deployment",
     )
     operators(release, 0)
@@ -261,9 +264,11 @@ def test_an_operator_of_one_namespace_serves_it_with_rights_there_alone(
             release.kubectl("get", "pods", "-n", "default", kubeconfig=account)
         release.apply(deployment(engine={"type": "Emulated"}), namespace=namespace)
         release.kubectl(
-            *("wait", "llmd/asked", "--for=condition=Ready", "-n", namespace, "--timeout=60s")
+            *("wait", "llmd/asked", "--for=condition=Ready", "-n", namespace),
+            f"--timeout={READY_S}s",
+            timeout_s=READY_S + 10,
         )
-        release.kubectl("delete", "llmd", "asked", "-n", namespace, "--timeout=60s")
+        release.kubectl("delete", "llmd", "asked", "-n", namespace, "--timeout=110s")
     finally:
         helm(release, "upgrade")
 
@@ -289,6 +294,6 @@ def test_an_uninstall_leaves_the_crds_and_a_later_install_takes_them_again(
     assert release.get("llmd", "asked", namespace)["spec"]["paused"] is True
     helm(release, "install")
     assert release.get("llmd", "asked", namespace) is not None
-    release.kubectl("delete", "llmd", "asked", "-n", namespace, "--timeout=60s")
+    release.kubectl("delete", "llmd", "asked", "-n", namespace, "--timeout=110s")
     release.helm("uninstall", "cleave", "-n", HOME, "--wait", "--timeout", "2m")
     helm(release, "install")

@@ -14,6 +14,7 @@ from cleave.perf.model import model_report
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.test_cluster_operator import (
+    READY_S,
     Chat,
     condition,
     deployed,
@@ -23,7 +24,7 @@ from e2e.test_cluster_operator import (
 )
 
 __all__ = ["installed"]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 CONFIG = {
     "num_hidden_layers": 12,
@@ -85,7 +86,7 @@ def test_an_unknown_model_is_planned_from_what_its_first_engine_reports(
             assert [each["bytesPerToken"] for each in reported["cacheGroups"]] == [KV_BYTES]
             assert condition(chat.deployment, "ModelAsReported") == "True"
             assert read_deployment(chat).spec.model.config is not None
-            wait_until(lambda: is_planned(chat), 240, "the plan counts with the reported model")
+            wait_until(lambda: is_planned(chat), READY_S, "the plan counts with the reported model")
             assert condition(chat.deployment, "PlanReady") == "True"
             assert chat.ask() == ""
         except AssertionError as error:

@@ -21,7 +21,7 @@ from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.nodes import gpu_node
 from tests.support.resource_cases import manifest
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 H100 = "NVIDIA-H100-80GB-HBM3"
 L40S = "NVIDIA-L40S"

@@ -16,13 +16,19 @@ from cleave.rpc.engine_key import ENV, build_headers
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.open_loop_load import Kind, Stream
-from e2e.test_cluster_operator import OPEN_WORKERS, Chat, condition, installation, read_log
+from e2e.test_cluster_operator import (
+    OPEN_WORKERS,
+    READY_S,
+    Chat,
+    condition,
+    installation,
+    read_log,
+)
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 CODE = Kind(rate=8, prompt_tokens=500, output_tokens=16)
 CONVERSATION = Kind(rate=16, prompt_tokens=400, output_tokens=40)
-PATIENCE_S = 180
 
 
 def manifest(
@@ -172,7 +178,7 @@ def find_key(address: str) -> dict[str, str]:
 
 def until(chat: Chat, what: str, condition: Any) -> None:
     try:
-        wait_until(condition, PATIENCE_S, what)
+        wait_until(condition, READY_S, what)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{read_log(chat.cluster, chat.namespace)}") from error
 
@@ -213,6 +219,6 @@ def test_a_wrong_latency_profile_is_corrected_before_planning(slow: Served) -> N
         chat.cluster, chat.namespace
     )
     correction = chat.deployment["status"]["basis"]["correction"]
-    assert 1.4 < correction["prefill"] < 4, correction
-    assert 1.4 < correction["decode"] < 4, correction
+    assert 1.4 < correction["prefill"] < 10, correction
+    assert 1.4 < correction["decode"] < 10, correction
     assert slow.stream.failures == []

@@ -27,7 +27,7 @@ from cleave.planner.placement import choose_placement
 from e2e.cluster.cluster import CRDS, Cluster, CommandError, wait_until
 from tests.support.resource_cases import REFUSED, UNUSUAL, Case, manifest, said
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(900)
 
 H100 = "NVIDIA-H100-80GB-HBM3"
 MODELS = {"LLMDeployment": LLMDeployment, "InstancePool": InstancePool}

@@ -12,6 +12,7 @@ from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.nodes import Nodes, gpu_node
 from e2e.test_cluster_operator import (
+    READY_S,
     condition,
     deployed,
     installed,
@@ -22,7 +23,7 @@ from e2e.test_cluster_operator import (
 )
 
 __all__ = ["installed", "nodes"]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 NODE, GPUS = "sharing-h200", 4
 NEEDED = 3
@@ -110,13 +111,15 @@ def opened(installed: Cluster, nodes: Nodes, namespace: str, gpus: int) -> Itera
 def test_gpus_are_planned_once(installed: Cluster, nodes: Nodes, namespace: str) -> None:
     with opened(installed, nodes, namespace, GPUS) as here:
         here.apply(*map(build_manifest, ("one", "two")))
-        wait_until(lambda: all(map(here.is_decided, ("one", "two"))), 180, "both are decided on")
+        wait_until(
+            lambda: all(map(here.is_decided, ("one", "two"))), READY_S, "both are decided on"
+        )
         (first,) = here.find_planned()
         second = "two" if first == "one" else "one"
         assert f"other deployments have {NEEDED} of" in message(here.read(second), "PlanReady")
         wait_until(lambda: here.count_gpus() == NEEDED, 60, "the pods exist")
         here.delete(first)
-        wait_until(lambda: here.find_planned() == [second], 120, "the other one is planned")
+        wait_until(lambda: here.find_planned() == [second], READY_S, "the other one is planned")
         wait_until(lambda: here.count_gpus() == NEEDED, 60, "its pods exist")
 
 
@@ -129,7 +132,9 @@ def test_a_quota_is_kept_until_it_grows(installed: Cluster, nodes: Nodes, namesp
     with opened(installed, nodes, namespace, 2 * GPUS) as here:
         set_quota(GPUS)
         here.apply(*map(build_manifest, ("one", "two")))
-        wait_until(lambda: all(map(here.is_decided, ("one", "two"))), 180, "both are decided on")
+        wait_until(
+            lambda: all(map(here.is_decided, ("one", "two"))), READY_S, "both are decided on"
+        )
         (first,) = here.find_planned()
         used = here.read(first)["status"]["plan"]["gpus"]
         assert used <= GPUS
@@ -138,7 +143,7 @@ def test_a_quota_is_kept_until_it_grows(installed: Cluster, nodes: Nodes, namesp
         assert left in message(here.read(second), "PlanReady")
         wait_until(lambda: here.count_gpus() == used, 60, "the pods exist")
         set_quota(2 * GPUS)
-        wait_until(lambda: len(here.find_planned()) == 2, 120, "both are planned")
+        wait_until(lambda: len(here.find_planned()) == 2, READY_S, "both are planned")
         wait_until(lambda: used < here.count_gpus() <= 2 * GPUS, 60, "their pods exist")
 
 
@@ -155,7 +160,7 @@ def test_gpus_are_lent_under_load_and_come_back(
         wait_until(lambda: load.answered > 20, 30, "the load is on")
         here.apply(build_manifest("high", gpus=[], priority=10))
         try:
-            borrowed = wait_until(count_borrowed, 240, "the plan has its GPUs")
+            borrowed = wait_until(count_borrowed, READY_S, "the plan has its GPUs")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{read_log(installed)}") from error
         lent = -(-borrowed // 4) * 4

@@ -11,7 +11,7 @@ from e2e.support.deployments import start_fast
 from e2e.test_cluster_operator import Chat, condition, installation, message
 from e2e.test_cluster_scaling import homes, lives
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 START_S = 420
 
@@ -61,7 +61,7 @@ def chat(cluster: Cluster, namespace: str, tiny_model: Path) -> Iterator[Chat]:
 def test_vllm_answers_through_both_phases_and_changes_pools(chat: Chat) -> None:
     assert chat.ask(tokens=12) == ""
     wait_until(
-        lambda: condition(chat.deployment, "KVPathVerified") == "True", 30, "the KV path is proven"
+        lambda: condition(chat.deployment, "KVPathVerified") == "True", 120, "the KV path is proven"
     )
     print(message(chat.deployment, "KVPathVerified"))
     # Cleave knows this model from what vLLM reports.

@@ -17,7 +17,7 @@ from e2e.test_cluster_operator import Chat, condition
 from e2e.test_cluster_scaling import homes
 from e2e.test_cluster_vllm import START_S, serving_vllm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

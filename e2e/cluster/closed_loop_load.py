@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-_TIMEOUT_S = 60
+TIMEOUT_S = 60
 _THINKING_S = 0.15
 
 
@@ -54,9 +54,9 @@ class Load:
             time.sleep(_THINKING_S)
 
 
-def ask(address: str, question: dict[str, object]) -> str:
+def ask(address: str, question: dict[str, object], timeout_s: float = TIMEOUT_S) -> str:
     """Ask one question on a connection of its own; what is wrong with the answer, if anything."""
-    connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(question), headers)

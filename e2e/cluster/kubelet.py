@@ -1,8 +1,8 @@
 """The process of a test cluster's nodes: `python -m e2e.cluster.kubelet KUBECONFIG FOLDER`.
 
 Orders are lines of JSON on standard input (`["add", SHAPE]`, `["lose", NODE]`, `["kill", POD]`),
-each answered with `done`; when input ends, so does everything that runs here. Stands in for
-kube-proxy too.
+each answered with `done` or `failed`; when input ends, so does everything that runs here. Stands
+in for kube-proxy too.
 """
 
 import asyncio
@@ -90,8 +90,13 @@ async def main(kubeconfig: Path, folder: Path) -> None:
         print("ready", flush=True)
         try:
             while line := await orders.readline():
-                await kubelet.obey(*json.loads(line))
-                print("done", flush=True)
+                try:
+                    await kubelet.obey(*json.loads(line))
+                except Exception:  # noqa: BLE001 - fails one test; others need the nodes
+                    traceback.print_exc()
+                    print("failed", flush=True)
+                else:
+                    print("done", flush=True)
         finally:
             for task in tasks:
                 task.cancel()

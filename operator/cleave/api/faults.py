@@ -102,7 +102,7 @@ def _explain(
         case "greater_than_equal":
             return f"must be >= {_format_bound(context['ge'])}{got}"
         case "less_than_equal":
-            return f"must be <= {_format_bound(context['le'])}{got}"
+            return f"must be <= {_format_bound(context['le'])}{got}{_explain_share(detail)}"
         case "float_type" | "finite_number":
             return "must be a number" + got + _explain_text(detail)
         case "too_long":
@@ -140,6 +140,13 @@ def _explain_text(detail: ErrorDetails) -> str:
     if _WITH_EXPONENT.fullmatch(value) and math.isfinite(float(value)):
         return f"; YAML reads this as text: write {_format_number(float(value))}"
     return ""
+
+
+def _explain_share(detail: ErrorDetails) -> str:
+    """Explain that a share of 95 is probably meant in percent."""
+    value, field = detail["input"], str(detail["loc"][-1])
+    is_percentage = isinstance(value, int | float) and 1 < value <= 100
+    return f"; write {value / 100:g}" if is_percentage and _SHARE.search(field) else ""
 
 
 def _format_number(number: float) -> str:

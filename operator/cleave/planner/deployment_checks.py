@@ -108,7 +108,7 @@ def _list_misspelt_flags(engine: EngineSpec) -> Iterator[str]:
             yield f"spec.engine.args: {flag}: did you mean {close[0]}?"
 
 
-def _list_reuse_doubts(spec: LLMDeploymentSpec) -> Iterator[str]:
+def list_reuse_doubts(spec: LLMDeploymentSpec) -> Iterator[str]:
     """Conversations in spec.workload of which nothing can repeat."""
     workload = spec.workload
     if workload is None or workload.reuse is None:
@@ -175,7 +175,7 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             f"{value:g} s is {1000 * value:g}"
         )
     yield from _list_misspelt_flags(spec.engine)
-    yield from _list_reuse_doubts(spec)
+    yield from list_reuse_doubts(spec)
     yield from list_gpu_overrides(spec.template)
     if chosen := describe_connector(deployment, reads_files=reads_files):
         yield f"spec.engine.connector: {chosen}; name it to leave out this warning"

@@ -315,3 +315,16 @@ def test_without_the_planner_the_remedy_is_one_line(cli, file, monkeypatch, comm
     done = cli.invoke(app, [command, "-f", str(file)])
     assert done.exit_code == 1
     assert done.stderr == f"error: 'cleave {command}' needs the extra \"planner\": make setup\n"
+
+
+def test_what_a_plan_does_not_use_and_what_cannot_repeat_is_said_on_standard_error(
+    cli, file, said
+) -> None:
+    said()
+    placement = "  placement: {manual: [{role: mixed}]}\n"
+    reuse = "outputTokens: {mean: 60}, reuse: {turns: 4, turnIntervalS: 40, newTokens: 300}}"
+    text = MANIFEST.replace("outputTokens: {mean: 60, p90: 120}}", reuse)
+    file.write_text(text + placement)
+    lines = run(cli, file).stderr.splitlines()
+    assert [line for line in lines if line.startswith("warning: spec.workload.reuse: newTokens")]
+    assert "note: spec.placement is not used; cleave simulate predicts it" in lines

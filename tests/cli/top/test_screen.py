@@ -79,7 +79,7 @@ def test_traffic_stands_beside_its_targets(view: TopView) -> None:
 
 
 def test_counts_are_of_the_window_that_was_seen(view: TopView) -> None:
-    assert any(line.endswith("(10 s, total)") for line in draw(view))
+    assert any(line.endswith("flips 0 (total 0)  in 10 s") for line in draw(view))
 
 
 def test_after_one_look_there_are_no_rates_but_the_instances() -> None:

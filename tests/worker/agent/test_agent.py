@@ -133,6 +133,7 @@ def test_a_killed_engine_comes_back_under_another_boot_id_and_is_proven_again(pa
     after = prefill.until(lambda registration: registration.restarts >= 1 and proven(registration))
     assert after.boot_id != before.boot_id
     assert after.epoch == before.epoch
+    assert after.last_failure.startswith("engine ended with status 137: killed (SIGKILL)")
 
 
 def test_nothing_survives_a_killed_agent(pair, all_gone) -> None:

@@ -8,6 +8,7 @@ process or file of it may remain when the next one starts.
 import asyncio
 import logging
 import os
+import signal
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,7 @@ from cleave_worker.agent.readiness import verify_kv_path
 from cleave_worker.scheduling.config_page import SchedulingPage
 
 _log = logging.getLogger(__name__)
+_KILLED_STATUS = 128 + signal.SIGKILL
 
 
 class EngineFault(RuntimeError):  # noqa: N818
@@ -246,9 +248,11 @@ async def keep_verified(config: AgentConfig, instance: WorkerInstance) -> None:
 
 
 async def _raise_at_exit(process: EngineProcess) -> None:
-    status = await process.wait()
-    suffix = f": {process.exit_reason}" if process.exit_reason else ""
-    raise EngineFault(f"engine ended with status {status}{suffix}")
+    status, reason = await process.wait(), process.exit_reason
+    if status == _KILLED_STATUS:
+        # Its last line in the log is of before, as a killed process writes no cause.
+        reason = "killed (SIGKILL), often because memory ran out"
+    raise EngineFault(f"engine ended with status {status}" + (f": {reason}" if reason else ""))
 
 
 async def _raise_at_stop(gang: GangMember) -> None:

@@ -58,9 +58,15 @@ class PlanningInput:
 def read_planning_input(
     file: Path, cluster: Path | None, overrides: Overrides, seed: int
 ) -> PlanningInput:
-    """Read both files. Exits with code 2 and one line per fault."""
+    """Read both files, and warn of conversations that cannot repeat. Exits with code 2 and one line
+    per fault."""
+    from cleave.planner.deployment_checks import list_reuse_doubts
+
     with report_input_errors():
-        return build_planning_input(load_manifest(file), file.parent, cluster, overrides, seed)
+        found = build_planning_input(load_manifest(file), file.parent, cluster, overrides, seed)
+    for warning in list_reuse_doubts(found.deployment.spec):
+        sys.stderr.write(f"warning: {warning}\n")
+    return found
 
 
 def build_planning_input(

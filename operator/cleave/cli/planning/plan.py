@@ -81,6 +81,8 @@ def plan(
         fail([f"--report {report}: folder {report.parent} does not exist"], BAD_INPUT)
     overrides = inputs.Overrides(rate, trace, slo_ttft, slo_tpot)
     planning_input = inputs.read_planning_input(file, cluster, overrides, seed)
+    if planning_input.deployment.spec.placement is not None:
+        typer.echo("note: spec.placement is not used; cleave simulate predicts it", err=True)
     from cleave.planner import plan_search
 
     with report_input_errors(), show_simulation_progress("planning") as tick:

@@ -123,9 +123,9 @@ def _describe_counts(view: TopView) -> Text:
         ("recovered", minute and minute.recoveries, ever.recoveries),
         ("flips", minute and minute.flips, ever.flips),
     ):
-        line.append(f"{name} {recent or 0} of {total:.0f}", style="yellow" if recent else "")
-        line.append("  ")
-    return line.append(f"({_format_window(minute, MINUTE_S)}, total)", style="dim")
+        line.append(f"{name} {recent or 0}", style="yellow" if recent else "")
+        line.append(f" (total {total:.0f})  ", style="dim")
+    return line.append(f"in {_format_window(minute, MINUTE_S)}", style="dim")
 
 
 def _describe_omitted(more: int) -> list[Text]:
