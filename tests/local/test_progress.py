@@ -38,7 +38,8 @@ def of(*pods: PodView) -> DeploymentSnapshot:
 def test_states_other_than_ready_have_readable_names() -> None:
     row = InstanceRow("p", "prefill", "starting", restarts=1)
     shown = local_progress.build_progress(LOADING, row, "loading weights", 107.0)
-    assert shown == PodProgress("p", "prefill", "loading", 7.0, "loading weights", 1)
+    expected = PodProgress("p", "prefill", "loading", 7.0, "loading weights", 1, is_serving=False)
+    assert shown == expected
 
 
 def test_the_stage_of_a_start_is_known_from_the_agent() -> None:
@@ -153,6 +154,24 @@ def test_changes_of_pods_that_were_ready_are_reported() -> None:
     ]
 
 
+def test_a_pod_that_serves_again_after_a_restart_is_reported() -> None:
+    ready = PodProgress("p", "prefill", "ready", 1, "")
+    lost = replace(ready, restarts=1, is_serving=False)
+    back = replace(lost, is_serving=True)
+    line = ["p: serves again (restart 1)"]
+    found = [
+        local_progress.describe_returns([before], [after])
+        for before, after in (
+            (ready, lost),
+            (lost, lost),
+            (lost, back),
+            (back, back),
+            (ready, back),
+        )
+    ]
+    assert found == [[], [], line, [], line]
+
+
 async def test_an_old_failure_is_reported_once_when_an_agent_misses_a_poll(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +206,7 @@ async def test_what_happens_before_the_watch_begins_is_reported_once(
     failure = "engine ended with status 137"
     health = agent_pb2.HealthResponse()
     health.registration.restarts, health.registration.last_failure = 1, failure
+    health.registration.state = agent_pb2.STATE_STARTING
 
     async def rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
         folder.write(replace(of(READY), stopping=True))

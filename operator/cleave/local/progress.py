@@ -75,6 +75,8 @@ class PodProgress:
     """Reason of the last restart."""
     stage: str = ""
     """What its engine does while it starts, such as `loads weights, 40 %`; empty: not known."""
+    is_serving: bool = True
+    """Whether its agent, which knows of an outage before the next probe, says that it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,17 @@ def describe_restarts(before: Sequence[PodProgress], after: Sequence[PodProgress
     ]
 
 
+def describe_returns(before: Sequence[PodProgress], after: Sequence[PodProgress]) -> list[str]:
+    """Pods that serve again after a restart of the pod or its engine, one line each."""
+    known = {each.pod: each for each in before}
+    return [
+        f"{each.pod}: serves again (restart {each.restarts})"
+        for each in after
+        if each.is_serving and (was := known.get(each.pod)) and each.restarts
+        if not was.is_serving or each.restarts > was.restarts
+    ]
+
+
 def describe_waiting(steps: Sequence[PodProgress]) -> str:
     """One line that names the pods that are not ready."""
     missing = [each for each in steps if each.state != READY]
@@ -203,7 +216,7 @@ async def watch_pods(
             known = steps
             steps = await _collect_progress(folder, after, known, refresh_ready=True)
             polled_at = time.monotonic()
-            lines += describe_restarts(known, steps)
+            lines += describe_restarts(known, steps) + describe_returns(known, steps)
         for line in lines:
             report(line)
         before = after
@@ -226,6 +239,7 @@ def build_progress(pod: PodView, row: InstanceRow, last_log_line: str, now: floa
         restarts=row.restarts,
         last_failure=row.last_failure,
         stage=row.reason.removeprefix(_STARTS) if is_staged else "",
+        is_serving=row.state == READY,
     )
 
 

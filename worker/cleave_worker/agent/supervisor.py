@@ -38,7 +38,8 @@ from cleave_worker.agent.readiness import verify_kv_path
 from cleave_worker.scheduling.config_page import SchedulingPage
 
 _log = logging.getLogger(__name__)
-_KILLED_STATUS = 128 + signal.SIGKILL
+_KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Of the subreaper, and of the engine below it."""
 
 
 class EngineFault(RuntimeError):  # noqa: N818
@@ -249,7 +250,7 @@ async def keep_verified(config: AgentConfig, instance: WorkerInstance) -> None:
 
 async def _raise_at_exit(process: EngineProcess) -> None:
     status, reason = await process.wait(), process.exit_reason
-    if status == _KILLED_STATUS:
+    if status in _KILLED_STATUSES:
         # Its last line in the log is of before, as a killed process writes no cause.
         reason = "killed (SIGKILL), often because memory ran out"
     raise EngineFault(f"engine ended with status {status}" + (f": {reason}" if reason else ""))
