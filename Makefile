@@ -46,7 +46,7 @@ check: $(if $(ARGS),lint,setup) ## what CI runs: lint, types, layers, generated 
 # These run side by side. The first shows its progress, the others print their output at the end. It is
 # as nice as agents make their engines, which would otherwise starve: those tests take longest.
 fast-tests: # all but those below; end-to-end tests first, as they wait
-	nice -n 10 .venv/bin/pytest $(RERUN) --durations=20 $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(CLUSTER_TESTS) $(LONG_CLUSTER_TESTS)) e2e tests
+	nice -n 10 .venv/bin/pytest $(RERUN) -o faulthandler_timeout=720 --durations=20 $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(CLUSTER_TESTS) $(LONG_CLUSTER_TESTS)) e2e tests
 
 engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines. Kernels are compiled once
 	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)

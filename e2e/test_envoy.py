@@ -14,8 +14,9 @@ import httpx
 import openai
 import pytest
 
-from e2e.support.deployments import CLEAVE, Deployment, deployed, emulated, free_port, idle, until
+from e2e.support.deployments import CLEAVE, Deployment, deployed, emulated, idle, until
 from e2e.support.envoy import Envoy, proxied
+from tests.support.ports import find_free_port
 
 pytestmark = [
     pytest.mark.skipif(
@@ -54,7 +55,7 @@ def staged(
 ) -> Iterator[dict[str, Stage]]:
     """A gateway before the instances of a deployment, and an Envoy of each mode, by mode."""
     with ExitStack() as stack:
-        port, picker_port = free_port(), free_port()
+        port, picker_port = find_free_port(), find_free_port()
         (agents,) = deployment.state_dir.rglob("agents")
         line = [CLEAVE, "gateway", "--agents", f"file:{agents}", "--port", str(port)]
         line += ["--endpoint-picker-port", str(picker_port), *flags]
@@ -289,7 +290,7 @@ def test_when_an_instance_dies_the_gateway_takes_over(tmp_path: Path) -> None:
 
 def test_without_a_picker_envoy_refuses(tmp_path: Path) -> None:
     """FailClose, the default of InferencePools."""
-    with proxied(tmp_path, free_port(), [f"127.0.0.1:{free_port()}"]) as envoy:
+    with proxied(tmp_path, find_free_port(), [f"127.0.0.1:{find_free_port()}"]) as envoy:
         answer = httpx.post(f"{envoy.url}/v1/completions", json=PROMPT, timeout=30)
         assert answer.status_code >= 500
     assert os.path.exists(envoy.log)

@@ -16,7 +16,8 @@ import aiohttp
 import psutil
 import pytest
 
-from e2e.support.deployments import Deployment, deployed, emulated, free_port, idle, until
+from e2e.support.deployments import Deployment, deployed, emulated, idle, until
+from tests.support.ports import find_free_port
 
 PROCESSES = 4
 STREAMS = 32
@@ -72,7 +73,7 @@ def gateway(fleet: Deployment) -> Iterator[Gateway]:
 def started(fleet: Deployment) -> subprocess.Popen[str]:
     (agents,) = fleet.state_dir.rglob("agents")
     options = ["--processes", str(PROCESSES), "--agents", f"file:{agents}"]
-    options += ["--port", str(free_port()), "--internal-port", str(free_port())]
+    options += ["--port", str(find_free_port()), "--internal-port", str(find_free_port())]
     return subprocess.Popen(
         [sys.executable, "-m", "cleave.gateway.main", *options],
         env=os.environ | fleet.agent_env,

@@ -19,9 +19,9 @@ import yaml
 from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.support import third_party
-from e2e.support.deployments import free_port
 from e2e.support.prometheus import Prometheus, configured, find_programs
 from e2e.test_cluster_operator import CHART, SYSTEM, Chat, deployed, installation
+from tests.support.ports import find_free_port
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -88,7 +88,7 @@ def stack(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     if cluster.control_plane is None or cluster.nodes is None:
         pytest.skip("needs a control plane and process nodes of its own")
     third_party.apply_crds(cluster, built / "manifests" / "prometheus-operator-crd")
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{find_free_port()}"
     pki = cluster.control_plane.pki
     line = [
         built / "operator",

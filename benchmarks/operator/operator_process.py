@@ -16,7 +16,7 @@ from typing import Self
 
 import psutil
 
-from e2e.support.deployments import free_port
+from tests.support.ports import find_free_port
 
 NAMESPACE = "cleave-system"
 ACCOUNT_NAME = "cleave-operator"
@@ -61,7 +61,7 @@ class Operator:
         self._kubeconfig = kubeconfig
         self._log = log
         self._waits_to_lead = leads
-        self._port = free_port()
+        self._port = find_free_port()
         self.started_s = 0.0
         """From its start until it led, or was ready as a standby."""
 

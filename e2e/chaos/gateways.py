@@ -17,7 +17,8 @@ import psutil
 
 from cleave.rpc.fleet_status import FleetStatus
 
-from e2e.support.deployments import MARK, Deployment, free_port, until
+from e2e.support.deployments import MARK, Deployment, until
+from tests.support.ports import find_free_port
 
 START_S = 60
 ASK_S = 5
@@ -58,8 +59,8 @@ class Gateway:
     """Variables of its processes, besides those of the deployment."""
     options: tuple[str, ...] = ()
     """More of its command line."""
-    port: int = field(default_factory=free_port)
-    internal_port: int = field(default_factory=free_port)
+    port: int = field(default_factory=find_free_port)
+    internal_port: int = field(default_factory=find_free_port)
     process: subprocess.Popen[bytes] | None = None
     downs: list[list[float]] = field(default_factory=list)
     """When it was killed and when it served again, in seconds of the monotonic clock."""

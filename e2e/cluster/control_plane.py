@@ -25,7 +25,7 @@ import yaml
 from cryptography.hazmat.primitives import serialization
 
 from e2e.cluster.certificates import Authority, Pair, new_key, private_pem
-from e2e.support.deployments import free_port
+from tests.support.ports import find_free_port
 
 SERVICE_NETWORK = "10.78.0.0/16"
 KUBERNETES_ADDRESS = "10.78.0.1"
@@ -64,8 +64,8 @@ class ControlPlane:
         self._folder = folder
         self._authority = Authority()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._etcd_url = f"http://127.0.0.1:{free_port()}"
-        self._port = free_port() if address == LOOPBACK else API_SERVER_PORT
+        self._etcd_url = f"http://127.0.0.1:{find_free_port()}"
+        self._port = find_free_port() if address == LOOPBACK else API_SERVER_PORT
         self._address = address
         self.url = f"https://{address}:{self._port}"
         self.pki = folder / "pki"
@@ -182,7 +182,7 @@ class ControlPlane:
         self._processes["kube-apiserver"].send_signal(number)
 
     def _start_etcd(self) -> None:
-        peer = f"http://127.0.0.1:{free_port()}"
+        peer = f"http://127.0.0.1:{find_free_port()}"
         self._start(
             "etcd",
             f"--data-dir={self._folder / 'etcd'}",

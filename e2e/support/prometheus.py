@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from e2e.cluster.control_plane import TIED
-from e2e.support.deployments import free_port
+from tests.support.ports import find_free_port
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60
@@ -141,7 +141,7 @@ def running(
 def configured(programs: Path, folder: Path, config: Mapping[str, object]) -> Iterator[Prometheus]:
     """One with a whole configuration; paths of rules are relative to `folder`."""
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(dict(config)))
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{find_free_port()}"
     line = [
         *(sys.executable, "-I", "-S", "-c", TIED, str(os.getpid())),
         str(programs / "prometheus"),

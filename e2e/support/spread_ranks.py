@@ -30,8 +30,9 @@ from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
 from cleave.rpc.credentials import TOKEN_ENV, build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from e2e.support.deployments import free_port, until
+from e2e.support.deployments import until
 from e2e.support.engine_keys import remember
+from tests.support.ports import find_free_port
 
 _START_S = 120
 _END_S = 60
@@ -155,7 +156,7 @@ def _run(
     folder.mkdir()
     (folder / "token").write_text("secret")
     deployment = LLMDeployment.model_validate(manifest)
-    found = SpreadRanks(deployment.name, folder, f"http://127.0.0.1:{free_port()}")
+    found = SpreadRanks(deployment.name, folder, f"http://127.0.0.1:{find_free_port()}")
     for pool in build_pools(deployment, choose_placement(deployment)):
         wide = pool.model_copy(update={"spec": pool.spec.model_copy(update={"nodes": nodes})})
         for number in range(pool.spec.replicas):
@@ -164,7 +165,7 @@ def _run(
     port = found.url.rpartition(":")[2]
     command = [sys.executable, "-m", "cleave.gateway.main", "--deployment", deployment.name]
     command += ["--agents", f"file:{folder / 'agents'}", "--flipping", "Off"]
-    command += ["--port", port, "--internal-port", str(free_port())]
+    command += ["--port", port, "--internal-port", str(find_free_port())]
     with (folder / "gateway.log").open("wb") as log:
         gateway = subprocess.Popen(command, env=os.environ | found.env, stdout=log, stderr=log)
     try:

@@ -1,10 +1,11 @@
 """A command line that runs in this process, with a state folder of its own."""
 
-import socket
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+
+from tests.support.ports import find_free_port
 
 SMALLEST = """\
 apiVersion: cleave.dev/v1alpha1
@@ -38,6 +39,4 @@ def manifest(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
+    return str(find_free_port())

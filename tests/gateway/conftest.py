@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -25,6 +24,8 @@ from cleave_worker.emulator.api import EmulatorApi
 from cleave_worker.emulator.config import EmulatedEngineConfig, KvTransferConfig
 from cleave_worker.emulator.engine import EmulatedEngine
 from cleave_worker.emulator.scheduler import EngineLimits
+
+from tests.support.ports import find_free_port
 
 FAR_AWAY = 1e12
 PATIENCE_S = 60
@@ -363,10 +364,7 @@ class Stage:
 
 @pytest.fixture
 def internal_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    return find_free_port()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from cleave.gateway.server import GatewayServer
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
 
 from tests.support.fake_api_server import build_slice, serve_slices
+from tests.support.ports import find_free_port
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -216,9 +217,7 @@ async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -
     agent_pb2_grpc.add_AgentServicer_to_server(FakeAgent(registration), server)
     agent_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        router_port = free.getsockname()[1]
+    router_port = find_free_port()
     config = GatewayConfig(agents=f"127.0.0.1:{agent_port}", port=0, router_port=router_port)
     gateway = GatewayServer(config)
     await gateway.start()

@@ -19,6 +19,8 @@ from cleave.local.progress import PodProgress
 from cleave.local.up import check_can_start, run_in_foreground, start_detached, stop_deployment
 from cleave.shm.core_locks import get_lock_file
 
+from tests.support.ports import find_free_port
+
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 PodBuilder = Callable[..., dict[str, Any]]
 SLEEP = "import time; time.sleep(600)"
@@ -41,9 +43,7 @@ def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return find_free_port()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tomllib
@@ -19,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from cleave.distribution import get_version
+
+from tests.support.ports import find_free_port
 
 ROOT = Path(__file__).parents[2]
 UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
@@ -221,9 +222,7 @@ def test_a_worker_without_its_extra_ends_with_how_to_install_it(base) -> None:
 
 def test_a_local_deployment_runs_from_the_wheel(local) -> None:
     assert local("validate", "-f", "planned.yaml").returncode == 0
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
+    port = str(find_free_port())
     up = local("up", "-f", "emulated.yaml", "--detach", "--port", port)
     try:
         assert up.returncode == 0, up.stderr

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import find_free_port
+
 TOKENS = 4
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{find_free_port()}"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 import asyncio
 import base64
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +16,8 @@ from cleave.controller.webhook.server import (
     WebhookConfig,
     WebhookServer,
 )
+
+from tests.support.ports import find_free_port
 
 NAMES = ("localhost",)
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -116,17 +117,11 @@ async def test_a_secret_that_is_always_changed_by_others_is_given_up() -> None:
         await rotator(shelf).rotate()
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @asynccontextmanager
 async def serving(shelf, monkeypatch) -> AsyncIterator[tuple[str, WebhookServer]]:
     monkeypatch.setattr(server, "_RETRY_S", 0.01)
     monkeypatch.setattr(server, "_ROTATION_CHECK_S", 0.02)
-    port = free_port()
+    port = find_free_port()
     config = WebhookConfig(("127.0.0.1",), port, NAMES, issues_certificate=True)
     served = WebhookServer(
         config, CertificateRotator(shelf, NAMES, issues_certificate=True), lambda: None

@@ -6,7 +6,6 @@ e2e/test_envoy.py has a real Envoy.
 import asyncio
 import contextlib
 import json
-import socket
 from pathlib import Path
 
 import grpc
@@ -37,14 +36,9 @@ from tests.support.ext_proc_client import (
     Proxy,
     headers_of,
 )
+from tests.support.ports import find_free_port
 
 MODES = [pytest.param(DUPLEX, id="full-duplex"), pytest.param(BUFFERED, id="buffered")]
-
-
-def find_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture
@@ -53,7 +47,7 @@ async def make_picker_stage(make_stage):
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(engines: dict[str, str], *, direct: bool = True, **options: object):
-            port = find_port()
+            port = find_free_port()
             stage = await make_stage(
                 engines,
                 endpoint_picker_port=port,
