@@ -121,7 +121,7 @@ def test_a_decode_instance_helps_with_long_prompts_and_goes_home(
                     answers.append(pool.submit(ask, deployment, prompt, 5))
                 return bool(away(deployment))
 
-            until(is_helped, 90, "somebody helps")
+            until(is_helped, 90, "an instance helps")
             for answer in answers:
                 assert answer.result(timeout=TIMEOUT_S).status_code == 200
         page = httpx.get(f"{deployment.url}/metrics", timeout=TIMEOUT_S).text

@@ -186,8 +186,8 @@ def _explain_unknown_field(
 
 def _suggest(value: object, names: Sequence[str]) -> str:
     by_lower = {name.lower(): name for name in names}
-    wanted = str(value)[:_MAX_NAME_LENGTH].lower().replace("_", "")
-    close = get_close_matches(wanted, by_lower, n=1)
+    name = str(value)[:_MAX_NAME_LENGTH].lower().replace("_", "")
+    close = get_close_matches(name, by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 

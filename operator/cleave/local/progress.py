@@ -162,12 +162,13 @@ def describe_restarts(before: Sequence[PodProgress], after: Sequence[PodProgress
 def describe_returns(before: Sequence[PodProgress], after: Sequence[PodProgress]) -> list[str]:
     """Pods that serve again after a restart of the pod or its engine, one line each."""
     known = {each.pod: each for each in before}
-    return [
-        f"{each.pod}: serves again (restart {each.restarts})"
-        for each in after
-        if each.is_serving and (was := known.get(each.pod)) and each.restarts
-        if not was.is_serving or each.restarts > was.restarts
-    ]
+    lines = []
+    for each in after:
+        was = known.get(each.pod, each)
+        is_back = not was.is_serving or each.restarts > was.restarts
+        if each.is_serving and each.restarts and is_back:
+            lines.append(f"{each.pod}: serves again (restart {each.restarts})")
+    return lines
 
 
 def describe_waiting(steps: Sequence[PodProgress]) -> str:

@@ -44,7 +44,7 @@ limit would end the operator as well."""
 _CHECK_S = 1.0
 _NICENESS = 5
 """It yields to the operator's own loop. At 10, a busy node left it so little that a plan of one
-second of CPU took four minutes."""
+second of CPU was not done after four minutes."""
 _STAND_IN_MODEL = "facebook/opt-13b"
 """Replaces a model in a folder when engines are emulated."""
 
