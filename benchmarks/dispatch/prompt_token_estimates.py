@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cleave.gateway.http.token_estimate import BYTES_PER_TOKEN, estimate_tokens
+from cleave.time_slices import run_at_once
 
 LANGUAGES = [
     "de",
@@ -51,7 +52,7 @@ SEED = 1
 Way = Callable[[bytes], float]
 WAYS: dict[str, Way] = {
     "bytes / 4": lambda text: len(text) / BYTES_PER_TOKEN,
-    "estimate": lambda text: float(estimate_tokens(text)),
+    "estimate": lambda text: float(run_at_once(estimate_tokens(text))),
 }
 
 

@@ -28,6 +28,7 @@ from cleave.router import router as router_module
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Pick, RequestPhase, Router
 from cleave.rpc.v1 import agent_pb2
+from cleave.time_slices import run_at_once
 
 POLICIES = (DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PREFIX_AWARE)
 FLEETS = {
@@ -142,7 +143,7 @@ def _say(role: str, size: int) -> dict[str, str]:
 
 def _parse(messages: list[dict[str, str]]) -> CompletionRequest:
     body = {"model": "m", "messages": messages, "max_tokens": 100, "stream": True}
-    return parse_completion(json.dumps(body).encode())
+    return run_at_once(parse_completion(json.dumps(body).encode()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

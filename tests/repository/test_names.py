@@ -80,7 +80,7 @@ recompute reconcile record redact reduce refer refit refresh refuse register rej
 release relist reload remove render replace replicate report repurpose request requeue require
 resample reserve reset resign resize resolve respond restart restore restrict resume resync retain
 retire retry return review revise rewrite rotate round route run sample sanitize save scale
-schedule score scrape select send separate serve serves set settle share shorten should
+scan schedule score scrape select send separate serve serves set settle share shorten should
 show shrink shutdown signal simulate skip sleep slice solve sort spawn split start step stop store
 stream strip submit subtract suggest sum summarize supervise supports swap sync synchronize
 tabulate tail take terminate test tick time train transfer trim truncate try

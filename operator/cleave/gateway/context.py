@@ -23,10 +23,13 @@ from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.router.instance import Target
 from cleave.router.router import Router
 from cleave.rpc.plan_thresholds import PlanThresholds
+from cleave.time_slices import SliceQueue
 
 MAX_INTERNAL_CLIENTS = 256
 MAX_HANDSHAKES = 2_048
 """Limit of concurrent TLS handshakes; each takes up to 50 KiB, an idle one almost nothing."""
+LARGE_BODY_SHARE = 1 / 8
+"""Share of the event loop's time for reading large requests."""
 SAVE_INTERVAL_S = 1.0
 """Interval at which a process saves its counters."""
 
@@ -101,8 +104,8 @@ class GatewayContext:
         """Memory of requests and answers of all clients."""
         self.discarded_bytes = 0
         """Bytes received from rejected clients since the sweeper ran last."""
-        self.large_body_at = 0.0
-        """When the next large body may be handled."""
+        self.large_bodies = SliceQueue(LARGE_BODY_SHARE, clock)
+        """Large requests that are being read."""
         self.last_tick_at = clock()
         """When the sweeper ran last."""
         self.active_requests: set[RunningRequest] = set()

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from cleave.gateway.app import client_connection as client_module
-from cleave.gateway.app.client_connection import FEED_BYTES, LARGE_BODY_BYTES, WRITE_BUFFER_BYTES
+from cleave.gateway.app.client_connection import FEED_BYTES, WRITE_BUFFER_BYTES
+from cleave.gateway.app.handlers import LARGE_BODY_BYTES
 from cleave.gateway.http.request_parser import HttpRequest
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -286,8 +287,8 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(single) ->
     large = ASK | {"prompt": "x" * (LARGE_BODY_BYTES + 1)}
     before = context.clock()
     assert (await single.ask(large)).status == 200
-    assert context.large_body_at > before, "it has cost something"
-    context.large_body_at = context.clock() + waits_s
+    assert context.large_bodies.next_at > before, "it has cost something"
+    context.large_bodies.next_at = context.clock() + waits_s
     began = time.monotonic()
     waiting = asyncio.create_task(single.ask(large))
     assert (await single.ask(ASK)).status == 200
@@ -300,7 +301,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(single) ->
 
 async def test_a_large_body_is_forgotten_when_its_client_leaves(single) -> None:
     context = single.context
-    context.large_body_at = context.clock() + 60
+    context.large_bodies.next_at = context.clock() + 60
     client = await single.connect()
     client.send(ASK | {"prompt": "x" * 600_000})
     await single.until(lambda: context.buffer_budget.used > 600_000, "it waits")
@@ -310,7 +311,7 @@ async def test_a_large_body_is_forgotten_when_its_client_leaves(single) -> None:
 
 async def test_large_bodies_that_wait_share_a_limit(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, max_buffered_bytes=1_000_000)
-    stage.context.large_body_at = stage.context.clock() + 0.6
+    stage.context.large_bodies.next_at = stage.context.clock() + 0.6
     large = ASK | {"prompt": "x" * 600_000}
     first, second = [asyncio.create_task(stage.ask(large)) for _ in range(2)]
     statuses = sorted([(await first).status, (await second).status])

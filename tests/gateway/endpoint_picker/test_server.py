@@ -20,12 +20,13 @@ from cleave.gateway.context import GatewayContext
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
 from cleave.gateway.endpoint_picker.ext_proc import CHUNK_BYTES, ENDPOINT_KEY, NAMESPACE
 from cleave.gateway.endpoint_picker.server import EndpointPickerServer, format_gateway_address
-from cleave.gateway.http.completion_request import parse_completion, set_cache_salt
+from cleave.gateway.http.completion_request import set_cache_salt
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
 from cleave.rpc.v1 import external_processor_pb2 as pb
 
+from tests.support.completions import parse_completion
 from tests.support.ext_proc_client import (
     ASK,
     BUFFERED,

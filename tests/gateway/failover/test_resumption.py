@@ -17,7 +17,8 @@ from cleave.gateway.failover.resumption import (
 )
 from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.failover.transcript import Transcript
-from cleave.gateway.http.completion_request import build_colocated_body, parse_completion
+
+from tests.support.completions import build_colocated_body, parse_completion
 
 PROMPT_IDS = b"11,12,13"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.gateway.http.token_estimate import IMAGE_TOKENS, estimate_tokens
+from cleave.gateway.http import token_estimate
+from cleave.gateway.http.token_estimate import IMAGE_TOKENS
+from cleave.time_slices import run_at_once
+
+
+def estimate_tokens(text: bytes) -> int:
+    return run_at_once(token_estimate.estimate_tokens(text))
 
 
 def write(text: str, *, escaped: bool = False) -> bytes:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import messages_request, responses_request
-from cleave.gateway.translation.request_fields import ENGINE_FIELDS, read_request
+from cleave.gateway.translation.request_fields import ENGINE_FIELDS
 from cleave.gateway.translation.translations import TRANSLATORS
+from cleave.time_slices import run_at_once
 
 TEXTS = st.text(max_size=3) | st.sampled_from(["user", "assistant", "auto", "m", "{}", "\ud800"])
 KEYS = st.sampled_from([
@@ -51,12 +52,12 @@ def test_every_request_is_translated_or_refused(
         del complete["messages"]
     body = complete | data.draw(make_bodies(known))
     with contextlib.suppress(GatewayError):
-        TRANSLATORS[path](read_request(json.dumps(body).encode(), None))
+        run_at_once(TRANSLATORS[path](json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b'{"model": "m"}', b'{"input": ' * 5_000])
 @pytest.mark.parametrize("translate", TRANSLATORS.values(), ids=map(bytes.decode, TRANSLATORS))
 def test_what_is_no_request_is_refused(translate: Callable, body: bytes) -> None:
     with pytest.raises(GatewayError) as refusal:
-        translate(read_request(body, None))
+        run_at_once(translate(body))
     assert refusal.value.status == 400

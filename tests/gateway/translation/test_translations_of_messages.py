@@ -11,8 +11,9 @@ from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import messages_request
 from cleave.gateway.translation.answer import StreamTranslator
 from cleave.gateway.translation.messages_answer import MessagesAnswer
-from cleave.gateway.translation.request_fields import MAX_OBJECTS, read_request
+from cleave.gateway.translation.request_fields import MAX_OBJECTS
 from cleave.gateway.translation.translations import TRANSLATORS
+from cleave.time_slices import run_at_once
 
 from tests.gateway.translation.scripted_chat import call_delta
 
@@ -23,7 +24,7 @@ PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 def translate(path: bytes = b"/v1/messages", **fields: object) -> dict:
     """The engine's fields for a request."""
     body = json.dumps(ASK | fields).encode()
-    translation = TRANSLATORS[path](read_request(body, None))
+    translation = run_at_once(TRANSLATORS[path](body))
     return {name: json.loads(bytes(raw)) for name, raw in translation.completion.fields.items()}
 
 

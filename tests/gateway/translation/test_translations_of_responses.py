@@ -12,6 +12,7 @@ from cleave.gateway.translation import responses_request
 from cleave.gateway.translation.request_fields import ENGINE_FIELDS, read_request
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.translations import TRANSLATORS
+from cleave.time_slices import run_at_once
 
 ASK = {"model": "m", "input": "hi"}
 
@@ -19,7 +20,7 @@ ASK = {"model": "m", "input": "hi"}
 def translate(**fields: object) -> dict:
     """The engine's fields for a request."""
     body = json.dumps(ASK | fields).encode()
-    translation = TRANSLATORS[b"/v1/responses"](read_request(body, None))
+    translation = run_at_once(TRANSLATORS[b"/v1/responses"](body))
     return {name: json.loads(bytes(raw)) for name, raw in translation.completion.fields.items()}
 
 
@@ -160,7 +161,7 @@ def test_a_whole_answer_is_a_response_of_the_sdk() -> None:
     }  # fmt: skip
     choice = {"message": message, "finish_reason": "tool_calls"}
     chat = {"id": "chatcmpl-1", "created": 5, "model": "m", "usage": usage, "choices": [choice]}
-    fields = read_request(json.dumps(ASK | {"metadata": {"a": "b"}}).encode(), None)
+    fields = run_at_once(read_request(json.dumps(ASK | {"metadata": {"a": "b"}}).encode()))
     body = ResponsesAnswer(fields).build_body(json.dumps(chat).encode())
     answer = openai.types.responses.Response.model_validate_json(body)
     assert [item.id for item in answer.output] == ["rs_1_0", "msg_1_1", "fc_1_2"]

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from cleave.gateway.http.completion_request import parse_completion
 from cleave.gateway.proxy import retry_state
 from cleave.gateway.upstream import suspect_requests
 from cleave.gateway.upstream.suspect_requests import (
@@ -17,6 +16,8 @@ from cleave.gateway.upstream.suspect_requests import (
     assess_failures,
 )
 from cleave.rpc.v1 import agent_pb2
+
+from tests.support.completions import parse_completion
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}

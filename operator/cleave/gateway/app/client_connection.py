@@ -13,7 +13,6 @@ from typing import Protocol, cast
 
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
-from cleave.gateway.http.completion_request import BodyScan
 from cleave.gateway.http.connection_limiter import ConnectionLimiter
 from cleave.gateway.http.error_dialects import encode_error
 from cleave.gateway.http.errors import (
@@ -21,7 +20,6 @@ from cleave.gateway.http.errors import (
     GatewayError,
     build_error_headers,
 )
-from cleave.gateway.http.large_json import MIN_BYTES
 from cleave.gateway.http.request_parser import HttpRequest, RequestParser
 from cleave.gateway.upstream.connection_pool import set_nodelay
 
@@ -36,9 +34,6 @@ FEED_BYTES = 16 << 10
 """Bytes parsed at a time, which limits the pipelined requests that one read creates."""
 SMALL_BODY_BYTES = 16 << 10
 """Larger bodies count as buffered until their answer is complete."""
-LARGE_BODY_BYTES = 256 << 10
-LARGE_BODY_SHARE = 1 / 8
-"""Share of the event loop's time for larger bodies: parsing their JSON blocks it."""
 MIN_BODY_RATE = 64 << 10
 """Bytes per second; a body may take the idle timeout plus its transfer time at this rate."""
 
@@ -309,8 +304,6 @@ class ClientConnection(asyncio.Protocol):
         if (size > SMALL_BODY_BYTES or self._buffered_bytes) and not self._reserve_body(size):
             self._busy, self._body_bytes = False, 0
             self._reject(RECEIVE_LIMIT_REACHED, request)
-        elif size > LARGE_BODY_BYTES:
-            self._handle_large(request)
         else:
             self._handler.handle(self, request)
 
@@ -318,25 +311,6 @@ class ClientConnection(asyncio.Protocol):
         """Reserve room for the body of a complete request until its answer is complete."""
         self._body_bytes = size if size > SMALL_BODY_BYTES else 0
         return self._update_buffered_bytes()
-
-    def _handle_large(self, request: HttpRequest) -> None:
-        """Scan a large body in steps, between other clients' requests, then handle the request."""
-        context = self._context
-        started_at = context.clock()
-        if self.transport.is_closing():
-            return
-        wait_s = context.large_body_at - started_at
-        if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self._handle_large, request)
-            return
-        if request.scan is None and len(request.body) >= MIN_BYTES:
-            request.scan = BodyScan(request.body)
-        is_scanned = request.scan is None or request.scan.step()
-        if is_scanned:
-            self._handler.handle(self, request)
-        context.large_body_at = started_at + (context.clock() - started_at) / LARGE_BODY_SHARE
-        if not is_scanned:
-            self._handle_large(request)
 
     def _handle_parse_outcome(self) -> None:
         """No complete request is left: reject the next one, or send `100 Continue`."""

@@ -39,12 +39,12 @@ from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tracing.recorder import RequestRecorder
-from cleave.gateway.translation.request_fields import read_request
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.router.errors import UnknownModel
 from cleave.router.instance import RoutedInstance
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
+from cleave.time_slices import Steps, run_at_once
 
 _OTHER_PATHS = frozenset(route.path for route in routes.OTHER_ROUTES)
 _POST_ROUTES = routes.COMPLETION_ROUTES + routes.TRANSLATED_ROUTES + routes.OTHER_ROUTES
@@ -59,6 +59,8 @@ _UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
 _Response = tuple[int, bytes, bytes]
 """Status, header lines, body."""
 
+LARGE_BODY_BYTES = 256 << 10
+"""Larger requests are read in time slices."""
 MAX_TICK_AGE_S = 5.0
 """The sweeper runs five times a second; after so long without a run it counts as hung."""
 
@@ -147,7 +149,7 @@ class GatewayRequestHandler:
         else:
             try:
                 if request.method == b"POST":
-                    self._proxy_to_engine(client, request, request_id, tenant)
+                    self._start_request(client, request, request_id, tenant)
                 else:
                     self._send_response(client, request, self._handle_get(request), request_id)
             except GatewayError as refusal:
@@ -185,24 +187,45 @@ class GatewayRequestHandler:
             self.record_response(request_id, response[0], request)
         client.respond(*response, request_id, with_body=request.method != b"HEAD")
 
-    def _proxy_to_engine(
+    def _start_request(
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
     ) -> None:
-        """Proxy a request to an engine. Raises GatewayError."""
+        """Read a request at once or, if it is large, in time slices; then proxy it to an engine.
+        Raises GatewayError."""
+        if len(request.body) <= LARGE_BODY_BYTES:
+            run_at_once(self._proxy_to_engine(client, request, request_id, tenant))
+            return
+        steps = self._proxy_in_slices(client, request, request_id, tenant)
+        task = self._context.large_bodies.start(steps)
+        if task is not None:
+            client.set_active_request(task)
+
+    def _proxy_in_slices(
+        self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
+    ) -> Steps[None]:
+        try:
+            yield from self._proxy_to_engine(client, request, request_id, tenant)
+        except GatewayError as refusal:
+            self._reject(client, request, request_id, refusal)
+
+    def _proxy_to_engine(
+        self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
+    ) -> Steps[None]:
+        """Read a request and proxy it to an engine. Raises GatewayError."""
         context, path = self._context, request.path
         stream: ClientStream = client
         translate = TRANSLATORS.get(path)
         if translate is not None:
-            translation = translate(read_request(request.body, request.scan))
+            translation = yield from translate(request.body)
             path, completion = translation.path, translation.completion
             stream = TranslatedClient(client, translation.answer)
         elif path in _OTHER_PATHS:
             models = context.router.registry.models
             bases = [name for name, entry in models.items() if not entry.base]
             fallback = bases[0] if len(bases) == 1 else ""
-            completion = parse_engine_request(request.body, fallback, request.scan)
+            completion = yield from parse_engine_request(request.body, fallback)
         else:
-            completion = parse_completion(request.body, request.scan)
+            completion = yield from parse_completion(request.body)
         if tenant.min_request_priority is not None:
             raise_priority(completion, tenant.min_request_priority)
         session = request.headers.get(context.session_header)

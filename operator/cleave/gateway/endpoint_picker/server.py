@@ -26,7 +26,7 @@ from cleave.gateway.failover.resumption import RESUMABLE_PATHS
 from cleave.gateway.http.completion_request import (
     RETURN_IDS_KEY,
     CompletionRequest,
-    build_colocated_body,
+    encode_fields,
     parse_completion,
     raise_priority,
     set_cache_salt,
@@ -42,6 +42,7 @@ from cleave.router.errors import NoInstance, RouterError
 from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import external_processor_pb2 as pb
 from cleave.rpc.v1 import external_processor_pb2_grpc
+from cleave.time_slices import run_in_slices
 
 _DUPLEX = pb.FULL_DUPLEX_STREAMED
 _Stream = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
@@ -148,7 +149,10 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     ) -> None:
         """Name the endpoint of a completion and process its response. Raises GatewayError."""
         try:
-            completion = parse_completion(b"".join([each.request_body.body for each in read]))
+            body = bytearray()
+            for each in read:
+                body += each.request_body.body
+            completion = await run_in_slices(parse_completion(body))
         except GatewayError:
             self._context.metrics.requests["", "refused"] += 1
             raise
@@ -201,7 +205,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             endpoint = target.endpoint
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"
-            body, key = build_colocated_body(completion), build_headers(target.engine_key)
+            body = b"".join(encode_fields(completion.fields))
+            key = build_headers(target.engine_key)
             for response in self._build_responses(head, endpoint, key, body, trailers):
                 await stream.write(response)
             await self._process_response(stream, head, direct)

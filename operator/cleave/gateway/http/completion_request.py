@@ -15,12 +15,27 @@ import msgspec
 from cleave.gateway.http import bounded_json
 from cleave.gateway.http.bounded_json import TooManyMembersError
 from cleave.gateway.http.errors import GatewayError, build_bad_request
-from cleave.gateway.http.large_json import MIN_BYTES, MemberScanner
-from cleave.gateway.http.token_estimate import estimate_tokens
+from cleave.gateway.http.large_json import (
+    MAX_SPACE_BYTES,
+    MIN_BYTES,
+    scan_elements,
+    scan_members,
+)
+from cleave.gateway.http.token_estimate import (
+    SHORT_BYTES,
+    count_token_ids,
+    estimate_short,
+    estimate_tokens,
+)
 from cleave.policy.prefix_cache import MAX_PROMPT_BYTES
 from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
+from cleave.time_slices import Steps
 
 Fields = dict[str, msgspec.Raw]
+Body = bytes | bytearray
+"""Of a client's request; nothing changes it."""
+Piece = bytes | memoryview
+"""Of a body for an engine."""
 
 KV_PARAMS_KEY = "kv_transfer_params"
 XARGS_KEY = "vllm_xargs"
@@ -33,8 +48,10 @@ MAX_MODEL_BYTES = 4_096
 """Limit of a model's name as JSON; error messages quote unknown names."""
 MAX_NESTED_BYTES = 256 << 10
 """Limit of `vllm_xargs`, whose first level is decoded too."""
-_LARGE_BYTES = 64 << 10
-"""Smaller bodies are decoded before their fields are counted: at most 13,000 fields, 8 ms."""
+_LARGE_BYTES = 16 << 10
+"""Smaller bodies are decoded before their fields are counted: at most 3,300 fields, 1 ms."""
+MAX_COPIED_BYTES = 16 << 10
+"""Longer values are sent to engines from where they lie."""
 _VALUE_BYTES = 1_024
 """Longer values are not decoded: no value that allows a split or a continuation is so long."""
 MAX_SALT_BYTES = 1_024
@@ -124,45 +141,6 @@ class CompletionRequest:
         """It only fills idle capacity."""
 
 
-class BodyScan:
-    """Finds the members of a large body in steps of about 1 ms, before it is parsed.
-    The client connection calls `step` until it returns True; `parse_completion` takes the result.
-    Errors are kept as text and raised there: a stored exception would keep the body in memory."""
-
-    __slots__ = ("_scanner", "_scans_prompts", "error", "fields", "prompts")
-
-    def __init__(self, body: bytes) -> None:
-        self.fields: Fields = {}
-        self.prompts: list[msgspec.Raw] | None = None
-        """None: `prompt` is not a long list of prompts."""
-        self.error: tuple[str, str | None] | None = None
-        """Message and parameter of the error response."""
-        self._scanner = MemberScanner(body, MAX_FIELDS)
-        self._scans_prompts = False
-
-    def step(self) -> bool:
-        """Scan the next slice; True: nothing is left to scan."""
-        try:
-            if not self._scanner.step():
-                return False
-            if self._scans_prompts:
-                self.prompts = self._scanner.list_elements()
-                return True
-            self.fields = self._scanner.list_members()
-        except TooManyMembersError:
-            self.error = _TOO_MANY_PROMPTS if self._scans_prompts else _TOO_MANY_FIELDS
-            return True
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            self.error = f"the body is not a JSON object: {error}", None
-            return True
-        prompt = self.fields.get("prompt")
-        if prompt is None or len(prompt) < MIN_BYTES or not _is_list_of_prompts(prompt):
-            return True
-        self._scanner = MemberScanner(prompt, MAX_PROMPTS)
-        self._scans_prompts = True
-        return False
-
-
 def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
     """The prompt's JSON, after the tools, which chat templates put before the messages: so two
     prompts with the same tools and system prompt begin alike. Without its closing character it is a
@@ -183,13 +161,13 @@ def get_cache_salt(completion: CompletionRequest) -> bytes:
     return bytes(fields["cache_salt"]) if "cache_salt" in fields else b""
 
 
-def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:
-    """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400).
-    `scan`: the finished scan of this body, if it is large."""
-    fields = read_fields(body, scan)
+def parse_completion(body: Body) -> Steps[CompletionRequest]:
+    """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400)."""
+    # Each generator costs as much as several calls: small requests get by with this one.
+    fields = decode_fields(body) if len(body) <= MIN_BYTES else (yield from scan_fields(body))
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
-    prompts, prompt_tokens = _measure_prompt(fields, scan)
+    prompts, prompt_tokens = _measure_short(fields) or (yield from _measure_prompt(fields))
     is_plain = _SPECIAL_FIELDS.isdisjoint(fields)
     has_token_ids = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
     return_token_ids = False
@@ -222,24 +200,22 @@ def set_cache_salt(completion: CompletionRequest, tenant_salt: str) -> None:
     fields["cache_salt"] = msgspec.Raw(b'"%b"' % salt.encode())
 
 
-def parse_engine_request(
-    body: bytes, fallback: str, scan: BodyScan | None = None
-) -> CompletionRequest:
+def parse_engine_request(body: Body, fallback: str) -> Steps[CompletionRequest]:
     """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
-    `fallback`: model of a request that names none, as /tokenize allows; empty: none. `scan`: the
-    finished scan of this body, if it is large."""
-    fields = read_fields(body, scan)
+    `fallback`: model of a request that names none, as /tokenize allows; empty: none."""
+    fields = decode_fields(body) if len(body) <= MIN_BYTES else (yield from scan_fields(body))
     if fallback:
         fields.setdefault("model", msgspec.Raw(_encode(fallback)))
+    tokens = 0
+    for key in _TEXT_FIELDS:
+        if key in fields:
+            tokens += yield from estimate_tokens(fields[key])
     return CompletionRequest(
         model=_read_model(fields),
         fields=fields,
         stream=_read_stream(fields),
         can_disaggregate=False,
-        prompt_tokens=sum(
-            estimate_tokens(bytes(fields[key])) for key in _TEXT_FIELDS if key in fields
-        )
-        or 1,
+        prompt_tokens=tokens or 1,
         output_tokens=_read_output_limit(fields) or 0,
     )
 
@@ -295,15 +271,24 @@ def raise_priority(completion: CompletionRequest, minimum: int) -> None:
         completion.fields["priority"] = msgspec.Raw(_encode(minimum))
 
 
-def build_colocated_body(completion: CompletionRequest) -> bytes:
-    """The body for an engine that runs both phases."""
-    return _encode(completion.fields)
+def encode_fields(fields: Fields) -> list[Piece]:
+    """A body for an engine, in pieces that follow each other: large values are not copied."""
+    if max(map(len, fields.values())) <= MAX_COPIED_BYTES:
+        return [_encode(fields)]
+    large = [key for key, value in fields.items() if len(value) > MAX_COPIED_BYTES]
+    small = {key: value for key, value in fields.items() if key not in large}
+    pieces: list[Piece] = [_encode(small)[:-1]]
+    comma = b"," if small else b""
+    for key in large:
+        pieces += [b"%b%b:" % (comma, _encode(key)), memoryview(fields[key])]
+        comma = b","
+    return [*pieces, b"}"]
 
 
-def build_prefill_body(
+def build_prefill_fields(
     completion: CompletionRequest, kv_params: msgspec.Raw = KV_REQUEST_PARAMS
-) -> bytes:
-    """The body for an engine that computes the prompt and keeps its KV for another engine."""
+) -> Fields:
+    """For an engine that computes the prompt and keeps its KV for another engine."""
     fields = completion.fields.copy()
     for key in _NON_PREFILL_FIELDS:
         fields.pop(key, None)
@@ -312,23 +297,19 @@ def build_prefill_body(
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE
     fields[KV_PARAMS_KEY] = kv_params
-    return _encode(fields)
+    return fields
 
 
-def build_decode_body(completion: CompletionRequest, handoff: msgspec.Raw) -> bytes:
-    """The body for an engine that continues from the KV of a prefill engine."""
-    return _encode({**completion.fields, KV_PARAMS_KEY: handoff})
+def build_decode_fields(completion: CompletionRequest, handoff: msgspec.Raw) -> Fields:
+    """For an engine that continues from the KV of a prefill engine."""
+    return {**completion.fields, KV_PARAMS_KEY: handoff}
 
 
-def read_fields(body: bytes, scan: BodyScan | None) -> Fields:
-    """The fields, without KV references and targets, which only gateways may send. Raises
-    GatewayError (400)."""
+def decode_fields(body: Body) -> Fields:
+    """The fields of a body of at most MIN_BYTES, without KV references and targets, which only
+    gateways may send. Raises GatewayError (400)."""
     try:
-        if scan is not None:
-            if scan.error is not None:
-                raise _build_field_error(scan.error)
-            fields = scan.fields
-        elif len(body) > _LARGE_BYTES:
+        if len(body) > _LARGE_BYTES:
             fields = bounded_json.decode_bounded_object(body, MAX_FIELDS)
         else:
             fields = _decode_fields(body)
@@ -336,6 +317,21 @@ def read_fields(body: bytes, scan: BodyScan | None) -> Fields:
         raise _build_field_error(_TOO_MANY_FIELDS) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise build_bad_request(f"the body is not a JSON object: {error}") from None
+    return _check_fields(fields)
+
+
+def scan_fields(body: Body) -> Steps[Fields]:
+    """The same of a larger body."""
+    try:
+        fields = yield from scan_members(body, MAX_FIELDS)
+    except TooManyMembersError:
+        raise _build_field_error(_TOO_MANY_FIELDS) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise build_bad_request(f"the body is not a JSON object: {error}") from None
+    return _check_fields(fields)
+
+
+def _check_fields(fields: Fields) -> Fields:
     if len(fields) > MAX_FIELDS:
         raise _build_field_error(_TOO_MANY_FIELDS)
     fields.pop(KV_PARAMS_KEY, None)
@@ -384,31 +380,48 @@ def _read_output_limit(fields: Fields) -> int | None:
     return limit
 
 
-def _measure_prompt(fields: Fields, scan: BodyScan | None) -> tuple[int, int]:
+def _measure_short(fields: Fields) -> tuple[int, int] | None:
+    """As `_measure_prompt`; None: the prompt is long, or a list."""
+    raw = fields.get("messages") or fields.get("prompt")
+    if raw is None:
+        return 1, 1
+    if len(raw) > SHORT_BYTES or ("messages" not in fields and _is_list(raw)):
+        return None
+    return 1, estimate_short(raw)
+
+
+def _measure_prompt(fields: Fields) -> Steps[tuple[int, int]]:
     """(number of prompts, estimated tokens of all of them)."""
     raw = fields.get("messages")
     if raw is not None:
-        return 1, estimate_tokens(bytes(raw))
-    raw = fields.get("prompt")
-    if raw is None:
-        return 1, 1
+        return 1, (yield from estimate_tokens(raw))
+    raw = fields["prompt"]
     if _is_list_of_prompts(raw):
-        return _measure_prompts(raw, scan)
-    text = bytes(raw)
-    if text.startswith(b"["):
-        return 1, text.count(b",") + 1
-    return 1, estimate_tokens(text)
+        return (yield from _measure_prompts(raw))
+    return 1, (yield from _measure_one_prompt(raw))
+
+
+def _is_list(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:1]) == b"["
+
+
+def _measure_one_prompt(raw: msgspec.Raw) -> Steps[int]:
+    if _is_list(raw):
+        return (yield from count_token_ids(raw))
+    return (yield from estimate_tokens(raw))
 
 
 def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
     """False: a text, or a list of token IDs."""
-    return bytes(memoryview(raw)[:1]) == b"[" and _TOKEN_IDS.match(raw) is None
+    begin = bytes(memoryview(raw)[:MAX_SPACE_BYTES])
+    return begin.startswith(b"[") and _TOKEN_IDS.match(begin) is None
 
 
-def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]:
+def _measure_prompts(raw: msgspec.Raw) -> Steps[tuple[int, int]]:
     try:
-        prompts = scan.prompts if scan is not None else None
-        if prompts is None:
+        if len(raw) > MIN_BYTES:
+            prompts = yield from scan_elements(raw, MAX_PROMPTS)
+        else:
             prompts = _decode_prompts(raw)
     except TooManyMembersError:
         raise _build_field_error(_TOO_MANY_PROMPTS) from None
@@ -416,8 +429,8 @@ def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]
         raise build_bad_request("prompt is nested too deeply", param="prompt") from None
     tokens = 1
     for prompt in prompts:
-        text = bytes(prompt)
-        tokens += text.count(b",") + 1 if text.startswith(b"[") else estimate_tokens(text)
+        yield
+        tokens += yield from _measure_one_prompt(prompt)
     return len(prompts), tokens
 
 

@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 import httptools
 
-from cleave.gateway.http.completion_request import BodyScan
+from cleave.gateway.http.completion_request import Body
 from cleave.gateway.http.errors import GatewayError, build_bad_request, build_payload_too_large
 
 MAX_HEAD_BYTES = 64 << 10
@@ -44,7 +44,7 @@ _CHUNKED_UPGRADE = build_bad_request("a request with an Upgrade header cannot ha
 class HttpRequest:
     """A complete request."""
 
-    __slots__ = ("body", "headers", "http11", "keep_alive", "method", "path", "scan")
+    __slots__ = ("body", "headers", "http11", "keep_alive", "method", "path")
 
     def __init__(
         self,
@@ -60,9 +60,7 @@ class HttpRequest:
         """Lowercase names and values of the headers that the gateway reads."""
         self.http11 = http11
         self.keep_alive = keep_alive
-        self.body = b""
-        self.scan: BodyScan | None = None
-        """The scan of a large body, which the client connection runs."""
+        self.body: Body = b""
 
 
 class RequestParser:
@@ -208,7 +206,10 @@ class RequestParser:
         request, self._request = self._request, None
         assert request is not None
         if self._body or len(self._body_pieces) != 1:
-            request.body = b"".join([self._body, *self._body_pieces])
+            # Not copied: that takes longer than anything else may.
+            request.body = body = self._body
+            for piece in self._body_pieces:
+                body += piece
             self._body = bytearray()
             self._body_pieces.clear()
         else:

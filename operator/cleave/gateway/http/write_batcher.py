@@ -23,9 +23,9 @@ class WriteBatcher:
     def __init__(self, schedule: Callable[[Callable[[], None]], object] = _call_soon) -> None:
         """`schedule`: schedules a function for the end of this event loop iteration."""
         self._schedule = schedule
-        self._pending: list[tuple[asyncio.Transport, bytes]] = []
+        self._pending: list[tuple[asyncio.Transport, bytes | memoryview]] = []
 
-    def write(self, transport: asyncio.Transport, data: bytes) -> None:
+    def write(self, transport: asyncio.Transport, data: bytes | memoryview) -> None:
         """Send data at the end of this event loop iteration at the latest."""
         pending = self._pending
         pending.append((transport, data))

@@ -15,16 +15,18 @@ from cleave.gateway.failover.retry_policy import Failure
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import (
     CompletionRequest,
-    build_colocated_body,
-    build_decode_body,
-    build_prefill_body,
+    Fields,
+    Piece,
+    build_decode_fields,
+    build_prefill_fields,
+    encode_fields,
     set_engine_model,
     set_targets,
 )
 from cleave.gateway.proxy.overlapped_prefill import (
     UNAUTHORIZED,
     OverlappedPrefill,
-    build_overlapped_bodies,
+    build_overlapped_fields,
     can_overlap,
 )
 from cleave.gateway.proxy.request_observer import RequestObserver
@@ -178,7 +180,7 @@ class Attempt:
         pool = context.get_pool(pick.decode)
         self.instance_headers = pool.decode_header
         if self.prefill is None:
-            self._send(pool, build_colocated_body(self._with_targets()))
+            self._send(pool, self._with_targets().fields)
             return
         prefill = context.get_pool(self.prefill)
         self.instance_headers = prefill.prefill_header + self.instance_headers
@@ -187,10 +189,10 @@ class Attempt:
         else:
             source, completion = pick.source, self._with_targets(HANDOFF_SHARE)
             if source is None:
-                body = build_prefill_body(completion)
+                fields = build_prefill_fields(completion)
             else:
-                body = build_prefill_body(completion, build_prefix_source_params(source))
-            self._send(prefill, body)
+                fields = build_prefill_fields(completion, build_prefix_source_params(source))
+            self._send(prefill, fields)
 
     def set_paused(self, blocked: bool) -> None:
         """Stop reading the response, or read again."""
@@ -258,7 +260,7 @@ class Attempt:
 
     # --- sending ---
 
-    def _send(self, pool: EnginePool, body: bytes) -> None:
+    def _send(self, pool: EnginePool, fields: Fields) -> None:
         if self._observer is not None:
             is_decode = self._overlapped_prefill is not None or self.prefill is None
             phase = "prefill" if not is_decode else "decode" if self.pick.prefill else "whole"
@@ -270,12 +272,12 @@ class Attempt:
         self.sent_at = self._context.clock()
         self.deadline = self.sent_at + wait_s
         self.stall_detector = pool.stall_detector
-        self._call = pool.send(self, self._build_payload(pool, body))
+        self._call = pool.send(self, self._build_payload(pool, fields))
 
     def _send_overlapped(self, prefill: Target, pool: EnginePool, decode: EnginePool) -> None:
         if self._observer is not None:
             self._fields = self._observer.on_call_sent("prefill", prefill)
-        first, second = build_overlapped_bodies(self._with_targets(), prefill, self._request_id)
+        first, second = build_overlapped_fields(self._with_targets(), prefill, self._request_id)
         payload = self._build_payload(pool, first)
         self._overlapped_prefill = OverlappedPrefill(self, prefill, pool, payload)
         self._send(decode, second)
@@ -290,9 +292,11 @@ class Attempt:
             left_ms = (1.0 - reserved_share) * config.ttft_slo_ms - waited_ms
         return set_targets(self._completion, left_ms, config.tpot_slo_ms)
 
-    def _build_payload(self, pool: EnginePool, body: bytes) -> bytes:
-        path, request_id, fields = self._path, self._request_id, pool.key_header + self._fields
-        return headers.build_request_head(path, pool.host, request_id, len(body), fields) + body
+    def _build_payload(self, pool: EnginePool, fields: Fields) -> list[Piece]:
+        body, lines = encode_fields(fields), pool.key_header + self._fields
+        size = sum(map(len, body))
+        head = headers.build_request_head(self._path, pool.host, self._request_id, size, lines)
+        return [head + body[0], *body[1:]]
 
     def _start_decode(self, prefill: Target, body: bytes) -> None:
         """The prefill is done: continue on the decode engine."""
@@ -303,11 +307,9 @@ class Attempt:
             return
         self.prefill = None
         completion = self._with_targets()
-        if result[0] is None:
-            second = build_colocated_body(completion)
-        else:
-            second = build_decode_body(completion, result[0])
-        self._send(self._context.get_pool(self.pick.decode), second)
+        handoff = result[0]
+        fields = completion.fields if handoff is None else build_decode_fields(completion, handoff)
+        self._send(self._context.get_pool(self.pick.decode), fields)
 
     def _read_handoff(
         self, prefill: Target, body: bytes, result: str

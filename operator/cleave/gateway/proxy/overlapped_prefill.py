@@ -14,8 +14,10 @@ from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.retry_policy import Failure
 from cleave.gateway.http.completion_request import (
     CompletionRequest,
-    build_decode_body,
-    build_prefill_body,
+    Fields,
+    Piece,
+    build_decode_fields,
+    build_prefill_fields,
 )
 from cleave.gateway.upstream import kv_transfer_params
 from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
@@ -60,13 +62,13 @@ def can_overlap(context: GatewayContext, pick: Pick, prompt_tokens: int) -> bool
     return not prefiller.load.num_waiting and decoder.has_room(prompt_tokens)
 
 
-def build_overlapped_bodies(
+def build_overlapped_fields(
     completion: CompletionRequest, prefill: Target, name: bytes
-) -> tuple[bytes, bytes]:
-    """The bodies for the prefill and the decode engine; `name`: the attempt's unique id."""
+) -> tuple[Fields, Fields]:
+    """Those for the prefill and the decode engine; `name`: the attempt's unique id."""
     return (
-        build_prefill_body(completion, kv_transfer_params.build_overlapped_prefill_params(name)),
-        build_decode_body(completion, kv_transfer_params.build_pending_handoff(prefill, name)),
+        build_prefill_fields(completion, kv_transfer_params.build_overlapped_prefill_params(name)),
+        build_decode_fields(completion, kv_transfer_params.build_pending_handoff(prefill, name)),
     )
 
 
@@ -76,7 +78,7 @@ class OverlappedPrefill:
     __slots__ = ("_call", "_listener", "_parts", "_size", "_target")
 
     def __init__(
-        self, listener: PrefillListener, target: Target, pool: EnginePool, payload: bytes
+        self, listener: PrefillListener, target: Target, pool: EnginePool, payload: list[Piece]
     ) -> None:
         self._listener = listener
         self._target = target

@@ -9,8 +9,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cleave.gateway.http.completion_request import BodyScan, Fields, read_fields
+from cleave.gateway.http.completion_request import (
+    Body,
+    Fields,
+    decode_fields,
+    scan_fields,
+)
 from cleave.gateway.http.errors import GatewayError, build_bad_request
+from cleave.gateway.http.large_json import MIN_BYTES
+from cleave.time_slices import Steps
 
 MAX_OBJECTS = 100_000
 """Limit of the braces in a body, and so of its objects; reading so many takes 0.2 s at most."""
@@ -37,12 +44,12 @@ TEXT = msgspec.json.Decoder(str)
 TEXTS = msgspec.json.Decoder(list[str])
 
 
-def read_request(body: bytes, scan: BodyScan | None) -> Fields:
+def read_request(body: Body) -> Steps[Fields]:
     """The fields of a request, those that are null left out. Raises GatewayError (400)."""
     if body.count(b"{") > MAX_OBJECTS:
         message = f"the body has more than {MAX_OBJECTS} objects: shorten the conversation"
         raise build_bad_request(message)
-    fields = read_fields(body, scan)
+    fields = decode_fields(body) if len(body) <= MIN_BYTES else (yield from scan_fields(body))
     return {name: raw for name, raw in fields.items() if bytes(memoryview(raw)[:4]) != _NULL}
 
 

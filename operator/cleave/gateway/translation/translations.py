@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import msgspec
 
 from cleave.gateway.http.completion_request import (
+    Body,
     CompletionRequest,
-    Fields,
     parse_completion,
     parse_engine_request,
 )
@@ -18,9 +18,10 @@ from cleave.gateway.translation.messages_request import (
     convert_count_request,
     convert_messages_request,
 )
-from cleave.gateway.translation.request_fields import Chat
+from cleave.gateway.translation.request_fields import Chat, read_request
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.responses_request import convert_responses_request
+from cleave.time_slices import Steps
 
 CHAT_PATH = b"/v1/chat/completions"
 RESPONSES_PATH = b"/v1/responses"
@@ -38,25 +39,30 @@ class Translation:
     """Translates the engine's response."""
 
 
-def _convert_messages(fields: Fields) -> Translation:
-    return _build_chat(convert_messages_request(fields), MessagesAnswer())
+def _convert_messages(body: Body) -> Steps[Translation]:
+    fields = yield from read_request(body)
+    return (yield from _build_chat(convert_messages_request(fields), MessagesAnswer()))
 
 
-def _convert_responses(fields: Fields) -> Translation:
-    return _build_chat(convert_responses_request(fields), ResponsesAnswer(fields))
+def _convert_responses(body: Body) -> Steps[Translation]:
+    fields = yield from read_request(body)
+    return (yield from _build_chat(convert_responses_request(fields), ResponsesAnswer(fields)))
 
 
-def _convert_count(fields: Fields) -> Translation:
+def _convert_count(body: Body) -> Steps[Translation]:
+    fields = yield from read_request(body)
     body = msgspec.json.encode(convert_count_request(fields))
-    return Translation(TOKENIZE_PATH, parse_engine_request(body, ""), TokenCountAnswer())
+    completion = yield from parse_engine_request(body, "")
+    return Translation(TOKENIZE_PATH, completion, TokenCountAnswer())
 
 
-def _build_chat(chat: Chat, answer: Answer) -> Translation:
+def _build_chat(chat: Chat, answer: Answer) -> Steps[Translation]:
     # Parsed like a client's own request, so that the same rules hold.
-    return Translation(CHAT_PATH, parse_completion(msgspec.json.encode(chat)), answer)
+    completion = yield from parse_completion(msgspec.json.encode(chat))
+    return Translation(CHAT_PATH, completion, answer)
 
 
-TRANSLATORS: Mapping[bytes, Callable[[Fields], Translation]] = {
+TRANSLATORS: Mapping[bytes, Callable[[Body], Steps[Translation]]] = {
     RESPONSES_PATH: _convert_responses,
     MESSAGES_PATH: _convert_messages,
     COUNT_TOKENS_PATH: _convert_count,

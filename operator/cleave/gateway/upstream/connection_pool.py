@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import httptools
@@ -47,10 +47,13 @@ class UpstreamCall:
         "sent", "status",
     )  # fmt: skip
 
-    def __init__(self, pool: "EnginePool", owner: CallListener, payload: bytes) -> None:
+    def __init__(
+        self, pool: "EnginePool", owner: CallListener, payload: Sequence[bytes | memoryview]
+    ) -> None:
         self.pool = pool
         self.listener: CallListener | None = owner
         self.payload = payload
+        """The request, in pieces that follow each other."""
         self.connection: EngineConnection | None = None
         self.connecting: asyncio.Task[None] | None = None
         self.on_new_connection = False
@@ -113,7 +116,9 @@ class EngineConnection(asyncio.Protocol):
         self._call = call
         call.connection = self
         self._head_done = self._complete = self._delimited = self._received_any = False
-        self._pool.write_batcher.write(self.transport, call.payload)
+        write_batcher = self._pool.write_batcher
+        for piece in call.payload:
+            write_batcher.write(self.transport, piece)
 
     def abort(self) -> None:
         """Close at once."""
@@ -165,7 +170,7 @@ class EngineConnection(asyncio.Protocol):
             self._reusable = self._delimited and self._parser.should_keep_alive()
             self._call.status = status
             # It will not be sent again, and may be large.
-            self._call.payload = b""
+            self._call.payload = ()
             self._call.headers = headers
 
     def on_message_complete(self) -> None:
@@ -240,7 +245,7 @@ class EnginePool:
         """No connection is open or being opened."""
         return not self._open and not self._connecting
 
-    def send(self, owner: CallListener, payload: bytes) -> UpstreamCall:
+    def send(self, owner: CallListener, payload: Sequence[bytes | memoryview]) -> UpstreamCall:
         """Begin a call; the owner is called back later, never from within this method."""
         call = UpstreamCall(self, owner, payload)
         if self._idle:

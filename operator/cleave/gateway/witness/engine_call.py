@@ -88,7 +88,7 @@ async def _call(
     context: GatewayContext, pool: EnginePool, payload: bytes, seconds: float
 ) -> EngineAnswer:
     sent_at, listener = context.clock(), _AnswerListener()
-    call = pool.send(listener, payload)
+    call = pool.send(listener, (payload,))
     try:
         async with asyncio.timeout(seconds):
             body = await listener.done
