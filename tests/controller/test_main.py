@@ -42,6 +42,17 @@ def test_the_command_line_says_it_all(ran: list[ManagerOptions]) -> None:
     assert options.settings.images == Images("r/", {"gateway": "r/own@sha256:ab"})
 
 
+def test_pods_are_restricted_by_the_charts_lists(
+    ran: list[ManagerOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main.main([])
+    main.main(['--restrict-pods={"env": ["A"]}'])
+    assert [each.settings.allow_lists for each in ran] == [None, {"env": ("A",)}]
+    with pytest.raises(SystemExit):
+        main.main(['--restrict-pods={"what": []}'])
+    assert "argument --restrict-pods: what: there is no such list" in capsys.readouterr().err
+
+
 def test_two_processes_of_one_pod_are_two_operators(ran: list[ManagerOptions]) -> None:
     main.main(["--identity", "me"])
     main.main(["--identity", "me"])

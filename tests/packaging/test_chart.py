@@ -13,8 +13,10 @@ import yaml
 
 from cleave.api.manifest import load_cluster, validate
 from cleave.controller import install_check, main, uninstall_check
+from cleave.controller.author_policy.admission_rules import build_rules
+from cleave.controller.author_policy.allow_lists import add_own_images, parse
 from cleave.distribution import get_version
-from cleave.manifests.container import IMAGE_KINDS
+from cleave.manifests.container import IMAGE_KINDS, Images
 
 from tests.packaging.conftest import find
 
@@ -87,6 +89,13 @@ def test_helm_finds_nothing_to_complain_about(helm, chart) -> None:
         ("metrics.rules.severities.CleavePoolsFlaps=info", "CleavePoolsFlaps"),
         ("webhook.certificate=secret", "webhook.caBundle"),
         ("webhook.caBundle=x", "webhook.caBundle"),
+        ("policy.profile=Baseline", "profile"),
+        ("policy.allow.env={X}", "policy.allow.env has no effect with policy.profile Open"),
+        ("policy.allow.volumes={gitRepo}", "volumes"),
+        ("policy.allow.fields={hostPID}", "fields"),
+        ("policy.allow.folders={data}", "folders"),
+        ("policy.allow.images={registry*}", "images"),
+        ("policy.allow.args={-tp}", "args"),
     ],
 )
 def test_wrong_values_are_refused_by_name(render, value, complaint) -> None:
@@ -496,3 +505,37 @@ def test_annotations_for_artifact_hub_name_the_crds(chart) -> None:
     }
     (example,) = yaml.safe_load(annotations["artifacthub.io/crdsExamples"])
     validate(example)
+
+
+def test_pods_are_judged_by_the_same_lists_in_the_operator_and_in_the_api_server(render) -> None:
+    values = (
+        "policy.profile=Restricted", "policy.allow.env={A,B*}", "policy.allow.folders={/x/,/}",
+        "images.prefix=r:5000/c/", "images.references.gateway=own:1@sha256:ab",
+    )  # fmt: skip
+    manifests = render(*values)
+    argument = next(
+        each for each in operator(manifests)["args"] if each.startswith("--restrict-pods=")
+    )
+    images = Images("r:5000/c/", {"gateway": "own:1@sha256:ab"})
+    lists = add_own_images(parse(argument.removeprefix("--restrict-pods=")), images)
+    (policy,) = [
+        each
+        for each in find(manifests, "ValidatingAdmissionPolicy")
+        if each["metadata"]["name"] == "cleave-operator-authors"
+    ]
+    variables = {each["name"]: each["expression"] for each in policy["spec"]["variables"]}
+    for name in ("env", "folders", "images", "secrets"):
+        exact, prefixes = json.loads(variables[name]), json.loads(variables[f"{name}Prefixes"])
+        entries = {*exact, *(f"{each}*" for each in prefixes)}
+        assert entries == {*lists.get(name, ())}, name
+    assert policy["spec"]["validations"] == build_rules()["validations"]
+    bindings = find(manifests, "ValidatingAdmissionPolicyBinding")
+    assert "cleave-operator-authors" in {each["spec"]["policyName"] for each in bindings}
+
+
+def test_with_the_open_profile_there_is_no_policy_about_authors(render) -> None:
+    for values in ((), ("policy.profile=Restricted", "policy.admission=false")):
+        names = {
+            each["metadata"]["name"] for each in find(render(*values), "ValidatingAdmissionPolicy")
+        }
+        assert "cleave-operator-authors" not in names

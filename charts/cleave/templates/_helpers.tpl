@@ -123,6 +123,19 @@ metricRelabelings: {{- toYaml . | nindent 2 }}
 {{ .Values.images.tag | default .Chart.AppVersion }}
 {{- end -}}
 
+{{/* Whether authors may have less than all in pods; empty: they may have all. */}}
+{{- define "cleave.restrictsPods" -}}
+{{- if eq .Values.policy.profile "Restricted" -}}
+yes
+{{- else -}}
+{{- range $list, $entries := .Values.policy.allow }}
+{{- if $entries }}
+{{- fail (printf "policy.allow.%s has no effect with policy.profile Open: set it to Restricted, or remove the list" $list) }}
+{{- end }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
 {{/* Whether anything is said of the machines; empty: nothing. */}}
 {{- define "cleave.plans" -}}
 {{- with .Values.planning }}{{ if or .network .gpus .profiles }}yes{{ end }}{{ end -}}

@@ -17,7 +17,7 @@ from functools import partial
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineSpec, EngineType, WorkerTemplate
 from cleave.api.pool import InstancePool
-from cleave.controller.author_policy import list_violations
+from cleave.controller.author_policy.violations import list_violations
 from cleave.controller.cluster import conditions, gateway_client, inventory, objects
 from cleave.controller.cluster.actions import (
     Action,
@@ -414,8 +414,8 @@ class Controller:
 
     async def _decide(self, key: ResourceKey, cached: CachedResource) -> list[Action]:
         if cached.resource is not None and "deletionTimestamp" not in cached.meta:
-            policy = self.settings.author_policy
-            if violations := tuple(list_violations(cached.resource, policy)):
+            violations = tuple(list_violations(cached.resource, self.settings))
+            if violations:
                 return _report_invalid(key, replace(cached, faults=violations), self._now())
         match cached.resource:
             case LLMDeployment() as resource:

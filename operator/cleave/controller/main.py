@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from cleave import logs
 from cleave.api.manifest import ManifestError, load_cluster
-from cleave.controller.author_policy import AuthorPolicy
+from cleave.controller.author_policy import allow_lists
+from cleave.controller.author_policy.pod_rules import AllowLists
 from cleave.controller.cluster.client import KubeApiError, connect
 from cleave.controller.cluster.leader_election import LeaseConfig
 from cleave.controller.handlers import WatchError
@@ -96,13 +97,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         account=args.account,
         has_assigned_user=args.assigned_user,
         model_hub=args.model_hub,
-        author_policy=AuthorPolicy(
-            allows_host_paths=not args.deny_host_paths,
-            allows_host_network=not args.deny_host_network,
-            allows_secrets=not args.deny_secrets,
-            allowed_images=tuple(args.allowed_image),
-            denied_engine_args=tuple(args.denied_engine_arg),
-        ),
+        allow_lists=args.restrict_pods,
         traffic_poll_s=args.watch_interval,
         cluster=cluster,
     )
@@ -228,23 +223,13 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         metavar="S",
         help="seconds between two scrapes of the gateways' metrics (default: 15)",
     )
-    deny = "refuse deployments and pools "
-    add("--deny-host-paths", action="store_true", help=f"{deny}with folders of nodes")
-    add("--deny-host-network", action="store_true", help=f"{deny}with hostNetwork")
-    add("--deny-secrets", action="store_true", help=f"{deny}whose workers get values of Secrets")
     add(
-        "--allowed-image",
-        action="append",
-        default=[],
-        metavar="PREFIX",
-        help=f"{deny}with images that begin otherwise; repeatable",
-    )
-    add(
-        "--denied-engine-arg",
-        action="append",
-        default=[],
-        metavar="FLAG",
-        help=f"{deny}with this flag of the engine; repeatable",
+        "--restrict-pods",
+        type=_parse_allow_lists,
+        metavar="JSON",
+        help="refuse deployments and pools whose pods would have more than Cleave itself needs and "
+        f"than these lists hold: {', '.join(allow_lists.NAMES)} (default: they may have all that "
+        "the resources have fields for)",
     )
     add("--device", choices=["gpu", "cpu"], default="gpu", help="device that the nodes compute on")
     add(
@@ -272,6 +257,13 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     logs.add_option(parser, "json")
     return parser
+
+
+def _parse_allow_lists(text: str) -> AllowLists:
+    try:
+        return allow_lists.parse(text)
+    except allow_lists.AllowListsError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parse_url(text: str) -> str:

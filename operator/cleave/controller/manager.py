@@ -188,8 +188,8 @@ class Manager:
         config = server.WebhookConfig(options.hosts, webhook.port, names, issues)
         rotator = server.CertificateRotator(store, names, issues_certificate=issues)
         inventory = self._controller.build_inventory
-        policy = self._options.settings.author_policy
-        return server.WebhookServer(config, rotator, lambda: inventory().cluster, policy)
+        settings = self._options.settings
+        return server.WebhookServer(config, rotator, lambda: inventory().cluster, settings)
 
     def _list_liveness_faults(self) -> list[str]:
         """Why the liveness probe should fail: this process needs a restart."""

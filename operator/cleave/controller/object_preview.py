@@ -1,7 +1,7 @@
 """The objects that the operator creates for a deployment, without a cluster. Pure.
 
-Called by `cleave render`. The objects come from the operator's own builders; what only an API
-server knows is absent: owners, uids, and devices that nodes offer.
+Called by `cleave render`, and to judge pods before they exist. The objects come from the operator's
+own builders; what only an API server knows is absent: owners, uids, and devices that nodes offer.
 """
 
 from collections.abc import Iterator
@@ -33,10 +33,11 @@ def list_objects(
         yield build_object(
             pool.api_version, pool.kind, pool.name, pool.namespace, pool.metadata.labels, spec=spec
         )
-        yield from _list_pods(pool, settings)
+        yield from list_pods(pool, settings)
 
 
-def _list_pods(pool: InstancePool, settings: OperatorSettings) -> Iterator[Manifest]:
+def list_pods(pool: InstancePool, settings: OperatorSettings) -> Iterator[Manifest]:
+    """Yield the pods of a pool's first instance."""
     view = PoolView(pool, now_s=0.0, settings=settings)
     leader = build_leader(view, f"{pool.name}-0", 0 if pool.spec.colocation else None)
     yield leader

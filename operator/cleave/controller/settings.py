@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
-from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy
+from cleave.controller.author_policy.pod_rules import AllowLists
 from cleave.manifests.container import OWN_IMAGES, Images
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.manifests.resources import Device
@@ -37,7 +37,7 @@ class OperatorSettings:
     model_hub: str = ""
     """URL of Hugging Face or a mirror, which has config.json of models that the operator does not
     know; empty: it is not read."""
-    author_policy: AuthorPolicy = ALLOW_ALL
-    """What deployments and pools may ask for."""
+    allow_lists: AllowLists | None = None
+    """What authors may add to Cleave's own pods; None: everything that the API has fields for."""
     cluster: Cluster | None = None
     """Network, own GPU descriptions and measured profiles; its nodes are ignored."""

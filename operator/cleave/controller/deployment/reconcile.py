@@ -168,7 +168,7 @@ def build_owned_objects(
         *owned_objects.build_accounts(deployment, settings.discovery_role),
         owned_objects.build_workers_service(deployment, thresholds),
         build_gateway_service(deployment),
-        _build_gateway(deployment, settings),
+        build_gateway(deployment, settings),
         owned_objects.build_gateway_budget(deployment),
     ]
     if settings.isolation is not None:
@@ -177,7 +177,8 @@ def build_owned_objects(
     return owned
 
 
-def _build_gateway(deployment: LLMDeployment, settings: OperatorSettings) -> Manifest:
+def build_gateway(deployment: LLMDeployment, settings: OperatorSettings) -> Manifest:
+    """The gateway's Deployment, as settings of the operator demand."""
     gateway = build_gateway_deployment(deployment, images=settings.images)
     template = gateway["spec"]["template"]
     if settings.account:

@@ -5,6 +5,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from cleave.api.pool import InstancePool
+from cleave.controller.author_policy.container_table import COMPILED_CODE_ENV
+from cleave.controller.author_policy.pod_rules import matches
 from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import Apply, Create
 from cleave.controller.cluster.objects import ObservedPod
@@ -153,7 +155,21 @@ def _apply_settings(view: PoolView, pod: Manifest) -> Manifest:
         spec = credentials.add_credentials(spec, deployment, namespace, operator)
     if view.settings.has_assigned_user:
         spec = container.remove_user(spec)
+    if view.settings.allow_lists is not None:
+        spec = _remove_kernel_folders(view, spec, view.settings.allow_lists.get("env", ()))
     return {**pod, "spec": spec}
+
+
+def _remove_kernel_folders(view: PoolView, spec: Manifest, allowed: tuple[str, ...]) -> Manifest:
+    """The spec without Cleave's folders of compiled kernels in volumes that others may write to,
+    unless the chart allows these variables."""
+    own = {*COMPILED_CODE_ENV} - {each.name for each in view.pool.spec.engine.env}
+    removed = {name for name in own if not matches(name, allowed)}
+    containers = [
+        {**each, "env": [e for e in each.get("env", ()) if e["name"] not in removed]}
+        for each in spec["containers"]
+    ]
+    return {**spec, "containers": containers}
 
 
 def _add_devices(view: PoolView) -> InstancePool:

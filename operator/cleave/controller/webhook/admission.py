@@ -18,7 +18,8 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.faults import format_faults
 from cleave.api.pool import InstancePool
-from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy, list_violations
+from cleave.controller.author_policy.violations import list_violations
+from cleave.controller.settings import OperatorSettings
 from cleave.controller.webhook import validation
 from cleave.controller.webhook.validation import ValidationFindings
 
@@ -30,6 +31,7 @@ _UNPROCESSABLE = 422
 _MAX_WARNING_LENGTH = 250
 """The API server cuts warnings above 256 characters."""
 _MAX_WARNINGS = 8
+_DEFAULTS = OperatorSettings()
 
 _METADATA_FIELDS = ("name", "namespace", "labels", "annotations")
 """Metadata fields that rules read. Others belong to the API server, and grow with its versions."""
@@ -40,13 +42,13 @@ class ReviewError(ValueError):
 
 
 def review_admission(
-    review: Mapping[str, Any], cluster: Cluster | None, policy: AuthorPolicy = ALLOW_ALL
+    review: Mapping[str, Any], cluster: Cluster | None, settings: OperatorSettings = _DEFAULTS
 ) -> dict[str, Any]:
     """Return the AdmissionReview with its response. `cluster` may be None. Raises ReviewError."""
     request = review.get("request")
     if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
         raise ReviewError("the request is not an AdmissionReview")
-    findings = check_resource(request.get("object"), cluster, policy)
+    findings = check_resource(request.get("object"), cluster, settings)
     response: dict[str, Any] = {"uid": request["uid"], "allowed": not findings.faults}
     if findings.faults:
         message = "; ".join(findings.faults)
@@ -57,7 +59,7 @@ def review_admission(
 
 
 def check_resource(
-    resource: object, cluster: Cluster | None, policy: AuthorPolicy = ALLOW_ALL
+    resource: object, cluster: Cluster | None, settings: OperatorSettings = _DEFAULTS
 ) -> ValidationFindings:
     """Check a decoded resource; kinds other than Cleave's pass without findings."""
     if not isinstance(resource, Mapping):
@@ -65,10 +67,10 @@ def check_resource(
     match resource.get("kind"):
         case deployment.KIND:
             return _check_model(
-                LLMDeployment, resource, validation.check_deployment, cluster, policy
+                LLMDeployment, resource, validation.check_deployment, cluster, settings
             )
         case pool.KIND:
-            return _check_model(InstancePool, resource, validation.check_pool, cluster, policy)
+            return _check_model(InstancePool, resource, validation.check_pool, cluster, settings)
         case _:
             return ValidationFindings()
 
@@ -78,7 +80,7 @@ def _check_model(
     resource: Mapping[str, Any],
     examine: Callable[[_M, Cluster | None], ValidationFindings],
     cluster: Cluster | None,
-    policy: AuthorPolicy,
+    settings: OperatorSettings,
 ) -> ValidationFindings:
     metadata = resource.get("metadata") or {}
     document = {
@@ -93,7 +95,8 @@ def _check_model(
     except ValidationError as error:
         return ValidationFindings(faults=tuple(format_faults(error, model)))
     findings: ValidationFindings = examine(parsed, cluster)
-    faults = (*findings.faults, *list_violations(parsed, policy))
+    # Pods of a resource with faults cannot be built.
+    faults = findings.faults or tuple(list_violations(parsed, settings))
     return ValidationFindings(faults, () if faults else findings.warnings)
 
 

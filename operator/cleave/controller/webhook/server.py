@@ -22,8 +22,8 @@ from typing import Any
 from aiohttp import web
 
 from cleave.api.cluster import Cluster
-from cleave.controller.author_policy import ALLOW_ALL, AuthorPolicy
 from cleave.controller.cluster.client import FIELD_MANAGER, JSON, KINDS, KubeApiError, KubeClient
+from cleave.controller.settings import OperatorSettings
 from cleave.controller.webhook import certificates
 from cleave.controller.webhook.admission import ReviewError, review_admission
 from cleave.controller.webhook.certificates import CertificateError, ServingCertificate
@@ -176,9 +176,9 @@ class WebhookServer:
         config: WebhookConfig,
         rotator: CertificateRotator,
         cluster: Callable[[], Cluster | None],
-        policy: AuthorPolicy = ALLOW_ALL,
+        settings: OperatorSettings = OperatorSettings(),  # noqa: B008 - a frozen value
     ) -> None:
-        self._policy = policy
+        self._settings = settings
         self._config, self._rotator, self._cluster = config, rotator, cluster
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -228,7 +228,7 @@ class WebhookServer:
             # The wait for a thread counts too: the API server has given up by then.
             async with asyncio.timeout(_TIMEOUT_S):
                 response = await loop.run_in_executor(
-                    self._threads, _review, body, cluster, self._policy
+                    self._threads, _review, body, cluster, self._settings
                 )
             return web.Response(text=response, content_type="application/json")
         except ReviewError as error:
@@ -238,7 +238,7 @@ class WebhookServer:
             return web.Response(status=503, text="the validation has timed out")
 
 
-def _review(body: bytes, cluster: Cluster | None, policy: AuthorPolicy) -> str:
+def _review(body: bytes, cluster: Cluster | None, settings: OperatorSettings) -> str:
     """Review a request's body; returns the response's. Raises ReviewError."""
     if body.count(b":") > _MAX_FIELDS:
         raise ReviewError(f"the request has more than {_MAX_FIELDS} fields")
@@ -248,7 +248,7 @@ def _review(body: bytes, cluster: Cluster | None, policy: AuthorPolicy) -> str:
         raise ReviewError("the request is not JSON") from None
     if not isinstance(review, dict):
         raise ReviewError("the request is not an object")
-    return json.dumps(review_admission(review, cluster, policy))
+    return json.dumps(review_admission(review, cluster, settings))
 
 
 def _load_into_context(certificate: ServingCertificate, context: ssl.SSLContext) -> None:
