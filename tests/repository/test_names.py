@@ -76,7 +76,7 @@ marks mask match matches maximize may measure merge misses name narrow needs nor
 notify number observe open optimize order pack pair parse patch pause peek pick plan poll pop post
 predict preempt prefer prefers prefill prepare prepend print probe process profile promote propose
 provision proxy prune publish pull push query raise rank read reap rebuild receive reclaim
-recompute reconcile record redact reduce refer refit refresh refuse register reject rejects
+recompute reconcile record reduce refer refit refresh refuse register reject rejects
 release relist reload remove render replace replicate report repurpose request requeue require
 resample reserve reset resign resize resolve respond restart restore restrict resume resync retain
 retire retry return review revise rewrite rotate round route run sample sanitize save scale
@@ -103,7 +103,8 @@ CALLED_BY_NAME = frozenset(_CALLED_BY_NAME.split())
 
 _SCENARIOS = """
 test_adapters test_against_emulator test_against_reference test_attacks test_convergence
-test_different_shapes test_dispatch test_event_loop_pauses test_fuzz_http test_in_browser
+test_broken_engines test_different_shapes test_dispatch test_event_loop_pauses test_fuzz_engines
+test_fuzz_heads test_fuzz_http test_in_browser
 test_later_messages test_length_predictors test_lifecycle test_logs test_main test_others
 test_published_results test_queries test_recovery_emulated test_recovery_rules test_role_change
 test_rollback test_rollout_histories test_same_picks test_scale_from_zero test_scaling_convergence

@@ -87,3 +87,14 @@ async def test_a_server_without_tls_is_an_error_to_one_who_wants_it(serve: Answe
             "GET", url, seconds=10, tls=ssl.create_default_context()
         ):
             pass
+
+
+@pytest.mark.parametrize("length", ["-5", "+5", "0x5", "", "5 5", "9" * 5_000, "\u0665"])
+async def test_an_absurd_length_is_no_empty_page(serve: Answering, length: str) -> None:
+    for head in (
+        f"Content-Length: {length}\r\n\r\nhello",
+        f"Transfer-Encoding: chunked\r\n\r\n{length}\r\nhello\r\n0\r\n\r\n",
+    ):
+        url = await serve(f"HTTP/1.1 200 OK\r\n{head}".encode())
+        with pytest.raises(http_client.HttpError):
+            await http_client.get(url, seconds=10)

@@ -24,6 +24,7 @@ from cleave.gateway.app.tls_handshake import TlsHandshake
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import ClientSlot, GatewayContext
 from cleave.gateway.endpoint_picker.server import EndpointPickerServer
+from cleave.gateway.event_loop_faults import EventLoopFaults
 from cleave.gateway.http.connection_limiter import ConnectionLimiter
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsCertificate
@@ -114,6 +115,7 @@ class GatewayServer:
         Raises OSError, DiscoveryError, TracingError, EndpointPickerError; TlsError for the endpoint
         picker's certificate."""
         config, context = self._config, self.context
+        asyncio.get_running_loop().set_exception_handler(EventLoopFaults().handle)
         self._recorder = make_recorder(config, context.metrics)
         await self._agent_watcher.start()
         handler, limiter = GatewayRequestHandler(context, self._recorder), context.client_limiter

@@ -12,6 +12,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from string import hexdigits
 from urllib.parse import urlsplit
 
 MAX_BODY_BYTES = 64 << 20
@@ -51,7 +52,7 @@ class Response:
     async def read(self, limit: int = MAX_BODY_BYTES) -> bytes:
         """The complete body. Raises HttpError when it is truncated or longer than `limit` bytes."""
         with _map_errors():
-            if int(self.headers.get("content-length", 0)) > limit:
+            if _parse_length(self.headers.get("content-length", "0"), 10) > limit:
                 raise HttpError("response too large")
         body = bytearray()
         async with contextlib.aclosing(self.iter_bytes()) as pieces:
@@ -79,7 +80,7 @@ class Response:
         if self.headers.get("transfer-encoding", "").lower() == "chunked":
             return self._iter_chunked()
         if "content-length" in self.headers:
-            return self._iter_exactly(int(self.headers["content-length"]))
+            return self._iter_exactly(_parse_length(self.headers["content-length"], 10))
         return self._iter_until_eof()
 
     async def _iter_until_eof(self) -> AsyncGenerator[bytes, None]:
@@ -95,7 +96,9 @@ class Response:
             yield piece
 
     async def _iter_chunked(self) -> AsyncGenerator[bytes, None]:
-        while size := int((await self._reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        while size := _parse_length(
+            (await self._reader.readuntil(b"\r\n")).decode("latin-1").partition(";")[0].strip(), 16
+        ):
             async for piece in self._iter_exactly(size):
                 yield piece
             await self._reader.readexactly(2)
@@ -185,4 +188,11 @@ async def _read_head(reader: asyncio.StreamReader) -> Response:
         raise ValueError("response is not HTTP")
     pairs = (line.partition(":") for line in lines[1:] if line)
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
-    return Response(int(rest[:3]), fields, sent_at, reader)
+    return Response(_parse_length(rest[:3], 10), fields, sent_at, reader)
+
+
+def _parse_length(text: str, base: int) -> int:
+    """A number without a sign. Raises ValueError: with one, a body would look complete."""
+    if not text or text.strip(hexdigits):
+        raise ValueError("response is not HTTP")
+    return int(text, base)

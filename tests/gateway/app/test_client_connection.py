@@ -27,7 +27,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time(single) ->
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.02)
-        engine.send_json(writer, {"echo": request.body["prompt"]})
+        engine.send_json(writer, {"choices": [], "echo": request.body["prompt"]})
         running -= 1
 
     single.engines["x"].script = count

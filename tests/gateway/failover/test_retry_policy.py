@@ -137,7 +137,7 @@ async def test_a_whole_answer_cut_in_the_middle_is_done_again(two_of_each) -> No
     [
         (FallbackPolicy.ALWAYS, 200),
         (FallbackPolicy.ON_PREFILL_LOSS, 200),
-        (FallbackPolicy.NEVER, 503),
+        (FallbackPolicy.NEVER, None),
     ],
 )
 async def test_without_another_prefill_the_fallback_decides(
@@ -148,11 +148,12 @@ async def test_without_another_prefill_the_fallback_decides(
     )
     stage.engines["p"].script = failure
     response = await stage.ask(ASK)
-    assert response.status == status
     if status == 200:
+        assert response.status == status
         assert stage.engines["d"].requests[0].body == ASK
     else:
-        assert "failed this request" in response.error["message"]
+        assert response.status in (502, 504)
+        assert "instance p " in response.error["message"]
     await stage.until_idle()
 
 

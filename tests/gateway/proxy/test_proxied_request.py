@@ -96,18 +96,8 @@ async def test_a_first_token_that_ends_the_answer_hands_nothing_over(pair) -> No
     assert pair.context.metrics.handoffs == {"none": 1}
 
 
-async def test_engine_headers_pass_except_those_of_the_hop(pair) -> None:
-    async def answer(engine, request, writer):
-        body = b'{"x":1}'
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nserver: fake\r\ndate: d\r\nkeep-alive: timeout=5\r\n"
-            b"content-type: application/json\r\nx-custom: kept\r\ncontent-length: 7\r\n\r\n" + body
-        )
-
-    pair.engines["d"].script = answer
+async def test_an_answer_names_the_instances(pair) -> None:
     response = await pair.ask(ASK)
-    assert response.headers["x-custom"] == "kept"
-    assert not response.headers.keys() & {"server", "date", "keep-alive"}
     assert (response.headers["x-cleave-prefill"], response.headers["x-cleave-decode"]) == ("p", "d")
 
 
@@ -299,7 +289,7 @@ async def test_a_hundred_mixed_requests_at_once_each_get_their_own_answer(make_s
         if request.body.get("stream"):
             await engine.stream(writer, [token] * 5)
         else:
-            engine.send_json(writer, {"text": token, "kv_transfer_params": None})
+            engine.send_json(writer, {"choices": [token], "kv_transfer_params": None})
 
     for engine in stage.engines.values():
         engine.script = echo

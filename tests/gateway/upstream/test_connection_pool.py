@@ -107,16 +107,6 @@ async def test_an_interim_response_is_passed_over(single) -> None:
     assert "link" not in response.headers
 
 
-async def test_an_answer_that_ends_with_its_connection_is_whole(single) -> None:
-    async def answer(engine, request, writer):
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
-        await writer.drain()
-        writer.close()
-
-    single.engines["x"].script = answer
-    assert (await single.ask(ASK)).json() == {}
-
-
 async def test_an_engines_answer_may_arrive_byte_by_byte(pair) -> None:
     async def dribble(engine, request, writer):
         class Slow:

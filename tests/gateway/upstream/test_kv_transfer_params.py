@@ -10,7 +10,6 @@ from cleave.gateway.upstream.kv_transfer_params import (
     build_prefix_source_params,
     contains_handoff,
     read_handoff,
-    read_usage,
     strip_handoff,
 )
 from cleave.router.instance import Target
@@ -101,12 +100,6 @@ def test_one_that_lies_deeper_is_refused() -> None:
 def test_an_answer_that_only_speaks_of_it_passes() -> None:
     body = json.dumps({"text": '{"kv_transfer_params": 1}', "kv_transfer_params": None}).encode()
     assert json.loads(strip_handoff(body)) == {"text": '{"kv_transfer_params": 1}'}
-
-
-@pytest.mark.parametrize("body", [b"not json", b"{}", b'{"usage":null}', b'{"usage":{"x":1}}'])
-def test_usage_is_zero_when_none_is_given(body: bytes) -> None:
-    usage = read_usage(body)
-    assert (usage.prompt_tokens, usage.completion_tokens or 0) == (0, 0)
 
 
 def test_an_event_with_a_handoff_differs_from_text_that_mentions_one() -> None:

@@ -25,7 +25,7 @@ def error(code: object) -> bytes:
     )
 
 
-@pytest.mark.parametrize("start", [TOKEN, ROLE + WORD, ROLE + ROLE + WORD, DONE, b'data: {"id'])
+@pytest.mark.parametrize("start", [TOKEN, ROLE + WORD, ROLE + ROLE + WORD, b'data: {"id'])
 def test_a_token_begins_the_stream(start: bytes) -> None:
     assert feed_start(start) is StreamStart.STARTED
 
@@ -48,6 +48,16 @@ def test_an_error_cut_anywhere_is_one_once_it_is_whole(before) -> None:
     verdicts = [feed_start(whole[:end]) for end in range(len(before), len(whole))]
     assert set(verdicts) == {StreamStart.PENDING}
     assert feed_start(whole) is StreamStart.FAILED
+
+
+@pytest.mark.parametrize("start", [DONE, b"<html>\n\n", b"{}\n\n", b"\n\n", b"dat\n", b"\xff"])
+def test_what_is_no_event_or_only_the_last_is_a_failure(start: bytes) -> None:
+    assert feed_start(start) is StreamStart.FAILED
+
+
+@pytest.mark.parametrize("start", [b": ping\n\n", b"event: delta\ndata: {}\n\n", b"id: 1\n"])
+def test_other_lines_of_events_begin_a_stream(start: bytes) -> None:
+    assert feed_start(start) is StreamStart.STARTED
 
 
 @pytest.mark.parametrize("code", [400, 404, 422])

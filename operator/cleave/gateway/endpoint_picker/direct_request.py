@@ -28,7 +28,7 @@ from cleave.router.router import Pick, RequestPhase, Router
 _TAIL_BYTES = 1_024
 """Of a response, its last bytes, which contain the usage."""
 _EVENT_END = b"}\n\n"
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d{1,12})')
 
 
 class DirectRequest:

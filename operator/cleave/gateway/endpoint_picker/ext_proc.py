@@ -64,7 +64,7 @@ def read_request(message: pb.ProcessingRequest) -> ExtProcRequest:
 def read_status(message: pb.ProcessingRequest) -> int:
     """Status of the response's headers; 0 when they have none."""
     text = _read_headers(message.response_headers.headers).get(":status", b"")
-    return int(text) if text.isdigit() else 0
+    return int(text) if len(text) == 3 and text.isdigit() else 0
 
 
 def _read_headers(headers: pb.HeaderMap) -> dict[str, bytes]:

@@ -34,7 +34,8 @@ class Failure(enum.Enum):
     """No connection: the engine has not received the request."""
     TIMEOUT = "timeout"
     STATUS = "status"
-    """A status of 500 or above, or a stream that begins with an error of the engine's."""
+    """A status of 500 or above, a stream that begins with an error of the engine's, or what is no
+    answer, such as a redirect or a page."""
     HANDOFF = "handoff"
     """A handoff that must not be used."""
     STALL = "stall"

@@ -93,9 +93,8 @@ SUSPECT_REQUEST = GatewayError(
 """The request probably ended the engines that ran it."""
 
 
-def redact_engine_rejection(status: int) -> GatewayError:
-    """An engine's rejection without its message, because the message quotes a handoff."""
-    return GatewayError(HTTPStatus(status), "the engine refused the request")
+REDACTED_REJECTION = build_bad_request("the engine refused the request")
+"""An engine's rejection without its message, because the message quotes a handoff."""
 
 
 def is_unknown_route(status: int, body: bytes) -> bool:

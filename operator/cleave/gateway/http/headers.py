@@ -20,19 +20,19 @@ CONTINUE_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 MAX_JOINED_BYTES = 16 << 10
 """Longer bodies are not copied behind their head: that takes memory and time."""
 
-_UNFORWARDED = frozenset((
-    b"access-control-allow-credentials", b"access-control-allow-origin",
-    b"access-control-expose-headers", b"connection", b"content-length", b"date", b"keep-alive",
-    b"proxy-authenticate", b"proxy-connection", b"server", b"te", b"trailer", b"transfer-encoding",
-    b"upgrade", b"x-request-id",
-))  # fmt: skip
+CONTENT_TYPE = b"content-type"
+JSON_TYPE = b"application/json"
+BYTES_TYPE = b"application/octet-stream"
+STREAM_TYPE = b"text/event-stream"
+ENGINE_HEADERS = frozenset((CONTENT_TYPE, b"metadata"))
+"""Headers of engines that clients receive; `metadata` describes embeddings that come as bytes."""
 _REQUEST_ID_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:/+=@-"
 _REQUEST_ID_TABLE = bytes(byte if byte in _REQUEST_ID_BYTES else byte ^ 255 for byte in range(256))
 """Changes every byte that is not allowed."""
 _MAX_REQUEST_ID_BYTES = 128
 _UNSAFE = re.compile(rb"[^\x21-\x7e]")
 
-Headers = list[tuple[bytes, bytes]]
+Headers = dict[bytes, bytes]
 
 
 def build_request_head(
@@ -68,10 +68,8 @@ def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bo
 
 
 def build_forwarded_headers(headers: Headers) -> bytes:
-    """An engine's header lines that the client should receive."""
-    return b"".join(
-        [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in _UNFORWARDED]
-    )
+    """An engine's header lines for the client; `headers`: some of ENGINE_HEADERS."""
+    return b"".join([b"%b: %b\r\n" % field for field in headers.items() if field[1].isascii()])
 
 
 def encode_chunk(piece: bytes) -> bytes:

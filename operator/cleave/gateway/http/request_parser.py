@@ -6,6 +6,7 @@ error of the next one stays in `error` until they are answered. And a client may
 every part of a request that is buffered, here or in httptools, has a limit in bytes.
 """
 
+import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -15,6 +16,8 @@ from cleave.gateway.http.completion_request import Body
 from cleave.gateway.http.errors import GatewayError, build_bad_request, build_payload_too_large
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 1_024
+MAX_LENGTH_DIGITS = 19
 MAX_FRAMING_RUN_BYTES = 8 << 10
 """Limit of bytes of a chunked body without content: a chunk's extensions, or all trailers."""
 _OBJECT_BYTES = 128
@@ -29,12 +32,13 @@ _READ_HEADERS = frozenset(
 
 _TOO_LONG_HEAD = GatewayError(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-    f"the request's head is longer than {MAX_HEAD_BYTES} bytes",
+    f"the request's head is longer than {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers",
 )
 _TOO_MUCH_FRAMING = build_bad_request(
     f"a chunk's extensions, or the trailers, are longer than {MAX_FRAMING_RUN_BYTES} bytes, or all "
     "of a body's framing is longer than a body may be"
 )
+_NO_LENGTH = build_bad_request(f"Content-Length has more than {MAX_LENGTH_DIGITS} digits")
 _UNKNOWN_VERSION = build_bad_request("only HTTP/1.0 and HTTP/1.1 are supported")
 _UNKNOWN_CODING = build_bad_request("the only supported transfer coding is chunked, once")
 _UNKNOWN_EXPECTATION = GatewayError(HTTPStatus.EXPECTATION_FAILED, "unknown expectation")
@@ -140,10 +144,10 @@ class RequestParser:
                     rest = b""
                 except httptools.HttpParserUpgrade as upgrade:
                     rest = rest[upgrade.args[0] :]
-        except httptools.HttpParserCallbackError:
-            raise
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
             self.error = build_bad_request("the request is not valid HTTP")
+            if isinstance(error, httptools.HttpParserCallbackError):
+                asyncio.get_running_loop().call_exception_handler({"exception": error})
         self._data = b""
         if self.error is None:
             if self._request is not None:
@@ -168,6 +172,9 @@ class RequestParser:
         parser = self._parser
         assert parser is not None
         names, raw, version = self._header_names, self._raw_headers, parser.get_http_version()
+        is_too_long = len(raw) > MAX_HEADERS
+        if is_too_long:
+            raw.clear()
         # In reverse, so that the first one counts of names that differ only in case, too.
         headers = {
             low: value for name, value in reversed(raw.items()) if (low := name.lower()) in names
@@ -186,12 +193,16 @@ class RequestParser:
         self._url.clear()
         raw.clear()
         length = headers.get(b"content-length")
-        if self._head_bytes > MAX_HEAD_BYTES and self._measure_head() > MAX_HEAD_BYTES:
+        if self._head_bytes > MAX_HEAD_BYTES:
+            is_too_long = is_too_long or self._measure_head() > MAX_HEAD_BYTES
+        if is_too_long:
             self.error = _TOO_LONG_HEAD
         elif not request.http11 and version != "1.0":
             self.error = _UNKNOWN_VERSION
         elif length is None and not _is_chunked_only(headers.get(b"transfer-encoding", b"chunked")):
             self.error = _UNKNOWN_CODING
+        elif length is not None and len(length.strip()) > MAX_LENGTH_DIGITS:
+            self.error = _NO_LENGTH
         elif length is not None and int(length) > self._max_body_bytes:
             self.error = build_payload_too_large(self._max_body_bytes)
         elif parser.should_upgrade():

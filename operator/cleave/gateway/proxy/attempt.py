@@ -1,8 +1,9 @@
 """One attempt at a request: the picked instances, the calls to them, the handoff between them.
 
 Made by the proxied request, which may make another when this one fails. What is hard: an engine can
-fail in four ways (no connection, an error status, a handoff of another boot, an error as the first
-event of a stream), and all four must be detected before anything goes to the client.
+fail in five ways (no connection, an error status, a handoff of another boot, an error as the first
+event of a stream, something that is no answer), and all must be detected before anything goes to
+the client.
 """
 
 from http import HTTPStatus
@@ -11,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.failover.resumption import RESUMABLE_PATHS
 from cleave.gateway.failover.retry_policy import Failure
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import (
@@ -220,10 +222,13 @@ class Attempt:
         if self._overlapped_prefill is not None:
             # The decode engine cannot respond before the prompt is computed.
             self.prefill = None
-        if self.prefill is None and call.status == _OK and _is_stream(call):
+        if self.prefill is not None or call.status != _OK or not _is_stream(call):
+            self._buffer_body(call, piece, complete)
+        elif self._completion.stream:
             self._start_stream(call, piece, complete)
         else:
-            self._buffer_body(call, piece, complete)
+            reason = "sent a stream that was not requested"
+            self._handler.on_attempt_failed(Failure.STATUS, reason)
 
     def on_call_failed(self, call: UpstreamCall, reason: str) -> None:
         """A call failed."""
@@ -353,15 +358,18 @@ class Attempt:
         return True
 
     def _handle_response(self, call: UpstreamCall, body: bytes) -> None:
-        if call.status >= 500 or call.status == UNAUTHORIZED:
-            self._record_failed_handoff()
-            self._handler.on_attempt_failed(Failure.STATUS, f"answered with status {call.status}")
-        elif call.status != _OK:
+        status = call.status
+        if 400 <= status < 500 and status != UNAUTHORIZED:
             self._handler.on_rejection(call, body)
+        elif status != _OK:
+            self._record_failed_handoff()
+            self._handler.on_attempt_failed(Failure.STATUS, f"answered with status {status}")
         elif self.prefill is not None:
             self._start_decode(self.prefill, body)
         elif self._may_have_stale_kv():
             self._discard_response()
+        elif self._completion.stream and self._path in RESUMABLE_PATHS:
+            self._handler.on_attempt_failed(Failure.STATUS, "did not send the requested stream")
         else:
             self._handler.on_response(call, body)
 
@@ -370,12 +378,13 @@ class Attempt:
         start = self._stream_start + piece
         self._content_offset = skip_role_deltas(start, self._content_offset)
         verdict = classify_start(start, self._content_offset)
-        if verdict is _FAILED:
+        if verdict is _FAILED or (complete and verdict is not _STARTED):
             self._record_failed_handoff()
-            self._handler.on_attempt_failed(Failure.STATUS, "answered with an error in its stream")
+            reason = "answered with an error in its stream, or with none"
+            self._handler.on_attempt_failed(Failure.STATUS, reason)
         elif self._may_have_stale_kv():
             self._discard_response()
-        elif verdict is _STARTED or complete:
+        elif verdict is _STARTED:
             self.streaming, self._stream_start = True, b""
             if not complete:
                 # The handler takes over the call, which saves a function call per token.
@@ -405,7 +414,4 @@ class Attempt:
 
 
 def _is_stream(call: UpstreamCall) -> bool:
-    for name, value in call.headers:
-        if name == b"content-type":
-            return value.startswith(b"text/event-stream")
-    return False
+    return call.headers.get(headers.CONTENT_TYPE, b"").startswith(headers.STREAM_TYPE)

@@ -104,11 +104,11 @@ class OverlappedPrefill:
             body = b"".join(self._parts)
             if call.status == _OK:
                 self._listener.on_prefill_done(self._target, body)
-            elif call.status >= HTTPStatus.INTERNAL_SERVER_ERROR or call.status == UNAUTHORIZED:
+            elif 400 <= call.status < 500 and call.status != UNAUTHORIZED:
+                self._listener.on_prefill_rejected(call, body)
+            else:
                 reason = f"answered with status {call.status}"
                 self._listener.on_prefill_failed(Failure.STATUS, reason)
-            else:
-                self._listener.on_prefill_rejected(call, body)
 
     def on_call_failed(self, call: UpstreamCall, reason: str) -> None:
         """The call failed."""

@@ -40,9 +40,10 @@ from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.proxy.retry_state import RetryDecision, RetryState
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
+from cleave.gateway.upstream.answers import NoAnswerError, read_usage
 from cleave.gateway.upstream.connection_pool import UpstreamCall
-from cleave.gateway.upstream.engine_errors import convert_engine_error
-from cleave.gateway.upstream.kv_transfer_params import HandoffError, read_usage, strip_handoff
+from cleave.gateway.upstream.engine_errors import convert_engine_error, is_rejection
+from cleave.gateway.upstream.kv_transfer_params import HandoffError, strip_handoff
 from cleave.gateway.upstream.model_names import ModelNames
 from cleave.gateway.upstream.suspect_requests import MEMORY_S
 from cleave.router.errors import NoInstance, QueueFull, RouterError
@@ -248,14 +249,17 @@ class ProxiedRequest:
         if self._relay is not None:
             self.on_attempt_failed(Failure.STATUS, "did not go on with the stream")
             return
-        if self._context.circuit_breaker.failure_states:
-            self._context.circuit_breaker.record_success(attempt.target.instance)
         try:
+            usage = read_usage(call.headers, body, is_completion=self._path in RESUMABLE_PATHS)
             stripped = strip_handoff(body)
+        except NoAnswerError as error:
+            self.on_attempt_failed(Failure.STATUS, str(error))
+            return
         except HandoffError:
             self._respond_error(errors.HANDOFF_LEAK, "failed")
             return
-        usage = read_usage(body)
+        if self._context.circuit_breaker.failure_states:
+            self._context.circuit_breaker.record_success(attempt.target.instance)
         self._output_tokens = usage.completion_tokens or 0
         self._prompt_tokens = attempt.prompt_tokens or usage.prompt_tokens
         fields = headers.build_forwarded_headers(call.headers) + attempt.instance_headers
@@ -275,21 +279,23 @@ class ProxiedRequest:
             error = errors.build_not_offered(self._path, self._completion.model)
             self._respond_error(error, "refused")
             return
+        if not is_rejection(body):
+            reason = f"answered with status {call.status} and no error of its API"
+            self.on_attempt_failed(Failure.STATUS, reason)
+            return
         if b"remote_engine_id" in body and attempt.prefill is None:
-            self._respond_error(errors.redact_engine_rejection(call.status), "refused")
+            self._respond_error(errors.REDACTED_REJECTION, "refused")
             return
         if names := self._get_names(attempt.pick):
             if call.status == HTTPStatus.NOT_FOUND:
                 self.on_attempt_failed(Failure.ADAPTER, "has unloaded the adapter")
                 return
             body = names.restore_in_text(body)
-        fields, refusal = call.headers, convert_engine_error(call.status, body)
+        refusal = convert_engine_error(call.status, body)
         if refusal is not None:
             # Its message is not recorded: engines quote the request.
             body = refusal.to_json()
-            fields = [field for field in fields if field[0] != b"content-type"]
-            fields.append((b"content-type", b"application/json"))
-        self._respond(call.status, headers.build_forwarded_headers(fields), body, "refused")
+        self._respond(call.status, headers.JSON_CONTENT, body, "refused")
 
     def on_attempt_failed(self, failure: Failure, reason: str) -> None:
         """The attempt failed: retry on other instances, or respond with an error."""
@@ -403,6 +409,8 @@ class ProxiedRequest:
             retry = self._get_retry_state()
             # While it waits it burdens no engine; when one is back, retries start by the budget.
             retry.release_slot()
+            # What an engine did says more than that no other is left.
+            client_error = retry.last_error or client_error
             if retry.pending_error is None:
                 retry.start_waiting(client_error, context.config.timeouts.wake_s)
             if retry.wait_for_instance():

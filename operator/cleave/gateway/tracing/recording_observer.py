@@ -1,7 +1,6 @@
 """Fills the record of one request while it runs. Made by `recorder`, called by the request."""
 
 from collections.abc import Callable
-from http import HTTPStatus
 
 from cleave.gateway.failover.retry_policy import Failure
 from cleave.gateway.http.errors import GatewayError
@@ -65,7 +64,7 @@ class RecordingObserver(RequestObserver):
 
     def on_response(self, status: int) -> None:
         """The client gets a response that is not streamed."""
-        self._record.status = HTTPStatus(status)
+        self._record.status = status
 
     def on_finished(self, outcome: str, prompt_tokens: int, output_tokens: int) -> None:
         """The record is complete."""

@@ -3,7 +3,9 @@
 Used by attempts. Everything is a callback, because a task and its wake-ups per request would cost
 more than the rest of this hop. What is hard: an engine may close an idle connection at the very
 moment a request is sent over it. Only then, when no byte of a response has come, is the call
-repeated once on a new connection; for any other failure the proxied request decides.
+repeated once on a new connection; for any other failure the proxied request decides. And an engine
+may be another program by now, so the framing of an answer is bounded and must leave no doubt: only
+headers that are known are kept, and bytes beyond the answer break it.
 """
 
 import asyncio
@@ -15,7 +17,12 @@ from typing import Protocol, cast
 
 import httptools
 
-from cleave.gateway.http.headers import Headers, build_header_line, sanitize_header_value
+from cleave.gateway.http.headers import (
+    ENGINE_HEADERS,
+    Headers,
+    build_header_line,
+    sanitize_header_value,
+)
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.upstream.circuit_breaker import StallDetector
 from cleave.router.instance import Target
@@ -27,6 +34,8 @@ IDLE_S = 4.0
 DEAD_PEER_TIMEOUT_S = 10
 """A host that has acknowledged no packet for so long is dead, however long a response takes."""
 KEEPALIVE_INTERVAL_S = 2
+MAX_FRAMING_BYTES = 64 << 10
+"""Limit of what an engine sends without content: heads, interim responses, trailers."""
 
 
 class CallListener(Protocol):
@@ -61,7 +70,8 @@ class UpstreamCall:
         """Whether it may have reached the engine although no response came."""
         self.status = 0
         """0 until the response's head has come."""
-        self.headers: Headers = []
+        self.headers: Headers = {}
+        """Those of ENGINE_HEADERS."""
 
     def abort(self) -> None:
         """End the call without a callback. Closing the connection makes the engine stop."""
@@ -96,13 +106,16 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, pool: "EnginePool") -> None:
         self._pool = pool
         self._call: UpstreamCall | None = None
-        self._headers: Headers = []
+        self._headers: Headers = {}
         self._parts: list[bytes] = []
         # httptools looks up its callbacks once: a list's own append is the cheapest one.
         self.on_body = self._parts.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
-        self._head_done = self._complete = self._delimited = self._received_any = False
-        self._reusable = False
+        self._head_done = self._complete = self._received_any = self._reusable = False
+        self._framing_bytes = 0
+        """Bytes of reads that contained no content."""
+        self._fault = ""
+        """What is wrong with the response, found while it is parsed."""
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -115,7 +128,8 @@ class EngineConnection(asyncio.Protocol):
         """Send a call over this idle connection."""
         self._call = call
         call.connection = self
-        self._head_done = self._complete = self._delimited = self._received_any = False
+        self._head_done = self._complete = self._received_any = False
+        self._framing_bytes = 0
         write_batcher = self._pool.write_batcher
         for piece in call.payload:
             write_batcher.write(self.transport, piece)
@@ -137,7 +151,11 @@ class EngineConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail_call("sent an answer that is not HTTP")
             return
+        if self._fault:
+            self._fail_call(self._fault)
+            return
         if not self._head_done:
+            self._count_framing(len(data))
             return
         parts = self._parts
         piece = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -146,28 +164,33 @@ class EngineConnection(asyncio.Protocol):
         if complete:
             self._finish_call(call)
         elif not piece:
+            self._count_framing(len(data))
             return
         if call.listener is not None:
             call.listener.on_data(call, piece, complete)
 
+    def on_message_begin(self) -> None:
+        """A response, or an interim one, begins."""
+        if self._complete:
+            self._fault = "sent more than its answer"
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line, or a trailer."""
-        if self._head_done:
-            return
         name = name.lower()
-        if name in (b"content-length", b"transfer-encoding"):
-            self._delimited = True
-        self._headers.append((name, value))
+        if name in ENGINE_HEADERS and not self._head_done:
+            self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         """The head is complete; an interim response (1xx) is ignored."""
-        headers, self._headers = self._headers, []
+        headers, self._headers = self._headers, {}
         if self._call is None or self._parser is None:
             return
         status = self._parser.get_status_code()
-        if status >= 200:
+        if not 100 <= status < 600:
+            self._fault = f"answered with status {status}"
+        elif status >= 200:
             self._head_done = True
-            self._reusable = self._delimited and self._parser.should_keep_alive()
+            self._reusable = self._parser.should_keep_alive()
             self._call.status = status
             # It will not be sent again, and may be large.
             self._call.payload = ()
@@ -178,17 +201,17 @@ class EngineConnection(asyncio.Protocol):
         self._complete = self._head_done
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Closed by either side."""
+        """Closed by either side. A response without a length, which would end here, may be a part
+        of one: engines send none."""
+        del exc
         self._pool.remove(self)
-        call = self._call
-        if call is not None and self._head_done and not self._delimited and exc is None:
-            # A response without a length ends with its connection.
-            self._call = call.connection = None
-            if call.listener is not None:
-                call.listener.on_data(call, b"", True)
-        else:
-            self._fail_call("closed the connection")
+        self._fail_call("closed the connection")
         self._parser = None
+
+    def _count_framing(self, size: int) -> None:
+        self._framing_bytes += size
+        if self._framing_bytes > MAX_FRAMING_BYTES:
+            self._fail_call("sent a head, or trailers, without an end")
 
     def _finish_call(self, call: UpstreamCall) -> None:
         self._call = call.connection = None

@@ -43,6 +43,11 @@ def convert_engine_error(status: int, body: bytes) -> GatewayError | None:
     )
 
 
+def is_rejection(body: bytes) -> bool:
+    """Whether a body is one of an engine's own errors: a JSON object."""
+    return bool(_decode(body))
+
+
 def convert_error_event(event: bytes) -> bytes:
     """An error event `data: {"error": ...}` without the empty line after it."""
     body = event.removeprefix(_DATA)

@@ -11,7 +11,6 @@ import msgspec
 
 from cleave.gateway.http.completion_request import KV_PARAMS_KEY, KV_REQUEST_PARAMS
 from cleave.gateway.upstream import response_types
-from cleave.gateway.upstream.response_types import TokenUsage
 from cleave.router.instance import Target
 
 _KEY = b'"kv_transfer_params"'
@@ -33,7 +32,7 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     try:
         response = response_types.decode_prefill_response(body)
         origin = response_types.decode_kv_origin(response.kv_transfer_params)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise HandoffError(f"cannot be read: {error}") from None
     tokens = response.usage.prompt_tokens if response.usage is not None else 0
     if origin is None:
@@ -91,7 +90,7 @@ def count_blocks(body: bytes) -> int:
     """KV blocks that a prefill response hands over; 0 when it does not say."""
     try:
         blocks = response_types.decode_kv_blocks(body).kv_transfer_params
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return 0
     return sum(map(len, blocks.remote_block_ids or ())) if blocks is not None else 0
 
@@ -114,14 +113,6 @@ def strip_handoff(body: bytes) -> bytes:
     if _KEY_WITH_VALUE.search(stripped):
         raise HandoffError("lies deeper in the answer")
     return stripped
-
-
-def read_usage(body: bytes) -> TokenUsage:
-    """Token counts of a complete response; zeros when it has none."""
-    try:
-        return response_types.decode_usage(body).usage or TokenUsage()
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return TokenUsage()
 
 
 def contains_handoff(events: bytes) -> bool:

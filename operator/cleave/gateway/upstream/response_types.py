@@ -1,22 +1,33 @@
 """The members that the gateway decodes of engines' responses; all others are skipped.
 
-Used by `kv_transfer_params` and `stream_start`. A module of its own because these types cannot be
-compiled: mypyc erases union types, so msgspec could not read members that have one.
+Used by `answers`, `kv_transfer_params` and `stream_start`. A module of its own because these types
+cannot be compiled: mypyc erases union types, so msgspec could not read members that have one.
 """
 
+from typing import Annotated
+
 import msgspec
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class TokenUsage(msgspec.Struct):
     """Tokens as the engine counts them."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count | None = 0
 
 
 class UsageResponse(msgspec.Struct):
     """A complete response, decoded for its token counts."""
 
+    usage: TokenUsage | None = None
+
+
+class CompletionUsage(msgspec.Struct):
+    """A complete response of a completion, decoded for its token counts."""
+
+    choices: list[msgspec.Raw]
     usage: TokenUsage | None = None
 
 
@@ -81,6 +92,7 @@ class ErrorEvent(msgspec.Struct):
 
 
 decode_usage = msgspec.json.Decoder(UsageResponse).decode
+decode_completion_usage = msgspec.json.Decoder(CompletionUsage).decode
 decode_prefill_response = msgspec.json.Decoder(PrefillResponse).decode
 decode_kv_origin = msgspec.json.Decoder(KvOrigin | None).decode
 decode_kv_blocks = msgspec.json.Decoder(KvBlocksResponse).decode

@@ -17,6 +17,9 @@ MAX_START_BYTES = 8 << 20
 
 _ERROR = b'data: {"error"'
 _ERROR_BYTES = len(_ERROR)
+_ONLY_END = b"data: [DONE]\n\n"
+_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
+"""Beginnings of lines of server-sent events."""
 _DATA = len(b"data: ")
 _ROLE = b'"delta":{"role":'
 _ROLE_SEARCH_BYTES = 1_024
@@ -63,15 +66,16 @@ def classify_start(data: bytes, at: int) -> StreamStart:
     start = data[at : at + _ERROR_BYTES]
     if start == _ERROR:
         return _classify_error(data[at:])
-    is_incomplete = len(start) < _ERROR_BYTES and _ERROR.startswith(start)
-    return StreamStart.PENDING if is_incomplete else _STARTED
+    if len(start) < _ERROR_BYTES and (_ERROR.startswith(start) or _ONLY_END.startswith(start)):
+        return StreamStart.PENDING
+    return _STARTED if start.startswith(_FIELDS) and start != _ONLY_END else StreamStart.FAILED
 
 
 def is_engine_fault(event: bytes) -> bool:
     """Whether an error event is the engine's fault (not a 4xx, which is the client's)."""
     try:
         code = decode_error_event(event[_DATA:]).error.code
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return True
     return not (isinstance(code, int) and 400 <= code < 500)
 

@@ -1,0 +1,72 @@
+"""Checks that what an engine sent with status 200 is an answer, before a client gets it. Pure.
+
+Used by proxied requests for responses that are not streamed. An engine may be broken, and its port
+may belong to another program by now. What is hard: an answer may have 64 MiB, and decoding it would
+stop all other requests for 20 ms. So a large one is checked at its two ends only, where vLLM writes
+everything but the choices.
+"""
+
+import json
+
+import msgspec
+
+from cleave.gateway.http.headers import (
+    BYTES_TYPE,
+    CONTENT_TYPE,
+    JSON_TYPE,
+    Headers,
+    sanitize_header_value,
+)
+from cleave.gateway.upstream import response_types
+from cleave.gateway.upstream.response_types import TokenUsage
+
+MAX_DECODED_BYTES = 1 << 20
+"""Larger answers are not decoded as a whole: 1 MiB takes up to a millisecond."""
+_END_BYTES = 4 << 10
+_MAX_TYPE_BYTES = 64
+_CHOICES = b'"choices":['
+_USAGE = b'"usage":{'
+"""Within a text of JSON the quotes would have backslashes."""
+
+
+class NoAnswerError(Exception):
+    """It is no answer; the message continues `instance NAME ...`."""
+
+
+def read_usage(headers: Headers, body: bytes, *, is_completion: bool) -> TokenUsage:
+    """Token counts of an answer; zeros when it has none. Raises NoAnswerError."""
+    kind = headers.get(CONTENT_TYPE, b"").partition(b";")[0].strip().lower()
+    if kind == BYTES_TYPE and body and not is_completion:
+        return TokenUsage()
+    if kind != JSON_TYPE:
+        name = sanitize_header_value(kind[:_MAX_TYPE_BYTES].decode("latin-1")).decode()
+        raise NoAnswerError(f"sent {name or 'no content type'} instead of {JSON_TYPE.decode()}")
+    if not body:
+        raise NoAnswerError("sent an empty answer")
+    try:
+        if len(body) > MAX_DECODED_BYTES:
+            return _read_ends(body, is_completion)
+        if is_completion:
+            return response_types.decode_completion_usage(body).usage or TokenUsage()
+        return response_types.decode_usage(body).usage or TokenUsage()
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        what = "a completion" if is_completion else "an object"
+        raise NoAnswerError(f"sent an answer that is not the JSON of {what}") from None
+
+
+def _read_ends(body: bytes, is_completion: bool) -> TokenUsage:
+    """As `read_usage`, of a large answer. Raises ValueError."""
+    start, end = body[:_END_BYTES].lstrip(), body[-_END_BYTES:].rstrip()
+    if start[:1] != b"{" or end[-1:] != b"}" or (is_completion and _CHOICES not in start):
+        raise ValueError("one of its ends is missing")
+    # Log-probabilities and ids of the prompt may follow.
+    at = body.rfind(_USAGE)
+    if at < 0:
+        if is_completion:
+            raise ValueError("it has no usage")
+        return TokenUsage()
+    text = body[at + len(_USAGE) - 1 :][:_END_BYTES].decode(errors="replace")
+    usage, length = json.JSONDecoder().raw_decode(text)
+    if not text[length:].strip():
+        raise ValueError("it ends with its usage")
+    return msgspec.convert(usage, TokenUsage)
