@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 
 from cleave.api.cluster import Cluster
 from cleave.api.crd import Schema, build_structural_schema
@@ -26,10 +26,11 @@ from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
 from cleave.gateway.app import openapi
 from cleave.gateway.metrics import gateway_metrics, instance_metrics
-from cleave.gateway.metrics.instance_metrics import InstanceCollector
+from cleave.gateway.metrics.gateway_families import list_families
 from cleave.perf.hardware.gpu import CATALOGUE, PRICE_SOURCE
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc import agent_discovery
+from cleave.time_slices import run_at_once
 from cleave_worker.agent import config as agent
 from cleave_worker.agent import worker_node
 from cleave_worker.emulator import main as emulator
@@ -145,16 +146,15 @@ def metrics() -> Lines:
     yield "## Gateway, `GET /metrics`"
     yield ""
     yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
-    counted = gateway_metrics.GatewayCollector(gateway_metrics.GatewayMetrics())
-    fleet = InstanceCollector(InstanceRegistry())
-    hits = [
-        CounterMetricFamily(name, text, labels=instance_metrics.HIT_LABELS)
-        for name, text in (
-            *(instance_metrics.PROMPT_TOKENS, instance_metrics.HIT_TOKENS),
-            instance_metrics.HOST_HIT_TOKENS,
-        )
+    counted = list_families(gateway_metrics.GatewayMetrics())
+    fleet = run_at_once(instance_metrics.collect_instances(InstanceRegistry()))
+    hits = instance_metrics.build_hit_families((), (), ())
+    rows = [
+        (f"`{each.name}`", each.kind, _labels(each.labels), each.text)
+        for each in (*counted, *fleet, *hits)
     ]
-    yield from _families([*counted.collect(), *fleet.collect(), *hits], texts=True)
+    yield ""
+    yield from _table(("name", "type", "labels", "meaning"), rows)
     yield from ("", f"TTFT buckets (s): {_numbers(gateway_metrics.TTFT_BOUNDS_S)}.")
     yield from ("", f"TPOT buckets (s): {_numbers(gateway_metrics.TPOT_BOUNDS_S)}.")
     yield ""
@@ -303,11 +303,15 @@ def _families(families: Iterable[Metric], *, texts: bool = False) -> Lines:
     rows = []
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        labels = _labels(getattr(family, "_labelnames", ()))
         documentation = (family.documentation,) if texts else ()
         rows.append((f"`{name}`", family.type, labels, *documentation))
     yield ""
     yield from _table(("name", "type", "labels", "meaning")[: 4 if texts else 3], rows)
+
+
+def _labels(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:

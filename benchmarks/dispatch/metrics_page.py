@@ -8,14 +8,16 @@ import sys
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, generate_latest
 from registrations import state
 
 from cleave.api.enums import DispatchPolicy
-from cleave.gateway.metrics.gateway_metrics import GatewayCollector, GatewayMetrics
-from cleave.gateway.metrics.instance_metrics import CacheHitPage, InstanceCollector
+from cleave.gateway.metrics.families import write_page
+from cleave.gateway.metrics.gateway_families import list_families
+from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
+from cleave.gateway.metrics.instance_metrics import CacheHitPage, collect_instances
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc.v1 import agent_pb2
+from cleave.time_slices import run_at_once
 
 SCRAPES = 20
 
@@ -50,11 +52,17 @@ def main() -> int:
     print("instances: shortest wait, the same and hits by instance")
     for count in (8, 100, 1_000):
         instances = build_registry(count)
-        registry, hits = CollectorRegistry(), CacheHitPage(instances)
-        registry.register(GatewayCollector(GatewayMetrics()))
-        registry.register(InstanceCollector(instances))
-        plain = measure_ms(lambda of=registry: generate_latest(of))
-        whole = measure_ms(lambda of=registry, hits=hits: generate_latest(of) + hits.render())
+        hits = CacheHitPage(instances)
+
+        def write_plain(of: InstanceRegistry = instances) -> None:
+            run_at_once(write_page(list_families(GatewayMetrics())))
+            run_at_once(write_page(run_at_once(collect_instances(of))))
+
+        def write_whole(hits: CacheHitPage = hits, plain: Callable[[], None] = write_plain) -> None:
+            plain()
+            run_at_once(write_page(run_at_once(hits.collect())))
+
+        plain, whole = measure_ms(write_plain), measure_ms(write_whole)
         print(f"{count:9,}: {plain:6.2f} {whole:6.2f}")
     return 0
 

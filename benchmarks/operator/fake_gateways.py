@@ -14,11 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from sightings import is_ready
 
 from cleave.gateway.metrics.gateway_metrics import (
-    GatewayCollector,
     GatewayMetrics,
     SloTargets,
     record_completed,
@@ -27,6 +25,7 @@ from cleave.manifests.labels import COMPONENT, DEPLOYMENT, GATEWAY, INTERNAL_POR
 from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
 
 from e2e.cluster.client import Client, Manifest
+from tests.support.metrics_page import write_gateway_page
 
 PODS = f"/api/v1/pods?labelSelector={COMPONENT}"
 BACKLOG = 4_096
@@ -121,11 +120,7 @@ def build_metrics_page() -> bytes:
     metrics = GatewayMetrics(SloTargets(0.4, 0.04))
     for _ in range(100):
         record_completed(metrics, "chat", "", "ok", 1_000, 200, (0.2, 4.0))
-    registry = CollectorRegistry()
-    registry.register(GatewayCollector(metrics))
-    ProcessCollector(registry=registry)
-    page: bytes = generate_latest(registry)
-    return page
+    return write_gateway_page(metrics)
 
 
 async def main(kubeconfig: Path) -> None:

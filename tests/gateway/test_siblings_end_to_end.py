@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cleave.gateway.shared_state import HEARTBEAT_TIMEOUT_S, SharedGatewayState
+from cleave.time_slices import run_at_once
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
@@ -94,7 +95,7 @@ async def test_every_process_serves_the_metrics_of_both(make_two) -> None:
     two = await make_two({"x": "mixed"})
     for stage in two:
         assert (await stage.ask(ASK)).status == 200
-        stage.context.save_counters()
+        run_at_once(stage.context.save_counters())
     for stage in two:
         page = (await stage.ask(None, "/metrics")).body.decode()
         counts = [line for line in page.splitlines() if "_requests_total{" in line]

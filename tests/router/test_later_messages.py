@@ -17,6 +17,7 @@ from cleave.router.router import Router
 from cleave.rpc.fleet_status import FleetStatus
 from cleave.rpc.registration_checks import check_registration
 from cleave.rpc.v1 import agent_pb2, router_pb2
+from cleave.time_slices import run_at_once
 
 from tests.support.later_messages import messages
 
@@ -87,7 +88,7 @@ def test_the_fleet_can_be_shown_to_operators_and_other_gateways(events) -> None:
     feed(registry, events)
     router = Router(registry, clock=lambda: 0.0)
     context = SimpleNamespace(router=router, clock=lambda: 1.0, draining=False)
-    page = msgspec.json.decode(msgspec.json.encode(describe_fleet(context)), type=FleetStatus)
+    page = msgspec.json.decode(b"".join(run_at_once(describe_fleet(context))), type=FleetStatus)
     assert {each.name for each in page.instances} == registry.instances.keys()
     merged = merge([page], {})
     assert merged.keys() >= {"known"}

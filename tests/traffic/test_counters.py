@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from cleave.gateway.metrics.gateway_metrics import (
     TTFT_BOUNDS_S,
-    GatewayCollector,
     GatewayMetrics,
     SloTargets,
     record_flex,
@@ -27,12 +25,11 @@ from cleave.traffic.counters import (
     select_lines,
 )
 
+from tests.support.metrics_page import write_gateway_page
+
 
 def write_page(metrics: GatewayMetrics) -> str:
-    registry = CollectorRegistry()
-    registry.register(GatewayCollector(metrics))
-    ProcessCollector(registry=registry)
-    return generate_latest(registry).decode()
+    return write_gateway_page(metrics).decode()
 
 
 def answer(metrics: GatewayMetrics, model: str, ttft_s: float, missed: str = "") -> None:

@@ -13,7 +13,7 @@ from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedCon
 from cleave.gateway.http.headers import CORS_REQUEST_HEADERS, TRACEPARENT
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
-from cleave.gateway.metrics.multiprocess import restore_counters, save_counters
+from cleave.gateway.metrics.multiprocess import CounterSaver, restore_counters
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
@@ -23,13 +23,15 @@ from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.router.instance import Target
 from cleave.router.router import Router
 from cleave.rpc.plan_thresholds import PlanThresholds
-from cleave.time_slices import SliceQueue
+from cleave.time_slices import SliceQueue, Steps, run_at_once
 
 MAX_INTERNAL_CLIENTS = 256
 MAX_HANDSHAKES = 2_048
 """Limit of concurrent TLS handshakes; each takes up to 50 KiB, an idle one almost nothing."""
 LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
+PAGE_SHARE = 1 / 16
+OWN_SHARE = 1 / 8
 SAVE_INTERVAL_S = 1.0
 """Interval at which a process saves its counters."""
 
@@ -106,6 +108,10 @@ class GatewayContext:
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_bodies = SliceQueue(LARGE_BODY_SHARE, clock)
         """Large requests that are being read."""
+        self.public_pages = SliceQueue(PAGE_SHARE, clock)
+        """Pages for clients that are being built."""
+        self.own_work = SliceQueue(OWN_SHARE, clock)
+        """Pages of the internal port that are being built, and counters that are being saved."""
         self.last_tick_at = clock()
         """When the sweeper ran last."""
         self.active_requests: set[RunningRequest] = set()
@@ -119,6 +125,11 @@ class GatewayContext:
         self._id_prefix = os.urandom(6).hex().encode()
         self._last_id = 0
         self._next_save_at = 0.0
+        self._servable_model = ""
+        """The model that could be served when this was looked at last."""
+        self._counter_saver = (
+            CounterSaver(self.metrics, shared_state) if shared_state is not None else None
+        )
 
     def set_api_keys(self, api_keys: ApiKeys) -> None:
         """Set the keys and tenants, at the start and whenever their file has changed."""
@@ -139,7 +150,7 @@ class GatewayContext:
         """Restore the counters that this process's predecessor saved."""
         shared = self.shared_state
         if shared is not None:
-            restore_counters(self.metrics, shared.read_counters(shared.process_index))
+            run_at_once(restore_counters(self.metrics, shared, shared.process_index))
 
     def publish_process_state(self, now: float) -> None:
         """Publish a heartbeat and counts for the other processes; called by the sweeper."""
@@ -150,12 +161,22 @@ class GatewayContext:
         self.queue_limit = shared.compute_queue_limit(unanswered, self.config.queue_limit)
         if now >= self._next_save_at:
             self._next_save_at = now + SAVE_INTERVAL_S
-            self.save_counters()
+            self.own_work.start(self.save_counters())
 
-    def save_counters(self) -> None:
+    def save_counters(self) -> Steps[None]:
         """Save this process's counters."""
-        if self.shared_state is not None:
-            save_counters(self.metrics, self.shared_state)
+        if self._counter_saver is not None:
+            yield from self._counter_saver.save()
+
+    def can_serve(self) -> Steps[bool]:
+        """Whether any model can be served now; mostly the first look shows it."""
+        models = self.router.registry.models
+        for name in [self._servable_model, *models]:
+            if name in models and not self.router.explain_unavailable(name):
+                self._servable_model = name
+                return True
+            yield
+        return False
 
     def count_in_flight(self) -> int:
         """Requests in flight in all processes."""

@@ -39,6 +39,7 @@ from cleave.router.role_flipper import RoleFlip, RoleFlipper
 from cleave.router.router import Router, RoutingRules, SharedRouter
 from cleave.router.watchdog import WatchdogTimer
 from cleave.rpc.plan_thresholds import PlanThresholds
+from cleave.time_slices import run_at_once
 from cleave.traffic import length_file
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class GatewayServer:
         await picker
         await self._router_server.stop()
         await self._agent_watcher.stop()
-        context.save_counters()
+        run_at_once(context.save_counters())
         if self._recorder is not None:
             await self._recorder.stop()
 

@@ -12,12 +12,14 @@ import math
 import shutil
 import time
 import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
 from cleave.router.prefix_index import PrefixMemory
 from cleave.router.shared_load import SharedLoad, build_table
 from cleave.shm.table import SharedTable
+from cleave.time_slices import Steps
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ HEARTBEAT_TIMEOUT_S = 10.0
 
 _HEARTBEAT, _AWAITING_FIRST_BYTE, _IN_FLIGHT, _PID = range(4)
 _RESTARTS = 0
+_LENGTH_BYTES = 4
+"""Before each part of a file of counters."""
 
 
 class SharedGatewayState:
@@ -78,13 +82,17 @@ class SharedGatewayState:
         self._write_field(self.process_index, _AWAITING_FIRST_BYTE, unanswered)
         self._write_field(self.process_index, _IN_FLIGHT, in_flight)
 
-    def write_counters(self, counts: bytes) -> None:
+    def write_counters(self, parts: Iterable[bytes]) -> Steps[None]:
         """Publish all that this process and its predecessors have counted."""
         path = self._get_counter_path(self.process_index)
-        part = path.with_suffix(".part")
+        new = path.with_suffix(".part")
         try:
-            part.write_bytes(counts)
-            part.replace(path)
+            with new.open("wb") as file:
+                for part in parts:
+                    file.write(len(part).to_bytes(_LENGTH_BYTES))
+                    file.write(part)
+                    yield
+            new.replace(path)
         except OSError as error:
             # A full disk must not stop requests from being served.
             if not self._has_warned:
@@ -97,12 +105,14 @@ class SharedGatewayState:
 
     # --- read for all processes ---
 
-    def read_counters(self, process: int) -> bytes:
-        """The counters that a process published last; empty at first."""
+    def read_counters(self, process: int) -> Iterator[bytes]:
+        """The parts of the counters that a process published last; none at first."""
         try:
-            return self._get_counter_path(process).read_bytes()
+            with self._get_counter_path(process).open("rb") as file:
+                while length := file.read(_LENGTH_BYTES):
+                    yield file.read(int.from_bytes(length))
         except FileNotFoundError:
-            return b""
+            return
 
     def compute_queue_limit(self, unanswered: int, limit: int) -> int:
         """How many requests of this process may wait for their first byte, until the next call.

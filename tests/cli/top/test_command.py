@@ -15,14 +15,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from typer.testing import CliRunner
 
 from cleave.cli.main import app
-from cleave.gateway.metrics.gateway_metrics import GatewayCollector, GatewayMetrics, SloTargets
+from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
 from cleave.local import state
 from cleave.local.state import DeploymentSnapshot
 from cleave.rpc.fleet_status import FleetInstance, FleetStatus
+
+from tests.support.metrics_page import write_gateway_page
 
 COMMAND = [sys.executable, "-m", "cleave.cli.main", "top"]
 FLEET = FleetStatus(
@@ -44,14 +45,10 @@ class Gateway:
 
     def __init__(self) -> None:
         self.metrics = GatewayMetrics(SloTargets(0.4, 0.04))
-        registry = CollectorRegistry()
-        registry.register(GatewayCollector(self.metrics))
-        ProcessCollector(registry=registry)
         self.pages = {
             "/fleet": lambda: msgspec.json.encode(FLEET),
             "/metrics": self._render_metrics,
         }
-        self._registry = registry
         self._port = 0
         self.start()
 
@@ -63,7 +60,7 @@ class Gateway:
         self.metrics.requests["m", "ok"] += 1
         self.metrics.slo_results["m", ""] += 1
         self.metrics.models["m"].ttft["prefill"].observe(0.15)
-        return generate_latest(self._registry)
+        return write_gateway_page(self.metrics)
 
     def start(self) -> None:
         gateway = self

@@ -283,7 +283,7 @@ async def test_a_refused_body_is_freed_at_once(single) -> None:
 
 
 async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(single) -> None:
-    context, waits_s = single.context, 0.6
+    context, waits_s = single.context, 2.0
     large = ASK | {"prompt": "x" * (LARGE_BODY_BYTES + 1)}
     before = context.clock()
     assert (await single.ask(large)).status == 200

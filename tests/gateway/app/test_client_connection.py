@@ -359,3 +359,43 @@ async def test_more_clients_than_allowed_are_turned_away(make_stage) -> None:
     opened.set()
     assert (await first.read()).status == (await second.read()).status == 200
     assert (await stage.ask(ASK)).status == 200
+
+
+async def test_a_large_answer_is_sent_as_the_client_takes_it(single) -> None:
+    text = "x" * (20 << 20)
+
+    async def answer_much(engine, request, writer) -> None:
+        engine.send_json(writer, {"choices": [{"text": text}], "usage": {"prompt_tokens": 1}})
+
+    single.engines["x"].script = answer_much
+    client = await single.connect()
+    client.writer.transport.pause_reading()
+    client.send(ASK)
+    client.send(ASK | {"prompt": "second"})
+    await single.until(lambda: len(single.engines["x"].requests) == 1, "it is served")
+    await asyncio.sleep(0.2)
+    (connection,) = single.context.clients
+    assert connection.blocked
+    assert connection.transport.get_write_buffer_size() < 4 << 20, "the rest waits"
+    assert single.context.buffer_budget.used > 10 << 20, "and counts"
+    assert len(single.engines["x"].requests) == 1, "the second one waits for the first answer"
+    single.engines["x"].script = None
+    client.writer.transport.resume_reading()
+    assert (await client.read()).json()["choices"][0]["text"] == text
+    assert (await client.read()).status == 200
+    await single.until(lambda: single.context.buffer_budget.used == 0, "nothing is kept")
+
+
+async def test_an_answer_that_is_not_taken_is_given_up(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, keep_alive_s=0.5)
+
+    async def answer_much(engine, request, writer) -> None:
+        engine.send_json(writer, {"choices": [{"text": "x" * (20 << 20)}]})
+
+    stage.engines["x"].script = answer_much
+    client = await stage.connect()
+    client.writer.transport.pause_reading()
+    client.send(ASK)
+    await stage.until(lambda: bool(stage.context.clients), "it is connected")
+    await stage.until(lambda: not stage.context.clients, "it is closed")
+    assert stage.context.buffer_budget.used == 0

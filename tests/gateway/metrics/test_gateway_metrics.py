@@ -9,16 +9,24 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cleave.api.enums import DispatchPolicy
 from cleave.gateway.failover.retry_policy import Failure
+from cleave.gateway.metrics.families import write_page
 from cleave.gateway.metrics.gateway_metrics import (
     RETRY_CAUSES,
     TTFT_BOUNDS_S,
-    GatewayCollector,
     GatewayMetrics,
     SloTargets,
     record_completed,
 )
 from cleave.gateway.metrics.instance_metrics import CacheHitPage
 from cleave.rpc.v1 import agent_pb2
+from cleave.time_slices import run_at_once
+
+from tests.support.metrics_page import write_gateway_page
+
+
+def render(page: CacheHitPage) -> bytes:
+    return b"".join(run_at_once(write_page(run_at_once(page.collect()))))
+
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -26,27 +34,25 @@ STREAM = ASK | {"stream": True}
 
 def test_histograms_are_written_as_prometheus_itself_would() -> None:
     rng = random.Random(7)
-    metrics, registry, own = GatewayMetrics(), CollectorRegistry(), CollectorRegistry()
+    metrics, registry = GatewayMetrics(), CollectorRegistry()
     name, text = "cleave_gateway_ttft_seconds", "Request read to first byte of stream"
     labels = ["model", "role"]
     reference = Reference(name, text, labels, buckets=TTFT_BOUNDS_S, registry=registry)
     for value in [*TTFT_BOUNDS_S, *(rng.expovariate(1.0) for _ in range(1_000)), 0.0, 1e6]:
         metrics.models["m"].ttft["prefill"].observe(value)
         reference.labels("m", "prefill").observe(value)
-    own.register(GatewayCollector(metrics))
     lines = [
-        {line for line in generate_latest(r).decode().splitlines() if line.startswith(name)}
-        for r in (own, registry)
+        {line for line in page.decode().splitlines() if line.startswith(name)}
+        for page in (write_gateway_page(metrics), generate_latest(registry))
     ]
     assert lines[0] == {line for line in lines[1] if "_created" not in line}
 
 
 def list_counts(metrics: GatewayMetrics) -> dict[str, float]:
     """Values of all series of counters, by their text."""
-    registry = CollectorRegistry()
-    registry.register(GatewayCollector(metrics))
-    lines = generate_latest(registry).decode().splitlines()
-    pairs = (line.rpartition(" ") for line in lines if "_total" in line and line[0] != "#")
+    lines = write_gateway_page(metrics).decode().splitlines()
+    counted = [line for line in lines if line.startswith("cleave_") and "_total" in line]
+    pairs = (line.rpartition(" ") for line in counted)
     return {series: float(value) for series, _, value in pairs}
 
 
@@ -139,7 +145,7 @@ async def test_lines_of_cache_hits_are_those_of_a_parser_and_of_present_instance
     page = CacheHitPage(registry)
     for _ in range(2):
         families = {
-            each.name: each for each in text_string_to_metric_families(page.render().decode())
+            each.name: each for each in text_string_to_metric_families(render(page).decode())
         }
         prompts = families["cleave_gateway_cache_prompt_tokens"]
         assert prompts.type == "counter"
@@ -148,7 +154,7 @@ async def test_lines_of_cache_hits_are_those_of_a_parser_and_of_present_instance
             for source in ("sent", "predicted")
         ]
     registry.instances.clear()
-    assert b'engine="x"' not in page.render()
+    assert b'engine="x"' not in render(page)
 
 
 async def test_predicted_and_real_cache_hits_are_exported_by_instance(make_stage) -> None:

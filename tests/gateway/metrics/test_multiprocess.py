@@ -4,16 +4,18 @@ import os
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
 from cleave.gateway.metrics.multiprocess import (
-    MultiprocessCollector,
+    CounterSaver,
     restore_counters,
-    save_counters,
+    sum_counters,
 )
 from cleave.gateway.shared_state import SharedGatewayState
+from cleave.time_slices import run_at_once
+
+from tests.support.metrics_page import write_gateway_page
 
 
 @pytest.fixture
@@ -34,14 +36,18 @@ def count(metrics: GatewayMetrics, times: int) -> None:
         metrics.streams += 1
 
 
+def save(metrics: GatewayMetrics, shared_state: SharedGatewayState) -> None:
+    run_at_once(CounterSaver(metrics, shared_state).save())
+
+
 def scrape(
     metrics: GatewayMetrics, shared_state: SharedGatewayState
 ) -> dict[tuple[str, tuple[str, ...]], float]:
-    registry = CollectorRegistry()
-    registry.register(MultiprocessCollector(metrics, shared_state))
+    save(metrics, shared_state)
+    total = run_at_once(sum_counters(metrics, shared_state))
     return {
         (sample.name, tuple(sorted(sample.labels.values()))): sample.value
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for family in text_string_to_metric_families(write_gateway_page(total).decode())
         for sample in family.samples
     }
 
@@ -53,7 +59,7 @@ def test_counts_of_all_processes_are_added_up_and_targets_are_not(shared_state) 
     count(theirs, 3)
     theirs.requests["n", "failed"] += 1
     ours.whole_below_tokens = theirs.whole_below_tokens = 256
-    save_counters(theirs, second)
+    save(theirs, second)
     second.publish_heartbeat(0.0, 1, 4)
     first.publish_heartbeat(0.0, 1, 3)
     page = scrape(ours, first)
@@ -80,7 +86,7 @@ def test_no_counter_decreases_when_a_process_is_killed(shared_state) -> None:
     shared_state.clear_process(0)
     after = scrape(other, second)
     successor = GatewayMetrics()
-    restore_counters(successor, first.read_counters(0))
+    run_at_once(restore_counters(successor, first, 0))
     count(successor, 1)
     later = scrape(successor, first)
     name = "cleave_gateway_requests_total", ("m", "ok")

@@ -8,6 +8,8 @@ and nothing arrives, reading stays enabled, because only reading detects a disco
 
 import asyncio
 import math
+from collections import deque
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Protocol, cast
 
@@ -32,6 +34,10 @@ WRITE_BUFFER_BYTES = 4 << 10
 """Unread bytes in memory at which a client counts as blocked. Sockets of the kernel hold more."""
 FEED_BYTES = 16 << 10
 """Bytes parsed at a time, which limits the pipelined requests that one read creates."""
+PIECE_BYTES = 64 << 10
+"""More bytes of a response are sent in pieces of so many, as the client takes them."""
+TURN_BYTES = 1 << 20
+"""Sent to one client at a time: copying and encrypting them takes up to 2 ms."""
 SMALL_BODY_BYTES = 16 << 10
 """Larger bodies count as buffered until their answer is complete."""
 MIN_BODY_RATE = 64 << 10
@@ -98,7 +104,16 @@ class ClientConnection(asyncio.Protocol):
         self.chunked = True
         """Whether the client supports chunked bodies (HTTP/1.1)."""
         self.blocked = False
+        """Whether the write buffer is full, or bytes of the response wait for room in it."""
+        self._is_full = False
         """Whether the write buffer is full."""
+        self._unsent: deque[bytes | memoryview] = deque()
+        """What waits for room."""
+        self._own_unsent_bytes = 0
+        """Of it, what no other client gets as well."""
+        self._ending: bool | None = None
+        """Whether the client may send another request once it has taken all of a complete response;
+        None: the response is not complete, or nothing of it waits."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
@@ -134,6 +149,7 @@ class ClientConnection(asyncio.Protocol):
         self._backlog.clear()
         self._body_bytes = 0
         self._update_buffered_bytes()
+        self._unsent.clear()
         self._context.buffer_budget.remove_blocked(self)
         running, self._active_request = self._active_request, None
         if running is not None:
@@ -141,18 +157,49 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The write buffer is full."""
-        self.blocked = True
-        unread = self.transport.get_write_buffer_size()
-        self._context.buffer_budget.add_blocked(self, unread)
-        if self._active_request is not None:
-            self._active_request.set_paused(True)
+        self._is_full = True
+        self._mark_blocked()
 
     def resume_writing(self) -> None:
         """The write buffer has room again."""
+        self._is_full = False
+        if self._unsent or self._ending is not None:
+            # Not from here: the event loop would close the connection twice.
+            asyncio.get_running_loop().call_soon(self._send_unsent)
+        else:
+            self._send_unsent()
+
+    def _mark_blocked(self) -> None:
+        unread = self.transport.get_write_buffer_size() + self._own_unsent_bytes
+        self._context.buffer_budget.add_blocked(self, unread)
+        self.blocked = True
+        if self._active_request is not None:
+            self._active_request.set_paused(True)
+
+    def _send_unsent(self) -> None:
+        """Send as much as the client takes now, or as one turn allows."""
+        if self.transport.is_closing():
+            self._unsent.clear()
+        if self._ending is not None:
+            self._set_deadline(self._context.config.timeouts.keep_alive_s)
+        sent = 0
+        while self._unsent and not self._is_full and sent < TURN_BYTES:
+            piece = self._unsent.popleft()
+            sent += len(piece)
+            self.transport.write(piece)
+        self._own_unsent_bytes = max(self._own_unsent_bytes - sent, 0)
+        if self._is_full:
+            return
+        if self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_unsent)
+            return
         self.blocked = False
         self._context.buffer_budget.remove_blocked(self)
         if self._active_request is not None:
             self._active_request.set_paused(False)
+        elif self._ending is not None:
+            reusable, self._ending = self._ending, None
+            self.end(reusable)
         elif not (self._busy or self._discarding):
             self._become_idle()
 
@@ -161,29 +208,54 @@ class ClientConnection(asyncio.Protocol):
         self._active_request = active_request
 
     def write(self, data: bytes) -> None:
-        """Send bytes of the response."""
-        self._write_batcher.write(self.transport, data)
+        """Send bytes of the response; if they are many, as the client takes them."""
+        if self._unsent or len(data) > PIECE_BYTES:
+            view = memoryview(data)
+            pieces = [view[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
+            self._own_unsent_bytes += len(data)
+            self._send_pieces(pieces)
+        else:
+            self._write_batcher.write(self.transport, data)
+
+    def _send_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
+        is_sending = bool(self._unsent)
+        self._unsent.extend(pieces)
+        if not is_sending:
+            self._write_batcher.flush()
+            self._mark_blocked()
+            self._send_unsent()
 
     def respond(
-        self, status: int, fields: bytes, body: bytes, request_id: bytes, *, with_body: bool = True
+        self,
+        status: int,
+        fields: bytes,
+        body: Sequence[bytes],
+        request_id: bytes,
+        *,
+        with_body: bool = True,
     ) -> None:
-        """Send a complete response; `with_body` False: for HEAD."""
+        """Send a complete response. `body`: in pieces, which other clients may get as well;
+        `with_body` False: for HEAD."""
         reusable = self.keep_alive and not self._context.draining
         if not reusable:
             fields += headers.CONNECTION_CLOSE
-        raw = headers.build_response_head(status, fields, request_id, len(body))
-        if not with_body:
-            self.write(raw)
-        elif len(body) <= headers.MAX_JOINED_BYTES:
-            self.write(raw + body)
+        size = sum(map(len, body))
+        raw = headers.build_response_head(status, fields, request_id, size)
+        if with_body and size <= headers.MAX_JOINED_BYTES:
+            self.write(b"".join((raw, *body)))
         else:
             self.write(raw)
-            self.write(body)
+            if with_body:
+                self._send_pieces(body)
         self.end(reusable)
 
     def end(self, reusable: bool) -> None:
         """The response is complete; `reusable` False: close the connection after it."""
         self._active_request = None
+        if self._unsent:
+            self._ending = reusable
+            self._set_deadline(self._context.config.timeouts.keep_alive_s)
+            return
         if self._body_bytes:
             self._body_bytes = 0
             self._update_buffered_bytes()
@@ -200,13 +272,14 @@ class ClientConnection(asyncio.Protocol):
 
     def get_idle_since(self) -> float:
         """When it became idle or began to send a body; infinite while a request is answered."""
-        if self._busy:
+        if self._busy and self._ending is None:
             return math.inf
         return self._request_started_at if self._reader.reading_body else self._idle_since
 
     def check_deadline(self, now: float) -> None:
         """Close an idle, sending or closing client whose deadline has passed."""
-        if now <= self._deadline or (self._busy and not self.transport.is_closing()):
+        is_answering = self._busy and self._ending is None
+        if now <= self._deadline or (is_answering and not self.transport.is_closing()):
             return
         is_closing = self._discarding or self.blocked or self.transport.is_closing()
         if self._receiving and not is_closing:

@@ -127,7 +127,8 @@ class _CorsHandler:
             self._context.metrics.requests["", "refused"] += 1
             response = error.status, build_error_headers(error), error.to_json()
         self._handler.record_response(request_id, response[0], request)
-        client.respond(*response, request_id)
+        status, lines, body = response
+        client.respond(status, lines, [body], request_id)
 
 
 def _is_preflight(request: HttpRequest) -> bool:

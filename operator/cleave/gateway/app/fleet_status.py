@@ -23,10 +23,13 @@ from cleave.rpc.fleet_status import (
     KvPath,
 )
 from cleave.rpc.v1 import agent_pb2
+from cleave.time_slices import Steps
 
 _TEXT_LIMIT = 300
 """Characters of a reason or detail."""
 _DIGEST_LIMIT = 64
+_UNUSABLE = "unusable"
+"""In place of the digest of a report that is not sent."""
 _MAX_ADAPTER_FAULTS = 16
 """Instances in one response that say why an adapter is not loaded."""
 
@@ -37,47 +40,50 @@ class _DigestOfReport(msgspec.Struct, frozen=True, rename="camel"):
     config_digest: str = ""
 
 
-def describe_fleet(context: GatewayContext) -> FleetStatus:
-    """The current instances, sorted by name."""
+def describe_fleet(context: GatewayContext) -> Steps[list[bytes]]:
+    """The current instances, sorted by name, as JSON of `FleetStatus` in pieces."""
     registry, now = context.router.registry, context.clock()
-    instances = registry.instances
-    pairs = {
-        decode.name: _describe_pairs(summary, now)
-        for table in registry.list_tables()
-        for decode, summary in summarize_pairs(table)
-    }
-    names = sorted(instances)[:MAX_INSTANCES]
-    digests = _read_digests(instances[name] for name in names)
+    instances = {name: registry.instances[name] for name in sorted(registry.instances)}
+    left_out = max(len(instances) - MAX_INSTANCES, 0)
+    pairs: dict[str, KvPairs] = {}
+    for table in registry.list_tables():
+        for decode, summary in summarize_pairs(table):
+            pairs[decode.name] = _describe_pairs(summary, now)
+            yield
+    digests = yield from _read_digests(islice(instances.values(), MAX_INSTANCES))
     reporters = _choose_reporters(instances, digests)
-    faults = (name for name in names if _find_adapter_fault(instances[name]))
-    failing = {*islice(faults, _MAX_ADAPTER_FAULTS)}
-    return FleetStatus(
-        instances=tuple(
-            msgspec.structs.replace(
-                _describe_instance(instances[n], pairs.get(n, KvPairs()), now),
-                model_report=instances[n].registration.model_report if n in reporters else "",
-                model_digest=digests.get(n, ""),
-                adapter_fault=_find_adapter_fault(instances[n]) if n in failing else "",
-            )
-            for n in names
-        ),
-        left_out=max(len(instances) - MAX_INSTANCES, 0),
-        draining=context.draining,
-    )
+    num_faults = 0
+    described: list[bytes] = []
+    for name, instance in islice(instances.items(), MAX_INSTANCES):
+        yield
+        fault = _find_adapter_fault(instance) if num_faults < _MAX_ADAPTER_FAULTS else ""
+        num_faults += bool(fault)
+        status = msgspec.structs.replace(
+            _describe_instance(instance, pairs.get(name, KvPairs()), now),
+            model_report=instance.registration.model_report if name in reporters else "",
+            model_digest=digests.get(name, ""),
+            adapter_fault=fault,
+        )
+        described.append(msgspec.json.encode(status))
+    frame = msgspec.json.encode(FleetStatus(left_out=left_out, draining=context.draining))
+    before, after = frame.split(b"[]", 1)
+    return [before + b"[", b",".join(described), b"]" + after]
 
 
-def _read_digests(instances: Iterable[RoutedInstance]) -> dict[str, str]:
+def _read_digests(instances: Iterable[RoutedInstance]) -> Steps[dict[str, str]]:
     """The digest in the report of each ready instance that has a report; empty: it has none."""
     by_report: dict[str, str] = {}
     digests: dict[str, str] = {}
     for instance in instances:
         registration = instance.registration
         report = registration.model_report
-        if registration.state != agent_pb2.STATE_READY or not _is_usable(report):
+        if registration.state != agent_pb2.STATE_READY or not report:
             continue
         if report not in by_report:
-            by_report[report] = _decode_digest(report)
-        digests[instance.name] = by_report[report]
+            yield
+            by_report[report] = _decode_digest(report) if _is_usable(report) else _UNUSABLE
+        if (digest := by_report[report]) is not _UNUSABLE:
+            digests[instance.name] = digest
     return digests
 
 

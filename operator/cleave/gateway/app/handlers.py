@@ -1,26 +1,21 @@
 """Handlers of all paths of the gateway: its own GET paths, and the POST paths that go to engines.
 
 Used by the client connections. What is hard: if the gateway has API keys, a client without one
-must not learn names of models, instances or tenants, but probes send no key. So /health and
-/openapi.json need none and then contain less; scrapers send a key or use the internal port, which
-no Service exposes. /fleet describes every instance and its load, which only the operator needs: it
-exists on the internal port only, and so does /metrics when there are several tenants, because it
-shows the traffic of each.
+must not learn names of models, instances or tenants, but probes send no key (`pages`). Scrapers
+send a key or use the internal port, which no Service exposes. /fleet describes every instance and
+its load, which only the operator needs: it exists on the internal port only, and so does /metrics
+when there are several tenants, because it shows the traffic of each.
 """
 
-import time
+from functools import partial
 from http import HTTPStatus
 from urllib.parse import unquote
-
-import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.app import routes
 from cleave.gateway.app.client_connection import ClientConnection
-from cleave.gateway.app.fleet_status import describe_fleet
-from cleave.gateway.app.openapi import build_openapi, describe_server
+from cleave.gateway.app.pages import Pages
+from cleave.gateway.app.shared_page import BuiltPage, PageRequest
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import (
@@ -31,19 +26,12 @@ from cleave.gateway.http.completion_request import (
 from cleave.gateway.http.error_dialects import encode_error
 from cleave.gateway.http.errors import GatewayError, build_error_headers, convert_router_error
 from cleave.gateway.http.request_parser import HttpRequest
-from cleave.gateway.metrics.gateway_metrics import GatewayCollector
-from cleave.gateway.metrics.instance_metrics import CacheHitPage, InstanceCollector
-from cleave.gateway.metrics.multiprocess import MultiprocessCollector
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.proxy.translated_client import TranslatedClient
-from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tracing.recorder import RequestRecorder
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.router.errors import UnknownModel
-from cleave.router.instance import RoutedInstance
-from cleave.rpc.enum_names import get_enum_name
-from cleave.rpc.v1 import agent_pb2
 from cleave.time_slices import Steps, run_at_once
 
 _OTHER_PATHS = frozenset(route.path for route in routes.OTHER_ROUTES)
@@ -56,14 +44,8 @@ _INTERNAL_METHODS = {route.path: b"GET" for route in routes.INTERNAL_ROUTES}
 _UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
 """Paths that probes and scrapers request."""
 
-_Response = tuple[int, bytes, bytes]
-"""Status, header lines, body."""
-
 LARGE_BODY_BYTES = 256 << 10
 """Larger requests are read in time slices."""
-MAX_TICK_AGE_S = 5.0
-"""The sweeper runs five times a second; after so long without a run it counts as hung."""
-
 _UNAUTHORIZED = GatewayError(
     HTTPStatus.UNAUTHORIZED,
     "no valid API key: send it as `Authorization: Bearer KEY`",
@@ -99,16 +81,7 @@ class GatewayRequestHandler:
         self._methods = _INTERNAL_METHODS if internal else _METHODS
         self._internal = internal
         self._public_paths = frozenset(_INTERNAL_METHODS) if internal else _PUBLIC_PATHS
-        self._openapi_cache: dict[bool, tuple[list[str], bytes]] = {}
-        """(model names, encoded OpenAPI description), by whether it contains model names."""
-        self._registry = CollectorRegistry()
-        if context.shared_state is None:
-            self._registry.register(GatewayCollector(context.metrics))
-            ProcessCollector(registry=self._registry)
-        else:
-            self._registry.register(MultiprocessCollector(context.metrics, context.shared_state))
-        self._registry.register(InstanceCollector(context.router.registry))
-        self._cache_hits = CacheHitPage(context.router.registry)
+        self._pages = Pages(context, internal=internal)
 
     def check(self, request: HttpRequest) -> GatewayError | None:
         """Validate the head of a request: path, method and API key; the error to respond with."""
@@ -151,7 +124,7 @@ class GatewayRequestHandler:
                 if request.method == b"POST":
                     self._start_request(client, request, request_id, tenant)
                 else:
-                    self._send_response(client, request, self._handle_get(request), request_id)
+                    self._send_page(client, request, request_id)
             except GatewayError as refusal:
                 # No other name may refer to it: its traceback refers to this frame, and the body
                 # would stay in memory until the garbage collector finds that cycle.
@@ -162,8 +135,8 @@ class GatewayRequestHandler:
     ) -> None:
         self._context.metrics.requests["", "refused"] += 1
         body = encode_error(error, request.path)
-        refused = error.status, build_error_headers(error), body
-        self._send_response(client, request, refused, request_id)
+        refused = BuiltPage(error.status, build_error_headers(error), [body])
+        self._send_response(client, request, request_id, refused)
 
     def record_response(self, request_id: bytes, status: int, request: HttpRequest | None) -> None:
         """Record a response for the access log, but no unknown path, which may contain anything."""
@@ -180,12 +153,13 @@ class GatewayRequestHandler:
         return self._methods.get(request.path, b"")
 
     def _send_response(
-        self, client: ClientConnection, request: HttpRequest, response: _Response, request_id: bytes
+        self, client: ClientConnection, request: HttpRequest, request_id: bytes, page: BuiltPage
     ) -> None:
         """Send a response; to HEAD without a body, which would be read as the next response."""
         if request.path not in _UNLOGGED:
-            self.record_response(request_id, response[0], request)
-        client.respond(*response, request_id, with_body=request.method != b"HEAD")
+            self.record_response(request_id, page.status, request)
+        with_body = request.method != b"HEAD"
+        client.respond(page.status, page.fields, page.body, request_id, with_body=with_body)
 
     def _start_request(
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
@@ -243,110 +217,25 @@ class GatewayRequestHandler:
         keys = self._context.api_keys
         return self._internal or keys.accepts(request.headers.get(b"authorization"))
 
-    def _handle_get(self, request: HttpRequest) -> _Response:
-        path = request.path
-        if path == routes.LIVEZ_PATH:
-            late_s = self._context.clock() - self._context.last_tick_at
-            if late_s <= MAX_TICK_AGE_S:
-                return HTTPStatus.OK, headers.TEXT_CONTENT, b"ok\n"
-            message = f"deadlines have not been checked for {late_s:.1f} s\n"
-            return HTTPStatus.SERVICE_UNAVAILABLE, headers.TEXT_CONTENT, message.encode()
-        if path == routes.ROOT_PATH:
-            return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(describe_server())
-        if path == routes.FLEET_PATH:
-            page = describe_fleet(self._context)
-            return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(page)
-        if path == routes.METRICS_PATH:
-            if not self._internal and len(self._context.api_keys.tenants) > 1:
-                raise _INTERNAL_ONLY
-            content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
-            metrics = generate_latest(self._registry)
-            if self._context.router.uses_prompt_text:
-                metrics += self._cache_hits.render()
-            return HTTPStatus.OK, content, metrics
-        if path == routes.OPENAPI_PATH:
-            registry = self._context.router.registry
-            names = sorted(registry.models) if self._may_list_models(request) else []
-            return HTTPStatus.OK, headers.JSON_CONTENT, self._describe_api(names)
-        if path == routes.HEALTH_PATH:
-            status, health = self._describe_health()
-            if not self._may_list_models(request):
-                health = {"status": health["status"]}
-            return status, headers.JSON_CONTENT, msgspec.json.encode(health)
-        models = self._context.router.registry.models
-        if path.startswith(routes.MODEL_PREFIX):
+    def _send_page(self, client: ClientConnection, request: HttpRequest, request_id: bytes) -> None:
+        """Send one of the gateway's own pages, now or once it is built. Raises GatewayError."""
+        path, names_models = request.path, self._may_list_models(request)
+        has_tenants = len(self._context.api_keys.tenants) > 1
+        if path == routes.METRICS_PATH and has_tenants and not self._internal:
+            raise _INTERNAL_ONLY
+        respond = partial(self._send_response, client, request, request_id)
+        shared = self._pages.find_shared(path, names_models=names_models)
+        if shared is not None:
+            waiting = PageRequest(respond, client.drop)
+            client.set_active_request(waiting)
+            shared.request(waiting)
+        elif path.startswith(routes.MODEL_PREFIX):
             name = unquote(path.removeprefix(routes.MODEL_PREFIX).decode("ascii", "replace"))
-            if name not in models:
+            if name not in self._context.router.registry.models:
                 raise convert_router_error(UnknownModel(name))
-            described = self._describe_model(name)
+            respond(self._pages.build_model(name))
         else:
-            described = {"object": "list", "data": list(map(self._describe_model, sorted(models)))}
-        return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(described)
-
-    def _describe_api(self, names: list[str]) -> bytes:
-        """Built once with the model names and once without, until these change."""
-        cached = self._openapi_cache.get(bool(names))
-        if cached is None or cached[0] != names:
-            cached = names, msgspec.json.encode(build_openapi(names))
-            self._openapi_cache[bool(names)] = cached
-        return cached[1]
-
-    def _describe_model(self, name: str) -> dict[str, object]:
-        registry = self._context.router.registry
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._compute_created(name),
-            "owned_by": "cleave",
-            "parent": registry.models[name].base or None,
-            "max_model_len": registry.find_max_model_len(name),
-        }
-
-    def _compute_created(self, name: str) -> int:
-        """Unix time when this gateway first found an instance that serves the model."""
-        context = self._context
-        first_seen_s = context.router.registry.known_models.get(name, context.clock())
-        return round(time.time() - (context.clock() - first_seen_s))
-
-    def _describe_health(self) -> tuple[int, dict[str, object]]:
-        """200 when any model can be served or waited for, with the reasons why others cannot."""
-        router = self._context.router
-        # Adapters can be served wherever their base model can.
-        models = {name: model for name, model in router.registry.models.items() if not model.base}
-        reasons_by_model = {name: router.explain_unavailable(name) for name in sorted(models)}
-        reasons = [obstacle for obstacle in reasons_by_model.values() if obstacle]
-        if not models:
-            reasons.append("no instance has registered yet")
-        # If requests may wait for an instance, they must be sent here even without one.
-        may_wait = self._context.config.timeouts.wake_s > 0
-        ready = may_wait or any(not obstacle for obstacle in reasons_by_model.values())
-        shared = self._context.shared_state
-        if shared and (hung := _describe_hung_processes(shared, self._context.clock())):
-            reasons += hung
-            ready = False
-        status = "ok" if ready else "unavailable"
-        if self._context.draining:
-            ready, status = False, "draining"
-        return HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE, {
-            "status": status,
-            "reasons": reasons,
-            "requests_in_flight": self._context.count_in_flight(),
-            "models": {
-                name: {
-                    "ready": not reasons_by_model[name],
-                    "instances": [_describe_instance(instance) for instance in model.instances],
-                }
-                for name, model in sorted(models.items())
-            },
-        }
-
-
-def _describe_hung_processes(shared_state: SharedGatewayState, now: float) -> list[str]:
-    """Hung processes; the kernel still gives them a share of the connections."""
-    return [
-        f"process {number + 1} of {shared_state.num_processes} has had no heartbeat for {age:.0f} s"
-        for number, age in shared_state.list_hung(now)
-    ]
+            respond(self._pages.build_small(path, names_models=names_models))
 
 
 def _parse_target_path(target: bytes) -> bytes:
@@ -367,17 +256,3 @@ def _build_method_not_allowed(path: bytes, method: bytes) -> GatewayError:
     message = f"{path.decode('ascii', 'replace')} accepts {allowed} only"
     lines = f"allow: {allowed}\r\n".encode()
     return GatewayError(HTTPStatus.METHOD_NOT_ALLOWED, message, header_lines=lines)
-
-
-def _describe_instance(instance: RoutedInstance) -> dict[str, object]:
-    registration = instance.registration
-    return {
-        "name": instance.name,
-        "role": get_enum_name(agent_pb2.Role, registration.role),
-        "state": get_enum_name(agent_pb2.State, registration.state),
-        "selectable": instance.selectable,
-        "contact": instance.connectivity.value,
-        "kv_path_verified": registration.kv_path.verified,
-        "requests_in_flight": instance.in_flight.count_requests(),
-        "reason": registration.reason,
-    }

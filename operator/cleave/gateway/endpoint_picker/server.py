@@ -326,7 +326,7 @@ class EndpointPickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc
         self, request: health_pb2.HealthCheckRequest, context: _HealthStream
     ) -> health_pb2.HealthCheckResponse:
         """The status of one service."""
-        status = self._get_status(request.service)
+        status = await self._get_status(request.service)
         if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=status)
@@ -341,7 +341,7 @@ class EndpointPickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc
         while True:
             # Read before the status, so that the last status sent is that of draining.
             ends = self._context.draining
-            status = self._get_status(request.service)
+            status = await self._get_status(request.service)
             if status != last_status:
                 last_status = status
                 yield health_pb2.HealthCheckResponse(status=status)
@@ -349,14 +349,13 @@ class EndpointPickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _get_status(self, service: str) -> int:
+    async def _get_status(self, service: str) -> int:
         response = health_pb2.HealthCheckResponse
         if service in _ALIVE:
             return int(response.SERVING)
         if service not in _READY:
             return int(response.SERVICE_UNKNOWN)
-        router = self._context.router
-        can_serve = any(not router.explain_unavailable(name) for name in router.registry.models)
+        can_serve = await run_in_slices(self._context.can_serve())
         ready = can_serve and not self._context.draining
         return int(response.SERVING if ready else response.NOT_SERVING)
 

@@ -8,14 +8,13 @@ from the gateway instead.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-
+from cleave.gateway.metrics.families import Family, build_gauge, format_labels
 from cleave.router.instance import Connectivity, RoutedInstance, count_engine_hits
 from cleave.router.pair_summary import summarize_pairs
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
+from cleave.time_slices import Steps
 
 PROMPT_TOKENS = (
     "cleave_gateway_cache_prompt_tokens_total",
@@ -33,80 +32,70 @@ HOST_HIT_TOKENS = (
 HIT_LABELS = ("model", "engine", "source")
 
 
-class InstanceCollector:
-    """Reads the instances at each scrape."""
+def collect_instances(registry: InstanceRegistry) -> Steps[list[Family]]:
+    """The families of the instances and their pairs, by model and role."""
+    states: Counter[tuple[str, ...]] = Counter()
+    requests: Counter[tuple[str, ...]] = Counter()
+    fullest: dict[tuple[str, ...], float] = {}
+    youngest_s: dict[tuple[str, ...], float] = {}
+    for instance in list(registry.instances.values()):
+        yield
+        registration, load = instance.registration, instance.load
+        key = registration.model, get_enum_name(agent_pb2.Role, registration.role)
+        states[*key, _get_state_label(instance)] += 1
+        # Also for a role of which no instance is ready.
+        states[*key, "ready"] += 0
+        requests[*key, "running"] += load.num_running
+        requests[*key, "waiting"] += load.num_waiting
+        fullest[key] = max(fullest.get(key, 0.0), load.kv_cache_usage)
+        if load.oldest_kv_ms:
+            age_s = load.oldest_kv_ms / 1_000
+            youngest_s[key] = min(youngest_s.get(key, age_s), age_s)
+    text = "Instances that this gateway knows"
+    families = [_build_gauge("instances", text, states, "state")]
+    text = "Requests at engines, as they report"
+    families.append(_build_gauge("engine_requests", text, requests, "state"))
+    text = "KV memory in use at the fullest instance, 0 to 1"
+    families.append(_build_gauge("engine_kv_usage_max", text, fullest))
+    text = (
+        "Least age of an instance's least recently used KV block, of those that report it: what"
+        " was used since is cached"
+    )
+    families.append(_build_gauge("engine_kv_age_seconds_min", text, youngest_s))
+    return families + (yield from _collect_pairs(registry))
 
-    def __init__(self, registry: InstanceRegistry) -> None:
-        self._registry = registry
 
-    def collect(self) -> Iterable[Metric]:
-        """Called at each scrape."""
-        states: Counter[tuple[str, ...]] = Counter()
-        requests: Counter[tuple[str, ...]] = Counter()
-        fullest: dict[tuple[str, ...], float] = {}
-        youngest_s: dict[tuple[str, ...], float] = {}
-        for instance in self._registry.instances.values():
-            registration, load = instance.registration, instance.load
-            key = registration.model, get_enum_name(agent_pb2.Role, registration.role)
-            states[*key, _get_state_label(instance)] += 1
-            # Also for a role of which no instance is ready.
-            states[*key, "ready"] += 0
-            requests[*key, "running"] += load.num_running
-            requests[*key, "waiting"] += load.num_waiting
-            fullest[key] = max(fullest.get(key, 0.0), load.kv_cache_usage)
-            if load.oldest_kv_ms:
-                age_s = load.oldest_kv_ms / 1_000
-                youngest_s[key] = min(youngest_s.get(key, age_s), age_s)
-        yield _build_gauge("instances", "Instances that this gateway knows", states, "state")
-        text = "Requests at engines, as they report"
-        yield _build_gauge("engine_requests", text, requests, "state")
-        text = "KV memory in use at the fullest instance, 0 to 1"
-        yield _build_gauge("engine_kv_usage_max", text, fullest)
-        text = (
-            "Least age of an instance's least recently used KV block, of those that report it: what"
-            " was used since is cached"
-        )
-        yield _build_gauge("engine_kv_age_seconds_min", text, youngest_s)
-        yield from self._collect_pairs()
-
-    def _collect_pairs(self) -> Iterable[Metric]:
-        """What canary handoffs have shown, by model."""
-        pairs, age = "cleave_gateway_kv_pairs", "cleave_gateway_kv_proof_age_seconds_max"
-        rate = "cleave_gateway_kv_pair_bytes_per_second_min"
-        states: Counter[tuple[str, str]] = Counter()
-        oldest_s: dict[str, float] = {}
-        slowest: dict[str, float] = {}
-        for table in self._registry.list_tables():
-            model, now = table.instances[0].registration.model, self._registry.latest_s
-            for _, summary in summarize_pairs(table):
-                proven, closed = len(summary.proven), len(summary.closed)
-                states[model, "proven"] += proven
-                states[model, "closed"] += closed
-                states[model, "unproven"] += summary.total - proven - closed
-                oldest_s[model] = max(oldest_s.get(model, 0.0), summary.get_oldest_age_s(now))
-                if (path := summary.find_slowest()) is not None:
-                    slowest[model] = min(slowest.get(model, path.bytes_per_s), path.bytes_per_s)
-        text = "Pairs of a prefill and a decode instance, by what canary handoffs have shown"
-        family = GaugeMetricFamily(pairs, text, labels=["model", "state"])
-        for key, count in states.items():
-            family.add_metric(key, count)
-        yield family
-        for name, text, values in (
-            (age, "Age of the oldest proof of a pair", oldest_s),
-            (rate, "KV transfer rate of the slowest proven pair", slowest),
-        ):
-            family = GaugeMetricFamily(name, text, labels=["model"])
-            for model, value in values.items():
-                family.add_metric([model], value)
-            yield family
+def _collect_pairs(registry: InstanceRegistry) -> Steps[list[Family]]:
+    """What canary handoffs have shown, by model."""
+    states: Counter[tuple[str, ...]] = Counter()
+    oldest_s: dict[str, float] = {}
+    slowest: dict[str, float] = {}
+    for table in registry.list_tables():
+        model, now = table.instances[0].registration.model, registry.latest_s
+        for _, summary in summarize_pairs(table):
+            yield
+            proven, closed = len(summary.proven), len(summary.closed)
+            states[model, "proven"] += proven
+            states[model, "closed"] += closed
+            states[model, "unproven"] += summary.total - proven - closed
+            oldest_s[model] = max(oldest_s.get(model, 0.0), summary.get_oldest_age_s(now))
+            if (path := summary.find_slowest()) is not None:
+                slowest[model] = min(slowest.get(model, path.bytes_per_s), path.bytes_per_s)
+    pairs, age = "cleave_gateway_kv_pairs", "cleave_gateway_kv_proof_age_seconds_max"
+    rate = "cleave_gateway_kv_pair_bytes_per_second_min"
+    text = "Pairs of a prefill and a decode instance, by what canary handoffs have shown"
+    return [
+        build_gauge(pairs, text, states.items(), "model", "state"),
+        build_gauge(age, "Age of the oldest proof of a pair", oldest_s.items(), "model"),
+        build_gauge(rate, "KV transfer rate of the slowest proven pair", slowest.items(), "model"),
+    ]
 
 
 class CacheHitPage:
     """What engines were expected to have cached of prompts, and what they had, by instance.
 
-    Lines of the text format, appended to the page of the other metrics. There are five for each
-    instance, seven if it has host memory for KV, and prometheus_client takes 7 us for one, in the
-    loop that serves. So labels are formatted once per instance, not at each scrape.
+    There are five lines for each instance, seven if it has host memory for KV, so labels are
+    formatted once per instance, not at each scrape.
     """
 
     def __init__(self, registry: InstanceRegistry) -> None:
@@ -114,12 +103,14 @@ class CacheHitPage:
         self._labels: dict[tuple[str, str], tuple[str, ...]] = {}
         """Beginnings of the lines by model and name, of the instances of the last scrape."""
 
-    def render(self) -> bytes:
+    def collect(self) -> Steps[list[Family]]:
         """Called at each scrape."""
-        prompts, cached = [_describe(*PROMPT_TOKENS)], [_describe(*HIT_TOKENS)]
-        from_host = [_describe(*HOST_HIT_TOKENS)]
+        prompts: list[str] = []
+        cached: list[str] = []
+        from_host: list[str] = []
         known, labels = self._labels, {}
-        for instance in self._registry.instances.values():
+        for instance in list(self._registry.instances.values()):
+            yield
             load = instance.load
             sent, looked_up, predicted_cached = instance.in_flight.predict_hits()
             # Not by role: after a flip the counts go on.
@@ -136,37 +127,35 @@ class CacheHitPage:
                     f"{lines[5]}{float(loaded)}\n{lines[6]}{float(load.host_kv_hits)}\n"
                 )
         self._labels = labels
-        return "".join((*prompts, *cached, *from_host)).encode()
+        return build_hit_families(prompts, cached, from_host)
 
 
-def _describe(name: str, text: str) -> str:
-    return f"# HELP {name} {text}\n# TYPE {name} counter\n"
+def build_hit_families(*lines: Iterable[str]) -> list[Family]:
+    """The families of `CacheHitPage`; `lines`: of each."""
+    described = zip((PROMPT_TOKENS, HIT_TOKENS, HOST_HIT_TOKENS), lines, strict=True)
+    return [Family(*name, "counter", HIT_LABELS, each) for name, each in described]
 
 
 def _begin_lines(model: str, name: str) -> tuple[str, ...]:
-    labels = f'{{engine="{_format_label(name)}",model="{_format_label(model)}",source='
-    return (
-        f'{PROMPT_TOKENS[0]}{labels}"sent"}} ',
-        f'{PROMPT_TOKENS[0]}{labels}"predicted"}} ',
-        f'{HIT_TOKENS[0]}{labels}"predicted"}} ',
-        f'{PROMPT_TOKENS[0]}{labels}"engine"}} ',
-        f'{HIT_TOKENS[0]}{labels}"engine"}} ',
-        f'{HOST_HIT_TOKENS[0]}{labels}"predicted"}} ',
-        f'{HOST_HIT_TOKENS[0]}{labels}"engine"}} ',
+    sent, predicted, engine = (
+        format_labels(HIT_LABELS, (model, name, source))
+        for source in ("sent", "predicted", "engine")
     )
-
-
-def _format_label(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+    return (
+        f"{PROMPT_TOKENS[0]}{sent} ",
+        f"{PROMPT_TOKENS[0]}{predicted} ",
+        f"{HIT_TOKENS[0]}{predicted} ",
+        f"{PROMPT_TOKENS[0]}{engine} ",
+        f"{HIT_TOKENS[0]}{engine} ",
+        f"{HOST_HIT_TOKENS[0]}{predicted} ",
+        f"{HOST_HIT_TOKENS[0]}{engine} ",
+    )
 
 
 def _build_gauge(
     name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"cleave_gateway_{name}", text, labels=["model", "role", *labels])
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
+) -> Family:
+    return build_gauge(f"cleave_gateway_{name}", text, values.items(), "model", "role", *labels)
 
 
 def _get_state_label(instance: RoutedInstance) -> str:
