@@ -193,7 +193,9 @@ async def test_clients_that_do_not_read_their_answers_share_the_limit(make_stage
 
     async def answer_much(engine, request, writer) -> None:
         text = "x" * (8 << 20) if request.body["prompt"] == "much" else ""
-        engine.send_json(writer, {"choices": [{"text": text}], "kv_transfer_params": None})
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        answer = {"choices": [{"text": text}], "usage": usage, "kv_transfer_params": None}
+        engine.send_json(writer, answer)
 
     stage.engines["x"].script = answer_much
     clients = []

@@ -390,7 +390,8 @@ async def test_an_answer_that_is_not_taken_is_given_up(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, keep_alive_s=0.5)
 
     async def answer_much(engine, request, writer) -> None:
-        engine.send_json(writer, {"choices": [{"text": "x" * (20 << 20)}]})
+        answer = {"choices": [{"text": "x" * (20 << 20)}], "usage": {"prompt_tokens": 1}}
+        engine.send_json(writer, answer)
 
     stage.engines["x"].script = answer_much
     client = await stage.connect()
