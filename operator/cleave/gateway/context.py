@@ -7,6 +7,7 @@ from typing import Protocol
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.admission.controller import AdmissionController
 from cleave.gateway.admission.tokens_per_event import TokensPerEvent
+from cleave.gateway.admission.wrong_keys import WrongKeys
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
@@ -87,6 +88,7 @@ class GatewayContext:
             config, router.registry, self.metrics, shared_state, router.headroom_ms
         )
         self.tokens_per_event = TokensPerEvent()
+        self.wrong_keys = WrongKeys()
         self.set_api_keys(api_keys)
         self.set_thresholds(PlanThresholds())
         self.circuit_breaker = CircuitBreaker()

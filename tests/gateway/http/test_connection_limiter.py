@@ -46,7 +46,7 @@ def limiter(clock: Clock) -> ConnectionLimiter:
 def connect(limiter: ConnectionLimiter, address: str, *since: float) -> list[Fake]:
     connections = [Fake(each) for each in since]
     for one in connections:
-        assert limiter.admit(one, (address, 1))
+        assert limiter.admit(one, address)
     return connections
 
 
@@ -91,7 +91,7 @@ def test_an_address_whose_connections_are_all_busy_is_passed_over(
 
 def test_a_busy_connection_is_never_closed(limiter: ConnectionLimiter) -> None:
     running = connect(limiter, "1.1.1.1", *[math.inf] * 4)
-    assert not limiter.admit(Fake(1), ("2.2.2.2", 1))
+    assert not limiter.admit(Fake(1), "2.2.2.2")
     assert not any(one.dropped for one in running)
     running[2].since = 50
     connect(limiter, "2.2.2.2", 1)
@@ -124,7 +124,7 @@ def test_a_new_connection_costs_the_same_however_many_are_open(
     for i in range(4_096):
         examined = 0
         since = math.inf if busy and i < 1_024 else i
-        limiter.admit(Counted(since), (f"address {i % addresses}", 1))
+        limiter.admit(Counted(since), f"address {i % addresses}")
         most = max(most, examined)
     assert most <= MAX_EXAMINED + 17  # 16 of the last address, one stamp of the new connection
     assert len(limiter) == 1_024

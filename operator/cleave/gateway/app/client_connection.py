@@ -15,16 +15,20 @@ from typing import Protocol, cast
 
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
-from cleave.gateway.http.connection_limiter import ConnectionLimiter
+from cleave.gateway.http.connection_limiter import ConnectionLimiter, get_address_group
 from cleave.gateway.http.error_dialects import encode_error
 from cleave.gateway.http.errors import (
     RECEIVE_LIMIT_REACHED,
+    TOO_MANY_WRONG_KEYS,
+    WRONG_KEY,
     GatewayError,
     build_error_headers,
 )
 from cleave.gateway.http.request_parser import HttpRequest, RequestParser
 from cleave.gateway.upstream.connection_pool import set_nodelay
 
+WRONG_KEY_DELAY_S = 5.0
+"""How long a client that has sent too many wrong keys waits for each further answer."""
 LINGERING_CLOSE_S = 5.0
 """How long data of a rejected client is discarded, so that it can read the error response."""
 DISCARD_BYTES = 1 << 20
@@ -88,6 +92,8 @@ class ClientConnection(asyncio.Protocol):
         self._reader = RequestParser(limit, handler.check, names)
         self._backlog: list[bytes] = []
         self._discarding = False
+        self._late_response = b""
+        """An error response that is sent at the deadline."""
         self._busy = False
         self._receiving = False
         self._active_request: ActiveRequest | None = None
@@ -114,6 +120,8 @@ class ClientConnection(asyncio.Protocol):
         self._ending: bool | None = None
         """Whether the client may send another request once it has taken all of a complete response;
         None: the response is not complete, or nothing of it waits."""
+        self.address = ""
+        """Of the client, as it counts."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
@@ -122,7 +130,8 @@ class ClientConnection(asyncio.Protocol):
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._become_idle()
         self._context.clients.add(self)
-        if not self._limiter.admit(self, transport.get_extra_info("peername")):
+        self.address = get_address_group(transport.get_extra_info("peername"))
+        if not self._limiter.admit(self, self.address):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -266,6 +275,32 @@ class ClientConnection(asyncio.Protocol):
         self._busy = False
         self._become_idle()
 
+    def count_wrong_key(self) -> bool:
+        """Count a wrong key of this client; False: it is one too many."""
+        return self._context.wrong_keys.record(self.address, self._context.clock())
+
+    def reject(self, error: GatewayError, request: HttpRequest | None = None) -> None:
+        """Send an error response, discard further data, and close; an error about too many wrong
+        keys is sent late. `request`: the rejected one, if it is complete."""
+        if error is WRONG_KEY and not self.count_wrong_key():
+            error = TOO_MANY_WRONG_KEYS
+        rejected = request or self._reader.rejected
+        self._discarding, self._busy, self._body_bytes = True, False, 0
+        self._backlog.clear()
+        self._update_buffered_bytes()
+        self.transport.resume_reading()
+        body = encode_error(error, rejected.path if rejected is not None else b"")
+        request_id = self._context.make_request_id()
+        fields = build_error_headers(error) + headers.CONNECTION_CLOSE
+        response = headers.build_response_head(error.status, fields, request_id, len(body)) + body
+        self._context.metrics.requests["", "refused"] += 1
+        self._handler.record_response(request_id, error.status, request)
+        if error is TOO_MANY_WRONG_KEYS:
+            self._late_response = response
+            self._set_deadline(WRONG_KEY_DELAY_S)
+        else:
+            self._send_last(response)
+
     def drop(self) -> None:
         """Close the connection at once."""
         self.transport.abort()
@@ -281,10 +316,14 @@ class ClientConnection(asyncio.Protocol):
         is_answering = self._busy and self._ending is None
         if now <= self._deadline or (is_answering and not self.transport.is_closing()):
             return
+        if self._late_response:
+            late, self._late_response = self._late_response, b""
+            self._send_last(late)
+            return
         is_closing = self._discarding or self.blocked or self.transport.is_closing()
         if self._receiving and not is_closing:
             self._reader.reject(_REQUEST_TIMEOUT)
-            self._reject(_REQUEST_TIMEOUT)
+            self.reject(_REQUEST_TIMEOUT)
         else:
             self.transport.abort()
 
@@ -375,8 +414,7 @@ class ClientConnection(asyncio.Protocol):
         self.chunked = request.http11
         size = len(request.body)
         if (size > SMALL_BODY_BYTES or self._buffered_bytes) and not self._reserve_body(size):
-            self._busy, self._body_bytes = False, 0
-            self._reject(RECEIVE_LIMIT_REACHED, request)
+            self.reject(RECEIVE_LIMIT_REACHED, request)
         else:
             self._handler.handle(self, request)
 
@@ -388,25 +426,14 @@ class ClientConnection(asyncio.Protocol):
     def _handle_parse_outcome(self) -> None:
         """No complete request is left: reject the next one, or send `100 Continue`."""
         if self._reader.error is not None:
-            self._reject(self._reader.error)
+            self.reject(self._reader.error)
         elif self._reader.expects_continue:
             self._reader.expects_continue = False
             self.write(headers.CONTINUE_RESPONSE)
 
-    def _reject(self, error: GatewayError, request: HttpRequest | None = None) -> None:
-        """Send an error response, discard further data, and close.
-        `request`: the rejected one, if it is complete."""
-        rejected = request or self._reader.rejected
-        self._discarding = True
-        self._backlog.clear()
-        self._update_buffered_bytes()
-        self.transport.resume_reading()
-        body = encode_error(error, rejected.path if rejected is not None else b"")
-        request_id = self._context.make_request_id()
-        fields = build_error_headers(error) + headers.CONNECTION_CLOSE
-        self.write(headers.build_response_head(error.status, fields, request_id, len(body)) + body)
-        self._context.metrics.requests["", "refused"] += 1
-        self._handler.record_response(request_id, error.status, None)
+    def _send_last(self, response: bytes) -> None:
+        """Send a response after which the connection is closed."""
+        self.write(response)
         if self.transport.can_write_eof():
             self._write_batcher.flush()
             self.transport.write_eof()

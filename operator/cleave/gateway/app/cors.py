@@ -83,9 +83,10 @@ class CorsConnection(ClientConnection):
             self._fields = b""
         super().write(data)
 
-    def _reject(self, error: GatewayError, request: HttpRequest | None = None) -> None:
+    def reject(self, error: GatewayError, request: HttpRequest | None = None) -> None:
+        """Send an error response, and close; as of all clients."""
         self.expect_response(request or self._reader.rejected)
-        super()._reject(error, request)
+        super().reject(error, request)
 
 
 class _CorsHandler:

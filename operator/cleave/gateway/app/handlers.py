@@ -24,7 +24,14 @@ from cleave.gateway.http.completion_request import (
     raise_priority,
 )
 from cleave.gateway.http.error_dialects import encode_error
-from cleave.gateway.http.errors import GatewayError, build_error_headers, convert_router_error
+from cleave.gateway.http.errors import (
+    TOO_MANY_WRONG_KEYS,
+    UNAUTHORIZED,
+    WRONG_KEY,
+    GatewayError,
+    build_error_headers,
+    convert_router_error,
+)
 from cleave.gateway.http.request_parser import HttpRequest
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.proxied_request import ProxiedRequest
@@ -46,12 +53,6 @@ _UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
 
 LARGE_BODY_BYTES = 256 << 10
 """Larger requests are read in time slices."""
-_UNAUTHORIZED = GatewayError(
-    HTTPStatus.UNAUTHORIZED,
-    "no valid API key: send it as `Authorization: Bearer KEY`",
-    code="invalid_api_key",
-    header_lines=b"www-authenticate: Bearer\r\n",
-)
 _ENCODED_BODY = GatewayError(
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     "bodies with Content-Encoding, such as gzip, are not supported: send JSON as it is",
@@ -87,7 +88,7 @@ class GatewayRequestHandler:
         """Validate the head of a request: path, method and API key; the error to respond with."""
         error = self._check_path(request)
         if error is None and self._authenticate(request) is None:
-            return _UNAUTHORIZED
+            return WRONG_KEY if _find_credentials(request) else UNAUTHORIZED
         return error
 
     def _check_path(self, request: HttpRequest) -> GatewayError | None:
@@ -104,11 +105,7 @@ class GatewayRequestHandler:
         """The tenant of the request; None: not authenticated."""
         if request.path in self._public_paths:
             return DEFAULT_TENANT
-        credentials = request.headers.get(b"authorization")
-        if credentials is None and (key := request.headers.get(b"x-api-key")) is not None:
-            # As Anthropic's clients send it.
-            credentials = b"Bearer " + key
-        return self._context.api_keys.find_tenant(credentials)
+        return self._context.api_keys.find_tenant(_find_credentials(request))
 
     def handle(self, client: ClientConnection, request: HttpRequest) -> None:
         """Respond to a request: at once, or when the engine to which it goes has responded."""
@@ -118,7 +115,10 @@ class GatewayRequestHandler:
             request_id = context.make_request_id()
         error, tenant = self._check_path(request), self._authenticate(request)
         if tenant is None or error is not None:
-            self._reject(client, request, request_id, error or _UNAUTHORIZED)
+            if error is None and _find_credentials(request):
+                client.reject(WRONG_KEY, request)
+            else:
+                self._reject(client, request, request_id, error or UNAUTHORIZED)
         else:
             try:
                 if request.method == b"POST":
@@ -133,6 +133,9 @@ class GatewayRequestHandler:
     def _reject(
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, error: GatewayError
     ) -> None:
+        if error is TOO_MANY_WRONG_KEYS:
+            client.reject(error, request)
+            return
         self._context.metrics.requests["", "refused"] += 1
         body = encode_error(error, request.path)
         refused = BuiltPage(error.status, build_error_headers(error), [body])
@@ -212,14 +215,19 @@ class GatewayRequestHandler:
         client.set_active_request(proxied)
         proxied.start()
 
-    def _may_list_models(self, request: HttpRequest) -> bool:
-        """Whether the response on a public path may contain names of models."""
-        keys = self._context.api_keys
-        return self._internal or keys.accepts(request.headers.get(b"authorization"))
+    def _may_list_models(self, client: ClientConnection, request: HttpRequest) -> bool:
+        """Whether the response on a public path may contain names of models. A wrong key counts as
+        on all paths, but is ignored before it is one too many. Raises GatewayError."""
+        credentials = _find_credentials(request)
+        if self._internal or self._context.api_keys.accepts(credentials):
+            return True
+        if credentials and not client.count_wrong_key():
+            raise TOO_MANY_WRONG_KEYS
+        return False
 
     def _send_page(self, client: ClientConnection, request: HttpRequest, request_id: bytes) -> None:
         """Send one of the gateway's own pages, now or once it is built. Raises GatewayError."""
-        path, names_models = request.path, self._may_list_models(request)
+        path, names_models = request.path, self._may_list_models(client, request)
         has_tenants = len(self._context.api_keys.tenants) > 1
         if path == routes.METRICS_PATH and has_tenants and not self._internal:
             raise _INTERNAL_ONLY
@@ -236,6 +244,14 @@ class GatewayRequestHandler:
             respond(self._pages.build_model(name))
         else:
             respond(self._pages.build_small(path, names_models=names_models))
+
+
+def _find_credentials(request: HttpRequest) -> bytes | None:
+    credentials = request.headers.get(b"authorization")
+    if credentials is None and (key := request.headers.get(b"x-api-key")) is not None:
+        # As Anthropic's clients send it.
+        return b"Bearer " + key
+    return credentials
 
 
 def _parse_target_path(target: bytes) -> bytes:

@@ -15,6 +15,7 @@ from typing import cast
 
 from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.http.connection_limiter import get_address_group
 
 HANDSHAKE_S = 10.0
 
@@ -58,7 +59,7 @@ class TlsHandshake(asyncio.Protocol):
             self._task.cancel()
 
     def _start(self, connection: socket.socket, peer: object) -> None:
-        if self._context.handshake_limiter.admit(self, peer):
+        if self._context.handshake_limiter.admit(self, get_address_group(peer)):
             self._context.clients.add(self)
             self._task = asyncio.get_running_loop().create_task(self._run_handshake(connection))
             self._task.add_done_callback(lambda _: self._close(connection))

@@ -58,12 +58,11 @@ class ConnectionLimiter:
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def admit(self, connection: LimitedConnection, peer: object) -> bool:
+    def admit(self, connection: LimitedConnection, address: str) -> bool:
         """Register a new connection; False: there is no room and none can be made.
-        `peer`: the socket's peer name, as asyncio's transports give it."""
+        `address`: as `get_address_group` returns it."""
         if len(self._addresses) >= self._limit and not self._evict_idle():
             return False
-        address = get_address_group(peer)
         self._addresses[connection] = address
         queue = self._queues.setdefault(address, OrderedDict())
         queue[connection] = connection.get_idle_since()
@@ -128,7 +127,8 @@ def _find_idle(queue: Queue, visits: int) -> LimitedConnection | None:
 
 
 def get_address_group(peer: object) -> str:
-    """The address under which a peer counts: for IPv6 the /64, which one machine may own."""
+    """The address under which a peer counts: for IPv6 the /64, which one machine may own.
+    `peer`: the socket's peer name, as asyncio's transports give it."""
     if not isinstance(peer, tuple) or not peer:
         return ""
     address = str(peer[0])

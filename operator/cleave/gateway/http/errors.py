@@ -4,7 +4,7 @@ engine fails.
 All client libraries of the OpenAI API read `{"error": {"message", "type", "param", "code"}}`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 import msgspec
@@ -50,6 +50,25 @@ def build_payload_too_large(limit_bytes: int) -> GatewayError:
     message = f"the body is larger than {limit_bytes} bytes"
     return GatewayError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
+
+UNAUTHORIZED = GatewayError(
+    HTTPStatus.UNAUTHORIZED,
+    "no valid API key: send it as `Authorization: Bearer KEY`",
+    code="invalid_api_key",
+    header_lines=b"www-authenticate: Bearer\r\n",
+)
+"""The request has no key."""
+
+WRONG_KEY = replace(UNAUTHORIZED)
+"""The request has a key, but not one of this gateway."""
+
+TOO_MANY_WRONG_KEYS = GatewayError(
+    HTTPStatus.TOO_MANY_REQUESTS,
+    "too many wrong API keys have come: further ones are answered late, right ones at once",
+    "rate_limit_error",
+    code="too_many_wrong_keys",
+    retry_after_s=10,
+)
 
 RECEIVE_LIMIT_REACHED = GatewayError(
     HTTPStatus.SERVICE_UNAVAILABLE,
