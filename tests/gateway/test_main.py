@@ -48,7 +48,9 @@ def test_the_warning_about_too_few_files_names_the_remedy(soft: int) -> None:
         ("0.0.0.0", [], True),
         ("127.0.0.1,::", [], True),
         ("gateway.example", [], True),
-        ("127.0.0.1,::1,localhost", [], False),
+        ("127.0.0.1,::1,localhost", [], True),
+        ("127.0.0.1,::1,localhost", ["--allowed-hosts", "localhost"], False),
+        ("0.0.0.0", ["--allowed-hosts", "localhost"], True),
         ("0.0.0.0", ["--api-keys", "keys"], False),
     ],
 )

@@ -50,7 +50,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         *("--policy", "PrefixAware", "--session-header", "x-session"),
         *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
         *("--flipping", "Advisory", "--min-prefill", "1", "--min-decode", "2"),
-        *("--drain-timeout", "600"),
+        *("--drain-timeout", "600", "--allowed-hosts", "localhost"),
     ]
 
 
@@ -117,9 +117,9 @@ def test_a_cluster_runs_two_gateways_by_default_and_one_more_during_a_rollout(de
 def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely(deployment) -> None:
     alone = container(build_gateway_pod(deployment()))
     behind = container(build_gateway_deployment(deployment())["spec"]["template"])
-    own = len(alone["command"])
-    assert behind["command"][:own] == alone["command"]
-    assert behind["command"][own:] == ["--leave-delay", str(SHUTDOWN_DELAY_S)]
+    *shared, flag, hosts = alone["command"]
+    assert (flag, hosts) == ("--allowed-hosts", "localhost"), "only there its clients are browsers"
+    assert behind["command"] == [*shared, "--leave-delay", str(SHUTDOWN_DELAY_S)]
     assert [port["containerPort"] for port in behind["ports"]] == [8080, 8081]
     assert behind["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 8081}
 

@@ -74,6 +74,16 @@ def parse_origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def parse_host_names(text: str) -> tuple[str, ...]:
+    """Host names or addresses, without ports, separated by commas.
+    Raises argparse.ArgumentTypeError."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if re.fullmatch(r"[-A-Za-z0-9._]+|\[[0-9a-f:.]+\]", name) is None:
+            raise argparse.ArgumentTypeError(f"{name!r} is not a host name without a port")
+    return names
+
+
 def _parse_float(text: str) -> float:
     try:
         return float(text)
@@ -209,6 +219,15 @@ class GatewayConfig:
         "https://chat.example.com, or * for all; default: none",
         parse=parse_origins,
         metavar="ORIGIN,...",
+    )
+    allowed_hosts: tuple[str, ...] = _declare(
+        "--allowed-hosts",
+        (),
+        "keep pages of other sites away, on a machine with browsers: requests must name one of "
+        "these hosts, localhost or a loopback address, and declare bodies as JSON; those of pages "
+        "must come from here or from --allowed-origins; default: any",
+        parse=parse_host_names,
+        metavar="HOST,...",
     )
     tls_certificate: Path | None = _declare_file(
         "--tls-cert", "PEM, with its chain: the port serves HTTPS; read again when it changes"

@@ -11,7 +11,7 @@ from cleave.gateway.admission.wrong_keys import WrongKeys
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
-from cleave.gateway.http.headers import CORS_REQUEST_HEADERS, TRACEPARENT
+from cleave.gateway.http.headers import CORS_REQUEST_HEADERS, CROSS_SITE_HEADERS, TRACEPARENT
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
 from cleave.gateway.metrics.multiprocess import CounterSaver, restore_counters
@@ -79,7 +79,8 @@ class GatewayContext:
         """Lowercase name of the session header; empty: no session affinity."""
         traced = {TRACEPARENT} if config.otlp_endpoint is not None else set()
         cors = CORS_REQUEST_HEADERS if config.allowed_origins else frozenset()
-        self.extra_headers = frozenset({self.session_header} - {b""} | traced | cors)
+        sites = CROSS_SITE_HEADERS if config.allowed_hosts else frozenset()
+        self.extra_headers = frozenset({self.session_header} - {b""} | traced | cors | sites)
         """Lowercase names of request headers to keep besides those that are always kept."""
         slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)

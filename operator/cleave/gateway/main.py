@@ -121,12 +121,23 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         parser.error(str(error))
     logs.configure(options.log_format)
     raise_open_file_limit(config.max_clients)
-    if config.api_keys is None and not all(map(_is_loopback, config.hosts)):
+    _report_open_access(config)
+    return run(config)
+
+
+def _report_open_access(config: GatewayConfig) -> None:
+    if config.api_keys is not None:
+        return
+    if not all(map(_is_loopback, config.hosts)):
         log.warning(
             "any client that reaches %s may send requests: give --api-keys, or listen on 127.0.0.1",
             ", ".join(config.hosts),
         )
-    return run(config)
+    elif not config.allowed_hosts:
+        log.warning(
+            "any web page in a browser of this machine may send requests: give --api-keys, or "
+            "--allowed-hosts localhost"
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -17,8 +17,9 @@ from typing import Any
 
 from cleave.api.enums import FlippingMode
 from cleave.gateway.admission.api_keys import ApiKeysFile
-from cleave.gateway.app.client_connection import ClientConnection
+from cleave.gateway.app.client_connection import ClientConnection, RequestHandler
 from cleave.gateway.app.cors import CorsConnection, CorsPolicy
+from cleave.gateway.app.cross_site_filter import CrossSiteFilter
 from cleave.gateway.app.handlers import GatewayRequestHandler
 from cleave.gateway.app.tls_handshake import TlsHandshake
 from cleave.gateway.config import GatewayConfig
@@ -119,12 +120,16 @@ class GatewayServer:
         asyncio.get_running_loop().set_exception_handler(EventLoopFaults().handle)
         self._recorder = make_recorder(config, context.metrics)
         await self._agent_watcher.start()
-        handler, limiter = GatewayRequestHandler(context, self._recorder), context.client_limiter
-        origins = config.allowed_origins
+        origins, hosts = config.allowed_origins, config.allowed_hosts
         policy = CorsPolicy(origins) if origins else None
+        handler: RequestHandler = GatewayRequestHandler(context, self._recorder)
+        internal: RequestHandler = GatewayRequestHandler(context, internal=True)
+        if hosts:
+            handler = CrossSiteFilter(handler, hosts, policy)
+            internal = CrossSiteFilter(internal, hosts, None)
+        limiter = context.client_limiter
         self.port = await self._listen(config.port, handler, limiter, self._certificate, policy)
         if config.internal_port:
-            internal = GatewayRequestHandler(context, internal=True)
             await self._listen(config.internal_port, internal, context.internal_limiter)
         if config.router_port:
             await self._router_server.start(f"{config.host}:{config.router_port}")
@@ -193,7 +198,7 @@ class GatewayServer:
     async def _listen(
         self,
         port: int,
-        handler: GatewayRequestHandler,
+        handler: RequestHandler,
         limiter: ConnectionLimiter,
         certificate: TlsCertificate | None = None,
         policy: CorsPolicy | None = None,

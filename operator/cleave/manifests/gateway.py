@@ -54,11 +54,14 @@ def build_gateway_pod(
     internal_port: int = INTERNAL_PORT,
     plan: SelectedPlan | None = None,
 ) -> Manifest:
-    """Pod of a deployment's gateway that listens on host:port; `plan`: the current one."""
+    """Pod of a deployment's gateway on one machine; it listens on host:port. `plan`: the current
+    one."""
     flags = _build_flags(deployment, host, port, internal_port)
     thresholds = get_thresholds(deployment, plan)
     flags["--whole-below"] = thresholds.whole_below_tokens or None
     flags["--ahead-from"] = thresholds.ahead_from_tokens or None
+    # Such a machine has browsers, and no keys keep their pages away.
+    flags["--allowed-hosts"] = "localhost"
     container = _build_container(deployment, flags, port, internal_port)
     name = get_gateway_name(deployment.name)
     labels = build_gateway_labels(deployment.name)

@@ -31,7 +31,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedGateway]
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedGateway]:
+def gateway_with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedGateway]:
     keys: Path = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_bytes(KEY)
     with run_gateway(api_keys=keys) as fuzzed_gateway:
@@ -199,11 +199,11 @@ def test_any_head_gets_an_answer(gateway: FuzzedGateway, caplog, raw: bytes) -> 
 @settings(THOROUGH, max_examples=2 * settings.default.max_examples)
 @given(requests())
 def test_any_head_gets_an_answer_where_keys_are_needed(
-    guarded: FuzzedGateway, caplog, raw: bytes
+    gateway_with_keys: FuzzedGateway, caplog, raw: bytes
 ) -> None:
-    check(guarded, raw, caplog)
+    check(gateway_with_keys, raw, caplog)
     # The prompt of a request without a key is seen by no engine.
-    assert KEY in raw or not guarded.engine.prompts
+    assert KEY in raw or not gateway_with_keys.engine.prompts
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -124,7 +124,7 @@ class _CorsHandler:
             # 200, because 204 must not have a Content-Length, which all responses here have.
             response = HTTPStatus.OK, _PREFLIGHT_FIELDS, b""
         else:
-            error = _build_origin_refused(origin)
+            error = build_origin_refused(origin)
             self._context.metrics.requests["", "refused"] += 1
             response = error.status, build_error_headers(error), error.to_json()
         self._handler.record_response(request_id, response[0], request)
@@ -137,7 +137,8 @@ def _is_preflight(request: HttpRequest) -> bool:
     return request.method == b"OPTIONS" and ORIGIN in sent and REQUESTED_METHOD in sent
 
 
-def _build_origin_refused(origin: bytes) -> GatewayError:
+def build_origin_refused(origin: bytes) -> GatewayError:
+    """403: pages of this origin may not call."""
     name = headers.sanitize_header_value(origin.decode(errors="replace")).decode()
     message = (
         f"pages of {name} may not call this gateway: add the origin to --allowed-origins, or to "

@@ -10,6 +10,9 @@ ORIGIN = b"origin"
 REQUESTED_METHOD = b"access-control-request-method"
 CORS_REQUEST_HEADERS = frozenset((ORIGIN, REQUESTED_METHOD))
 """What browsers send with requests of pages of other origins."""
+HOST = b"host"
+FETCH_SITE = b"sec-fetch-site"
+FETCH_MODE = b"sec-fetch-mode"
 
 JSON_CONTENT = b"content-type: application/json\r\n"
 TEXT_CONTENT = b"content-type: text/plain; charset=utf-8\r\n"
@@ -24,6 +27,8 @@ CONTENT_TYPE = b"content-type"
 JSON_TYPE = b"application/json"
 BYTES_TYPE = b"application/octet-stream"
 STREAM_TYPE = b"text/event-stream"
+CROSS_SITE_HEADERS = frozenset((HOST, ORIGIN, FETCH_SITE, FETCH_MODE, CONTENT_TYPE))
+"""What tells pages of other sites from other clients."""
 ENGINE_HEADERS = frozenset((CONTENT_TYPE, b"metadata"))
 """Headers of engines that clients receive; `metadata` describes embeddings that come as bytes."""
 _REQUEST_ID_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:/+=@-"
