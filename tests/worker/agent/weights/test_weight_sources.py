@@ -1,0 +1,71 @@
+"""What decides the KV of an engine, by its command line."""
+
+import pytest
+
+from cleave_worker.agent.weights.weight_sources import WeightSource, list_sources
+
+
+def list_names(*arguments: str, model: str = "/m") -> list[tuple[str, str, str, str]]:
+    found = list_sources(model, arguments)
+    return [(each.use, each.name, each.revision, each.pin) for each in found]
+
+
+def test_a_model_is_pinned_to_a_commit_of_its_branch() -> None:
+    assert list_names(model="org/m") == [("--model", "org/m", "", "--revision")]
+    expected = [("--model", "org/m", "v2", "--revision")]
+    assert list_names("--revision", "v1", "--revision=v2", model="org/m") == expected
+    # Arguments of the engine come last.
+    assert list_names("--model=/other") == [("--model", "/other", "", "--revision")]
+
+
+def test_a_config_elsewhere_leaves_the_model_unpinned_as_vllm_uses_one_revision_for_both() -> None:
+    names = list_names("--hf-config-path", "org/config", model="org/m")
+    assert names == [("--model", "org/m", "", ""), ("--hf-config-path", "org/config", "", "")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["--tokenizer", "org/t", "--tokenizer-revision", "v1"],
+            ("--tokenizer", "org/t", "v1", "--tokenizer-revision"),
+        ),
+        (["--model-weights", "s3://b/m"], ("--model-weights", "s3://b/m", "", "")),
+        (
+            ["--speculative-config", '{"model": "org/eagle", "revision": "r"}'],
+            ("--speculative-config", "org/eagle", "r", ""),
+        ),
+        (["--speculative-config.model=/eagle"], ("--speculative-config.model", "/eagle", "", "")),
+        (["--spec-model", "/eagle"], ("--spec-model", "/eagle", "", "")),
+        (["--lora-modules", "sql=/a/sql"], ("--lora-modules sql", "/a/sql", "", "")),
+        (
+            ["--lora_modules", '{"name": "sql", "path": "org/sql", "base_model_name": "m"}'],
+            ("--lora-modules sql", "org/sql", "", ""),
+        ),
+        (['--default-mm-loras={"audio": "/a"}'], ("--default-mm-loras audio", "/a", "", "")),
+        (["--chat-template", "/t.jinja"], ("--chat-template", "/t.jinja", "", "")),
+        (["--config", "/etc/vllm.yaml"], ("--config", "/etc/vllm.yaml", "", "")),
+    ],
+)
+def test_all_that_decides_kv_is_listed(arguments: list[str], expected: tuple[str, ...]) -> None:
+    assert list_names(*arguments)[1:] == [expected]
+
+
+def test_several_adapters_are_each_listed() -> None:
+    uses = [each[0] for each in list_names("--lora-modules", "a=/1", "b=/2", "--seed", "1")]
+    assert uses == ["--model", "--lora-modules a", "--lora-modules b"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--speculative-config", "{"],
+        ["--speculative-config", "[1]"],
+        ["--lora-modules", "{"],
+        ["--lora-modules", "name"],
+        ["--default-mm-loras", "1"],
+        ["--seed", "1", "--allowed-local-media-path", "/media"],
+    ],
+)
+def test_what_is_no_source_is_left_to_the_engine(arguments: list[str]) -> None:
+    assert list_sources("/m", arguments) == [WeightSource("--model", "/m", "", "--revision")]
