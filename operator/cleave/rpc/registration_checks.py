@@ -38,7 +38,8 @@ def check_registration(
         raise RegistrationError(f"{count} adapters, more than {MAX_ADAPTERS}")
     names = (
         registration.instance, registration.model, registration.revision, registration.boot_id,
-        registration.cell, registration.adapters_digest, *registration.adapters,
+        registration.cell, registration.adapters_digest, registration.weights,
+        *registration.adapters,
         *(name for each in loaded for name in (each.name, each.engine_name)),
     )  # fmt: skip
     if (longest := max(map(len, names))) > MAX_NAME_CHARACTERS:

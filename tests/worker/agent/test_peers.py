@@ -62,3 +62,30 @@ async def test_an_agent_of_a_newer_version_is_no_peer(
     monkeypatch.setattr(peers, "fetch_registration", ask)
     own = agent_pb2.Registration(instance="own", role=agent_pb2.ROLE_PREFILL)
     assert await find_peer(["a:1", "b:1"], own) == PeerScan()
+
+
+async def test_a_peer_has_loaded_the_same_weights_or_may_still_do_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {
+        "other:1": ("r1@b2", agent_pb2.STATE_READY),
+        "none:1": ("r1", agent_pb2.STATE_READY),
+        "spec:1": ("r2@a1", agent_pb2.STATE_STARTING),
+    }
+
+    async def ask(address: str) -> agent_pb2.Registration:
+        revision, state = known[address]
+        role = agent_pb2.ROLE_DECODE
+        return agent_pb2.Registration(instance=address, role=role, revision=revision, state=state)
+
+    monkeypatch.setattr(peers, "fetch_registration", ask)
+    own = agent_pb2.Registration(
+        instance="own", role=agent_pb2.ROLE_PREFILL, revision="r1@a1", state=agent_pb2.STATE_READY
+    )
+    assert await find_peer([*known], own) == PeerScan()
+    known["starts:1"] = ("r1", agent_pb2.STATE_STARTING)
+    assert await find_peer([*known], own) == PeerScan(has_starting=True)
+    known["same:1"] = ("r1@a1", agent_pb2.STATE_READY)
+    scan = await find_peer([*known], own)
+    assert scan.peer is not None
+    assert scan.peer.instance == "same:1"

@@ -16,6 +16,8 @@ from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import EnginePages, WorkerInstance
 from cleave_worker.agent.launch import Launch, find_free_port
 from cleave_worker.agent.service import AgentServer
+from cleave_worker.agent.weights.loaded_weights import ReadSource, Weights, build_weights
+from cleave_worker.agent.weights.weight_sources import WeightSource
 from cleave_worker.agent.worker_node import (
     LeaderTiming,
     WorkerNode,
@@ -30,6 +32,8 @@ LINE = [
     *("--", "--nnodes", "2", "--node-rank", "1", "--master-addr", "x.chat-workers.llm.svc"),
 ]
 
+WEIGHTS = Weights("a1")
+
 
 class Leader:
     """An agent whose engine the test starts."""
@@ -41,9 +45,9 @@ class Leader:
         self.num_drains = 0
         self._pages = EnginePages(load_page)
 
-    def boots(self, boot_id: str) -> None:
-        url = f"http://{self._config.host}:1"
-        self.instance.start_boot(boot_id, url, self._pages, engine_key=f"key of {boot_id}")
+    def boots(self, boot_id: str, weights: Weights = WEIGHTS) -> None:
+        url, key = f"http://{self._config.host}:1", f"key of {boot_id}"
+        self.instance.start_boot(boot_id, url, self._pages, engine_key=key, weights=weights)
 
     async def _prove(self, role: int) -> None:
         """No request comes."""
@@ -60,8 +64,12 @@ class Shares:
         self.boots: list[str] = []
         self._program = program
         monkeypatch.setattr(worker_node, "build_launch", self._launched)
+        monkeypatch.setattr(worker_node, "read_weights", self._read)
 
-    def _launched(self, config, leader, folder, gpu, env) -> Launch:
+    async def _read(self, config, env, report) -> Weights:
+        return WEIGHTS
+
+    def _launched(self, config, leader, weights, folder, gpu, env) -> Launch:
         self.boots.append(leader.boot_id)
         return Launch((sys.executable, "-c", self._program), dict(env))
 
@@ -100,14 +108,18 @@ async def until(condition) -> None:
 
 def test_a_share_is_a_part_of_vllm_with_the_leaders_engine_id(tmp_path: Path) -> None:
     leader = agent_pb2.Registration(boot_id="boot1", engine_key="secret")
-    launch = build_launch(parse(LINE), leader, tmp_path, True, {})
+    source = WeightSource("--model", "org/model", pin="--revision")
+    weights = build_weights(0.0, [ReadSource(source, "x", commit="c" * 40)])
+    launch = build_launch(parse(LINE), leader, weights, tmp_path, True, {})
     assert launch.env["CLEAVE_ENGINE_KEY"] == "secret"
     line = list(launch.argv)
     assert line[line.index("-m") + 1] == "cleave_worker.vllm.headless"
     assert line[line.index("--model") + 1] == "org/model"
     assert json.loads(line[line.index("--kv-transfer-config") + 1])["engine_id"] == "boot1"
     assert line[line.index("--tensor-parallel-size") + 1] == "8"
-    assert line[-6:] == LINE[-6:]
+    # All nodes load the commit that was compared.
+    assert line[-8:] == [*LINE[-6:], "--revision", "c" * 40]
+    assert launch.env["CLEAVE_WEIGHTS"] == weights.id
 
 
 def test_without_a_leader_it_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +196,19 @@ async def test_a_share_follows_a_leader_of_a_newer_version(
     one = following(leader)
     running = asyncio.create_task(one.run())
     leader.instance._registration.boot_id = "a"
+    leader.instance._registration.weights = WEIGHTS.id
     leader.instance._enter_state(9, "of a newer version")
     await until(lambda: shares.boots == ["a"])
     one.stop()
     assert await running == 0
+
+
+async def test_a_share_with_other_files_than_its_leader_does_not_start(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shares = Shares(monkeypatch, "import time; time.sleep(60)")
+    leader.boots("a", Weights("b2"))
+    async with asyncio.timeout(30):
+        assert await following(leader).run() == 1
+    assert not shares.boots
+    assert "this node has weights a1, that of w-0 b2: give all nodes" in caplog.text

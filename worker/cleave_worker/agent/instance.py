@@ -8,7 +8,7 @@ they wait on.
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,11 +17,13 @@ from cleave.policy import adapters
 from cleave.policy.adapters import AdapterSource
 from cleave.policy.pair_trust import ResultOrder
 from cleave.rpc import role_epochs
+from cleave.rpc.revision import build_revision
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import read_max_adapters
+from cleave_worker.agent.weights.loaded_weights import NO_WEIGHTS, Weights
 from cleave_worker.scheduling import config as scheduling_config
 from cleave_worker.scheduling.config import Role
 from cleave_worker.scheduling.config_page import SchedulingPage
@@ -122,6 +124,7 @@ class WorkerInstance:
             ahead_from_tokens=int(config.is_overlapped and config.transfer != "auto"),
             reason=STARTING,
         )
+        self._spec_revision = config.revision
         self._scheduling = config.scheduling
         self._pages: EnginePages | None = None
         self._is_open = False
@@ -134,6 +137,8 @@ class WorkerInstance:
         """Grows with every change of the registration."""
         self.ordered_adapters: tuple[AdapterSource, ...] = ()
         """LoRA adapters that the engine is to load at run time."""
+        self.adapter_contents: Mapping[str, str] = {}
+        """Digests of what was found at their sources."""
         self._adapter_generations: dict[str, int] = {}
         """Newest generation that ordered an adapter, by its engine name."""
         self._adapters_generation = 0
@@ -207,9 +212,10 @@ class WorkerInstance:
         pages: EnginePages,
         kv_port: int = 0,
         engine_key: str = "",
+        weights: Weights = NO_WEIGHTS,
     ) -> None:
-        """Record a new engine, with its pages and the key that it asks for. `kv_port`: where its KV
-        can be followed; 0: nowhere."""
+        """Record a new engine, with its pages, the key that it asks for, and what it loads.
+        `kv_port`: where its KV can be followed; 0: nowhere."""
         self._pages = pages
         self._write_scheduling()
         self._write_access()
@@ -218,6 +224,9 @@ class WorkerInstance:
         state.engine_url = engine_url
         state.kv_port = kv_port
         state.engine_key = engine_key
+        state.revision = build_revision(self._spec_revision, weights.id)
+        state.weights, state.weights_fault = weights.id, weights.fault
+        state.weights_read_ms = int(weights.read_s * 1000)
         state.prefix_port = 0
         state.ClearField("kv_path")
         state.ClearField("model_report")
@@ -332,13 +341,14 @@ class WorkerInstance:
         if generation < newest:
             raise StaleAdapters(f"generation {generation} is older than {newest}")
         self.ordered_adapters, self._adapters_generation = tuple(ordered), generation
-        self._adapter_generations |= {each.engine_name: generation for each in ordered}
         self._registration.adapters_digest = adapters.hash_adapters(ordered)
         self._notify()
 
     def report_adapters(self, reported: Sequence[agent_pb2.RuntimeAdapter]) -> None:
         """Report what became of the order; watchers receive it unless nothing has changed."""
-        generations = self._adapter_generations
+        ordered = adapters.add_contents(self.ordered_adapters, self.adapter_contents)
+        newest = {each.engine_name: self._adapters_generation for each in ordered}
+        generations = self._adapter_generations | newest
         names = [each.engine_name for each in reported]
         self._adapter_generations = {name: generations.get(name, 0) for name in names}
         for each in reported:

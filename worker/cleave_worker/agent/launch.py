@@ -19,11 +19,14 @@ from pathlib import Path
 
 from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
+from cleave.rpc.revision import WEIGHTS_ENV
 from cleave.shm.access_page import ENV as ACCESS_PAGE_ENV
 from cleave.shm.load_page import ENV as LOAD_PAGE_ENV
 from cleave_worker.access.engine_access import MIDDLEWARE
 from cleave_worker.agent.config import GANG_KEY_ENV, OVERLAPPED_TRANSFERS, AgentConfig
 from cleave_worker.agent.cpu_cores import build_omp_binding
+from cleave_worker.agent.weights.engine_arguments import get_option, remove_option
+from cleave_worker.agent.weights.loaded_weights import NO_WEIGHTS, Weights
 from cleave_worker.scheduling.config_page import ENV as TERMS_PAGE_ENV
 
 _KV_TRANSFER = "--kv-transfer-config"
@@ -94,6 +97,10 @@ class Boot:
     """Says whether it serves without its key for now."""
     meeting_point: MeetingPoint | None = None
     """Of data-parallel ranks; None: there are none."""
+    weights: Weights = NO_WEIGHTS
+    """What it is to load."""
+    model: str = ""
+    """Path under which it is to load the model; empty: that of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,7 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
     arguments = [
         "--host", config.host,
         "--port", str(boot.engine_port),
-        "--model", config.model,
+        "--model", boot.model or config.model,
         "--served-model-name", config.served_model_name,
         _KV_TRANSFER, json.dumps(_build_kv_transfer_config(config, boot, kv_transfer)),
     ]  # fmt: skip
@@ -127,7 +134,7 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
         arguments += _build_scheduler_arguments(config, boot)
         if boot.engine_key:
             arguments += ["--middleware", MIDDLEWARE]
-        if _get_option(config.engine_args, _API_KEY) is not None or base_env.get(_API_KEY_ENV):
+        if get_option(config.engine_args, _API_KEY) is not None or base_env.get(_API_KEY_ENV):
             raise LaunchError(
                 f"remove {_API_KEY} and {_API_KEY_ENV}: gateways send the key that the agent makes"
             )
@@ -135,7 +142,7 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
         "vllm": "cleave_worker.vllm.api_server",
         "emulated": "cleave_worker.emulator.main",
     }[config.engine]
-    argv = (sys.executable, "-P", "-m", module, *arguments, *user_arguments)
+    argv = (sys.executable, "-P", "-m", module, *arguments, *_pin(user_arguments, boot.weights))
     return Launch(argv, _build_environment(config, boot, base_env))
 
 
@@ -144,19 +151,20 @@ def build_headless_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str
     leader's engine id, as handoffs name only that. Raises LaunchError."""
     user_arguments, kv_transfer = _extract_kv_transfer_config(config)
     arguments = [
-        "--model", config.model,
+        "--model", boot.model or config.model,
         _KV_TRANSFER, json.dumps(_build_kv_transfer_config(config, boot, kv_transfer)),
     ]  # fmt: skip
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _build_vllm_arguments(config, boot, base_env)
-    argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.headless", *arguments, *user_arguments)
+    module = "cleave_worker.vllm.headless"
+    argv = (sys.executable, "-P", "-m", module, *arguments, *_pin(user_arguments, boot.weights))
     return Launch(argv, _build_environment(config, boot, base_env))
 
 
 def read_block_size(config: AgentConfig, gpu: bool) -> int:
     """Return the tokens per KV block: --block-size, else the engine's default."""
-    text = _get_option(config.engine_args, "--block-size")
+    text = get_option(config.engine_args, "--block-size")
     if text and text.isdigit():
         return int(text)
     return 128 if config.engine == "vllm" and not gpu else 16
@@ -164,7 +172,7 @@ def read_block_size(config: AgentConfig, gpu: bool) -> int:
 
 def read_max_adapters(config: AgentConfig) -> int:
     """Return the number of adapters that the engine holds at a time."""
-    text = _get_option(config.engine_args, "--max-loras")
+    text = get_option(config.engine_args, "--max-loras")
     return int(text) if text and text.isdigit() else 1
 
 
@@ -247,10 +255,18 @@ def _build_vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, st
     return [*arguments, "--enforce-eager"]
 
 
+def _pin(arguments: Sequence[str], weights: Weights) -> list[str]:
+    """The arguments with the commits that were found, in place of branches that may move."""
+    pinned = list(arguments)
+    for option, commit in weights.pins.items():
+        pinned = [*remove_option(pinned, option), option, commit]
+    return pinned
+
+
 def _build_scheduler_arguments(config: AgentConfig, boot: Boot) -> list[str]:
     if boot.scheduling_page is None:
         return []
-    if _get_option(config.engine_args, _SCHEDULER) is not None:
+    if get_option(config.engine_args, _SCHEDULER) is not None:
         raise LaunchError(f"{_SCHEDULER} and --scheduling exclude each other; remove one")
     return [_SCHEDULER, "cleave_worker.vllm.scheduler.make_scheduler"]
 
@@ -273,7 +289,7 @@ def _build_kv_transfer_config(
             settings |= _CHECKPOINTED_CONNECTOR
         user_settings = {**user_settings, _EXTRA_CONFIG: extra}
     settings |= user_settings
-    offloaded_gib = _get_option(config.engine_args, _KV_OFFLOADING)
+    offloaded_gib = get_option(config.engine_args, _KV_OFFLOADING)
     if config.engine == "vllm" and offloaded_gib is not None:
         settings = _add_offloading(settings, int(offloaded_gib), boot)
     return {**settings, "engine_id": boot.boot_id.removesuffix(_get_rank_suffix(config))}
@@ -316,6 +332,7 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
     own = {
         LOAD_PAGE_ENV: str(boot.load_page),
         ENGINE_KEY_ENV: boot.engine_key,
+        WEIGHTS_ENV: boot.weights.id,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
         # vLLM adds the data-parallel rank.
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port - _get_vllm_rank(config)),
@@ -381,10 +398,10 @@ def _extract_kv_transfer_config(config: AgentConfig) -> tuple[list[str], dict[st
     """Separate the KV transfer settings, which are merged with those of the agent. For vLLM, host
     memory is one of them."""
     remaining = list(config.engine_args)
-    offloaded_gib = _get_option(remaining, _KV_OFFLOADING)
+    offloaded_gib = get_option(remaining, _KV_OFFLOADING)
     if config.engine == "vllm" and offloaded_gib is not None:
-        remaining = _remove_option(remaining, _KV_OFFLOADING, offloaded_gib)
-    text = _get_option(remaining, _KV_TRANSFER)
+        remaining = remove_option(remaining, _KV_OFFLOADING)
+    text = get_option(remaining, _KV_TRANSFER)
     if text is None:
         return remaining, {}
     try:
@@ -393,23 +410,4 @@ def _extract_kv_transfer_config(config: AgentConfig) -> tuple[list[str], dict[st
         raise LaunchError(f"{_KV_TRANSFER} is not JSON") from None
     if not isinstance(settings, dict):
         raise LaunchError(f"{_KV_TRANSFER} is not a JSON object")
-    return _remove_option(remaining, _KV_TRANSFER, text), settings
-
-
-def _remove_option(arguments: Sequence[str], name: str, value: str) -> list[str]:
-    remaining = list(arguments)
-    if f"{name}={value}" in remaining:
-        remaining.remove(f"{name}={value}")
-    else:
-        index = remaining.index(name)
-        del remaining[index : index + 2]
-    return remaining
-
-
-def _get_option(arguments: Sequence[str], name: str) -> str | None:
-    for index, argument in enumerate(arguments):
-        if argument == name and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith(f"{name}="):
-            return argument.removeprefix(f"{name}=")
-    return None
+    return remove_option(remaining, _KV_TRANSFER), settings

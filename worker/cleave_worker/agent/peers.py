@@ -17,6 +17,7 @@ from cleave.rpc.agent_discovery import list_agents
 from cleave.rpc.channel import dial
 from cleave.rpc.credentials import build_metadata
 from cleave.rpc.registration_checks import check_registration
+from cleave.rpc.revision import get_spec_revision
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _BATCH_SIZE = 4
@@ -45,12 +46,18 @@ PeerFilter = Callable[[agent_pb2.Registration, agent_pb2.Registration], bool]
 
 
 def is_compatible(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
-    """Return whether two engines can transfer KV: same deployment, model and revision."""
+    """Return whether two engines can transfer KV: same deployment, model and revision. What an
+    engine loads that starts may not be known yet."""
+    is_starting = other.state == agent_pb2.STATE_STARTING
     return (
         other.instance != own.instance
         and other.deployment == own.deployment
-        and other.revision == own.revision
         and other.model == own.model
+        and (
+            get_spec_revision(other.revision) == get_spec_revision(own.revision)
+            if is_starting
+            else other.revision == own.revision
+        )
     )
 
 

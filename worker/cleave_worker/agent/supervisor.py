@@ -23,7 +23,7 @@ from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.adapters.adapter_keeper import keep_loaded
 from cleave_worker.agent.config import AgentConfig, AgentTiming
-from cleave_worker.agent.gang.gang_link import GangMember
+from cleave_worker.agent.gang.gang_link import GangMember, StartRefused
 from cleave_worker.agent.instance import EnginePages, WorkerInstance, get_kv_direction
 from cleave_worker.agent.launch import (
     Boot,
@@ -35,6 +35,13 @@ from cleave_worker.agent.launch import (
 )
 from cleave_worker.agent.process import EngineProcess, choose_sink
 from cleave_worker.agent.readiness import verify_kv_path
+from cleave_worker.agent.weights.loaded_weights import (
+    Weights,
+    WeightsError,
+    find_change,
+    read_weights,
+)
+from cleave_worker.agent.weights.model_link import link_model
 from cleave_worker.scheduling.config_page import SchedulingPage
 
 _log = logging.getLogger(__name__)
@@ -114,10 +121,12 @@ class EngineSupervisor:
         timing = self._config.timing
         quick_deaths = 0
         while True:
-            meeting_point = await self._gang.wait_for_start() if self._gang else None
             started_at = clock()
             try:
-                await self._run_engine(meeting_point)
+                weights = await self._read_weights()
+                meeting_point = await self._wait_for_gang(weights)
+                started_at = clock()
+                await self._run_engine(weights, meeting_point)
             except EngineFault as fault:
                 if self._gang:
                     self._gang.report_lost()
@@ -128,10 +137,30 @@ class EngineSupervisor:
             quick_deaths = 0 if clock() - started_at >= timing.stable_after else quick_deaths + 1
             await asyncio.sleep(compute_restart_delay(max(0, quick_deaths - 1), timing))
 
-    async def _run_engine(self, meeting_point: MeetingPoint | None) -> None:
+    async def _read_weights(self) -> Weights:
+        """Find out what the engine is about to load. Raises EngineFault."""
+
+        def report(share: float) -> None:
+            self._instance.report_start_stage(f"reads what it will load, {share:.0%}")
+
+        try:
+            return await read_weights(self._config, os.environ, report)
+        except WeightsError as error:
+            raise EngineFault(f"{self._config.model}: {error}") from error
+
+    async def _wait_for_gang(self, weights: Weights) -> MeetingPoint | None:
+        """Wait until the engines of all ranks may start. Raises EngineFault, GangLost."""
+        if self._gang is None:
+            return None
+        try:
+            return await self._gang.wait_for_start(weights.id)
+        except StartRefused as error:
+            raise EngineFault(str(error)) from error
+
+    async def _run_engine(self, weights: Weights, meeting_point: MeetingPoint | None) -> None:
         """Run one engine from start to end. Raises EngineFault."""
         with open_pages() as (folder, pages):
-            boot = self._create_boot(folder, meeting_point)
+            boot = self._create_boot(folder, weights, meeting_point)
             url = _build_url(self._config.host, boot.engine_port)
             process = self._process = await EngineProcess.start(
                 build_engine_launch(self._config, boot, os.environ),
@@ -142,7 +171,9 @@ class EngineSupervisor:
             )
             try:
                 kv_port = boot.kv_port if self._config.is_overlapped else 0
-                self._instance.start_boot(boot.boot_id, url, pages, kv_port, boot.engine_key)
+                self._instance.start_boot(
+                    boot.boot_id, url, pages, kv_port, boot.engine_key, boot.weights
+                )
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 supervision = self._supervise(url, boot)
                 of_gang = [_raise_at_stop(self._gang)] if self._gang else []
@@ -158,7 +189,9 @@ class EngineSupervisor:
                     process.kill()
                 await process.stop()
 
-    def _create_boot(self, folder: Path, meeting_point: MeetingPoint | None) -> Boot:
+    def _create_boot(
+        self, folder: Path, weights: Weights, meeting_point: MeetingPoint | None
+    ) -> Boot:
         host = self._config.host
         return Boot(
             boot_id=create_boot_id(self._config),
@@ -172,10 +205,13 @@ class EngineSupervisor:
             engine_key=create_key() if self._config.authenticates_callers else "",
             access_page=folder / "access",
             meeting_point=meeting_point,
+            weights=weights,
+            model=link_model(self._config, weights),
         )
 
     async def _supervise(self, url: str, boot: Boot) -> None:
         await self._wait_until_healthy(url)
+        await self._check_weights(boot.weights)
         if self._config.engine == "vllm":
             # Before peers learn that it responds and test with it.
             await self._warm_up(url, boot.engine_key)
@@ -200,6 +236,15 @@ class EngineSupervisor:
                     await asyncio.sleep(timing.start_poll)
         except TimeoutError:
             raise EngineFault(f"did not answer within {timing.start_timeout:g} s") from None
+
+    async def _check_weights(self, weights: Weights) -> None:
+        """Check that the engine has loaded what was read before. Raises EngineFault."""
+        try:
+            change = await find_change(self._config, os.environ, weights)
+        except WeightsError as error:
+            change = f"{self._config.model}: {error}"
+        if change:
+            raise EngineFault(change)
 
     async def _wait_for_engine_info(self, url: str, boot: Boot) -> None:
         config, seconds = self._config, self._config.timing.health_timeout

@@ -31,6 +31,8 @@ from cleave_worker.agent.config import CONNECTORS, TRANSFER_MODES, AgentConfig, 
 from cleave_worker.agent.launch import Boot, Launch, LaunchError
 from cleave_worker.agent.peers import fetch_registration
 from cleave_worker.agent.process import EngineProcess, choose_sink
+from cleave_worker.agent.weights.loaded_weights import Weights, WeightsError, read_weights
+from cleave_worker.agent.weights.model_link import link_model
 
 _log = logging.getLogger(__name__)
 
@@ -89,16 +91,33 @@ class WorkerNode:
     async def _run_engines(self) -> int:
         while True:
             leader = await fetch_registration(self._config.leader)
-            if leader and leader.boot_id and not await self._run_engine(leader):
-                return 1
+            if leader and leader.boot_id:
+                try:
+                    weights = await self._read_weights(leader)
+                except WeightsError as error:
+                    _log.error("the ranks of engine %s do not start: %s", leader.boot_id, error)
+                    return 1
+                if not await self._run_engine(leader, weights):
+                    return 1
             await asyncio.sleep(self._config.timing.poll_interval)
 
-    async def _run_engine(self, leader: agent_pb2.Registration) -> bool:
+    async def _read_weights(self, leader: agent_pb2.Registration) -> Weights:
+        """Read what the ranks of this node load. Raises WeightsError if the leader's load something
+        else."""
+        weights = await read_weights(self._config.engine, os.environ, lambda _: None)
+        if weights.id != leader.weights:
+            raise WeightsError(
+                f"this node has weights {weights.id}, that of {leader.instance} {leader.weights}: "
+                "give all nodes of an instance the same files"
+            )
+        return weights
+
+    async def _run_engine(self, leader: agent_pb2.Registration, weights: Weights) -> bool:
         """Run the ranks of one boot; return whether they ended because the boot did."""
         config, boot_id = self._config, leader.boot_id
         with TemporaryDirectory(prefix="cleave-share-", ignore_cleanup_errors=True) as folder:
             process = await EngineProcess.start(
-                build_launch(config, leader, Path(folder), self._gpu, os.environ),
+                build_launch(config, leader, weights, Path(folder), self._gpu, os.environ),
                 cores=(),
                 scratch=Path(folder),
                 stop_grace=config.engine.timing.stop_grace,
@@ -152,6 +171,7 @@ class WorkerNode:
 def build_launch(
     config: WorkerNodeConfig,
     leader: agent_pb2.Registration,
+    weights: Weights,
     folder: Path,
     gpu: bool,
     env: Mapping[str, str],
@@ -164,6 +184,8 @@ def build_launch(
         load_page=folder / "load",
         gpu=gpu,
         engine_key=leader.engine_key,
+        weights=weights,
+        model=link_model(config.engine, weights),
     )
     return launch.build_headless_launch(config.engine, boot, env)
 

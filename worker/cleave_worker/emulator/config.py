@@ -54,6 +54,8 @@ class EmulatedEngineConfig:
     """Blocks of KV that host memory has room for; 0: there is none."""
     host_token_ms: float = 0.0
     """ms to copy one token back from there."""
+    weights: str = ""
+    """Digest of the files of the model, from the agent: KV and tokens depend on it."""
     shows_prompt_details: bool = False
     """Whether usage says how many prompt tokens were cached."""
 

@@ -107,6 +107,8 @@ class EmulatedEngine:
         a KV connector computes everything itself, as vLLM does."""
         if not self.side_channel:
             request = replace(request, do_remote_decode=False, handoff=None, source=None)
+        if self.config.weights:
+            request = replace(request, weights=self.config.weights)
         sequence = Sequence(request, time.monotonic())
         self._listeners[sequence] = listener
         self.scheduler.add(sequence)

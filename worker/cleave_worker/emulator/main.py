@@ -20,6 +20,7 @@ from cleave.perf import named_profiles
 from cleave.perf.hardware.link import build_host_link
 from cleave.perf.model import hf_config, known_models, model_report, model_shape
 from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemoryFacts
+from cleave.rpc.revision import WEIGHTS_ENV
 from cleave.shm import load_page
 from cleave_worker.access.engine_access import read_access
 from cleave_worker.emulator import config
@@ -83,6 +84,7 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
         host_blocks=(args.kv_offloading_size << 30) // (args.block_size * shape.kv_bytes_per_token),
         host_token_ms=args.time_scale
         * _compute_host_token_ms(shape.kv_bytes_per_token / args.tensor_parallel_size),
+        weights=environment.get(WEIGHTS_ENV, ""),
         shows_prompt_details=args.enable_prompt_tokens_details,
     )
     return EmulatorOptions(

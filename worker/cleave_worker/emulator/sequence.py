@@ -60,14 +60,21 @@ class EngineRequest:
     """Number of the choice; each has another continuation."""
     adapter: str = ""
     """LoRA adapter, on which KV and tokens depend."""
+    weights: str = ""
+    """What the engine has loaded; KV and tokens depend on it as well."""
     cache_salt: str = ""
     """Only requests with the same one share cached prompts."""
     targets: RequestTargets = NO_TARGETS
 
     @property
+    def variant(self) -> str:
+        """What makes KV and tokens of a prompt differ: weights and adapter; empty: neither."""
+        return f"{self.weights}/{self.adapter}" if self.weights else self.adapter
+
+    @property
     def prompt_digest(self) -> bytes:
-        """Equal for equal prompts of one adapter, which have the same KV."""
-        content = self.prompt.tobytes() + self.adapter.encode()
+        """Equal for equal prompts of one adapter and the same weights, which have the same KV."""
+        content = self.prompt.tobytes() + self.variant.encode()
         return hashlib.blake2b(content, digest_size=8).digest()
 
 
@@ -119,7 +126,7 @@ class Sequence:
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self._keys: list[bytes] = []
-        self._start = crc32(request.adapter.encode()) if request.adapter else EMPTY
+        self._start = crc32(request.variant.encode()) if request.variant else EMPTY
         self.reset()
 
     def reset(self) -> None:
@@ -146,7 +153,7 @@ class Sequence:
         for start in range(len(keys) * block_size, count * block_size, block_size):
             block = self.tokens[start : start + block_size].tobytes()
             request = self.request
-            parent = keys[-1] if keys else (request.adapter + request.cache_salt).encode()
+            parent = keys[-1] if keys else (request.variant + request.cache_salt).encode()
             keys.append(hashlib.blake2b(parent + block, digest_size=8).digest())
         return keys[:count]
 
@@ -181,8 +188,9 @@ class Sequence:
         """Append the token that follows all computed KV; also return the finish reason, if any."""
         request = self.request
         value = fold(fold(self._summary, self._content), len(self.tokens))
-        if request.adapter:
-            # KV of the right adapter is not enough: the engine that continues must apply it, too.
+        if self._start != EMPTY:
+            # KV of the right adapter and weights is not enough: the engine that continues must
+            # apply them, too.
             value = fold(value, self._start)
         num_outputs = self.num_outputs + 1
         if request.seed is not None or request.choice:

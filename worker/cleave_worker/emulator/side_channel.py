@@ -267,7 +267,7 @@ class KvSideChannel:
             return PullRefused(f"no KV is leased for {pull.request_id}")
         if pull.prompt_digest not in (b"", leased.prompt_digest):
             self._metrics.foreign_pulls += 1
-            return PullRefused(f"the KV of {pull.request_id} is of another prompt")
+            return PullRefused(f"the KV of {pull.request_id} is of another prompt or other weights")
         if not leased.written.keys() >= set(pull.block_ids):
             return PullRefused(f"the requested blocks do not belong to {pull.request_id}")
         checksum = compute_checksum([leased.written[block] for block in pull.block_ids])

@@ -25,7 +25,8 @@ class RefusalReason(StrEnum):
     BOOT = "boot"
     """The producer was restarted since."""
     LAYOUT = "layout"
-    """The model, data type or block size differs, or a rank does not have the expected KV."""
+    """The model, its weights, data type or block size differ, or a rank does not have the expected
+    KV."""
     PROMPT = "prompt"
     """The KV is of other prompt tokens."""
     NOT_HELD = "not_held"
@@ -73,6 +74,9 @@ class KvLayout(msgspec.Struct, frozen=True):
     head_size: int
     arrangement: str
     """Order of the bytes of one head within a block."""
+    weights: str = ""
+    """Digest of what the engine has loaded, as its agent found it; empty: an earlier version's, or
+    started without an agent."""
 
     def find_difference(self, other: "KvLayout") -> str:
         """Return the first field that differs, with both values; empty when none does."""

@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63leave/rpc/v1/gang.proto\x12\rcleave.rpc.v1\"R\n\nRankReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\'\n\x05\x65vent\x18\x02 \x01(\x0e\x32\x18.cleave.rpc.v1.RankEvent\x12\r\n\x05start\x18\x03 \x01(\r\"c\n\tRankOrder\x12+\n\x07\x63ommand\x18\x01 \x01(\x0e\x32\x1a.cleave.rpc.v1.RankCommand\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r*\x81\x01\n\tRankEvent\x12\x1a\n\x16RANK_EVENT_UNSPECIFIED\x10\x00\x12\x14\n\x10RANK_EVENT_READY\x10\x01\x12\x13\n\x0fRANK_EVENT_LOST\x10\x02\x12\x15\n\x11RANK_EVENT_DRAINS\x10\x03\x12\x16\n\x12RANK_EVENT_DRAINED\x10\x04*\x88\x01\n\x0bRankCommand\x12\x1c\n\x18RANK_COMMAND_UNSPECIFIED\x10\x00\x12\x16\n\x12RANK_COMMAND_START\x10\x01\x12\x15\n\x11RANK_COMMAND_STOP\x10\x02\x12\x16\n\x12RANK_COMMAND_DRAIN\x10\x03\x12\x14\n\x10RANK_COMMAND_END\x10\x04\x32G\n\x04Gang\x12?\n\x04Join\x12\x19.cleave.rpc.v1.RankReport\x1a\x18.cleave.rpc.v1.RankOrder(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63leave/rpc/v1/gang.proto\x12\rcleave.rpc.v1\"c\n\nRankReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\'\n\x05\x65vent\x18\x02 \x01(\x0e\x32\x18.cleave.rpc.v1.RankEvent\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0f\n\x07weights\x18\x04 \x01(\t\"s\n\tRankOrder\x12+\n\x07\x63ommand\x18\x01 \x01(\x0e\x32\x1a.cleave.rpc.v1.RankCommand\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t*\x81\x01\n\tRankEvent\x12\x1a\n\x16RANK_EVENT_UNSPECIFIED\x10\x00\x12\x14\n\x10RANK_EVENT_READY\x10\x01\x12\x13\n\x0fRANK_EVENT_LOST\x10\x02\x12\x15\n\x11RANK_EVENT_DRAINS\x10\x03\x12\x16\n\x12RANK_EVENT_DRAINED\x10\x04*\xa1\x01\n\x0bRankCommand\x12\x1c\n\x18RANK_COMMAND_UNSPECIFIED\x10\x00\x12\x16\n\x12RANK_COMMAND_START\x10\x01\x12\x15\n\x11RANK_COMMAND_STOP\x10\x02\x12\x16\n\x12RANK_COMMAND_DRAIN\x10\x03\x12\x14\n\x10RANK_COMMAND_END\x10\x04\x12\x17\n\x13RANK_COMMAND_REFUSE\x10\x05\x32G\n\x04Gang\x12?\n\x04Join\x12\x19.cleave.rpc.v1.RankReport\x1a\x18.cleave.rpc.v1.RankOrder(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cleave.rpc.v1.gang_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RANKEVENT']._serialized_start=229
-  _globals['_RANKEVENT']._serialized_end=358
-  _globals['_RANKCOMMAND']._serialized_start=361
-  _globals['_RANKCOMMAND']._serialized_end=497
+  _globals['_RANKEVENT']._serialized_start=262
+  _globals['_RANKEVENT']._serialized_end=391
+  _globals['_RANKCOMMAND']._serialized_start=394
+  _globals['_RANKCOMMAND']._serialized_end=555
   _globals['_RANKREPORT']._serialized_start=43
-  _globals['_RANKREPORT']._serialized_end=125
-  _globals['_RANKORDER']._serialized_start=127
-  _globals['_RANKORDER']._serialized_end=226
-  _globals['_GANG']._serialized_start=499
-  _globals['_GANG']._serialized_end=570
+  _globals['_RANKREPORT']._serialized_end=142
+  _globals['_RANKORDER']._serialized_start=144
+  _globals['_RANKORDER']._serialized_end=259
+  _globals['_GANG']._serialized_start=557
+  _globals['_GANG']._serialized_end=628
 # @@protoc_insertion_point(module_scope)

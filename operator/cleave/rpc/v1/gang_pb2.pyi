@@ -61,6 +61,8 @@ class _RankCommandEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RankComma
     """take no new requests any more"""
     RANK_COMMAND_END: _RankCommand.ValueType  # 4
     """end: all ranks are drained"""
+    RANK_COMMAND_REFUSE: _RankCommand.ValueType  # 5
+    """no engine starts: the ranks would load different weights"""
 
 class RankCommand(_RankCommand, metaclass=_RankCommandEnumTypeWrapper): ...
 
@@ -73,6 +75,8 @@ RANK_COMMAND_DRAIN: RankCommand.ValueType  # 3
 """take no new requests any more"""
 RANK_COMMAND_END: RankCommand.ValueType  # 4
 """end: all ranks are drained"""
+RANK_COMMAND_REFUSE: RankCommand.ValueType  # 5
+"""no engine starts: the ranks would load different weights"""
 Global___RankCommand: _TypeAlias = RankCommand  # noqa: Y015
 
 @_typing.final
@@ -82,20 +86,24 @@ class RankReport(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     EVENT_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     event: Global___RankEvent.ValueType
     start: _builtins.int
     """number of the common start that it is about, from 1; 0: there was none"""
+    weights: _builtins.str
+    """READY: digest of what its engine will load"""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         event: Global___RankEvent.ValueType = ...,
         start: _builtins.int = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "rank", b"rank", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "rank", b"rank", "start", b"start", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -109,6 +117,7 @@ class RankOrder(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     command: Global___RankCommand.ValueType
     start: _builtins.int
     """number of the common start that it is about; 0: there was none"""
@@ -116,6 +125,8 @@ class RankOrder(_message.Message):
     """START: address at which vLLM's ranks meet"""
     port: _builtins.int
     """START: where the engine of rank 0 listens for those of the other ranks"""
+    reason: _builtins.str
+    """REFUSE: which ranks differ, one sentence"""
     def __init__(
         self,
         *,
@@ -123,10 +134,11 @@ class RankOrder(_message.Message):
         start: _builtins.int = ...,
         host: _builtins.str = ...,
         port: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "host", b"host", "port", b"port", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "host", b"host", "port", b"port", "reason", b"reason", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,20 @@ def test_one_lost_engine_stops_all_once_and_they_start_together_again() -> None:
     assert gang.apply(0, Report.LOST, 2) == GangOrder(Order.STOP, 2)
 
 
+def test_no_engine_starts_while_ranks_find_different_weights() -> None:
+    gang = Gang(3)
+    for rank, weights in ((0, "a1"), (1, "b2")):
+        assert gang.apply(rank, Report.READY, 0, weights) is None
+    refused = gang.apply(2, Report.READY, 0, "a1")
+    assert refused is not None
+    assert (refused.kind, refused.start) == (Order.REFUSE, 0)
+    assert "a1 at rank 0 and 2, b2 at rank 1; give the nodes" in refused.reason
+    # All of them read again; one that has not yet does not count with what it found before.
+    assert gang.apply(1, Report.READY, 0, "a1") is None
+    assert gang.apply(0, Report.READY, 0, "a1") is None
+    assert gang.apply(2, Report.READY, 0, "a1") == GangOrder(Order.START, 1)
+
+
 def test_all_ranks_drain_and_none_ends_before_the_last_one_is_drained() -> None:
     gang = Gang(2)
     assert gang.apply(1, Report.DRAINS, 1) == GangOrder(Order.DRAIN, 0)

@@ -23,6 +23,7 @@ from cleave_worker.agent.gang.gang_link import (
     GangLost,
     GangMember,
     GangServer,
+    StartRefused,
 )
 from cleave_worker.agent.launch import MeetingPoint
 
@@ -68,7 +69,7 @@ async def join(config: AgentConfig) -> AsyncIterator[Callable[..., GangMember]]:
 
 async def start_together(*members: GangMember) -> set[MeetingPoint]:
     async with asyncio.timeout(WAIT_S):
-        return {*await asyncio.gather(*(each.wait_for_start() for each in members))}
+        return {*await asyncio.gather(*(each.wait_for_start("w") for each in members))}
 
 
 async def test_all_ranks_start_at_one_meeting_point_and_stop_together(
@@ -100,10 +101,10 @@ async def test_a_newer_stream_of_a_rank_replaces_one_whose_end_was_not_noticed(
         first, lost = join(0), join(1)
         await start_together(first, lost)
         newer = join(1)
-        waiting = asyncio.create_task(newer.wait_for_start())
+        waiting = asyncio.create_task(newer.wait_for_start("w"))
         await first.wait_for_stop()
         with pytest.raises(GangLost, match="has ended"):
-            await lost.wait_for_start()
+            await lost.wait_for_start("w")
         await start_together(first)
         assert await waiting == MeetingPoint("10.0.0.1", 7001)
 
@@ -128,7 +129,7 @@ async def test_a_rank_does_not_wait_for_a_launcher_for_ever(
     member = join(1, timing=replace(config.timing, start_timeout=0.3))
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(GangLost, match=r"no launcher of the .* at 127.* within 0.3 s"):
-            await member.wait_for_start()
+            await member.wait_for_start("w")
 
 
 async def test_a_rank_that_never_joined_drains_at_once(
@@ -233,3 +234,17 @@ async def test_a_rank_ends_at_an_order_of_a_later_version(
     with pytest.raises(GangLost, match="of another version: 99 is not a valid Order"):
         await start_together(join(0))
     await server.stop(None)
+
+
+async def test_ranks_that_find_different_weights_all_learn_why_and_may_try_again(
+    config: AgentConfig, join: Callable[..., GangMember]
+) -> None:
+    async with launcher(config.address), asyncio.timeout(WAIT_S):
+        first, second = join(0), join(1)
+        waiting = asyncio.gather(
+            first.wait_for_start("a1"), second.wait_for_start("b2"), return_exceptions=True
+        )
+        for refused in await waiting:
+            assert isinstance(refused, StartRefused)
+            assert "a1 at rank 0, b2 at rank 1" in str(refused)
+        assert await start_together(first, second) == {MeetingPoint("10.0.0.1", 7000)}

@@ -100,3 +100,17 @@ def test_what_cannot_be_moved_ends_the_engine_with_one_line(
 ) -> None:
     with pytest.raises(ValueError, match=fault):
         module.check_layout(share, LAYOUT, caches, 7)
+
+
+def test_a_layout_has_the_weights_that_the_agent_found(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = []
+    for weights in ("", "a1", "b2"):
+        monkeypatch.setenv("CLEAVE_WEIGHTS", weights)
+        layouts.append(module.build_layout(config(), cache(4)))
+    none, one, other = layouts
+    assert one.find_difference(other) == "weights is 'b2' at the producer and 'a1' at the consumer"
+    assert none.find_difference(one)
+    # What an earlier version sends has none.
+    assert none.weights == LAYOUT.weights == ""

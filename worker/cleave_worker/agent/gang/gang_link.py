@@ -55,6 +55,10 @@ class GangLost(ConnectionError):  # noqa: N818
     """The launcher has ended or is out of reach, and with it the other ranks."""
 
 
+class StartRefused(RuntimeError):  # noqa: N818
+    """The ranks would load different weights; the message says which."""
+
+
 class GangMember:
     """The agent's side."""
 
@@ -67,7 +71,7 @@ class GangMember:
         self._start = 0
         self._meeting_point = MeetingPoint("", 0)
         self._is_connected = self._is_stopped = self._has_ended = False
-        self._fault = ""
+        self._fault = self._refusal = ""
         self._changed = asyncio.Event()
 
     def open(self) -> None:
@@ -79,12 +83,14 @@ class GangMember:
         if self._following is not None:
             self._following.cancel()
 
-    async def wait_for_start(self) -> MeetingPoint:
-        """Wait until the engines of all ranks may start; return where they meet. Bounded by the
-        launcher's life. Raises GangLost."""
-        before = self._start
-        self._report(Report.READY)
-        await self._wait_until(lambda: self._start > before)
+    async def wait_for_start(self, weights: str) -> MeetingPoint:
+        """Wait until the engines of all ranks may start; return where they meet. `weights`: what
+        this one will load. Bounded by the launcher's life. Raises GangLost, StartRefused."""
+        before, self._refusal = self._start, ""
+        self._report(Report.READY, weights)
+        await self._wait_until(lambda: self._start > before or bool(self._refusal))
+        if self._refusal:
+            raise StartRefused(self._refusal)
         return self._meeting_point
 
     async def wait_for_stop(self) -> None:
@@ -109,9 +115,9 @@ class GangMember:
             async with asyncio.timeout(seconds):
                 await self._wait_until(lambda: self._has_ended)
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: Report, weights: str = "") -> None:
         rank, start = self._config.data_parallel_rank, self._start
-        message = gang_pb2.RankReport(rank=rank, event=report.value, start=start)
+        message = gang_pb2.RankReport(rank=rank, event=report.value, start=start, weights=weights)
         self._reports.put_nowait(message)
 
     async def _wait_until(self, is_met: Callable[[], bool]) -> None:
@@ -162,6 +168,8 @@ class GangMember:
                 self._on_drain()
             case Order.END:
                 self._has_ended = True
+            case Order.REFUSE:
+                self._refusal = order.reason
         self._notify()
 
     def _notify(self) -> None:
@@ -253,7 +261,7 @@ class GangServer(gang_pb2_grpc.GangServicer):
 
     def _apply(self, rank: int, report: gang_pb2.RankReport) -> None:
         event = Report(report.event)
-        order = self._gang.apply(rank, event, report.start)
+        order = self._gang.apply(rank, event, report.start, report.weights)
         self._send(order, f"rank {rank} reports {event.name.lower()}")
 
     def _send(self, order: GangOrder | None, reason: str) -> None:
@@ -265,7 +273,9 @@ class GangServer(gang_pb2_grpc.GangServicer):
             orders.put_nowait(message)
 
     def _build_message(self, order: GangOrder) -> gang_pb2.RankOrder:
-        message = gang_pb2.RankOrder(command=order.kind.value, start=order.start)
+        message = gang_pb2.RankOrder(
+            command=order.kind.value, start=order.start, reason=order.reason
+        )
         if order.kind is Order.START:
             point = self._choose_meeting_point()
             message.host, message.port = point.host, point.port

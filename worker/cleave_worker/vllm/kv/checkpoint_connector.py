@@ -27,7 +27,11 @@ from cleave_worker.transfer.memory import register_tensors
 from cleave_worker.vllm.kv.checkpoint_scheduler import CheckpointMetadata, CheckpointScheduler
 from cleave_worker.vllm.kv.checkpoint_worker import CheckpointWorker
 from cleave_worker.vllm.kv.connector import CleaveConnector, compute_rank
-from cleave_worker.vllm.kv.layout import build_layout, find_layer_that_frees_blocks
+from cleave_worker.vllm.kv.layout import (
+    build_layout,
+    find_layer_that_frees_blocks,
+    read_weights_id,
+)
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata
 from cleave_worker.vllm.kv.metrics import KvTransferStats
 from cleave_worker.vllm.kv.scheduler_side import FinishResult
@@ -63,7 +67,7 @@ class CheckpointedConnector(CleaveConnector):
             exists = CheckpointStore(self._folder, 0, bytes(32), 0).contains
             model, parallel = vllm_config.model_config, vllm_config.parallel_config
             identity = (
-                f"{model.model}@{model.revision or ''}|{model.dtype}"
+                f"{model.model}@{model.revision or ''}|{read_weights_id()}|{model.dtype}"
                 f"|{vllm_config.cache_config.cache_dtype}"
                 f"|{parallel.tensor_parallel_size}|{parallel.pipeline_parallel_size}"
             )

@@ -1,5 +1,6 @@
 """Describes vLLM's layout and sharding of a model's KV with the types that handoffs compare."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from cleave.rpc.revision import WEIGHTS_ENV
 from cleave_worker.transfer.handoff import KvLayout
 from cleave_worker.transfer.sharding import ParallelShape, ShardSpec
 
@@ -33,7 +35,13 @@ def build_layout(config: VllmConfig, cache: torch.Tensor) -> KvLayout:
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         arrangement=f"{tuple(cache.shape[2:])} {_describe_packing(config, cache)}".strip(),
+        weights=read_weights_id(),
     )
+
+
+def read_weights_id() -> str:
+    """Return the digest of what this engine has loaded, from its agent; empty: it has none."""
+    return os.environ.get(WEIGHTS_ENV, "")
 
 
 def check_layout(
