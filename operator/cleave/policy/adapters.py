@@ -2,16 +2,16 @@
 
 The operator orders the adapters of a deployment; the agent of each engine calls
 `choose_next_step` until the engine has them. What is hard: KV of an adapter is cached and handed
-over by its name, and must never be used for another source of that name. So engines know an
-adapter by a name that contains a hash of its source (`AdapterSource.engine_name`); old and new
-source are loaded side by side for a while; each request names one of them to all of its engines.
+over by its name, and must never be used for another source or content of that name. So engines know
+an adapter by a name that contains a hash of both (`AdapterSource.engine_name`); old and new one are
+loaded side by side for a while; each request names one of them to all of its engines.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 MAX_ADAPTERS = 128
@@ -37,11 +37,14 @@ class AdapterSource:
     """By which clients ask for it."""
     source: str
     """A folder of the worker, or org/name of a repository."""
+    content: str = ""
+    """Digest of what a worker has found there; empty: not known, and in orders."""
 
     @property
     def engine_name(self) -> str:
-        """The name in the engine: each source of an adapter has its own."""
-        return f"{self.name}@{hashlib.sha256(self.source.encode()).hexdigest()[:12]}"
+        """The name in the engine: each source of an adapter has its own, and each content of it."""
+        text = f"{self.source}\n{self.content}" if self.content else self.source
+        return f"{self.name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,13 @@ def hash_adapters(adapters: Collection[AdapterSource]) -> str:
         return ""
     pairs = sorted((each.name, each.source) for each in adapters)
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
+
+
+def add_contents(
+    adapters: Iterable[AdapterSource], contents: Mapping[str, str]
+) -> list[AdapterSource]:
+    """Return the adapters with what a worker has found at their sources."""
+    return [replace(each, content=contents.get(each.source, "")) for each in adapters]
 
 
 def compute_retry_delay(num_failures: int) -> float:

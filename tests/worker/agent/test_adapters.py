@@ -7,7 +7,7 @@ import os
 import signal
 import urllib.request
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.adapters.adapter_keeper import keep_loaded
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import AdaptersRefused, StaleAdapters, WorkerInstance
+from cleave_worker.agent.weights import model_hub
 
 SECONDS = 20
 EMULATED = ("--engine", "emulated", "--model", "opt-13b", "--served-model-name", "m")
@@ -38,6 +39,9 @@ class Engine:
     calls: list[str]
     faults: dict[str, int]
     """How often loading from a source fails."""
+    paths: list[str] = field(default_factory=list)
+    """From where adapters were loaded."""
+    on_load: Callable[[], object] = lambda: None
 
     def start(self) -> asyncio.Task[None]:
         run = keep_loaded(self.config, self.instance, self.url, {"x-key": "k"})
@@ -65,6 +69,8 @@ async def engine(config: AgentConfig) -> AsyncIterator[Engine]:
         assert request.headers["x-key"] == "k"
         body = await request.json()
         calls.append(f"load {body['lora_name']}")
+        engine.paths.append(body["lora_path"])
+        engine.on_load()
         if faults.get(body["lora_path"], 0) > 0:
             faults[body["lora_path"]] -= 1
             message = f"Loading lora {body['lora_name']} failed: rank 64 is above max_lora_rank"
@@ -91,10 +97,11 @@ async def engine(config: AgentConfig) -> AsyncIterator[Engine]:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    timing = replace(config.timing, adapter_overlap=0.05, adapter_linger=0.05)
+    timing = replace(config.timing, adapter_overlap=0.05, adapter_linger=0.05, adapter_check=0.1)
     config = replace(config, engine_args=("--enable-lora",), timing=timing)
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield Engine(url, WorkerInstance(config), config, loaded, calls, faults)
+    engine = Engine(url, WorkerInstance(config), config, loaded, calls, faults)
+    yield engine
     await runner.cleanup()
 
 
@@ -210,6 +217,108 @@ async def test_an_engine_without_enable_lora_says_what_is_missing(engine: Engine
     assert engine.calls == []
 
 
+@pytest.fixture
+def sql(tmp_path: Path) -> AdapterSource:
+    """An adapter whose files are there."""
+    folder = tmp_path / "sql"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"1")
+    return AdapterSource("sql", str(folder))
+
+
+def write_adapter(adapter: AdapterSource, content: bytes) -> None:
+    Path(adapter.source, "adapter_model.safetensors").write_bytes(content)
+
+
+async def test_another_content_of_a_source_is_loaded_under_another_name(
+    engine: Engine, sql: AdapterSource
+) -> None:
+    engine.instance.order_adapters([sql], 4)
+    async with running(engine):
+        await engine.until(lambda: len(engine.loaded) == 1)
+        (before,) = engine.loaded
+        assert before not in (sql.engine_name, OLD.engine_name)
+        write_adapter(sql, b"2")
+        await engine.until(lambda: len(engine.loaded) == 1 and engine.loaded != [before])
+        (after,) = engine.loaded
+        await engine.until(lambda: engine.reported == [(after, True, "")])
+    assert engine.calls == [f"load {before}", f"load {after}", f"unload {before}"]
+    registration = engine.instance.copy_registration()
+    assert [each.generation for each in registration.runtime_adapters] == [4]
+    # The same content has the same name on another node.
+    engine.loaded.clear()
+    async with running(engine):
+        await engine.until(lambda: engine.loaded == [after])
+
+
+async def test_an_adapter_that_is_being_written_is_not_loaded_before_it_is_at_rest(
+    engine: Engine, sql: AdapterSource
+) -> None:
+    engine.instance.order_adapters([sql], 1)
+    async with running(engine):
+        await engine.until(lambda: len(engine.loaded) == 1)
+        (before,) = engine.loaded
+        for part in range(40):
+            write_adapter(sql, b"2" * (part + 2))
+            assert engine.loaded == [before]
+            await asyncio.sleep(0.02)
+        await engine.until(lambda: len(engine.loaded) == 1 and engine.loaded != [before])
+    assert len([call for call in engine.calls if call.startswith("load")]) == 2
+
+
+async def test_an_adapter_that_changes_while_it_is_loaded_is_not_used(
+    engine: Engine, sql: AdapterSource
+) -> None:
+    path = Path(sql.source, "adapter_model.safetensors")
+
+    def change_once() -> None:
+        if path.read_bytes() == b"1":
+            path.write_bytes(b"3")
+
+    engine.on_load = change_once
+    engine.instance.order_adapters([sql], 1)
+    async with running(engine):
+        await engine.until(lambda: any("have changed" in fault for _, _, fault in engine.reported))
+        (first,) = [name for name, _, _ in engine.reported]
+        await engine.until(lambda: any(loaded for _, loaded, _ in engine.reported))
+        ((name, loaded, fault),) = engine.reported
+    assert (loaded, fault) == (True, "")
+    assert engine.loaded == [name] != [first]
+
+
+async def test_an_adapter_of_a_repository_is_loaded_at_the_commit_that_its_name_contains(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = {"main": "a" * 40}
+    monkeypatch.setattr(model_hub, "find_commit", lambda *_, offline: commits["main"])
+    monkeypatch.setattr(model_hub, "download", lambda name, commit, _: Path("/hub", name, commit))
+    timing = replace(engine.config.timing, adapter_hub_check=0.1)
+    engine.config = replace(engine.config, engine="vllm", timing=timing)
+    engine.instance.order_adapters([AdapterSource("sql", "org/sql")], 1)
+    async with running(engine):
+        await engine.until(lambda: len(engine.loaded) == 1)
+        (before,) = engine.loaded
+        commits["main"] = "b" * 40
+        await engine.until(lambda: len(engine.loaded) == 1 and engine.loaded != [before])
+    assert engine.paths == [f"/hub/org/sql/{'a' * 40}", f"/hub/org/sql/{'b' * 40}"]
+
+
+async def test_an_adapter_that_cannot_be_downloaded_is_tried_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str, commit: str, cache: Path) -> Path:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(model_hub, "find_commit", lambda *_, offline: "a" * 40)
+    monkeypatch.setattr(model_hub, "download", fail)
+    engine.config = replace(engine.config, engine="vllm")
+    engine.instance.order_adapters([AdapterSource("sql", "org/sql")], 1)
+    async with running(engine):
+        await engine.until(lambda: any("no space left" in fault for _, _, fault in engine.reported))
+    assert not engine.paths
+
+
 def test_an_order_is_checked_and_must_not_be_older(config: AgentConfig) -> None:
     instance = WorkerInstance(config)
     instance.order_adapters([OLD], 5)
@@ -248,10 +357,10 @@ def test_an_engine_that_was_killed_comes_back_with_the_adapters(agents, tmp_path
     sql, law = (AdapterSource(name, str(tmp_path / name)) for name in ("sql", "law"))
 
     def has_loaded(*adapters: AdapterSource) -> Callable[[agent_pb2.Registration], bool]:
-        names = [each.engine_name for each in adapters]
+        names = [each.name for each in adapters]
         return lambda registration: (
             registration.state == agent_pb2.STATE_READY
-            and [e.engine_name for e in registration.runtime_adapters if e.loaded] == names
+            and [e.name for e in registration.runtime_adapters if e.loaded] == names
         )
 
     options = (*EMULATED, "--adapters", format_adapters([sql]))
@@ -266,8 +375,11 @@ def test_an_engine_that_was_killed_comes_back_with_the_adapters(agents, tmp_path
     (engine,) = [p for p, c in commands.items() if b"emulator" in c and b"subreaper" not in c]
     os.kill(engine, signal.SIGKILL)
     after = agent.until(lambda r: has_loaded(sql, law)(r) and r.boot_id != before.boot_id)
-    ask = {"model": law.engine_name, "prompt": "hello", "max_tokens": 2}
+    engine_names = [each.engine_name for each in after.runtime_adapters]
+    # What lies at the sources is part of the names.
+    assert not {sql.engine_name, law.engine_name} & {*engine_names}
+    ask = {"model": engine_names[1], "prompt": "hello", "max_tokens": 2}
     url = f"{after.engine_url}/v1/completions"
     answer = urllib.request.Request(url, json.dumps(ask).encode())
     with urllib.request.urlopen(answer, timeout=SECONDS) as response:
-        assert json.load(response)["model"] == law.engine_name
+        assert json.load(response)["model"] == engine_names[1]

@@ -70,6 +70,11 @@ class AgentTiming:
     adapter_overlap: float = 10.0
     """How long the old source of an adapter takes requests beside a new one, which the other
     engines load in the meantime."""
+    adapter_check: float = 5.0
+    """Between two looks at the folder of an adapter; less than `adapter_overlap`, so that all
+    engines load a changed one before the first withdraws what it had."""
+    adapter_hub_check: float = 600.0
+    """Between two looks at the branch of an adapter's repository."""
     adapter_linger: float = 30.0
     """From an adapter's last new request to its unloading; those under way arrive meanwhile."""
 

@@ -13,15 +13,18 @@ from cleave.policy.adapters import (
     AdapterSource,
     AdapterState,
     StepKind,
+    add_contents,
     choose_next_step,
     compute_retry_delay,
 )
 from cleave.rpc.http_client import HttpError
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent import engine_api
+from cleave_worker.agent.adapters.adapter_contents import AdapterContents
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import WorkerInstance
 from cleave_worker.agent.launch import can_load_adapters
+from cleave_worker.agent.weights.loaded_weights import WeightsError
 
 _log = logging.getLogger(__name__)
 _NOT_ENABLED = "the engine was started without --enable-lora: add it to spec.engine.args"
@@ -39,7 +42,8 @@ async def keep_loaded(
             await keeper.make_step()
     finally:
         # The next boot begins without adapters.
-        instance.report_adapters(list(build_report(instance.ordered_adapters, {})))
+        ordered = add_contents(instance.ordered_adapters, instance.adapter_contents)
+        instance.report_adapters(list(build_report(ordered, {})))
 
 
 async def _refuse_all(instance: WorkerInstance) -> None:
@@ -62,12 +66,15 @@ class _AdapterKeeper:
         self._url = url
         self._headers = headers
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        self._contents = AdapterContents(config, self._clock)
         self._states: dict[str, AdapterState] = {}
         """By engine name."""
 
     async def make_step(self) -> None:
         """Make the next step, or wait until one is due, and report the result."""
-        instance, ordered = self._instance, self._instance.ordered_adapters
+        instance, order = self._instance, self._instance.ordered_adapters
+        instance.adapter_contents = await self._contents.find(order)
+        ordered = add_contents(order, instance.adapter_contents)
         self._states = _apply_order(ordered, self._states)
         step = choose_next_step(
             ordered,
@@ -78,8 +85,11 @@ class _AdapterKeeper:
         )
         instance.report_adapters(list(build_report(ordered, self._states)))
         if step.adapter is None:
-            if instance.ordered_adapters == ordered:
-                await instance.wait_for_change(step.wait_s)
+            if instance.ordered_adapters == order:
+                check_s = self._contents.check_s
+                until_check_s = () if check_s is None else (max(check_s - self._clock(), 0.0),)
+                waits_s = [each for each in (step.wait_s, *until_check_s) if each is not None]
+                await instance.wait_for_change(min(waits_s, default=None))
         elif step.kind is StepKind.LOAD:
             await self._load(step.adapter)
         elif step.kind is StepKind.UNLOAD:
@@ -91,10 +101,12 @@ class _AdapterKeeper:
     async def _load(self, adapter: AdapterSource) -> None:
         name, seconds = adapter.engine_name, self._timing.adapter_load
         try:
-            fault = await engine_api.load_adapter(
-                self._url, name, adapter.source, seconds, self._headers
-            )
-        except HttpError as error:
+            path = await self._contents.fetch(adapter)
+            fault = await engine_api.load_adapter(self._url, name, path, seconds, self._headers)
+            if not fault and await self._contents.has_changed(adapter):
+                await engine_api.remove_adapter(self._url, name, seconds, self._headers)
+                fault = "its files have changed while it was loaded"
+        except (HttpError, WeightsError) as error:
             fault = str(error)
         now = self._clock()
         if not fault:
