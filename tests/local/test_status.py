@@ -31,3 +31,12 @@ def test_data_parallel_ranks_are_one_row() -> None:
     assert [each.source for each in merged.pairs.proofs] == ["a", "b"]
     assert merge_ranks([one]) == one
     assert merge_ranks([one, None]) is None
+
+
+def test_ranks_that_have_loaded_different_weights_are_seen_in_their_row() -> None:
+    one, two = rank(0, agent_pb2.STATE_READY, "a"), rank(0, agent_pb2.STATE_READY, "b")
+    for each, weights, read_ms in ((one, "b2", 2_000), (two, "a1", 1_000)):
+        each.registration.weights, each.registration.weights_read_ms = weights, read_ms
+    pod = PodView("x", "decode", "127.0.0.1:1", 1, True, 0, "", None, 0.0)
+    row = build_row(pod, DeploymentSnapshot("d", 1, "http://127.0.0.1:2"), merge_ranks([one, two]))
+    assert (row.weights, row.weights_read_s, row.weights_fault) == ("a1.b2", 2.0, "")

@@ -23,6 +23,7 @@ from cleave.rpc.channel import dial
 from cleave.rpc.credentials import build_metadata
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave.rpc.weights_report import merge_weights
 
 _REQUEST_TIMEOUT_S = 2.0
 _HANDOFFS_METRIC = 'cleave_gateway_handoffs_total{result="used"}'
@@ -53,6 +54,12 @@ class InstanceRow:
     """Result of its KV self-test; empty for the gateway."""
     kv_pairs: str = ""
     """What canary handoffs to it have shown; empty: none was tested yet."""
+    weights: str = ""
+    """Digest of what its engine has loaded; empty: nothing, or not known yet."""
+    weights_read_s: float = 0.0
+    """When that was read, in seconds since 1970."""
+    weights_fault: str = ""
+    """Why other weights could have the same digest; empty: they could not."""
 
 
 async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
@@ -92,6 +99,9 @@ def merge_ranks(
     merged = agent_pb2.HealthResponse()
     ready = agent_pb2.STATE_READY
     merged.CopyFrom(next((e for e in known if e.registration.state != ready), known[0]))
+    read = [(each.registration.weights_read_ms, each.registration.weights) for each in known]
+    merged.registration.weights = merge_weights(read)
+    merged.registration.weights_read_ms = max(at for at, _ in read)
     merged.registration.restarts = max(each.registration.restarts for each in known)
     merged.load.num_running = sum(each.load.num_running for each in known)
     merged.load.num_waiting = sum(each.load.num_waiting for each in known)
@@ -137,6 +147,9 @@ def build_row(
         last_failure=registration.last_failure or _describe_pod_failure(pod),
         kv_path=_describe_kv_path(registration.kv_path),
         kv_pairs=_describe_pairs([p for p in health.pairs.proofs if p.prefill_boot_id in boots]),
+        weights=registration.weights,
+        weights_read_s=registration.weights_read_ms / 1000,
+        weights_fault=registration.weights_fault,
     )
 
 

@@ -57,6 +57,9 @@ class Target:
     holder: int = 0
     """Number of the boot in `router.prefix_index`."""
 
+    revision: str = ""
+    """Of its spec and its weights: with another one the same prompt has other tokens."""
+
     engine_key: str = field(default="", repr=False)
     """What the engine's HTTP API asks for; empty: nothing."""
     kv_key: str = field(default="", repr=False)
@@ -466,6 +469,7 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         overlap_min_tokens=registration.ahead_from_tokens,
         prefix_port=registration.prefix_port,
         holder=to_holder(registration.boot_id),
+        revision=registration.revision,
         engine_key=registration.engine_key,
         kv_key=compute_kv_key(registration.engine_key),
     )

@@ -103,6 +103,14 @@ class FleetInstance(msgspec.Struct, frozen=True):
     model_digest: str = ""
     """Hash of the config.json in its report, of every ready instance; empty: there is none."""
 
+    weights: str = ""
+    """Digest of what its engine has loaded; of a pod whose engines differ the oldest one and the
+    newest one, with a dot between. Empty: nothing, or an earlier version's."""
+    weights_read_s: float = 0.0
+    """When its engine, or the last one of its pod, has read that, in seconds since 1970."""
+    weights_fault: str = ""
+    """Why other weights could have the same digest; empty: they could not."""
+
     adapters_digest: str = ""
     """Of the adapters that it was ordered last to load at run time; empty: it was not."""
     adapters_pending: int = 0

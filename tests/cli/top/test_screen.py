@@ -156,6 +156,20 @@ def test_the_reason_an_instance_is_not_ready_is_shown(view: TopView) -> None:
     assert lines[-1] == "a: engine lost: exit code 1"
 
 
+def test_instances_with_other_weights_are_named(view: TopView) -> None:
+    one, other = PAIR
+    same = (replace_instance(each, weights="a1", weights_read_s=NOON) for each in PAIR)
+    assert "weights" not in "".join(draw(replace(view, fleet=FleetStatus(tuple(same)))))
+    differing = (
+        replace_instance(one, weights="a1", weights_read_s=NOON),
+        replace_instance(other, weights="b2", weights_read_s=NOON + 5),
+    )
+    lines = draw(replace(view, fleet=FleetStatus(differing)), width=200)
+    assert any(
+        line.startswith("1 of 2 instances have loaded other weights than b2") for line in lines
+    )
+
+
 def test_the_kv_bar_is_empty_full_or_between(view: TopView) -> None:
     shares = {"none": 0.0, "little": 0.01, "half": 0.5, "full": 1.0, "wrong": 1.7}
     page = FleetStatus(tuple(make_instance(n, kv_cache_usage=u) for n, u in shares.items()))

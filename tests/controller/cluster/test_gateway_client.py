@@ -272,6 +272,18 @@ def test_a_cell_in_one_pod_is_one_instance() -> None:
     assert merged["other"] == member("other")
 
 
+def test_a_pod_whose_engines_have_different_weights_is_known_as_such() -> None:
+    page = FleetStatus(
+        (
+            member("c.prefill-0", weights="b2", weights_read_s=9.0),
+            member("c.decode-0", weights="a1", weights_read_s=3.0, weights_fault="a fault"),
+        )
+    )
+    merged = merge([page], {"c": 2})["c"]
+    assert (merged.weights, merged.weights_read_s) == ("a1.b2", 9.0)
+    assert merged.weights_fault == "a fault"
+
+
 def test_data_parallel_ranks_are_one_instance_of_their_role() -> None:
     page = FleetStatus((member("d.rank-0", num_running=1), member("d.rank-1", num_running=2)))
     (merged,) = merge([page], {"d": 2}).values()
@@ -309,7 +321,12 @@ def test_a_page_that_no_gateway_writes_is_ignored(body: bytes) -> None:
 def test_the_largest_page_of_a_gateway_is_read() -> None:
     report = "{" * MAX_REPORT_BRACES
     instances = tuple(
-        FleetInstance(f"i{number}", model_report=report if number < MAX_REPORTS else "")
+        FleetInstance(
+            f"i{number}",
+            model_report=report if number < MAX_REPORTS else "",
+            weights="a" * 12,
+            weights_fault="x" * 120,
+        )
         for number in range(MAX_INSTANCES)
     )
     page = FleetStatus(instances)

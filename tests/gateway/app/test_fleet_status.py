@@ -63,6 +63,13 @@ async def test_every_instance_is_listed_with_its_load_and_kv_path(stage) -> None
     stage.context.router.release(pick)
 
 
+async def test_every_instance_says_what_it_has_loaded_and_when(stage) -> None:
+    stage.state(stage.engines["d"], weights="a1", weights_read_ms=1_500, weights_fault="x" * 900)
+    described = (await read_page(stage)).instances[0]
+    assert (described.weights, described.weights_read_s) == ("a1", 1.5)
+    assert described.weights_fault == "x" * 120
+
+
 async def test_adapters_are_summed_up_in_a_digest_and_the_first_fault(stage) -> None:
     adapters = [
         agent_pb2.RuntimeAdapter(name="sql", engine_name="sql@1", loaded=True),

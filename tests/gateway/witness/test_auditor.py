@@ -107,6 +107,21 @@ async def test_wrong_tokens_suspend_the_pair_and_name_it_without_the_text(
     assert "a question" not in caplog.text
 
 
+async def test_engines_with_other_weights_are_no_judges_of_a_stream(make_sampled) -> None:
+    """As during a roll-out of weights, which would else suspend pairs that are right."""
+    stage, _ = await make_sampled()
+    assert (await stage.ask(BODY)).status == 200
+    registry = stage.context.router.registry
+    for instance in list(registry.instances.values()):
+        instance.registration.revision = "r1@b2"
+        event = agent_pb2.WatchEvent(registration=instance.registration)
+        registry.on_event(instance.agent, event, instance.last_event_at)
+    async with audited(stage) as sent:
+        audits = stage.context.metrics.audits
+        await stage.until(lambda: audits, "the request is audited")
+    assert (dict(audits), sent) == ({"skipped": 1}, [])
+
+
 @pytest.mark.parametrize(
     "fields", [{"temperature": 1}, {"seed": 4}, {"stream": False}, {"stop": ["x"]}, {"n": 2}]
 )

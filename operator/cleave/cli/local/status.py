@@ -142,8 +142,17 @@ def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
                 tables.print_line(console, f"{row['instance']}: last failure: {failure}")
             if pairs := row["kv_pairs"]:
                 tables.print_line(console, f"{row['instance']}: {pairs}")
+        if weights := _explain_weights(deployment["instances"]):
+            tables.print_line(console, f"{deployment['deployment']}: {weights}")
         if plan := deployment["plan"]:
             tables.print_line(console, f"{deployment['deployment']}: {_describe_plan(plan)}")
+
+
+def _explain_weights(rows: Sequence[dict[str, Any]]) -> str:
+    from cleave.rpc.weights_report import WeightsReport, explain_weights
+
+    fields = ("instance", "weights", "weights_read_s", "weights_fault")
+    return explain_weights([WeightsReport(*(row[field] for field in fields)) for row in rows])
 
 
 def _describe_plan(plan: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from cleave.cli.output.tables import print_full_width
 from cleave.cli.top import instances
 from cleave.cli.top.instances import get_state, make_table
 from cleave.cli.top.view import MINUTE_S, NOW_S, TopView
+from cleave.rpc.weights_report import WeightsReport, explain_weights
 from cleave.traffic.counters import GatewayCounters, TrafficRates
 
 _HEADER_ROWS = 5
@@ -145,7 +146,7 @@ def _describe_events(view: TopView) -> list[Text]:
         )
         for each in view.changes
     ]
-    notes = _describe_unmeasured(view) + reasons[:_MAX_REASONS] + changes
+    notes = _describe_unmeasured(view) + _describe_weights(view) + reasons[:_MAX_REASONS] + changes
     return [Text(), *notes] if notes else []
 
 
@@ -159,6 +160,20 @@ def _describe_unmeasured(view: TopView) -> list[Text]:
         return []
     why = "responses that are not streamed have no time to the first token"
     return [Text(f"ATTAINED and GOODPUT are of {share:.0%} of the requests: {why}", style="dim")]
+
+
+def _describe_weights(view: TopView) -> list[Text]:
+    """A line for each deployment whose instances have loaded different weights."""
+    lines = []
+    for deployment in view.deployments:
+        found = [
+            WeightsReport(each.name, each.weights, each.weights_read_s, each.weights_fault)
+            for each in view.fleet.instances
+            if each.deployment == deployment
+        ]
+        if text := explain_weights(found):
+            lines.append(Text(text, style="yellow"))
+    return lines
 
 
 def _format_window(traffic: TrafficRates | None, window_s: float) -> str:

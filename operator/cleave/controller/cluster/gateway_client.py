@@ -28,6 +28,7 @@ from cleave.rpc.fleet_status import (
     FleetStatus,
     KvPairs,
 )
+from cleave.rpc.weights_report import merge_weights
 
 K = TypeVar("K", bound=Hashable)
 
@@ -164,6 +165,9 @@ def _merge_members(pod: str, members: list[FleetInstance], count: int) -> FleetI
         model_report=next((each.model_report for each in members if each.model_report), ""),
         # They read the same files.
         model_digest=next((each.model_digest for each in members if each.model_digest), ""),
+        weights=merge_weights((each.weights_read_s, each.weights) for each in members),
+        weights_read_s=max(each.weights_read_s for each in members),
+        weights_fault=next((each.weights_fault for each in members if each.weights_fault), ""),
         adapters_digest=_merge_digests({each.adapters_digest for each in members}),
         adapters_pending=max(each.adapters_pending for each in members),
         adapter_fault=next((each.adapter_fault for each in members if each.adapter_fault), ""),

@@ -30,6 +30,8 @@ _TEXT_LIMIT = 300
 _DIGEST_LIMIT = 64
 _UNUSABLE = "unusable"
 """In place of the digest of a report that is not sent."""
+_WEIGHTS_FAULT_LIMIT = 120
+"""Characters; every instance may have it."""
 _MAX_ADAPTER_FAULTS = 16
 """Instances in one response that say why an adapter is not loaded."""
 
@@ -160,6 +162,9 @@ def _describe_instance(
             pull_ms=_to_finite(registration.kv_path.pull_ms),
         ),
         kv_pairs=pairs,
+        weights=registration.weights[:_DIGEST_LIMIT],
+        weights_read_s=registration.weights_read_ms / 1000,
+        weights_fault=registration.weights_fault[:_WEIGHTS_FAULT_LIMIT],
         adapters_digest=registration.adapters_digest[:_DIGEST_LIMIT],
         adapters_pending=sum(not each.loaded for each in registration.runtime_adapters),
         cache_hits=CacheHits(instance.hits.predicted_share, instance.hits.engine_share),

@@ -83,11 +83,15 @@ class Auditor:
         """How the output compares with that of one engine; None: no engine is idle now.
         Raises EngineCallError, RouterError, MsgspecError, UnicodeDecodeError."""
         context, num_outputs = self._context, len(sample.output_ids)
+        instances = context.router.registry.instances.values()
+        # With other weights, as during their rollout, other tokens are right.
+        others = [each.name for each in instances if each.target.revision != sample.decode.revision]
         pick = context.router.pick(
             sample.model,
             len(sample.prompt_ids),
             num_outputs,
             colocated=True,
+            excluded=others,
             suspect=(sample.decode.instance,),
         )
         try:
