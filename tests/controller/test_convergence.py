@@ -25,7 +25,9 @@ from tests.support.fake_cluster import SmallCluster, chat, manual_placement, nod
 class ControlPlane:
     """An operator and a cluster. Events wait in `late` until they are delivered."""
 
-    def __init__(self, cluster: SmallCluster) -> None:
+    def __init__(
+        self, cluster: SmallCluster, gateways: GatewayClient[ResourceKey] | None = None
+    ) -> None:
         self.cluster = cluster
         self.late: list[tuple[str, Manifest]] = []
         cluster.watchers.append(lambda kind, each: self.late.append((kind, each)))
@@ -36,7 +38,7 @@ class ControlPlane:
             OperatorMetrics(),
             now=lambda: cluster.now_s,
             clock=lambda: cluster.now_s,
-            gateways=GatewayClient(lambda: cluster.now_s, fetch=no_answers),
+            gateways=gateways or GatewayClient(lambda: cluster.now_s, fetch=no_answers),
             debounce_s=0,
         )
         self.plan_jobs: list[PlanJob] = []

@@ -136,6 +136,48 @@ def test_what_leaves_kv_alike_leaves_the_revision(deployment, spec) -> None:
     assert hash_revision(deployment(**spec)) == hash_revision(deployment())
 
 
+def with_files(**cache: object) -> dict[str, object]:
+    """A spec whose folder lies in this volume or image."""
+    return {"model": {"source": "/models/m", "cache": cache}}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        with_files(image={"reference": "registry.example/w:1"}),
+        with_files(image={"reference": "registry.example/w:2"}),
+        {"model": {"source": "org/m", "cache": {"image": {"reference": "registry.example/w:1"}}}},
+        {"model": {"source": "org/m", "cache": {"image": {"reference": "registry.example/w:2"}}}},
+        with_files(persistentVolumeClaim={"claimName": "weights-a"}),
+        with_files(persistentVolumeClaim={"claimName": "weights-b"}),
+        with_files(hostPath={"path": "/data/a"}),
+        with_files(hostPath={"path": "/data/b"}),
+        {"model": "/models/m"},
+    ],
+)
+def test_the_volume_or_image_with_the_files_is_part_of_the_revision(deployment, spec) -> None:
+    REVISIONS[str(spec)] = hash_revision(deployment(**spec))
+    assert len({*REVISIONS.values()}) == len(REVISIONS)
+
+
+REVISIONS: dict[str, str] = {}
+"""Of the specs that were hashed, no two of which are equal."""
+
+
+def test_how_a_volume_with_the_files_is_mounted_leaves_the_revision(deployment) -> None:
+    claim = {"claimName": "weights-a"}
+    mounts = (claim, {**claim, "readOnly": True})
+    specs = [deployment(**with_files(persistentVolumeClaim=each)) for each in mounts]
+    assert hash_revision(specs[0]) == hash_revision(specs[1])
+
+
+def test_where_downloads_are_kept_leaves_the_revision(deployment) -> None:
+    caches = ({"hostPath": {"path": "/a"}}, {"persistentVolumeClaim": {"claimName": "a"}})
+    for cache in caches:
+        spec = {"model": {"source": "org/model", "cache": cache}}
+        assert hash_revision(deployment(**spec)) == hash_revision(deployment())
+
+
 def test_engines_get_the_limits_that_the_plan_assumes(deployment) -> None:
     chat = deployment(
         placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]}

@@ -20,6 +20,7 @@ from cleave.controller.cluster.actions import (
     RequestPlan,
     Requeue,
     SetFinalizers,
+    SetLabels,
 )
 from cleave.controller.cluster.objects import format_timestamp
 from cleave.manifests.labels import Manifest
@@ -79,6 +80,9 @@ class SmallCluster:
                     if existing := self._same(target):
                         written = self._changed({**existing, "status": status}, is_spec=False)
                         answers.append(("seen", written))
+                case SetLabels(target):
+                    if existing := self._same(target):
+                        answers.append(("seen", self._set_labels(existing, action)))
                 case SetFinalizers(target, finalizers, _):
                     answers += self._set_finalizers(target, finalizers)
                 case Emit():
@@ -179,6 +183,12 @@ class SmallCluster:
             return [("seen", self._changed({**existing, "metadata": meta}))]
         self._gone(existing)
         return [("gone", existing)]
+
+    def _set_labels(self, pod: Manifest, action: SetLabels) -> Manifest:
+        meta = pod["metadata"]
+        for name in ("labels", "annotations"):
+            meta = {**meta, name: {**meta.get(name, {}), **getattr(action, name)}}
+        return self._changed({**pod, "metadata": meta})
 
     def _repurpose(self, pod: Manifest, order: Repurpose) -> Manifest:
         """Apply a merge patch: maps are merged, lists replaced."""

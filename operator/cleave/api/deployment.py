@@ -13,6 +13,7 @@ from cleave.api.adapters import AdapterList
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.engine import Connector, DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
+from cleave.api.loaded_weights import LoadedWeights
 from cleave.api.model import ModelField
 from cleave.api.model_report import ReportedModel
 from cleave.api.plan import ManualPool, SelectedPlan
@@ -367,7 +368,9 @@ class LLMDeploymentStatus(ApiModel):
     gateways' traffic. AdaptersLoaded: every ready instance has loaded spec.adapters; absent without
     any.
     ModelAsReported: all engines report the same config.json, and their KV bytes per token are those
-    that plans count with; absent while no engine has reported them."""
+    that plans count with; absent while no engine has reported them. WeightsAgree: all instances
+    have loaded the same weights: the same content of files, or commit of a repository; absent while
+    no engine has reported them."""
     model: str | None = None
     """Model name that clients request. A changed name appears once its rollout is complete."""
     plan: SelectedPlan | None = None
@@ -375,6 +378,8 @@ class LLMDeploymentStatus(ApiModel):
     reported_model: ReportedModel | None = None
     """What the first ready engine says about the model, of which plans are made where Cleave knows
     it from nowhere else; absent: no engine has reported it."""
+    weights: LoadedWeights | None = None
+    """What the instances have loaded last; absent: nothing that they report."""
     advice: SelectedPlan | None = None
     """With planning.mode or planning.replan.mode Advisory: the plan that Auto would apply."""
     observed: replan_status.ObservedTraffic | None = None

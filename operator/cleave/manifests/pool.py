@@ -6,9 +6,11 @@ Pure; called by `cleave.local` and the controller.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any, Literal
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineSpec, EngineType
+from cleave.api.model import ModelSpec
 from cleave.api.plan import PlanGrowth, SelectedPlan
 from cleave.api.pool import CellMember, Colocation, InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
@@ -57,14 +59,17 @@ def build_pools(
 def hash_revision(deployment: LLMDeployment) -> str:
     """Hash the fields that prefill and decode instances must share: model and engine.
 
-    Parallelism is left out, as instances of different parallelism can exchange KV, and so are where
-    the model's files are kept and spec.model.config, which engines do not read. Cleave's version is
+    The volume or image with the model's files belongs to the model; what they contain, engines find
+    out. Parallelism is left out, as instances of different parallelism can exchange KV, and so are
+    where downloads are kept and spec.model.config, which engines do not read. Cleave's version is
     included through the default image, as it decides the version of vLLM.
     """
     spec = resolve_connector(deployment, reads_files=False).spec
     # Without defaults, so that a field which a later version adds changes no revision.
     parts = (
-        spec.model.model_dump_json(exclude_defaults=True, exclude={"cache", "config"}),
+        spec.model.model_dump_json(
+            exclude_defaults=True, exclude={"config": True, "cache": _exclude_cache(spec.model)}
+        ),
         spec.engine.model_dump_json(exclude_defaults=True, exclude={"connector"}),
         # The one in use, so that pairs have the same after a later version changes the default.
         str(spec.engine.kv_connector),
@@ -72,6 +77,15 @@ def hash_revision(deployment: LLMDeployment) -> str:
     )
     text = "\n".join(parts)
     return hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
+
+
+def _exclude_cache(model: ModelSpec) -> Literal[True] | dict[str, Any]:
+    """What of spec.model.cache does not decide what engines load: how a volume is mounted, and all
+    of it where it keeps downloads."""
+    cache = model.cache
+    if cache is None or not (model.folder or cache.image):
+        return True
+    return {"persistent_volume_claim": {"read_only"}}
 
 
 def build_selected_plan(

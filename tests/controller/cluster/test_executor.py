@@ -19,6 +19,7 @@ from cleave.controller.cluster.actions import (
     RequestPlan,
     Requeue,
     SetFinalizers,
+    SetLabels,
 )
 from cleave.controller.cluster.agent_client import AgentError
 from cleave.controller.cluster.client import KubeApiError
@@ -369,3 +370,26 @@ async def test_who_does_not_lead_orders_no_adapters() -> None:
     with pytest.raises(NotLeadingError):
         await hands.executor.carry_out([LOAD])
     assert hands.adapter_orders == []
+
+
+LABELS = SetLabels(
+    ObjectReference("Pod", "llm", "chat-decode-1", "u1"), {"cleave.dev/weights": "a1"}, {"x": "2"}
+)
+
+
+async def test_labels_are_set_beside_others_of_the_same_pod_only() -> None:
+    hands = Hands(POD)
+    await hands.executor.carry_out([LABELS])
+    ((method, path, options),) = hands.server.requests
+    assert (method, path.rpartition("/")[2]) == ("PATCH", "chat-decode-1")
+    assert options["content_type"] == "application/merge-patch+json"
+    assert options["body"] == {
+        "metadata": {"labels": LABELS.labels, "annotations": LABELS.annotations, "uid": "u1"}
+    }
+
+
+async def test_who_does_not_lead_sets_no_labels() -> None:
+    hands = Hands(may_write=False)
+    with pytest.raises(NotLeadingError):
+        await hands.executor.carry_out([LABELS])
+    assert hands.server.requests == []

@@ -61,10 +61,17 @@ def test_the_engines_of_an_instance_are_those_of_all_its_pods() -> None:
     assert count_engines([first, further, parse_worker(name="d"), part]) == {"c": 4, "d": 1}
 
 
-def parse_worker(more: Mapping[str, str] = {}, *, name: str = "c", **fields) -> ObservedPod:
+def parse_worker(
+    more: Mapping[str, str] = {},
+    *,
+    name: str = "c",
+    annotations: Mapping[str, str] = {},
+    **fields,
+) -> ObservedPod:
     labels = {"role": "mixed", "deployment": "chat", "pool": "chat-mixed", **more}
     labels = {f"cleave.dev/{key}": value for key, value in labels.items()}
-    pod = parse_pod({"metadata": {"name": name, "labels": labels}, **fields})
+    meta = {"name": name, "labels": labels, "annotations": annotations}
+    pod = parse_pod({"metadata": meta, **fields})
     assert pod is not None
     return pod
 
@@ -122,3 +129,13 @@ def test_a_deployment_says_why_its_pods_are_refused() -> None:
     assert parse_child(manifest).fault == "exceeded quota: q"
     refused["status"] = "False"
     assert parse_child(manifest).fault == ""
+
+
+def test_a_pod_has_what_was_seen_of_its_weights() -> None:
+    labels = {"revision": "r1.a1", "weights": "a1"}
+    found = parse_worker(labels, annotations={"cleave.dev/weights-read-ms": "1500"})
+    assert (found.revision, found.spec_revision) == ("r1.a1", "r1")
+    assert (found.weights, found.weights_read_ms) == ("a1", 1_500)
+    for text in ("", "-1", "x", "²"):
+        odd = parse_worker(labels, annotations={"cleave.dev/weights-read-ms": text})
+        assert odd.weights_read_ms == 0

@@ -78,6 +78,15 @@ class OrderAdapters:
 
 
 @dataclass(frozen=True, slots=True)
+class SetLabels:
+    """Set labels and annotations of a pod; others stay."""
+
+    target: ObjectReference
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class PatchStatus:
     """Write the status of an object."""
 
@@ -195,5 +204,15 @@ class Requeue:
     after_s: float
 
 
-Write = Apply | Create | Delete | Repurpose | OrderAdapters | PatchStatus | SetFinalizers | Emit
+Write = (
+    Apply
+    | Create
+    | Delete
+    | Repurpose
+    | OrderAdapters
+    | SetLabels
+    | PatchStatus
+    | SetFinalizers
+    | Emit
+)
 Action = Write | RequestPlan | Requeue

@@ -28,6 +28,7 @@ from cleave.controller.cluster.actions import (
     RequestPlan,
     Requeue,
     SetFinalizers,
+    SetLabels,
     Write,
 )
 from cleave.controller.cluster.agent_client import (
@@ -135,6 +136,8 @@ class Executor:
                         if not await self._order_adapters(action):
                             self._metrics.actions[name, "failed"] += 1
                             return
+                    case SetLabels():
+                        await self._set_labels(action)
                     case PatchStatus():
                         await self._patch_status(action)
                     case SetFinalizers():
@@ -261,6 +264,13 @@ class Executor:
             await self._emit(Emit(action.deployment, "AdaptersNotOrdered", text, is_warning=True))
             return False
         return True
+
+    async def _set_labels(self, action: SetLabels) -> None:
+        target = action.target
+        labels, annotations = action.labels, action.annotations
+        body = {"metadata": {"labels": labels, "annotations": annotations, "uid": target.uid}}
+        if response := await self._patch(target, body):
+            self._on_change(response)
 
     async def _patch_status(self, action: PatchStatus) -> None:
         target = action.target

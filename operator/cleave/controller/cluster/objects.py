@@ -20,6 +20,8 @@ from cleave.manifests.labels import (
     POOL,
     REVISION,
     ROLE,
+    WEIGHTS,
+    WEIGHTS_READ_MS,
     Manifest,
     get_agent_port,
     get_agent_port_name,
@@ -67,7 +69,8 @@ class ObservedPod:
     uid: str
     role: Role
     revision: str
-    """Instances work together with those of the same revision only."""
+    """Instances work together with those of the same revision only. That of the spec; after a dot
+    the weights, where others were found later (`controller.deployment.weights`)."""
     ready: bool
     phase: str = "Running"
     """The phase of Kubernetes: Pending, Running, Succeeded, Failed or Unknown."""
@@ -109,8 +112,17 @@ class ObservedPod:
     """Name of its instance; empty: the pod's own name."""
     is_multi_node_worker: bool = False
     """Whether it is a further pod of an instance that spans several nodes."""
+    weights: str = ""
+    """Digest of what its engine had loaded when that was seen last; empty: it was not seen."""
+    weights_read_ms: int = 0
+    """When that was read, by its node's clock, in ms."""
     set_name: str = ""
     """Name of the LeaderWorkerSet that created it; empty: none did."""
+
+    @property
+    def spec_revision(self) -> str:
+        """The revision of the spec that it was created from."""
+        return self.revision.partition(".")[0]
 
     @property
     def is_over(self) -> bool:
@@ -250,6 +262,8 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         cell=int(labels[CELL]) if labels.get(CELL, "").isdigit() else None,
         instance=labels.get(INSTANCE, ""),
         is_multi_node_worker=labels.get(INSTANCE, meta["name"]) != meta["name"],
+        weights=labels.get(WEIGHTS, ""),
+        weights_read_ms=_parse_ms(meta.get("annotations", {}).get(WEIGHTS_READ_MS, "")),
         set_name=labels.get(_SET_LABEL, ""),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
         last_end=_find_last_end(status),
@@ -299,6 +313,10 @@ def _find_last_end(status: Manifest) -> str:
         return ""
     out_of_memory = end.get("reason") == OUT_OF_MEMORY
     return OUT_OF_MEMORY if out_of_memory else f"exit code {end.get('exitCode', 0)}"
+
+
+def _parse_ms(text: str) -> int:
+    return int(text) if text.isdecimal() and text.isascii() else 0
 
 
 def _count_agents(pod_spec: Manifest) -> int:

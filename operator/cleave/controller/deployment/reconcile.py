@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.loaded_weights import LoadedWeights
 from cleave.api.plan import SelectedPlan
 from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool, PoolRollout, ReplicasOwner
@@ -17,7 +18,7 @@ from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Apply, Delete, Emit, RequestPlan, Requeue
 from cleave.controller.cluster.apply import FINALIZER
-from cleave.controller.deployment import adapters, lending, placement, repurpose, scaling
+from cleave.controller.deployment import adapters, lending, placement, repurpose, scaling, weights
 from cleave.controller.deployment import status as deployment_status
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.repurpose import RoleChange
@@ -63,10 +64,12 @@ def reconcile(view: DeploymentView) -> list[Action]:
     desired_pools = list(view.pools)
     if decision.placement is not None:
         desired_pools = build_pools(deployment, decision.placement, view.inventory.topology)
+    labelled, (view, loaded) = view.pods, _apply_weights(view, desired_pools)
     desired_pools = _scale_pools(view, decision, desired_pools)
     room = None if deployment.spec.paused else view.gpu_room
     desired_pools, lent = lending.limit_pools(desired_pools, room, view.settings.device)
     changes = decision.placement is not None or desired_pools != list(view.pools)
+    changes |= weights.are_rolled_out(view)
     desired: Pools = current
     if changes:
         desired = {
@@ -74,7 +77,8 @@ def reconcile(view: DeploymentView) -> list[Action]:
             for pool in desired_pools
         }
     owned = build_owned_objects(deployment, view.settings, _find_thresholds(deployment, decision))
-    writes: list[Action] = [*apply.build_changes(owned, deployment, view.children)]
+    writes: list[Action] = [*weights.list_labels(labelled, view.pods)]
+    writes += apply.build_changes(owned, deployment, view.children)
     if changes:
         writes += _update_pools(view, desired)
         if decision.plan == view.status.get("plan") and lent is None:
@@ -88,11 +92,23 @@ def reconcile(view: DeploymentView) -> list[Action]:
         actions.append(RequestPlan(plan_request))
     # Status first: if a later write fails, users still see what exists.
     actions += deployment_status.report(
-        view, decision, desired, replanned, lent, is_applied=is_applied
+        view, decision, desired, replanned, lent, loaded, is_applied=is_applied
     )
     if not deployment.spec.paused:
         writes += adapters.list_orders(view)
     return actions + writes
+
+
+def _apply_weights(
+    view: DeploymentView, desired: Sequence[InstancePool]
+) -> tuple[DeploymentView, LoadedWeights | None]:
+    """The view in which instances that have loaded other weights than those read last are of an old
+    revision, and these weights."""
+    if not desired:
+        return view, None
+    revision = desired[0].spec.revision
+    loaded = weights.update(weights.read(view.status), view, revision)
+    return weights.apply(view, loaded, revision), loaded
 
 
 def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:

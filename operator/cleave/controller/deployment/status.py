@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeploymentStatus
+from cleave.api.loaded_weights import LoadedWeights
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Emit, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import ObservedPod
-from cleave.controller.deployment import adapters, kv_path, model_report, readiness
+from cleave.controller.deployment import adapters, kv_path, model_report, readiness, weights
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.traffic_status import build_slo_condition, report_traffic
 from cleave.controller.replan.verdict import ReplanOutcome
@@ -29,12 +30,14 @@ def report(
     desired: Pools,
     replan: ReplanOutcome,
     lent: ConditionState | None,
+    loaded: LoadedWeights | None,
     *,
     is_applied: bool,
 ) -> Iterator[Action]:
     """Yield a write of the new status and its Events; nothing when the status is up to date.
 
     `desired`: desired pools. `lent`: ScalingLimited while other deployments have GPUs of this one.
+    `loaded`: the weights that instances are to have.
     `is_applied`: pools and gateways exist as the spec requires.
     """
     deployment, target = view.deployment, apply.build_reference(view.deployment)
@@ -51,6 +54,8 @@ def report(
     reports = model_report.list_reports(view, desired)
     reported = model_report.choose_report(view, desired, reports)
     now += model_report.build_condition(deployment, reported, reports)
+    for revision in sorted({pool.spec.revision for pool in desired.values()}):
+        now += weights.build_condition(view, loaded, revision)
     roles = _list_roles(view, desired)
     labels = build_component_labels(deployment.name, GATEWAY)
     status: Manifest = {
@@ -64,6 +69,7 @@ def report(
         "url": build_url(deployment),
         **_build_replan_status(observed, replan),
         **model_report.to_status(reported),
+        **weights.to_status(loaded),
     }
     optional: Manifest = {"plan": decision.plan, "advice": decision.advice or replan.advice}
     optional["rolledOutGeneration"] = rolled_out
@@ -209,8 +215,7 @@ def _build_progressing(
     for role in roles:
         pool, pods = desired.get(role), view.list_alive(role)
         if pool is None or any(pod.revision != pool.spec.revision for pod in pods):
-            by = f"replaced by revision {pool.spec.revision}" if pool else "no longer planned"
-            text = f"{role} instances: {by}"
+            text = f"{role} instances: {_explain_replacement(pods, pool)}"
             return ConditionState("Progressing", True, conditions.ROLLING_OUT, text)
     if not readiness.is_gateway_updated(view):
         text = "gateway pods are being replaced"
@@ -222,6 +227,15 @@ def _build_progressing(
                 return ConditionState("Progressing", False, "ScalingLimited", limited.message)
             return ConditionState("Progressing", True, "Scaling", f"{role} instances start or end")
     return ConditionState("Progressing", False, "Settled", "all instances are as desired")
+
+
+def _explain_replacement(pods: Sequence[ObservedPod], pool: InstancePool | None) -> str:
+    if pool is None:
+        return "no longer planned"
+    revision = pool.spec.revision
+    if all(pod.spec_revision == revision for pod in pods):
+        return "replaced by instances with the weights that were read last"
+    return f"replaced by revision {revision}"
 
 
 def _build_degraded(

@@ -42,7 +42,7 @@ def create_instances(view: PoolView, fleet: PoolInstances, count: int) -> Iterat
     cells: list[int | None] = [None] * count
     if pool.spec.colocation is not None:
         # Old instances of the same revision occupy their cells, and thus their nodes, too.
-        same = (pod for pod in fleet.all if pod.revision == pool.spec.revision)
+        same = (pod for pod in fleet.all if pod.spec_revision == pool.spec.revision)
         used_cells = [pod.cell for pod in same if pod.cell is not None]
         cells = list(assign_cells(used_cells, pool.spec.colocation.per_cell, count))
     has_sets = pool.spec.nodes > 1 and view.settings.has_leader_worker_sets
