@@ -4,7 +4,7 @@ The emulated tokens are a function of the prompt's KV, so one sequence computed 
 every token that any instance may give, after any handoff, loss or restart on the way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cleave_worker.emulator import tokenizer
@@ -31,10 +31,12 @@ class Expected:
     completion_tokens: int
 
 
-def expect(path: str, body: dict[str, Any], base: str) -> Expected:
-    """The answer to a request for the base model or an adapter of it."""
+def expect(path: str, body: dict[str, Any], base: str, weights: str = "") -> Expected:
+    """The answer to a request for the base model or an adapter of it; `weights`: what engines have
+    loaded."""
     call = parse_call(body, path == CHAT, (base, *ADAPTERS), MAX_MODEL_LEN, {})
-    generated = [_generate(request, call.stop) for request in call.requests]
+    requests = (replace(request, weights=weights) for request in call.requests)
+    generated = [_generate(request, call.stop) for request in requests]
     return Expected(
         texts=tuple(text for text, _, _ in generated),
         finishes=tuple(finish.value for _, finish, _ in generated),

@@ -292,7 +292,9 @@ async def test_an_adapter_of_a_repository_is_loaded_at_the_commit_that_its_name_
 ) -> None:
     commits = {"main": "a" * 40}
     monkeypatch.setattr(model_hub, "find_commit", lambda *_, offline: commits["main"])
-    monkeypatch.setattr(model_hub, "download", lambda name, commit, _: Path("/hub", name, commit))
+    monkeypatch.setattr(
+        model_hub, "fetch_snapshot", lambda name, commit, _: Path("/hub", name, commit)
+    )
     timing = replace(engine.config.timing, adapter_hub_check=0.1)
     engine.config = replace(engine.config, engine="vllm", timing=timing)
     engine.instance.order_adapters([AdapterSource("sql", "org/sql")], 1)
@@ -311,7 +313,7 @@ async def test_an_adapter_that_cannot_be_downloaded_is_tried_again(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(model_hub, "find_commit", lambda *_, offline: "a" * 40)
-    monkeypatch.setattr(model_hub, "download", fail)
+    monkeypatch.setattr(model_hub, "fetch_snapshot", fail)
     engine.config = replace(engine.config, engine="vllm")
     engine.instance.order_adapters([AdapterSource("sql", "org/sql")], 1)
     async with running(engine):

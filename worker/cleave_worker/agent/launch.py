@@ -142,7 +142,14 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
         "vllm": "cleave_worker.vllm.api_server",
         "emulated": "cleave_worker.emulator.main",
     }[config.engine]
-    argv = (sys.executable, "-P", "-m", module, *arguments, *_pin(user_arguments, boot.weights))
+    argv = (
+        sys.executable,
+        "-P",
+        "-m",
+        module,
+        *arguments,
+        *_set_commits(user_arguments, boot.weights),
+    )
     return Launch(argv, _build_environment(config, boot, base_env))
 
 
@@ -158,7 +165,14 @@ def build_headless_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str
         arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _build_vllm_arguments(config, boot, base_env)
     module = "cleave_worker.vllm.headless"
-    argv = (sys.executable, "-P", "-m", module, *arguments, *_pin(user_arguments, boot.weights))
+    argv = (
+        sys.executable,
+        "-P",
+        "-m",
+        module,
+        *arguments,
+        *_set_commits(user_arguments, boot.weights),
+    )
     return Launch(argv, _build_environment(config, boot, base_env))
 
 
@@ -255,7 +269,7 @@ def _build_vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, st
     return [*arguments, "--enforce-eager"]
 
 
-def _pin(arguments: Sequence[str], weights: Weights) -> list[str]:
+def _set_commits(arguments: Sequence[str], weights: Weights) -> list[str]:
     """The arguments with the commits that were found, in place of branches that may move."""
     pinned = list(arguments)
     for option, commit in weights.pins.items():

@@ -76,7 +76,7 @@ class AdapterContents:
             return adapter.source
         cache = model_hub.find_cache(os.environ)
         try:
-            download = partial(model_hub.download, adapter.source, commit, cache)
+            download = partial(model_hub.fetch_snapshot, adapter.source, commit, cache)
             return str(await asyncio.to_thread(download))
         except Exception as error:  # the library's errors differ by version
             fault = str(error).partition("\n")[0]

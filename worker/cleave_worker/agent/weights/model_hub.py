@@ -62,7 +62,7 @@ def find_cache(env: Mapping[str, str]) -> Path:
     return Path(env.get("HF_HOME") or base / "huggingface").expanduser() / "hub"
 
 
-def download(name: str, commit: str, cache: Path) -> Path:
+def fetch_snapshot(name: str, commit: str, cache: Path) -> Path:
     """Download the files of a commit, unless the cache has them; return their folder. Raises
     OSError or ValueError, as huggingface_hub does, and ImportError where that is not installed."""
     from huggingface_hub import snapshot_download
