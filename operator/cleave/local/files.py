@@ -1,11 +1,15 @@
 """Files of the state folder: written atomically, readable only by their owner.
 
 Used by the kubelet, the supervisor and the tiny model. Other processes read concurrently, so a
-file is written under a temporary name and renamed.
+file is written under a temporary name and renamed. What lies in a file's place and is none is moved
+aside, not deleted.
 """
 
+import logging
 import os
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 TOKEN_FILE = "token"  # noqa: S105 - the name of a file
 """File in a deployment's folder with the token of its processes, new at each start."""
@@ -20,9 +24,69 @@ def create_private_folder(path: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path` with `text` atomically."""
+    """Replace the content of `path` with `text` atomically. Raises OSError."""
+    create_private_folder(path.parent)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(text)
-    new.rename(path)
+    try:
+        new.rename(path)
+    except IsADirectoryError:
+        move_aside(path)
+        new.rename(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if there is one; a folder in its place is moved aside. Raises OSError."""
+    try:
+        path.unlink(missing_ok=True)
+    except (IsADirectoryError, PermissionError):
+        if not path.is_dir():
+            raise
+        move_aside(path)
+
+
+def move_aside(path: Path) -> None:
+    """Rename what lies at `path`, which is not Cleave's. Raises OSError."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    log.warning("%s was no file; what was there is now %s", path, aside.name)
+
+
+class OwnedFiles:
+    """Files that this process alone writes: what happens to them otherwise is undone."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Path, str] = {}
+        self._faults: dict[Path, str] = {}
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a file, and keep its text. Raises OSError; `restore` then tries again."""
+        self._texts[path] = text
+        write_atomically(path, text)
+
+    def restore(self) -> None:
+        """Write the files again that are gone or have another text. Faults are logged once."""
+        for path, text in self._texts.items():
+            if _read(path) == text:
+                self._faults.pop(path, None)
+                continue
+            try:
+                write_atomically(path, text)
+            except OSError as error:
+                if self._faults.get(path) != str(error):
+                    log.warning("%s is damaged and cannot be written: %s", path, error.strerror)
+                self._faults[path] = str(error)
+            else:
+                log.warning("%s was changed or removed by another program: written again", path)
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file; None: it is none, or cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -97,7 +97,7 @@ async def wait_until_ready(
     deadline = time.monotonic() + timeout_s
     steps: Sequence[PodProgress] = ()
     while True:
-        snapshot = folder.read()
+        snapshot = await folder.read_restored()
         if snapshot is None:
             return StartupResult(StartupOutcome.STOPPED)
         if not folder.is_running():
@@ -210,7 +210,7 @@ async def watch_pods(
 ) -> None:
     """Report changes of a deployment's pods and engines since `shown`, until it is stopped."""
     before, steps, polled_at = shown.snapshot, shown.steps, -math.inf
-    while (after := folder.read()) is not None and not after.stopping:
+    while (after := await folder.read_restored()) is not None and not after.stopping:
         lines = describe_changes(before, after)
         # An engine may restart between two probes, so agents are polled as well.
         if lines or time.monotonic() - polled_at >= _HEALTH_INTERVAL_S:

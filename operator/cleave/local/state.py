@@ -1,10 +1,12 @@
 """The state folder of a deployment on this machine.
 
-The supervisor writes `state.json` there; `up`, `status`, `down` and `logs` read it. A supervisor
-that was killed leaves its file behind. Whether one runs is therefore determined by a file lock,
-which the kernel releases with the process, and not by `state.json`.
+The supervisor writes `state.json` there; `up`, `status` and `top` read it. A supervisor that was
+killed leaves its file behind, and files may be damaged. Whether one runs, and which process it is,
+is therefore determined by a file lock, which the kernel releases with the process, and not by
+`state.json`; a running supervisor writes a damaged file again.
 """
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -18,11 +20,13 @@ from typing import Any
 
 import msgspec
 
-from cleave.local import files
+from cleave.local import files, processes
 from cleave.local.errors import StateError
 
 _LOCK_ATTEMPTS = 5
 _LOCK_RETRY_DELAY_S = 0.02
+_RESTORE_TIMEOUT_S = 5.0
+_RESTORE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,38 +99,69 @@ class StateFolder:
         """Log file of a pod; `supervisor` names the supervisor's own."""
         return self.path / "logs" / f"{pod}.log"
 
+    @property
+    def state_file(self) -> Path:
+        """The file with the snapshot."""
+        return self.path / "state.json"
+
     def read(self) -> DeploymentSnapshot | None:
         """The last snapshot, None if there is none. Raises StateError when it is not readable."""
         try:
-            text = (self.path / "state.json").read_bytes()
-            return msgspec.json.decode(text, type=DeploymentSnapshot)
+            snapshot = msgspec.json.decode(self.state_file.read_bytes(), type=DeploymentSnapshot)
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
-            raise StateError(f"{self.path / 'state.json'} cannot be read: {error}") from error
+        except (msgspec.MsgspecError, OSError, UnicodeDecodeError) as error:
+            raise self._build_damage_error(str(error)) from error
+        if snapshot.deployment != self.name:
+            raise self._build_damage_error(f"it is of the deployment {snapshot.deployment}")
+        return snapshot
 
-    def write(self, snapshot: DeploymentSnapshot) -> None:
-        """Publish `snapshot`."""
-        files.write_atomically(self.path / "state.json", msgspec.json.encode(snapshot).decode())
+    async def read_restored(self) -> DeploymentSnapshot | None:
+        """As `read`. While a supervisor runs, which writes a lost or damaged file again within
+        seconds, it waits for that. Raises StateError."""
+        deadline = time.monotonic() + _RESTORE_TIMEOUT_S
+        while True:
+            is_late = time.monotonic() > deadline or not self.is_running()
+            try:
+                if (snapshot := self.read()) is not None or is_late:
+                    return snapshot
+            except StateError:
+                if is_late:
+                    raise
+            await asyncio.sleep(_RESTORE_POLL_S)
+
+    def write(self, snapshot: DeploymentSnapshot, owned: files.OwnedFiles | None = None) -> None:
+        """Publish `snapshot`; in `owned`, so that it is restored. Raises OSError."""
+        text = msgspec.json.encode(snapshot).decode()
+        (owned.write if owned else files.write_atomically)(self.state_file, text)
 
     def remove_logs(self) -> None:
         """Remove the logs of earlier runs, which may have had other pods."""
         for log in (self.path / "logs").glob("*.log*"):
-            log.unlink()
+            files.remove(log)
 
     def clear(self) -> None:
         """Remove state and job, with the environment variables of engines; logs stay."""
-        for name in ("state.json", "job.json", "agents", files.TOKEN_FILE):
-            (self.path / name).unlink(missing_ok=True)
+        for file in self._files:
+            files.remove(file)
 
     @contextmanager
     def lock(self) -> Iterator[int]:
         """Lock the deployment; yields a file descriptor, which keeps the lock in a child process.
         Raises StateError when another supervisor has the lock or the folder is not writable."""
-        create_folder(self.path / "logs")
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        logs = self.path / "logs"
+        if logs.exists() and not logs.is_dir():
+            files.move_aside(logs)
+        create_folder(logs)
+        if not self._lock_file.is_file():
+            if self.find_supervisors():
+                raise self._build_running_error()
+            if self._lock_file.exists():
+                files.move_aside(self._lock_file)
+        fd = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if not _try_lock(fd):
+            # A supervisor may hold the lock of a file that was removed.
+            if not _try_lock(fd) or self.find_supervisors():
                 raise self._build_running_error()
             yield fd
         finally:
@@ -143,11 +178,40 @@ class StateFolder:
             f"stop it with `cleave down {self.name}`"
         )
 
+    def _build_damage_error(self, reason: str) -> StateError:
+        remedy = f"`cleave down {self.name}` stops what runs, and removes it"
+        return StateError(f"{self.state_file} cannot be read: {reason}; {remedy}")
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        """The files of one run."""
+        names = ("job.json", "agents", files.TOKEN_FILE)
+        return (self.state_file, *(self.path / name for name in names))
+
+    def find_supervisors(self) -> list[int]:
+        """Other processes that hold the lock: the supervisor, for a moment also `cleave up`."""
+        return processes.find_lock_holders(self._lock_file)
+
+    def find_pod_processes(self) -> list[int]:
+        """Processes of the deployment's pods."""
+        return processes.find_pod_processes(self.path / "agents")
+
     def is_running(self) -> bool:
-        """Whether a supervisor runs."""
+        """Whether a supervisor runs, also one whose lock file was removed or replaced."""
+        if self._is_locked():
+            return True
+        # One that has stopped leaves its lock file and its logs only.
+        is_whole = self._lock_file.is_file() and not any(each.exists() for each in self._files)
+        return not is_whole and bool(self.find_supervisors())
+
+    def _is_locked(self) -> bool:
         try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+            fd = os.open(self._lock_file, os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return False
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -189,8 +253,8 @@ def create_folder(path: Path) -> None:
 
 def list_running() -> list[StateFolder]:
     """Folders of the running deployments, by name."""
-    locks = sorted(get_root().glob("*/lock"))
-    return [each for lock in locks if (each := StateFolder(lock.parent)).is_running()]
+    folders = (StateFolder(path) for path in sorted(get_root().glob("*")) if path.is_dir())
+    return [each for each in folders if each.is_running()]
 
 
 def list_orphaned() -> list[StateFolder]:
@@ -199,18 +263,27 @@ def list_orphaned() -> list[StateFolder]:
     return [each for file in files if not (each := StateFolder(file.parent)).is_running()]
 
 
+def find_stoppable(name: str) -> StateFolder:
+    """The deployment `name`, if it runs or its supervisor was killed. Raises StateError."""
+    folder = get_folder(name)
+    if folder.state_file.exists() or folder.find_pod_processes():
+        return folder
+    return find_running(name)
+
+
 def find_running(name: str | None) -> StateFolder:
     """The running deployment `name`, or the only one. Raises StateError."""
-    up = list_running()
     if name is None:
+        up = list_running()
         if len(up) == 1:
             return up[0]
         names = ", ".join(each.name for each in up)
         nothing = "no deployments running on this machine"
         raise StateError(f"give one of: {names}" if up else nothing)
-    if name not in {each.name for each in up}:
-        if name in {each.name for each in list_orphaned()}:
-            why = "its supervisor was killed"
-            raise StateError(f"{name} is not running: {why}; see `cleave logs {name}`")
+    folder = get_folder(name)
+    if not folder.is_running():
+        if folder.state_file.exists():
+            why, remedy = "its supervisor was killed", f"clean up with `cleave down {name}`"
+            raise StateError(f"{name} is not running: {why}; {remedy}")
         raise StateError(f"{name} is not running on this machine")
-    return get_folder(name)
+    return folder

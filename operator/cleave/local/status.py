@@ -80,7 +80,8 @@ async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
 async def find_engine_key(url: str) -> str:
     """The key that the engine at `url` asks for, if a deployment on this machine has it; else
     empty. Raises StateError."""
-    for snapshot in filter(None, (folder.read() for folder in list_running())):
+    snapshots = await asyncio.gather(*(folder.read_restored() for folder in list_running()))
+    for snapshot in filter(None, snapshots):
         for health in (await _get_agent_healths(snapshot)).values():
             if health is not None and health.registration.engine_url == url:
                 return str(health.registration.engine_key)

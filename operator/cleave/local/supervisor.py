@@ -9,8 +9,10 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from cleave.local.files import OwnedFiles
 from cleave.local.kubelet.kubelet import Kubelet
 from cleave.local.kubelet.network import AddressShortageError
 from cleave.local.kubelet.pod_spec import PodError, PodSpec
@@ -30,6 +32,7 @@ class DeploymentSupervisor:
         self._folder = folder
         self._job = job
         self._kubelet: Kubelet | None = None
+        self._owned = OwnedFiles()
         self._publish_timer: asyncio.TimerHandle | None = None
         self._fault = ""
         self._stop_requested = asyncio.Event()
@@ -56,7 +59,7 @@ class DeploymentSupervisor:
         job, folder, on_change = self._job, self._folder.path, self._schedule_publish
         try:
             async with Kubelet(
-                job.node, folder, job.allow_shared_cores, on_change
+                job.node, folder, job.allow_shared_cores, on_change, self._owned
             ) as self._kubelet:
                 self._start_pods(self._kubelet)
                 await self._stop_requested.wait()
@@ -106,18 +109,19 @@ class DeploymentSupervisor:
     def _publish(self) -> None:
         self._publish_timer = None
         observed = self._kubelet.list_pod_states() if self._kubelet else []
-        self._folder.write(
-            DeploymentSnapshot(
-                deployment=self._job.deployment,
-                supervisor_pid=os.getpid(),
-                url=self._job.url,
-                internal_url=self._job.internal_url,
-                pods=tuple(build_pod_view(spec, pod_state) for spec, pod_state in observed),
-                fault=self._fault,
-                stopping=self._stop_requested.is_set(),
-                plan=self._job.plan,
-            )
+        snapshot = DeploymentSnapshot(
+            deployment=self._job.deployment,
+            supervisor_pid=os.getpid(),
+            url=self._job.url,
+            internal_url=self._job.internal_url,
+            pods=tuple(build_pod_view(spec, pod_state) for spec, pod_state in observed),
+            fault=self._fault,
+            stopping=self._stop_requested.is_set(),
+            plan=self._job.plan,
         )
+        # Where it cannot be written now, the kubelet writes it later.
+        with suppress(OSError):
+            self._folder.write(snapshot, self._owned)
 
 
 def get_role(spec: PodSpec) -> str:

@@ -140,15 +140,23 @@ async def start_detached(job: LaunchPlan, screen: ProgressDisplay, timeout_s: fl
 
 async def stop_deployment(folder: StateFolder, timeout_s: float) -> None:
     """Stop a deployment: drain for `timeout_s`, then kill all pods. Raises StateError."""
-    for wait_s in (timeout_s, _FORCED_STOP_TIMEOUT_S):
-        snapshot = folder.read()
-        if snapshot is None or not folder.is_running():
+    for number, wait_s in (
+        (signal.SIGTERM, timeout_s),
+        (signal.SIGTERM, _FORCED_STOP_TIMEOUT_S),
+        # One that hangs or was stopped; its pods drain.
+        (signal.SIGKILL, _FORCED_STOP_TIMEOUT_S),
+    ):
+        if not folder.is_running():
             break
-        os.kill(snapshot.supervisor_pid, signal.SIGTERM)
-        if await _wait_until_stopped(folder, wait_s):
+        _send_signal(folder.find_supervisors(), number)
+        if await _wait_until(lambda: not folder.is_running(), wait_s):
             break
     else:
-        raise StateError(f"{folder.name} does not stop; see {folder.get_log_path('supervisor')}")
+        raise StateError(
+            f"{folder.name} does not stop: another user's process holds {folder.path / 'lock'}; "
+            f"run `cleave down {folder.name}` as that user"
+        )
+    await _end_pods(folder, timeout_s)
     # A killed supervisor leaves its files; a new one that has started since must keep its own.
     with suppress(StateError), folder.lock():
         folder.clear()
@@ -159,9 +167,22 @@ def _raise_on_failure(end: StartupResult) -> None:
         raise DeploymentStartError([end.reason], end.log)
 
 
-async def _wait_until_stopped(folder: StateFolder, timeout_s: float) -> bool:
+async def _end_pods(folder: StateFolder, timeout_s: float) -> None:
+    """Wait for the pods that a killed supervisor has left, which drain; then kill them."""
+    if not await _wait_until(lambda: not folder.find_pod_processes(), timeout_s):
+        _send_signal(folder.find_pod_processes(), signal.SIGKILL)
+        await _wait_until(lambda: not folder.find_pod_processes(), _FORCED_STOP_TIMEOUT_S)
+
+
+def _send_signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while folder.is_running():
+    while not condition():
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(_POLL_INTERVAL_S)

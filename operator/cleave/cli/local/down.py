@@ -32,9 +32,8 @@ def down(
     from cleave.local import up as local
 
     with report_local_errors():
-        orphaned = {folder.name: folder for folder in state.list_orphaned()}
         # All names are looked up first: a wrong one stops nothing.
-        found = [orphaned.get(name) or state.find_running(name) for name in names or ()]
+        found = [state.find_stoppable(name) for name in names or ()]
         folders = {folder.name: folder for folder in found or [state.find_running(None)]}
         for folder in folders.values():
             asyncio.run(local.stop_deployment(folder, timeout))

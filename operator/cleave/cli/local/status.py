@@ -69,7 +69,8 @@ async def collect(name: str | None) -> list[dict[str, Any]]:
     from cleave.local import state
 
     folders = [state.find_running(name)] if name else state.list_running()
-    snapshots = [snapshot for folder in folders if (snapshot := folder.read())]
+    read = await asyncio.gather(*(folder.read_restored() for folder in folders))
+    snapshots = [each for each in read if each is not None]
     rows = await asyncio.gather(*map(_collect_rows, snapshots))
     return [
         {

@@ -91,7 +91,7 @@ def _find_url(name: str | None, gateway: str | None) -> str:
     from cleave.local.errors import StateError
 
     folder = state.find_running(name)
-    snapshot = folder.read()
+    snapshot = asyncio.run(folder.read_restored())
     if snapshot is None or not snapshot.internal_url:
         raise StateError(f"{folder.name} is starting; try again in a second")
     return snapshot.internal_url

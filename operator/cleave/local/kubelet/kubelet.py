@@ -3,9 +3,9 @@
 `cleave up` and end-to-end tests give it the same manifests a cluster would get. It provides the
 kubelet features that pods need: an address per pod, the downward API, exclusive cores, probes,
 restarts, graceful termination. `<state>/agents` is its DNS: ip:port of each agent of each worker
-pod, rewritten at each change. The pure modules beside this one decide; this one only assigns
-addresses, cores and GPUs to pods and frees them again. These assignments must always match the set
-of pods.
+pod, rewritten at each change and when it was damaged. The pure modules beside this one decide; this
+one only assigns addresses, cores and GPUs to pods and frees them again. These assignments must
+always match the set of pods.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from cleave.local import files
+from cleave.local.files import OwnedFiles
 from cleave.local.kubelet import environment, logs, network
 from cleave.local.kubelet.network import HOST_IP, AddressShortageError
 from cleave.local.kubelet.node import GpuDevice, LocalNode
@@ -29,7 +30,7 @@ from cleave.rpc import agent_discovery
 from cleave.rpc.credentials import TOKEN_ENV
 
 SHARED_CORES_ENV = "CLEAVE_ALLOW_SHARED_CORES"
-_HOUSEKEEPING_INTERVAL_S = 5.0
+_HOUSEKEEPING_INTERVAL_S = 1.0
 
 
 class CoreShortageError(ValueError):
@@ -61,11 +62,14 @@ class Kubelet:
         state: Path,
         allow_shared_cores: bool = False,
         on_change: Callable[[], None] = lambda: None,
+        owned: OwnedFiles | None = None,
     ) -> None:
+        """`owned`: further files that it restores while it runs."""
         self._node = node
         self._state = state
         self._allow_shared_cores = allow_shared_cores
         self._on_change = on_change
+        self._owned = owned or OwnedFiles()
         self._manifests: dict[str, Manifest] = {}
         self._pod_workers: dict[str, PodWorker] = {}
         self._assigned_cores: dict[str, frozenset[int]] = {}
@@ -79,7 +83,7 @@ class Kubelet:
 
     async def __aenter__(self) -> Self:
         files.create_private_folder(self._state / "logs")
-        files.write_atomically(self._state / files.TOKEN_FILE, secrets.token_hex(32))
+        self._owned.write(self._state / files.TOKEN_FILE, secrets.token_hex(32))
         self._network = network.LoopbackNetwork(self._state.name)
         self._write_agents_file()
         self._housekeeping_task = asyncio.create_task(self._run_housekeeping())
@@ -211,10 +215,11 @@ class Kubelet:
             if life.spec.labels.get(COMPONENT) == WORKER
             for port in life.spec.agent_ports
         )
-        files.write_atomically(self.agents_file, "".join(f"{agent}\n" for agent in agents))
+        self._owned.write(self.agents_file, "".join(f"{agent}\n" for agent in agents))
 
     async def _run_housekeeping(self) -> None:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)
+            self._owned.restore()
             for life in self._pod_workers.values():
                 logs.rotate(life.log)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cleave.local.files import create_private_folder
 from cleave.local.kubelet import exec_wrapper
 
 
@@ -76,6 +77,7 @@ def start_process(
 ) -> Process:
     """Start `argv` on `cores`, output appended to `log`. It gets SIGTERM when this process dies."""
     launcher = [sys.executable, "-I", "-S", exec_wrapper.__file__, str(os.getpid())]
+    create_private_folder(log.parent)
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         child = subprocess.Popen(
