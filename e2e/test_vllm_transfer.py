@@ -3,6 +3,8 @@
 import concurrent.futures
 import json
 import random
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from cleave_worker.transfer.transport import Transport
 
+from e2e.support import connection_log
 from e2e.support.deployments import Deployment, deployed, start_fast, tiny_vllm, until
 from e2e.support.engine_keys import headers_for
 from e2e.support.handoffs import PREFILL_ORDER, decode, is_free, lost, post, prefill
@@ -48,9 +51,21 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    manifest = tiny_vllm(tiny_model, engine=ENGINE)
-    with deployed(manifest, tmp_path_factory.mktemp("vllm"), timeout_s=420) as deployment:
+    folder = tmp_path_factory.mktemp("vllm")
+    shutil.copyfile(connection_log.__file__, folder / "sitecustomize.py")
+    watched = {"PYTHONPATH": str(folder), connection_log.FILE: str(folder / "connections")}
+    env = [*ENGINE["env"], *({"name": name, "value": each} for name, each in watched.items())]
+    manifest = tiny_vllm(tiny_model, engine={**ENGINE, "env": env})
+    with deployed(manifest, folder, timeout_s=420) as deployment:
         yield deployment
+
+
+def test_engines_connect_to_nothing_outside_this_machine(vllm: Deployment) -> None:
+    """Without a switch vLLM sends usage statistics when it starts."""
+    lines = {*(vllm.state_dir.parent / "connections").read_text().splitlines()}
+    own = re.compile(r"socket\.\w+ ('(127\.[0-9.]+|localhost|::1|[^']*/[^']*)?'|b'.*'|None)")
+    assert any("127." in line for line in lines)
+    assert not [line for line in lines if not own.fullmatch(line)]
 
 
 def test_the_kv_path_is_verified_by_the_bytes_of_a_long_prompt(vllm: Deployment) -> None:

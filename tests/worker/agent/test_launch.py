@@ -17,6 +17,7 @@ from cleave_worker.agent.launch import (
     LaunchError,
     MeetingPoint,
     build_engine_launch,
+    build_headless_launch,
     create_boot_id,
     find_cache_faults,
     read_block_size,
@@ -148,6 +149,37 @@ def test_an_engine_on_one_core_starts_with_the_environment_of_its_worker(
     assert (of_user["LD_PRELOAD"], of_user.get("OMP_NUM_THREADS")) == ("libiomp5.so", None)
     two_cores = replace(BOOT, cores=(2, 3))
     assert "LD_PRELOAD" not in build_engine_launch(config_of(engine="vllm"), two_cores, {}).env
+
+
+SWITCHES = ("DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "emulated"])
+def test_usage_statistics_are_off_unless_a_variable_turns_them_on(
+    config_of: ConfigOf, engine: str
+) -> None:
+    for build in (build_engine_launch, build_headless_launch):
+        for given, expected in (({}, "1"), ({"DO_NOT_TRACK": "0"}, "0")):
+            env = build(config_of(engine=engine), BOOT, given).env
+            assert [env[name] for name in SWITCHES] == [expected] * 4
+        of_user = build(config_of(engine=engine), BOOT, {"VLLM_NO_USAGE_STATS": "0"}).env
+        assert (of_user["VLLM_NO_USAGE_STATS"], of_user["DO_NOT_TRACK"]) == ("0", "1")
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("given", "is_sent"), [({}, False), ({"DO_NOT_TRACK": "0"}, True)])
+def test_vllm_itself_says_that_statistics_are_off(
+    config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], is_sent: bool
+) -> None:
+    from vllm.usage import usage_lib
+
+    env = build_engine_launch(config_of(engine="vllm"), BOOT, given).env
+    for name in SWITCHES:
+        monkeypatch.setenv(name, env[name])
+    monkeypatch.setattr(usage_lib, "_USAGE_STATS_ENABLED", None)
+    assert usage_lib.is_usage_stats_enabled() is is_sent
 
 
 def test_stages_on_cpu_are_warmed_up_for_they_need_their_buffers(config_of: ConfigOf) -> None:

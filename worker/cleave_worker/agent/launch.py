@@ -50,6 +50,9 @@ _ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
 """vLLM 0.32 chooses FlashInfer and DeepGEMM on Hopper and later by default. Both compile their
 kernels with nvcc, which CUDA's wheels do not contain; without it the engine ends in its warm-up.
 `cleave_worker.vllm.flashinfer` disables the rest of FlashInfer."""
+_DO_NOT_TRACK = "DO_NOT_TRACK"
+_TELEMETRY_SWITCHES = ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY")
+"""Variables that switch off usage statistics of vLLM, and of the libraries of Hugging Face."""
 _NO_DOMAIN = "none.invalid"
 """A host that cannot exist (RFC 2606)."""
 _CACHE_FOLDERS = (
@@ -360,6 +363,9 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         # vLLM's value against a leak in UCX. Plug-ins import NIXL before vLLM can set it.
         "UCX_RCACHE_MAX_UNRELEASED": base.get("UCX_RCACHE_MAX_UNRELEASED", "1024"),
     }
+    # Unless DO_NOT_TRACK is 0, nothing is sent to the makers of vLLM and other libraries.
+    choice = base.get(_DO_NOT_TRACK, "1")
+    own |= {name: base.get(name, choice) for name in (_DO_NOT_TRACK, *_TELEMETRY_SWITCHES)}
     # The token and the accounts are the agent's own.
     hidden = {TOKEN_ENV, ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, GANG_KEY_ENV}
     inherited = {name: base[name] for name in base.keys() - hidden}
