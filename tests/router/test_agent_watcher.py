@@ -203,3 +203,33 @@ async def test_every_fleet_follows_under_a_name_of_its_own(registry, make_event)
         await until(lambda: len(agent.routers) == 2, "both are counted")
         assert "" not in agent.routers
     await agent.stop()
+
+
+class RefusingAgent(FakeAgent):
+    """Refuses calls until `accepts` is set."""
+
+    accepts = False
+
+    async def Watch(self, request, context):  # noqa: N802
+        if not self.accepts:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is another one")
+        async for event in super().Watch(request, context):
+            yield event
+
+
+async def test_a_refused_gateway_says_who_refuses_it_and_why_until_it_is_accepted(
+    registry, make_event, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = RefusingAgent(make_event("p", "mixed"))
+    await agent.start()
+    async with watching(f"127.0.0.1:{agent.port}", registry):
+        await until(lambda: registry.refusals, "the refusal is known")
+        error = str(registry.build_error("m"))
+        assert error.startswith("no instance has answered so far: 1 agents refuse this gateway")
+        assert f"127.0.0.1:{agent.port} (the token is another one)" in error
+        assert "restart the deployment" in error
+        assert "refuses this gateway" in caplog.text
+        agent.accepts = True
+        await until(lambda: is_open(registry, "p"), "it is followed")
+        assert registry.explain_refusals() == ""
+    await agent.stop()

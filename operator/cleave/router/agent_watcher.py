@@ -82,8 +82,6 @@ class AgentWatcher:
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._poller: asyncio.Task[None] | None = None
         self._unregistered: set[str] = set()
-        self._refusals: dict[str, str] = {}
-        """Why agents refuse calls, by address, as it was logged last."""
         self._all_registered = asyncio.Event()
 
     async def start(self) -> None:
@@ -153,7 +151,7 @@ class AgentWatcher:
             self._mark_registered(address)
             self._registry.remove_agent(address)
             self._streams.pop(address, None)
-            self._refusals.pop(address, None)
+            self._registry.refusals.pop(address, None)
 
     async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
         """Read one stream to its end; returns whether any event arrived."""
@@ -171,14 +169,15 @@ class AgentWatcher:
                 self._registry.on_event(address, event, self._clock())
                 if not has_event:
                     has_event = True
+                    self._registry.refusals.pop(address, None)
                     self._mark_registered(address)
         except grpc.aio.AioRpcError as error:
             refusal = str(error.details())
             is_refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
             # Logged once, not at each attempt.
-            if is_refused and self._refusals.get(address) != refusal:
+            if is_refused and self._registry.refusals.get(address) != refusal:
                 log.warning("agent %s refuses this gateway: %s", address, refusal)
-                self._refusals[address] = refusal
+                self._registry.refusals[address] = refusal
         return has_event
 
     def _mark_registered(self, address: str) -> None:

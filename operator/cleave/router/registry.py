@@ -66,6 +66,8 @@ class InstanceRegistry:
         start, as each is a label of metrics that stay."""
         self._pending_adapters: frozenset[str] = frozenset()
         """Adapters that were ordered and that no instance has loaded yet."""
+        self.refusals: dict[str, str] = {}
+        """Why agents refuse this process's calls, by address."""
         self._names: dict[str, str] = {}
         self.latest_s = 0.0
         """Time of the latest event or sweep, in seconds of the callers' clock."""
@@ -140,7 +142,17 @@ class InstanceRegistry:
             return NoInstance(f"no instance has loaded the adapter {model!r} yet")
         if self.knows_adapters:
             return UnknownModel(model)
-        return NoInstance("no instance has answered so far")
+        return NoInstance(f"no instance has answered so far{self.explain_refusals()}")
+
+    def explain_refusals(self) -> str:
+        """That agents refuse calls, and what to do, for the end of a sentence; empty: none does."""
+        if not self.refusals:
+            return ""
+        address, reason = next(iter(self.refusals.items()))
+        return (
+            f": {len(self.refusals)} agents refuse this gateway, such as {address} ({reason}); its "
+            "token or theirs has changed: restart the deployment"
+        )
 
     def find_max_model_len(self, model: str) -> int:
         """The context length that all instances of a model support, in tokens; 0: not known."""

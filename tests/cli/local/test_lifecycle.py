@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from cleave.local import state
+from cleave.local.files import TOKEN_FILE
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,7 +38,19 @@ def cleave(state_root: Path) -> Cleave:
     return run
 
 
-def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> None:
+def wait_until_served(url: str, body: dict[str, object]) -> None:
+    deadline = time.monotonic() + 180
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.post(url, json=body, timeout=30).status_code == 200:
+                return
+        assert time.monotonic() < deadline, "nothing is served"
+        time.sleep(0.2)
+
+
+def test_up_status_chat_logs_down(
+    cleave: Cleave, manifest: Path, port: str, state_root: Path
+) -> None:
     up = cleave("up", "-f", str(manifest), "--port", port, "-d", "--timeout", "180")
     try:
         assert up.returncode == 0, up.stderr
@@ -56,6 +71,13 @@ def test_up_status_chat_logs_down(cleave: Cleave, manifest: Path, port: str) -> 
         body = {"model": "facebook/opt-13b", "prompt": "hello", "max_tokens": 4}
         url = f"http://127.0.0.1:{port}/v1/completions"
         assert httpx.post(url, json=body, timeout=30).status_code == 200
+
+        # A gateway that starts with another token than the agents' is given theirs.
+        token = state_root / "chat" / TOKEN_FILE
+        token.write_text("of another program")
+        os.kill(next(i["pid"] for i in found["instances"] if i["role"] == "gateway"), 9)
+        wait_until_served(url, body)
+        assert f"{token} was changed or removed" in cleave("logs", "chat", "supervisor").stdout
 
         # Only who has the engine's key learns what it serves.
         engine = next(i["url"] for i in found["instances"] if i["role"] == "decode")

@@ -163,7 +163,8 @@ class Pages:
             model_health = {"ready": not obstacle, "instances": instances}
             described.append(_encode(name) + b":" + _encode(model_health))
         if not described:
-            reasons.append("no instance has registered yet")
+            refusals = router.registry.explain_refusals()
+            reasons.append(f"no instance has registered yet{refusals}")
         hung = self._list_hung()
         status, health = self._assess_health(can_serve, hung)
         in_flight = self._context.count_in_flight()
