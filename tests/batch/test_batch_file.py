@@ -23,6 +23,9 @@ def test_a_line_becomes_a_request_that_fills_idle_capacity() -> None:
     assert (line.number, line.custom_id, line.path) == (3, "a", "/v1/chat/completions")
     assert json.loads(line.body) == BODY | {"service_tier": "flex"}
     assert line.request_id == parse_line(json.dumps(LINE).encode(), 9).request_id
+    others = ({"custom_id": "b"}, {"url": "/v1/responses"}, {"body": BODY | {"seed": 1}})
+    ids = {parse_line(json.dumps(LINE | other).encode(), 3).request_id for other in others}
+    assert len(ids - {line.request_id}) == 3
 
 
 def test_a_tier_that_the_file_names_stays() -> None:

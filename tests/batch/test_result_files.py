@@ -133,10 +133,11 @@ def test_a_device_is_no_file_of_results(files) -> None:
 
 def test_results_of_another_batch_are_noticed(files, tmp_path) -> None:
     files.output.write_bytes(answer(A) + answer(B))
+    known = {hash_id(each.custom_id): each.request_id for each in (A, B)}
     with files:
-        files.check_belongs({hash_id("a"), hash_id("b")}, tmp_path / "batch")
+        files.check_belongs(known, tmp_path / "batch")
         with pytest.raises(ResultFilesError, match="hold 1 results of requests that are not in"):
-            files.check_belongs({hash_id("a")}, tmp_path / "batch")
+            files.check_belongs({hash_id("a"): A.request_id}, tmp_path / "batch")
 
 
 def test_a_request_with_two_results_is_named_and_both_stay(files, tmp_path) -> None:

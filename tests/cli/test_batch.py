@@ -142,6 +142,54 @@ def test_a_batch_is_answered_and_summed_up(cli, gateway, requests) -> None:
     assert len(gateway.bodies) == 20, "what has a result is not sent again"
 
 
+@pytest.mark.parametrize(
+    ("statuses", "change", "line"),
+    [
+        ([], {"body": {"model": "m", "prompt": "another"}}, 8),
+        ([], {"body": {"model": "m", "prompt": "7", "seed": 1}}, 8),
+        ([], {"url": "/v1/chat/completions"}, 8),
+        # A request that has failed is corrected.
+        ([400] * 20, {"body": {"model": "m", "prompt": "correct"}}, 8),
+    ],
+)
+def test_a_changed_request_under_an_old_custom_id_is_not_answered_by_an_old_result(
+    cli, gateway, requests, statuses, change, line
+) -> None:
+    gateway.statuses = statuses
+    command = ["batch", str(requests), "--endpoint", gateway.url]
+    assert cli.invoke(app, command).exit_code == 0
+    results = requests.with_suffix(".output.jsonl").read_bytes()
+    lines = read(requests)
+    lines[line - 1] |= change
+    # Its place in the file does not matter.
+    lines[0], lines[1] = lines[1], lines[0]
+    requests.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    again = cli.invoke(app, command)
+    assert again.exit_code == 1
+    assert f"line {line}: the request 'c7' has another body or url" in again.stderr
+    assert "give them other custom_ids, remove their results, or name other files" in again.stderr
+    assert len(gateway.bodies) == 20
+    assert requests.with_suffix(".output.jsonl").read_bytes() == results
+    requests.with_suffix(".output.jsonl").unlink()
+    requests.with_suffix(".errors.jsonl").unlink()
+    assert cli.invoke(app, command).exit_code == 0
+    assert len(gateway.bodies) == 40
+
+
+def test_results_of_another_file_with_the_same_custom_ids_are_refused(
+    cli, gateway, requests, tmp_path
+) -> None:
+    other = write_requests(tmp_path / "other.jsonl", 20)
+    other.write_text(other.read_text().replace('"m"', '"n"'))
+    out, err = (requests.with_suffix(end) for end in (".output.jsonl", ".errors.jsonl"))
+    assert cli.invoke(app, ["batch", str(requests), "--endpoint", gateway.url]).exit_code == 0
+    options = ["--endpoint", gateway.url, "-O", str(out), "--error-file", str(err)]
+    result = cli.invoke(app, ["batch", str(other), *options])
+    assert result.exit_code == 1
+    assert "as 20 of those in" in result.stderr
+    assert len(gateway.bodies) == 20
+
+
 def test_failed_requests_stand_in_a_file_of_their_own(cli, gateway, requests, tmp_path) -> None:
     gateway.statuses = [400, 404]
     out, err = tmp_path / "o.jsonl", tmp_path / "e.jsonl"

@@ -1,8 +1,8 @@
 """Reads the file of a batch: JSON lines as OpenAI's Batch API takes them. Used by `batch_run`.
 
 What is hard: the file may be larger than memory, so it is read twice, line by line: once to find
-all faults before anything is sent, and once to send. Of each line only a digest of its custom_id is
-kept.
+all faults before anything is sent, and once to send. Of each line only digests of its custom_id and
+of the whole request are kept.
 """
 
 import hashlib
@@ -46,8 +46,11 @@ class BatchLine:
 
     @property
     def request_id(self) -> str:
-        """The same in each run, for logs of the gateway and the results."""
-        return f"{REQUEST_ID_PREFIX}{hash_id(self.custom_id)[:12].hex()}"
+        """The same in each run while the request is the same, for logs of the gateway and the
+        results: a digest of custom_id, path and body."""
+        digest = hashlib.blake2b(f"{self.custom_id}\n{self.path}\n".encode(), digest_size=12)
+        digest.update(self.body)
+        return f"{REQUEST_ID_PREFIX}{digest.hexdigest()}"
 
 
 class _Line(msgspec.Struct):
@@ -66,10 +69,11 @@ def hash_id(custom_id: str) -> bytes:
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
-def check_batch(path: Path) -> set[bytes]:
-    """Check all lines of a file; digests of their custom_ids. Raises BatchFileError with all
-    faults, up to a limit."""
+def check_batch(path: Path) -> dict[bytes, str]:
+    """Check all lines of a file; their request ids by the digests of their custom_ids. Raises
+    BatchFileError with all faults, up to a limit."""
     seen: dict[bytes, int] = {}
+    known: dict[bytes, str] = {}
     faults: list[str] = []
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -85,6 +89,7 @@ def check_batch(path: Path) -> set[bytes]:
                     faults.append(f"{path}: {error}")
                 else:
                     first = seen.setdefault(hash_id(line.custom_id), number)
+                    known.setdefault(hash_id(line.custom_id), line.request_id)
                     if first != number:
                         text = f"custom_id: {line.custom_id!r} stands in line {first} already"
                         faults.append(f"{path}: line {number}: {text}")
@@ -97,7 +102,7 @@ def check_batch(path: Path) -> set[bytes]:
         faults = [f"{path}: holds no request"]
     if faults:
         raise BatchFileError(faults)
-    return {*seen}
+    return known
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:

@@ -10,13 +10,19 @@ is cut off that is not the beginning of a result.
 import fcntl
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self
 
 import msgspec
 
-from cleave.batch.batch_file import MAX_LINE_BYTES, REQUEST_ID_PREFIX, BatchLine, hash_id
+from cleave.batch.batch_file import (
+    MAX_LINE_BYTES,
+    REQUEST_ID_PREFIX,
+    BatchLine,
+    hash_id,
+    read_lines,
+)
 
 MAX_RESULT_BYTES = 4 * MAX_LINE_BYTES
 """Of a line of results."""
@@ -85,7 +91,8 @@ class ResultFiles:
         """Results in `output`."""
         self.num_failed = 0
         """Results in `errors`."""
-        self._done: set[bytes] = set()
+        self._done: dict[bytes, str] = {}
+        """Ids of the requests with a result, by the digests of their custom_ids."""
 
     def __enter__(self) -> Self:
         """Open the files, cut off what a killed run left of a line, and read what is done.
@@ -109,12 +116,21 @@ class ResultFiles:
         """Whether a request has its result."""
         return hash_id(custom_id) in self._done
 
-    def check_belongs(self, known: Collection[bytes], batch: Path) -> None:
-        """Check that all results are of requests with these digests. Raises ResultFilesError."""
-        if foreign := len(self._done.difference(known)):
-            results = f"{self.output} and {self.errors}"
+    def check_belongs(self, known: Mapping[bytes, str], batch: Path) -> None:
+        """Check that all results are of these requests, as they are now: ids by the digests of
+        their custom_ids. Raises ResultFilesError, BatchFileError."""
+        results = f"{self.output} and {self.errors}"
+        if foreign := len(self._done.keys() - known.keys()):
             fault = f"hold {foreign} results of requests that are not in {batch}"
             raise ResultFilesError(f"{results} {fault}: name other files")
+        changed = {digest for digest, id_ in self._done.items() if known[digest] != id_}
+        for line in read_lines(batch) if changed else ():
+            if hash_id(line.custom_id) in changed:
+                raise ResultFilesError(
+                    f"{batch}: line {line.number}: the request {line.custom_id!r} has another body "
+                    f"or url than when it got its result, as {len(changed)} of those in {results}: "
+                    "give them other custom_ids, remove their results, or name other files"
+                )
 
     def add(self, line: BatchLine, result: bytes, succeeded: bool) -> None:
         """Append a result. Raises ResultFilesError; then nothing of it is in the file."""
@@ -127,7 +143,7 @@ class ResultFiles:
         except OSError as error:
             os.ftruncate(fd, end)
             raise ResultFilesError(f"{path}: {error.strerror}") from None
-        self._done.add(hash_id(line.custom_id))
+        self._done[hash_id(line.custom_id)] = line.request_id
         if succeeded:
             self.num_succeeded += 1
         else:
@@ -157,15 +173,16 @@ class ResultFiles:
                 number += 1
                 end += len(raw)
                 try:
-                    digest = hash_id(_decode_identified(raw).custom_id)
+                    result = _decode_identified(raw)
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     fault = f"line {number} is not a result of a batch: name another file"
                     raise ResultFilesError(f"{path}: {fault}") from None
+                digest = hash_id(result.custom_id)
                 if digest in self._done:
                     where = "" if path == self.output else f" or in {self.output}"
                     fault = f"line {number} is of a request with a result before it{where}"
                     raise ResultFilesError(f"{path}: {fault}: name another file, or remove it")
-                self._done.add(digest)
+                self._done[digest] = result.id
             if len(raw) == MAX_RESULT_BYTES:
                 raise ResultFilesError(f"{path}: line {number + 1} is too long: name another file")
         # A machine that lost power may leave zeros.
