@@ -3,7 +3,8 @@
 `collect_root.py ENVIRONMENT ROOT MODULE...` copies into ROOT: a Python environment, the interpreter
 and standard library under it, each shared library that these load, certificates, users and a shell.
 Nothing else: no package manager, compiler, test or documentation. It names the Debian packages that
-files are from in var/lib/dpkg/status.d, where vulnerability scanners look for them. Then it
+files are from in var/lib/dpkg/status.d, where vulnerability scanners look for them, and copies
+their licences. Then it
 compiles the standard library, which the official images carry without bytecode, imports each
 MODULE inside ROOT, and removes generated code that none of them has loaded.
 
@@ -44,6 +45,7 @@ _FILES = ("/etc/group", "/etc/nsswitch.conf", "/etc/os-release", "/etc/passwd", 
 _CERTIFICATES = Path("/usr/share/ca-certificates/mozilla")
 """Debian's; /etc/ssl may hold certificates of the building machine's own network."""
 _DPKG = Path("/var/lib/dpkg")
+_DOCUMENTS = Path("/usr/share/doc")
 _MERGED = ("bin", "lib", "lib64", "sbin")
 """Links to folders of /usr."""
 _WRITABLE = {"home/cleave": 0o755, "tmp": 0o1777}
@@ -70,7 +72,7 @@ def main(environment: Path, root: Path, modules: list[str]) -> None:
         if not library.startswith((f"{root}/", f"{environment}/")):
             _copy(Path(library), root)
     _strip(file for file in binaries if not _is_patched(file))
-    _name_packages(root, _DPKG)
+    _name_packages(root, _DPKG, _DOCUMENTS)
     stdlib = sysconfig.get_path("stdlib")
     _run_inside(root, interpreter, "-m", "compileall", "-q", stdlib)
     _remove_unloaded(root, _list_loaded(root, interpreter, modules))
@@ -150,9 +152,10 @@ def _find_libraries(binaries: Iterable[Path]) -> Iterator[str]:
                 yield f"{folder}/{name}"
 
 
-def _name_packages(root: Path, dpkg: Path) -> None:
+def _name_packages(root: Path, dpkg: Path, documents: Path) -> None:
     """Write the stanza of each Debian package that a file of `root` is from, as distroless images
-    have them; `dpkg`: the builder's /var/lib/dpkg."""
+    have them, and copy its licence; `dpkg`: the builder's /var/lib/dpkg, `documents`: its
+    /usr/share/doc."""
     files = {f"/{file.relative_to(root)}" for file in root.rglob("*") if not file.is_dir()}
     stanzas = {
         match[1]: stanza
@@ -170,6 +173,9 @@ def _name_packages(root: Path, dpkg: Path) -> None:
         package = listing.stem.partition(":")[0]
         if package in stanzas and (owned & files or package == "ca-certificates"):
             (target / package).write_text(stanzas[package].strip() + "\n")
+            license_file = documents / package / "copyright"
+            if license_file.exists():
+                _copy(license_file, root)
 
 
 def _is_patched(file: Path) -> bool:

@@ -64,6 +64,12 @@ def test_programs_run_in_the_root_that_holds_what_they_load(
         named = {file.name for file in (root / "var/lib/dpkg/status.d").iterdir()}
         assert {"libc6", "dash", "ca-certificates"} <= named
         assert not {"apt", "dpkg", "gcc"} & named
+        documents = Path("/usr/share/doc")
+        # Those of packages from one source may be links to one folder.
+        folders = [(documents / name).resolve() for name in named]
+        own = {folder.name for folder in folders if (folder / "copyright").exists()}
+        licensed = {path.parent.name for path in root.glob("usr/share/doc/*/copyright")}
+        assert own <= licensed
         assert "ID=debian" in (root / "etc/os-release").read_text()
 
 

@@ -156,6 +156,8 @@ def test_the_wheel_holds_every_file_of_both_packages_and_nothing_else(wheel) -> 
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
     names = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
     assert names == {path.partition("/")[2] for path in files.stdout.split()}
+    metadata = {name.rpartition("/")[2] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {"LICENSE", "NOTICE", "THIRD_PARTY.md"} <= metadata
     assert {"cleave/py.typed", "cleave_worker/py.typed", "cleave/report/page.css"} <= names
 
 
