@@ -33,7 +33,7 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         new.rename(path)
     except IsADirectoryError:
-        move_aside(path)
+        set_aside(path)
         new.rename(path)
 
 
@@ -44,10 +44,10 @@ def remove(path: Path) -> None:
     except (IsADirectoryError, PermissionError):
         if not path.is_dir():
             raise
-        move_aside(path)
+        set_aside(path)
 
 
-def move_aside(path: Path) -> None:
+def set_aside(path: Path) -> None:
     """Rename what lies at `path`, which is not Cleave's. Raises OSError."""
     number = 1
     while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():

@@ -151,13 +151,13 @@ class StateFolder:
         Raises StateError when another supervisor has the lock or the folder is not writable."""
         logs = self.path / "logs"
         if logs.exists() and not logs.is_dir():
-            files.move_aside(logs)
+            files.set_aside(logs)
         create_folder(logs)
         if not self._lock_file.is_file():
             if self.find_supervisors():
                 raise self._build_running_error()
             if self._lock_file.exists():
-                files.move_aside(self._lock_file)
+                files.set_aside(self._lock_file)
         fd = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             # A supervisor may hold the lock of a file that was removed.
