@@ -10,6 +10,7 @@ from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.api.role import Role
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.owned_objects import (
     build_accounts,
     build_workers_service,
@@ -45,14 +46,16 @@ def test_workers_are_scheduled_on_nodes_with_gpus_and_answer(
     cluster: Cluster, nodes, namespace: str
 ) -> None:
     owner = pool("chat", namespace)
+    accounts = name_accounts(namespace, "chat")
     cluster.apply(
-        *build_accounts(owner, "view"),
+        *build_accounts(owner, accounts),
         build_workers_service(owner),
         namespace=namespace,
     )
     # Two, as a worker waits a while for peers to try a hand-off with.
     pods = [build_worker_pod(owner, number) for number in range(2)]
     for pod in pods:
+        pod["spec"]["serviceAccountName"] = accounts.workers
         pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] = "1"
     cluster.apply(*pods, namespace=namespace)
     cluster.kubectl(

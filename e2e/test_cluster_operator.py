@@ -1,5 +1,6 @@
 """The operator on a real control plane: installed as users do, with exactly its own rights."""
 
+import asyncio
 import json
 import os
 import shlex
@@ -17,8 +18,16 @@ import pytest
 import yaml
 from kubernetes.utils.quantity import parse_quantity
 
+from cleave.manifests.credentials import Accounts, name_accounts
 from cleave.manifests.labels import AGENT_PORT
-from cleave.rpc.credentials import AUDIENCE, METADATA_KEY, SCHEME, Metadata
+from cleave.rpc.account_identity import TOKEN_LIFE_S, AccountIdentity, IssuedToken
+from cleave.rpc.credentials import (
+    METADATA_KEY,
+    SCHEME,
+    AgentEndpoint,
+    Credentials,
+    Metadata,
+)
 from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -136,11 +145,23 @@ class Chat:
         assert endpoint is not None
         return endpoint
 
-    def agent_metadata(self, account_name: str = "chat-discovery") -> Metadata:
-        """A token for calls of this deployment's agents, as its gateways have one."""
-        account = (account_name, "-n", self.namespace)
-        token = self.cluster.kubectl("create", "token", *account, f"--audience={AUDIENCE}")
-        return ((METADATA_KEY, f"{SCHEME}{token.strip()}"),)
+    @property
+    def accounts(self) -> Accounts:
+        """The service accounts of its pods."""
+        uid = self.deployment["metadata"]["uid"]
+        return name_accounts(self.namespace, "chat", uid)
+
+    def sign_call(self, pod: dict, account: str = "") -> Metadata:
+        """What a call of a pod's agent shows, as its gateways sign it, or another account."""
+
+        async def request(audience: str) -> IssuedToken:
+            named = (account or self.accounts.gateways, "-n", self.namespace)
+            token = self.cluster.kubectl("create", "token", *named, f"--audience={audience}")
+            return IssuedToken(token.strip(), time.time() + TOKEN_LIFE_S)
+
+        meta, address = pod["metadata"], f"{pod['status']['podIP']}:{AGENT_PORT}"
+        agent = AgentEndpoint(address, meta["name"], meta["uid"])
+        return asyncio.run(Credentials(identity=AccountIdentity(request)).build_metadata(agent))
 
     def open_workers(self) -> None:
         """Let the test call agents and engines of this namespace, also where that is denied."""
@@ -280,29 +301,31 @@ def test_an_unschedulable_scale_up_is_reverted_and_reported(chat: Chat) -> None:
 def test_agents_answer_callers_with_a_token_of_their_deployment_only(
     chat: Chat, namespace: str
 ) -> None:
-    (pod, *_) = chat.workers()
+    (pod, sibling, *_) = chat.workers()
     chat.cluster.kubectl("create", "serviceaccount", "other", "-n", namespace)
-    other = ("create", "token", "other", "-n", namespace, f"--audience={AUDIENCE}")
-    for_the_api_server = ("create", "token", "chat-discovery", "-n", chat.namespace)
+    for_the_api_server = ("create", "token", chat.accounts.gateways, "-n", chat.namespace)
+    ((_, relayed),) = chat.sign_call(sibling)
     tokens = {
         "none": (),
         "forged": ((METADATA_KEY, f"{SCHEME}a.b.c"),),
-        "of another account": ((METADATA_KEY, SCHEME + chat.cluster.kubectl(*other).strip()),),
+        "of another account": chat.sign_call(pod, "other"),
         "for the API server": (
             (METADATA_KEY, SCHEME + chat.cluster.kubectl(*for_the_api_server).strip()),
         ),
+        "for a sibling": ((METADATA_KEY, relayed),),
+        "a token alone": ((METADATA_KEY, relayed.partition("~")[0]),),
     }
     chat.open_workers()
     with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
         agent = agent_pb2_grpc.AgentStub(channel)
-        health = agent_pb2.HealthRequest(sends_engine_key=True)
+        health = agent_pb2.HealthRequest()
         drain = agent_pb2.DrainRequest()
         for what, metadata in tokens.items():
             for call, request in ((agent.Health, health), (agent.Drain, drain)):
                 with pytest.raises(grpc.RpcError) as refused:
                     call(request, timeout=10, metadata=metadata)
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, what
-        worker = chat.agent_metadata("chat-workers")
+        worker = chat.sign_call(pod, chat.accounts.workers)
         order = agent_pb2.SetRoleRequest(role=agent_pb2.ROLE_MIXED, epoch=9)
         for call, request in ((agent.SetRole, order), (agent.Drain, drain)):
             with pytest.raises(grpc.RpcError) as refused:
@@ -313,7 +336,7 @@ def test_agents_answer_callers_with_a_token_of_their_deployment_only(
             next(watch)
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
         assert agent.Health(health, timeout=10, metadata=worker).registration.engine_key
-        accepted = agent.Health(health, timeout=10, metadata=chat.agent_metadata())
+        accepted = agent.Health(health, timeout=10, metadata=chat.sign_call(pod))
     url = accepted.registration.engine_url
     assert httpx.get(f"{url}/v1/models", timeout=10).status_code == 401
     headers = build_headers(accepted.registration.engine_key)
@@ -326,9 +349,11 @@ def test_what_protects_a_deployment_comes_back_when_it_is_deleted_or_opened(chat
     for kind, name in (
         ("networkpolicy", "chat-workers"),
         ("networkpolicy", "chat-gateway"),
-        ("rolebinding", "chat-discovery"),
-        ("serviceaccount", "chat-discovery"),
-        ("serviceaccount", "chat-workers"),
+        *(
+            (kind, name)
+            for kind in ("role", "rolebinding", "serviceaccount")
+            for name in chat.accounts.names
+        ),
     ):
         chat.cluster.kubectl("delete", kind, name, "-n", chat.namespace)
         find = partial(chat.cluster.get, kind, name, chat.namespace)

@@ -10,6 +10,7 @@ import pytest
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.manifests.cell_pod import build_cell_pod
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.multi_node import build_node_pods
 from cleave.manifests.owned_objects import build_accounts
 from cleave.manifests.pool import build_pools
@@ -94,7 +95,8 @@ def placed(cluster: Cluster, namespace: str, pods: list[dict[str, Any]]) -> dict
     """Node of each pod, once all have one."""
     document = manifest()
     document["metadata"]["namespace"] = namespace
-    accounts = build_accounts(LLMDeployment.model_validate(document), "view")
+    deployment = LLMDeployment.model_validate(document)
+    accounts = build_accounts(deployment, name_accounts(namespace, deployment.name))
     cluster.apply(*accounts, *pods, namespace=namespace)
 
     def found() -> dict[str, str] | None:

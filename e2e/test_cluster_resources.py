@@ -11,6 +11,7 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.multi_node import build_node_pods
 from cleave.manifests.owned_objects import (
@@ -115,7 +116,7 @@ def test_the_api_server_accepts_all_created_objects_without_a_warning(
     document = everything(CACHES[cache]) if cache else manifest()
     document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate_json(json.dumps(document))
-    accounts = build_accounts(chat, "view")
+    accounts = build_accounts(chat, name_accounts(namespace, chat.name))
     created = [
         build_workers_service(chat),
         build_gateway_service(chat),

@@ -99,9 +99,9 @@ def homes(chat: Chat) -> dict[str, int]:
 def registration(chat: Chat, pod: dict) -> agent_pb2.Registration:
     """What the agent of a pod says of itself."""
     with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
-        token = chat.agent_metadata()
+        own = chat.sign_call(pod)
         stub = agent_pb2_grpc.AgentStub(channel)
-        return stub.Health(agent_pb2.HealthRequest(), timeout=10, metadata=token).registration
+        return stub.Health(agent_pb2.HealthRequest(), timeout=10, metadata=own).registration
 
 
 def test_all_instances_go_without_requests_and_the_first_one_brings_them_back(chat: Chat) -> None:

@@ -54,7 +54,7 @@ def agents(deployment: Deployment) -> dict[str, str]:
     for address in file.read_text().split():
         with grpc.insecure_channel(address) as channel:
             stub = agent_pb2_grpc.AgentStub(channel)
-            request, token = agent_pb2.HealthRequest(), deployment.agent_metadata
+            request, token = agent_pb2.HealthRequest(), deployment.sign(address)
             health = stub.Health(request, timeout=20, metadata=token)
             found[health.registration.instance] = address
     return found
@@ -86,7 +86,8 @@ def test_a_hundred_flips_under_load_fail_nothing_and_change_no_token(four: Deplo
                 with grpc.insecure_channel(addresses[instance]) as channel:
                     order = agent_pb2.SetRoleRequest(role=role, epoch=base + number + 1)
                     stub = agent_pb2_grpc.AgentStub(channel)
-                    stub.SetRole(order, timeout=60, metadata=four.agent_metadata)
+                    own = four.sign(addresses[instance])
+                    stub.SetRole(order, timeout=60, metadata=own)
         finally:
             ended.set()
         assert sum(future.result(timeout=TIMEOUT_S) for future in running) > 0
@@ -100,7 +101,7 @@ def test_an_order_that_came_too_late_changes_nothing(four: Deployment) -> None:
     with grpc.insecure_channel(address) as channel:
         agent = agent_pb2_grpc.AgentStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
-            agent.SetRole(order, timeout=60, metadata=four.agent_metadata)
+            agent.SetRole(order, timeout=60, metadata=four.sign(address))
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     after = four.instances()[instance]
     assert (after.role, after.epoch, after.home) == (before.role, before.epoch, before.home)

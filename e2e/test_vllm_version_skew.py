@@ -15,7 +15,6 @@ def test_a_vllm_engine_takes_kv_from_one_with_plugins_of_the_previous_version(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     previous = extract(tmp_path / "previous")
-    # Not the other way round: engines give KV to those that prove their key only (decision 065).
     choice = previous.choose_for("-prefill-", tmp_path / "choice")
     env = [{"name": "PYTHONPATH", "value": str(choice)}]
     # Less than is usual for vLLM: the model is small, and other tests run engines as well.

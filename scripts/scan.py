@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from cleave.api.manifest import load
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest
 from cleave.manifests.owned_objects import (
@@ -52,7 +53,7 @@ def _build_objects() -> Iterator[Manifest]:
     manifest = load(_ROOT / "examples" / "smallest.yaml")
     metadata = manifest.metadata.model_copy(update={"namespace": "models"})
     deployment = manifest.model_copy(update={"metadata": metadata})
-    yield from build_accounts(deployment, "cleave-discovery")
+    yield from build_accounts(deployment, name_accounts("models", deployment.name))
     yield build_workers_service(deployment)
     yield build_workers_policy(deployment, "cleave-system")
     yield build_gateway_service(deployment)

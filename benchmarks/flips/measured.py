@@ -19,7 +19,6 @@ import httpx
 import numpy as np
 
 from cleave.local.tiny_model import build
-from cleave.rpc.credentials import Metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -81,8 +80,7 @@ async def _measure(
     seen, sent, answered = Seen(), [], []
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
-        token = deployment.agent_metadata
-        agent, epoch = await _find_prefill(stack, file.read_text().split(), token)
+        address, agent, epoch = await _find_prefill(stack, file.read_text().split(), deployment)
         asking = [asyncio.create_task(_ask(client, deployment, seen, n)) for n in range(clients)]
         try:
             for turn in range(flips):
@@ -90,7 +88,7 @@ async def _measure(
                 role = agent_pb2.ROLE_DECODE if to_decode else agent_pb2.ROLE_PREFILL
                 begun = time.perf_counter()
                 order = agent_pb2.SetRoleRequest(role=role, epoch=epoch + turn + 1)
-                await agent.SetRole(order, metadata=token)
+                await agent.SetRole(order, metadata=deployment.sign(address))
                 while not clients and (seen.whole if to_decode else seen.split)[0] < begun:
                     await _ask_once(client, deployment, seen, clients)
                 first = await _wait(seen, to_decode, begun)
@@ -116,16 +114,17 @@ async def _measure(
 
 
 async def _find_prefill(
-    stack: contextlib.AsyncExitStack, addresses: list[str], token: Metadata
-) -> "tuple[agent_pb2_grpc.AgentAsyncStub, int]":
-    """The agent of the instance that prefills, and its epoch."""
+    stack: contextlib.AsyncExitStack, addresses: list[str], deployment: Deployment
+) -> "tuple[str, agent_pb2_grpc.AgentAsyncStub, int]":
+    """The address and agent of the instance that prefills, and its epoch."""
     for address in addresses:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         agent = agent_pb2_grpc.AgentStub(channel)
-        health = await agent.Health(agent_pb2.HealthRequest(), timeout=5, metadata=token)
+        request, own = agent_pb2.HealthRequest(), deployment.sign(address)
+        health = await agent.Health(request, timeout=5, metadata=own)
         registration = health.registration
         if registration.home == agent_pb2.ROLE_PREFILL:
-            return agent, registration.epoch
+            return address, agent, registration.epoch
     raise RuntimeError("no prefill instance")
 
 

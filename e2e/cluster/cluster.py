@@ -48,6 +48,7 @@ RESOURCES = {
     "nodes": KINDS["Node"],
     "service": KINDS["Service"],
     "serviceaccount": KINDS["ServiceAccount"],
+    "role": KINDS["Role"],
     "rolebinding": KINDS["RoleBinding"],
     "networkpolicy": KINDS["NetworkPolicy"],
     "secret": KINDS["Secret"],

@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 from cleave.local.files import TOKEN_FILE
-from cleave.rpc.credentials import TOKEN_ENV, Metadata, build_metadata
+from cleave.rpc.credentials import TOKEN_ENV, Metadata, sign_with_token
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.support.engine_keys import remember
@@ -51,15 +51,14 @@ class Deployment:
         for address in file.read_text().split():
             with grpc.insecure_channel(address) as channel, suppress(grpc.RpcError):
                 agent = agent_pb2_grpc.AgentStub(channel)
-                request, token = agent_pb2.HealthRequest(sends_engine_key=True), self.agent_metadata
-                found.append(agent.Health(request, timeout=20, metadata=token))
+                request, own = agent_pb2.HealthRequest(), self.sign(address)
+                found.append(agent.Health(request, timeout=20, metadata=own))
                 remember(found[-1].registration)
         return found
 
-    @property
-    def agent_metadata(self) -> Metadata:
-        """The token for calls of agents."""
-        return build_metadata(Path(self.agent_env[TOKEN_ENV]))
+    def sign(self, address: str) -> Metadata:
+        """What a call of the agent at an address shows."""
+        return sign_with_token(Path(self.agent_env[TOKEN_ENV]), address)
 
     @property
     def agent_env(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from cleave.manifests.multi_node import LEADER_ENV, build_node_pods
 from cleave.manifests.pool import build_pools
 from cleave.planner.placement import choose_placement
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
-from cleave.rpc.credentials import TOKEN_ENV, build_metadata
+from cleave.rpc.credentials import TOKEN_ENV, Metadata, sign_with_token
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.support.deployments import until
@@ -108,8 +108,7 @@ class SpreadRanks:
         for address in self.list_agents():
             with grpc.insecure_channel(address) as channel, suppress(grpc.RpcError):
                 stub, request = agent_pb2_grpc.AgentStub(channel), agent_pb2.HealthRequest()
-                request.sends_engine_key = True
-                health = stub.Health(request, timeout=20, metadata=self._metadata)
+                health = stub.Health(request, timeout=20, metadata=self._sign(address))
                 remember(health.registration)
                 found[health.registration.instance] = health.registration
         return found
@@ -127,7 +126,7 @@ class SpreadRanks:
             request = agent_pb2.SetRoleRequest(role=role, epoch=found.epoch + 1)
             with grpc.insecure_channel(agent) as channel:
                 stub = agent_pb2_grpc.AgentStub(channel)
-                stub.SetRole(request, timeout=60, metadata=self._metadata)
+                stub.SetRole(request, timeout=60, metadata=self._sign(agent))
 
     def are_verified(self, count: int) -> bool:
         """Whether so many ranks are ready, and have handed KV over if there are peers."""
@@ -137,9 +136,8 @@ class SpreadRanks:
             each.state == ready and each.kv_path.verified for each in found
         )
 
-    @property
-    def _metadata(self) -> Sequence[tuple[str, str]]:
-        return build_metadata(self.folder / "token")
+    def _sign(self, address: str) -> Metadata:
+        return sign_with_token(self.folder / "token", address)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def order(deployment: Deployment, **sources: Path) -> None:
     for address in file.read_text().split():
         with grpc.insecure_channel(address) as channel:
             agent = agent_pb2_grpc.AgentStub(channel)
-            agent.SetAdapters(request, timeout=TIMEOUT_S, metadata=deployment.agent_metadata)
+            agent.SetAdapters(request, timeout=TIMEOUT_S, metadata=deployment.sign(address))
 
     ordered = {AdapterSource(name, str(path)).engine_name for name, path in sources.items()}
 

@@ -8,6 +8,7 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineSpec, EngineType
+from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import Action, Apply, PatchStatus, SetFinalizers
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.cache import CachedResource, ReadConfigMap, ResourceKey
@@ -17,7 +18,9 @@ from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.controller import CONFIG_PERIOD_S, Controller
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.settings import OperatorSettings
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.labels import Manifest
+from cleave.manifests.owned_objects import build_accounts
 from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
 from cleave.perf.model import model_report
@@ -27,6 +30,14 @@ from cleave.planner.placement import choose_placement
 from cleave.rpc.fleet_status import FleetInstance
 
 from tests.support.fake_cluster import chat, node
+
+
+def list_accounts(manifest: Manifest) -> list[Manifest]:
+    """The service accounts that a deployment owns."""
+    deployment = LLMDeployment.model_validate(manifest)
+    accounts = name_accounts("default", "chat", deployment.metadata.uid or "")
+    owned = [apply.with_owner(each, deployment) for each in build_accounts(deployment, accounts)]
+    return [each for each in owned if each["kind"] == "ServiceAccount"]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +219,8 @@ async def test_an_unknown_model_is_planned_from_what_the_hub_has(
         "workload": {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}},
     }
     controller.on_change(declared)
+    for account in list_accounts(declared):
+        controller.on_change(account)
     controller.on_change(node("n1", product="H100"))
     key = ResourceKey("LLMDeployment", "default", "chat")
     executor = AsyncMock()

@@ -121,7 +121,7 @@ def test_the_smallest_deployment_gets_a_pair_and_a_gateway() -> None:
     kinds = {kind for kind, _, _ in here.cluster.objects}
     assert kinds == {
         "Node", "LLMDeployment", "InstancePool", "Pod", "Deployment", "Service",
-        "PodDisruptionBudget", "ServiceAccount", "RoleBinding",
+        "PodDisruptionBudget", "ServiceAccount", "Role", "RoleBinding",
     }  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_a_second_operator_does_nothing_again() -> None:
     other_plane.turn()
     # What is not watched is applied once more, which changes nothing.
     again = here.cluster.log[before:]
-    assert {each.manifest["kind"] for each in again} <= {"ServiceAccount", "RoleBinding"}  # type: ignore[union-attr]
+    assert {each.manifest["kind"] for each in again} <= {"ServiceAccount", "Role", "RoleBinding"}  # type: ignore[union-attr]
     assert not other_plane.late
 
 

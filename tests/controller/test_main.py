@@ -133,8 +133,8 @@ class TestHandlers:
         watched = {str(each.selector.any_name) for each in found._watching.get_all_handlers()}
         assert watched == {
             "nodes", "llmdeployments", "instancepools", "pods", "deployments", "services",
-            "poddisruptionbudgets", "serviceaccounts", "rolebindings", "networkpolicies",
-            "resourcequotas",
+            "poddisruptionbudgets", "serviceaccounts", "roles", "rolebindings",
+            "networkpolicies", "resourcequotas",
         }  # fmt: skip
         assert len(watched) == len(WATCHED_KINDS)
         assert not found._changing.get_all_handlers()
@@ -168,6 +168,7 @@ class TestHandlers:
             "services": "cleave.dev/deployment",
             "poddisruptionbudgets": "cleave.dev/deployment",
             "serviceaccounts": "cleave.dev/deployment",
+            "roles": "cleave.dev/deployment",
             "rolebindings": "cleave.dev/deployment",
             "networkpolicies": "cleave.dev/deployment",
         }

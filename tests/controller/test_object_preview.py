@@ -55,7 +55,7 @@ def test_no_pod_names_a_user_where_the_cluster_assigns_it() -> None:
         }
         for container in spec["containers"]:
             assert {"name": "USER", "value": "cleave"} in container["env"]
-            assert "CLEAVE_TOKEN_FILE" in {variable["name"] for variable in container["env"]}
+            assert "CLEAVE_CALLER_ACCOUNTS" in {variable["name"] for variable in container["env"]}
 
 
 def pool(role, tensor, **more):
@@ -73,7 +73,9 @@ def test_all_kinds_of_objects_are_there_and_one_pod_for_each_pool() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
     assert container["image"].startswith("registry.example/cleave/")
     names = {variable["name"] for variable in container["env"]}
-    assert "CLEAVE_TOKEN_FILE" in names
+    assert "CLEAVE_CALLER_ACCOUNTS" in names
+    accounts = [each["metadata"]["name"] for each in objects if each["kind"] == "ServiceAccount"]
+    assert {each["spec"]["serviceAccountName"] for each in pods.values()} == {accounts[1]}
 
 
 def test_what_one_machine_cannot_run_is_rendered() -> None:

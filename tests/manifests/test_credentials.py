@@ -1,29 +1,35 @@
-"""The token that pods get for calls of agents."""
+"""The accounts of pods, and what their processes need to call agents."""
 
-from cleave.manifests.credentials import add_credentials
+from cleave.manifests.credentials import add_credentials, name_accounts
 
 OPERATOR = "system:serviceaccount:cleave-system:cleave-operator"
-GATEWAYS = "system:serviceaccount:team:chat-discovery"
-WORKERS = "system:serviceaccount:team:chat-workers"
+ACCOUNTS = name_accounts("team", "chat", "3f0c")
 
 
-def test_each_container_gets_a_token_for_agents_only_and_the_accounts_to_trust() -> None:
+def test_pods_run_as_the_account_of_their_component_and_name_whom_agents_trust() -> None:
     spec = {"containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}, {"name": "b"}]}
     before = repr(spec)
-    built = add_credentials(spec, "chat", "team", OPERATOR)
-    assert repr(spec) == before
-    (volume,) = built["volumes"]
-    (source,) = volume["projected"]["sources"]
-    assert source["serviceAccountToken"]["audience"] == "cleave.dev/agents"
-    assert source["serviceAccountToken"]["expirationSeconds"] == 3600
-    for container in built["containers"]:
-        (mount,) = container["volumeMounts"]
-        assert mount["name"] == volume["name"]
-        assert mount["readOnly"]
-        env = {each["name"]: each["value"] for each in container["env"]}
-        assert env["CLEAVE_TOKEN_FILE"] == f"{mount['mountPath']}/token"
-        # What an agent of the version before reads, which has one list for every method.
-        assert env["CLEAVE_TRUSTED_ACCOUNTS"].split(",") == [GATEWAYS, OPERATOR, WORKERS]
-        assert env["CLEAVE_CALLER_ACCOUNTS"].split(",") == [GATEWAYS, OPERATOR]
-        assert env["CLEAVE_PEER_ACCOUNTS"] == WORKERS
-    assert built["containers"][0]["env"][0] == {"name": "X", "value": "1"}
+    for component, account in (("gateway", ACCOUNTS.gateways), ("worker", ACCOUNTS.workers)):
+        built = add_credentials(spec, component, ACCOUNTS, OPERATOR)
+        assert repr(spec) == before
+        assert built["serviceAccountName"] == account
+        for container in built["containers"]:
+            env = {each["name"]: each["value"] for each in container["env"]}
+            gateways, workers = (f"system:serviceaccount:team:{name}" for name in ACCOUNTS.names)
+            assert env["CLEAVE_CALLER_ACCOUNTS"].split(",") == [gateways, OPERATOR]
+            assert env["CLEAVE_PEER_ACCOUNTS"] == workers
+        assert built["containers"][0]["env"][0] == {"name": "X", "value": "1"}
+        # No token that several agents would accept.
+        assert "volumes" not in built
+
+
+def test_names_of_accounts_depend_on_what_is_not_known_before() -> None:
+    assert name_accounts("team", "chat", "3f0c") == ACCOUNTS
+    others = [
+        name_accounts("team", "chat", "3f0d"), name_accounts("team", "chat"),
+        name_accounts("other", "chat"), name_accounts("team", "chat-workers"),
+    ]  # fmt: skip
+    names = [name for each in (ACCOUNTS, *others) for name in each.names]
+    assert len(set(names)) == len(names)
+    assert ACCOUNTS.gateways.startswith("chat-gateways-")
+    assert ACCOUNTS.workers.startswith("chat-workers-")

@@ -3,7 +3,8 @@
 import pytest
 
 from cleave.api.manifest import validate
-from cleave.manifests.gateway import build_gateway_deployment, build_gateway_pod
+from cleave.manifests.credentials import name_accounts
+from cleave.manifests.gateway import build_gateway_deployment
 from cleave.manifests.multi_node import build_node_pods
 from cleave.manifests.owned_objects import (
     build_accounts,
@@ -14,6 +15,7 @@ from cleave.manifests.owned_objects import (
 from cleave.manifests.worker import build_worker_pod
 from cleave.rpc.plan_thresholds import PlanThresholds
 
+ACCOUNTS = name_accounts("llm", "chat", "u1")
 DEPLOYMENT = validate(
     {
         "apiVersion": "cleave.dev/v1alpha1",
@@ -68,30 +70,34 @@ def test_followers_have_no_agent_and_are_not_found(deployment, pool) -> None:
     assert not selector.items() <= follower["metadata"]["labels"].items()
 
 
-def test_the_pods_accounts_may_do_what_the_cluster_role_says_and_nothing_else(
-    deployment, pool
+def test_the_pods_accounts_may_find_agents_and_request_own_tokens_and_nothing_else(
+    deployment,
 ) -> None:
-    pods = build_gateway_pod(deployment()), build_worker_pod(pool(), 0)
-    names = [pod["spec"]["serviceAccountName"] for pod in pods]
-    assert names == ["chat-discovery", "chat-workers"], "one for each: they may do different things"
-    objects = build_accounts(deployment(), "discovery")
-    accounts, bindings = objects[::2], objects[1::2]
-    assert [each["metadata"]["name"] for each in accounts] == names
+    objects = build_accounts(deployment(), ACCOUNTS)
+    accounts, roles, bindings = objects[::3], objects[1::3], objects[2::3]
+    # One for each component: they may do different things at agents.
+    assert [each["metadata"]["name"] for each in accounts] == [*ACCOUNTS.names]
     assert not any(each["automountServiceAccountToken"] for each in accounts)
-    for name, binding in zip(names, bindings, strict=True):
-        assert binding["roleRef"] == {
-            "apiGroup": "rbac.authorization.k8s.io",
-            "kind": "ClusterRole",
-            "name": "discovery",
+    for name, role, binding in zip(ACCOUNTS.names, roles, bindings, strict=True):
+        assert role["metadata"]["name"] == name
+        find, request = role["rules"]
+        assert (find["resources"], find["verbs"]) == (["endpointslices"], ["get", "list", "watch"])
+        assert request == {
+            "apiGroups": [""],
+            "resources": ["serviceaccounts/token"],
+            "resourceNames": [name],
+            "verbs": ["create"],
         }
+        api_group = "rbac.authorization.k8s.io"
+        assert binding["roleRef"] == {"apiGroup": api_group, "kind": "Role", "name": name}
         (subject,) = binding["subjects"]
         assert (subject["name"], subject["namespace"]) == (name, "llm")
-        assert binding["metadata"]["namespace"] == "llm"
+        assert {each["metadata"]["namespace"] for each in (role, binding)} == {"llm"}
 
 
 def test_a_standalone_pool_gets_the_objects_of_a_deployment(deployment, pool) -> None:
     assert build_workers_service(pool()) == build_workers_service(deployment())
-    assert build_accounts(pool(), "r") == build_accounts(deployment(), "r")
+    assert build_accounts(pool(), ACCOUNTS) == build_accounts(deployment(), ACCOUNTS)
 
 
 def spread(pool, replicas: int, nodes: int):

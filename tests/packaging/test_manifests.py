@@ -1,5 +1,6 @@
 """What a default installation is made of: read from manifests/, so that helm is not needed."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -16,14 +17,12 @@ from cleave.controller.resync import WATCHED_KINDS
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView
 from cleave.manifests.container import UID
-from cleave.manifests.labels import (
-    AGENT_PORT,
-    GATEWAY,
-    INTERNAL_PORT,
-    WORKER,
-    get_account_name,
-)
+from cleave.manifests.credentials import name_accounts
+from cleave.manifests.labels import AGENT_PORT, INTERNAL_PORT
 from cleave.manifests.network_policies import NetworkIsolation
+from cleave.manifests.owned_objects import build_accounts
+
+from tests.support.deployment_views import own_accounts
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -32,7 +31,7 @@ RIGHTS = {
     ("cleave.dev", "llmdeployments"): {"list", "watch", "patch"},
     ("cleave.dev", "llmdeployments/status"): {"patch"},
     ("cleave.dev", "llmdeployments/finalizers"): {"update"},
-    ("cleave.dev", "instancepools"): {*APPLIED, "delete"},
+    ("cleave.dev", "instancepools"): {"get", *APPLIED, "delete"},
     ("cleave.dev", "instancepools/status"): {"patch"},
     ("cleave.dev", "instancepools/finalizers"): {"update"},
     ("", "pods"): {"get", *APPLIED, "delete"},
@@ -46,11 +45,23 @@ RIGHTS = {
     ("networking.k8s.io", "networkpolicies"): {"get", *APPLIED},
     ("", "configmaps"): {"get"},
     ("", "serviceaccounts"): {"get", *APPLIED},
+    ("rbac.authorization.k8s.io", "roles"): {"get", *APPLIED},
     ("rbac.authorization.k8s.io", "rolebindings"): {"get", *APPLIED},
-    ("rbac.authorization.k8s.io", "clusterroles"): {"bind"},
+    # It may do what its roles for pods allow: nobody else may write such roles.
+    ("discovery.k8s.io", "endpointslices"): {"get", "list", "watch"},
+    ("", "serviceaccounts/token"): {"create"},
     ("", "events"): {"create", "patch"},
 }
 """Everything the operator may do in the namespaces of deployments."""
+DEPLOYMENT = validate(
+    {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat", "uid": "u", "finalizers": [FINALIZER]},
+        "spec": {"model": "a/b", "slo": {"ttftMs": 1, "tpotMs": 1}},
+    }
+)
+ACCOUNTS = name_accounts("default", "chat", "u")
 
 
 def one(manifests, kind, name=None):
@@ -106,16 +117,21 @@ def test_the_only_secret_that_the_operator_reads_is_its_certificate(plain) -> No
     assert "data" not in one(plain, "Secret", "cleave-webhook")
 
 
-def test_the_operator_binds_one_role_which_reads_addresses_only(plain) -> None:
-    (bind,) = [
+def test_the_roles_that_the_operator_writes_allow_no_more_than_it_may_do(plain) -> None:
+    own = rights(one(plain, "ClusterRole", "cleave-operator"))
+    roles = [each for each in build_accounts(DEPLOYMENT, ACCOUNTS) if each["kind"] == "Role"]
+    assert len(roles) == 2
+    for role in roles:
+        assert all(verbs <= own[key] for key, verbs in rights(role).items())
+
+
+def test_at_home_the_operator_requests_tokens_of_its_own_account_only(plain) -> None:
+    (rule,) = [
         rule
-        for rule in one(plain, "ClusterRole", "cleave-operator")["rules"]
-        if "bind" in rule["verbs"]
+        for rule in one(plain, "Role", "cleave-operator")["rules"]
+        if "serviceaccounts/token" in rule["resources"]
     ]
-    assert bind["resourceNames"] == ["cleave-discovery"]
-    assert rights(one(plain, "ClusterRole", "cleave-discovery")) == {
-        ("discovery.k8s.io", "endpointslices"): {"get", "list", "watch"}
-    }
+    assert (rule["resourceNames"], rule["verbs"]) == (["cleave-operator"], ["create"])
 
 
 def test_the_operator_may_list_and_watch_all_it_watches(plain) -> None:
@@ -200,12 +216,16 @@ def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder, scripts) -
         assert carried_one == want
 
 
-def test_the_admission_policy_admits_the_accounts_that_pods_have(plain) -> None:
-    policy = one(plain, "ValidatingAdmissionPolicy", "cleave-operator-pods")["spec"]
-    text = " ".join(each["expression"] for each in policy["validations"])
-    for component in (GATEWAY, WORKER):
-        suffix = get_account_name("chat", component).removeprefix("chat")
-        assert f"['cleave.dev/deployment'] + '{suffix}'" in text
+def test_the_admission_policies_know_the_names_of_accounts(plain) -> None:
+    patterns = set()
+    for name in ("objects", "pods", "tokens"):
+        policy = one(plain, "ValidatingAdmissionPolicy", f"cleave-operator-{name}")["spec"]
+        texts = [each["expression"] for each in policy["validations"] + policy["matchConditions"]]
+        patterns |= set(re.findall(r"-\([a-z|]+\)-\S+?\$(?=')", " ".join(texts)))
+    (pattern,) = patterns
+    for name in ACCOUNTS.names:
+        assert re.search(f"^chat{pattern}", name)
+    assert not re.search(f"^chat{pattern}", "chat-workers")
 
 
 def test_releases_are_numbered_in_their_order(scripts) -> None:
@@ -247,14 +267,7 @@ def test_the_operator_reaches_dns_pods_on_both_of_their_usual_ports(plain) -> No
 
 
 def test_isolated_workers_get_a_policy_and_others_none() -> None:
-    deployment = validate(
-        {
-            "apiVersion": "cleave.dev/v1alpha1",
-            "kind": "LLMDeployment",
-            "metadata": {"name": "chat", "uid": "u", "finalizers": [FINALIZER]},
-            "spec": {"model": "a/b", "slo": {"ttftMs": 1, "tpotMs": 1}},
-        }
-    )
+    deployment = DEPLOYMENT
     built = {
         isolates: {
             action.manifest["kind"]
@@ -263,6 +276,7 @@ def test_isolated_workers_get_a_policy_and_others_none() -> None:
                     deployment,
                     build_inventory([]),
                     0.0,
+                    children=own_accounts(deployment),
                     settings=OperatorSettings(isolation=isolates),
                 )
             )

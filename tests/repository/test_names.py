@@ -76,13 +76,13 @@ marks mask match matches maximize may measure merge misses name narrow needs nor
 notify number observe open optimize order pack pair parse patch pause peek pick plan poll pop post
 predict preempt prefer prefers prefill prepare prepend print probe process profile promote propose
 provision proxy prune publish pull push query raise rank read reap rebuild receive reclaim
-recompute reconcile record reduce refer refit refresh refuse register reject rejects
+recompute reconcile record reduce refer refit refresh refuse register reject rejects renew
 release relist reload remove render replace replicate report repurpose request requeue require
 resample reserve reset resign resize resolve respond restart restore restrict resume resync retain
 retire retry return review revise rewrite rotate round route run sample sanitize save scale
 scan schedule score scrape select send separate serve serves set settle share shorten should
-show shrink shutdown signal simulate skip sleep slice solve sort spawn split start step stop store
-stream strip submit subtract suggest sum summarize supervise supports swap sync synchronize
+show shrink shutdown sign signal simulate skip sleep slice solve sort spawn split start step stop
+store stream strip submit subtract suggest sum summarize supervise supports swap sync synchronize
 tabulate tail take terminate test tick time train transfer trim truncate try
 unpack unwrap update upsert validate verify view wait wake walk warm was watch work write
 yield

@@ -15,7 +15,7 @@ from cleave.router import agent_watcher
 from cleave.router.agent_watcher import AgentWatcher
 from cleave.router.instance import Connectivity
 from cleave.router.registry import InstanceRegistry
-from cleave.rpc.agent_discovery import DiscoveryError
+from cleave.rpc.agent_discovery import AgentDiscovery, DiscoveryError
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 
@@ -53,7 +53,7 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
 
 @contextlib.asynccontextmanager
 async def watching(source: str, registry: InstanceRegistry) -> AsyncIterator[AgentWatcher]:
-    watcher = AgentWatcher(source, registry, time.monotonic)
+    watcher = AgentWatcher(AgentDiscovery(source), registry, time.monotonic)
     await watcher.start()
     try:
         yield watcher
@@ -180,7 +180,8 @@ async def test_an_agent_that_reports_something_else_is_not_believed(
     for agent in agents:
         await agent.start()
     source = ",".join(f"127.0.0.1:{agent.port}" for agent in agents)
-    watcher = AgentWatcher(source, registry, time.monotonic, deployment="d")
+    discovery = AgentDiscovery(source)
+    watcher = AgentWatcher(discovery, registry, time.monotonic, deployment="d")
     await watcher.start()
     await until(lambda: is_open(registry, "good"), "the other agent is followed")
     assert set(registry.instances) == {"good"}
@@ -192,7 +193,7 @@ async def test_an_agent_that_reports_something_else_is_not_believed(
 
 async def test_a_malformed_source_is_refused_at_once(registry) -> None:
     with pytest.raises(DiscoveryError):
-        await AgentWatcher("nowhere", registry, time.monotonic).start()
+        await AgentWatcher(AgentDiscovery("nowhere"), registry, time.monotonic).start()
 
 
 async def test_every_fleet_follows_under_a_name_of_its_own(registry, make_event) -> None:

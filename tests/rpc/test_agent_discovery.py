@@ -9,14 +9,16 @@ from cleave.rpc.agent_discovery import (
     AgentDiscovery,
     AgentSourceUnreachable,
     DiscoveryError,
+    find_agent,
     list_agents,
 )
+from cleave.rpc.credentials import AgentEndpoint
 
 
 async def test_a_list_of_addresses_stands_for_itself() -> None:
     assert await list_agents("127.0.0.1:9000, 127.0.0.2:9000") == {
-        "127.0.0.1:9000",
-        "127.0.0.2:9000",
+        AgentEndpoint("127.0.0.1:9000"),
+        AgentEndpoint("127.0.0.2:9000"),
     }
 
 
@@ -30,7 +32,7 @@ async def test_a_file_is_read_anew_at_each_call(tmp_path: Path) -> None:
 
 
 async def test_a_name_gives_all_of_its_addresses() -> None:
-    assert "127.0.0.1:9000" in await list_agents("dns:localhost:9000")
+    assert AgentEndpoint("127.0.0.1:9000") in await list_agents("dns:localhost:9000")
 
 
 async def test_an_unknown_name_means_none_yet() -> None:
@@ -81,6 +83,9 @@ async def test_a_service_is_followed_from_the_first_question_on(server, make_sli
         await asyncio.sleep(0.01)
     assert await agents.list_addresses() == {"10.0.0.2:9000"}
     assert (server.lists, server.watches) == (1, 1)
+    found = agents.find_agent("10.0.0.2:9000")
+    assert (found.pod, found.pod_uid) == ("pod-10.0.0.2", "uid-10.0.0.2")
+    assert agents.find_agent("10.0.0.1:9000") == AgentEndpoint("10.0.0.1:9000")
     await agents.close()
     await until(lambda: not server.is_watched, "it lets go")
 
@@ -91,3 +96,16 @@ async def test_other_sources_are_queried_each_time(tmp_path: Path) -> None:
     (tmp_path / "agents").write_text("127.0.0.1:9000")
     assert await agents.list_addresses() == {"127.0.0.1:9000"}
     await agents.close()
+
+
+async def test_the_host_name_of_a_pod_leads_to_its_address_and_uid(server, make_slice) -> None:
+    item = make_slice("one", "10.0.0.1", "10.0.0.2")
+    item["endpoints"][1]["targetRef"] |= {"name": "chat-0", "uid": "u7"}
+    server.slices = {"one": item}
+    source = "endpoints:prod/workers:9000"
+    for host in ("chat-0.workers.prod.svc", "chat-0"):
+        expected = AgentEndpoint("10.0.0.2:8999", "chat-0", "u7")
+        assert await find_agent(source, f"{host}:8999") == expected
+    with pytest.raises(AgentSourceUnreachable, match="lists no pod chat-1"):
+        await find_agent(source, "chat-1.workers.prod.svc:8999")
+    assert await find_agent("", "10.0.0.9:8999") == AgentEndpoint("10.0.0.9:8999")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from cleave.rpc import endpointslices
+from cleave.rpc.credentials import AgentEndpoint
 from cleave.rpc.endpointslices import EndpointSliceWatcher, Service, list_endpoints, parse_slice
 from cleave.rpc.kube_api import ApiServerError
 from cleave.rpc.plan_thresholds import PlanThresholds
@@ -38,7 +39,7 @@ async def test_a_list_names_every_endpoint_ready_or_not(server, make_slice) -> N
         "two": make_slice("two", "fd00::1", kind="IPv6"),
     }
     found = await list_endpoints(WORKERS)
-    assert found == {"10.0.0.1:9000", "10.0.0.2:9000", "[fd00::1]:9000"}
+    assert set(found) == {"10.0.0.1:9000", "10.0.0.2:9000", "[fd00::1]:9000"}
     assert server.paths == ["/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"]
     assert server.queries[0]["labelSelector"] == "kubernetes.io/service-name=chat-workers"
     assert "Authorization: Bearer secret\r\n" in server.headers[0]
@@ -68,14 +69,14 @@ async def test_changes_are_followed_without_another_list(server, make_slice, unt
     server.slices = {"one": make_slice("one", "10.0.0.1")}
     async with watching() as watcher:
         await until(lambda: server.is_watched, "it watches")
-        assert set(watcher.pods) == {"10.0.0.1:9000"}
+        assert set(watcher.endpoints) == {"10.0.0.1:9000"}
         server.put(make_slice("two", "10.0.0.2"), "ADDED")
-        await until(lambda: len(watcher.pods) == 2, "a new slice")
+        await until(lambda: len(watcher.endpoints) == 2, "a new slice")
         server.put(make_slice("one", "10.0.0.1", "10.0.0.3"))
-        await until(lambda: len(watcher.pods) == 3, "a changed slice")
+        await until(lambda: len(watcher.endpoints) == 3, "a changed slice")
         server.send({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}})
         server.delete("one")
-        await until(lambda: set(watcher.pods) == {"10.0.0.2:9000"}, "a slice that is gone")
+        await until(lambda: set(watcher.endpoints) == {"10.0.0.2:9000"}, "a slice that is gone")
         assert (server.lists, server.watches) == (1, 1)
     assert server.queries[1]["resourceVersion"] == "7"
     assert server.queries[1]["allowWatchBookmarks"] == "true"
@@ -87,7 +88,7 @@ async def test_the_end_of_a_watch_brings_a_new_list(server, make_slice, until) -
         await until(lambda: server.is_watched, "it watches")
         server.slices["one"] = make_slice("one", "10.0.0.1")
         server.end_watches()
-        await until(lambda: set(watcher.pods) == {"10.0.0.1:9000"}, "what the watch missed")
+        await until(lambda: set(watcher.endpoints) == {"10.0.0.1:9000"}, "what the watch missed")
         await until(lambda: server.is_watched, "it watches again")
 
 
@@ -107,7 +108,7 @@ async def test_a_watch_that_fails_is_begun_again(server, make_slice, until, even
         await until(lambda: server.is_watched, "it watches")
         server.slices["one"] = make_slice("one", "10.0.0.1")
         server.send(event)
-        await until(lambda: set(watcher.pods) == {"10.0.0.1:9000"}, "a new list")
+        await until(lambda: set(watcher.endpoints) == {"10.0.0.1:9000"}, "a new list")
 
 
 async def test_what_was_known_stays_while_the_server_is_away(server, make_slice, until) -> None:
@@ -116,10 +117,10 @@ async def test_what_was_known_stays_while_the_server_is_away(server, make_slice,
         await until(lambda: server.is_watched, "it watches")
         await server.stop()
         await asyncio.sleep(0.2)
-        assert set(watcher.pods) == {"10.0.0.1:9000"}
+        assert set(watcher.endpoints) == {"10.0.0.1:9000"}
         server.slices = {"one": make_slice("one", "10.0.0.2")}
         await server.start()
-        await until(lambda: set(watcher.pods) == {"10.0.0.2:9000"}, "it has come back")
+        await until(lambda: set(watcher.endpoints) == {"10.0.0.2:9000"}, "it has come back")
 
 
 async def test_thresholds_of_the_service_follow_its_labels(server, make_slice, until) -> None:
@@ -151,7 +152,10 @@ async def test_a_refused_watcher_backs_off(server, until) -> None:
 def test_pods_with_several_agents_have_an_address_for_each() -> None:
     item = {
         "addressType": "IPv4",
-        "endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": ["10.0.0.2"]}],
+        "endpoints": [
+            {"addresses": [f"10.0.0.{host}"], "targetRef": {"kind": "Pod", "name": "p", "uid": "u"}}
+            for host in (1, 2)
+        ],
         "ports": [
             {"name": "agent", "port": 9000},
             {"name": "agent-1", "port": 9002},
@@ -165,7 +169,9 @@ def test_pods_with_several_agents_have_an_address_for_each() -> None:
 def test_ports_without_a_name_or_number_are_skipped() -> None:
     item = {
         "addressType": "IPv4",
-        "endpoints": [{"addresses": ["10.0.0.1"]}],
+        "endpoints": [
+            {"addresses": ["10.0.0.1"], "targetRef": {"kind": "Pod", "name": "p", "uid": "u"}}
+        ],
         "ports": [
             {"name": None, "port": 9001},
             {"port": 9001},
@@ -177,14 +183,14 @@ def test_ports_without_a_name_or_number_are_skipped() -> None:
     assert set(parse_slice(item, 9000)) == {"10.0.0.1:9000", "10.0.0.1:9006"}
 
 
-def test_an_address_carries_the_name_of_its_pod() -> None:
+def test_only_pods_are_agents_and_have_their_name_and_uid() -> None:
     item = {
         "addressType": "IPv4",
         "endpoints": [
-            {"addresses": ["10.0.0.1"], "targetRef": {"kind": "Pod", "name": "p-0"}},
-            {"addresses": ["10.0.0.2"], "targetRef": {"kind": "Node", "name": "n"}},
+            {"addresses": ["10.0.0.1"], "targetRef": {"kind": "Pod", "name": "p-0", "uid": "u0"}},
+            {"addresses": ["10.0.0.2"], "targetRef": {"kind": "Node", "name": "n", "uid": "u1"}},
             {"addresses": ["10.0.0.3"]},
         ],
     }
-    pods = {"10.0.0.1:9000": "p-0", "10.0.0.2:9000": "", "10.0.0.3:9000": ""}
-    assert parse_slice(item, 9000) == pods
+    agent = AgentEndpoint("10.0.0.1:9000", "p-0", "u0")
+    assert parse_slice(item, 9000) == {"10.0.0.1:9000": agent}

@@ -11,11 +11,12 @@ from cleave.api.replan_status import CurrentPrediction, LatencyCorrection
 from cleave.api.workload import LengthDistribution, Workload
 from cleave.controller.cluster.actions import PlanJob, ReviewResult
 from cleave.controller.cluster.inventory import build_inventory
-from cleave.controller.cluster.objects import format_timestamp
+from cleave.controller.cluster.objects import ObservedChild, format_timestamp
 from cleave.controller.replan.inputs import PlanInputs, read_placement
 from cleave.controller.replan.reconcile import update_drift
 from cleave.controller.views import DeploymentView, DriftState
 from cleave.gateway.metrics.gateway_metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_pools as make_pools
 from cleave.planner.replan.revision import ReplanVerdict
@@ -86,6 +87,14 @@ def ask(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[Traffi
     return tuple(draw(build_from_spec(workload, Path()), periods, end_s - seconds))
 
 
+def own_accounts(deployment_object: LLMDeployment) -> dict[tuple[str, str], ObservedChild]:
+    """The service accounts of a deployment, as the first step of a reconcile makes them."""
+    namespace, uid = deployment_object.namespace, deployment_object.metadata.uid or ""
+    names = name_accounts(namespace, deployment_object.name, uid).names
+    kind = "ServiceAccount"
+    return {(kind, name): ObservedChild(kind, namespace, name, "", "") for name in names}
+
+
 def view(deployment_object: LLMDeployment, status: Manifest, **fields: Any) -> DeploymentView:
     """The controller's view of a deployment, with drift computed from `windows`."""
     pools = make_pools(deployment_object, read_placement(status["plan"]))
@@ -97,7 +106,7 @@ def view(deployment_object: LLMDeployment, status: Manifest, **fields: Any) -> D
         status=status,
         pools=tuple(pools),
         drift=drift,
-        **fields,
+        **{"children": own_accounts(deployment_object), **fields},
     )
 
 

@@ -1,4 +1,4 @@
-"""An API server that knows EndpointSlices: lists them, and streams what changes."""
+"""An API server that knows EndpointSlices and tokens: lists them, and streams what changes."""
 
 import asyncio
 import json
@@ -17,7 +17,11 @@ def build_slice(
         "metadata": {"name": name, "resourceVersion": str(version), "labels": named},
         "addressType": kind,
         "endpoints": [
-            {"addresses": [host], "conditions": {"ready": n % 2 == 0}}
+            {
+                "addresses": [host],
+                "conditions": {"ready": n % 2 == 0},
+                "targetRef": {"kind": "Pod", "name": f"pod-{host}", "uid": f"uid-{host}"},
+            }
             for n, host in enumerate(hosts)
         ],
     }
@@ -34,6 +38,10 @@ class FakeApiServer:
         self.watches = 0
         self.queries: list[dict[str, str]] = []
         self.paths: list[str] = []
+        self.bodies: list[dict] = []
+        """Of all POSTs."""
+        self.token: dict = {}
+        """The status of each TokenRequest."""
         self.headers: list[str] = []
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -89,6 +97,10 @@ class FakeApiServer:
             self.headers.append(head)
             self.paths.append(target.path)
             self.queries.append(query)
+            if head.startswith("POST"):
+                size = int(head.lower().partition("content-length: ")[2].split()[0])
+                self.bodies.append(json.loads(await reader.readexactly(size)))
+                query["post"] = "1"
             self._answer(query, writer)
             await reader.read()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -101,6 +113,8 @@ class FakeApiServer:
     def _answer(self, query: dict[str, str], writer: asyncio.StreamWriter) -> None:
         if self.status != 200:
             self._send(writer, self.status, {"kind": "Status", "message": "not for you"})
+        elif "post" in query:
+            self._send(writer, 201, {"status": self.token})
         elif "watch" in query:
             self.watches += 1
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")

@@ -28,11 +28,6 @@
 {{ include "cleave.name" . }}-webhook
 {{- end -}}
 
-{{/* What gateways and workers may read; the operator binds it in each deployment's namespace. */}}
-{{- define "cleave.discovery" -}}
-{{ include "cleave.name" . }}-discovery
-{{- end -}}
-
 {{/* NetworkPolicies of deployments admit the operator's pods by name and component: neither changes. */}}
 {{- define "cleave.selector" -}}
 app.kubernetes.io/name: cleave

@@ -25,7 +25,8 @@ RESERVED_FLAGS = (
 RESERVED_ENV = (
     "POD_IP", "CLEAVE_AGENTS", "CLEAVE_POD_NAME", "CLEAVE_LEADER", "CLEAVE_ROLE",
     "CLEAVE_ADAPTERS", "CLEAVE_LOAD_PAGE", "CLEAVE_TERMS_PAGE", "VLLM_NIXL_SIDE_CHANNEL_HOST",
-    "VLLM_NIXL_SIDE_CHANNEL_PORT", "CLEAVE_TOKEN_FILE", "CLEAVE_TRUSTED_ACCOUNTS",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT", "CLEAVE_TOKEN_FILE", "CLEAVE_CALLER_ACCOUNTS",
+    "CLEAVE_PEER_ACCOUNTS",
 )  # fmt: skip
 """Environment variables that Cleave sets itself."""
 
@@ -400,7 +401,7 @@ ObjectName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
 
 OWN_LABELS = "cleave.dev/"
 """Prefix of Cleave's own labels and annotations of pods."""
-OWN_VOLUMES = ("tmp", "home", "shm", "model", "agent-token", "cleave-hub-token")
+OWN_VOLUMES = ("tmp", "home", "shm", "model", "cleave-hub-token")
 """Volumes that every worker has. A name that joins them makes stored resources that have it
 invalid, so it should be one that no user would choose."""
 

@@ -248,9 +248,8 @@ class Controller:
                 each.forget(key)
             self._reservations.release(key, self._reservations.get_plan(key))
             self._faults.pop(key, None)
-            self._idle_since.pop(key, None)
-            self._decision_s.pop(key, None)
-            self._woken_at.pop(key, None)
+            for times in (self._idle_since, self._decision_s, self._woken_at):
+                times.pop(key, None)
             self._config_read.pop(key, None)
             self._reconciled.discard(key)
             self._metrics.record_reconcile(key.kind, "gone", 0.0)
@@ -514,6 +513,8 @@ class Controller:
             reclaimed=self._reservations.get_reclaimed(owner, self._list_gpu_nodes()),
             serving=sum(each.selectable for each in statuses) if statuses else None,
             fault=self._faults.get(key, ""),
+            deployment_uid=self.cache.get_uid(owner),
+            has_account=self.cache.has_account(owner),
             is_frozen=self._is_frozen(owner),
             settings=self.settings,
         )

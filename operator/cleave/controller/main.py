@@ -91,7 +91,6 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     settings = OperatorSettings(
         namespace=args.own_namespace,
         images=Images(args.image_prefix, dict(args.image)),
-        discovery_role=args.discovery_role,
         device=args.device,
         isolation=isolation,
         account=args.account,
@@ -173,10 +172,10 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     )
     add(
         "--account",
-        default="",
+        default=OperatorSettings().account,
         metavar="NAME",
         help="service account of this operator, as system:serviceaccount:NAMESPACE:NAME; agents "
-        "then accept calls with tokens of it and of their deployment's only",
+        "accept calls of it and of their deployment's only",
     )
     add(
         "--assigned-user",
@@ -193,7 +192,6 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         help=f"whole reference of an image, such as one with a digest; {', '.join(IMAGE_KINDS)}; "
         "repeatable",
     )
-    add("--discovery-role", default="cleave-discovery", help="ClusterRole that pods are bound to")
     add(
         "--isolate-workers",
         action="store_true",

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from cleave.controller import handlers
+from cleave.controller.cluster.agent_client import order_adapters, set_configured_role
 from cleave.controller.cluster.client import KubeApiError, KubeClient
 from cleave.controller.cluster.config_maps import read_config_map
 from cleave.controller.cluster.executor import Executor
@@ -31,6 +32,7 @@ from cleave.controller.resync import Resync
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.webhook import server
 from cleave.manifests.gang import POD_GROUP
+from cleave.rpc.credentials import find_credentials
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Manager:
             kube, options.namespace, options.lease, options.identity, options.lease_config
         )
         self._resync = Resync(kube, self._controller, options.namespaces)
+        credentials = find_credentials()
         self._executor = Executor(
             kube,
             get_lease_s=lambda: self._leader.remaining_s,
@@ -94,6 +97,9 @@ class Manager:
             on_delete=self._controller.on_deleted_by_write,
             clock=time.time,
             metrics=self._metrics,
+            set_role=partial(set_configured_role, credentials),
+            send_adapters=partial(order_adapters, credentials),
+            list_owners=self._controller.cache.list_owners,
         )
         self._webhook = self._make_webhook()
         self._is_cache_filled = False

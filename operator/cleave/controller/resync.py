@@ -36,6 +36,7 @@ WATCHED_KINDS: Mapping[str, str] = {
     "Service": DEPLOYMENT,
     "PodDisruptionBudget": DEPLOYMENT,
     "ServiceAccount": DEPLOYMENT,
+    "Role": DEPLOYMENT,
     "RoleBinding": DEPLOYMENT,
     "NetworkPolicy": DEPLOYMENT,
 }

@@ -17,15 +17,12 @@ class OperatorSettings:
     """The operator's own namespace."""
     images: Images = OWN_IMAGES
     """Cleave's own images."""
-    discovery_role: str = "cleave-discovery"
-    """ClusterRole that lets pods read the EndpointSlices of their namespace."""
     device: Device = "gpu"
     """What the nodes compute on."""
     isolation: NetworkIsolation | None = None
     """Of the NetworkPolicies for workers and gateways; None: there are none."""
-    account: str = ""
-    """The operator's service account, as `system:serviceaccount:NAMESPACE:NAME`, whose orders
-    agents accept; empty: agents accept all."""
+    account: str = "system:serviceaccount:cleave-system:cleave-operator"
+    """The operator's service account, whose orders agents accept."""
     has_assigned_user: bool = False
     """Whether the cluster assigns users and groups of pods, as OpenShift does."""
     has_leader_worker_sets: bool = False

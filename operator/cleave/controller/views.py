@@ -19,6 +19,7 @@ from cleave.controller.cluster.inventory import Inventory
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.settings import OperatorSettings
+from cleave.manifests.credentials import Accounts, name_accounts
 from cleave.manifests.labels import Manifest, get_gateway_name
 from cleave.rpc.fleet_status import FleetInstance
 from cleave.traffic.drift_detector import DriftDetector, TrafficChange
@@ -123,6 +124,15 @@ class DeploymentView:
         return PlanInputs(self.deployment, self.inventory, self.model_fault)
 
     @property
+    def has_accounts(self) -> bool:
+        """Whether the service accounts of its pods exist and are its own."""
+        deployment = self.deployment
+        uid = deployment.metadata.uid or ""
+        accounts = name_accounts(deployment.namespace, deployment.name, uid)
+        children = [self.children.get(("ServiceAccount", name)) for name in accounts.names]
+        return all(child is not None and not child.deleting for child in children)
+
+    @property
     def gateway(self) -> ObservedChild | None:
         """The gateway's Deployment; None: there is none."""
         return self.children.get(("Deployment", get_gateway_name(self.deployment.name)))
@@ -160,6 +170,10 @@ class PoolView:
     """RDMA device that all nodes of the pool's kind of GPU offer; empty: there is none."""
     reclaimed: frozenset[str] = frozenset()
     """Names of the instances that deployments of higher priority reclaim."""
+    deployment_uid: str = ""
+    """Uid of its deployment; empty: there is none."""
+    has_account: bool = True
+    """Whether the service account of its pods exists and is its deployment's own."""
     is_frozen: bool = False
     """Whether its deployment keeps it as it is: no instance is replaced for its template."""
     serving: int | None = None
@@ -167,6 +181,12 @@ class PoolView:
     fault: str = ""
     """Why the writes of the last reconcile failed; empty: they did not."""
     settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
+
+    @property
+    def accounts(self) -> Accounts:
+        """The accounts of its deployment's pods."""
+        spec = self.pool.spec
+        return name_accounts(self.pool.namespace, spec.deployment, self.deployment_uid)
 
     @cached_property
     def instances(self) -> list[ObservedPod]:

@@ -31,14 +31,16 @@ from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.tracing.recorder import RequestRecorder, make_recorder
 from cleave.gateway.witness.auditor import Auditor
+from cleave.gateway.witness.pair_recorder import send_proofs
 from cleave.gateway.witness.witness import Witness
 from cleave.policy.role_flipping import build_thresholds
 from cleave.router.agent_watcher import AgentWatcher
 from cleave.router.grpc_service import RouterServer
 from cleave.router.registry import InstanceRegistry
-from cleave.router.role_flipper import RoleFlip, RoleFlipper
+from cleave.router.role_flipper import RoleFlip, RoleFlipper, send_flip
 from cleave.router.router import Router, RoutingRules, SharedRouter
 from cleave.router.watchdog import WatchdogTimer
+from cleave.rpc.agent_discovery import AgentDiscovery
 from cleave.rpc.plan_thresholds import PlanThresholds
 from cleave.time_slices import run_at_once
 from cleave.traffic import length_file
@@ -81,8 +83,10 @@ class GatewayServer:
         self.context = GatewayContext(config, router, self._api_keys_file.keys, shared)
         self.context.restore_counters()
         group = (shared.gateway_id, shared.num_processes) if shared else ()
+        agents = AgentDiscovery(config.agents)
+        self._send_proofs = partial(send_proofs, agents)
         self._agent_watcher = AgentWatcher(
-            config.agents,
+            agents,
             registry,
             time.monotonic,
             *group,
@@ -94,10 +98,11 @@ class GatewayServer:
         # One process is enough, and the supervisor keeps the first one running.
         if shared is None or shared.process_index == 0:
             self._role_flipper = RoleFlipper(
-                registry, config.flipping, thresholds, time.monotonic, self._record_flip
+                *(registry, config.flipping, thresholds, time.monotonic, self._record_flip),
+                partial(send_flip, agents),
             )
             if config.witness_share:
-                self._witness = Witness(self.context, config.witness_share)
+                self._witness = Witness(self.context, config.witness_share, self._send_proofs)
         self._router_server = RouterServer(self.context.router, time.monotonic)
         self._endpoint_picker = EndpointPickerServer(self.context)
         self._recorder: RequestRecorder | None = None
@@ -141,7 +146,7 @@ class GatewayServer:
         if self._witness is not None:
             parts.append(self._witness.run())
         if context.handoff_samples.is_on:
-            parts.append(Auditor(context).run())
+            parts.append(Auditor(context, self._send_proofs).run())
         self._tasks = [self._start_task(part) for part in parts]
         if self._shared_state is not None:
             self._shared_state.register_process(os.getpid())

@@ -20,7 +20,7 @@ from cleave.local import files
 from cleave.local.state import DeploymentSnapshot, PodView, get_folder, list_running
 from cleave.manifests.labels import GATEWAY
 from cleave.rpc.channel import dial
-from cleave.rpc.credentials import build_metadata
+from cleave.rpc.credentials import sign_with_token
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave.rpc.weights_report import merge_weights
@@ -252,9 +252,9 @@ async def _get_agent_health(address: str, token_file: Path) -> agent_pb2.HealthR
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
             return await stub.Health(
-                agent_pb2.HealthRequest(sends_engine_key=True),
+                agent_pb2.HealthRequest(),
                 timeout=_REQUEST_TIMEOUT_S,
-                metadata=build_metadata(token_file),
+                metadata=sign_with_token(token_file, address),
             )
         except grpc.aio.AioRpcError:
             return None

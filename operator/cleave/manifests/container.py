@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cleave import distribution
-from cleave.manifests.labels import Manifest, get_account_name
+from cleave.manifests.labels import Manifest
 
 UID = 1000
 """User and group that the images create."""
@@ -16,11 +16,10 @@ LISTEN_ON = "$(POD_IP),127.0.0.1"
 inside the pod, also where pods have IPv6 addresses."""
 
 
-def build_pod_defaults(deployment: str, component: str) -> Manifest:
-    """Fields of every pod spec: not root, and a service account that may discover agents."""
+def build_pod_defaults() -> Manifest:
+    """Fields of every pod spec: not root, and a token for the API server, to discover agents."""
     return {
         "restartPolicy": "Always",
-        "serviceAccountName": get_account_name(deployment, component),
         "automountServiceAccountToken": True,
         # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM reads.
         "enableServiceLinks": False,

@@ -1,42 +1,58 @@
-"""Adds to pod specs the token with which their processes call agents. Pure.
+"""The service accounts of a deployment's pods, and what their processes need to call agents. Pure.
 
-Called by the controller for worker and gateway pods. The token is one of the pod's own service
-account, for agents only: kubelet requests and replaces it, so the operator needs no right to any
-Secret (docs/decisions/059-agents-verify-service-account-tokens.md).
+Called by the controller for worker and gateway pods. Agents accept calls that are signed as one of
+these accounts (docs/decisions/059-calls-of-agents-are-signed-for-one-agent.md). What is hard: pods
+must never run as an account that others have given rights to. So names contain a hash of the
+owner's uid, which nobody knows before the owner exists, and the controller creates no pod before
+the accounts have its owner reference.
 """
 
-from cleave.manifests.labels import WORKER, Manifest, get_account_name
-from cleave.rpc.credentials import ACCOUNTS_ENV, AUDIENCE, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
+from dataclasses import dataclass
+from hashlib import sha256
 
-_VOLUME = "agent-token"
-_FOLDER = "/etc/cleave/agent-token"
-_LIFE_S = 3600
-"""Seconds; kubelet replaces a token after 80 % of its life."""
+from cleave.manifests.labels import GATEWAY, Manifest
+from cleave.rpc.credentials import CALLERS_ENV, PEERS_ENV
+
+_HASH_DIGITS = 8
 
 
-def add_credentials(spec: Manifest, deployment: str, namespace: str, operator: str) -> Manifest:
-    """Return a pod spec whose containers have a token, and accept those of the deployment's own
-    accounts and of `operator`, the operator's account as `system:serviceaccount:NAMESPACE:NAME`."""
-    prefix = f"system:serviceaccount:{namespace}:"
-    token = {"audience": AUDIENCE, "path": "token", "expirationSeconds": _LIFE_S}
-    source = {"sources": [{"serviceAccountToken": token}]}
-    mount = {"name": _VOLUME, "mountPath": _FOLDER, "readOnly": True}
-    callers = f"{prefix}{get_account_name(deployment)},{operator}"
-    workers = f"{prefix}{get_account_name(deployment, WORKER)}"
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """The accounts of a deployment, by name."""
+
+    namespace: str
+    gateways: str
+    workers: str
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of all accounts."""
+        return self.gateways, self.workers
+
+    def get_name(self, component: str) -> str:
+        """Name of the account of the pods of a component."""
+        return self.gateways if component == GATEWAY else self.workers
+
+
+def name_accounts(namespace: str, deployment: str, uid: str = "") -> Accounts:
+    """The accounts of a deployment with this uid; empty: of the pools that name a deployment which
+    does not exist."""
+    owner = uid or f"{namespace}/{deployment}"
+    suffix = sha256(owner.encode()).hexdigest()[:_HASH_DIGITS]
+    return Accounts(namespace, f"{deployment}-gateways-{suffix}", f"{deployment}-workers-{suffix}")
+
+
+def add_credentials(spec: Manifest, component: str, accounts: Accounts, operator: str) -> Manifest:
+    """Return a pod spec that runs as the account of its component, and whose agents accept calls of
+    these accounts and of `operator`, the operator's account as
+    `system:serviceaccount:NAMESPACE:NAME`."""
+    prefix = f"system:serviceaccount:{accounts.namespace}:"
     variables = [
-        {"name": TOKEN_ENV, "value": f"{_FOLDER}/token"},
-        # An image of the version before knows this list alone, also for tests between workers.
-        {"name": ACCOUNTS_ENV, "value": f"{callers},{workers}"},
-        {"name": CALLERS_ENV, "value": callers},
-        {"name": PEERS_ENV, "value": workers},
+        {"name": CALLERS_ENV, "value": f"{prefix}{accounts.gateways},{operator}"},
+        {"name": PEERS_ENV, "value": f"{prefix}{accounts.workers}"},
     ]
     containers = [
-        {
-            **each,
-            "env": [*each.get("env", ()), *variables],
-            "volumeMounts": [*each.get("volumeMounts", ()), mount],
-        }
-        for each in spec["containers"]
+        {**each, "env": [*each.get("env", ()), *variables]} for each in spec["containers"]
     ]
-    volumes = [*spec.get("volumes", ()), {"name": _VOLUME, "projected": source}]
-    return {**spec, "containers": containers, "volumes": volumes}
+    account = {"serviceAccountName": accounts.get_name(component)}
+    return {**spec, **account, "containers": containers}

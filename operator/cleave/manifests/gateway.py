@@ -126,7 +126,7 @@ def _get_scheme(deployment: LLMDeployment) -> str:
 def _build_pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
     pull_secrets = [{"name": name} for name in deployment.spec.template.image_pull_secrets]
     return {
-        **build_pod_defaults(deployment.name, GATEWAY),
+        **build_pod_defaults(),
         **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
         "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
         "containers": [container],

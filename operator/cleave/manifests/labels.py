@@ -74,11 +74,6 @@ def get_gateway_name(deployment: str) -> str:
     return f"{deployment}-gateway"
 
 
-def get_account_name(deployment: str, component: str = GATEWAY) -> str:
-    """Name of the service account of the pods of a component, and of its RoleBinding."""
-    return f"{deployment}-discovery" if component == GATEWAY else f"{deployment}-workers"
-
-
 def build_worker_labels(
     pool: InstancePool, instance: str, component: str = WORKER
 ) -> dict[str, str]:

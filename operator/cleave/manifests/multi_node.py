@@ -128,12 +128,7 @@ def _build_node_spec(
         "command": build_node_command(pool, rank),
         "env": [{"name": LEADER_ENV, "value": leader}, *worker.build_environment(pool, device)],
     }
-    return {
-        **worker.build_worker_spec(pool, labels, device),
-        # They discover no agents: the leader's address has a name.
-        "automountServiceAccountToken": False,
-        "containers": [container],
-    }
+    return {**worker.build_worker_spec(pool, labels, device), "containers": [container]}
 
 
 def _build_rank_pod_spec(

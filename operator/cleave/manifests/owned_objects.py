@@ -6,6 +6,7 @@ Called by the controller, for a deployment or a manually created pool.
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.api.role import MAX_POD_ENGINES
+from cleave.manifests.credentials import Accounts
 from cleave.manifests.labels import (
     AGENT_PORT,
     DEPLOYMENT,
@@ -15,7 +16,6 @@ from cleave.manifests.labels import (
     Manifest,
     build_component_labels,
     build_object,
-    get_account_name,
     get_agent_port_name,
     get_gateway_name,
     get_workers_name,
@@ -51,26 +51,42 @@ def build_workers_service(
     return build_object("v1", "Service", name, owner.namespace, labelled, spec=spec)
 
 
-def build_accounts(owner: DeploymentOrPool, cluster_role: str) -> list[Manifest]:
-    """The service accounts of gateways and of workers, each bound to `cluster_role`, which allows
-    to read EndpointSlices. Two, as agents let gateways change roles, and workers not."""
-    api_group = "rbac.authorization.k8s.io"
-    role = {"apiGroup": api_group, "kind": "ClusterRole", "name": cluster_role}
-    namespace, deployment = owner.namespace, get_deployment_name(owner)
+def build_accounts(owner: DeploymentOrPool, accounts: Accounts) -> list[Manifest]:
+    """The service accounts of gateways and of workers, each with what it may do: find agents, and
+    request tokens of its own. Two, as agents let gateways change roles, and workers not."""
+    group, namespace = "rbac.authorization.k8s.io", owner.namespace
+    labels = {DEPLOYMENT: get_deployment_name(owner)}
     objects: list[Manifest] = []
-    for component in (GATEWAY, WORKER):
-        name, labels = get_account_name(deployment, component), {DEPLOYMENT: deployment}
+    for name in accounts.names:
+        role = {"apiGroup": group, "kind": "Role", "name": name}
         subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
         objects += [
             build_object(
                 "v1", "ServiceAccount", name, namespace, labels, automountServiceAccountToken=False
             ),
+            build_object(f"{group}/v1", "Role", name, namespace, labels, rules=_build_rules(name)),
             build_object(
-                f"{api_group}/v1", "RoleBinding", name, namespace, labels,
+                f"{group}/v1", "RoleBinding", name, namespace, labels,
                 roleRef=role, subjects=[subject],
             ),
         ]  # fmt: skip
     return objects
+
+
+def _build_rules(account: str) -> list[Manifest]:
+    return [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["get", "list", "watch"],
+        },
+        {
+            "apiGroups": [""],
+            "resources": ["serviceaccounts/token"],
+            "resourceNames": [account],
+            "verbs": ["create"],
+        },
+    ]
 
 
 def build_pool_budget(pool: InstancePool, *, keeps_last: bool = False) -> Manifest:

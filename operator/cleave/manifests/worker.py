@@ -19,7 +19,6 @@ from cleave.manifests.labels import (
     ENGINE_PORT,
     ROLE,
     SEGMENT,
-    WORKER,
     Manifest,
     build_object,
     build_worker_labels,
@@ -98,7 +97,7 @@ def build_worker_spec(pool: InstancePool, labels: dict[str, str], device: Device
     """Fields that the pod specs of an instance share, except for the container."""
     spec = pool.spec
     return {
-        **container.build_pod_defaults(spec.deployment, WORKER),
+        **container.build_pod_defaults(),
         "terminationGracePeriodSeconds": spec.template.drain_timeout_s + GRACE_SLACK_S,
         **build_scheduling(pool, labels, device),
         **_build_template_fields(spec.template),

@@ -21,7 +21,6 @@ from cleave.router.registry import InstanceRegistry
 from cleave.router.watchdog import WatchdogTimer
 from cleave.rpc.agent_discovery import AgentDiscovery, DiscoveryError
 from cleave.rpc.channel import dial
-from cleave.rpc.credentials import build_metadata
 from cleave.rpc.plan_thresholds import PlanThresholds
 from cleave.rpc.registration_checks import MAX_REGISTRATION_BYTES, check_registration
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
@@ -55,7 +54,7 @@ class AgentWatcher:
 
     def __init__(
         self,
-        source: str,
+        agents: AgentDiscovery,
         registry: InstanceRegistry,
         clock: Callable[[], float],
         name: str = "",
@@ -67,8 +66,7 @@ class AgentWatcher:
         """`name`: common name of all `processes` that share load accounting; empty: a new one.
         `deployment`: whose agents are accepted; empty: of any. `on_thresholds`: called with the
         plan's thresholds whenever the source has others; None: they have no effect."""
-        self._source = source
-        self._agents = AgentDiscovery(source)
+        self._agents = agents
         self._registry = registry
         self._clock = clock
         self._deployment = deployment
@@ -93,7 +91,9 @@ class AgentWatcher:
         """
         await self._discover()
         if not self._addresses:
-            log.info("no agents in %r yet: requests get 503 until it lists some", self._source)
+            log.info(
+                "no agents in %r yet: requests get 503 until it lists some", self._agents.source
+            )
         self._poller = asyncio.create_task(self._poll())
         if self._unregistered:
             with contextlib.suppress(TimeoutError):
@@ -116,6 +116,7 @@ class AgentWatcher:
                 self._registry.update_connectivity(self._clock())
             try:
                 await self._discover()
+                await self._agents.renew_credentials()
             except (DiscoveryError, OSError, TimeoutError) as error:
                 log.warning("agent discovery failed: %s", error)
             timer.restart()
@@ -156,15 +157,12 @@ class AgentWatcher:
     async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
         """Read one stream to its end; returns whether any event arrived."""
         has_event = False
-        request = agent_pb2.WatchRequest(
-            router=self._name, interval_ms=self._interval_ms, sends_engine_key=True
-        )
+        request = agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
         try:
-            async for event in agent_pb2_grpc.AgentStub(channel).Watch(
-                request, metadata=build_metadata()
-            ):
+            metadata = await self._agents.build_metadata(address)
+            async for event in agent_pb2_grpc.AgentStub(channel).Watch(request, metadata=metadata):
                 if event.HasField("registration"):
-                    pod = self._agents.get_pod_name(address)
+                    pod = self._agents.find_agent(address).pod
                     check_registration(event.registration, address, self._deployment, pod)
                 self._registry.on_event(address, event, self._clock())
                 if not has_event:

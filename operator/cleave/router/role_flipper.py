@@ -22,8 +22,8 @@ from cleave.policy.role_flipping import NONE, FlipThresholds
 from cleave.router.instance import ROLES, InFlightLoad, RoutedInstance
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc import role_epochs
+from cleave.rpc.agent_discovery import AgentDiscovery
 from cleave.rpc.channel import dial
-from cleave.rpc.credentials import build_metadata
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -153,7 +153,7 @@ class RoleFlipper:
         thresholds: FlipThresholds,
         clock: Callable[[], float],
         on_flip: Callable[[RoleFlip], None],
-        set_role: Callable[[RoleFlip], Awaitable[None]] | None = None,
+        set_role: Callable[[RoleFlip], Awaitable[None]],
     ) -> None:
         """`on_flip`: called for each flip; `set_role`: executes a flip or raises AioRpcError."""
         self._registry = registry
@@ -161,7 +161,7 @@ class RoleFlipper:
         self._thresholds = thresholds
         self._clock = clock
         self._on_flip = on_flip
-        self._set_role = set_role or send_flip
+        self._set_role = set_role
         self._states: dict[tuple[str, str], FlipState] = {}
         self._excluded: set[str] = set()
         """Names of instances that cannot change roles and for which this has been logged."""
@@ -238,12 +238,13 @@ class RoleFlipper:
         self._on_flip(flip)
 
 
-async def send_flip(flip: RoleFlip) -> None:
+async def send_flip(agents: AgentDiscovery, flip: RoleFlip) -> None:
     """Send SetRole to the instance's agent. Raises AioRpcError."""
+    metadata = await agents.build_metadata(flip.agent)
     async with dial(flip.agent) as channel:
         request = agent_pb2.SetRoleRequest(role=flip.role, epoch=flip.epoch, boot_id=flip.boot_id)
         await agent_pb2_grpc.AgentStub(channel).SetRole(
-            request, timeout=SET_ROLE_TIMEOUT_S, metadata=build_metadata()
+            request, timeout=SET_ROLE_TIMEOUT_S, metadata=metadata
         )
 
 

@@ -1,4 +1,4 @@
-"""Discovery of the agents' addresses. Used by gateways, and by agents that need a peer.
+"""Discovery of agents: their addresses and pods. Used by gateways, and by agents that need a peer.
 
 A source is one string, so that it fits an environment variable in a pod:
 `file:PATH` (one host:port per line, read at each call; written by the process kubelet),
@@ -12,9 +12,11 @@ a watch in every worker, each of which would receive the changes of all other wo
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from cleave.rpc import endpointslices
+from cleave.rpc.credentials import AgentEndpoint, Credentials, Metadata, find_credentials
 from cleave.rpc.endpointslices import EndpointSliceWatcher, Service
 from cleave.rpc.http_client import HttpError
 from cleave.rpc.kube_api import AccessError, ApiServerError, find_access
@@ -33,34 +35,45 @@ class AgentSourceUnreachable(OSError):  # noqa: N818 - names the condition
 
 
 class AgentDiscovery:
-    """The addresses of a source, for callers that poll continuously."""
+    """The agents of a source, for callers that poll continuously, and what calls of them show."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self, source: str, credentials: Credentials | None = None) -> None:
+        """`credentials`: None: those of this process's environment."""
+        self.source = source
+        self._credentials = credentials or find_credentials()
         self._watcher: EndpointSliceWatcher | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def list_addresses(self) -> frozenset[str]:
         """Addresses (host:port) known now; the first call starts a watch if possible.
         Raises DiscoveryError on a malformed source, OSError when it cannot be read."""
-        if not self._source.startswith("endpoints:"):
-            return await list_agents(self._source)
+        if not self.source.startswith("endpoints:"):
+            return frozenset(each.address for each in await list_agents(self.source))
         if self._watcher is None or self._task is None:
-            self._watcher = EndpointSliceWatcher(_parse_service(self._source.partition(":")[2]))
+            self._watcher = EndpointSliceWatcher(_parse_service(self.source.partition(":")[2]))
             _check_access()
             self._task = asyncio.create_task(self._watcher.run())
         elif self._task.done():
             self._task.result()
-        return frozenset(self._watcher.pods)
+        return frozenset(self._watcher.endpoints)
 
     @property
     def thresholds(self) -> PlanThresholds:
         """The plan's, as far as known now; none: the source has none."""
         return self._watcher.thresholds if self._watcher is not None else PlanThresholds()
 
-    def get_pod_name(self, address: str) -> str:
-        """Name of the pod at an address; empty: the source names no pods."""
-        return self._watcher.pods.get(address, "") if self._watcher is not None else ""
+    def find_agent(self, address: str) -> AgentEndpoint:
+        """The agent at an address, with the pod that it has now if the source knows pods."""
+        known = self._watcher.endpoints if self._watcher is not None else {}
+        return known.get(address) or AgentEndpoint(address)
+
+    async def build_metadata(self, address: str) -> Metadata:
+        """What a call of the agent at an address shows; worth nothing to any other agent."""
+        return await self._credentials.build_metadata(self.find_agent(address))
+
+    async def renew_credentials(self) -> None:
+        """Renew what expires soon; it costs nothing when it is not due."""
+        await self._credentials.renew()
 
     async def close(self) -> None:
         """Stop the watch."""
@@ -69,8 +82,22 @@ class AgentDiscovery:
             await asyncio.wait([self._task])
 
 
-async def list_agents(source: str) -> frozenset[str]:
-    """Present addresses (host:port) of the agents of `source`.
+async def find_agent(source: str, address: str) -> AgentEndpoint:
+    """The agent, or the launcher, at an `address` whose host name begins with the name of its pod
+    where `source` knows pods. Raises DiscoveryError, AgentSourceUnreachable, also if the pod is not
+    listed yet."""
+    if not source.startswith("endpoints:"):
+        return AgentEndpoint(address)
+    host, port = _split_address(address)
+    pod = host.partition(".")[0]
+    for each in await list_agents(source):
+        if each.pod == pod:
+            return replace(each, address=f"{each.address.rpartition(':')[0]}:{port}")
+    raise AgentSourceUnreachable(f"{source} lists no pod {pod}")
+
+
+async def list_agents(source: str) -> frozenset[AgentEndpoint]:
+    """Present agents of `source`.
     A missing file and an unknown DNS name mean "none yet". Raises DiscoveryError on a malformed
     source, AgentSourceUnreachable when the API server cannot be reached."""
     kind, _, rest = source.partition(":")
@@ -81,13 +108,13 @@ async def list_agents(source: str) -> frozenset[str]:
     if kind == "dns":
         return await _resolve(rest)
     addresses = (address.strip() for address in source.split(","))
-    return frozenset(_validate_address(address) for address in addresses if address)
+    return frozenset(_parse_agent(address) for address in addresses if address)
 
 
-async def _list_service_endpoints(service: Service) -> frozenset[str]:
+async def _list_service_endpoints(service: Service) -> frozenset[AgentEndpoint]:
     _check_access()
     try:
-        return await endpointslices.list_endpoints(service)
+        return frozenset((await endpointslices.list_endpoints(service)).values())
     except (AccessError, ApiServerError, HttpError) as error:
         raise AgentSourceUnreachable(str(error)) from None
 
@@ -109,23 +136,23 @@ def _check_access() -> None:
         raise DiscoveryError(str(error)) from None
 
 
-def _read_file(path: Path) -> frozenset[str]:
+def _read_file(path: Path) -> frozenset[AgentEndpoint]:
     try:
         lines = path.read_text().split()
     except FileNotFoundError:
         return frozenset()
-    return frozenset(_validate_address(line) for line in lines)
+    return frozenset(_parse_agent(line) for line in lines)
 
 
-async def _resolve(name_and_port: str) -> frozenset[str]:
+async def _resolve(name_and_port: str) -> frozenset[AgentEndpoint]:
     name, port = _split_address(name_and_port)
     try:
         results = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return frozenset()
     return frozenset(
-        f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
-        for family, _, _, _, address in results
+        AgentEndpoint(f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}")
+        for family, _, _, _, (host, *_) in results
     )
 
 
@@ -136,6 +163,6 @@ def _split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _validate_address(address: str) -> str:
+def _parse_agent(address: str) -> AgentEndpoint:
     _split_address(address)
-    return address
+    return AgentEndpoint(address)

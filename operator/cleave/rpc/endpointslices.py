@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from cleave.rpc import kube_api
+from cleave.rpc.credentials import AgentEndpoint
 from cleave.rpc.http_client import HttpError
 from cleave.rpc.kube_api import AccessError, ApiServerAccess, ApiServerError, find_access
 from cleave.rpc.plan_thresholds import PlanThresholds, parse_thresholds
@@ -32,15 +33,15 @@ MAX_DELAY_S = 5.0
 
 _GONE = 410
 
-PodsByAddress = dict[str, str]
-"""Pod name by host:port; an empty name: the endpoint names no pod."""
+EndpointsByAddress = dict[str, AgentEndpoint]
+"""Agents by host:port."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
     """One EndpointSlice."""
 
-    pods: PodsByAddress
+    endpoints: EndpointsByAddress
     thresholds: PlanThresholds
     """From its labels, which are those of the Service."""
     version: int
@@ -59,10 +60,10 @@ class Service:
     port: int
 
 
-async def list_endpoints(service: Service) -> frozenset[str]:
-    """host:port of all endpoints now. Raises AccessError, ApiServerError, HttpError."""
+async def list_endpoints(service: Service) -> EndpointsByAddress:
+    """All endpoints now. Raises AccessError, ApiServerError, HttpError."""
     slices, _ = await _list_slices(find_access(), service)
-    return frozenset(_merge_slices(slices))
+    return _merge_slices(slices)
 
 
 class EndpointSliceWatcher:
@@ -71,7 +72,7 @@ class EndpointSliceWatcher:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._slices: _Slices = {}
-        self.pods: PodsByAddress = {}
+        self.endpoints: EndpointsByAddress = {}
         """As of the last list or event."""
         self.thresholds = PlanThresholds()
         """Likewise, from the slice that was written last: the others follow."""
@@ -125,7 +126,7 @@ class EndpointSliceWatcher:
         self._update()
 
     def _update(self) -> None:
-        self.pods = _merge_slices(self._slices)
+        self.endpoints = _merge_slices(self._slices)
         newest = max(self._slices.values(), key=lambda each: each.version, default=None)
         self.thresholds = newest.thresholds if newest else PlanThresholds()
 
@@ -137,8 +138,8 @@ def _read_slice(item: dict[str, Any], port: int) -> _Slice:
     return _Slice(parse_slice(item, port), thresholds, int(version) if version.isdigit() else 0)
 
 
-def parse_slice(item: dict[str, Any], port: int) -> PodsByAddress:
-    """The addresses (host:port) that one EndpointSlice lists, each with its pod.
+def parse_slice(item: dict[str, Any], port: int) -> EndpointsByAddress:
+    """The agents that one EndpointSlice lists.
 
     Pods with several agents have further ports, named agent-1, agent-2, ... The API allows ports
     without a name or number (null, or absent), which name no agent.
@@ -152,17 +153,18 @@ def parse_slice(item: dict[str, Any], port: int) -> PodsByAddress:
     )
     ports = {port, *filter(None, named)}
     endpoints = item.get("endpoints") or ()
-    pods = {each["addresses"][0]: _get_pod_name(each) for each in endpoints}
-    return {
-        f"[{host}]:{number}" if ":" in host else f"{host}:{number}": pod
-        for host, pod in pods.items()
+    found = (
+        AgentEndpoint(_join(each["addresses"][0], number), target["name"], target["uid"])
+        for each in endpoints
+        # What is not a pod has no identity that its registration could be compared with.
+        if (target := each.get("targetRef") or {}).get("kind") == "Pod"
         for number in ports
-    }
+    )
+    return {each.address: each for each in found}
 
 
-def _get_pod_name(endpoint: dict[str, Any]) -> str:
-    target = endpoint.get("targetRef") or {}
-    return str(target["name"]) if target.get("kind") == "Pod" else ""
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slices, str]:
@@ -183,5 +185,8 @@ def _build_path(service: Service, **parameters: str) -> str:
     return f"/apis/discovery.k8s.io/v1/namespaces/{service.namespace}/endpointslices?{query}"
 
 
-def _merge_slices(slices: _Slices) -> PodsByAddress:
-    return {address: pod for each in slices.values() for address, pod in each.pods.items()}
+def _merge_slices(slices: _Slices) -> EndpointsByAddress:
+    merged: EndpointsByAddress = {}
+    for each in slices.values():
+        merged |= each.endpoints
+    return merged

@@ -1,8 +1,8 @@
-"""Access to the Kubernetes API server, and its two requests: get and watch.
+"""Access to the Kubernetes API server, and its requests: get, watch and create.
 
-Used by endpointslices.py. Access comes from the kubeconfig in KUBECONFIG, else from the pod's
-service account. Credentials are read again for each request: tokens are replaced every hour, and
-requests are made only every few minutes.
+Used by endpointslices.py and account_identity.py. Access comes from the kubeconfig in KUBECONFIG,
+else from the pod's service account. Credentials are read again for each request: tokens are
+replaced every hour, and requests are made only every few minutes.
 """
 
 import base64
@@ -97,6 +97,13 @@ async def get_object(access: ApiServerAccess, path: str, seconds: float) -> Any:
         return _decode(await response.read())
 
 
+async def create_object(access: ApiServerAccess, path: str, body: object, seconds: float) -> Any:  # noqa: ANN401 - parsed JSON
+    """Create one object; the object as created. Raises ApiServerError, HttpError."""
+    async with _open(access, path, seconds, msgspec.json.encode(body)) as response:
+        await _raise_for_status(response)
+        return _decode(await response.read())
+
+
 async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[dict[str, Any], None]:
     """The events of a watch; the caller sets a timeout. Raises ApiServerError, HttpError."""
     async with _open(access, path, _HEAD_TIMEOUT_S) as response:
@@ -107,17 +114,27 @@ async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[di
 
 
 def _open(
-    access: ApiServerAccess, path: str, seconds: float
+    access: ApiServerAccess, path: str, seconds: float, body: bytes = b""
 ) -> AbstractAsyncContextManager[Response]:
+    """POST if there is a body."""
     headers = {"Accept": _ACCEPT, "User-Agent": "cleave"}
+    if body:
+        headers["Content-Type"] = "application/json"
     if access.token:
         headers["Authorization"] = f"Bearer {access.token}"
     url, tls, name = access.url + path, access.tls, access.server_name
-    return open_response("GET", url, seconds=seconds, headers=headers, tls=tls, server_name=name)
+    return open_response(
+        *("POST" if body else "GET", url),
+        seconds=seconds,
+        body=body,
+        headers=headers,
+        tls=tls,
+        server_name=name,
+    )
 
 
 async def _raise_for_status(response: Response) -> None:
-    if response.status == 200:
+    if response.status in (200, 201):
         return
     body = await response.read(_MAX_MESSAGE_BYTES)
     try:

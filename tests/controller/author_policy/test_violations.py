@@ -322,6 +322,7 @@ def test_instances_over_nodes_as_leader_worker_sets_have_nothing_else() -> None:
     group = build_leader_worker_set(pool, "chat-mixed-x")["spec"]["leaderWorkerTemplate"]
     lists = add_own_images({}, OPEN.images)
     for part in ("leaderTemplate", "workerTemplate"):
+        group[part]["spec"]["serviceAccountName"] = "chat-workers-0123abcd"
         assert not list(list_pod_faults(group[part], lists))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from cleave.api.model import ModelSpec
 from cleave.controller.cluster.cache import ObjectCache, ReadConfigMap, ResourceKey
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.labels import Manifest
 from cleave.perf.model import model_source
 from cleave.perf.model.known_models import CONFIGS
@@ -325,3 +326,45 @@ def test_pod_groups_are_not_kept_as_nothing_reports_their_end() -> None:
     group = {"apiVersion": "scheduling.k8s.io/v1beta1", "kind": "PodGroup", "metadata": meta}
     assert cache.upsert(build_object(group, uid="g1")) == set()
     assert cache.count() == before
+
+
+def account(name: str, *owners: tuple[str, str], **meta: Any) -> Manifest:
+    """A service account that these resources own, by kind and uid."""
+    references = [{"kind": kind, "name": "x", "uid": uid} for kind, uid in owners]
+    own = {"name": name, "namespace": "default", "labels": {"cleave.dev/deployment": "chat"}}
+    kind = {"apiVersion": "v1", "kind": "ServiceAccount"}
+    return build_object(
+        {**kind, "metadata": own}, uid=f"of-{name}", ownerReferences=references, **meta
+    )
+
+
+def test_only_an_account_that_the_deployment_owns_is_its_account() -> None:
+    own = name_accounts("default", "chat", "u1").workers
+    for one in (
+        account(own),
+        account(own, ("LLMDeployment", "u2")),
+        account(own, ("Deployment", "u9")),
+        account("chat-workers", ("LLMDeployment", "u1")),
+        account(own, ("LLMDeployment", "u1"), deletionTimestamp="2026-01-02T03:04:05Z"),
+    ):
+        cache = filled()
+        cache.upsert(one)
+        assert not cache.has_account(CHAT)
+    cache = filled()
+    assert not cache.has_account(CHAT)
+    cache.upsert(account(own, ("LLMDeployment", "u1")))
+    assert cache.has_account(CHAT)
+    cache.delete(account(own, ("LLMDeployment", "u1")))
+    assert not cache.has_account(CHAT)
+
+
+def test_pools_by_hand_share_an_account_that_any_of_them_owns() -> None:
+    cache = ObjectCache()
+    cache.upsert(pool())
+    shared = name_accounts("default", "chat").workers
+    cache.upsert(account(shared))
+    assert not cache.has_account(CHAT), "of nobody that is known"
+    cache.upsert(build_object(account(shared, ("InstancePool", "p1")), version=2, uid="of-shared"))
+    assert cache.has_account(CHAT)
+    assert cache.list_owners("default", "chat") == {"p1"}
+    assert cache.list_owners("default", "other") == set()

@@ -27,6 +27,7 @@ from cleave.controller.cluster.executor import Executor, NameTakenError, NotLead
 from cleave.controller.metrics import OperatorMetrics
 from cleave.manifests.labels import Manifest
 from cleave.policy.adapters import AdapterSource
+from cleave.rpc.credentials import AgentEndpoint
 
 POD: Manifest = {
     "apiVersion": "v1",
@@ -54,11 +55,16 @@ class Server:
         return await self.request("GET", client.KINDS[kind].build_path(namespace, name))
 
 
+AGENT = AgentEndpoint("10.0.0.1:9000", "chat-decode-1", "i1")
+OWNERS = {("llm", "chat"): {"u1", "u2"}}
+"""Uids of the pools by hand that name the deployment."""
+
+
 class Hands:
     def __init__(
         self, *answers: Manifest | KubeApiError, may_write: bool = True, refusal: str = ""
     ) -> None:
-        self.orders: list[tuple[str, Role]] = []
+        self.orders: list[tuple[AgentEndpoint, Role]] = []
         self.adapter_orders: list[tuple[Any, ...]] = []
         self.refusal = refusal
         self.server = Server(*answers)
@@ -74,14 +80,15 @@ class Hands:
             metrics=self.metrics,
             set_role=self.order,
             send_adapters=self.order_adapters,
+            list_owners=lambda namespace, deployment: OWNERS.get((namespace, deployment), set()),
         )
 
-    async def order_adapters(self, agent: str, adapters: Any, generation: int) -> None:
+    async def order_adapters(self, agent: AgentEndpoint, adapters: Any, generation: int) -> None:
         self.adapter_orders.append((agent, tuple(adapters), generation))
         if self.refusal:
             raise AgentError(self.refusal)
 
-    async def order(self, agent: str, role: Role) -> None:
+    async def order(self, agent: AgentEndpoint, role: Role) -> None:
         self.orders.append((agent, role))
         if self.refusal:
             raise AgentError(self.refusal)
@@ -137,32 +144,47 @@ async def test_an_unchanged_object_is_not_written_again() -> None:
     assert hands.seen == [service("u1")]
 
 
-@pytest.mark.parametrize("theirs", [service("u9", ""), service("u9", "chat-workers")])
-async def test_objects_of_another_owner_are_never_adopted(theirs: Manifest) -> None:
-    hands = Hands(theirs)
-    with pytest.raises(NameTakenError, match="Service chat exists already"):
-        await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
-    assert len(hands.server.requests) == 1
+KINDS = (
+    "Service", "ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "PodDisruptionBudget",
+    "Deployment", "InstancePool",
+)  # fmt: skip
 
 
-async def test_a_conflict_over_an_uncached_object_means_another_owner() -> None:
-    hands = Hands(
-        KubeApiError(409, "Conflict", 'conflict with "helm" using apps/v1: .spec.selector'),
-        service("u9", "other"),
-    )
-    budget = {**service("u1"), "kind": "PodDisruptionBudget"}
-    with pytest.raises(NameTakenError, match="helm"):
-        await hands.executor.carry_out([Apply(budget, is_new=True)])
-    (_, _, options), _ = hands.server.requests
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        service("u9", ""),
+        service("u9", "chat-workers"),
+        # Whoever may label an object is not its owner.
+        service("u9"),
+        {**service("u9"), "metadata": {**service("u9")["metadata"], "ownerReferences": []}},
+    ],
+    ids=["unlabelled", "of another deployment", "with the label", "without an owner"],
+)
+async def test_objects_of_another_owner_are_never_adopted(kind: str, theirs: Manifest) -> None:
+    hands = Hands({**theirs, "kind": kind})
+    with pytest.raises(NameTakenError, match=f"{kind} chat exists already and belongs to"):
+        await hands.executor.carry_out([Apply({**service("u1"), "kind": kind}, is_new=True)])
+    assert [method for method, _, _ in hands.server.requests] == ["GET"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_another_one_creates_in_that_moment_is_not_taken_over(kind: str) -> None:
+    conflict = KubeApiError(409, "Conflict", 'conflict with "helm" using apps/v1: .spec.selector')
+    hands = Hands(KubeApiError(404, "NotFound", "none"), conflict)
+    with pytest.raises(StaleError, match="helm"):
+        await hands.executor.carry_out([Apply({**service("u1"), "kind": kind}, is_new=True)])
+    _, (_, _, options) = hands.server.requests
     assert options["query"]["force"] == "false"
 
 
 async def test_an_own_object_that_somebody_has_edited_is_written_again() -> None:
     policy = {**service("u1"), "kind": "NetworkPolicy"}
-    hands = Hands(KubeApiError(409, "Conflict", 'conflict with "kubectl-edit"'), policy, policy)
+    hands = Hands({**service("u1", applied="other"), "kind": "NetworkPolicy"}, policy)
     await hands.executor.carry_out([Apply(policy, is_new=True)])
-    sent = [options["query"]["force"] for method, _, options in hands.server.requests[::2]]
-    assert sent == ["false", "true"]
+    _, (_, _, options) = hands.server.requests
+    assert options["query"]["force"] == "true"
 
 
 @pytest.mark.parametrize(("lease_s", "timeout_s"), [(60.0, 15.0), (3.5, 3.5)])
@@ -176,7 +198,7 @@ async def test_no_write_outlasts_the_lease(lease_s: float, timeout_s: float) -> 
 
 
 async def test_pools_by_hand_share_what_one_deployment_would_have() -> None:
-    hands = Hands(service("u9", applied="other"), service("u1"))
+    hands = Hands(service("u2", applied="other"), service("u1"))
     await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
     assert [method for method, _, _ in hands.server.requests] == ["GET", "PATCH"]
 
@@ -277,7 +299,7 @@ async def test_questions_and_waits_are_not_its_affair() -> None:
 
 MOVE = Repurpose(
     ObjectReference("Pod", "llm", "chat-decode-1", "i1"),
-    agent="10.0.0.1:9000",
+    agent=AGENT,
     role=Role.PREFILL,
     metadata={"labels": {"cleave.dev/role": "prefill"}},
     pool=POOL,
@@ -287,7 +309,7 @@ MOVE = Repurpose(
 async def test_an_instance_gets_its_role_before_its_pod_is_labelled() -> None:
     hands = Hands(POD)
     await hands.executor.carry_out([MOVE])
-    assert hands.orders == [("10.0.0.1:9000", Role.PREFILL)]
+    assert hands.orders == [(AGENT, Role.PREFILL)]
     (method, path, options), (_, _, sent_options) = hands.server.requests
     assert (method, path) == ("PATCH", "/api/v1/namespaces/llm/pods/chat-decode-1")
     assert options["content_type"] == "application/merge-patch+json"
@@ -339,7 +361,7 @@ async def test_no_agent_is_called_without_the_lease() -> None:
 
 LOAD = OrderAdapters(
     ObjectReference("Pod", "llm", "chat-decode-1", "u1"),
-    agents=("10.0.0.1:9000", "10.0.0.1:9002"),
+    agents=(AGENT, AgentEndpoint("10.0.0.1:9002", "chat-decode-1", "i1")),
     adapters=(AdapterSource("sql", "/data/sql"),),
     generation=3,
     deployment=ObjectReference("LLMDeployment", "llm", "chat", "u0"),

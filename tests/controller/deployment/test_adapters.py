@@ -16,6 +16,7 @@ from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.views import DeploymentView
 from cleave.manifests.pool import hash_revision
 from cleave.policy.adapters import AdapterSource, hash_adapters
+from cleave.rpc.credentials import AgentEndpoint
 from cleave.rpc.fleet_status import FleetInstance, KvPath
 
 from tests.controller.test_convergence import condition, control_plane
@@ -55,7 +56,9 @@ def test_instances_whose_adapters_differ_get_an_order() -> None:
     assert isinstance(first, OrderAdapters)
     assert isinstance(second, OrderAdapters)
     assert (first.target.name, second.target.name) == ("a", "c")
-    assert (first.adapters, first.generation, first.agents) == (SOURCES, 2, ("10.0.0.1:9000",))
+    assert (first.adapters, first.generation) == (SOURCES, 2)
+    # The uid is that of the pod, whatever answers at its address.
+    assert first.agents == (AgentEndpoint("10.0.0.1:9000", "a", pod("a").uid),)
     assert isinstance(again, Requeue)
 
 
@@ -70,7 +73,8 @@ def test_every_agent_of_a_pod_gets_the_order() -> None:
     seen = view(deploy(), pod("a", num_engines=3, ip="fd00::1"), a=report("/" + DIGEST))
     order, _ = list_orders(seen)
     assert isinstance(order, OrderAdapters)
-    assert order.agents == ("[fd00::1]:9000", "[fd00::1]:9002", "[fd00::1]:9004")
+    addresses = [each.address for each in order.agents]
+    assert addresses == ["[fd00::1]:9000", "[fd00::1]:9002", "[fd00::1]:9004"]
 
 
 def test_every_agent_of_all_pods_gets_the_order() -> None:
@@ -79,7 +83,11 @@ def test_every_agent_of_all_pods_gets_the_order() -> None:
     (whole,) = group_instances(pods, 2)
     order, _ = list_orders(view(deploy(), whole, a=report("/" + DIGEST)))
     assert isinstance(order, OrderAdapters)
-    assert order.agents == ("10.0.0.1:9000", "10.0.0.1:9002", "10.0.0.2:9000", "10.0.0.2:9002")
+    found = [(each.address, each.pod) for each in order.agents]
+    assert found == [
+        ("10.0.0.1:9000", "a"), ("10.0.0.1:9002", "a"),
+        ("10.0.0.2:9000", "a-1"), ("10.0.0.2:9002", "a-1"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", [{"deleting": True}, {"ip": ""}, {"phase": "Failed"}])

@@ -23,6 +23,7 @@ from cleave.controller.cluster.objects import ObservedChild, ObservedNode, Obser
 from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.labels import Manifest
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.rpc.fleet_status import FleetInstance, KvPath
@@ -33,7 +34,7 @@ from tests.support.fake_cluster import chat, manual_placement
 
 NOW_S = 1_000_000.0
 FIXED = [
-    *(2 * ["chat-discovery"] + 2 * ["chat-workers"]),
+    *(name for name in name_accounts("llm", "chat", "u1").names for _ in range(3)),
     *("chat-workers", "chat", "chat-gateway", "chat-gateway"),
 ]
 
@@ -48,7 +49,8 @@ def deployment(deleted: str = "", finalizers: tuple[str, ...] = ("cleave.dev/dra
 
 
 def view(desired: LLMDeployment, **fields: Any) -> DeploymentView:
-    return DeploymentView(desired, build_inventory([]), NOW_S, **fields)
+    children = planned.own_accounts(desired)
+    return DeploymentView(desired, build_inventory([]), NOW_S, **{"children": children, **fields})
 
 
 def names(actions: list[Action], kind: str = "") -> list[str]:
@@ -148,6 +150,7 @@ def test_an_applied_object_is_not_written_again() -> None:
     ("kind", "field", "edited"),
     [
         ("RoleBinding", "subjects", [{"kind": "Group", "name": "system:authenticated"}]),
+        ("Role", "rules", [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]),
         ("NetworkPolicy", "spec", {"podSelector": {}, "ingress": [{}]}),
     ],
 )
@@ -165,6 +168,18 @@ def test_access_that_was_opened_by_hand_is_closed_again(kind: str, field: str, e
     children[kind, theirs["metadata"]["name"]] = parse_child({**theirs, field: edited})
     names_again = names(reconcile(replace(here, children=children)))
     assert theirs["metadata"]["name"] in names_again
+
+
+def test_nothing_with_pods_comes_before_the_accounts() -> None:
+    desired = deployment()
+    own = planned.own_accounts(desired)
+    (gateways, workers) = own
+    leaving = {**own, workers: replace(own[workers], deleting=True)}
+    for children in ({}, {gateways: own[gateways]}, leaving):
+        applied = [e for e in reconcile(view(desired, children=children)) if isinstance(e, Apply)]
+        assert {each.manifest["kind"] for each in applied} <= {"ServiceAccount"}
+    kinds = {e.manifest["kind"] for e in reconcile(view(desired)) if isinstance(e, Apply)}
+    assert {"Deployment", "InstancePool"} <= kinds
 
 
 def test_another_threshold_of_the_plan_changes_a_label_and_starts_nothing_again() -> None:

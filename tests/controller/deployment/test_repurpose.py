@@ -18,6 +18,7 @@ from cleave.controller.deployment import repurpose
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_pools as make_pools
 from cleave.planner.placement import choose_placement
+from cleave.rpc.credentials import AgentEndpoint
 from cleave.rpc.fleet_status import FleetInstance
 
 from tests.controller.test_convergence import ControlPlane, control_plane, ready
@@ -165,7 +166,7 @@ def test_an_order_names_the_pod_its_agent_and_its_new_owner() -> None:
     current, desired = count(prefill=1, decode=2), count(prefill=2, decode=1)
     changes = repurpose.choose_changes(build_all_pods(current), desired, current)
     (order,) = repurpose.build_actions(changes, current)
-    assert order.agent == "10.0.0.1:9000"
+    assert order.agent == AgentEndpoint("10.0.0.1:9000", "chat-decode-0", "u0")
     assert order.role is Role.PREFILL
     meta = order.metadata
     assert meta["labels"] == {"cleave.dev/pool": "chat-prefill", "cleave.dev/role": "prefill"}

@@ -14,6 +14,7 @@ from cleave.controller.cluster.actions import (
     Create,
     Delete,
     PatchStatus,
+    Requeue,
     SetFinalizers,
 )
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
@@ -21,6 +22,7 @@ from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool.reconcile import reconcile
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import PoolView
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.network_policies import NetworkIsolation
 
 NOW_S = 1_000_000.0
@@ -101,6 +103,24 @@ def test_missing_instances_are_created_with_names_derived_from_the_pool() -> Non
     assert first == pods_only(reconcile(view(desired)))
     existing = pod(first[0][1], desired, ready=False)
     assert pods_only(reconcile(view(desired, existing))) == [first[1]]
+
+
+def test_no_pod_is_created_before_its_account_is_the_deployments_own() -> None:
+    """An account of another owner would give its rights to the pods."""
+    for desired in (pool(), pool(nodes=2, parallelism={"tensor": 2})):
+        actions = reconcile(view(desired, pod("x", desired), has_account=False))
+        assert not [each for each in actions if isinstance(each, Create)]
+        assert [each for each in actions if isinstance(each, Requeue)]
+
+
+def test_pods_run_as_the_account_of_their_deployments_workers() -> None:
+    created = [
+        each.manifest
+        for each in reconcile(view(pool(), deployment_uid="u1"))
+        if isinstance(each, Create)
+    ]
+    accounts = {each["spec"]["serviceAccountName"] for each in created}
+    assert accounts == {name_accounts("llm", "chat", "u1").workers}
 
 
 def test_pods_have_the_pool_as_owner_and_the_template_hash() -> None:

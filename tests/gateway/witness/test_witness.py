@@ -326,7 +326,11 @@ async def test_a_closed_pair_that_is_never_tested_is_used_again_when_its_result_
     fill(stage, num_waiting=1)
     start_s = now_s = stage.context.clock()
     suspend(stage, "p0", "d0", trust)
-    witness, registry = Witness(stage.context, 1.0), stage.context.router.registry
+
+    async def send(*_: object) -> None:
+        """Nothing is tested."""
+
+    witness, registry = Witness(stage.context, 1.0, send), stage.context.router.registry
     monkeypatch.setattr(stage.context, "clock", lambda: now_s)
     (table,) = registry.list_tables()
     while now_s < start_s + 3 * expiry_s + 120:

@@ -1,19 +1,17 @@
 """An engine serves requests with its key, and probes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cleave.rpc.engine_key import ENV, HEADER
-from cleave.shm import access_page
-from cleave.shm.access_page import AccessPage
 from cleave_worker.access.engine_access import EngineAccess, EngineAccessMiddleware, find_key
 
 HTTP, KEY = "http", b"right"
 COMPUTING = [
     *("/v1/completions", "/v1/models", "/tokenize", "/pooling", "/pause", "/invocations"),
     *("/metrics/x", "/health/../tokenize", "//health", "/version", "/docs"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 ]
 
 
@@ -31,25 +29,6 @@ def test_probes_and_prometheus_need_no_key(path: str) -> None:
 
 def test_an_engine_without_a_key_serves_all() -> None:
     assert EngineAccess("").is_allowed("/v1/completions", b"")
-
-
-def test_a_gateway_of_an_earlier_version_is_served_while_it_follows(tmp_path: Path) -> None:
-    with AccessPage(tmp_path / "a") as agent, AccessPage(tmp_path / "a") as engine:
-        access = EngineAccess("right", engine)
-        assert not access.is_allowed("/v1/completions", b"")
-        agent.write(is_open=True)
-        assert access.is_allowed("/v1/completions", b"")
-        agent.write(is_open=False)
-        assert not access.is_allowed("/v1/completions", b"")
-
-
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
-def test_adapters_are_never_loaded_without_the_key(path: str, tmp_path: Path) -> None:
-    with AccessPage(tmp_path / "a") as agent, AccessPage(tmp_path / "a") as engine:
-        access = EngineAccess("right", engine)
-        agent.write(is_open=True)
-        assert not access.is_allowed(path, b"")
-        assert access.is_allowed(path, KEY)
 
 
 class FakeServer:
@@ -71,9 +50,8 @@ class FakeServer:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeServer:
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     monkeypatch.setenv(ENV, "right")
-    monkeypatch.setenv(access_page.ENV, str(tmp_path / "access"))
     return FakeServer()
 
 

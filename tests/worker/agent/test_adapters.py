@@ -14,7 +14,6 @@ import pytest
 from aiohttp import web
 
 from cleave.policy.adapters import AdapterSource, format_adapters, hash_adapters
-from cleave.rpc.credentials import build_metadata
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent.adapters.adapter_keeper import keep_loaded
 from cleave_worker.agent.config import AgentConfig
@@ -371,7 +370,7 @@ def test_an_engine_that_was_killed_comes_back_with_the_adapters(agents, tmp_path
     assert before.adapters_digest == hash_adapters([sql])
     sources = [agent_pb2.AdapterSource(name=e.name, source=e.source) for e in (sql, law)]
     request = agent_pb2.SetAdaptersRequest(adapters=sources, generation=2)
-    agent.stub.SetAdapters(request, timeout=SECONDS, metadata=build_metadata())
+    agent.stub.SetAdapters(request, timeout=SECONDS, metadata=agent.sign())
     agent.until(has_loaded(sql, law))
     commands = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in agent.descendants()}
     (engine,) = [p for p, c in commands.items() if b"emulator" in c and b"subreaper" not in c]

@@ -1,6 +1,5 @@
-"""Every method of an agent asks its caller for a token, over a real server."""
+"""Every method of an agent asks its caller for a signature, over a real server."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,14 +10,16 @@ import pytest
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cleave.rpc.credentials import METADATA_KEY, TOKEN_ENV, build_metadata
+from cleave.rpc.credentials import METADATA_KEY, SCHEME, compute_mac, sign_with_token
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave.shm.access_page import AccessPage
-from cleave.shm.load_page import LoadPage
-from cleave_worker.agent import authentication, service
-from cleave_worker.agent.authentication import AgentMethod, SharedToken
+from cleave_worker.agent import authentication
+from cleave_worker.agent.authentication import (
+    AgentMethod,
+    AuthenticationError,
+    TokenSignatures,
+)
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import EnginePages, WorkerInstance
+from cleave_worker.agent.instance import WorkerInstance
 from cleave_worker.agent.service import AgentServer
 
 
@@ -30,7 +31,8 @@ async def serving(
         raise AssertionError
 
     instance = WorkerInstance(config)
-    server = AgentServer(instance, refuse, refuse, config.address, SharedToken(token_file))
+    own = TokenSignatures(token_file, config.address)
+    server = AgentServer(instance, refuse, refuse, config.address, own)
     await server.start()
     async with grpc.aio.insecure_channel(config.address) as channel:
         yield channel, instance
@@ -39,7 +41,7 @@ async def serving(
 
 
 async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
-    config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: AgentConfig, tmp_path: Path
 ) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("right\n")
@@ -56,15 +58,21 @@ async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
                 return error.code()
             return grpc.StatusCode.OK
 
-        for metadata in ((), ((METADATA_KEY, "Bearer wrong"),), ((METADATA_KEY, "right"),)):
+        (tmp_path / "other").write_text("wrong\n")
+        refused = (
+            (),
+            *(((METADATA_KEY, text),) for text in ("Bearer wrong", "right", "Bearer right")),
+            sign_with_token(tmp_path / "other", config.address),
+            # What the agent next door gets.
+            sign_with_token(token_file, config.address.replace(":9000", ":9002")),
+        )
+        for metadata in refused:
             for name in methods:
                 assert await call(name, metadata) is grpc.StatusCode.UNAUTHENTICATED
-        monkeypatch.setenv(TOKEN_ENV, str(token_file))
-        answer = await agent.Health(agent_pb2.HealthRequest(), timeout=5, metadata=build_metadata())
+        own = sign_with_token(token_file, config.address)
+        answer = await agent.Health(agent_pb2.HealthRequest(), timeout=5, metadata=own)
         assert answer.registration.instance == config.name
-        async for event in agent.Watch(
-            agent_pb2.WatchRequest(), timeout=5, metadata=build_metadata(token_file)
-        ):
+        async for event in agent.Watch(agent_pb2.WatchRequest(), timeout=5, metadata=own):
             assert event.HasField("registration")
             break
         probe = health_pb2_grpc.HealthStub(channel)
@@ -89,63 +97,69 @@ async def test_a_method_without_a_rule_is_refused_also_with_the_token(
     monkeypatch.setattr(authentication, "_CHECKED_METHODS", checked)
     async with serving(config, token_file) as (channel, _):
         agent = agent_pb2_grpc.AgentStub(channel)
-        metadata = build_metadata(token_file)
+        metadata = sign_with_token(token_file, config.address)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await agent.Drain(agent_pb2.DrainRequest(), timeout=5, metadata=metadata)
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_routers_that_send_no_key_open_the_engine_until_they_leave(
-    config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Clock:
+    """Seconds since the epoch, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("issued_s", "now_s", "fault"),
+    [
+        (1_000.0, 1_000.0, ""),
+        (1_050.0, 1_100.0, ""),
+        (1_100.0, 1_050.0, ""),
+        (1_000.0, 1_061.0, "was signed 61 s ago: repeated"),
+        (1_100.0, 1_030.0, "was signed -70 s ago"),
+        # Somebody else may have listened there.
+        (999.0, 1_010.0, "before this agent started"),
+        # The clock was set back: calls go on.
+        (800.0, 810.0, ""),
+    ],
+)
+async def test_a_signature_is_good_for_a_minute_and_for_one_life_of_the_agent(
+    tmp_path: Path, issued_s: float, now_s: float, fault: str
 ) -> None:
-    token_file = tmp_path / "token"
-    token_file.write_text("right\n")
-    monkeypatch.setenv(TOKEN_ENV, str(token_file))
-    with LoadPage(tmp_path / "load") as load, AccessPage(tmp_path / "access") as access:
-        async with serving(config, token_file) as (channel, instance):
-            agent = agent_pb2_grpc.AgentStub(channel)
-            instance.start_boot("b1", "http://h:1", EnginePages(load, None, access), 0, "secret")
-
-            async def follow(**fields: object) -> tuple[Any, agent_pb2.Registration]:
-                request = agent_pb2.WatchRequest(**fields)
-                events = agent.Watch(request, metadata=build_metadata())
-                async for event in events:
-                    return events, event.registration
-                raise AssertionError
-
-            keyed, registration = await follow(router="new", sends_engine_key=True)
-            assert registration.engine_key == "secret"
-            reader, _ = await follow()
-            assert not access.is_open()
-            old, _ = await follow(router="old")
-            assert access.is_open()
-            instance.start_boot("b2", "http://h:1", EnginePages(load, None, access), 0, "other")
-            assert access.is_open(), "also of an engine that starts meanwhile"
-            old.cancel()
-            async with asyncio.timeout(10):
-                while access.is_open():  # noqa: ASYNC110 - of another process
-                    await asyncio.sleep(0.01)
-            for events in (keyed, reader):
-                events.cancel()
+    clock = Clock()
+    (tmp_path / "token").write_text("right")
+    agent = TokenSignatures(tmp_path / "token", "127.0.0.1:9000", clock)
+    clock.now_s = now_s
+    issued_ms = int(issued_s * 1000)
+    credential = f"{issued_ms}.{compute_mac(b'right', '127.0.0.1:9000', issued_ms)}"
+    if not fault:
+        await agent.verify(credential, AgentMethod.WATCH)
+        return
+    with pytest.raises(AuthenticationError, match=fault):
+        await agent.verify(credential, AgentMethod.WATCH)
 
 
-async def test_agents_of_an_earlier_version_test_handoffs_without_a_key_for_a_while(
-    config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    token_file = tmp_path / "token"
-    token_file.write_text("right\n")
-    monkeypatch.setenv(TOKEN_ENV, str(token_file))
-    monkeypatch.setattr(service, "_KEYLESS_PEERS_S", 0.5)
-    with LoadPage(tmp_path / "load") as load, AccessPage(tmp_path / "access") as access:
-        async with serving(config, token_file) as (channel, instance):
-            agent = agent_pb2_grpc.AgentStub(channel)
-            instance.start_boot("b1", "http://h:1", EnginePages(load, None, access), 0, "secret")
-            present = agent_pb2.HealthRequest(sends_engine_key=True)
-            await agent.Health(present, metadata=build_metadata())
-            assert not access.is_open()
-            for _ in range(2):
-                await agent.Health(agent_pb2.HealthRequest(), metadata=build_metadata())
-                assert access.is_open()
-            async with asyncio.timeout(10):
-                while access.is_open():  # noqa: ASYNC110 - of another process
-                    await asyncio.sleep(0.01)
+@pytest.mark.parametrize(
+    "credential",
+    ["", ".", "x.y", "1.", "-1.aa", "1e9.aa", "\u0661.aa", "9" * 4_400 + ".aa", "nan.aa", "1.\xff"],
+)
+async def test_a_strange_signature_is_refused_in_one_line(tmp_path: Path, credential: str) -> None:
+    (tmp_path / "token").write_text("right")
+    with pytest.raises(
+        AuthenticationError, match=r"is not signed with|signed with another"
+    ) as error:
+        await TokenSignatures(tmp_path / "token", "a:1").verify(credential, AgentMethod.WATCH)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_sent_does_not_contain_the_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("very-secret\n")
+    ((name, text),) = sign_with_token(tmp_path / "token", "127.0.0.1:9000")
+    assert name == METADATA_KEY
+    assert text.startswith(SCHEME)
+    assert "very-secret" not in text
+    assert sign_with_token(tmp_path / "missing", "127.0.0.1:9000") == ()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.manifests.credentials import add_credentials
+from cleave.manifests.credentials import add_credentials, name_accounts
 from cleave.manifests.labels import Manifest
 from cleave.policy.adapters import ENV, AdapterSource
 from cleave.rpc.v1 import agent_pb2
@@ -31,17 +31,13 @@ def test_the_environment_of_a_pod_gives_name_address_and_peers() -> None:
 
 def test_a_built_pod_lets_workers_only_ask_for_the_health() -> None:
     spec: Manifest = {"containers": [{"name": "worker"}]}
-    (container,) = add_credentials(spec, "chat", "team", OPERATOR)["containers"]
+    accounts = name_accounts("team", "chat", "uid")
+    (container,) = add_credentials(spec, "worker", accounts, OPERATOR)["containers"]
     env = {each["name"]: each["value"] for each in container["env"]}
-    gateways, workers = f"{PREFIX}team:chat-discovery", f"{PREFIX}team:chat-workers"
+    gateways, workers = (f"{PREFIX}team:{name}" for name in accounts.names)
     config = parse([*REQUIRED, "--name", "w", "--host", "h"], env)
     assert config.trusted_accounts == (gateways, OPERATOR)
     assert config.peer_accounts == (workers,)
-    # An operator of the version before sets one list alone.
-    before = {"CLEAVE_TRUSTED_ACCOUNTS": f"{gateways},{OPERATOR}"}
-    config = parse([*REQUIRED, "--name", "w", "--host", "h"], before)
-    assert config.trusted_accounts == (gateways, OPERATOR)
-    assert config.peer_accounts == ()
 
 
 def test_a_cell_is_registered_only_when_one_is_given() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.credentials import CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave_worker.access.engine_access import MIDDLEWARE
 from cleave_worker.agent.config import AgentConfig, AgentTiming
 from cleave_worker.agent.launch import (
@@ -346,13 +346,13 @@ def test_a_connector_named_in_the_engines_arguments_replaces_cleaves(config_of: 
 def test_engines_ask_for_the_key_of_their_start_and_do_not_see_the_agents_token(
     config_of: ConfigOf,
 ) -> None:
-    boot = replace(BOOT, engine_key="secret", access_page=Path("/run/x/access"))
-    hidden = {TOKEN_ENV: "/token", ACCOUNTS_ENV: "x", CALLERS_ENV: "x", PEERS_ENV: "x"}
+    boot = replace(BOOT, engine_key="secret")
+    hidden = {TOKEN_ENV: "/token", CALLERS_ENV: "x", PEERS_ENV: "x"}
     inherited = {**hidden, "CLEAVE_ENGINE_KEY": "old", "A": "b"}
     own = ("--middleware", "mine.Middleware")
     launch = build_engine_launch(config_of(engine="vllm", engine_args=own), boot, inherited)
     assert launch.env.items() >= {
-        "CLEAVE_ENGINE_KEY": "secret", "CLEAVE_ACCESS_PAGE": "/run/x/access", "A": "b"
+        "CLEAVE_ENGINE_KEY": "secret", "A": "b"
     }.items()  # fmt: skip
     assert not launch.env.keys() & hidden.keys()
     middlewares = [launch.argv[n + 1] for n, e in enumerate(launch.argv) if e == "--middleware"]

@@ -7,12 +7,9 @@ own `--api-key` guards a part of its paths only; others would still tokenize, cl
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from os import environ
-from pathlib import Path
 from typing import Any
 
 from cleave.rpc import engine_key
-from cleave.shm import access_page
-from cleave.shm.access_page import AccessPage
 
 MIDDLEWARE = "cleave_worker.access.engine_access.EngineAccessMiddleware"
 """For vLLM's command line."""
@@ -21,9 +18,6 @@ _HEADER = engine_key.HEADER.encode()
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/metrics/"})
 """For probes and Prometheus: they compute nothing and show no request."""
 
-_GUARDED_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-"""For the agent, which always sends the key; they read files and change the engine."""
-
 Scope = MutableMapping[str, Any]
 AsgiApp = Callable[[Scope, Any, Any], Awaitable[None]]
 
@@ -31,22 +25,18 @@ AsgiApp = Callable[[Scope, Any, Any], Awaitable[None]]
 class EngineAccess:
     """The key of this start of the engine."""
 
-    def __init__(self, key: str, page: AccessPage | None = None) -> None:
-        """`page`: where the agent admits requests without the key."""
+    def __init__(self, key: str) -> None:
+        """`key`: empty: all requests are served."""
         self._key = key.encode()
-        self._page = page
 
     def is_allowed(self, path: str, presented: bytes) -> bool:
         """Whether to serve a request; `presented`: the key that it has."""
-        if not self._key or hmac.compare_digest(presented, self._key) or path in _OPEN_PATHS:
-            return True
-        return path not in _GUARDED_PATHS and self._page is not None and self._page.is_open()
+        return not self._key or hmac.compare_digest(presented, self._key) or path in _OPEN_PATHS
 
 
 def read_access(env: Mapping[str, str]) -> EngineAccess:
     """The access that the agent has configured in the environment."""
-    page = env.get(access_page.ENV)
-    return EngineAccess(env.get(engine_key.ENV, ""), AccessPage(Path(page)) if page else None)
+    return EngineAccess(env.get(engine_key.ENV, ""))
 
 
 class EngineAccessMiddleware:

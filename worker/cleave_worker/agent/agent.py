@@ -38,7 +38,7 @@ class WorkerAgent:
             self._handle_drain_call,
             verify,
             config.address,
-            make_authenticator(config, config.name),
+            make_authenticator(config, config.name, config.address),
         )
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[DrainResult] | None = None

@@ -1,11 +1,12 @@
 """Checks who calls an agent, before its service sees the call.
 
-Used by the agent's server, and by the launcher of data-parallel ranks. In a cluster callers send
-tokens of service accounts (see `cleave_worker.agent.service_account_tokens`), on one machine the
-token of their deployment.
+Used by the agent's server, and by the launcher of data-parallel ranks. Callers sign each call for
+one agent (`cleave.rpc.credentials`): in a cluster as their service account (see
+`cleave_worker.agent.account_signatures`), on one machine with the token of their deployment.
 """
 
 import hmac
+import time
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
@@ -13,18 +14,19 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-from cleave.rpc.credentials import METADATA_KEY, SCHEME
+from cleave.rpc.credentials import METADATA_KEY, PROOF_LIFE_S, SCHEME, compute_mac, read_token
 
 _AGENT_METHODS = "/cleave.rpc.v1.Agent/"
-"""All are checked. The standard health protocol stays open: kubelet's probes send no token."""
-_MAX_TOKEN_BYTES = 16 << 10
+"""All are checked. The standard health protocol stays open: kubelet's probes sign nothing."""
+_MAX_CREDENTIAL_BYTES = 16 << 10
+_MAX_TIME_DIGITS = 15
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class AuthenticationError(ValueError):
-    """A caller is not accepted; the message is one line without the token."""
+    """A caller is not accepted; the message is one line without what it has shown."""
 
 
 class AccessDeniedError(AuthenticationError):
@@ -43,34 +45,68 @@ class AgentMethod(StrEnum):
     JOIN_GANG = "/cleave.rpc.v1.Gang/Join"
     """Served by the launcher of data-parallel ranks."""
     PROBE_WATCH = "/grpc.health.v1.Health/Watch"
-    """Probes do not use it, and its streams would take the places of calls with a token."""
+    """Probes do not use it, and its streams would take the places of signed calls."""
 
 
 _CHECKED_METHODS = frozenset(AgentMethod)
 
 
 class Authenticator(Protocol):
-    """Verifies a caller's token."""
+    """Verifies what a call shows."""
 
-    async def verify(self, token: str, method: AgentMethod) -> None:
+    async def verify(self, credential: str, method: AgentMethod) -> None:
         """Raises AuthenticationError, AccessDeniedError."""
 
 
-class SharedToken:
-    """One token for all processes of a deployment on one machine."""
+class TokenSignatures:
+    """Signatures with the token that the processes of a deployment on one machine share."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError when the file cannot be read."""
-        self._token = path.read_text().strip().encode()
+    def __init__(
+        self, token_file: Path, address: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`address`: of this agent, as callers dial it; `clock`: seconds since the epoch. Raises
+        OSError when the file cannot be read."""
+        self._token = read_token(token_file)
+        self._address = address
+        self._freshness = Freshness(clock)
 
-    async def verify(self, token: str, method: AgentMethod) -> None:  # noqa: ARG002
+    async def verify(self, credential: str, method: AgentMethod) -> None:  # noqa: ARG002
         """Raises AuthenticationError."""
-        if not hmac.compare_digest(token.encode(), self._token):
-            raise AuthenticationError("the token is another one")
+        digits, _, mac = credential.partition(".")
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= _MAX_TIME_DIGITS):
+            raise AuthenticationError("the call is not signed with a token file")
+        issued_ms = int(digits)
+        expected = compute_mac(self._token, self._address, issued_ms)
+        if not hmac.compare_digest(mac.encode(), expected.encode()):
+            raise AuthenticationError(
+                f"the call is signed with another token, or for another agent than {self._address}"
+            )
+        self._freshness.check(issued_ms / 1000)
+
+
+class Freshness:
+    """Accepts signatures of the last minute, as far as clocks agree, and none from before the start
+    of this agent: another process may have received them at its address."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds since the epoch."""
+        self._clock = clock
+        self._began_s = clock()
+
+    def check(self, issued_s: float) -> None:
+        """Raises AuthenticationError."""
+        now_s = self._clock()
+        if not abs(now_s - issued_s) <= PROOF_LIFE_S:
+            raise AuthenticationError(
+                f"the call was signed {now_s - issued_s:.0f} s ago: repeated, or clocks differ"
+            )
+        # Not after the clock was set back.
+        if issued_s < self._began_s <= now_s:
+            raise AuthenticationError("the call was signed before this agent started")
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of the agent's methods whose token is not accepted."""
+    """Refuses calls of the agent's methods that are not signed by an accepted caller."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
@@ -89,7 +125,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
             fault = f"{name} has no rule of who may call it"
             return _build_refusal(handler, grpc.StatusCode.PERMISSION_DENIED, fault)
         try:
-            await self._authenticator.verify(_read_token(details), AgentMethod(name))
+            await self._authenticator.verify(_read_credential(details), AgentMethod(name))
         except AccessDeniedError as error:
             return _build_refusal(handler, grpc.StatusCode.PERMISSION_DENIED, str(error))
         except AuthenticationError as error:
@@ -97,11 +133,11 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
-def _read_token(details: grpc.HandlerCallDetails) -> str:
+def _read_credential(details: grpc.HandlerCallDetails) -> str:
     metadata = dict(details.invocation_metadata or ())
     text = str(metadata.get(METADATA_KEY, ""))
-    if not text.startswith(SCHEME) or len(text) > _MAX_TOKEN_BYTES:
-        raise AuthenticationError("the call has no token")
+    if not text.startswith(SCHEME) or len(text) > _MAX_CREDENTIAL_BYTES:
+        raise AuthenticationError("the call is not signed")
     return text.removeprefix(SCHEME)
 
 

@@ -189,7 +189,7 @@ class _Cell:
         """The server for probes, and for the agents of all data-parallel ranks if the first ones
         are here. Raises OSError: the token cannot be read."""
         first = self._agents[0].config
-        others = make_authenticator(first, first.name.partition(".")[0])
+        others = make_authenticator(first, first.name.partition(".")[0], self._address)
         own = GangAuthenticator(self._gang_key, others) if others else None
         interceptors = [AuthenticationInterceptor(own)] if own else []
         options = [("grpc.so_reuseport", 0), *SERVER_OPTIONS]

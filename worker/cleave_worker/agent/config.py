@@ -14,7 +14,7 @@ from cleave import logs
 from cleave.policy.adapters import ENV as ADAPTERS_ENV
 from cleave.policy.adapters import AdapterSource, parse_adapters
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
-from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.credentials import CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.listen_addresses import parse_port
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import ROLES, Role, RoleSchedulingConfig, SchedulingConfigError
@@ -125,9 +125,9 @@ class AgentConfig:
     """Hosts from which the engine may fetch media that requests name; empty: none."""
     drain_timeout: float = 30.0
     token_file: Path | None = None
-    """The token that callers must have, unless `trusted_accounts` says otherwise."""
+    """The token by which callers must have signed, unless `trusted_accounts` says otherwise."""
     trusted_accounts: tuple[str, ...] = ()
-    """Service accounts whose tokens are accepted; with neither, all callers are."""
+    """Service accounts that callers may have; with neither, all callers are accepted."""
     peer_accounts: tuple[str, ...] = ()
     """Further ones, which may only ask for the health."""
     adapters: tuple[AdapterSource, ...] = ()
@@ -143,8 +143,8 @@ class AgentConfig:
 
     @property
     def authenticates_callers(self) -> bool:
-        """Whether the agent asks its callers for a token. Only then the engine asks for a key, as
-        all callers get it."""
+        """Whether calls must be signed. Only then the engine asks for a key, as all callers get
+        it."""
         return bool(self.trusted_accounts or self.token_file)
 
     @property
@@ -249,15 +249,15 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         default=Path(token_file) if token_file else None,
-        help=f"token that callers of this agent must have (default: ${TOKEN_ENV})",
+        help=f"token by which callers of this agent must have signed (default: ${TOKEN_ENV})",
     )
     add(
         "--trusted-accounts",
         type=_parse_names,
         metavar="NAME,...",
-        default=_parse_names(env.get(CALLERS_ENV) or env.get(ACCOUNTS_ENV, "")),
-        help="service accounts whose tokens are accepted instead, as "
-        f"system:serviceaccount:NAMESPACE:NAME (default: ${CALLERS_ENV}, else ${ACCOUNTS_ENV})",
+        default=_parse_names(env.get(CALLERS_ENV, "")),
+        help="service accounts that callers must have instead, as "
+        f"system:serviceaccount:NAMESPACE:NAME (default: ${CALLERS_ENV})",
     )
     add(
         "--peer-accounts",

@@ -19,7 +19,6 @@ from cleave.policy.pair_trust import ResultOrder
 from cleave.rpc import role_epochs
 from cleave.rpc.revision import build_revision
 from cleave.rpc.v1 import agent_pb2
-from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import read_max_adapters
@@ -95,9 +94,8 @@ class EnginePages:
     """Files in memory that the agent shares with one boot of its engine."""
 
     load: LoadPage
-    """The engine writes it; the agent writes the others."""
+    """The engine writes it, the agent the other one."""
     scheduling: SchedulingPage | None = None
-    access: AccessPage | None = None
 
 
 class WorkerInstance:
@@ -127,7 +125,6 @@ class WorkerInstance:
         self._spec_revision = config.revision
         self._scheduling = config.scheduling
         self._pages: EnginePages | None = None
-        self._is_open = False
         self._verified_paths: dict[KvDirection, agent_pb2.KvPath] = {}
         """Directions that passed a KV test in this boot of the engine."""
         self._changed = asyncio.Event()
@@ -218,7 +215,6 @@ class WorkerInstance:
         `kv_port`: where its KV can be followed; 0: nowhere."""
         self._pages = pages
         self._write_scheduling()
-        self._write_access()
         state = self._registration
         state.boot_id = boot_id
         state.engine_url = engine_url
@@ -358,13 +354,6 @@ class WorkerInstance:
             self._registration.runtime_adapters.extend(reported)
             self._notify()
 
-    def set_open(self, is_open: bool) -> bool:
-        """Let the engine serve requests without its key, or not; returns whether that changes."""
-        changes = is_open != self._is_open
-        self._is_open = is_open
-        self._write_access()
-        return changes
-
     def record_pairs(self, boot_id: str, proofs: Iterable[agent_pb2.PairProof]) -> None:
         """Keep what a gateway has found out about pairs with this decode engine, until it restarts;
         an older result replaces no newer one. Raises BootMismatch."""
@@ -410,10 +399,6 @@ class WorkerInstance:
         if self._pages and self._pages.scheduling:
             role = self._registration.role
             self._pages.scheduling.write(self._scheduling.get(role, scheduling_config.DEFAULT))
-
-    def _write_access(self) -> None:
-        if self._pages and self._pages.access:
-            self._pages.access.write(is_open=self._is_open)
 
     def _enter_state(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
         if not self.draining:

@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.credentials import CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
 from cleave.rpc.revision import WEIGHTS_ENV
-from cleave.shm.access_page import ENV as ACCESS_PAGE_ENV
 from cleave.shm.load_page import ENV as LOAD_PAGE_ENV
 from cleave_worker.access.engine_access import MIDDLEWARE
 from cleave_worker.agent.config import GANG_KEY_ENV, OVERLAPPED_TRANSFERS, AgentConfig
@@ -96,8 +95,6 @@ class Boot:
     """What the engine asks for; empty: nothing."""
     prefix_port: int = 0
     """Where CleaveConnector serves the prefix cache; 0: nowhere."""
-    access_page: Path | None = None
-    """Says whether it serves without its key for now."""
     meeting_point: MeetingPoint | None = None
     """Of data-parallel ranks; None: there are none."""
     weights: Weights = NO_WEIGHTS
@@ -367,11 +364,9 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
     choice = base.get(_DO_NOT_TRACK, "1")
     own |= {name: base.get(name, choice) for name in (_DO_NOT_TRACK, *_TELEMETRY_SWITCHES)}
     # The token and the accounts are the agent's own.
-    hidden = {TOKEN_ENV, ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, GANG_KEY_ENV}
+    hidden = {TOKEN_ENV, CALLERS_ENV, PEERS_ENV, GANG_KEY_ENV}
     inherited = {name: base[name] for name in base.keys() - hidden}
     env = inherited | own
-    if boot.access_page is not None:
-        env[ACCESS_PAGE_ENV] = str(boot.access_page)
     if boot.scheduling_page is not None:
         env[TERMS_PAGE_ENV] = str(boot.scheduling_page)
     if can_load_adapters(config):

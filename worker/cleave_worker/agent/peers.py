@@ -15,7 +15,7 @@ import grpc
 
 from cleave.rpc.agent_discovery import list_agents
 from cleave.rpc.channel import dial
-from cleave.rpc.credentials import build_metadata
+from cleave.rpc.credentials import AgentEndpoint, Credentials
 from cleave.rpc.registration_checks import check_registration
 from cleave.rpc.revision import get_spec_revision
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
@@ -66,35 +66,40 @@ def is_counterpart(own: agent_pb2.Registration, other: agent_pb2.Registration) -
     return is_compatible(own, other) and other.role in _COUNTERPARTS[own.role]
 
 
-class PeerAddresses:
-    """The agent addresses from a source, without this agent's own."""
+class PeerEndpoints:
+    """The agents of a source, without this one."""
 
     def __init__(self, source: str, own: str) -> None:
         self._source = source
         self._own = own
         self._interval_s = _LIST_SECONDS if source.startswith("endpoints:") else 0.0
         self._listed_at = -math.inf
-        self._addresses: frozenset[str] = frozenset()
+        self._endpoints: frozenset[AgentEndpoint] = frozenset()
 
-    async def get_addresses(self) -> frozenset[str]:
-        """Return the addresses, at most a few seconds old. Raises DiscoveryError, OSError."""
+    async def get_endpoints(self) -> frozenset[AgentEndpoint]:
+        """Return the agents, at most a few seconds old. Raises DiscoveryError, OSError."""
         now = asyncio.get_running_loop().time()
         if now - self._listed_at >= self._interval_s:
             # Counted from the attempt, so that a failing server is not polled more often.
             self._listed_at = now
-            self._addresses = await list_agents(self._source) - {self._own}
-        return self._addresses
+            listed = await list_agents(self._source)
+            self._endpoints = frozenset(each for each in listed if each.address != self._own)
+        return self._endpoints
 
 
 async def find_peer(
-    addresses: Collection[str], own: agent_pb2.Registration, matches: PeerFilter = is_counterpart
+    endpoints: Collection[AgentEndpoint],
+    own: agent_pb2.Registration,
+    credentials: Credentials,
+    matches: PeerFilter = is_counterpart,
 ) -> PeerScan:
-    """Search for a peer of `own` among the agents at these addresses."""
-    shuffled = random.sample(tuple(addresses), len(addresses))
+    """Search for a peer of `own` among these agents."""
+    shuffled = random.sample(tuple(endpoints), len(endpoints))
     starting = False
     for at in range(0, len(shuffled), _BATCH_SIZE):
         batch = shuffled[at : at + _BATCH_SIZE]
-        registrations = await asyncio.gather(*map(fetch_registration, batch))
+        calls = (fetch_registration(each, credentials) for each in batch)
+        registrations = await asyncio.gather(*calls)
         matching = [each for each in registrations if each and matches(own, each)]
         for peer in matching:
             if peer.state in _SERVING_STATES:
@@ -103,17 +108,18 @@ async def find_peer(
     return PeerScan(has_starting=starting)
 
 
-async def fetch_registration(address: str) -> agent_pb2.Registration | None:
-    """Return the registration of the agent at `address`; None when it does not respond."""
-    async with dial(address) as channel:
+async def fetch_registration(
+    agent: AgentEndpoint, credentials: Credentials
+) -> agent_pb2.Registration | None:
+    """Return the registration of an agent; None when it does not respond, or reports something that
+    is not its own."""
+    metadata = await credentials.build_metadata(agent)
+    async with dial(agent.address) as channel:
         try:
             stub = agent_pb2_grpc.AgentStub(channel)
-            answer = await stub.Health(
-                agent_pb2.HealthRequest(sends_engine_key=True),
-                timeout=_CALL_SECONDS,
-                metadata=build_metadata(),
-            )
-            check_registration(answer.registration, address)
+            request = agent_pb2.HealthRequest()
+            answer = await stub.Health(request, timeout=_CALL_SECONDS, metadata=metadata)
+            check_registration(answer.registration, agent.address, pod=agent.pod)
         except (grpc.aio.AioRpcError, ValueError):
             return None
     return answer.registration

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from cleave.rpc.agent_discovery import DiscoveryError
+from cleave.rpc.credentials import find_credentials
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent import kv_self_test, memory_lock, peers
 from cleave_worker.agent.config import AgentConfig
@@ -121,15 +122,16 @@ async def _test_peer(
 def _build_scan(
     config: AgentConfig, instance: WorkerInstance, matches: peers.PeerFilter
 ) -> ScanPeers:
-    addresses = peers.PeerAddresses(config.peers, config.address)
+    endpoints = peers.PeerEndpoints(config.peers, config.address)
+    credentials = find_credentials()
 
     async def scan() -> peers.PeerScan:
         try:
-            known = await addresses.get_addresses()
+            known = await endpoints.get_endpoints()
         except (DiscoveryError, OSError) as error:
             _log.error("cannot search for peers: %s", error)
             return peers.PeerScan()
-        return await peers.find_peer(known, instance.copy_registration(), matches)
+        return await peers.find_peer(known, instance.copy_registration(), credentials, matches)
 
     return scan
 

@@ -15,8 +15,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cleave.policy.adapters import AdapterSource
 from cleave.policy.queue_model import INTERVAL_MS, choose_report_interval_ms
+from cleave.rpc.kube_api import AccessError
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave_worker.agent.authentication import AuthenticationInterceptor, Authenticator, SharedToken
+from cleave_worker.agent.authentication import (
+    AuthenticationInterceptor,
+    Authenticator,
+    TokenSignatures,
+)
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import (
@@ -38,8 +43,6 @@ _INTERVALS_MS = 50, 60_000
 """Bounds on the report interval that a watcher may request."""
 _MAX_WATCHERS = 512
 """Concurrent streams: at the shortest interval about a core's worth of reports."""
-_KEYLESS_PEERS_S = 40.0
-"""Longer than a KV test may take."""
 _MAX_ROUTER_NAME_CHARACTERS = 64
 """Characters; gateways use names of 32."""
 _MAX_PROOFS = 256
@@ -66,10 +69,6 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._drain = drain
         self._verify_role = verify_role
         self._routers: Counter[str] = Counter()
-        self._num_keyless = 0
-        """Callers that do not send the engine's key: they are of an earlier version."""
-        self._keyless_peers: asyncio.TimerHandle | None = None
-        """Ends what peers of an earlier version began; None: none has called lately."""
 
     async def Watch(  # noqa: N802
         self, request: agent_pb2.WatchRequest, context: _Context
@@ -86,8 +85,6 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         requested_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
         version, pairs_version = None, 0
         self._routers[request.router] += 1
-        is_keyless = bool(request.router) and not request.sends_engine_key
-        self._count_keyless(is_keyless)
         try:
             while not self._instance.ended:
                 if version != self._instance.version:
@@ -102,32 +99,9 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                     interval_ms = choose_report_interval_ms(requested_ms, load.num_routers)
                     await self._instance.wait_for_change(interval_ms / 1000)
         finally:
-            self._count_keyless(-is_keyless)
             self._routers[request.router] -= 1
             # Removes names with a count of zero.
             self._routers += Counter()
-
-    def _count_keyless(self, change: int) -> None:
-        """While such a router follows, its requests are served."""
-        self._num_keyless += change
-        if change and self._instance.set_open(bool(self._num_keyless)):
-            requests = "also without its key" if self._num_keyless else "with its key only"
-            _log.warning("%d callers send no key: the engine serves requests %s",
-                         self._num_keyless, requests)  # fmt: skip
-
-    def _admit_peers(self) -> None:
-        """Serve a KV test without a key for a while: an agent of an earlier version that looks for
-        a peer is not ready before one has passed, also when it restarts after an upgrade."""
-        if self._keyless_peers is None:
-            self._count_keyless(1)
-        else:
-            self._keyless_peers.cancel()
-        loop = asyncio.get_running_loop()
-        self._keyless_peers = loop.call_later(_KEYLESS_PEERS_S, self._forget_peers)
-
-    def _forget_peers(self) -> None:
-        self._keyless_peers = None
-        self._count_keyless(-1)
 
     def _build_report(self, router: str) -> agent_pb2.LoadReport:
         """Build a load report with the router's rank among the routers that send requests."""
@@ -206,12 +180,10 @@ class AgentService(agent_pb2_grpc.AgentServicer):
 
     async def Health(  # noqa: N802
         self,
-        request: agent_pb2.HealthRequest,
+        request: agent_pb2.HealthRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> agent_pb2.HealthResponse:
         """Return what Watch would send now."""
-        if not request.sends_engine_key:
-            self._admit_peers()
         instance = self._instance
         return agent_pb2.HealthResponse(
             registration=instance.copy_registration(),
@@ -274,14 +246,20 @@ class AgentServer:
                 await self._instance.wait_for_change()
 
 
-def make_authenticator(config: AgentConfig, instance: str) -> Authenticator | None:
-    """The authenticator of an agent of `instance`; None: it accepts all callers. Raises OSError
-    when the token cannot be read."""
+def make_authenticator(config: AgentConfig, instance: str, address: str) -> Authenticator | None:
+    """The authenticator of an agent of `instance` at `address`, or of the launcher of its ranks;
+    None: it accepts all callers. Raises OSError when the token, or in a cluster the pod's token for
+    the API server, cannot be read."""
     if config.trusted_accounts:
         # Only in clusters: an installation without the extra `worker` has no library for it.
-        from cleave_worker.agent.service_account_tokens import ServiceAccountTokens
+        from cleave.rpc.account_identity import read_own_pod
+        from cleave_worker.agent.account_signatures import AccountSignatures
 
-        return ServiceAccountTokens(config.trusted_accounts, config.peer_accounts, instance)
+        accounts, peers = config.trusted_accounts, config.peer_accounts
+        try:
+            return AccountSignatures(accounts, peers, instance, read_own_pod().uid)
+        except AccessError as error:
+            raise OSError(f"callers cannot be verified: {error}") from None
     if config.token_file is not None:
-        return SharedToken(config.token_file)
+        return TokenSignatures(config.token_file, address)
     return None

@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory, gettempdir
 from cleave.perf.model import model_report
 from cleave.rpc.engine_key import build_headers, create_key
 from cleave.rpc.http_client import HttpError
-from cleave.shm.access_page import AccessPage
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.adapters.adapter_keeper import keep_loaded
@@ -79,13 +78,12 @@ def open_pages() -> Iterator[tuple[Path, EnginePages]]:
             folder = Path(stack.enter_context(created))
             load_page = stack.enter_context(LoadPage(folder / "load"))
             scheduling_page = stack.enter_context(SchedulingPage(folder / "terms"))
-            access_page = stack.enter_context(AccessPage(folder / "access"))
         except OSError as error:
             where = gettempdir()
             raise EngineFault(
                 f"cannot create the files of an engine in {where}: {error}"
             ) from error
-        yield folder, EnginePages(load_page, scheduling_page, access_page)
+        yield folder, EnginePages(load_page, scheduling_page)
 
 
 class EngineSupervisor:
@@ -203,7 +201,6 @@ class EngineSupervisor:
             cores=self._cores,
             gpu=self._gpu,
             engine_key=create_key() if self._config.authenticates_callers else "",
-            access_page=folder / "access",
             meeting_point=meeting_point,
             weights=weights,
             model=link_model(self._config, weights),

@@ -23,8 +23,10 @@ from tempfile import TemporaryDirectory
 import grpc
 
 from cleave import logs
+from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
+from cleave.rpc.agent_discovery import DiscoveryError, find_agent
 from cleave.rpc.channel import dial
-from cleave.rpc.credentials import build_metadata
+from cleave.rpc.credentials import AgentEndpoint, find_credentials
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import launch, subreaper
 from cleave_worker.agent.config import CONNECTORS, TRANSFER_MODES, AgentConfig, separate_engine_args
@@ -55,7 +57,7 @@ class WorkerNodeConfig:
     """The command line of one worker node."""
 
     leader: str
-    """host:port of the leader's agent."""
+    """host:port of the leader's agent; the host begins with the name of its pod."""
     engine: AgentConfig
     """Model, parallelism and the engine's own arguments."""
     timing: LeaderTiming = LeaderTiming()
@@ -67,6 +69,9 @@ class WorkerNode:
     def __init__(self, config: WorkerNodeConfig, gpu: bool) -> None:
         self._config = config
         self._gpu = gpu
+        self._credentials = find_credentials()
+        self._leader: AgentEndpoint | None = None
+        """As it was found last."""
         self._stop_requested = asyncio.Event()
 
     def stop(self) -> None:
@@ -90,7 +95,7 @@ class WorkerNode:
 
     async def _run_engines(self) -> int:
         while True:
-            leader = await fetch_registration(self._config.leader)
+            leader = await self._fetch_leader()
             if leader and leader.boot_id:
                 try:
                     weights = await self._read_weights(leader)
@@ -155,17 +160,35 @@ class WorkerNode:
 
     async def _fetch_boot_id(self) -> str:
         """Return the boot id of the leader's engine; empty without a response or an engine."""
-        registration = await fetch_registration(self._config.leader)
+        registration = await self._fetch_leader()
         return registration.boot_id if registration else ""
+
+    async def _fetch_leader(self) -> agent_pb2.Registration | None:
+        leader = await self._find_leader()
+        registration = await fetch_registration(leader, self._credentials) if leader else None
+        if registration is None:
+            # Its pod may have been replaced.
+            self._leader = None
+        return registration
+
+    async def _find_leader(self) -> AgentEndpoint | None:
+        """The leader's agent; None: its pod is not listed."""
+        if self._leader is None:
+            with contextlib.suppress(OSError, TimeoutError):
+                self._leader = await find_agent(self._config.engine.peers, self._config.leader)
+        return self._leader
 
     async def _drain_leader(self) -> None:
         timeout_s = self._config.engine.drain_timeout + _DRAIN_SLACK_S
-        async with dial(self._config.leader) as channel:
+        leader = await self._find_leader()
+        if leader is None:
+            return
+        metadata = await self._credentials.build_metadata(leader)
+        async with dial(leader.address) as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 stub = agent_pb2_grpc.AgentStub(channel)
-                await stub.Drain(
-                    agent_pb2.DrainRequest(), timeout=timeout_s, metadata=build_metadata()
-                )
+                request = agent_pb2.DrainRequest()
+                await stub.Drain(request, timeout=timeout_s, metadata=metadata)
 
 
 def build_launch(
@@ -212,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subreaper.become_subreaper()
     try:
         return asyncio.run(_run(config))
-    except LaunchError as error:
+    except (LaunchError, DiscoveryError) as error:
         print(f"cleave-worker-node: {error}", file=sys.stderr)  # noqa: T201
         return 2
 
@@ -233,6 +256,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--leader", required=True, metavar="HOST:PORT", help="agent of the instance")
+    add("--peers", metavar="SOURCE", default=os.environ.get(AGENTS_ENV, ""))
     add("--host", required=True, help="this pod's own address")
     add("--model", required=True, metavar="FOLDER_OR_ID")
     add("--served-model-name", metavar="NAME")

@@ -16,7 +16,7 @@ from cleave.controller.author_policy.pod_rules import (
 )
 from cleave.controller.author_policy.volume_table import IMAGE, SECRET
 from cleave.policy.adapters import ENV as ADAPTERS_ENV
-from cleave.rpc.credentials import ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, TOKEN_ENV
+from cleave.rpc.credentials import CALLERS_ENV, PEERS_ENV
 
 MODEL_FOLDERS = ("/data", "/mnt", "/model", "/models", "/srv", "/var/cache/cleave")
 """Where volumes may be mounted: nothing in Cleave's images is loaded from there."""
@@ -30,7 +30,7 @@ keep their kernels to themselves."""
 
 _OWN_ENV = (
     "POD_IP", "CLEAVE_POD_NAME", "CLEAVE_AGENTS", "CLEAVE_ROLE", "CLEAVE_LEADER", ADAPTERS_ENV,
-    TOKEN_ENV, ACCOUNTS_ENV, CALLERS_ENV, PEERS_ENV, "VLLM_HOST_IP", "USER",
+    CALLERS_ENV, PEERS_ENV, "VLLM_HOST_IP", "USER",
 )  # fmt: skip
 """Set by Cleave, over what authors set, or harmless."""
 _HARMLESS_ENV = (
@@ -81,7 +81,6 @@ _OWN_MOUNTS = {
     "tmp": "/tmp",  # noqa: S108 - inside containers
     "home": "/home/cleave",
     "shm": "/dev/shm",  # noqa: S108
-    "agent-token": "/etc/cleave/agent-token",
     "cleave-hub-token": "/etc/cleave/hub-token",
     **{name: f"/etc/cleave/{name}" for name in ("keys", "tls", "lengths", "picker-tls")},
 }

@@ -32,9 +32,7 @@ _PROJECTION = Fields({
     "downwardAPI": ANY,
     "secret": Fields({"name": SECRET, "items": ANY, "optional": ANY}, required=("name",)),
     # Without an audience: what the API server mounts into every pod.
-    "serviceAccountToken": Fields({
-        "audience": Listed(own=("cleave.dev/*",)), "expirationSeconds": ANY, "path": ANY,
-    }),
+    "serviceAccountToken": Fields({"expirationSeconds": ANY, "path": ANY}),
 })  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from cleave.manifests.labels import Manifest
 from cleave.planner.plan import PlannedPool
 from cleave.planner.replan.revision import ReplacedPlan, ReplanSettings, ReplanVerdict
 from cleave.policy.adapters import AdapterSource
+from cleave.rpc.credentials import AgentEndpoint
 from cleave.traffic.window import TrafficWindow
 
 
@@ -54,8 +55,8 @@ class Repurpose:
 
     target: ObjectReference
     """The pod."""
-    agent: str
-    """Address of the pod's agent, as HOST:PORT."""
+    agent: AgentEndpoint
+    """The pod's."""
     role: Role
     metadata: Manifest
     """Labels, annotations and owner reference to write; empty: they are up to date."""
@@ -69,8 +70,8 @@ class OrderAdapters:
 
     target: ObjectReference
     """The pod."""
-    agents: tuple[str, ...]
-    """Addresses of the pod's agents, as HOST:PORT."""
+    agents: tuple[AgentEndpoint, ...]
+    """The pod's."""
     adapters: tuple[AdapterSource, ...]
     generation: int
     """Of the deployment."""

@@ -13,7 +13,7 @@ from cleave.api.role import Role
 from cleave.policy.adapters import AdapterSource
 from cleave.rpc import role_epochs
 from cleave.rpc.channel import dial
-from cleave.rpc.credentials import build_metadata
+from cleave.rpc.credentials import AgentEndpoint, Credentials
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 TIMEOUT_S = 2.0
@@ -26,58 +26,61 @@ class AgentError(RuntimeError):
     """The agent does not respond or refuses the role; the message is one line."""
 
 
-async def set_configured_role(agent: str, role: Role) -> None:
+async def set_configured_role(credentials: Credentials, agent: AgentEndpoint, role: Role) -> None:
     """Set the instance's configured role, unless it has it already. Raises AgentError."""
     desired = agent_pb2.Role.Value(f"ROLE_{role.upper()}")
-    async with dial(agent) as channel:
+    async with dial(agent.address) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
             for remaining in reversed(range(_ATTEMPTS)):
-                health = await stub.Health(
-                    agent_pb2.HealthRequest(sends_engine_key=True),
-                    timeout=TIMEOUT_S,
-                    metadata=build_metadata(),
-                )
+                metadata = await credentials.build_metadata(agent)
+                request = agent_pb2.HealthRequest()
+                health = await stub.Health(request, timeout=TIMEOUT_S, metadata=metadata)
                 registration = health.registration
                 if registration.home == desired:
                     return
                 if registration.epoch >= role_epochs.MAX_EPOCH:
                     raise AgentError(
-                        f"agent {agent}: epoch exhausted ({registration.epoch});"
+                        f"agent {agent.address}: epoch exhausted ({registration.epoch});"
                         " delete the pod to give it another role"
                     )
-                request = agent_pb2.SetRoleRequest(
+                order = agent_pb2.SetRoleRequest(
                     role=desired,
                     epoch=registration.epoch + 1,
                     boot_id=registration.boot_id,
                     lasting=True,
                 )
                 try:
-                    await stub.SetRole(
-                        request, timeout=SET_ROLE_TIMEOUT_S, metadata=build_metadata()
-                    )
+                    await stub.SetRole(order, timeout=SET_ROLE_TIMEOUT_S, metadata=metadata)
                 except grpc.aio.AioRpcError as error:
                     if remaining == 0 or not _is_superseded(error):
                         raise
                 else:
                     return
         except grpc.aio.AioRpcError as error:
-            raise AgentError(f"agent {agent}: {error.details() or error.code().name}") from error
+            reason = error.details() or error.code().name
+            raise AgentError(f"agent {agent.address}: {reason}") from error
 
 
-async def order_adapters(agent: str, adapters: Iterable[AdapterSource], generation: int) -> None:
+async def order_adapters(
+    credentials: Credentials,
+    agent: AgentEndpoint,
+    adapters: Iterable[AdapterSource],
+    generation: int,
+) -> None:
     """Order the LoRA adapters of an instance. Raises AgentError."""
     sources = [agent_pb2.AdapterSource(name=e.name, source=e.source) for e in adapters]
     request = agent_pb2.SetAdaptersRequest(adapters=sources, generation=generation)
-    async with dial(agent) as channel:
+    metadata = await credentials.build_metadata(agent)
+    async with dial(agent.address) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
-            await stub.SetAdapters(request, timeout=TIMEOUT_S, metadata=build_metadata())
+            await stub.SetAdapters(request, timeout=TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 reason = "it is of an earlier version; delete its pod to replace it"
-            raise AgentError(f"agent {agent}: {reason}") from error
+            raise AgentError(f"agent {agent.address}: {reason}") from error
 
 
 def _is_superseded(error: grpc.aio.AioRpcError) -> bool:

@@ -22,6 +22,7 @@ from cleave.controller.cluster import objects
 from cleave.controller.cluster.apply import ChildrenByName
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.cluster.reported_model import apply_config, apply_report, needs_hub
+from cleave.manifests.credentials import name_accounts
 from cleave.manifests.gang import POD_GROUP
 from cleave.manifests.labels import (
     COMPONENT,
@@ -207,6 +208,27 @@ class ObjectCache:
         """Return the pools of a deployment, by name."""
         names = sorted(self._pools_of.get(deployment, {}))
         return [self._resources[ResourceKey(POOLS, deployment.namespace, name)] for name in names]
+
+    def get_uid(self, key: ResourceKey) -> str:
+        """Return the uid of a deployment or pool; empty: it is not cached."""
+        cached = self._resources.get(key)
+        return str(cached.meta.get("uid", "")) if cached is not None else ""
+
+    def list_owners(self, namespace: str, deployment: str) -> set[str]:
+        """Return the uids of a deployment and of all pools that name it."""
+        key = ResourceKey(DEPLOYMENTS, namespace, deployment)
+        own = self._resources.get(key)
+        owners = [*([own] if own is not None else []), *self.list_pools(key)]
+        return {each.meta["uid"] for each in owners}
+
+    def has_account(self, deployment: ResourceKey) -> bool:
+        """Whether the account of a deployment's workers exists and is its own, or that of a pool
+        which names it."""
+        namespace, name = deployment.namespace, deployment.name
+        accounts = name_accounts(namespace, name, self.get_uid(deployment))
+        owners = map(self.get_children, self.list_owners(namespace, name))
+        found = (children.get(("ServiceAccount", accounts.workers)) for children in owners)
+        return any(child is not None and not child.deleting for child in found)
 
     def get_children(self, uid: str) -> ChildrenByName:
         """Return the objects that were created for the owner with this uid."""

@@ -85,6 +85,7 @@ KINDS: Mapping[str, ApiResource] = {
     "Deployment": ApiResource("apps/v1", "deployments"),
     "PodDisruptionBudget": ApiResource("policy/v1", "poddisruptionbudgets"),
     "NetworkPolicy": ApiResource("networking.k8s.io/v1", "networkpolicies"),
+    "Role": ApiResource("rbac.authorization.k8s.io/v1", "roles"),
     "RoleBinding": ApiResource("rbac.authorization.k8s.io/v1", "rolebindings"),
     "Lease": ApiResource("coordination.k8s.io/v1", "leases"),
     "LeaderWorkerSet": ApiResource("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),

@@ -31,15 +31,12 @@ from cleave.controller.cluster.actions import (
     SetLabels,
     Write,
 )
-from cleave.controller.cluster.agent_client import (
-    AgentError,
-    order_adapters,
-    set_configured_role,
-)
+from cleave.controller.cluster.agent_client import AgentError
 from cleave.controller.cluster.objects import format_timestamp
 from cleave.controller.metrics import OperatorMetrics
 from cleave.manifests.labels import DEPLOYMENT, Manifest
 from cleave.policy.adapters import AdapterSource
+from cleave.rpc.credentials import AgentEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +45,7 @@ _LEASE_EXPIRED = "the lease has expired"
 _NOT_FOUND = 404
 _CONFLICT = 409
 _TAKEN_MESSAGE = "exists already and belongs to something else; delete it, or choose another name"
-_KINDS_WITH_COMMON_NAMES = ("Service",)
-"""Kinds whose object names another owner may use as well, such as another deployment."""
-_SHAREABLE_KINDS = ("Service", "ServiceAccount", "RoleBinding", "NetworkPolicy")
+_SHAREABLE_KINDS = ("Service", "ServiceAccount", "Role", "RoleBinding", "NetworkPolicy")
 """Kinds that manually created pools share when they name the same deployment."""
 _MIN_WRITE_S = 0.05
 """A write is not sent when less time is left of the lease."""
@@ -59,8 +54,10 @@ _MAX_CONCURRENT = 32
 """Most concurrent requests."""
 
 
-SendAdapters = Callable[[str, Iterable[AdapterSource], int], Awaitable[None]]
-"""Orders adapters from the agent at an address, for a generation of the deployment."""
+SetRole = Callable[[AgentEndpoint, Role], Awaitable[None]]
+"""Sets the role of an agent's instance. Raises AgentError."""
+SendAdapters = Callable[[AgentEndpoint, Iterable[AdapterSource], int], Awaitable[None]]
+"""Orders adapters from an agent, for a generation of the deployment. Raises AgentError."""
 
 
 class NotLeadingError(RuntimeError):
@@ -87,14 +84,16 @@ class Executor:
         on_delete: Callable[[ObjectReference], None],
         clock: Callable[[], float],
         metrics: OperatorMetrics,
-        set_role: Callable[[str, Role], Awaitable[None]] = set_configured_role,
-        send_adapters: SendAdapters = order_adapters,
+        set_role: SetRole,
+        send_adapters: SendAdapters,
+        list_owners: Callable[[str, str], set[str]],
     ) -> None:
-        """`get_lease_s`: seconds for which this operator may still write. `set_role` sets the role
-        of an agent's instance, `send_adapters` orders its adapters; both raise AgentError."""
+        """`get_lease_s`: seconds for which this operator may still write. `list_owners`: uids of
+        the deployment of a namespace and name, and of all pools that name it."""
         self._kube = kube
         self._set_role = set_role
         self._send_adapters = send_adapters
+        self._list_owners = list_owners
         self._get_lease_s = get_lease_s
         self._on_change, self._on_delete = on_change, on_delete
         self._clock = clock
@@ -155,24 +154,16 @@ class Executor:
             log.info("%s %s %s/%s", name, target.kind, target.namespace, target.name)
 
     async def _apply(self, action: Apply) -> None:
-        manifest, kind = action.manifest, action.manifest["kind"]
-        target = _get_target(action)
-        if action.is_new and kind in _KINDS_WITH_COMMON_NAMES and await self._is_applied(manifest):
-            return
-        # Without force, a field that another manager owns is a conflict.
-        query = {**_QUERY, "force": "false" if action.is_new else "true"}
-        try:
-            response = await self._patch_whole(target, manifest, query)
-        except client.KubeApiError as error:
-            if error.status != _CONFLICT or not action.is_new:
-                raise
-            existing = await self._kube.get(kind, target.namespace, target.name)
-            if not _is_own(manifest, existing):
-                text = f"{kind} {target.name} {_TAKEN_MESSAGE} ({error.message})"
-                raise NameTakenError(text) from error
-            # A user has edited an object of this owner that the cache does not have yet.
-            response = await self._patch_whole(target, manifest, {**_QUERY, "force": "true"})
-        self._on_change(response)
+        manifest, is_forced = action.manifest, True
+        if action.is_new:
+            existing = await self._find_own(manifest)
+            if existing is not None and _is_applied(manifest, existing):
+                self._on_change(existing)
+                return
+            # Otherwise somebody may create it in this moment.
+            is_forced = existing is not None
+        query = {**_QUERY, "force": "true" if is_forced else "false"}
+        self._on_change(await self._patch_whole(_get_target(action), manifest, query))
 
     async def _patch_whole(
         self, target: ObjectReference, manifest: Manifest, query: Mapping[str, str]
@@ -182,23 +173,33 @@ class Executor:
         path = kind.build_path(target.namespace, target.name)
         return await self._write("PATCH", path, manifest, client.APPLY_PATCH, query)
 
-    async def _is_applied(self, manifest: Manifest) -> bool:
-        """Whether the object exists with the manifest that is to be applied.
+    async def _find_own(self, manifest: Manifest) -> Manifest | None:
+        """The object that a manifest of which the cache has none is to be applied to; None: there
+        is none.
 
-        Raises NameTakenError when it belongs to something else, even if its manifest is the same:
-        objects that this operator owns are deleted with the deployment.
+        Raises NameTakenError when it belongs to something else: it would be deleted with the
+        deployment, and pods would get the rights that an account or role of it has.
         """
         meta, kind = manifest["metadata"], manifest["kind"]
         try:
             existing = await self._kube.get(kind, meta["namespace"], meta["name"])
         except client.KubeApiError as error:
             if error.status == _NOT_FOUND:
-                return False
+                return None
             raise
-        if not _is_own(manifest, existing):
+        if not self._is_own(manifest, existing):
             raise NameTakenError(f"{kind} {meta['name']} {_TAKEN_MESSAGE}")
-        self._on_change(existing)
-        return objects.parse_child(existing).applied == objects.parse_child(manifest).applied != ""
+        return existing
+
+    def _is_own(self, manifest: Manifest, existing: Manifest) -> bool:
+        """Whether an object that exists has the same owner as a manifest, or one that may share it:
+        labels alone prove nothing."""
+        meta = manifest["metadata"]
+        owners = {owner["uid"] for owner in meta["ownerReferences"]}
+        if manifest["kind"] in _SHAREABLE_KINDS:
+            owners |= self._list_owners(meta["namespace"], meta["labels"][DEPLOYMENT])
+        existing_owners = existing["metadata"].get("ownerReferences", ())
+        return any(owner["uid"] in owners for owner in existing_owners)
 
     async def _create(self, action: Create) -> None:
         target = _get_target(action)
@@ -389,16 +390,9 @@ class Executor:
         return min(lease_s, client.TIMEOUT_S)
 
 
-def _is_own(manifest: Manifest, existing: Manifest) -> bool:
-    """Whether an object that exists has the same owner as a manifest, or one that may share it."""
-    meta, existing_meta = manifest["metadata"], existing["metadata"]
-    owners = {owner["uid"] for owner in meta["ownerReferences"]}
-    existing_owners = {owner["uid"] for owner in existing_meta.get("ownerReferences", ())}
-    deployment, existing_deployment = (
-        each.get("labels", {}).get(DEPLOYMENT) for each in (meta, existing_meta)
-    )
-    is_shared = manifest["kind"] in _SHAREABLE_KINDS and deployment == existing_deployment
-    return bool(owners & existing_owners) or is_shared
+def _is_applied(manifest: Manifest, existing: Manifest) -> bool:
+    """Whether an object is as a manifest was applied before."""
+    return objects.parse_child(existing).applied == objects.parse_child(manifest).applied != ""
 
 
 def _get_target(action: Write) -> ObjectReference:

@@ -37,6 +37,7 @@ from cleave.manifests.resources import (
 )
 from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
+from cleave.rpc.credentials import AgentEndpoint
 
 TEMPLATE_ANNOTATION = "cleave.dev/template"
 """Annotation of worker pods: hash of the pool template that they were created from."""
@@ -45,7 +46,9 @@ APPLIED_ANNOTATION = "cleave.dev/applied"
 
 _CORDONED = "node.kubernetes.io/unschedulable"
 """Taint of a cordoned node; its time is when the node was cordoned."""
-_ACCESS_FIELDS = {"NetworkPolicy": ("spec",), "RoleBinding": ("roleRef", "subjects")}
+_ACCESS_FIELDS = {
+    "NetworkPolicy": ("spec",), "Role": ("rules",), "RoleBinding": ("roleRef", "subjects"),
+}  # fmt: skip
 """Fields to which the API server adds no defaults, as the manifests have them all."""
 _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
@@ -104,8 +107,8 @@ class ObservedPod:
     """Number of its cell, in a pool whose instances share nodes with others."""
     num_engines: int = 1
     """Engines in this pod that have an agent."""
-    further_agents: tuple[str, ...] = ()
-    """Of an instance: agents (host:port) in its other pods."""
+    further_agents: tuple[AgentEndpoint, ...] = ()
+    """Of an instance: agents in its other pods."""
     num_gpus: int = 0
     """GPUs that it requests."""
     instance: str = ""
@@ -159,10 +162,11 @@ class ObservedPod:
         return describe_wait(self.name, self.unschedulable_reason, is_pending)
 
     @property
-    def agents(self) -> tuple[str, ...]:
-        """Addresses (host:port) of its agents; empty without an address."""
+    def agents(self) -> tuple[AgentEndpoint, ...]:
+        """Its agents; empty without an address."""
         host = f"[{self.ip}]" if ":" in self.ip else self.ip
-        own = (f"{host}:{get_agent_port(number)}" for number in range(self.num_engines))
+        addresses = (f"{host}:{get_agent_port(number)}" for number in range(self.num_engines))
+        own = (AgentEndpoint(each, self.name, self.uid) for each in addresses)
         return (*own, *self.further_agents) if host else ()
 
     @property
@@ -413,8 +417,8 @@ def _find_unusable_since_s(manifest: Manifest) -> float | None:
 
 
 def get_access_rules(manifest: Manifest) -> str:
-    """What a NetworkPolicy or RoleBinding permits, as text; empty for other kinds. Compared as a
-    whole: an edit by hand that opened something would otherwise stay."""
+    """What a NetworkPolicy, Role or RoleBinding permits, as text; empty for other kinds. Compared
+    as a whole: an edit by hand that opened something would otherwise stay."""
     fields = _ACCESS_FIELDS.get(manifest["kind"], ())
     return json.dumps([manifest.get(name) for name in fields], sort_keys=True) if fields else ""
 

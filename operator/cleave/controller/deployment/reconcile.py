@@ -29,12 +29,13 @@ from cleave.controller.rollout.planner import InstanceCount, RoleState, RolloutS
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests import container, credentials, network_policies, owned_objects
+from cleave.manifests.credentials import Accounts
 from cleave.manifests.gateway import (
     build_gateway_deployment,
     build_gateway_service,
     get_thresholds,
 )
-from cleave.manifests.labels import Manifest, build_object
+from cleave.manifests.labels import GATEWAY, Manifest, build_object
 from cleave.manifests.pool import build_pools
 from cleave.rpc.plan_thresholds import PlanThresholds
 
@@ -79,7 +80,10 @@ def reconcile(view: DeploymentView) -> list[Action]:
     owned = build_owned_objects(deployment, view.settings, _find_thresholds(deployment, decision))
     writes: list[Action] = [*weights.list_labels(labelled, view.pods)]
     writes += apply.build_changes(owned, deployment, view.children)
-    if changes:
+    if not view.has_accounts:
+        # Nothing that has pods before them: other accounts of these names may have any rights.
+        writes = [each for each in writes if _is_of_account(each)]
+    elif changes:
         writes += _update_pools(view, desired)
         if decision.plan == view.status.get("plan") and lent is None:
             # What is lent has a condition with Events of its own.
@@ -97,6 +101,10 @@ def reconcile(view: DeploymentView) -> list[Action]:
     if not deployment.spec.paused:
         writes += adapters.list_orders(view)
     return actions + writes
+
+
+def _is_of_account(action: Action) -> bool:
+    return isinstance(action, Apply) and action.manifest["kind"] == "ServiceAccount"
 
 
 def _apply_weights(
@@ -181,7 +189,7 @@ def build_owned_objects(
     """Objects of a deployment beside its pools. On its plan only labels of the workers' Service
     depend, the `thresholds`."""
     owned = [
-        *owned_objects.build_accounts(deployment, settings.discovery_role),
+        *owned_objects.build_accounts(deployment, _name_accounts(deployment)),
         owned_objects.build_workers_service(deployment, thresholds),
         build_gateway_service(deployment),
         build_gateway(deployment, settings),
@@ -193,14 +201,17 @@ def build_owned_objects(
     return owned
 
 
+def _name_accounts(deployment: LLMDeployment) -> Accounts:
+    uid = deployment.metadata.uid or ""
+    return credentials.name_accounts(deployment.namespace, deployment.name, uid)
+
+
 def build_gateway(deployment: LLMDeployment, settings: OperatorSettings) -> Manifest:
     """The gateway's Deployment, as settings of the operator demand."""
     gateway = build_gateway_deployment(deployment, images=settings.images)
     template = gateway["spec"]["template"]
-    if settings.account:
-        template["spec"] = credentials.add_credentials(
-            template["spec"], deployment.name, deployment.namespace, settings.account
-        )
+    spec, accounts = template["spec"], _name_accounts(deployment)
+    template["spec"] = credentials.add_credentials(spec, GATEWAY, accounts, settings.account)
     if settings.has_assigned_user:
         template["spec"] = container.remove_user(template["spec"])
     return gateway

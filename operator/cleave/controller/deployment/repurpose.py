@@ -17,7 +17,7 @@ from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool.pods import choose_victims
 from cleave.controller.views import Pools
 from cleave.manifests.cell_pod import has_several_engines
-from cleave.manifests.labels import AGENT_PORT, POOL, Manifest
+from cleave.manifests.labels import POOL, Manifest
 from cleave.manifests.labels import ROLE as ROLE_LABEL
 from cleave.rpc.fleet_status import FleetInstance
 
@@ -97,10 +97,9 @@ def correct_roles(
 
 
 def _build_action(pod: ObservedPod, pool: InstancePool, metadata: Manifest) -> Repurpose:
-    host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
     return Repurpose(
         ObjectReference("Pod", pod.namespace, pod.name, pod.uid),
-        agent=f"{host}:{AGENT_PORT}",
+        agent=pod.agents[0],
         role=pool.spec.role,
         metadata=metadata,
         pool=apply.build_reference(pool),

@@ -14,7 +14,7 @@ from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests import container, credentials, multi_node
 from cleave.manifests.cell_pod import build_cell_pod, has_several_engines
 from cleave.manifests.gang import add_gang, build_pod_group
-from cleave.manifests.labels import Manifest
+from cleave.manifests.labels import WORKER, Manifest
 from cleave.manifests.resources import add_rdma_device
 from cleave.manifests.topology import assign_cells
 from cleave.manifests.worker import build_worker_pod
@@ -147,12 +147,10 @@ def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
 
 
 def _apply_settings(view: PoolView, pod: Manifest) -> Manifest:
-    """The pod, or template of one, as settings of the operator demand: with the token for calls of
-    agents, without a user that the cluster assigns."""
-    spec = pod["spec"]
-    if operator := view.settings.account:
-        deployment, namespace = view.pool.spec.deployment, view.pool.namespace
-        spec = credentials.add_credentials(spec, deployment, namespace, operator)
+    """The pod, or template of one, as settings of the operator demand: with the account of workers,
+    without a user that the cluster assigns."""
+    operator = view.settings.account
+    spec = credentials.add_credentials(pod["spec"], WORKER, view.accounts, operator)
     if view.settings.has_assigned_user:
         spec = container.remove_user(spec)
     if view.settings.allow_lists is not None:

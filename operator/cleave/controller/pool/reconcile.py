@@ -31,6 +31,7 @@ _OWN_ROLLOUT_LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
 _SLACK_S = 60
 """Extra seconds after the grace period before a deleted pool stops waiting for its pods."""
 _IMMEDIATE_GRACE_S = 1
+_ACCOUNT_WAIT_S = 1.0
 _MAX_CREATES = 500
 """Instances created per reconcile: the pool may have changed by the next one."""
 
@@ -76,7 +77,7 @@ def _build_owned_objects(view: PoolView, keeps_last: bool) -> list[Manifest]:
     budget = owned_objects.build_pool_budget(pool, keeps_last=keeps_last)
     if pool.metadata.owner_references:
         return [budget]
-    accounts = owned_objects.build_accounts(pool, view.settings.discovery_role)
+    accounts = owned_objects.build_accounts(pool, view.accounts)
     owned = [*accounts, owned_objects.build_workers_service(pool), budget]
     if (isolation := view.settings.isolation) is not None:
         owned.append(network_policies.build_workers_policy(pool, isolation))
@@ -129,16 +130,21 @@ def _resize(
     limited: SchedulingLimit,
     relocation: Relocation | None,
 ) -> Iterator[Action]:
-    """Yield creations and deletions that bring the pool to its target."""
+    """Yield creations and deletions that bring the pool to its target; no creations before the
+    account of the pods is their deployment's own."""
     given_up = {pod.name for pod in limited.evict}
     staying = tuple(pod for pod in fleet.new if pod.name not in given_up)
     # A pool that the plan has dropped may keep instances for a while, but creates none.
     most = target.new if relocation else min(target.new, view.pool.spec.replicas)
     if limited.max_instances is not None:
         most = min(most, limited.max_instances)
-    yield from pool_pods.complete_instances(view, staying)
     count = min(_MAX_CREATES, max(0, most - len(staying)))
-    yield from pool_pods.create_instances(view, fleet, count)
+    if view.has_account:
+        yield from pool_pods.complete_instances(view, staying)
+        yield from pool_pods.create_instances(view, fleet, count)
+    elif count:
+        # Somebody else's account of this name would give its rights to the pods.
+        yield Requeue(_ACCOUNT_WAIT_S)
     victims = [*limited.evict]
     if relocation is not None and relocation.is_replaced:
         victims.append(relocation.leaving)

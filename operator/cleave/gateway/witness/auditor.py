@@ -42,7 +42,7 @@ _RESULTS = {
 class Auditor:
     """Takes the context's samples one by one."""
 
-    def __init__(self, context: GatewayContext, send: SendProofs | None = None) -> None:
+    def __init__(self, context: GatewayContext, send: SendProofs) -> None:
         self._context = context
         self._recorder = PairRecorder(context, send)
 

@@ -17,8 +17,8 @@ import grpc
 from cleave.gateway.context import GatewayContext
 from cleave.router.instance import RoutedInstance
 from cleave.router.pair_proofs import PairResult
+from cleave.rpc.agent_discovery import AgentDiscovery
 from cleave.rpc.channel import dial
-from cleave.rpc.credentials import build_metadata
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ class PairRecorder:
     """One call at a time to each agent, in the background, with the newest result of each pair.
     Calls that fail are not repeated."""
 
-    def __init__(self, context: GatewayContext, send: SendProofs | None = None) -> None:
+    def __init__(self, context: GatewayContext, send: SendProofs) -> None:
         self._context = context
-        self._send = send or send_proofs
+        self._send = send
         self._source = secrets.token_hex(8)
         self._numbers = itertools.count(1)
         self._unsent: dict[str, dict[PairKey, PairResult]] = {}
@@ -98,9 +98,10 @@ class PairRecorder:
             log.info("agent %s does not take the result of a pair: %s", agent, error.details())
 
 
-async def send_proofs(agent: str, proofs: agent_pb2.PairProofs) -> None:
+async def send_proofs(agents: AgentDiscovery, agent: str, proofs: agent_pb2.PairProofs) -> None:
     """Send results to the decode side's agent. Raises AioRpcError."""
+    metadata = await agents.build_metadata(agent)
     async with dial(agent) as channel:
         await agent_pb2_grpc.AgentStub(channel).RecordPairs(
-            proofs, timeout=_RECORD_S, metadata=build_metadata()
+            proofs, timeout=_RECORD_S, metadata=metadata
         )

@@ -131,9 +131,9 @@ class Witness:
         self,
         context: GatewayContext,
         share: float,
+        send: SendProofs,
         *,
         period_s: float = PERIOD_S,
-        send: SendProofs | None = None,
         seed: int | None = None,
     ) -> None:
         """`share`: of each engine's time that canaries may take, above 0; `period_s`: least time

@@ -98,23 +98,19 @@ class WatchRequest(_message.Message):
 
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
     ROUTER_FIELD_NUMBER: _builtins.int
-    SENDS_ENGINE_KEY_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
     """0: 100 ms; 50 ms at least and a minute at most count"""
     router: _builtins.str
     """who follows, if it sends requests here; empty: it does not"""
-    sends_engine_key: _builtins.bool
-    """its requests have the engine's key; a router of an earlier version's do not"""
     def __init__(
         self,
         *,
         interval_ms: _builtins.int = ...,
         router: _builtins.str = ...,
-        sends_engine_key: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms", "router", b"router", "sends_engine_key", b"sends_engine_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -740,17 +736,12 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 class HealthRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SENDS_ENGINE_KEY_FIELD_NUMBER: _builtins.int
-    sends_engine_key: _builtins.bool
-    """as in WatchRequest; an agent of an earlier version looks for a peer"""
     def __init__(
         self,
-        *,
-        sends_engine_key: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sends_engine_key", b"sends_engine_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

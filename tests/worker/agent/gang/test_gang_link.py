@@ -14,7 +14,7 @@ from cleave.rpc.v1 import gang_pb2, gang_pb2_grpc
 from cleave_worker.agent.authentication import (
     AuthenticationInterceptor,
     Authenticator,
-    SharedToken,
+    TokenSignatures,
 )
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.gang.gang_link import (
@@ -163,9 +163,9 @@ async def test_all_ranks_drain_also_one_that_joins_later(
     [
         ("", "right", None),
         (KEY, "", None),
-        ("", "wrong", "the token is another one"),
-        ("wrong", "", "the token is another one"),
-        ("", "", "the call has no token"),
+        ("", "wrong", "signed with another token"),
+        ("wrong", "", "is not signed with a token file"),
+        ("", "", "the call is not signed"),
     ],
 )
 async def test_ranks_join_with_the_launchers_key_or_the_deployments_token(
@@ -181,7 +181,7 @@ async def test_ranks_join_with_the_launchers_key_or_the_deployments_token(
     if token:
         (tmp_path / "own").write_text(token)
         monkeypatch.setenv(TOKEN_ENV, str(tmp_path / "own"))
-    async with launcher(config.address, 1, SharedToken(tmp_path / "right")):
+    async with launcher(config.address, 1, TokenSignatures(tmp_path / "right", config.address)):
         member = join(0, gang_key=key)
         if fault is None:
             await start_together(member)

@@ -15,8 +15,15 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from cleave.rpc.agent_discovery import AgentSourceUnreachable, find_agent
 from cleave.rpc.channel import dial
-from cleave.rpc.credentials import METADATA_KEY, SCHEME, build_metadata
+from cleave.rpc.credentials import (
+    METADATA_KEY,
+    SCHEME,
+    AgentEndpoint,
+    Metadata,
+    find_credentials,
+)
 from cleave.rpc.v1 import gang_pb2, gang_pb2_grpc
 from cleave_worker.agent.authentication import AgentMethod, Authenticator
 from cleave_worker.agent.config import AgentConfig
@@ -45,6 +52,9 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 """Options of the server with the service `Gang`."""
+
+_SEARCH_S = 1.0
+"""Between two searches for a launcher whose pod is not listed yet."""
 
 _Context = grpc.aio.ServicerContext[gang_pb2.RankReport, gang_pb2.RankOrder]
 _Orders = asyncio.Queue[gang_pb2.RankOrder | None]
@@ -129,12 +139,15 @@ class GangMember:
     async def _receive_orders(self) -> None:
         launcher, seconds = self._config.gang, self._config.timing.start_timeout
         try:
-            async with dial(launcher, _CLIENT_OPTIONS) as channel:
+            async with asyncio.timeout(seconds):
+                found = await self._find_launcher()
+            async with dial(found.address, _CLIENT_OPTIONS) as channel:
                 async with asyncio.timeout(seconds):
                     await channel.channel_ready()
                 self._is_connected = True
                 stub = gang_pb2_grpc.GangStub(channel)
-                orders = stub.Join(self._list_reports(), metadata=self._build_metadata())
+                metadata = await self._build_metadata(found)
+                orders = stub.Join(self._list_reports(), metadata=metadata)
                 async for order in orders:
                     self._apply(order)
             self._fault = "the launcher of the data-parallel ranks has ended"
@@ -153,9 +166,20 @@ class GangMember:
         while True:
             yield await self._reports.get()
 
-    def _build_metadata(self) -> tuple[tuple[str, str], ...]:
+    async def _find_launcher(self) -> AgentEndpoint:
+        """Wait until it is known; the one that has started this agent always is."""
+        config = self._config
+        while not config.gang_key:
+            with contextlib.suppress(AgentSourceUnreachable):
+                return await find_agent(config.peers, config.gang)
+            await asyncio.sleep(_SEARCH_S)
+        return AgentEndpoint(config.gang)
+
+    async def _build_metadata(self, launcher: AgentEndpoint) -> Metadata:
         key = self._config.gang_key
-        return ((METADATA_KEY, f"{SCHEME}{key}"),) if key else build_metadata()
+        if key:
+            return ((METADATA_KEY, f"{SCHEME}{key}"),)
+        return await find_credentials().build_metadata(launcher)
 
     def _apply(self, order: gang_pb2.RankOrder) -> None:
         match Order(order.command):
@@ -190,10 +214,10 @@ class GangAuthenticator:
         self._key = key
         self._others = others
 
-    async def verify(self, token: str, method: AgentMethod) -> None:
+    async def verify(self, credential: str, method: AgentMethod) -> None:
         """Raises AuthenticationError, AccessDeniedError."""
-        if not hmac.compare_digest(token.encode(), self._key.encode()):
-            await self._others.verify(token, method)
+        if not hmac.compare_digest(credential.encode(), self._key.encode()):
+            await self._others.verify(credential, method)
 
 
 class GangServer(gang_pb2_grpc.GangServicer):
