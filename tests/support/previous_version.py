@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-COMMIT = "436a7136663470cd130a14ef6a1ae773e7a7c41a"
-"""The first one whose gateways send the tokens that its agents ask for, also in a cluster."""
+COMMIT = "5c8f5624f611e0cec11e67e0b3dc6dfbf17ddcfb"
+"""The first one whose gateways sign calls as its agents ask for."""
 VERSION = "0.1.0.dev0"
 """What it calls itself in tests, as it shares its number with the present version."""
 
