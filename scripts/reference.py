@@ -25,6 +25,16 @@ from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
 from cleave.gateway.app import openapi
+from cleave.gateway.http.engine_fields import (
+    ARGUMENT_RULES,
+    FIELD_RULES,
+    HEADER_RULES,
+    MEMBER_RULES,
+    READ_BY_GATEWAY,
+    VLLM_FIELDS,
+    FieldRule,
+    list_names,
+)
 from cleave.gateway.metrics import gateway_metrics, instance_metrics
 from cleave.gateway.metrics.gateway_families import list_families
 from cleave.perf.hardware.gpu import CATALOGUE, PRICE_SOURCE
@@ -180,12 +190,48 @@ def metrics() -> Lines:
     yield "(`proto/cleave/rpc/v1/agent.proto`: Registration, LoadReport)."
 
 
+def request_fields() -> Lines:
+    """The page of what the gateway does with what clients send."""
+    yield from ("# Fields of requests", "")
+    yield f"What vLLM {VLLM_FIELDS.version} reads from requests, and what the gateway does with it"
+    yield "(`cleave.gateway.http.engine_fields`). Fields that a path's table lacks are removed."
+    yield "A checked value passes within its limits; otherwise the request is refused (400)."
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for path, names in VLLM_FIELDS.paths.items():
+        shared.setdefault(names, []).append(f"`{path}`")
+    for names, paths in shared.items():
+        yield from ("", f"## {', '.join(paths)}", "")
+        yield from _describe_rules(FIELD_RULES, {*names, *READ_BY_GATEWAY})
+    for title, rules, names in (
+        ("Members of fields", MEMBER_RULES, VLLM_FIELDS.members),
+        ("Arguments in `vllm_xargs`", ARGUMENT_RULES, list_names(ARGUMENT_RULES)),
+        ("Header fields", HEADER_RULES, VLLM_FIELDS.headers),
+    ):
+        yield from ("", f"## {title}", "")
+        yield from _describe_rules(rules, set(names))
+    yield from ("", "Other arguments pass, if they are scalars or lists of scalars.")
+
+
+def _describe_rules(rules: Iterable[FieldRule], names: set[str]) -> Lines:
+    rows = [
+        (
+            ", ".join(f"`{name}`" for name in sorted(rule.names & names)),
+            rule.treatment.value,
+            rule.reason,
+        )
+        for rule in rules
+        if rule.names & names
+    ]
+    yield from _table(("names", "treatment", "why"), rows)
+
+
 PAGES: dict[str, Callable[[], Lines]] = {
     "resources": resources,
     "cluster": cluster,
     "cli": cli,
     "worker": worker,
     "metrics": metrics,
+    "request-fields": request_fields,
 }
 
 

@@ -143,7 +143,7 @@ def _say(role: str, size: int) -> dict[str, str]:
 
 def _parse(messages: list[dict[str, str]]) -> CompletionRequest:
     body = {"model": "m", "messages": messages, "max_tokens": 100, "stream": True}
-    return run_at_once(parse_completion(json.dumps(body).encode()))
+    return run_at_once(parse_completion(b"/v1/chat/completions", json.dumps(body).encode()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,12 +14,12 @@ from cleave.gateway.http.completion_request import (
 from cleave.time_slices import run_at_once
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    return run_at_once(completion_request.parse_completion(body))
+def parse_completion(path: bytes, body: bytes) -> CompletionRequest:
+    return run_at_once(completion_request.parse_completion(path, body))
 
 
-def parse_engine_request(body: bytes, fallback: str) -> CompletionRequest:
-    return run_at_once(completion_request.parse_engine_request(body, fallback))
+def parse_engine_request(path: bytes, body: bytes, fallback: str) -> CompletionRequest:
+    return run_at_once(completion_request.parse_engine_request(path, body, fallback))
 
 
 def encode(fields: Fields) -> bytes:

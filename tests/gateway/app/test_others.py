@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cleave.gateway.app.handlers import _OTHER_PATHS
+from cleave.gateway.http.engine_fields import TABLES
 
 HAND_OFF = {"kv_transfer_params": {"remote_engine_id": "x"}}
 
@@ -17,11 +18,13 @@ def answer(body: bytes, status: int = 200, kind: str = "application/json"):
 
 
 @pytest.mark.parametrize("path", sorted(_OTHER_PATHS))
-async def test_one_instance_answers_and_nothing_is_changed(pair, path: bytes) -> None:
+async def test_one_instance_answers_and_gets_what_engines_read(pair, path: bytes) -> None:
     body = b'{"data": [ 1.50 ], "usage": {"prompt_tokens": 4, "completion_tokens": null}}'
     pair.engines["d"].script = answer(body)
-    response_request = {"model": "m", "input": "hello", "max_output_tokens": 7}
-    response = await pair.ask(response_request | HAND_OFF, path.decode())
+    fields = {"input", "prompt", "query", "text_1", "tokens"} & TABLES[path].plain
+    response_request = {"model": "m", **dict.fromkeys(fields, "hello")}
+    unknown = {"request_id": "r", "store": True, "data_parallel_rank": 1}
+    response = await pair.ask(response_request | HAND_OFF | unknown, path.decode())
     assert (response.status, response.body) == (200, body)
     assert not pair.engines["p"].requests
     (request,) = pair.engines["d"].requests

@@ -288,7 +288,7 @@ async def test_tenants_share_no_prompts_and_suspects_are_refused_here_as_well(
     own = json.loads((await stage.proxy().ask(**known)).body)
     other = {"authorization": "Bearer secret-of-tenant-b"}
     assert own["cache_salt"] != json.loads((await stage.proxy().ask(**other)).body)["cache_salt"]
-    suspect = parse_completion(json.dumps(ASK).encode())
+    suspect = parse_completion(b"/v1/completions", json.dumps(ASK).encode())
     set_cache_salt(suspect, own["cache_salt"])
     stage.context.suspect_requests.add(b"/v1/completions", suspect, stage.context.clock())
     status, error = (await stage.proxy().ask(**known)).refused
@@ -454,7 +454,7 @@ async def test_an_error_is_no_proof_that_its_prompt_was_computed(
 ) -> None:
     stage = await make_picker_stage({"x": "mixed"}, policy=DispatchPolicy.PREFIX_AWARE)
     proxy = stage.proxy()
-    await proxy.ask({**ASK, "messages": [{"role": "user", "content": 2_000 * "word "}]})
+    await proxy.ask({**ASK, "prompt": 2_000 * "word "})
     in_flight = stage.context.router.registry.instances["x"].in_flight
     await proxy.answer(status, b'{"error": {}}')
     await stage.until_idle()

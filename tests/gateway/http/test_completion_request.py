@@ -9,8 +9,8 @@ import pytest
 from cleave.gateway.http import completion_request
 from cleave.gateway.http.completion_request import (
     MAX_FIELDS,
-    MAX_NESTED_BYTES,
     MAX_PROMPTS,
+    MAX_XARGS_BYTES,
     CompletionRequest,
     encode_fields,
     get_cache_salt,
@@ -35,16 +35,30 @@ from tests.support.completions import (
 MAX_STEP_S = 0.005
 """What may block the event loop, in CPU time."""
 
+CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
+
+
+def get_path(body: bytes) -> bytes:
+    return CHAT if b'"messages"' in body else COMPLETIONS
+
+
+def parse(body: bytes):
+    return parse_completion(get_path(body), body)
+
+
+def chat(**fields: object):
+    return parse(json.dumps({"model": "m", "messages": [], **fields}).encode())
+
 
 def read(**fields: object):
-    return parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+    return parse(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
-def test_unknown_fields_and_values_reach_the_engine_byte_for_byte() -> None:
-    body = b'{"model":"m", "prompt":"h\\u0069", "future":{"a" : [1.50, 1e3, -0]}}'
-    whole = build_colocated_body(parse_completion(body))
+def test_values_reach_the_engine_byte_for_byte() -> None:
+    body = b'{"model":"m", "prompt":"h\\u0069", "logit_bias":{"1" : 1.50, "2":1e3, "3":-0}}'
+    whole = build_colocated_body(parse(body))
     assert b'"prompt":"h\\u0069"' in whole
-    assert b'"future":{"a" : [1.50, 1e3, -0]}' in whole
+    assert b'"logit_bias":{"1" : 1.50, "2":1e3, "3":-0}' in whole
 
 
 def test_prefill_computes_one_token_and_keeps_its_kv() -> None:
@@ -69,7 +83,7 @@ def test_prefill_computes_one_token_and_keeps_its_kv() -> None:
 
 
 def test_prefill_overrides_the_newer_name_of_the_limit_too() -> None:
-    prefill = json.loads(build_prefill_body(read(max_completion_tokens=50)))
+    prefill = json.loads(build_prefill_body(chat(max_completion_tokens=50)))
     assert (prefill["max_tokens"], prefill["max_completion_tokens"]) == (1, 1)
 
 
@@ -95,12 +109,61 @@ def test_decode_is_the_original_plus_exactly_the_hand_off() -> None:
     ],
 )
 def test_no_client_can_bring_a_hand_off(smuggled: bytes) -> None:
-    completion = parse_completion(b'{"model":"m","prompt":"hi",' + smuggled + b"}")
+    completion = parse(b'{"model":"m","prompt":"hi",' + smuggled + b"}")
     whole = build_colocated_body(completion)
     assert b"remote_engine_id" not in whole
     assert b"params" not in whole
     decoded = json.loads(build_prefill_body(completion))
     assert decoded["kv_transfer_params"]["remote_engine_id"] is None
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        b'"vllm_xargs":{"x":NaN,"kv_transfer_params":0}',
+        b'"vllm_xargs":{"x":-Infinity,"kv_transfer_params":0}',
+        b'"vllm_xargs":{"x":"\\ud800","kv_transfer_params":0}',
+        b'"vllm_xargs":{"x\xed\xa0\x80":1,"kv_transfer_params":0}',
+        b'"vllm_xargs":{"x":1e999,"kv_transfer_params":0}',
+        b'"vllm_xargs":{"x":{},"kv_transfer_params":0}',
+        b'"vllm_xargs":{"x":null,"kv_transfer_params":0}',
+        b'"vllm_xargs":{"x":1,"kv_transfer_params":{}}',
+        b'"vllm_xargs":["kv_transfer_params"]',
+        b'"temperature":NaN',
+        b'"stop":["\\udc00"]',
+        b'"stop":["\\ud83d","\\ude00"]',
+        b'"stop":["\xed\xa0\x80"]',
+        b'"stop":["\xff"]',
+        b'"logit_bias":{"1":Infinity}',
+        b'"stop":["a",NaN]',
+        b'"future":NaN',
+    ],
+)
+def test_what_only_the_parser_of_engines_takes_is_refused(fault: bytes, size: int) -> None:
+    for after in (b"", b"\n"):
+        body = b'{"model":"m",%b%b,"prompt":"%b"}' % (fault, after, b"p" * size)
+        with pytest.raises(GatewayError) as refused:
+            parse(body)
+        assert refused.value.status == 400
+        # As the prompt of a chat.
+        with pytest.raises(GatewayError):
+            parse(body.replace(b'"prompt":', b'"messages":'))
+
+
+@pytest.mark.parametrize("name", ["ec_transfer_params", "kv_cache_report_mode", TPOT_KEY])
+@pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "large"])
+def test_no_client_sets_what_engines_do_with_kv(name: str, size: int) -> None:
+    fields = {"model": "m", "prompt": "p" * size, name: 0, "vllm_xargs": {name: 0, "a": [1, "x"]}}
+    body = json.dumps(fields).encode()
+    sent = json.loads(build_colocated_body(parse(body)))
+    assert sent == {"model": "m", "prompt": "p" * size, "vllm_xargs": {"a": [1, "x"]}}
+
+
+def test_a_short_list_of_prompts_in_a_large_body_that_is_malformed_is_refused() -> None:
+    body = b'{"model":"m","prompt":["a" 1],"user":"%b"}' % (b"u" * MIB)
+    with pytest.raises(GatewayError, match="prompt: JSON is malformed"):
+        parse(body)
 
 
 def test_other_engine_arguments_pass() -> None:
@@ -132,14 +195,15 @@ def test_no_client_sets_its_own_targets() -> None:
     assert json.loads(build_colocated_body(completion))["vllm_xargs"] == {}
 
 
-@pytest.mark.parametrize("given", [7, "text", [1]])
-def test_arguments_that_are_no_object_are_the_engines_to_refuse(given) -> None:
-    completion = set_targets(read(vllm_xargs=given), 1.0, 1.0)
-    assert json.loads(build_colocated_body(completion))["vllm_xargs"] == given
+@pytest.mark.parametrize("given", [7, "text", [1], {"a": None}, {"a": {}}, {"a": [[]]}], ids=str)
+def test_arguments_that_no_engine_takes_are_refused(given) -> None:
+    with pytest.raises(GatewayError, match="vllm_xargs: Expected") as refused:
+        read(vllm_xargs=given)
+    assert (refused.value.status, refused.value.param) == (400, "vllm_xargs")
 
 
 def test_of_equal_keys_the_last_one_counts_and_is_the_only_one_sent() -> None:
-    completion = parse_completion(b'{"model":"a","model":"m","prompt":"hi"}')
+    completion = parse(b'{"model":"a","model":"m","prompt":"hi"}')
     assert completion.model == "m"
     assert build_colocated_body(completion).count(b'"model"') == 1
 
@@ -148,11 +212,8 @@ def test_of_equal_keys_the_last_one_counts_and_is_the_only_one_sent() -> None:
     "fields",
     [
         {"n": 2},
-        {"best_of": 3},
         {"echo": True, "logprobs": 1},
         {"prompt_logprobs": 0},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"use_beam_search": True},
         {"prompt": ["a", "b"]},
         {"prompt": [[1, 2], [3]]},
@@ -172,12 +233,18 @@ def test_what_cannot_be_split_is_recognised(fields: dict) -> None:
 
 
 @pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str
+)
+def test_a_forced_call_of_a_tool_cannot_be_split(choice: object) -> None:
+    assert not chat(tool_choice=choice).can_disaggregate
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {},
         {"n": 1},
         {"n": None},
-        {"best_of": 1},
         {"echo": True},
         {"logprobs": 3},
         {"prompt_logprobs": None},
@@ -213,13 +280,13 @@ def test_prompt_tokens_are_estimated(prompt: object, tokens: int) -> None:
 
 def test_prompt_tokens_of_a_chat_are_estimated_from_its_messages() -> None:
     messages = [{"role": "user", "content": "x" * 4_000}]
-    completion = parse_completion(json.dumps({"model": "m", "messages": messages}).encode())
+    completion = parse(json.dumps({"model": "m", "messages": messages}).encode())
     assert completion.prompt_tokens == pytest.approx(1_000, abs=20)
 
 
 def test_the_limit_is_read_from_either_name() -> None:
     assert read(max_tokens=5).output_tokens == 5
-    assert read(max_completion_tokens=6).output_tokens == 6
+    assert chat(max_completion_tokens=6).output_tokens == 6
     assert read().output_tokens == 0
 
 
@@ -246,7 +313,7 @@ def test_the_limit_is_read_from_either_name() -> None:
 )
 def test_what_is_no_request_is_refused_with_the_field_at_fault(body: bytes, param) -> None:
     with pytest.raises(GatewayError) as refused:
-        parse_completion(body)
+        parse(body)
     assert refused.value.status == 400
     assert refused.value.param == param
 
@@ -289,8 +356,8 @@ HOSTILE = {
 def test_no_step_of_reading_a_body_takes_long(name: str) -> None:
     body = HOSTILE[name]
     for read_it in (
-        lambda: completion_request.parse_completion(body),
-        lambda: completion_request.parse_engine_request(body, "m"),
+        lambda: completion_request.parse_completion(get_path(body), body),
+        lambda: completion_request.parse_engine_request(b"/tokenize", body, "m"),
     ):
         # The least of three times, as the machine may interrupt any.
         longest = [measure_longest_step(read_it()) for _ in range(3)]
@@ -311,26 +378,19 @@ def measure_longest_step(steps: Steps[CompletionRequest]) -> float:
 @pytest.mark.parametrize("size", [0, MIB])
 @pytest.mark.parametrize("count", [MAX_FIELDS, MAX_FIELDS + 1])
 def test_a_request_has_a_bounded_number_of_fields(count: int, size: int) -> None:
-    fields = {f"k{number}": 1 for number in range(count - 2)} | {"model": "m", "prompt": "a" * size}
-    body = json.dumps(fields).encode()
+    request = {"model": "m", "prompt": "a" * size}
+    body = json.dumps({f"k{number}": 1 for number in range(count - 2)} | request).encode()
     if count == MAX_FIELDS:
-        assert json.loads(build_colocated_body(parse_completion(body))) == fields
+        assert json.loads(build_colocated_body(parse(body))) == request
         return
     with pytest.raises(GatewayError, match="the body has more than 1024 fields"):
-        parse_completion(body)
-
-
-def test_so_have_arguments_of_the_engine() -> None:
-    assert read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS)})
-    with pytest.raises(GatewayError, match="vllm_xargs has more than 1024 fields") as refused:
-        read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS + 1)})
-    assert refused.value.param == "vllm_xargs"
+        parse(body)
 
 
 def test_arguments_of_the_engine_have_a_bounded_length() -> None:
-    assert read(vllm_xargs={"k": "a" * (MAX_NESTED_BYTES - 100)})
-    with pytest.raises(GatewayError, match="vllm_xargs is longer than 262144 bytes"):
-        read(vllm_xargs={"k": "a" * MAX_NESTED_BYTES})
+    assert read(vllm_xargs={"k": "a" * (MAX_XARGS_BYTES - 100)})
+    with pytest.raises(GatewayError, match="vllm_xargs is longer than 16384 bytes"):
+        read(vllm_xargs={"k": "a" * MAX_XARGS_BYTES})
 
 
 FACTS = (
@@ -361,15 +421,17 @@ def test_a_large_body_is_read_alike_in_slices_and_at_once(
     fields: dict[str, object], monkeypatch
 ) -> None:
     body = json.dumps({"model": "m", **fields}).encode()
-    steps = sum(1 for _ in completion_request.parse_completion(body))
+    steps = sum(1 for _ in completion_request.parse_completion(get_path(body), body))
     assert steps >= len(body) // SLICE_BYTES
-    in_slices, other = parse_completion(body), parse_engine_request(body, "m")
+    in_slices, other = parse(body), parse_engine_request(b"/tokenize", body, "m")
     monkeypatch.setattr(completion_request, "MIN_BYTES", len(body))
-    at_once = parse_completion(body)
+    at_once = parse(body)
     assert build_colocated_body(in_slices) == build_colocated_body(at_once)
     for name in FACTS:
         assert getattr(in_slices, name) == getattr(at_once, name), name
-    assert build_colocated_body(other) == build_colocated_body(parse_engine_request(body, "m"))
+    assert build_colocated_body(other) == build_colocated_body(
+        parse_engine_request(b"/tokenize", body, "m")
+    )
 
 
 @pytest.mark.interpreted
@@ -379,7 +441,7 @@ def test_a_hostile_body_is_refused_alike_in_slices_and_at_once(name: str, monkey
 
     def read_outcome() -> tuple[int, str | None] | None:
         try:
-            parse_completion(body)
+            parse(body)
         except GatewayError as error:
             return error.status, error.param
         return None
@@ -392,7 +454,7 @@ def test_a_hostile_body_is_refused_alike_in_slices_and_at_once(name: str, monkey
 @pytest.mark.parametrize("size", [10, 20_000])
 def test_large_values_reach_engines_from_where_they_lie(size: int) -> None:
     fields = {"model": "m", "prompt": "a" * size, "suffix": "b" * size, "n": 1}
-    completion = parse_completion(json.dumps(fields).encode())
+    completion = parse(json.dumps(fields).encode())
     pieces = encode_fields(completion.fields)
     assert json.loads(b"".join(pieces)) == fields
     assert sum(isinstance(each, memoryview) for each in pieces) == (2 if size > 10 else 0)
@@ -416,7 +478,7 @@ def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
     # which, and there is none where functions are compiled.
     for depth in range(700, 1_001):
         try:
-            parse_completion(b'{"model":"m","prompt":[%b%b]}' % (b"[" * depth, b"]" * depth))
+            parse(b'{"model":"m","prompt":[%b%b]}' % (b"[" * depth, b"]" * depth))
         except GatewayError as error:
             said.add((error.status, error.param))
     assert (400, None) in said
@@ -426,13 +488,13 @@ def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
 @pytest.mark.parametrize("first", [b"1", b"-1"])
 def test_token_ids_are_one_prompt_however_they_are_written(first: bytes) -> None:
     body = b'{"model":"m","prompt":[' + b" " * 100 + first + b", 1" * 4_999 + b"]}"
-    assert parse_completion(body).prompt_tokens == 5_000
-    assert parse_completion(body).can_disaggregate
+    assert parse(body).prompt_tokens == 5_000
+    assert parse(body).can_disaggregate
 
 
 def test_long_values_tie_a_request_to_its_engine_and_pass_as_they_are() -> None:
     tools = [{"type": "function", "function": {"name": "f" * 2_000}}]
-    completion = read(stream=True, tools=tools, n="1" * 2_000)
+    completion = chat(stream=True, tools=tools, n="1" * 2_000)
     assert (completion.has_token_ids, completion.can_disaggregate) == (False, False)
     assert json.loads(build_colocated_body(completion))["tools"] == tools
 

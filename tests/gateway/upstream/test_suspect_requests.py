@@ -26,7 +26,7 @@ PATH = b"/v1/completions"
 
 
 def parse(prompt: str):
-    return parse_completion(b'{"model":"m","prompt":"%b"}' % prompt.encode())
+    return parse_completion(PATH, b'{"model":"m","prompt":"%b"}' % prompt.encode())
 
 
 @pytest.fixture

@@ -200,9 +200,9 @@ class GatewayRequestHandler:
             models = context.router.registry.models
             bases = [name for name, entry in models.items() if not entry.base]
             fallback = bases[0] if len(bases) == 1 else ""
-            completion = yield from parse_engine_request(request.body, fallback)
+            completion = yield from parse_engine_request(path, request.body, fallback)
         else:
-            completion = yield from parse_completion(request.body)
+            completion = yield from parse_completion(path, request.body)
         if tenant.min_request_priority is not None:
             raise_priority(completion, tenant.min_request_priority)
         session = request.headers.get(context.session_header)

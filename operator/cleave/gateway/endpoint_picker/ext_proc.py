@@ -5,7 +5,7 @@ The terms are those of the endpoint picker protocol of the Gateway API Inference
 dynamic metadata; the proxy may restrict which endpoints are allowed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from google.protobuf.struct_pb2 import Struct, Value
@@ -47,6 +47,11 @@ class ExtProcRequest:
     subset: frozenset[str] | None
     """Endpoints that are allowed; None: any."""
 
+    @property
+    def path(self) -> bytes:
+        """Without the query."""
+        return self.headers.get(":path", b"").partition(b"?")[0]
+
 
 def read_request(message: pb.ProcessingRequest) -> ExtProcRequest:
     """Parse the first message of a stream, which contains the request's headers."""
@@ -80,20 +85,23 @@ def read_served(message: pb.ProcessingRequest) -> str:
     return served[SERVED_KEY].string_value if SERVED_KEY in served else ""
 
 
-def build_endpoint_response(endpoint: str, headers: dict[str, str]) -> pb.ProcessingResponse:
-    """Response to the request's headers: the endpoint, and headers to set."""
+def build_endpoint_response(
+    endpoint: str, headers: dict[str, str], removed: Collection[str] = ()
+) -> pb.ProcessingResponse:
+    """Response to the request's headers: the endpoint, headers to set and headers to remove."""
     message = pb.ProcessingResponse()
-    _set_endpoint(message, message.request_headers.response, endpoint, headers)
+    _set_endpoint(message, message.request_headers.response, endpoint, headers, removed)
     return message
 
 
 def build_endpoint_response_with_body(
-    endpoint: str, headers: dict[str, str], body: bytes
+    endpoint: str, headers: dict[str, str], body: bytes, removed: Collection[str]
 ) -> pb.ProcessingResponse:
-    """Response to a buffered body: the endpoint, headers to set, and the body that replaces it."""
+    """Response to a buffered body: the endpoint, headers to set and to remove, and the body that
+    replaces it."""
     message = pb.ProcessingResponse()
-    response = message.request_body.response
-    _set_endpoint(message, response, endpoint, {**headers, "content-length": str(len(body))})
+    response, length = message.request_body.response, str(len(body))
+    _set_endpoint(message, response, endpoint, {**headers, "content-length": length}, removed)
     response.body_mutation.body = body
     return message
 
@@ -144,12 +152,17 @@ def build_immediate_response(error: GatewayError) -> pb.ProcessingResponse:
 
 
 def _set_endpoint(
-    reply: pb.ProcessingResponse, common: pb.CommonResponse, endpoint: str, headers: dict[str, str]
+    reply: pb.ProcessingResponse,
+    common: pb.CommonResponse,
+    endpoint: str,
+    headers: dict[str, str],
+    removed: Collection[str] = (),
 ) -> None:
     common.clear_route_cache = True
     _set_header(common.header_mutation, ENDPOINT_KEY, endpoint)
     for name, value in headers.items():
         _set_header(common.header_mutation, name, value)
+    common.header_mutation.remove_headers.extend(removed)
     reply.dynamic_metadata.CopyFrom(_METADATA)
     metadata = reply.dynamic_metadata.fields[NAMESPACE].struct_value
     metadata.fields[ENDPOINT_KEY].string_value = endpoint

@@ -31,6 +31,7 @@ from cleave.gateway.http.completion_request import (
     raise_priority,
     set_cache_salt,
 )
+from cleave.gateway.http.engine_fields import CLIENT_HEADERS
 from cleave.gateway.http.errors import (
     RECEIVE_LIMIT_REACHED,
     SUSPECT_REQUEST,
@@ -127,7 +128,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             not head.has_no_body
             and head.request_mode in (_DUPLEX, pb.BUFFERED)
             and head.headers.get(":method") == b"POST"
-            and head.headers.get(":path", b"").partition(b"?")[0] in RESUMABLE_PATHS
+            and head.path in RESUMABLE_PATHS
             and self._context.api_keys.accepts(head.headers.get("authorization"))
         )
 
@@ -152,7 +153,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             body = bytearray()
             for each in read:
                 body += each.request_body.body
-            completion = await run_in_slices(parse_completion(body))
+            completion = await run_in_slices(parse_completion(head.path, body))
         except GatewayError:
             self._context.metrics.requests["", "refused"] += 1
             raise
@@ -189,8 +190,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             raise_priority(completion, tenant.min_request_priority)
         if tenant.cache_salt:
             set_cache_salt(completion, tenant.cache_salt)
-        path = head.headers[":path"].partition(b"?")[0]
-        if context.suspect_requests.contains(path, completion):
+        if context.suspect_requests.contains(head.path, completion):
             context.metrics.requests[completion.model, "refused"] += 1
             raise SUSPECT_REQUEST
         if completion.has_token_ids and not completion.return_token_ids:
@@ -229,10 +229,12 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     ) -> list[pb.ProcessingResponse]:
         """The messages that make the proxy send the request."""
         # A new id for each attempt, because engines mix up requests with equal ids.
-        headers = {"x-request-id": self._context.make_request_id().decode(), **key}
+        request_id = self._context.make_request_id().decode()
+        headers = {"content-type": "application/json", "x-request-id": request_id, **key}
+        removed = [name for name in CLIENT_HEADERS if name in head.headers]
         if head.request_mode != _DUPLEX:
-            return [ext_proc.build_endpoint_response_with_body(endpoint, headers, body)]
-        responses = [ext_proc.build_endpoint_response(endpoint, headers)]
+            return [ext_proc.build_endpoint_response_with_body(endpoint, headers, body, removed)]
+        responses = [ext_proc.build_endpoint_response(endpoint, headers, removed)]
         responses += ext_proc.stream_request_body(body, not trailers)
         if trailers:
             responses.append(ext_proc.CONTINUE_REQUEST_TRAILERS)

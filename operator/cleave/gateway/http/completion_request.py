@@ -1,10 +1,12 @@
 """Parses completion requests and builds the bodies for engines. Pure.
 
-Used by the handlers and the proxied requests. Only top-level keys are decoded; values stay the
-client's bytes, so that fields unknown to this project reach the engine unchanged. What is hard:
-bodies for engines are always encoded from the decoded keys, never copied from the client's bytes,
-because a duplicate or escaped key (`kv_transf\\u0065r_params`) would smuggle a KV reference past a
-search for the name. And parsing blocks the event loop, so any body must cost only a few scans.
+Used by the handlers and the proxied requests. Only top-level keys are decoded, and of these engines
+get what `engine_fields` lets pass; most values stay the client's bytes. What is hard: no parser may
+find a member here that this one does not, as it could be a KV reference. So bodies for engines are
+always encoded from the decoded keys, never copied from the client's bytes (a duplicate or escaped
+key, `kv_transf\\u0065r_params`, would pass a search for the name), `vllm_xargs` is written again
+from decoded values, and what is not strict JSON in UTF-8 is refused, because vLLM's parser takes
+more. And parsing blocks the event loop, so any body must cost only a few scans.
 """
 
 import hashlib
@@ -14,6 +16,14 @@ import msgspec
 
 from cleave.gateway.http import bounded_json
 from cleave.gateway.http.bounded_json import TooManyMembersError
+from cleave.gateway.http.engine_fields import (
+    MEDIA_KEY_BYTES,
+    RESERVED_ARGUMENTS,
+    TABLES,
+    decode_arguments,
+    find_media_key,
+    has_medium_name,
+)
 from cleave.gateway.http.errors import GatewayError, build_bad_request
 from cleave.gateway.http.large_json import (
     MAX_SPACE_BYTES,
@@ -41,13 +51,15 @@ KV_PARAMS_KEY = "kv_transfer_params"
 XARGS_KEY = "vllm_xargs"
 
 MAX_FIELDS = 1_024
-"""Limit of the fields of a request, and of those of its `vllm_xargs`."""
+"""Limit of the fields of a request."""
 MAX_PROMPTS = 1_024
 """Limit of the prompts of one request."""
 MAX_MODEL_BYTES = 4_096
 """Limit of a model's name as JSON; error messages quote unknown names."""
-MAX_NESTED_BYTES = 256 << 10
-"""Limit of `vllm_xargs`, whose first level is decoded too."""
+MAX_XARGS_BYTES = 16 << 10
+"""Limit of `vllm_xargs`, all of which is decoded."""
+_SEARCH_BYTES = 32 << 10
+"""Searched at a time for a member that is refused, in at most 0.2 ms."""
 _LARGE_BYTES = 16 << 10
 """Smaller bodies are decoded before their fields are counted: at most 3,300 fields, 1 ms."""
 MAX_COPIED_BYTES = 16 << 10
@@ -72,22 +84,19 @@ KV_REQUEST_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-_RESERVED_XARGS = frozenset((KV_PARAMS_KEY, TTFT_KEY, TPOT_KEY))
 _TTFT, _TPOT = f'"{TTFT_KEY}":'.encode(), f'"{TPOT_KEY}":'.encode()
 RETURN_IDS_KEY = "return_token_ids"
 _NON_PREFILL_FIELDS = ("stream_options", "min_tokens", RETURN_IDS_KEY)
 _COLOCATING_FIELDS = frozenset((
-    "n", "best_of", "echo", "prompt_logprobs", "tool_choice", "use_beam_search", "stream_options",
+    "n", "echo", "prompt_logprobs", "tool_choice", "use_beam_search", "stream_options",
     "min_tokens",
 ))  # fmt: skip
 """Fields of which some values rule out a split; most requests have none of them."""
 _STATEFUL_FIELDS = frozenset((
-    "bad_words", "frequency_penalty", "function_call", "functions", "guided_choice",
-    "guided_decoding", "guided_grammar", "guided_json", "guided_regex", "include_reasoning",
-    "logprob_token_ids", "logprobs", "logits_processors", "presence_penalty", "prompt_embeds",
-    "repetition_detection", "response_format", "return_tokens_as_token_ids", "seed", "stop",
-    "structured_outputs", "suffix", "thinking_token_budget", "tools", "top_logprobs", "vllm_xargs",
-    "watermarking", RETURN_IDS_KEY,
+    "bad_words", "frequency_penalty", "include_reasoning", "logprob_token_ids", "logprobs",
+    "presence_penalty", "prompt_embeds", "repetition_detection", "response_format",
+    "return_tokens_as_token_ids", "seed", "stop", "structured_outputs", "suffix",
+    "thinking_token_budget", "tools", "top_logprobs", "vllm_xargs", "watermarking", RETURN_IDS_KEY,
 ))  # fmt: skip
 """Fields of which some values tie a response to the engine that began it."""
 _SPECIAL_FIELDS = _COLOCATING_FIELDS | _STATEFUL_FIELDS
@@ -161,10 +170,11 @@ def get_cache_salt(completion: CompletionRequest) -> bytes:
     return bytes(fields["cache_salt"]) if "cache_salt" in fields else b""
 
 
-def parse_completion(body: Body) -> Steps[CompletionRequest]:
+def parse_completion(path: bytes, body: Body) -> Steps[CompletionRequest]:
     """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400)."""
     # Each generator costs as much as several calls: small requests get by with this one.
     fields = decode_fields(body) if len(body) <= MIN_BYTES else (yield from scan_fields(body))
+    _admit_fields(path, fields)
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
     prompts, prompt_tokens = _measure_short(fields) or (yield from _measure_prompt(fields))
@@ -200,10 +210,14 @@ def set_cache_salt(completion: CompletionRequest, tenant_salt: str) -> None:
     fields["cache_salt"] = msgspec.Raw(b'"%b"' % salt.encode())
 
 
-def parse_engine_request(body: Body, fallback: str) -> Steps[CompletionRequest]:
+def parse_engine_request(path: bytes, body: Body, fallback: str) -> Steps[CompletionRequest]:
     """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
     `fallback`: model of a request that names none, as /tokenize allows; empty: none."""
     fields = decode_fields(body) if len(body) <= MIN_BYTES else (yield from scan_fields(body))
+    _admit_fields(path, fields)
+    for name in TABLES[path].prompts:
+        if name in fields:
+            yield from _inspect_prompt(name, fields[name])
     if fallback:
         fields.setdefault("model", msgspec.Raw(_encode(fallback)))
     tokens = 0
@@ -229,13 +243,8 @@ def set_targets(
     completion: CompletionRequest, ttft_left_ms: float | None, tpot_ms: float
 ) -> CompletionRequest:
     """The request with its latency targets for engines (`policy.request_targets`), None: it has its
-    first token; as it is, if its `vllm_xargs` are not an object, which engines refuse."""
-    given = bytes(completion.fields.get(XARGS_KEY, b"{}")).strip()
-    if given == b"null":
-        given = b"{}"
-    if not given.startswith(b"{"):
-        return completion
-    before = given[:-1].rstrip()
+    first token."""
+    before = bytes(completion.fields.get(XARGS_KEY, b"{}"))[:-1]
     comma = b"" if before == b"{" else b","
     ttft = b"%b%.3f," % (_TTFT, ttft_left_ms) if ttft_left_ms is not None else b""
     raw = b"%b%b%b%b%.3f}" % (before, comma, ttft, _TPOT, tpot_ms)
@@ -306,9 +315,11 @@ def build_decode_fields(completion: CompletionRequest, handoff: msgspec.Raw) -> 
 
 
 def decode_fields(body: Body) -> Fields:
-    """The fields of a body of at most MIN_BYTES, without KV references and targets, which only
-    gateways may send. Raises GatewayError (400)."""
+    """The fields of a body of at most MIN_BYTES, as sent. Raises GatewayError (400)."""
     try:
+        if not body.isascii():
+            # msgspec decodes the keys only.
+            body.decode()
         if len(body) > _LARGE_BYTES:
             fields = bounded_json.decode_bounded_object(body, MAX_FIELDS)
         else:
@@ -317,30 +328,48 @@ def decode_fields(body: Body) -> Fields:
         raise _build_field_error(_TOO_MANY_FIELDS) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise build_bad_request(f"the body is not a JSON object: {error}") from None
-    return _check_fields(fields)
+    if len(fields) > MAX_FIELDS:
+        raise _build_field_error(_TOO_MANY_FIELDS)
+    return fields
 
 
 def scan_fields(body: Body) -> Steps[Fields]:
     """The same of a larger body."""
     try:
-        fields = yield from scan_members(body, MAX_FIELDS)
+        return (yield from scan_members(body, MAX_FIELDS))
     except TooManyMembersError:
         raise _build_field_error(_TOO_MANY_FIELDS) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise build_bad_request(f"the body is not a JSON object: {error}") from None
-    return _check_fields(fields)
 
 
-def _check_fields(fields: Fields) -> Fields:
-    if len(fields) > MAX_FIELDS:
-        raise _build_field_error(_TOO_MANY_FIELDS)
-    fields.pop(KV_PARAMS_KEY, None)
+def _admit_fields(path: bytes, fields: Fields) -> None:
+    """Remove and check fields by the rules for this path. Raises GatewayError (400)."""
+    table = TABLES[path]
+    if fields.keys() <= table.plain:
+        return
+    for name in fields.keys() - table.plain - table.checked:
+        del fields[name]
     if XARGS_KEY in fields:
-        _drop_reserved_xargs(fields)
+        _rewrite_xargs(fields)
     if "cache_salt" in fields and len(fields["cache_salt"]) > MAX_SALT_BYTES:
         message = f"cache_salt is longer than {MAX_SALT_BYTES} bytes: send a hash of it"
         raise build_bad_request(message, param="cache_salt")
-    return fields
+
+
+def _inspect_prompt(name: str, prompt: msgspec.Raw) -> Steps[None]:
+    """Refuse a field whose media have the member that engines take for a hash. Raises GatewayError
+    (400)."""
+    text = memoryview(prompt)
+    for start in range(0, len(text), _SEARCH_BYTES):
+        if find_media_key(text[start : start + _SEARCH_BYTES + MEDIA_KEY_BYTES]):
+            raise _build_media_error(name)
+        yield
+
+
+def _build_media_error(name: str) -> GatewayError:
+    message = f"{name} names a medium by `uuid`: leave it out, engines recognise media by content"
+    return build_bad_request(message, param=name)
 
 
 def _read_model(fields: Fields) -> str:
@@ -382,18 +411,22 @@ def _read_output_limit(fields: Fields) -> int | None:
 
 def _measure_short(fields: Fields) -> tuple[int, int] | None:
     """As `_measure_prompt`; None: the prompt is long, or a list."""
-    raw = fields.get("messages") or fields.get("prompt")
+    messages = fields.get("messages")
+    raw = messages or fields.get("prompt")
     if raw is None:
         return 1, 1
-    if len(raw) > SHORT_BYTES or ("messages" not in fields and _is_list(raw)):
+    if len(raw) > SHORT_BYTES or (messages is None and _is_list(raw)):
         return None
+    if messages is not None and has_medium_name(bytes(messages)):
+        raise _build_media_error("messages")
     return 1, estimate_short(raw)
 
 
 def _measure_prompt(fields: Fields) -> Steps[tuple[int, int]]:
-    """(number of prompts, estimated tokens of all of them)."""
+    """(number of prompts, estimated tokens of all of them). Raises GatewayError (400)."""
     raw = fields.get("messages")
     if raw is not None:
+        yield from _inspect_prompt("messages", raw)
         return 1, (yield from estimate_tokens(raw))
     raw = fields["prompt"]
     if _is_list_of_prompts(raw):
@@ -427,6 +460,9 @@ def _measure_prompts(raw: msgspec.Raw) -> Steps[tuple[int, int]]:
         raise _build_field_error(_TOO_MANY_PROMPTS) from None
     except RecursionError:
         raise build_bad_request("prompt is nested too deeply", param="prompt") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        # Of a large body, whose values are only delimited.
+        raise build_bad_request(f"prompt: {error}", param="prompt") from None
     tokens = 1
     for prompt in prompts:
         yield
@@ -439,7 +475,6 @@ def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
     min_tokens = values.get("min_tokens") or 0
     return (
         values.get("n") in (None, 1)
-        and values.get("best_of") in (None, 1)
         and not (values.get("echo") and "logprobs" in fields)
         and values.get("prompt_logprobs") is None
         and values.get("tool_choice") in (None, "none", "auto")
@@ -457,7 +492,7 @@ def _depends_on_engine_state(fields: Fields) -> bool:
     values = {key: decode_value(fields[key]) for key in _SPECIAL_FIELDS.intersection(fields)}
     for key in ("stream_options", "min_tokens"):
         values.pop(key, None)
-    has_choices = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)
+    has_choices = values.pop("n", 1) not in (None, 1)
     if values.pop("tool_choice", None) == "none":
         values.pop("tools", None)
     if values.pop("include_reasoning", True) is not True:
@@ -474,22 +509,20 @@ def _depends_on_engine_state(fields: Fields) -> bool:
     )
 
 
-def _drop_reserved_xargs(fields: Fields) -> None:
-    """Remove what only gateways may send from `vllm_xargs`: vLLM copies it into `extra_args`, where
-    it would act. Raises GatewayError (400)."""
-    key = XARGS_KEY
-    if len(fields[key]) > MAX_NESTED_BYTES:
-        raise build_bad_request(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
+def _rewrite_xargs(fields: Fields) -> None:
+    """Write `vllm_xargs` again, without what only gateways may send: vLLM and its plug-ins act on
+    it. Raises GatewayError (400)."""
+    raw = fields.pop(XARGS_KEY)
+    if len(raw) > MAX_XARGS_BYTES:
+        message = f"{XARGS_KEY} is longer than {MAX_XARGS_BYTES} bytes"
+        raise build_bad_request(message, param=XARGS_KEY)
     try:
-        inner = bounded_json.decode_bounded_object(fields[key], MAX_FIELDS)
-    except TooManyMembersError:
-        raise _build_field_error((f"{key} has more than {MAX_FIELDS} fields", key)) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return
-    if reserved := _RESERVED_XARGS.intersection(inner):
-        for each in reserved:
-            del inner[each]
-        fields[key] = msgspec.Raw(_encode(inner))
+        arguments = decode_arguments(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise build_bad_request(f"{XARGS_KEY}: {error}", param=XARGS_KEY) from None
+    if arguments is not None:
+        kept = {key: value for key, value in arguments.items() if key not in RESERVED_ARGUMENTS}
+        fields[XARGS_KEY] = msgspec.Raw(_encode(kept))
 
 
 def _build_field_error(error: tuple[str, str | None]) -> GatewayError:

@@ -5,10 +5,12 @@ Used for JSON above `MIN_BYTES`, in time slices between other clients' requests.
 could serve requests. All slices together take two to four times as long, which only delays the
 sender of the body.
 
-What is hard: values are delimited, not validated. For valid JSON the members are those that every
+What is hard: values are delimited, not parsed. For valid JSON the members are those that every
 parser finds: unescaped quotes delimit strings, and brackets outside strings nest. For invalid JSON
-they may be anything, but the engine rejects the request, because its parser is strict and it
-receives every value. Keys and short values are decoded by msgspec afterwards.
+they may be anything, but the engine rejects the request, because it receives every value and its
+parser, Python's, is strict but for three things, which are refused here: `NaN` and `Infinity`,
+surrogates in UTF-8, and escapes of surrogates that are no pair. Keys and short values are decoded
+by msgspec afterwards.
 
 A slice is an array of bytes, and each step is an operation on all of it:
 1. A quote counts unless an odd number of backslashes precedes it.
@@ -17,6 +19,7 @@ A slice is an array of bytes, and each step is an operation on all of it:
 A slice inside one string, as of a picture, needs none of this.
 """
 
+import codecs
 from typing import Final
 
 import msgspec
@@ -35,13 +38,24 @@ MAX_DEPTH: Final = 1_000
 MAX_SPACE_BYTES: Final = 1_024
 """Limit of the white space before a value or a key, which is skipped at the end, in one go."""
 _SPACE = b" \t\n\r"
-_OTHER, _OPEN, _CLOSE, _COMMA, _COLON = range(5)
+_OTHER, _OPEN, _CLOSE, _COMMA, _COLON, _WORD = range(6)
+"""_WORD: a character of NaN or Infinity that no other word or number has."""
 _KINDS = np.zeros(256, np.int8)
-for _characters, _kind in ((b"[{", _OPEN), (b"]}", _CLOSE), (b",", _COMMA), (b":", _COLON)):
+for _characters, _kind in (
+    *((b"[{", _OPEN), (b"]}", _CLOSE), (b",", _COMMA), (b":", _COLON), (b"NI", _WORD)),
+):
     _KINDS[list(_characters)] = _kind
-_DEPTH_CHANGES = np.array([0, 1, -1, 0, 0], np.int32)
-_QUOTE, _BACKSLASH = b'"\\'
+_DEPTH_CHANGES = np.array([0, 1, -1, 0, 0, 0], np.int32)
+_HIGH, _LOW = 1, 2
+_SURROGATES = np.zeros(256, np.int8)
+"""By the third character of `\\uD8..`: whether it begins a pair of surrogates, or ends one."""
+for _characters, _kind in ((b"89abAB", _HIGH), (b"cdefCDEF", _LOW)):
+    _SURROGATES[list(_characters)] = _kind
+_PAIR_BYTES = 6
+"""From a surrogate's escape to that of its other half."""
+_QUOTE, _BACKSLASH, _U, _D = b'"\\ud'
 _decode_key = msgspec.json.Decoder(str).decode
+_make_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class MemberScanner:
@@ -58,6 +72,9 @@ class MemberScanner:
         """1: the next slice begins inside a string."""
         self._escaped = False
         """The first byte of the next slice follows an odd number of backslashes."""
+        self._decoder = _make_decoder()
+        self._expected_half = -1
+        """Where the other half of a pair of surrogates must be; -1: none is due."""
         self._commas: list[int] = []
         self._colons: list[int] = []
         self._bounds: tuple[int, int] | None = None
@@ -65,27 +82,35 @@ class MemberScanner:
         self._start = -1
 
     def step(self) -> bool:
-        """Scan the next slice; True: it was the last one.
-        Raises TooManyMembersError, and msgspec.DecodeError if it is not a JSON object or list."""
+        """Scan the next slice; True: it was the last one. Raises TooManyMembersError, and
+        msgspec.DecodeError or UnicodeDecodeError if it is not a JSON object or list."""
         start = self._position
         data = self._bytes[start : start + SLICE_BYTES]
         if not data.size:
             raise msgspec.DecodeError("Input data was truncated")
-        if self._inside and not (data == _QUOTE).any():
-            self._escaped = _ends_escaped(data.tobytes(), self._escaped)
-            self._position = start + data.size
+        end = start + data.size
+        self._decoder.decode(self._text[start:end], end == self._bytes.size)
+        if self._is_within_string(data):
+            self._position = end
             return self._end()
         outside = self._find_outside(data)
         positions = np.flatnonzero(outside & (_KINDS[data] != _OTHER))
         kinds = _KINDS[data[positions]]
+        if kinds.size and kinds.max() == _WORD:
+            raise msgspec.DecodeError("NaN and Infinity are not JSON")
         depths = np.cumsum(_DEPTH_CHANGES[kinds], dtype=np.int32) + self._depth
         if positions.size:
             self._record(positions + start, kinds, depths)
             self._depth = int(depths[-1])
             if depths.max() > MAX_DEPTH:
                 raise msgspec.DecodeError(f"nested more than {MAX_DEPTH} deep")
-        self._position = start + data.size
+        self._position = end
         return self._end()
+
+    def _is_within_string(self, data: NDArray[np.uint8]) -> bool:
+        """Whether a slice is a part of a string without escapes, and begins with no part of one."""
+        is_plain = bool(self._inside) and not self._escaped and self._expected_half < 0
+        return is_plain and not ((data == _QUOTE) | (data == _BACKSLASH)).any()
 
     def _end(self) -> bool:
         """Whether that was the last slice."""
@@ -139,7 +164,7 @@ class MemberScanner:
         """Mask of the bytes outside strings; closing quotes are outside, opening ones inside."""
         quotes = data == _QUOTE
         slashes = data == _BACKSLASH
-        if self._escaped or slashes.any():
+        if self._escaped or self._expected_half >= 0 or slashes.any():
             # The number of backslashes before a byte: its distance from the last other byte.
             positions = np.arange(data.size, dtype=np.int32)
             others = np.maximum.accumulate(np.where(slashes, np.int32(-1), positions))
@@ -148,10 +173,30 @@ class MemberScanner:
             quotes[1:] &= (run[:-1] & 1) == 0
             quotes[0] &= not self._escaped
             self._escaped = bool(run[-1] & 1)
+            self._check_surrogates(slashes, run)
         inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ self._inside
         self._inside = inside[-1]
         outside: NDArray[np.bool_] = inside == 0
         return outside
+
+    def _check_surrogates(self, slashes: NDArray[np.bool_], run: NDArray[np.int32]) -> None:
+        """Check that each escape of a surrogate is half of a pair. `slashes`: this slice's
+        backslashes; `run`: how many end at each byte. Raises msgspec.DecodeError."""
+        start, size = self._position, slashes.size
+        data = self._bytes[start : start + size + 3]
+        size = max(0, min(size, data.size - 3))
+        escapes = slashes[:size] & (data[1 : size + 1] == _U)
+        escapes &= (data[2 : size + 2] | 0x20) == _D
+        found = np.flatnonzero(escapes)
+        found = found[(run[found] & 1) == 1]
+        halves = _SURROGATES[data[found + 3]]
+        expected = found[halves == _HIGH] + (start + _PAIR_BYTES)
+        if self._expected_half >= 0:
+            expected = np.concatenate(([self._expected_half], expected))
+        is_later = expected >= start + slashes.size
+        if not np.array_equal(found[halves == _LOW] + start, expected[~is_later]):
+            raise msgspec.DecodeError("invalid utf-16 surrogate pair")
+        self._expected_half = int(expected[-1]) if is_later.any() else -1
 
     def _record(
         self, positions: NDArray[np.int64], kinds: NDArray[np.int8], depths: NDArray[np.int32]
@@ -210,10 +255,3 @@ def scan_elements(text: msgspec.Raw, limit: int) -> Steps[list[msgspec.Raw]]:
     while not scanner.step():
         yield
     return scanner.list_elements()
-
-
-def _ends_escaped(data: bytes, was_escaped: bool) -> bool:
-    """Whether the byte after `data`, all of it inside a string, follows an odd number of
-    backslashes; `was_escaped`: whether its first byte does."""
-    run = len(data) - len(data.rstrip(b"\\"))
-    return bool(run & 1) ^ (was_escaped and run == len(data))

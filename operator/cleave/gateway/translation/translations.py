@@ -52,13 +52,13 @@ def _convert_responses(body: Body) -> Steps[Translation]:
 def _convert_count(body: Body) -> Steps[Translation]:
     fields = yield from read_request(body)
     body = msgspec.json.encode(convert_count_request(fields))
-    completion = yield from parse_engine_request(body, "")
+    completion = yield from parse_engine_request(TOKENIZE_PATH, body, "")
     return Translation(TOKENIZE_PATH, completion, TokenCountAnswer())
 
 
 def _build_chat(chat: Chat, answer: Answer) -> Steps[Translation]:
     # Parsed like a client's own request, so that the same rules hold.
-    completion = yield from parse_completion(msgspec.json.encode(chat))
+    completion = yield from parse_completion(CHAT_PATH, msgspec.json.encode(chat))
     return Translation(CHAT_PATH, completion, answer)
 
 

@@ -413,16 +413,20 @@ class HeaderMutation(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SET_HEADERS_FIELD_NUMBER: _builtins.int
+    REMOVE_HEADERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def set_headers(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderValueOption]: ...
+    @_builtins.property
+    def remove_headers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         set_headers: _abc.Iterable[Global___HeaderValueOption] | None = ...,
+        remove_headers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["set_headers", b"set_headers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remove_headers", b"remove_headers", "set_headers", b"set_headers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
