@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 TTFT_KEY = "cleave_ttft_left_ms"
 TPOT_KEY = "cleave_tpot_ms"
+_MAX_MS = 1e12
+"""What is not below counts as no target: callers other than gateways may send any number."""
 
 
 class RequestTargets(NamedTuple):
@@ -35,4 +37,6 @@ def read_targets(fields: Mapping[str, object] | None) -> RequestTargets:
 
 def _read_ms(fields: Mapping[str, object], key: str) -> float:
     value = fields.get(key)
-    return float(value) if isinstance(value, int | float) else math.inf
+    if isinstance(value, int | float) and abs(value) < _MAX_MS:
+        return float(value)
+    return math.inf

@@ -6,6 +6,7 @@ vLLM's API server does: `json.loads` of the body, then the request class of the 
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -96,7 +97,7 @@ def check(path: bytes, body: bytes, read_it: Callable[[bytes, bytes], Outcome]) 
     table = TABLES[engine_path]
     seen = read_as_engine(build_colocated_body(completion))
     if seen is None:
-        assert read_it is read_in_slices or is_long_number(body), "it was read to its end"
+        assert read_it is read_in_slices or has_long_number(body), "it was read to its end"
         return None
     assert seen.keys() <= table.plain | table.checked
     assert seen.keys() == completion.fields.keys()
@@ -126,14 +127,15 @@ def check_meaning(body: bytes, seen: dict, plain: frozenset[str], is_strict: boo
     try:
         sent = json.loads(body)
     except ValueError:
-        assert not is_strict or is_long_number(body)
+        assert not is_strict or has_long_number(body)
         return
     for name in plain - {"model", "return_token_ids"}:
         assert repr(seen.get(name)) == repr(sent.get(name)), name
 
 
-def is_long_number(body: bytes) -> bool:
-    return b"1" * 4_301 in body
+def has_long_number(body: bytes) -> bool:
+    """Python converts no more than 4,300 digits."""
+    return re.search(rb"[0-9]{4301}", body) is not None
 
 
 @pytest.mark.interpreted

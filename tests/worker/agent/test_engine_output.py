@@ -106,6 +106,25 @@ def test_folders_and_what_is_no_secret_are_reported() -> None:
     assert words.describe() == "OSError: /models/a: 123456, see https://host/a@b"
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("AttributeError: 'int' object has no attribute 'get'",) * 2,
+        ("ValueError: cannot read 'tell me a secret'", "ValueError: cannot read ..."),
+        ('ValueError: "it is" is no token', "ValueError: ... is no token"),
+        ("KeyError: 'a long prompt without its end", "KeyError: ..."),
+        (f"KeyError: '{'word' * 30}'", "KeyError: ..."),
+        ("ValueError: tokens [12, 7, 3, 99, 4] of 3", "ValueError: tokens ..."),
+        ("OSError: couldn't connect to 'https://host/a' to load the files",) * 2,
+        ("ValueError: a shape of [1, 2, 3]",) * 2,
+    ],
+)
+def test_no_prompt_that_an_error_quotes_is_reported(error: str, said: str) -> None:
+    words = ExitReason({})
+    words.feed(error)
+    assert (words.describe(), words.fault) == (said, said)
+
+
 RECORD = "(EngineCore pid=2) INFO 11-23 05:30:03 [core.py:133] "
 START = (
     ("model-00001-of-00004.safetensors:  61%|######1   | 3.0G/4.9G", "downloads the model"),

@@ -126,3 +126,26 @@ async def test_vllm_answers_a_request_before_it_may_become_ready(
     with pytest.raises(EngineFault):
         await asyncio.wait_for(supervised._supervise("http://e", boot), 10)
     assert taken == steps
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("KeyError: 'a'", "KeyError: 'a' (/health: refused, 3 times in a row)"),
+        ("", "/health: refused, 3 times in a row"),
+    ],
+)
+async def test_an_engine_that_answers_no_more_is_said_to_end_by_its_own_error(
+    config_of: Callable[..., AgentConfig], monkeypatch: pytest.MonkeyPatch, written: str, said: str
+) -> None:
+    async def check_health(*_: object) -> str:
+        return "/health: refused"
+
+    monkeypatch.setattr(engine_api, "check_health", check_health)
+    timing = AgentTiming(health_interval=0, health_retry=0)
+    instance = SimpleNamespace(load=LoadSnapshot())
+    supervised = EngineSupervisor(config_of(timing=timing), instance, (), gpu=False)
+    supervised._process = SimpleNamespace(fault=written)
+    with pytest.raises(EngineFault) as lost:
+        await supervised._watch_health("http://e")
+    assert str(lost.value) == said

@@ -25,6 +25,10 @@ _NOT_SECRET = {"PWD", "OLDPWD"}
 _SECRET_OPTION = re.compile(r"--[\w-]*(?:token|key|secret|password)", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/\s]+@")
 _MIN_SECRET_LENGTH = 6
+_QUOTE = re.compile(
+    r"(?<!\w)(['\"])(?:[^'\"]*\s[^'\"]*|[^'\"]{80,})(?:\1(?!\w)|$)|\[(?:-?\d+,\s*){4,}.*"
+)
+"""What an error quotes, unless it is a name or a path: it may be a prompt, or tokens of one."""
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 _STAGES = tuple(
@@ -77,7 +81,8 @@ class StartStage:
 
 
 class ExitReason:
-    """The reason why one engine ended, with secrets masked, as status and conditions show it."""
+    """The reason why one engine ended, as status and conditions show it: secrets are masked, and so
+    is what errors quote."""
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class ExitReason:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         text = _USER.sub("***@", text)
-        text = text.strip()[:_LIMIT]
+        text = _QUOTE.sub("...", text.strip()[:_LIMIT])
         if not text:
             return
         is_error = record is None or record["level"] in {"ERROR", "CRITICAL"}
@@ -120,7 +125,12 @@ class ExitReason:
 
     def describe(self) -> str:
         """Return the fatal error, else the last line; empty without output."""
-        return self._fault if self._is_recent() else self._last
+        return self.fault or self._last
+
+    @property
+    def fault(self) -> str:
+        """The fatal error; empty if none was written recently."""
+        return self._fault if self._is_recent() else ""
 
     def _is_recent(self) -> bool:
         return self._clock() - self._fault_at < CASCADE_S

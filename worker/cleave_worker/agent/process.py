@@ -90,6 +90,11 @@ class EngineProcess:
         return self._exit_reason.describe()
 
     @property
+    def fault(self) -> str:
+        """The error in its output that probably ends it; empty: none was written recently."""
+        return self._exit_reason.fault
+
+    @property
     def start_stage(self) -> str:
         """What it does while it starts, such as `loads weights, 40 %`; empty: not known."""
         return self._start_stage.text

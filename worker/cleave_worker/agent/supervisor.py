@@ -275,7 +275,10 @@ class EngineSupervisor:
             fault = await engine_api.check_health(url, timing.health_timeout)
             failures = failures + 1 if fault else 0
             if failures >= timing.health_failures:
-                raise EngineFault(f"{fault}, {failures} times in a row")
+                fault = f"{fault}, {failures} times in a row"
+                # An API server whose engine core has ended takes seconds to end, too.
+                cause = self._process.fault if self._process is not None else ""
+                raise EngineFault(f"{cause} ({fault})" if cause else fault)
             if is_stalled(self._instance.load, time.monotonic_ns(), timing.stall_timeout):
                 raise EngineFault(f"has requests and made no step for {timing.stall_timeout:g} s")
 
