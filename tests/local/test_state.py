@@ -94,6 +94,17 @@ def replace_by_folder(file: Path) -> None:
     (file / "inside").mkdir(parents=True)
 
 
+def replace_by_pipe(file: Path) -> None:
+    """A reader that opens it waits for the other side."""
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def replace_by_link(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.symlink_to(file.parent / "nowhere")
+
+
 FOREIGN = {"deployment": "code", "supervisor_pid": 1, "url": "http://127.0.0.1:1"}
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "empty": put(b""),
@@ -103,6 +114,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "of another version": put(b'{"deployment": "chat", "pods": [{"of": "later"}]}'),
     "of another deployment": put(json.dumps(FOREIGN).encode()),
     "a folder": replace_by_folder,
+    "a pipe": replace_by_pipe,
+    "a link to nothing": replace_by_link,
     "removed": lambda file: file.unlink(missing_ok=True),
 }
 by_damage = pytest.mark.parametrize("damage", [*DAMAGES], ids=lambda name: name.replace(" ", "-"))
@@ -122,7 +135,7 @@ def test_a_running_deployment_writes_damaged_files_again(job: Job) -> None:
     cut(folder.state_file)
     assert run("top", "chat", "--once")[1].startswith("error: gateway at http://127.0.0.1")
     for name, text in texts.items():
-        for damage in (cut, replace_by_folder, lambda file: file.unlink()):
+        for damage in (cut, replace_by_folder, replace_by_pipe, lambda file: file.unlink()):
             damage(folder.path / name)
             deadline = time.monotonic() + 20
             while not _has_text(folder.path / name, text) and time.monotonic() < deadline:

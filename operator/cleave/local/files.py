@@ -5,11 +5,15 @@ file is written under a temporary name and renamed. What lies in a file's place 
 aside, not deleted.
 """
 
+import errno
 import logging
 import os
+import stat
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+_MAX_BYTES = 16 << 20
 
 TOKEN_FILE = "token"  # noqa: S105 - the name of a file
 """File in a deployment's folder with the token of its processes, new at each start."""
@@ -71,7 +75,7 @@ class OwnedFiles:
     def restore(self) -> None:
         """Write the files again that are gone or have another text. Faults are logged once."""
         for path, text in self._texts.items():
-            if _read(path) == text:
+            if _read(path) == text.encode():
                 self._faults.pop(path, None)
                 continue
             try:
@@ -84,9 +88,22 @@ class OwnedFiles:
                 log.warning("%s was changed or removed by another program: written again", path)
 
 
-def _read(path: Path) -> str | None:
-    """The text of a file; None: it is none, or cannot be read."""
+def read_regular(path: Path) -> bytes:
+    """The content of a file. Raises OSError, also for what is no file or is far too large: a pipe
+    would be waited for."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if status.st_size > _MAX_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read()
+
+
+def _read(path: Path) -> bytes | None:
+    """The content of a file; None: it is none, or cannot be read."""
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
+        return read_regular(path)
+    except OSError:
         return None

@@ -104,11 +104,19 @@ class StateFolder:
         """The file with the snapshot."""
         return self.path / "state.json"
 
+    @property
+    def has_state(self) -> bool:
+        """Whether anything is in the place of that file."""
+        return os.path.lexists(self.state_file)
+
     def read(self) -> DeploymentSnapshot | None:
         """The last snapshot, None if there is none. Raises StateError when it is not readable."""
         try:
-            snapshot = msgspec.json.decode(self.state_file.read_bytes(), type=DeploymentSnapshot)
-        except FileNotFoundError:
+            text = files.read_regular(self.state_file)
+            snapshot = msgspec.json.decode(text, type=DeploymentSnapshot)
+        except FileNotFoundError as error:
+            if self.has_state:
+                raise self._build_damage_error("it is a link to nothing") from error
             return None
         except (msgspec.MsgspecError, OSError, UnicodeDecodeError) as error:
             raise self._build_damage_error(str(error)) from error
@@ -205,7 +213,7 @@ class StateFolder:
         if self._is_locked():
             return True
         # One that has stopped leaves its lock file and its logs only.
-        is_whole = self._lock_file.is_file() and not any(each.exists() for each in self._files)
+        is_whole = self._lock_file.is_file() and not any(map(os.path.lexists, self._files))
         return not is_whole and bool(self.find_supervisors())
 
     def _is_locked(self) -> bool:
@@ -253,20 +261,22 @@ def create_folder(path: Path) -> None:
 
 def list_running() -> list[StateFolder]:
     """Folders of the running deployments, by name."""
-    folders = (StateFolder(path) for path in sorted(get_root().glob("*")) if path.is_dir())
-    return [each for each in folders if each.is_running()]
+    return [each for each in _list_folders() if each.is_running()]
 
 
 def list_orphaned() -> list[StateFolder]:
     """Folders of deployments whose supervisor was killed and that were not restarted, by name."""
-    files = sorted(get_root().glob("*/state.json"))
-    return [each for file in files if not (each := StateFolder(file.parent)).is_running()]
+    return [each for each in _list_folders() if each.has_state and not each.is_running()]
+
+
+def _list_folders() -> list[StateFolder]:
+    return [StateFolder(path) for path in sorted(get_root().glob("*")) if path.is_dir()]
 
 
 def find_stoppable(name: str) -> StateFolder:
     """The deployment `name`, if it runs or its supervisor was killed. Raises StateError."""
     folder = get_folder(name)
-    if folder.state_file.exists() or folder.find_pod_processes():
+    if folder.has_state or folder.find_pod_processes():
         return folder
     return find_running(name)
 
@@ -282,7 +292,7 @@ def find_running(name: str | None) -> StateFolder:
         raise StateError(f"give one of: {names}" if up else nothing)
     folder = get_folder(name)
     if not folder.is_running():
-        if folder.state_file.exists():
+        if folder.has_state:
             why, remedy = "its supervisor was killed", f"clean up with `cleave down {name}`"
             raise StateError(f"{name} is not running: {why}; {remedy}")
         raise StateError(f"{name} is not running on this machine")

@@ -157,6 +157,16 @@ WAYS = [
     ),
     ({"template": {"imagePullSecrets": ["db"]}}, "spec.template.imagePullSecrets", "secrets"),
     ({"routing": {"lengthsConfigMap": "c"}}, "spec.routing.lengthsConfigMap", "configMaps"),
+    (
+        {"model": {"source": "org/m", "config": {"configMapKeyRef": {"name": "c"}}}},
+        "spec.model.config.configMapKeyRef.name",
+        "configMaps",
+    ),
+    (
+        {"engine": {"type": "Emulated", "emulated": {"latency": "/data/secret.yaml"}}},
+        "spec.engine.args: --latency",
+        "args",
+    ),
     # Nodes and other people's objects.
     (mounted(hostPath={"path": "/"}), "spec.template.volumes[v].hostPath", "volumes"),
     ({"model": "/models/x"}, "spec.model.cache.hostPath", "volumes"),

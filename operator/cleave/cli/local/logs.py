@@ -86,7 +86,7 @@ def logs(
 
 
 def _select_files(folder: Path, name: str, pod: str | None) -> list[Path]:
-    available = sorted(folder.glob("*.log"))
+    available = sorted(each for each in folder.glob("*.log") if each.is_file())
     if not available:
         fail([f"{name} has no logs on this machine"], FAILED)
     selected = [file for file in available if pod in (None, file.stem)]

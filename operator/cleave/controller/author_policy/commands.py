@@ -13,6 +13,7 @@ from typing import Any
 
 from cleave.controller.author_policy.engine_flags import count_values, find_risk
 from cleave.controller.author_policy.pod_rules import AllowLists, PodFault, matches
+from cleave.perf.named_profiles import is_profile_file
 
 _LAUNCHER = "cleave_worker.agent.cell"
 _PROGRAMS = (
@@ -96,9 +97,12 @@ def _get_engine_arguments(arguments: Sequence[str]) -> Sequence[str]:
 def _list_risks(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each flag of the engine that is not harmless, with its risk; in full only, as a part of
     a name could be one of several flags."""
-    for argument in arguments:
-        flag = argument.partition("=")[0].replace("_", "-")
-        if _is_flag(argument) and (risk := find_risk(flag)):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        name, has_value, value = argument.partition("=")
+        flag = name.replace("_", "-")
+        # A profile by name is part of Cleave; a file's text would be part of an error message.
+        is_named = flag == "--latency" and not is_profile_file(value if has_value else following)
+        if _is_flag(argument) and not is_named and (risk := find_risk(flag)):
             yield flag, risk
 
 

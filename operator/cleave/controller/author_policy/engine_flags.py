@@ -33,7 +33,7 @@ _HARMLESS = """
     jit-monitor-mode= jit-monitor-verbose kda-decode-backend= kda-prefill-backend=
     kv-bandwidth-gbps= kv-cache-dtype-skip-layers=+ kv-cache-dtype= kv-cache-memory-bytes=
     kv-cache-metrics kv-cache-metrics-sample= kv-latency-ms= kv-offloading-size=
-    kv-sharing-fast-prefill language-model-only latency= limit-mm-per-prompt= linear-backend=
+    kv-sharing-fast-prefill language-model-only limit-mm-per-prompt= linear-backend=
     log-level= logprobs-mode= long-prefill-token-threshold-adaptive
     long-prefill-token-threshold= lora-dtype= lora-target-modules=+ mamba-backend=
     mamba-block-size= mamba-cache-dtype= mamba-cache-mode= mamba-cache-philox-rounds=
@@ -76,6 +76,7 @@ _RISKS = {
     trust-request-chat-template trust-request-mm-kwargs worker-cls= worker-extension-cls=
     """,
     "reads or writes files": """
+    latency=
     allowed-local-media-path= chat-template= default-mm-loras= download-dir= enable-ssl-refresh
     generation-config= hf-config-path= lora-modules=+ mm-encoder-fp8-scale-path=
     mm-encoder-fp8-scale-save-margin= mm-encoder-fp8-scale-save-path= profiler-config=

@@ -9,11 +9,13 @@ import re
 from collections.abc import Iterator
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.model import ModelSpec
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.author_policy.allow_lists import add_own_images
 from cleave.controller.author_policy.pod_rules import AllowLists, PodFault
 from cleave.controller.author_policy.pod_table import ANNOTATIONS, LABELS, POD_SPEC
+from cleave.controller.author_policy.volume_table import CONFIG_MAP
 from cleave.controller.deployment.reconcile import build_gateway
 from cleave.controller.object_preview import list_pods
 from cleave.controller.settings import OperatorSettings
@@ -38,6 +40,7 @@ _FIELDS = (
     (r"spec\.volumes\[tls\].*", "spec.gateway.tlsSecret"),
     (r"spec\.volumes\[picker-tls\].*", "spec.gateway.endpointPickerTlsSecret"),
     (r"spec\.volumes\[lengths\].*", "spec.routing.lengthsConfigMap"),
+    (r"spec\.model\.", "spec.model."),
     (r"(metadata|spec)\.", "spec.template."),
 )
 """Beginnings of paths in pods, and the fields of the resource that decide what is there."""
@@ -51,13 +54,18 @@ def list_violations(
     if settings.allow_lists is None:
         return
     lists = add_own_images(settings.allow_lists, settings.images)
-    seen = set[str]()
+    faults = [*_list_config_faults(resource.spec.model, lists)]
     for pod in build_pods(resource, settings):
-        for fault in list_pod_faults(pod, lists):
-            line = _describe(fault)
-            if line not in seen:
-                seen.add(line)
-                yield line
+        faults += list_pod_faults(pod, lists)
+    # Pods of one resource have the same faults.
+    yield from dict.fromkeys(map(_describe, faults))
+
+
+def _list_config_faults(model: ModelSpec, lists: AllowLists) -> Iterator[PodFault]:
+    """The ConfigMap with the model's config.json, which the operator reads for the author."""
+    if model.config and (reference := model.config.config_map_key_ref):
+        path = "spec.model.config.configMapKeyRef.name"
+        yield from CONFIG_MAP.list_faults(reference.name, path, lists)
 
 
 def list_pod_faults(pod: Manifest, lists: AllowLists) -> Iterator[PodFault]:

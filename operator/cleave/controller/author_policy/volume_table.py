@@ -23,12 +23,12 @@ VOLUMES = (
 Secrets and ConfigMaps; gitRepo, which runs a program of its repository on the node, never is."""
 
 SECRET = Listed("secrets")
-_CONFIG_MAP = Listed("configMaps", ("kube-root-ca.crt",))
+CONFIG_MAP = Listed("configMaps", ("kube-root-ca.crt",))
 IMAGE = Listed("images")
 
 _PROJECTION = Fields({
     "clusterTrustBundle": ANY,
-    "configMap": Fields({"name": _CONFIG_MAP, "items": ANY, "optional": ANY}, required=("name",)),
+    "configMap": Fields({"name": CONFIG_MAP, "items": ANY, "optional": ANY}, required=("name",)),
     "downwardAPI": ANY,
     "secret": Fields({"name": SECRET, "items": ANY, "optional": ANY}, required=("name",)),
     # Without an audience: what the API server mounts into every pod.
@@ -74,7 +74,7 @@ _VOLUME_RULES: Mapping[str, PodRule] = {
 VOLUME = Fields({
     "name": ANY,
     "configMap": Fields(
-        {"name": _CONFIG_MAP, "items": ANY, "defaultMode": ANY, "optional": ANY},
+        {"name": CONFIG_MAP, "items": ANY, "defaultMode": ANY, "optional": ANY},
         required=("name",),
     ),
     "downwardAPI": ANY,
