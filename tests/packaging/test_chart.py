@@ -1,6 +1,8 @@
 """What values change; needs helm."""
 
 import base64
+import copy
+import functools
 import json
 import re
 import subprocess
@@ -10,13 +12,17 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from cel_expr_python import cel
 
 from cleave.api.manifest import load_cluster, validate
+from cleave.api.pool import InstancePool
 from cleave.controller import install_check, main, uninstall_check
 from cleave.controller.author_policy.admission_rules import build_rules
 from cleave.controller.author_policy.allow_lists import add_own_images, parse
 from cleave.distribution import get_version
 from cleave.manifests.container import IMAGE_KINDS, Images
+from cleave.manifests.multi_node import build_leader_worker_set
+from cleave.manifests.worker import build_worker_pod
 
 from tests.packaging.conftest import find
 
@@ -541,3 +547,52 @@ def test_with_the_open_profile_there_is_no_policy_about_authors(render) -> None:
             each["metadata"]["name"] for each in find(render(*values), "ValidatingAdmissionPolicy")
         }
         assert "cleave-operator-authors" not in names
+
+
+@pytest.mark.parametrize("kind", ["Pod", "Deployment", "LeaderWorkerSet"])
+def test_pods_and_templates_of_pods_are_judged_alike(render, kind: str) -> None:
+    (policy,) = [
+        each
+        for each in find(render("policy.profile=Restricted"), "ValidatingAdmissionPolicy")
+        if each["metadata"]["name"] == "cleave-operator-authors"
+    ]
+    environment = cel.NewEnv(
+        variables=dict.fromkeys(("object", "request", "variables"), cel.Type.DYN)
+    )
+
+    def admits(written: dict) -> bool:
+        bound = {"object": written, "request": {"kind": {"kind": kind}}, "variables": {}}
+        for each in policy["spec"]["variables"]:
+            value = environment.compile(each["expression"]).eval(data=bound)
+            bound["variables"][each["name"]] = value.plain_value()
+        expressions = [each["expression"] for each in policy["spec"]["validations"]]
+        return all(
+            environment.compile(each).eval(data=bound).value() is True for each in expressions
+        )
+
+    own = {"deployment": "chat", "role": "mixed", "revision": "r", "model": "org/m"}
+    pool = InstancePool.model_validate_json(
+        json.dumps({
+            "metadata": {"name": "p"},
+            "spec": {**own, "nodes": 2, "parallelism": {"tensor": 2}},
+        })
+    )  # fmt: skip
+    pod = build_worker_pod(pool, "p-0")
+    written = {
+        "Pod": pod,
+        "Deployment": {"spec": {"template": pod}},
+        "LeaderWorkerSet": build_leader_worker_set(pool, "p-0"),
+    }[kind]
+    assert admits(written)
+    places = {
+        "Pod": [("spec",)],
+        "Deployment": [("spec", "template", "spec")],
+        "LeaderWorkerSet": [
+            ("spec", "leaderWorkerTemplate", part, "spec")
+            for part in ("leaderTemplate", "workerTemplate")
+        ],
+    }
+    for place in places[kind]:
+        changed = copy.deepcopy(written)
+        functools.reduce(dict.__getitem__, place, changed)["hostPID"] = True
+        assert not admits(changed)

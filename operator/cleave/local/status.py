@@ -192,6 +192,7 @@ class GatewayHealth:
 
     serving: bool
     reason: str = ""
+    has_answered: bool = True
 
 
 async def get_gateway_health(url: str) -> GatewayHealth:
@@ -199,7 +200,7 @@ async def get_gateway_health(url: str) -> GatewayHealth:
     try:
         status, body = await asyncio.to_thread(_get_page, f"{url}/health")
     except (OSError, HTTPException) as error:
-        return GatewayHealth(serving=False, reason=f"no response: {error}")
+        return GatewayHealth(False, f"no response: {error}", has_answered=False)
     serving = status == HTTPStatus.OK
     return GatewayHealth(serving, "" if serving else _parse_reason(body))
 

@@ -91,10 +91,14 @@ async def _collect_rows(snapshot: "DeploymentSnapshot") -> list["InstanceRow"]:
     rows, gateway = await asyncio.gather(
         local_status.collect_rows(snapshot), local_status.get_gateway_health(snapshot.url)
     )
+    if gateway.serving:
+        return rows
+    # Where it answers, it knows better than its probe why it is not ready.
+    states = {"ready": "not serving", **({"starting": "starting"} if gateway.has_answered else {})}
     return [
-        row
-        if row.role != GATEWAY or row.state != "ready" or gateway.serving
-        else replace(row, state="not serving", reason=gateway.reason)
+        replace(row, state=states[row.state], reason=gateway.reason)
+        if row.role == GATEWAY and row.state in states
+        else row
         for row in rows
     ]
 
