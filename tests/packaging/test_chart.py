@@ -19,10 +19,11 @@ from cleave.api.pool import InstancePool
 from cleave.controller import install_check, main, uninstall_check
 from cleave.controller.author_policy.admission_rules import build_rules
 from cleave.controller.author_policy.allow_lists import add_own_images, parse
+from cleave.controller.object_preview import list_pods
+from cleave.controller.settings import OperatorSettings
 from cleave.distribution import get_version
 from cleave.manifests.container import IMAGE_KINDS, Images
 from cleave.manifests.multi_node import build_leader_worker_set
-from cleave.manifests.worker import build_worker_pod
 
 from tests.packaging.conftest import find
 
@@ -577,11 +578,14 @@ def test_pods_and_templates_of_pods_are_judged_alike(render, kind: str) -> None:
             "spec": {**own, "nodes": 2, "parallelism": {"tensor": 2}},
         })
     )  # fmt: skip
-    pod = build_worker_pod(pool, "p-0")
+    pod = next(list_pods(pool, OperatorSettings()))
+    group = build_leader_worker_set(pool, "p-0")
+    for part in ("leaderTemplate", "workerTemplate"):
+        group["spec"]["leaderWorkerTemplate"][part]["spec"]["serviceAccountName"] = "own"
     written = {
         "Pod": pod,
         "Deployment": {"spec": {"template": pod}},
-        "LeaderWorkerSet": build_leader_worker_set(pool, "p-0"),
+        "LeaderWorkerSet": group,
     }[kind]
     assert admits(written)
     places = {
