@@ -31,6 +31,7 @@ MAX_HANDSHAKES = 2_048
 """Limit of concurrent TLS handshakes; each takes up to 50 KiB, an idle one almost nothing."""
 LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
+TRANSLATION_SHARE = 1 / 4
 PAGE_SHARE = 1 / 16
 OWN_SHARE = 1 / 8
 SAVE_INTERVAL_S = 1.0
@@ -111,6 +112,8 @@ class GatewayContext:
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_bodies = SliceQueue(LARGE_BODY_SHARE, clock)
         """Large requests that are being read."""
+        self.translations = SliceQueue(TRANSLATION_SHARE, clock)
+        """Smaller requests that are being translated."""
         self.public_pages = SliceQueue(PAGE_SHARE, clock)
         """Pages for clients that are being built."""
         self.own_work = SliceQueue(OWN_SHARE, clock)

@@ -68,6 +68,31 @@ def test_a_list_has_the_elements_that_msgspec_finds(value, space, ascii_only, si
     ]
 
 
+@settings(max_examples=200)
+@given(st.lists(VALUES, max_size=6), SPACES, st.booleans(), SLICES)
+def test_elements_are_found_when_they_are_accessed(value, space, ascii_only, size) -> None:
+    text = write(value, space, ascii_only)
+    expected = msgspec.json.decode(text, type=list[msgspec.Raw])
+    elements = scan(text, size).locate_elements()
+    assert [plain(each) for each in elements] == [plain(raw) for raw in expected]
+
+
+def test_elements_that_are_missing_are_an_error_when_they_are_accessed() -> None:
+    elements = scan(b"[1,,2]").locate_elements()
+    assert (bytes(elements[0]), bytes(elements[2]), len(elements)) == (b"1", b"2", 3)
+    with pytest.raises(msgspec.DecodeError):
+        elements[1]
+    with pytest.raises(TooManyMembersError):
+        scan(b"[1,2,3]", limit=2).locate_elements()
+
+
+def test_white_space_before_a_value_has_a_limit() -> None:
+    for space in (b" " * 100, b"\n\t" * 200):
+        assert bytes(scan(b'{"a":' + space + b"1}").list_members()["a"]) == b"1"
+    with pytest.raises(msgspec.DecodeError, match="more than 1024 bytes of white space"):
+        scan(b'{"a":' + b" " * 5_000 + b"1}").list_members()
+
+
 @settings(max_examples=600)
 @given(
     st.dictionaries(TEXTS, VALUES, max_size=4),

@@ -11,7 +11,7 @@ from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import messages_request
 from cleave.gateway.translation.answer import StreamTranslator
 from cleave.gateway.translation.messages_answer import MessagesAnswer
-from cleave.gateway.translation.request_fields import MAX_OBJECTS
+from cleave.gateway.translation.request_fields import MAX_ELEMENTS
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import run_at_once
 
@@ -193,9 +193,16 @@ def test_a_handoff_cannot_be_sent_by_a_client() -> None:
     assert translate(vllm_xargs={"kv_transfer_params": "x", "a": 1})["vllm_xargs"] == {"a": 1}
 
 
-def test_a_body_of_too_many_objects_is_refused() -> None:
+def test_a_conversation_has_a_bounded_number_of_messages() -> None:
     turn = {"role": "user", "content": ""}
-    assert f"{MAX_OBJECTS} objects" in refuse(messages=[turn] * MAX_OBJECTS).message
+    refusal = refuse(messages=[turn] * (MAX_ELEMENTS + 1))
+    assert (refusal.param, f"{MAX_ELEMENTS} elements" in refusal.message) == ("messages", True)
+
+
+def test_braces_in_texts_are_no_objects() -> None:
+    text = "{" * 200_000
+    chat = translate(messages=[{"role": "user", "content": text}])
+    assert chat["messages"] == [{"role": "user", "content": text}]
 
 
 def test_tokens_are_counted_with_the_tools() -> None:

@@ -53,6 +53,8 @@ _UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
 
 LARGE_BODY_BYTES = 256 << 10
 """Larger requests are read in time slices."""
+SHORT_TRANSLATED_BYTES = 4 << 10
+"""Of requests that are translated, larger ones are read in time slices."""
 _ENCODED_BODY = GatewayError(
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     "bodies with Content-Encoding, such as gzip, are not supported: send JSON as it is",
@@ -169,11 +171,15 @@ class GatewayRequestHandler:
     ) -> None:
         """Read a request at once or, if it is large, in time slices; then proxy it to an engine.
         Raises GatewayError."""
-        if len(request.body) <= LARGE_BODY_BYTES:
+        size, context, queue = len(request.body), self._context, None
+        if size > LARGE_BODY_BYTES:
+            queue = context.large_bodies
+        elif size > SHORT_TRANSLATED_BYTES and request.path in TRANSLATORS:
+            queue = context.translations
+        if queue is None:
             run_at_once(self._proxy_to_engine(client, request, request_id, tenant))
             return
-        steps = self._proxy_in_slices(client, request, request_id, tenant)
-        task = self._context.large_bodies.start(steps)
+        task = queue.start(self._proxy_in_slices(client, request, request_id, tenant))
         if task is not None:
             client.set_active_request(task)
 

@@ -42,7 +42,7 @@ from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
 from cleave.time_slices import Steps
 
 Fields = dict[str, msgspec.Raw]
-Body = bytes | bytearray
+Body = bytes | bytearray | memoryview
 """Of a client's request; nothing changes it."""
 Piece = bytes | memoryview
 """Of a body for an engine."""
@@ -172,8 +172,18 @@ def get_cache_salt(completion: CompletionRequest) -> bytes:
 
 def parse_completion(path: bytes, body: Body) -> Steps[CompletionRequest]:
     """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400)."""
-    # Each generator costs as much as several calls: small requests get by with this one.
-    fields = decode_fields(body) if len(body) <= MIN_BYTES else (yield from scan_fields(body))
+    # Each generator costs as much as several calls: small requests get by with one.
+    if len(body) <= MIN_BYTES:
+        return build_completion(path, decode_fields(body))
+    return _parse_large(path, body)
+
+
+def _parse_large(path: bytes, body: Body) -> Steps[CompletionRequest]:
+    return (yield from build_completion(path, (yield from scan_fields(body))))
+
+
+def build_completion(path: bytes, fields: Fields) -> Steps[CompletionRequest]:
+    """A request to one of these paths from its fields. Raises GatewayError (400)."""
     _admit_fields(path, fields)
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
@@ -214,12 +224,17 @@ def parse_engine_request(path: bytes, body: Body, fallback: str) -> Steps[Comple
     """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
     `fallback`: model of a request that names none, as /tokenize allows; empty: none."""
     fields = decode_fields(body) if len(body) <= MIN_BYTES else (yield from scan_fields(body))
+    if fallback:
+        fields.setdefault("model", msgspec.Raw(_encode(fallback)))
+    return (yield from build_engine_request(path, fields))
+
+
+def build_engine_request(path: bytes, fields: Fields) -> Steps[CompletionRequest]:
+    """A request to such a path from its fields. Raises GatewayError (400)."""
     _admit_fields(path, fields)
     for name in TABLES[path].prompts:
         if name in fields:
             yield from _inspect_prompt(name, fields[name])
-    if fallback:
-        fields.setdefault("model", msgspec.Raw(_encode(fallback)))
     tokens = 0
     for key in _TEXT_FIELDS:
         if key in fields:
@@ -317,13 +332,14 @@ def build_decode_fields(completion: CompletionRequest, handoff: msgspec.Raw) -> 
 def decode_fields(body: Body) -> Fields:
     """The fields of a body of at most MIN_BYTES, as sent. Raises GatewayError (400)."""
     try:
-        if not body.isascii():
+        raw = bytes(body)
+        if not raw.isascii():
             # msgspec decodes the keys only.
-            body.decode()
-        if len(body) > _LARGE_BYTES:
-            fields = bounded_json.decode_bounded_object(body, MAX_FIELDS)
+            raw.decode()
+        if len(raw) > _LARGE_BYTES:
+            fields = bounded_json.decode_bounded_object(raw, MAX_FIELDS)
         else:
-            fields = _decode_fields(body)
+            fields = _decode_fields(raw)
     except TooManyMembersError:
         raise _build_field_error(_TOO_MANY_FIELDS) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

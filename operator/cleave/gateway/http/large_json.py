@@ -20,6 +20,7 @@ A slice inside one string, as of a picture, needs none of this.
 """
 
 import codecs
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -61,7 +62,7 @@ _make_decoder = codecs.getincrementaldecoder("utf-8")
 class MemberScanner:
     """Scans one object or list: `step` until it returns True, `list_members` or `list_elements`."""
 
-    def __init__(self, text: bytes | bytearray | msgspec.Raw, limit: int) -> None:
+    def __init__(self, text: bytes | bytearray | memoryview | msgspec.Raw, limit: int) -> None:
         """`limit`: maximum number of members."""
         self._text = memoryview(text)
         self._bytes = np.frombuffer(text, np.uint8)
@@ -149,6 +150,24 @@ class MemberScanner:
         if self._colons or any(start == end for start, end in spans):
             raise msgspec.DecodeError("JSON is malformed: expected an element")
         return [msgspec.Raw(self._text[start:end]) for start, end in spans]
+
+    def locate_elements(self) -> "LocatedElements":
+        """The elements of a list, found when they are accessed. Raises msgspec.DecodeError."""
+        first, last = self._delimit(b"[")
+        if self._colons:
+            raise msgspec.DecodeError("JSON is malformed: expected an element")
+        if not self._commas and self._skip(first + 1, last) == last:
+            return LocatedElements(self, [])
+        if len(self._commas) >= self._limit:
+            raise TooManyMembersError
+        return LocatedElements(self, [first, *self._commas, last])
+
+    def get_element(self, before: int, end: int) -> msgspec.Raw:
+        """The element between a comma, or bracket, and the next. Raises msgspec.DecodeError."""
+        start = self._skip(before + 1, end)
+        if start == end:
+            raise msgspec.DecodeError("JSON is malformed: expected an element")
+        return msgspec.Raw(self._text[start:end])
 
     def _skip(self, start: int, end: int) -> int:
         """The position of the first character that is not white space, or `end`."""
@@ -238,8 +257,25 @@ class MemberScanner:
         return [(start + 1, end) for start, end in zip(starts, ends, strict=True)]
 
 
+class LocatedElements(Sequence[msgspec.Raw]):
+    """The elements of a large list; objects for all of them at once would take too much memory."""
+
+    def __init__(self, scanner: MemberScanner, bounds: list[int]) -> None:
+        """`bounds`: positions of the brackets, and of the commas between them."""
+        self._scanner = scanner
+        self._bounds = bounds
+
+    def __len__(self) -> int:
+        return max(len(self._bounds) - 1, 0)
+
+    def __getitem__(self, number: int) -> msgspec.Raw:  # type: ignore[override]
+        if number >= len(self):
+            raise IndexError(number)
+        return self._scanner.get_element(self._bounds[number], self._bounds[number + 1])
+
+
 def scan_members(
-    text: bytes | bytearray | msgspec.Raw, limit: int
+    text: bytes | bytearray | memoryview | msgspec.Raw, limit: int
 ) -> Steps[dict[str, msgspec.Raw]]:
     """The members of a large object; of duplicate keys, the last. Raises TooManyMembersError above
     `limit` members, and msgspec's errors when it is not a JSON object."""
@@ -255,3 +291,12 @@ def scan_elements(text: msgspec.Raw, limit: int) -> Steps[list[msgspec.Raw]]:
     while not scanner.step():
         yield
     return scanner.list_elements()
+
+
+def locate_elements(text: msgspec.Raw, limit: int) -> Steps[LocatedElements]:
+    """The elements of a large list, found when they are accessed; raises as `scan_members`, and
+    msgspec.DecodeError when an element is accessed that is missing."""
+    scanner = MemberScanner(text, limit)
+    while not scanner.step():
+        yield
+    return scanner.locate_elements()

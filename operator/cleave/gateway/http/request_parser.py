@@ -12,6 +12,7 @@ from http import HTTPStatus
 
 import httptools
 
+from cleave.gateway.http.byte_buffer import ByteBuffer
 from cleave.gateway.http.completion_request import Body
 from cleave.gateway.http.errors import GatewayError, build_bad_request, build_payload_too_large
 
@@ -106,7 +107,8 @@ class RequestParser:
         """Upper bound of the bytes so far of an incomplete head."""
         self._request: HttpRequest | None = None
         self._is_checked = False
-        self._body = bytearray()
+        self._body: ByteBuffer | None = None
+        """Of a body that comes in several reads."""
         self._body_bytes_read = 0
         """Bytes of the body so far, framing included."""
         self._framing_run_bytes = 0
@@ -121,13 +123,13 @@ class RequestParser:
     @property
     def body_bytes(self) -> int:
         """Content bytes of an incomplete body."""
-        return len(self._body)
+        return len(self._body or b"")
 
     @property
     def buffered_bytes(self) -> int:
         """Approximate memory of an incomplete request."""
         if self._request is not None:
-            return len(self._body)
+            return self.body_bytes
         return self._head_bytes + _OBJECT_BYTES * (len(self._raw_headers) + len(self._url))
 
     def feed(self, data: bytes) -> None:
@@ -216,13 +218,9 @@ class RequestParser:
             return
         request, self._request = self._request, None
         assert request is not None
-        if self._body or len(self._body_pieces) != 1:
-            # Not copied: that takes longer than anything else may.
-            request.body = body = self._body
-            for piece in self._body_pieces:
-                body += piece
-            self._body = bytearray()
-            self._body_pieces.clear()
+        if self._body is not None or len(self._body_pieces) != 1:
+            request.body = self._add_pieces().take()
+            self._body = None
         else:
             request.body = self._body_pieces.pop()
         if len(request.body) > self._max_body_bytes:
@@ -247,20 +245,26 @@ class RequestParser:
         self._head_bytes = 0
         self._body_bytes_read += read_bytes
         self._framing_run_bytes = 0 if self._body_pieces else self._framing_run_bytes + read_bytes
-        for piece in self._body_pieces:
-            self._body += piece
-        self._body_pieces.clear()
-        limit, size, run = self._max_body_bytes, len(self._body), self._framing_run_bytes
+        size, limit, run = len(self._add_pieces()), self._max_body_bytes, self._framing_run_bytes
         if size > limit:
             self.error = build_payload_too_large(limit)
         elif run > MAX_FRAMING_RUN_BYTES or self._body_bytes_read - size > limit:
             self.error = _TOO_MUCH_FRAMING
 
+    def _add_pieces(self) -> ByteBuffer:
+        """Append the pieces from the latest read to the body."""
+        if self._body is None:
+            self._body = ByteBuffer()
+        for piece in self._body_pieces:
+            self._body.add(piece)
+        self._body_pieces.clear()
+        return self._body
+
     def _discard(self) -> None:
         """Stop parsing; free the incomplete request and the httptools parser."""
         self.rejected = self.rejected or self._request
         self._parser = self._request = None
-        self._body = bytearray()
+        self._body = None
         self._head_bytes = 0
         self._body_pieces.clear()
         self._raw_headers.clear()

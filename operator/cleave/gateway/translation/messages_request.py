@@ -11,13 +11,25 @@ import msgspec
 from cleave.gateway.http.completion_request import Fields
 from cleave.gateway.http.errors import build_bad_request
 from cleave.gateway.translation.request_fields import (
+    EMPTY_TEXT,
     INTEGER,
-    Chat,
+    MAX_CONFIG_BYTES,
+    JoinedText,
+    JsonText,
+    ObjectReader,
+    Piece,
     build_unsupported,
     check_names,
+    check_text,
     copy_engine_fields,
     decode_field,
+    encode_raw,
+    is_list,
+    is_null,
+    is_text,
+    read_list,
 )
+from cleave.time_slices import Steps
 
 _TRANSLATED = frozenset((
     "max_tokens", "messages", "metadata", "model", "output_config", "stop_sequences", "stream",
@@ -36,11 +48,12 @@ REFUSED = {
     "mcp_servers": "connect to MCP servers in the client and send their tools in tools",
     "thread": "send the whole conversation in messages",
 }
-_ATTRIBUTION = "x-anthropic-billing-header"
+_ATTRIBUTION = b'"x-anthropic-billing-header'
 """Beginning of a block with a hash of each request, which would make every prompt a new one."""
 _LOW_EFFORT_TOKENS = 4_096
 _MEDIUM_EFFORT_TOKENS = 16_384
 """Budgets of thinking below these become efforts of low and medium; larger ones high."""
+_TRUE, _FALSE = msgspec.Raw(b"true"), msgspec.Raw(b"false")
 
 
 class ImageSource(msgspec.Struct, gc=False):
@@ -48,37 +61,37 @@ class ImageSource(msgspec.Struct, gc=False):
 
     type: str
     media_type: str = "image/jpeg"
-    data: str = ""
-    url: str = ""
+    data: msgspec.Raw = EMPTY_TEXT
+    url: msgspec.Raw = EMPTY_TEXT
 
 
 class Block(msgspec.Struct, gc=False):
     """A block of content, of any type."""
 
     type: str
-    text: str = ""
-    thinking: str = ""
-    source: ImageSource | None = None
-    id: str = ""
-    name: str = ""
+    text: msgspec.Raw = EMPTY_TEXT
+    thinking: msgspec.Raw = EMPTY_TEXT
+    source: msgspec.Raw = msgspec.Raw(b"null")
+    id: msgspec.Raw = EMPTY_TEXT
+    name: msgspec.Raw = EMPTY_TEXT
     input: msgspec.Raw = msgspec.Raw(b"{}")
-    tool_use_id: str = ""
-    content: "str | list[Block] | None" = None
+    tool_use_id: msgspec.Raw = EMPTY_TEXT
+    content: msgspec.Raw = EMPTY_TEXT
 
 
 class ConversationTurn(msgspec.Struct, gc=False):
     """A turn of the conversation."""
 
     role: str
-    content: str | list[Block]
+    content: msgspec.Raw
 
 
 class MessagesTool(msgspec.Struct, gc=False):
     """A tool that the client runs."""
 
-    name: str
+    name: msgspec.Raw
     type: str | None = None
-    description: str | None = None
+    description: msgspec.Raw = EMPTY_TEXT
     input_schema: msgspec.Raw = msgspec.Raw(b'{"type":"object"}')
     strict: bool | None = None
 
@@ -118,22 +131,21 @@ class MessagesMetadata(msgspec.Struct, gc=False):
     user_id: str | None = None
 
 
-_MESSAGES = msgspec.json.Decoder(list[ConversationTurn])
+_BLOCKS, _SOURCES = ObjectReader(Block), ObjectReader(ImageSource)
+_TURNS, _TOOLS = ObjectReader(ConversationTurn), ObjectReader(MessagesTool)
 _METADATA = msgspec.json.Decoder(MessagesMetadata)
 _OUTPUT_CONFIG = msgspec.json.Decoder(OutputConfig)
-_SYSTEM: msgspec.json.Decoder[str | list[Block]] = msgspec.json.Decoder(str | list[Block])
 _THINKING: msgspec.json.Decoder[Thinking | None] = msgspec.json.Decoder(Thinking | None)
-_TOOLS = msgspec.json.Decoder(list[MessagesTool])
 _TOOL_CHOICE: msgspec.json.Decoder[MessagesToolChoice | None] = msgspec.json.Decoder(
     MessagesToolChoice | None
 )
 
 
-def convert_messages_request(fields: Fields) -> Chat:
+def convert_messages_request(fields: Fields) -> Steps[Fields]:
     """The chat completion of a request to /v1/messages. Raises GatewayError (400)."""
     check_names(fields, KNOWN, REFUSED)
     chat = copy_engine_fields(fields)
-    chat |= _convert_prompt(fields)
+    chat |= yield from _convert_prompt(fields)
     if "max_tokens" not in fields:
         raise build_bad_request(
             "you must provide max_tokens: the limit of the answer", "max_tokens"
@@ -141,169 +153,253 @@ def convert_messages_request(fields: Fields) -> Chat:
     limit = decode_field(fields, "max_tokens", INTEGER, 0)
     if limit < 1:
         raise build_bad_request(f"max_tokens is {limit}: it must be at least 1", "max_tokens")
-    chat["max_completion_tokens"] = limit
+    chat["max_completion_tokens"] = encode_raw(limit)
     if "stop_sequences" in fields:
         chat["stop"] = fields["stop_sequences"]
     metadata = decode_field(fields, "metadata", _METADATA, MessagesMetadata())
     if metadata.user_id is not None:
-        chat["user"] = metadata.user_id
+        chat["user"] = encode_raw(metadata.user_id)
     chat |= _convert_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
-    output = decode_field(fields, "output_config", _OUTPUT_CONFIG, OutputConfig())
+    output = decode_field(
+        fields, "output_config", _OUTPUT_CONFIG, OutputConfig(), limit=MAX_CONFIG_BYTES
+    )
     effort = output.effort or _choose_effort(decode_field(fields, "thinking", _THINKING, None))
     if effort is not None:
-        chat["reasoning_effort"] = effort
+        chat["reasoning_effort"] = encode_raw(effort)
     if output.format is not None:
         schema = {"name": "answer", "schema": output.format.schema}
-        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+        chat["response_format"] = encode_raw({"type": "json_schema", "json_schema": schema})
     return chat
 
 
-def convert_count_request(fields: Fields) -> Chat:
+def convert_count_request(fields: Fields) -> Steps[Fields]:
     """The request to /tokenize for one to /v1/messages/count_tokens. Raises GatewayError (400)."""
     check_names(fields, KNOWN, REFUSED)
-    chat = _convert_prompt(fields)
+    chat = yield from _convert_prompt(fields)
     for name in ("model", "chat_template_kwargs"):
         if name in fields:
             chat[name] = fields[name]
     return chat
 
 
-def _convert_prompt(fields: Fields) -> Chat:
+def _convert_prompt(fields: Fields) -> Steps[Fields]:
     """`messages` and `tools`, and how the prompt ends."""
-    messages: list[Chat] = []
-    system = decode_field(fields, "system", _SYSTEM, "")
-    if text := _join_system_text(system, "system"):
-        messages.append({"role": "system", "content": text})
     if "messages" not in fields:
         raise build_bad_request("you must provide messages: the conversation", "messages")
-    turns = decode_field(fields, "messages", _MESSAGES, [])
+    chat = JsonText(b"[")
+    yield from _add_system(chat, fields.get("system", EMPTY_TEXT), "system")
+    turns = yield from read_list(fields["messages"], "messages")
     if not turns:
         raise build_bad_request("messages is empty: send at least one", "messages")
-    for number, turn in enumerate(turns):
-        messages += _convert_turn(turn, f"messages[{number}]")
-    prompt: Chat = {"messages": messages}
-    if turns[-1].role == "assistant":
+    role = ""
+    for number in range(len(turns)):
+        path = f"messages[{number}]"
+        turn = _TURNS.read(turns[number], path) or (
+            yield from _TURNS.read_long(turns[number], path)
+        )
+        yield from _add_turn(chat, turn, path)
+        role = turn.role
+        yield
+    prompt = {"messages": chat.end_list()}
+    if role == "assistant":
         # The answer goes on where the client's beginning of it ends.
-        prompt |= {"continue_final_message": True, "add_generation_prompt": False}
-    tools = decode_field(fields, "tools", _TOOLS, [])
-    if tools:
-        prompt["tools"] = [_convert_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+        prompt |= {"continue_final_message": _TRUE, "add_generation_prompt": _FALSE}
+    if "tools" in fields:
+        prompt |= yield from _convert_tools(fields["tools"])
     return prompt
 
 
-def _join_system_text(content: str | list[Block], path: str) -> str:
-    blocks = [Block("text", content)] if isinstance(content, str) else content
-    for at, block in enumerate(blocks):
-        if block.type != "text":
-            raise build_unsupported(f"{path}[{at}].type", block.type, "text")
-    return "".join([each.text for each in blocks if not each.text.startswith(_ATTRIBUTION)])
+def _add_system(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[None]:
+    """Add the message of a text, or of blocks of text; none if they are empty."""
+    text = JoinedText()
+    if not is_list(content):
+        yield from text.add(check_text(content, path))
+    else:
+        blocks = yield from read_list(content, path)
+        for number in range(len(blocks)):
+            place = f"{path}[{number}]"
+            block = _BLOCKS.read(blocks[number], place) or (
+                yield from _BLOCKS.read_long(blocks[number], place)
+            )
+            if block.type != "text":
+                raise build_unsupported(f"{place}.type", block.type, "text")
+            if not _is_attribution(check_text(block.text, f"{place}.text")):
+                yield from text.add(block.text)
+            yield
+    joined = text.to_raw()
+    if joined != EMPTY_TEXT and not _is_attribution(joined):
+        yield from chat.add(b'{"role":"system","content":', joined, b"},")
 
 
-def _convert_turn(turn: ConversationTurn, path: str) -> list[Chat]:
-    """The chat messages of one turn: results of tools are messages of their own."""
+def _is_attribution(text: msgspec.Raw) -> bool:
+    return bytes(memoryview(text)[: len(_ATTRIBUTION)]) == _ATTRIBUTION
+
+
+def _add_turn(chat: JsonText, turn: ConversationTurn, path: str) -> Steps[None]:
+    """Add the messages of one turn: results of tools are messages of their own."""
+    content, place = turn.content, f"{path}.content"
     if turn.role == "system":
-        text = _join_system_text(turn.content, f"{path}.content")
-        return [{"role": "system", "content": text}] if text else []
-    if turn.role not in ("user", "assistant"):
+        yield from _add_system(chat, content, place)
+    elif turn.role not in ("user", "assistant"):
         raise build_unsupported(f"{path}.role", turn.role, "user, assistant or system")
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    if turn.role == "assistant":
-        return [_convert_assistant_blocks(turn.content, f"{path}.content")]
-    return _convert_user_blocks(turn.content, f"{path}.content")
+    elif not is_list(content):
+        if not is_text(content):
+            raise build_bad_request(f"{place} must be a text or a list of blocks", place)
+        head = b'{"role":"%b","content":' % turn.role.encode()
+        yield from chat.add(head, content, b"},")
+    elif turn.role == "assistant":
+        yield from _add_assistant_blocks(chat, content, place)
+    else:
+        yield from _add_user_blocks(chat, content, place)
 
 
-def _convert_assistant_blocks(blocks: list[Block], path: str) -> Chat:
-    texts, calls, thoughts = [], [], []
-    for at, block in enumerate(blocks):
-        if block.type == "text":
-            texts.append(block.text)
-        elif block.type == "tool_use":
-            arguments = bytes(block.input).decode()
-            function = {"name": block.name, "arguments": arguments}
-            calls.append({"id": block.id, "type": "function", "function": function})
-        elif block.type == "thinking":
-            thoughts.append(block.thinking)
-        elif block.type != "redacted_thinking":
-            allowed = "text, thinking or tool_use"
-            raise build_unsupported(f"{path}[{at}].type", block.type, allowed)
-    message: Chat = {"role": "assistant"}
-    if texts or not calls:
-        message["content"] = "".join(texts)
-    if thoughts:
-        message["reasoning"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _convert_user_blocks(blocks: list[Block], path: str) -> list[Chat]:
-    messages: list[Chat] = []
-    parts: list[Chat] = []
-    for at, block in enumerate(blocks):
-        place = f"{path}[{at}]"
-        if block.type == "tool_result":
-            text, images = _convert_tool_result(block.content, f"{place}.content")
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-            parts += images
-        else:
-            parts.append(_convert_part(block, place))
-    if len(parts) == 1 and parts[0]["type"] == "text":
-        messages.append({"role": "user", "content": parts[0]["text"]})
-    elif parts or not messages:
-        messages.append({"role": "user", "content": parts})
-    return messages
-
-
-def _convert_tool_result(content: str | list[Block] | None, path: str) -> tuple[str, list[Chat]]:
-    """(its text, its images), because the messages of tools contain text only."""
-    if isinstance(content, str) or content is None:
-        return content or "", []
-    parts = [_convert_part(block, f"{path}[{at}]") for at, block in enumerate(content)]
-    texts = [part["text"] for part in parts if part["type"] == "text"]
-    return "\n".join(texts), [part for part in parts if part["type"] != "text"]
-
-
-def _convert_part(block: Block, path: str) -> Chat:
-    if block.type == "text":
-        return {"type": "text", "text": block.text}
-    source = block.source
-    if block.type == "image" and source is not None and source.type in ("base64", "url"):
-        data_url = f"data:{source.media_type};base64,{source.data}"
-        url = source.url if source.type == "url" else data_url
-        return {"type": "image_url", "image_url": {"url": url}}
-    if block.type == "document" and source is not None and source.type == "text":
-        return {"type": "text", "text": source.data}
-    if source is not None and block.type in ("image", "document"):
-        raise build_unsupported(
-            f"{path}.source.type", source.type, "base64 or url for images, text for documents"
+def _add_assistant_blocks(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[None]:
+    text, thought, calls = JoinedText(), JoinedText(), JsonText(b"[")
+    blocks = yield from read_list(content, path)
+    for number in range(len(blocks)):
+        place = f"{path}[{number}]"
+        block = _BLOCKS.read(blocks[number], place) or (
+            yield from _BLOCKS.read_long(blocks[number], place)
         )
-    raise build_unsupported(f"{path}.type", block.type, "text, image, document or tool_result")
+        if block.type == "text":
+            yield from text.add(check_text(block.text, f"{place}.text"))
+        elif block.type == "tool_use":
+            yield from calls.add(b'{"id":', check_text(block.id, f"{place}.id"))
+            name = check_text(block.name, f"{place}.name")
+            yield from calls.add(b',"type":"function","function":{"name":', name)
+            yield from calls.add_quoted(b',"arguments":', block.input, b"}},")
+        elif block.type == "thinking":
+            yield from thought.add(check_text(block.thinking, f"{place}.thinking"))
+        elif block.type != "redacted_thinking":
+            raise build_unsupported(f"{place}.type", block.type, "text, thinking or tool_use")
+        yield
+    yield from chat.add(b'{"role":"assistant"')
+    if text.count or len(calls) == 1:
+        yield from chat.add(b',"content":', text.to_raw())
+    if thought.count:
+        yield from chat.add(b',"reasoning":', thought.to_raw())
+    if len(calls) > 1:
+        yield from chat.add(b',"tool_calls":', calls.end_list())
+    yield from chat.add(b"},")
 
 
-def _convert_tool(tool: MessagesTool, path: str) -> Chat:
-    if tool.type not in (None, "custom"):
-        raise build_unsupported(f"{path}.type", tool.type, "tools that the client runs")
-    function: Chat = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+def _add_user_blocks(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[None]:
+    parts, num_parts, has_results = JsonText(b"["), 0, False
+    text: msgspec.Raw | None = None
+    blocks = yield from read_list(content, path)
+    for number in range(len(blocks)):
+        place = f"{path}[{number}]"
+        block = _BLOCKS.read(blocks[number], place) or (
+            yield from _BLOCKS.read_long(blocks[number], place)
+        )
+        if len(blocks) == 1 and block.type == "text":
+            text = check_text(block.text, f"{place}.text")
+            num_parts = 1
+        elif block.type == "tool_result":
+            has_results = True
+            num_parts += yield from _add_tool_result(chat, parts, block, place)
+        else:
+            part, text = yield from _convert_part(block, place)
+            num_parts += 1
+            yield from parts.add(*part, b",")
+        yield
+    if num_parts == 1 and text is not None:
+        yield from chat.add(b'{"role":"user","content":', text, b"},")
+    elif num_parts or not has_results:
+        yield from chat.add(b'{"role":"user","content":', parts.end_list(), b"},")
 
 
-def _convert_tool_choice(choice: MessagesToolChoice | None) -> Chat:
+def _add_tool_result(chat: JsonText, parts: JsonText, block: Block, path: str) -> Steps[int]:
+    """Add the message of a tool's result, and its images to the user's parts, because the messages
+    of tools contain text only; the number of images."""
+    text, images = JoinedText(b"\\n"), 0
+    if not is_list(block.content):
+        yield from text.add(check_text(block.content, f"{path}.content"))
+    else:
+        results = yield from read_list(block.content, f"{path}.content")
+        for number in range(len(results)):
+            place = f"{path}.content[{number}]"
+            result = _BLOCKS.read(results[number], place) or (
+                yield from _BLOCKS.read_long(results[number], place)
+            )
+            part, part_text = yield from _convert_part(result, place)
+            if part_text is not None:
+                yield from text.add(part_text)
+            else:
+                images += 1
+                yield from parts.add(*part, b",")
+            yield
+    call_id = check_text(block.tool_use_id, f"{path}.tool_use_id")
+    yield from chat.add(b'{"role":"tool","tool_call_id":', call_id)
+    yield from chat.add(b',"content":', text.to_raw(), b"},")
+    return images
+
+
+def _convert_part(block: Block, path: str) -> Steps[tuple[list[Piece], msgspec.Raw | None]]:
+    """(a part of a message, its text); the text is None of an image."""
+    if block.type == "text":
+        return _build_text_part(check_text(block.text, f"{path}.text"))
+    if block.type not in ("image", "document") or is_null(block.source):
+        raise build_unsupported(f"{path}.type", block.type, "text, image, document or tool_result")
+    path += ".source"
+    source = _SOURCES.read(block.source, path) or (
+        yield from _SOURCES.read_long(block.source, path)
+    )
+    if block.type == "document" and source.type == "text":
+        return _build_text_part(check_text(source.data, f"{path}.data"))
+    before, after = b'{"type":"image_url","image_url":{"url":', b"}}"
+    if block.type == "image" and source.type == "url":
+        return [before, check_text(source.url, f"{path}.url"), after], None
+    if block.type == "image" and source.type == "base64":
+        begin = encode_raw(f"data:{source.media_type};base64,")
+        data = memoryview(check_text(source.data, f"{path}.data"))[1:]
+        return [before, memoryview(begin)[:-1], data, after], None
+    raise build_unsupported(
+        f"{path}.type", source.type, "base64 or url for images, text for documents"
+    )
+
+
+def _build_text_part(text: msgspec.Raw) -> tuple[list[Piece], msgspec.Raw | None]:
+    return [b'{"type":"text","text":', text, b"}"], text
+
+
+def _convert_tools(raw: msgspec.Raw) -> Steps[Fields]:
+    """`tools` as functions; empty: there are none."""
+    functions = JsonText(b"[")
+    tools = yield from read_list(raw, "tools")
+    for number in range(len(tools)):
+        path = f"tools[{number}]"
+        tool = _TOOLS.read(tools[number], path) or (
+            yield from _TOOLS.read_long(tools[number], path)
+        )
+        if tool.type not in (None, "custom"):
+            raise build_unsupported(f"{path}.type", tool.type, "tools that the client runs")
+        name, text = check_text(tool.name, f"{path}.name"), tool.description
+        yield from functions.add(b'{"type":"function","function":{"name":', name)
+        yield from functions.add(b',"parameters":', tool.input_schema)
+        if text is not EMPTY_TEXT:
+            text = check_text(text, f"{path}.description")
+            yield from functions.add(b',"description":', text)
+        if tool.strict is not None:
+            yield from functions.add(b',"strict":true' if tool.strict else b',"strict":false')
+        yield from functions.add(b"}},")
+        yield
+    return {"tools": functions.end_list()} if tools else {}
+
+
+def _convert_tool_choice(choice: MessagesToolChoice | None) -> Fields:
     if choice is None:
         return {}
-    chat: Chat = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    chat = {"parallel_tool_calls": _FALSE} if choice.disable_parallel_tool_use else {}
     if choice.type == "tool":
         if not choice.name:
             raise build_bad_request("tool_choice.name must name the tool", "tool_choice.name")
-        return chat | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+        function = {"type": "function", "function": {"name": choice.name}}
+        return chat | {"tool_choice": encode_raw(function)}
     names = {"auto": "auto", "any": "required", "none": "none"}
     if choice.type not in names:
         raise build_unsupported("tool_choice.type", choice.type, "auto, any, tool or none")
-    return chat | {"tool_choice": names[choice.type]}
+    return chat | {"tool_choice": encode_raw(names[choice.type])}
 
 
 def _choose_effort(thinking: Thinking | None) -> str | None:

@@ -34,6 +34,8 @@ _DEFAULTS: Item = {
     "top_p": None, "truncation": "disabled", "user": None,
 }  # fmt: skip
 """Fields of the request that the answer repeats, with their values if the request has none."""
+_MAX_REPEATED_BYTES = 32 << 10
+"""Longer ones are not repeated: each answer would copy them up to three times."""
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _ERROR_CODES = {
     "rate_limit_error": "rate_limit_exceeded",
@@ -46,7 +48,11 @@ class ResponsesAnswer:
 
     def __init__(self, fields: Fields) -> None:
         """`fields`: of the request."""
-        self._request = {name: fields.get(name, value) for name, value in _DEFAULTS.items()}
+        self._request = _DEFAULTS | {
+            name: value
+            for name, value in fields.items()
+            if name in _DEFAULTS and len(value) <= _MAX_REPEATED_BYTES
+        }
         self._id = ""
         self._created_at = 0
         self._model = ""

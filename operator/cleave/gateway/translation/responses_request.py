@@ -11,16 +11,27 @@ import msgspec
 from cleave.gateway.http.completion_request import Fields
 from cleave.gateway.http.errors import build_bad_request
 from cleave.gateway.translation.request_fields import (
+    EMPTY_TEXT,
     FLAG,
     INTEGER,
+    MAX_CONFIG_BYTES,
     TEXT,
     TEXTS,
-    Chat,
+    JoinedText,
+    JsonText,
+    ObjectReader,
+    Piece,
     build_unsupported,
     check_names,
+    check_text,
     copy_engine_fields,
     decode_field,
+    encode_raw,
+    is_list,
+    is_text,
+    read_list,
 )
+from cleave.time_slices import Steps
 
 _TRANSLATED = frozenset((
     "input", "instructions", "max_output_tokens", "metadata", "model", "parallel_tool_calls",
@@ -47,9 +58,9 @@ class Part(msgspec.Struct, gc=False):
     """A part of a message's content, of any type."""
 
     type: str
-    text: str = ""
-    refusal: str = ""
-    image_url: str | None = None
+    text: msgspec.Raw = EMPTY_TEXT
+    refusal: msgspec.Raw = EMPTY_TEXT
+    image_url: msgspec.Raw = EMPTY_TEXT
     detail: str | None = None
 
 
@@ -58,20 +69,20 @@ class Item(msgspec.Struct, gc=False):
 
     type: str = "message"
     role: str = ""
-    content: str | list[Part] | None = None
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
-    output: str | list[Part] = ""
-    summary: list[Part] | None = None
+    content: msgspec.Raw = EMPTY_TEXT
+    call_id: msgspec.Raw = EMPTY_TEXT
+    name: msgspec.Raw = EMPTY_TEXT
+    arguments: msgspec.Raw = EMPTY_TEXT
+    output: msgspec.Raw = EMPTY_TEXT
+    summary: msgspec.Raw = EMPTY_TEXT
 
 
 class ResponsesTool(msgspec.Struct, gc=False):
     """A tool that the client runs."""
 
     type: str
-    name: str = ""
-    description: str | None = None
+    name: msgspec.Raw = EMPTY_TEXT
+    description: msgspec.Raw = EMPTY_TEXT
     parameters: msgspec.Raw = msgspec.Raw(b"null")
     strict: bool | None = None
 
@@ -104,17 +115,16 @@ class TextConfig(msgspec.Struct, gc=False):
     format: TextFormat | None = None
 
 
-_INPUT: msgspec.json.Decoder[str | list[Item]] = msgspec.json.Decoder(str | list[Item])
+_ITEMS, _PARTS, _TOOLS = ObjectReader(Item), ObjectReader(Part), ObjectReader(ResponsesTool)
 _LIMIT: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 _REASONING = msgspec.json.Decoder(Reasoning)
 _TEXT_CONFIG = msgspec.json.Decoder(TextConfig)
-_TOOLS = msgspec.json.Decoder(list[ResponsesTool])
 _TOOL_CHOICE: msgspec.json.Decoder[str | ResponsesToolChoice | None] = msgspec.json.Decoder(
     str | ResponsesToolChoice | None
 )
 
 
-def convert_responses_request(fields: Fields) -> Chat:
+def convert_responses_request(fields: Fields) -> Steps[Fields]:
     """The chat completion of a request to /v1/responses. Raises GatewayError (400)."""
     check_names(fields, KNOWN, REFUSED)
     _refuse_values(fields)
@@ -122,27 +132,28 @@ def convert_responses_request(fields: Fields) -> Chat:
     for name in ("service_tier", "user"):
         if name in fields:
             chat[name] = fields[name]
-    chat["messages"] = _convert_input(fields)
+    chat["messages"] = yield from _convert_input(fields)
     limit = decode_field(fields, "max_output_tokens", _LIMIT, None)
     if limit is not None:
         if limit < 1:
             message = f"max_output_tokens is {limit}: it must be at least 1"
             raise build_bad_request(message, "max_output_tokens")
-        chat["max_completion_tokens"] = limit
-    tools = decode_field(fields, "tools", _TOOLS, [])
-    if tools:
-        chat["tools"] = [_convert_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+        chat["max_completion_tokens"] = encode_raw(limit)
+    tools = (yield from _convert_tools(fields["tools"])) if "tools" in fields else None
+    choice = _convert_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
+    if tools is not None:
+        chat["tools"] = tools
         if "parallel_tool_calls" in fields:
             chat["parallel_tool_calls"] = fields["parallel_tool_calls"]
-    choice = _convert_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
-    if choice is not None and tools:
-        chat["tool_choice"] = choice
+        if choice is not None:
+            chat["tool_choice"] = encode_raw(choice)
     reasoning = decode_field(fields, "reasoning", _REASONING, Reasoning())
     if reasoning.effort is not None:
-        chat["reasoning_effort"] = reasoning.effort
-    output_format = _convert_format(decode_field(fields, "text", _TEXT_CONFIG, TextConfig()))
+        chat["reasoning_effort"] = encode_raw(reasoning.effort)
+    config = decode_field(fields, "text", _TEXT_CONFIG, TextConfig(), limit=MAX_CONFIG_BYTES)
+    output_format = _convert_format(config)
     if output_format is not None:
-        chat["response_format"] = output_format
+        chat["response_format"] = encode_raw(output_format)
     return chat
 
 
@@ -161,120 +172,204 @@ def _refuse_values(fields: Fields) -> None:
             raise build_unsupported(f"include[{at}]", name, " or ".join(_IGNORED_INCLUDES))
 
 
-def _convert_input(fields: Fields) -> list[Chat]:
+class _Conversation:
+    """Writes the messages of a chat. Items of the model are collected until its turn ends."""
+
+    def __init__(self) -> None:
+        self.messages = JsonText(b"[")
+        self.role = ""
+        """Of the open message; empty: there is none."""
+        self.reasoning = JoinedText()
+        self.text = JoinedText()
+        self.calls = JsonText(b"[")
+
+    def begin(self, role: str) -> Steps[None]:
+        """End the open message and begin one of this role."""
+        yield from self.end()
+        self.role = role
+        self.text = JoinedText(b"" if role == "assistant" else b"\\n\\n")
+
+    def begin_model_turn(self, *, thinks: bool = False) -> Steps[None]:
+        """Go on with the model's turn at the end of the conversation, or begin one. A model thinks
+        before it writes, so that reasoning (`thinks`) after text belongs to another turn."""
+        has_written = self.text.count or len(self.calls) > 1
+        if self.role != "assistant" or (thinks and has_written):
+            yield from self.begin("assistant")
+
+    def end(self) -> Steps[None]:
+        """Write the open message."""
+        messages, role = self.messages, self.role
+        if role:
+            yield from messages.add(b'{"role":"%b"' % role.encode())
+            if self.reasoning.count:
+                yield from messages.add(b',"reasoning":', self.reasoning.to_raw())
+            if self.text.count:
+                yield from messages.add(b',"content":', self.text.to_raw())
+            if len(self.calls) > 1:
+                yield from messages.add(b',"tool_calls":', self.calls.end_list())
+            yield from messages.add(b"},")
+        self.role, self.reasoning = "", JoinedText()
+        self.text, self.calls = JoinedText(), JsonText(b"[")
+
+
+def _convert_input(fields: Fields) -> Steps[msgspec.Raw]:
     if "input" not in fields:
         raise build_bad_request("you must provide input: a text or a list of items", "input")
-    given = decode_field(fields, "input", _INPUT, "")
-    items = [Item(role="user", content=given)] if isinstance(given, str) else given
-    if not items:
-        raise build_bad_request("input is empty: send at least one item", "input")
-    turns: list[Chat] = []
-    if instructions := decode_field(fields, "instructions", TEXT, ""):
-        turns.append({"role": "system", "content": [instructions]})
-    for at, item in enumerate(items):
-        _add_item(turns, item, f"input[{at}]")
-    return [_build_message(turn) for turn in turns]
+    given, chat = fields["input"], _Conversation()
+    instructions = check_text(fields.get("instructions", EMPTY_TEXT), "instructions")
+    if instructions != EMPTY_TEXT:
+        yield from chat.begin("system")
+        yield from chat.text.add(instructions)
+    if is_text(given):
+        yield from _add_user_message(chat, given, "input")
+    else:
+        items = yield from read_list(given, "input")
+        if not items:
+            raise build_bad_request("input is empty: send at least one item", "input")
+        for number in range(len(items)):
+            path = f"input[{number}]"
+            item = _ITEMS.read(items[number], path) or (
+                yield from _ITEMS.read_long(items[number], path)
+            )
+            yield from _add_item(chat, item, path)
+            yield
+    yield from chat.end()
+    return chat.messages.end_list()
 
 
-def _build_message(turn: Chat) -> Chat:
-    """A message from a turn whose texts were collected; copying them item by item would take
-    quadratic time."""
-    separator = "" if turn["role"] == "assistant" else "\n\n"
-    for name in ("reasoning", "content"):
-        if name in turn and turn["role"] in ("assistant", "system"):
-            turn[name] = separator.join(turn[name])
-    return turn
-
-
-def _add_item(turns: list[Chat], item: Item, path: str) -> None:
-    """Append an item's turn, or extend the last one."""
+def _add_item(chat: _Conversation, item: Item, path: str) -> Steps[None]:
+    """Add an item's message, or extend the open one."""
     if item.type == "message":
-        _add_message(turns, item, path)
+        yield from _add_message(chat, item, path)
     elif item.type == "function_call":
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        _get_model_turn(turns).setdefault("tool_calls", []).append(call)
+        yield from chat.begin_model_turn()
+        yield from chat.calls.add(b'{"id":', check_text(item.call_id, f"{path}.call_id"))
+        name = check_text(item.name, f"{path}.name")
+        yield from chat.calls.add(b',"type":"function","function":{"name":', name)
+        arguments = check_text(item.arguments, f"{path}.arguments")
+        yield from chat.calls.add(b',"arguments":', arguments, b"}},")
     elif item.type == "function_call_output":
-        text = _join_text(item.output, f"{path}.output")
-        turns.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        yield from chat.end()
+        text = yield from _read_text(item.output, f"{path}.output")
+        call_id = check_text(item.call_id, f"{path}.call_id")
+        yield from chat.messages.add(b'{"role":"tool","tool_call_id":', call_id)
+        yield from chat.messages.add(b',"content":', text, b"},")
     elif item.type == "reasoning":
-        parts = item.content if isinstance(item.content, list) and item.content else item.summary
-        turn = _get_model_turn(turns, begins=True)
-        turn.setdefault("reasoning", []).extend([part.text for part in parts or ()])
+        is_whole = is_list(item.content) and len(item.content) > len(b"[]")
+        yield from chat.begin_model_turn(thinks=True)
+        thoughts = item.content if is_whole else item.summary
+        place = f"{path}.content" if is_whole else f"{path}.summary"
+        thought = EMPTY_TEXT
+        if is_list(thoughts):
+            thought = yield from _read_text(thoughts, place, any_type=True)
+        yield from chat.reasoning.add(thought)
     else:
         allowed = "message, function_call, function_call_output or reasoning"
         raise build_unsupported(f"{path}.type", item.type, allowed)
 
 
-def _add_message(turns: list[Chat], item: Item, path: str) -> None:
+def _add_message(chat: _Conversation, item: Item, path: str) -> Steps[None]:
+    if item.role == "user":
+        yield from _add_user_message(chat, item.content, f"{path}.content")
+        return
+    if item.role not in ("assistant", "system", "developer"):
+        allowed = "user, assistant, system or developer"
+        raise build_unsupported(f"{path}.role", item.role, allowed)
+    text = yield from _read_text(item.content, f"{path}.content")
     if item.role == "assistant":
-        text = _join_text(item.content, f"{path}.content")
-        _get_model_turn(turns).setdefault("content", []).append(text)
-    elif item.role in ("system", "developer"):
-        text = _join_text(item.content, f"{path}.content")
-        if turns and turns[-1]["role"] == "system":
-            # Chat templates of many models accept one system message only.
-            turns[-1]["content"].append(text)
-        else:
-            turns.append({"role": "system", "content": [text]})
-    elif item.role == "user":
-        turns.append({"role": "user", "content": _convert_parts(item.content, path)})
-    else:
-        raise build_unsupported(f"{path}.role", item.role, "user, assistant, system or developer")
+        yield from chat.begin_model_turn()
+    elif chat.role != "system":
+        # Chat templates of many models accept one system message only.
+        yield from chat.begin("system")
+    yield from chat.text.add(text)
 
 
-def _get_model_turn(turns: list[Chat], begins: bool = False) -> Chat:
-    """The model's turn at the end of the conversation; `begins`: a new one, unless it only thinks.
-    A model thinks before it writes, so that reasoning after text belongs to another turn."""
-    last = turns[-1] if turns else None
-    is_model = last is not None and last["role"] == "assistant"
-    if last is None or not is_model or (begins and ("content" in last or "tool_calls" in last)):
-        turns.append({"role": "assistant"})
-    return turns[-1]
+def _read_text(raw: msgspec.Raw, path: str, *, any_type: bool = False) -> Steps[msgspec.Raw]:
+    """A text, or the texts of parts."""
+    if not is_list(raw):
+        return check_text(raw, path)
+    joined = JoinedText()
+    parts = yield from read_list(raw, path)
+    for number in range(len(parts)):
+        place = f"{path}[{number}]"
+        part = _PARTS.read(parts[number], place) or (
+            yield from _PARTS.read_long(parts[number], place)
+        )
+        if not any_type and part.type not in ("input_text", "output_text", "text", "refusal"):
+            raise build_unsupported(f"{place}.type", part.type, "text")
+        text = check_text(part.text, f"{place}.text")
+        if text == EMPTY_TEXT:
+            text = check_text(part.refusal, f"{place}.refusal")
+        yield from joined.add(text)
+        yield
+    return joined.to_raw()
 
 
-def _join_text(content: str | list[Part] | None, path: str) -> str:
-    if isinstance(content, str) or content is None:
-        return content or ""
-    for at, part in enumerate(content):
-        if part.type not in ("input_text", "output_text", "text", "refusal"):
-            raise build_unsupported(f"{path}[{at}].type", part.type, "text")
-    return "".join([part.text or part.refusal for part in content])
-
-
-def _convert_parts(content: str | list[Part] | None, path: str) -> str | list[Chat]:
+def _add_user_message(chat: _Conversation, content: msgspec.Raw, path: str) -> Steps[None]:
     """A user's content: its text, or parts with pictures."""
-    parts = content if isinstance(content, list) else [Part("input_text", content or "")]
-    translated = [_convert_part(part, f"{path}.content[{at}]") for at, part in enumerate(parts)]
-    if len(translated) == 1 and "text" in translated[0]:
-        return str(translated[0]["text"])
-    return translated
+    yield from chat.end()
+    messages, written = chat.messages, JsonText(b"[")
+    if not is_list(content):
+        text = check_text(content, path)
+        yield from messages.add(b'{"role":"user","content":', text, b"},")
+        return
+    parts = yield from read_list(content, path)
+    for number in range(len(parts)):
+        place = f"{path}[{number}]"
+        part = _PARTS.read(parts[number], place) or (
+            yield from _PARTS.read_long(parts[number], place)
+        )
+        pieces, only_text = _convert_part(part, place)
+        if len(parts) == 1 and only_text is not None:
+            yield from messages.add(b'{"role":"user","content":', only_text, b"},")
+            return
+        yield from written.add(*pieces, b",")
+        yield
+    yield from messages.add(b'{"role":"user","content":', written.end_list(), b"},")
 
 
-def _convert_part(part: Part, path: str) -> Chat:
+def _convert_part(part: Part, path: str) -> tuple[list[Piece], msgspec.Raw | None]:
+    """(a part of a message, its text); the text is None of an image."""
     if part.type in ("input_text", "text"):
-        return {"type": "text", "text": part.text}
-    if part.type == "input_image":
-        if part.image_url is None:
-            message = "nothing is stored here, so send the picture as a URL or a data URL"
-            raise build_bad_request(f"{path}.image_url is missing: {message}", f"{path}.image_url")
-        image = {"url": part.image_url} | ({"detail": part.detail} if part.detail else {})
-        return {"type": "image_url", "image_url": image}
-    raise build_unsupported(f"{path}.type", part.type, "input_text or input_image")
+        text = check_text(part.text, f"{path}.text")
+        return [b'{"type":"text","text":', text, b"}"], text
+    if part.type != "input_image":
+        raise build_unsupported(f"{path}.type", part.type, "input_text or input_image")
+    url = check_text(part.image_url, f"{path}.image_url")
+    if url == EMPTY_TEXT:
+        message = "nothing is stored here, so send the picture as a URL or a data URL"
+        raise build_bad_request(f"{path}.image_url is missing: {message}", f"{path}.image_url")
+    after = b',"detail":%b}}' % bytes(encode_raw(part.detail)) if part.detail else b"}}"
+    return [b'{"type":"image_url","image_url":{"url":', url, after], None
 
 
-def _convert_tool(tool: ResponsesTool, path: str) -> Chat:
-    if tool.type != "function":
-        raise build_unsupported(f"{path}.type", tool.type, "function, which the client runs")
-    if not tool.name:
-        raise build_bad_request(f"{path}.name must name the function", f"{path}.name")
-    function: Chat = {"name": tool.name, "parameters": tool.parameters}
-    optional: Chat = {"description": tool.description, "strict": tool.strict}
-    function |= {name: value for name, value in optional.items() if value is not None}
-    return {"type": "function", "function": function}
+def _convert_tools(raw: msgspec.Raw) -> Steps[msgspec.Raw | None]:
+    """The functions; None: there are none."""
+    functions = JsonText(b"[")
+    tools = yield from read_list(raw, "tools")
+    for number in range(len(tools)):
+        path = f"tools[{number}]"
+        tool = _TOOLS.read(tools[number], path) or (
+            yield from _TOOLS.read_long(tools[number], path)
+        )
+        if tool.type != "function":
+            raise build_unsupported(f"{path}.type", tool.type, "function, which the client runs")
+        name = check_text(tool.name, f"{path}.name")
+        if name == EMPTY_TEXT:
+            raise build_bad_request(f"{path}.name must name the function", f"{path}.name")
+        yield from functions.add(b'{"type":"function","function":{"name":', name)
+        yield from functions.add(b',"parameters":', tool.parameters)
+        description = check_text(tool.description, f"{path}.description")
+        if description != EMPTY_TEXT:
+            yield from functions.add(b',"description":', description)
+        if tool.strict is not None:
+            yield from functions.add(b',"strict":true' if tool.strict else b',"strict":false')
+        yield from functions.add(b"}},")
+        yield
+    return functions.end_list() if tools else None
 
 
-def _convert_tool_choice(choice: str | ResponsesToolChoice | None) -> str | Chat | None:
+def _convert_tool_choice(choice: str | ResponsesToolChoice | None) -> object:
     if choice is None:
         return None
     if isinstance(choice, str):
@@ -286,7 +381,7 @@ def _convert_tool_choice(choice: str | ResponsesToolChoice | None) -> str | Chat
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _convert_format(config: TextConfig) -> Chat | None:
+def _convert_format(config: TextConfig) -> object:
     chosen = config.format
     if chosen is None or chosen.type == "text":
         return None
@@ -295,7 +390,7 @@ def _convert_format(config: TextConfig) -> Chat | None:
     if chosen.type != "json_schema":
         allowed = "text, json_object or json_schema"
         raise build_unsupported("text.format.type", chosen.type, allowed)
-    schema: Chat = {"name": chosen.name, "schema": chosen.schema}
+    schema: dict[str, object] = {"name": chosen.name, "schema": chosen.schema}
     if chosen.strict is not None:
         schema["strict"] = chosen.strict
     return {"type": "json_schema", "json_schema": schema}

@@ -8,17 +8,19 @@ import msgspec
 from cleave.gateway.http.completion_request import (
     Body,
     CompletionRequest,
-    parse_completion,
-    parse_engine_request,
+    Fields,
+    build_completion,
+    build_engine_request,
 )
 from cleave.gateway.http.error_dialects import COUNT_TOKENS_PATH, MESSAGES_PATH
+from cleave.gateway.http.errors import build_bad_request
 from cleave.gateway.translation.answer import Answer
 from cleave.gateway.translation.messages_answer import MessagesAnswer, TokenCountAnswer
 from cleave.gateway.translation.messages_request import (
     convert_count_request,
     convert_messages_request,
 )
-from cleave.gateway.translation.request_fields import Chat, read_request
+from cleave.gateway.translation.request_fields import read_request
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.responses_request import convert_responses_request
 from cleave.time_slices import Steps
@@ -39,32 +41,48 @@ class Translation:
     """Translates the engine's response."""
 
 
+Translator = Callable[[Body], Steps[Translation]]
+
+
 def _convert_messages(body: Body) -> Steps[Translation]:
     fields = yield from read_request(body)
-    return (yield from _build_chat(convert_messages_request(fields), MessagesAnswer()))
+    chat = yield from convert_messages_request(fields)
+    return (yield from _build_chat(chat, MessagesAnswer()))
 
 
 def _convert_responses(body: Body) -> Steps[Translation]:
     fields = yield from read_request(body)
-    return (yield from _build_chat(convert_responses_request(fields), ResponsesAnswer(fields)))
+    chat = yield from convert_responses_request(fields)
+    return (yield from _build_chat(chat, ResponsesAnswer(fields)))
 
 
 def _convert_count(body: Body) -> Steps[Translation]:
     fields = yield from read_request(body)
-    body = msgspec.json.encode(convert_count_request(fields))
-    completion = yield from parse_engine_request(TOKENIZE_PATH, body, "")
+    request = yield from convert_count_request(fields)
+    completion = yield from build_engine_request(TOKENIZE_PATH, request)
     return Translation(TOKENIZE_PATH, completion, TokenCountAnswer())
 
 
-def _build_chat(chat: Chat, answer: Answer) -> Steps[Translation]:
-    # Parsed like a client's own request, so that the same rules hold.
-    completion = yield from parse_completion(CHAT_PATH, msgspec.json.encode(chat))
+def _build_chat(chat: Fields, answer: Answer) -> Steps[Translation]:
+    completion = yield from build_completion(CHAT_PATH, chat)
     return Translation(CHAT_PATH, completion, answer)
 
 
-TRANSLATORS: Mapping[bytes, Callable[[Body], Steps[Translation]]] = {
-    RESPONSES_PATH: _convert_responses,
-    MESSAGES_PATH: _convert_messages,
-    COUNT_TOKENS_PATH: _convert_count,
+def _refuse_faults(convert: Translator) -> Translator:
+    """The translation, which refuses with 400 what is malformed inside of a large body."""
+
+    def convert_or_refuse(body: Body) -> Steps[Translation]:
+        try:
+            return (yield from convert(body))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise build_bad_request(f"the body is not a JSON object: {error}") from None
+
+    return convert_or_refuse
+
+
+TRANSLATORS: Mapping[bytes, Translator] = {
+    RESPONSES_PATH: _refuse_faults(_convert_responses),
+    MESSAGES_PATH: _refuse_faults(_convert_messages),
+    COUNT_TOKENS_PATH: _refuse_faults(_convert_count),
 }
 """By path. They raise GatewayError (400)."""
