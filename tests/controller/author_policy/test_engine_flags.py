@@ -90,7 +90,11 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, A
 
 
 def _draw(picks: random.Random) -> str:
-    flag = picks.choice([*HARMLESS] * 2 + [*RISKS, "-O", "-tp", "-q", "--", "-1", "-0.5", "2", "x"])
+    # Only Cleave sets those of emulated engines, which vLLM would take for a model.
+    harmless = [*{*HARMLESS} - {"--latency", "--time-scale"}]
+    flag = picks.choice(
+        sorted(harmless) * 2 + [*RISKS, "-O", "-tp", "-q", "--", "-1", "-0.5", "2", "x"]
+    )
     flag = picks.choice([flag, flag, flag, flag.replace("-", "_").replace("__", "--", 1)])
     if picks.random() < 0.1:
         flag = flag[: picks.randint(2, len(flag))] if len(flag) > 2 else flag

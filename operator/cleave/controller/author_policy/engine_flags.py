@@ -31,8 +31,8 @@ _HARMLESS = """
     fail-on-environ-validation fully-sharded-loras gdn-prefill-backend= gpu-memory-utilization=
     h11-max-header-count= h11-max-incomplete-event-size= ignore-patterns=+ interleave-mm-strings
     jit-monitor-mode= jit-monitor-verbose kda-decode-backend= kda-prefill-backend=
-    kv-bandwidth-gbps= kv-cache-dtype-skip-layers=+ kv-cache-dtype= kv-cache-memory-bytes=
-    kv-cache-metrics kv-cache-metrics-sample= kv-latency-ms= kv-offloading-size=
+    kv-cache-dtype-skip-layers=+ kv-cache-dtype= kv-cache-memory-bytes=
+    kv-cache-metrics kv-cache-metrics-sample= kv-offloading-size=
     kv-sharing-fast-prefill language-model-only limit-mm-per-prompt= linear-backend=
     log-level= logprobs-mode= long-prefill-token-threshold-adaptive
     long-prefill-token-threshold= lora-dtype= lora-target-modules=+ mamba-backend=
@@ -105,8 +105,8 @@ _RISKS = {
     dp-supervisor-probe-timeout-s= grpc grpc-port= headless host= master-port= max-model-len=
     model= pipeline-parallel-size= port= served-model-name=+ tensor-parallel-size=
     """,
-    "breaks the engine for tests": """
-    fault-injection
+    "is for tests with emulated engines": """
+    fault-injection kv-bandwidth-gbps= kv-latency-ms=
     """,
 }
 """By risk. JSON that may name a class, a module or a file counts as code."""
