@@ -74,6 +74,8 @@ def extract(folder: Path) -> PreviousVersion:
     description = chart / "Chart.yaml"
     text = re.sub(r"(?m)^version:.*$", "version: 0.1.0-dev.0", description.read_text())
     description.write_text(re.sub(r"(?m)^appVersion:.*$", f"appVersion: {VERSION}", text))
+    for crd in (chart / "files" / "crds").iterdir():
+        crd.write_text(re.sub(r"(?m)(cleave.dev/release:).*$", r'\1 "0"', crd.read_text()))
     return PreviousVersion(sources, chart, folder / "crds")
 
 
