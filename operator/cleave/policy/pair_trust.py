@@ -10,7 +10,6 @@ token a clearly lower probability.
 
 import enum
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -237,6 +236,11 @@ class PairStanding(enum.Enum):
 class PairHistory:
     """The newest results of one pair."""
 
+    __slots__ = (
+        "_num_blurred", "_num_deficits", "_num_good", "_recent", "_retry_s", "_seems_slow",
+        "due_s", "recorded_s", "standing", "tested_s",
+    )  # fmt: skip
+
     def __init__(self, due_s: float) -> None:
         """`due_s`: when its first canary is due, on the caller's clock."""
         self.standing = PairStanding.UNPROVEN
@@ -247,7 +251,8 @@ class PairHistory:
         """When its standing was last sent to the decode side's agent."""
         self._seems_slow = False
         """Whether its newest canary was good but slow."""
-        self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._recent: tuple[bool, ...] = ()
+        """Whether the newest WINDOW canaries were good, or those since it was used again."""
         self._num_good = 0
         """Good ones since the last fault."""
         self._num_blurred = self._num_deficits = 0
@@ -275,14 +280,14 @@ class PairHistory:
             period_s = min(period_s, CONFIRM_SLOW_S)
         self._seems_slow = seems_slow
         self.tested_s, self._num_blurred, self._num_deficits = now_s, 0, 0
-        self._recent.append(True)
+        self._recent = (*self._recent, True)[-WINDOW:]
         self._num_good += 1
         self.due_s = now_s + period_s
         if self.standing is PairStanding.FAILED:
             if self._num_good < NUM_REINSTATING:
                 self.due_s = now_s + MIN_FAILED_S
                 return
-            self._recent.clear()
+            self._recent = ()
         elif self.standing is PairStanding.SUSPECT and self._num_good < NUM_CONFIRMATIONS:
             self.due_s = now_s + CONFIRM_S
             return
@@ -293,7 +298,7 @@ class PairHistory:
         if it is the first."""
         self.tested_s, self._num_good, self._seems_slow = now_s, 0, False
         self._num_blurred = self._num_deficits = 0
-        self._recent.append(False)
+        self._recent = (*self._recent, False)[-WINDOW:]
         if self.standing is PairStanding.FAILED:
             self._retry_s = min(2 * self._retry_s, MAX_FAILED_S)
         elif self._recent.count(False) >= MAX_FAULTS:

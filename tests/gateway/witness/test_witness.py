@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from cleave.gateway.witness import canary as canary_module
+from cleave.gateway.witness import pair_list
 from cleave.gateway.witness import witness as witness_module
 from cleave.gateway.witness.canary import FaultyCanaryError
 from cleave.gateway.witness.witness import Witness
@@ -334,7 +335,7 @@ async def test_a_closed_pair_that_is_never_tested_is_used_again_when_its_result_
     monkeypatch.setattr(stage.context, "clock", lambda: now_s)
     (table,) = registry.list_tables()
     while now_s < start_s + 3 * expiry_s + 120:
-        witness.check(now_s)
+        await witness.check(now_s)
         table.update_pairs(now_s)
         if not table.closed_pairs.count:
             break
@@ -342,7 +343,7 @@ async def test_a_closed_pair_that_is_never_tested_is_used_again_when_its_result_
     assert expiry_s <= now_s - start_s <= expiry_s + 100
     for _ in range(3):
         now_s += 5
-        witness.check(now_s)
+        await witness.check(now_s)
         assert not table.closed_pairs.count
     assert not stage.context.metrics.canaries["audit"]
 
@@ -389,7 +390,7 @@ async def test_prompts_fit_a_model_of_which_each_character_is_a_token(
 
 
 async def test_pairs_of_large_fleets_are_looked_at_in_turn(make_fleet, monkeypatch) -> None:
-    monkeypatch.setattr(witness_module, "PAIRS_PER_TICK", 1)
+    monkeypatch.setattr(pair_list, "PAIRS_PER_TICK", 1)
     stage, _ = await make_fleet(FOUR, recomputes=True)
     async with witnessed(stage):
         await stage.until(lambda: are_proven(stage, 4), "all four pairs are proven")

@@ -11,10 +11,8 @@ pair do not wait for the budget.
 import asyncio
 import logging
 import random
-import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.witness.canary import (
@@ -24,31 +22,28 @@ from cleave.gateway.witness.canary import (
     FaultyCanaryError,
     run_canary,
 )
+from cleave.gateway.witness.pair_list import STANDINGS, TRUST, PairList, WitnessedPair
 from cleave.gateway.witness.pair_recorder import PairKey, PairRecorder, SendProofs
 from cleave.policy import pair_trust
 from cleave.policy.kv_transfer_sample import TransferSample
 from cleave.policy.pair_trust import (
     BytesVerdict,
     EngineBudget,
-    PairHistory,
     PairStanding,
     PullRate,
-    RatedPair,
     TokenVerdict,
 )
 from cleave.router.instance import RoutedInstance
 from cleave.router.pair_proofs import PairResult
 from cleave.router.role_flipper import is_leader
-from cleave.router.score_table import ScoreTable, list_uses
-from cleave.rpc.v1 import agent_pb2
+from cleave.router.score_table import ScoreTable
+from cleave.time_slices import Steps, run_in_slices
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 PERIOD_S = 20.0
 """Between two canaries of a pair, where the budget allows it."""
-PAIRS_PER_TICK = 1024
-"""32 x 32 instances, 2 ms of the event loop; larger fleets are looked at in turn."""
 MAX_CANARIES = 4
 """Canaries at a time; no two of them use the same engine."""
 RENEWAL_S = 20.0
@@ -59,69 +54,6 @@ _BUSY_S = 1.0
 """Delay of a canary whose engines are busy or over their budget."""
 _LENGTH_SHARE = 0.9
 """Share of the model's length that a prompt may take, as its tokens are estimated."""
-_TRUST = {
-    PairStanding.UNPROVEN: agent_pb2.TRUST_UNSPECIFIED,
-    PairStanding.PROVEN: agent_pb2.TRUST_PROVEN,
-    PairStanding.SUSPECT: agent_pb2.TRUST_SUSPECT,
-    PairStanding.FAILED: agent_pb2.TRUST_FAILED,
-}
-_STANDINGS: Mapping[int, PairStanding] = {trust: standing for standing, trust in _TRUST.items()}
-
-
-@dataclass(slots=True)
-class WitnessedPair:
-    """One pair and its history."""
-
-    key: PairKey
-    """Of these boots alone, also when an instance has another one already."""
-    prefill: RoutedInstance
-    decode: RoutedInstance
-    history: PairHistory
-    num_partners: int
-    """Decode instances of its prefill instance, or the other way round: the larger number."""
-    rates: deque[PullRate] = field(default_factory=lambda: deque(maxlen=pair_trust.NUM_RATES))
-    """The newest ones."""
-    steady: deque[float] = field(default_factory=lambda: deque(maxlen=pair_trust.NUM_USUAL))
-    """Bytes/s of the newest canaries that were near what was due."""
-    usual_bytes_per_s: float = 0.0
-    """Median of `steady`; 0: there are too few."""
-    reason: str = ""
-    """The newest fault."""
-    blur: str = ""
-    """Why a canary showed nothing, as it was logged last."""
-
-    @property
-    def name(self) -> str:
-        """As logs and reasons show it."""
-        return f"{self.prefill.name} -> {self.decode.name}"
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether one of its engines has restarted."""
-        return self.key != (self.prefill.target.boot_id, self.decode.target.boot_id)
-
-    @property
-    def rate(self) -> PullRate:
-        """The best of the newest rates; 0: not measured yet."""
-        return max(self.rates, key=lambda rate: rate.bytes_per_s, default=PullRate(0.0, 0.0))
-
-    @property
-    def link(self) -> tuple[bool, str, str]:
-        """What is known of its link: whether it stays in a cell, and the engines' transports."""
-        prefill, decode = self.prefill.registration, self.decode.registration
-        is_within_cell = prefill.cell == decode.cell
-        return is_within_cell, prefill.kv_path.transport, decode.kv_path.transport
-
-    @property
-    def rated(self) -> RatedPair:
-        """Its rate beside its usual one."""
-        return RatedPair(*self.key, self.rate.bytes_per_s, self.usual_bytes_per_s)
-
-    def record_steady(self, bytes_per_s: float) -> None:
-        """Include a rate in what is usual."""
-        self.steady.append(bytes_per_s)
-        if len(self.steady) >= pair_trust.MIN_USUAL:
-            self.usual_bytes_per_s = statistics.median(self.steady)
 
 
 class Witness:
@@ -145,7 +77,7 @@ class Witness:
         self._recorder = PairRecorder(context, send)
         self._random = random.Random(seed)
         self._tables: list[ScoreTable] = []
-        self._pairs: dict[PairKey, WitnessedPair] = {}
+        self._pairs = PairList(period_s)
         self._budgets: dict[str, EngineBudget] = {}
         """By boot."""
         self._block_bytes: dict[str, deque[float]] = {}
@@ -153,24 +85,22 @@ class Witness:
         # A token covers at least one character: until more is known, no prompt can be too long.
         self._characters_per_token = 1.0
         self._tests: dict[asyncio.Task[None], PairKey] = {}
-        self._unseen: list[WitnessedPair] = []
-        """Those that `check` has yet to look at in this round."""
 
     async def run(self) -> None:
         """Test pairs until cancelled."""
         try:
             while True:
-                self.check(self._context.clock())
+                await self.check(self._context.clock())
                 await asyncio.sleep(TICK_S)
         finally:
             for task in self._tests:
                 task.cancel()
             self._recorder.stop()
 
-    def check(self, now: float) -> None:
+    async def check(self, now: float) -> None:
         """Start the canaries that are due."""
-        self._update_pairs(now)
-        pairs = self._take_pairs()
+        await run_in_slices(self._update_pairs(now))
+        pairs = self._pairs.take_next(now)
         self._review_results(pairs, now)
         if len(self._tests) >= MAX_CANARIES:
             return
@@ -184,54 +114,18 @@ class Witness:
                 if len(self._tests) >= MAX_CANARIES:
                     return
 
-    def _take_pairs(self) -> list[WitnessedPair]:
-        """The next pairs of a round over all: a large fleet has more than one tick may look at."""
-        if not self._unseen:
-            self._unseen = list(self._pairs.values())
-        taken = self._unseen[-PAIRS_PER_TICK:]
-        del self._unseen[-PAIRS_PER_TICK:]
-        return taken
-
-    # --- the pairs ---
-
-    def _update_pairs(self, now: float) -> None:
-        """Adapt the pairs to the instances, keeping the histories of those that remain."""
+    def _update_pairs(self, now: float) -> Steps[None]:
+        """Adapt the pairs to the instances."""
         tables = [each for each in self._registry.list_tables() if is_leader(each.instances)]
         if len(tables) == len(self._tables) and all(map(_is_same, tables, self._tables)):
             return
+        yield from self._pairs.update(tables, now)
         self._tables = tables
-        pairs: dict[PairKey, WitnessedPair] = {}
-        for table in tables:
-            uses = [(instance, list_uses(instance)) for instance in table.instances]
-            first = [instance for instance, each in uses if "prefill" in each]
-            second = [instance for instance, each in uses if "decode" in each]
-            for prefill in first:
-                for decode in second:
-                    pair = self._keep_or_add(prefill, decode, now)
-                    pair.num_partners = max(len(first), len(second))
-                    pairs[pair.key] = pair
-        self._pairs = pairs
-        boots = {boot for key in pairs for boot in key}
+        boots = self._pairs.boots
         self._budgets = {
             boot: self._budgets.get(boot) or EngineBudget(self._share, now) for boot in boots
         }
         self._block_bytes = {k: v for k, v in self._block_bytes.items() if k in boots}
-        self._unseen = []
-
-    def _keep_or_add(
-        self, prefill: RoutedInstance, decode: RoutedInstance, now: float
-    ) -> WitnessedPair:
-        key = prefill.target.boot_id, decode.target.boot_id
-        pair = self._pairs.get(key)
-        if pair is not None:
-            pair.prefill, pair.decode = prefill, decode
-            return pair
-        # The agents have just tested both engines, so the first canaries are spread.
-        history = PairHistory(now + self._random.uniform(0.0, self._period_s))
-        recorded = decode.pairs.get(prefill.target.boot_id)
-        if recorded is not None:
-            history.restore(_STANDINGS.get(recorded.trust, PairStanding.UNPROVEN))
-        return WitnessedPair(key, prefill, decode, history, 1)
 
     def _review_results(self, pairs: Iterable[WitnessedPair], now: float) -> None:
         """Adopt faults that other processes have found in handoffs of requests, and renew or end
@@ -246,7 +140,7 @@ class Witness:
                 self._record_fault(pair, "audit", fault)
             elif not history.is_closed:
                 continue
-            elif not is_closed and _STANDINGS.get(result.trust) is history.standing:
+            elif not is_closed and STANDINGS.get(result.trust) is history.standing:
                 # Too busy to be tested: requests may use it until a canary shows more.
                 log.warning("the pair %s is used again: its result has expired", pair.name)
                 history.restore(PairStanding.UNPROVEN)
@@ -277,6 +171,7 @@ class Witness:
         )
 
     def _start(self, pair: WitnessedPair) -> None:
+        self._pairs.keep(pair)
         task = asyncio.create_task(self._test(pair))
         self._tests[task] = pair.key
         task.add_done_callback(self._handle_test_end)
@@ -364,14 +259,8 @@ class Witness:
             registration.pipeline_parallel_size, 1
         )
         rate = PullRate(sample.bytes_per_s, sample.seconds * 1e3 / ranks)
-        pair.rates.append(rate)
-        like = [
-            each.rated
-            for each in self._pairs.values()
-            if each.rates
-            and each.link == pair.link
-            and each.decode.score_table is pair.decode.score_table
-        ]
+        pair.rates = (*pair.rates, rate)[-pair_trust.NUM_RATES :]
+        like = [each.rated for each in self._pairs.list_like(pair)]
         rated = pair.rated
         due = pair_trust.compute_due_rate(rated, like)
         if len(pair.rates) == pair_trust.NUM_RATES and pair_trust.is_slow(pair.rate, due):
@@ -402,17 +291,17 @@ class Witness:
     def _schedule_neighbors(self, bad: WitnessedPair) -> None:
         """Test the other pairs of both engines next: the fault may be an engine's."""
         now = self._context.clock()
-        for key, pair in self._pairs.items():
-            if pair is not bad and (key[0] == bad.key[0] or key[1] == bad.key[1]):
+        for pair in self._pairs.list_neighbors(bad):
+            if pair is not bad:
                 pair.history.due_s = min(pair.history.due_s, max(now, pair.history.tested_s + 5.0))
 
     def _record(self, pair: WitnessedPair) -> None:
         """Apply the pair's standing here, and send it to the decode side's agent."""
-        if pair.has_ended or self._pairs.get(pair.key) is not pair:
+        if pair.has_ended or not self._pairs.has(pair):
             return
         history, now = pair.history, self._context.clock()
         history.recorded_s = now
-        trust = _TRUST[history.standing]
+        trust = TRUST[history.standing]
         rate = pair.rate
         result = PairResult(
             pair.prefill.name, trust, now, rate.bytes_per_s, rate.pull_ms, pair.reason
