@@ -15,7 +15,8 @@ drained); TetriInfer, section 3.5 (an instance under a tenth of its load for a m
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +61,11 @@ MEMBER = np.dtype(
 PRESSURE_HISTORY = np.dtype([("high_since_ms", np.float64), ("low_since_ms", np.float64)])
 """Since when a side has been under pressure, and since when relieved; inf: it is not."""
 
-Members = NDArray[np.void]
-PressureHistory = NDArray[np.void]
+Member = Any
+"""A record, or a dict of the same fields."""
+Members = Sequence[Any] | NDArray[np.void]
+
+PressureHistory = Sequence[Any] | NDArray[np.void]
 
 
 class FlipThresholds(NamedTuple):
@@ -95,18 +99,28 @@ def build_thresholds(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) 
     return FlipThresholds(wait_ms, min_prefill=min_prefill, min_decode=min_decode)
 
 
-def build_pressure_history() -> PressureHistory:
+def build_pressure_history() -> NDArray[np.void]:
     """The initial PRESSURE_HISTORY records, one for prefill and one for decode."""
     history = np.zeros(2, PRESSURE_HISTORY)
     history["high_since_ms"] = history["low_since_ms"] = math.inf
     return history
 
 
-def build_members(count: int) -> Members:
+def build_members(count: int) -> NDArray[np.void]:
     """The initial MEMBER records of `count` instances."""
     members = np.zeros(count, MEMBER)
     members["idle_ms"] = math.inf
     return members
+
+
+def build_plain_member() -> dict[str, Any]:
+    """An initial MEMBER; fields of records take five times as long where nothing is compiled."""
+    return dict.fromkeys(MEMBER.names or (), 0) | {"idle_ms": math.inf}
+
+
+def build_plain_history() -> list[dict[str, Any]]:
+    """As `build_pressure_history`, for plain members."""
+    return [dict.fromkeys(PRESSURE_HISTORY.names or (), math.inf) for _ in range(2)]
 
 
 def decide(
@@ -222,7 +236,7 @@ def compute_pressure(
     return least
 
 
-def _compute_load(member: Members, side: int, thresholds: FlipThresholds) -> float:
+def _compute_load(member: Member, side: int, thresholds: FlipThresholds) -> float:
     """Load of one instance for one side, relative to the threshold."""
     if side == PREFILL:
         return float(member["wait_ms"] / thresholds.wait_ms)
@@ -262,7 +276,7 @@ def _find_member_to_return(
     return NONE
 
 
-def _has_foreign_work(member: Members) -> bool:
+def _has_foreign_work(member: Member) -> bool:
     """Whether prompts still wait at a flipped decode instance."""
     return bool(member["wait_ms"] > 0.0) if member["configured_role"] == DECODE else False
 

@@ -12,20 +12,21 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
 from cleave.api.enums import FlippingMode
 from cleave.policy import role_flipping
 from cleave.policy.role_flipping import NONE, FlipThresholds
-from cleave.router.instance import ROLES, InFlightLoad, RoutedInstance
+from cleave.router.instance import ROLES, RoutedInstance
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc import role_epochs
 from cleave.rpc.agent_discovery import AgentDiscovery
 from cleave.rpc.channel import dial
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave.time_slices import Steps, run_in_slices
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +83,9 @@ class FlipState:
     def __init__(self) -> None:
         self.retry_at_s = 0.0
         self.recommended: RoleFlip | None = None
-        self._names: list[str] = []
-        self._members = role_flipping.build_members(0)
-        self._history = role_flipping.build_pressure_history()
+        self._members: dict[str, dict[str, Any]] = {}
+        """By name of the instance."""
+        self._history = role_flipping.build_plain_history()
 
     def decide(
         self,
@@ -92,23 +93,28 @@ class FlipState:
         thresholds: FlipThresholds,
         now_s: float,
         enabled: bool = True,
-    ) -> tuple[RoleFlip, ...]:
+    ) -> Steps[tuple[RoleFlip, ...]]:
         """The flip to execute now, for each rank of one instance; empty: there is none. `enabled`:
         False while flipping is off."""
-        now_ms = now_s * 1000
-        self._update_members([*instances])
-        loads = [rank.in_flight for ranks in instances.values() for rank in ranks]
-        computed_share = _compute_computed_share(loads)
-        for member, ranks in zip(self._members, instances.values(), strict=True):
+        now_ms, known = now_s * 1000, self._members
+        self._members = {
+            name: known.get(name) or role_flipping.build_plain_member() for name in instances
+        }
+        computed_share = yield from _compute_computed_share(instances.values())
+        for member, ranks in zip(self._members.values(), instances.values(), strict=True):
             _fill_member(member, ranks, computed_share, now_ms)
+            yield
+        members = list(self._members.values())
         if enabled:
-            slot, role = role_flipping.decide(self._members, self._history, thresholds, now_ms)
+            slot, role = role_flipping.decide(members, self._history, thresholds, now_ms)
         else:
-            slot, role = role_flipping.return_flipped(self._members, now_ms)
+            slot, role = role_flipping.return_flipped(members, now_ms)
         if slot == NONE:
             return ()
-        whole = self._names[slot]
-        pressures = [self._compute_pressure(side, thresholds) for side in range(2)]
+        whole = [*self._members][slot]
+        pressures = [
+            role_flipping.compute_pressure(members, side, thresholds, True) for side in range(2)
+        ]
         return tuple(
             RoleFlip(
                 rank.name,
@@ -126,21 +132,8 @@ class FlipState:
 
     def record(self, flip: RoleFlip, now_s: float) -> None:
         """Record an executed flip."""
-        slot = self._names.index(flip.whole)
-        role_flipping.record_role(self._members, slot, _ROLE_NUMBERS[flip.role], now_s * 1000)
-
-    def _compute_pressure(self, side: int, thresholds: FlipThresholds) -> float:
-        return role_flipping.compute_pressure(self._members, side, thresholds, True)
-
-    def _update_members(self, names: list[str]) -> None:
-        """Adapt the members to the present instances, keeping the state of those that remain."""
-        if names == self._names:
-            return
-        members = role_flipping.build_members(len(names))
-        for slot, name in enumerate(names):
-            if name in self._names:
-                members[slot] = self._members[self._names.index(name)]
-        self._names, self._members = names, members
+        members = [self._members[flip.whole]]
+        role_flipping.record_role(members, 0, _ROLE_NUMBERS[flip.role], now_s * 1000)
 
 
 class RoleFlipper:
@@ -182,16 +175,20 @@ class RoleFlipper:
                 key = registration.deployment, registration.revision
                 present.add(key)
                 if is_leader(table.instances):
-                    found = group_ranks(table.instances)
-                    flippable = {
-                        name: ranks
-                        for name, ranks in found.items()
-                        if all(map(self._may_flip, ranks))
-                    }
+                    flippable = await run_in_slices(self._list_flippable(table.instances))
                     await self._check_group(self._states.setdefault(key, FlipState()), flippable)
+                await asyncio.sleep(0)
         for key in self._states.keys() - present:
             del self._states[key]
         self._excluded &= self._registry.instances.keys()
+
+    def _list_flippable(self, instances: Iterable[RoutedInstance]) -> Steps[dict[str, Ranks]]:
+        flippable: dict[str, Ranks] = {}
+        for name, ranks in group_ranks(instances).items():
+            if all(map(self._may_flip, ranks)):
+                flippable[name] = ranks
+            yield
+        return flippable
 
     def _may_flip(self, instance: RoutedInstance) -> bool:
         """Whether an instance can change its role; if not, the reason is logged once."""
@@ -210,7 +207,7 @@ class RoleFlipper:
 
     async def _check_group(self, state: FlipState, instances: Mapping[str, Ranks]) -> None:
         now, enabled = self._clock(), self._mode is not FlippingMode.OFF
-        flips = state.decide(instances, self._thresholds, now, enabled)
+        flips = await run_in_slices(state.decide(instances, self._thresholds, now, enabled))
         if not flips:
             state.recommended = None
         elif self._mode is FlippingMode.ADVISORY:
@@ -256,15 +253,19 @@ def group_ranks(instances: Iterable[RoutedInstance]) -> dict[str, list[RoutedIns
     return groups
 
 
-def _compute_computed_share(loads: list[InFlightLoad]) -> float:
-    claimed = sum(each.resident.pending for each in loads)
-    # Other routers' requests count as resident only from their prefill on: `remote` is excluded.
-    pending = sum(each.prompt.pending - each.prompt.remote for each in loads)
+def _compute_computed_share(instances: Iterable[Ranks]) -> Steps[float]:
+    claimed = pending = 0.0
+    for ranks in instances:
+        for load in (rank.in_flight for rank in ranks):
+            claimed += load.resident.pending
+            # Other routers' requests count as resident only from their prefill on.
+            pending += load.prompt.pending - load.prompt.remote
+        yield
     return role_flipping.compute_computed_share(claimed, pending)
 
 
 def _fill_member(
-    member: role_flipping.Members, ranks: Ranks, computed_share: float, now_ms: float
+    member: dict[str, Any], ranks: Ranks, computed_share: float, now_ms: float
 ) -> None:
     """Fill in the inputs of the policy; `computed_share`: from `_compute_computed_share`."""
     role = _ROLE_NUMBERS[_find_role(ranks)]
