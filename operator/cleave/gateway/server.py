@@ -42,7 +42,7 @@ from cleave.router.router import Router, RoutingRules, SharedRouter
 from cleave.router.watchdog import WatchdogTimer
 from cleave.rpc.agent_discovery import AgentDiscovery
 from cleave.rpc.plan_thresholds import PlanThresholds
-from cleave.time_slices import run_at_once
+from cleave.time_slices import Steps, run_at_once, run_in_slices
 from cleave.traffic import length_file
 
 log = logging.getLogger(__name__)
@@ -265,17 +265,25 @@ class GatewayServer:
             if timer.stall_s:
                 context.discount_pause(timer.stall_s, now)
             if timer.is_reliable:
-                for request in tuple(context.active_requests):
-                    request.check_deadline(now)
-                for client in self._take_clients():
-                    client.check_deadline(now)
-                context.admission.expire_waiting(now)
+                await run_in_slices(self._check_each(now))
             context.metrics.waiting = sum(context.admission.count_waiting().values())
             flex = context.admission.flex
             context.metrics.flex_waiting = flex.count_waiting()
             context.metrics.flex_in_flight = context.metrics.flex_waiting + flex.count_running()
             context.publish_process_state(now)
             context.expire_pools(now)
+
+    def _check_each(self, now: float) -> Steps[None]:
+        """Check the deadlines of requests and clients; many may pass at the same time."""
+        active = self.context.active_requests
+        for request in tuple(active):
+            if request in active:
+                request.check_deadline(now)
+                yield
+        for client in self._take_clients():
+            client.check_deadline(now)
+            yield
+        yield from self.context.admission.expire_waiting(now)
 
     async def _admit_waiting(self) -> None:
         """Admit queued requests when requests of other processes or gateways have ended; the end of
