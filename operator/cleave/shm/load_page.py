@@ -44,7 +44,7 @@ class LoadSnapshot:
     host_kv_load_ms: float = 0.0
     """ms that these copies took, added up, for each GPU."""
     sampled_ns: int = 0
-    """CLOCK_MONOTONIC; 0 until the engine has written once."""
+    """CLOCK_MONOTONIC of the engine's latest step; 0 until the engine has written once."""
     oldest_kv_ns: int = 0
     """CLOCK_MONOTONIC when a request began to use the KV block whose latest use is the oldest one;
     while there is none, when the engine emptied its cache; 0: none was ever used, or it is not
@@ -60,8 +60,8 @@ class LoadPage:
         self._kv_page = Page(path.with_name(f"{path.name}-kv"), _KV_BODY)
 
     def write(self, load: LoadSnapshot) -> None:
-        """Store a snapshot with the present time in place of `load.sampled_ns`, and without
-        `load.oldest_kv_ns`."""
+        """Store a snapshot without `load.oldest_kv_ns`; the present time is `sampled_ns` if it has
+        none."""
         self._page.write(
             load.num_running,
             load.num_waiting,
@@ -74,7 +74,7 @@ class LoadPage:
             load.prefix_cache_hits,
             load.host_kv_hits,
             load.host_kv_load_ms,
-            time.monotonic_ns(),
+            load.sampled_ns or time.monotonic_ns(),
         )
 
     def write_oldest_kv(self, used_ns: int) -> None:

@@ -99,12 +99,17 @@ class StreamedChoice:
         transport: asyncio.Transport,
         drop_after: int | None,
         stops: StopMatcher | None,
+        interval: int = 1,
     ) -> None:
-        """`stops`: None when every event contains one word and nothing else."""
+        """`stops`: None when every event contains one word and nothing else. `interval`: tokens of
+        an event."""
         self._encoder = encoder
         self._transport = transport
         self._drop_after = drop_after
         self._stop_matcher = stops
+        self._interval = interval
+        self._held_ids: list[int] = []
+        self._held_text = ""
         self._num_tokens = 0
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Number of tokens, once it has ended."""
@@ -138,7 +143,14 @@ class StreamedChoice:
             text, stop = self._stop_matcher.feed(text, finish is not None)
         if stop is not None:
             finish = FinishReason.STOP
-        self._transport.write(start + self._encoder.encode_tokens(text, [token], finish, stop))
+        self._held_ids.append(token)
+        self._held_text += text
+        # As vLLM's `stream_interval`: the first and the last token never wait.
+        if not (finish or self._num_tokens == 1 or len(self._held_ids) >= self._interval):
+            return
+        ids, text, self._held_ids, self._held_text = self._held_ids, self._held_text, [], ""
+        event = self._encoder.encode_tokens(text, ids, finish, stop, self._num_tokens)
+        self._transport.write(start + event)
         if finish:
             self.finished.set_result(self._num_tokens)
 
@@ -228,10 +240,15 @@ class EmulatorApi:
             raise ConnectionResetError
         encoders = [responses.EventEncoder(call, index) for index in range(len(call.requests))]
         needs_text = bool(call.stop) or call.logprobs is not None
+        needs_text = needs_text or call.interval > 1 or call.running_usage
         drop_after = self._engine.faults.drop
         streams = [
             StreamedChoice(
-                encoder, transport, drop_after, StopMatcher(call.stop) if needs_text else None
+                encoder,
+                transport,
+                drop_after,
+                StopMatcher(call.stop) if needs_text else None,
+                call.interval,
             )
             for encoder in encoders
         ]

@@ -64,6 +64,9 @@ class ApiCall:
     chat: bool
     stream: bool
     include_usage: bool
+    """The counts of all choices in a last event."""
+    running_usage: bool
+    """The counts of a choice so far in each of its events, too."""
     requests: tuple[EngineRequest, ...]
     """One request per choice."""
     return_token_ids: bool = False
@@ -72,6 +75,8 @@ class ApiCall:
     """Alternatives per token in the log-probabilities; None: no log-probabilities."""
     stop: tuple[str, ...] = ()
     """Strings that end the response and are not part of it."""
+    interval: int = 1
+    """Tokens of an event of a stream, after its first and before its last one."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time, equal in all events of a stream."""
 
@@ -136,11 +141,14 @@ def parse_call(
         model=model,
         chat=chat,
         stream=stream,
-        include_usage=_parse_include_usage(body, stream),
+        include_usage=_parse_usage_option(body, stream, "include_usage"),
+        running_usage=_parse_usage_option(body, stream, "include_usage")
+        and _parse_usage_option(body, stream, "continuous_usage_stats"),
         requests=(request, *choices),
         return_token_ids=bool(body.get("return_token_ids")),
         logprobs=_parse_logprobs(body, chat),
         stop=_parse_stop(body),
+        interval=_parse_interval(body),
     )
 
 
@@ -267,14 +275,22 @@ def _parse_integer(body: dict[str, Any], name: str, default: int | None) -> int 
     return value
 
 
-def _parse_include_usage(body: dict[str, Any], stream: bool) -> bool:
+def _parse_interval(body: dict[str, Any]) -> int:
+    interval = _parse_integer(body, "stream_interval", 1)
+    if not interval:
+        fault = f"stream_interval must be at least 1, got {interval}."
+        raise build_bad_request(fault, "stream_interval")
+    return interval
+
+
+def _parse_usage_option(body: dict[str, Any], stream: bool, name: str) -> bool:
     options = body.get("stream_options")
     if options is None:
         return False
     if not stream:
         fault = "Stream options can only be defined when `stream=True`."
         raise build_bad_request(fault, "stream_options")
-    return isinstance(options, dict) and bool(options.get("include_usage"))
+    return isinstance(options, dict) and bool(options.get(name))
 
 
 def _parse_kv_transfer(

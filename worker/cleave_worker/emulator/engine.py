@@ -65,6 +65,8 @@ class EmulatedEngine:
                 config.kv_transfer, self.scheduler, self.faults, self.metrics, self._on_freed
             )
         self._load_page = LoadPage(load_page) if load_page else None
+        self._moved_ns = 0
+        """When its loop last could run steps, by CLOCK_MONOTONIC."""
         self._scheduling_page = SchedulingPage(scheduling_page) if scheduling_page else None
         self._listeners: dict[Sequence, TokenListener] = {}
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
@@ -364,9 +366,13 @@ class EmulatedEngine:
             prefix_cache_hits=scheduler.prefix_hits,
             host_kv_hits=host.num_hits if host else 0,
             host_kv_load_ms=host.load_ms if host else 0.0,
+            sampled_ns=self._moved_ns,
         )
 
     def _publish(self) -> None:
+        # Requests that come to an engine that hangs are no sign of life.
+        if not (self._moved_ns and self.faults.hang):
+            self._moved_ns = time.monotonic_ns()
         if self._load_page:
             self._load_page.write_oldest_kv(self.scheduler.pool.uses.oldest_ns)
             self._load_page.write(self._build_load())

@@ -45,7 +45,8 @@ class EventEncoder:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
         prompt = list(self._call.request.prompt) if self._call.return_token_ids else None
-        event = {**self._head, "choices": [choice], "prompt_token_ids": prompt}
+        usage = self._build_running_usage(0)
+        event = {**self._head, "choices": [choice], **usage, "prompt_token_ids": prompt}
         return encode_chunk(_format_event(event))
 
     def encode_word(self, token: int, text: bytes) -> bytes:
@@ -58,11 +59,17 @@ class EventEncoder:
         return encode_chunk(b"%b%b%b" % (self._before, text, self._between))
 
     def encode_tokens(
-        self, text: str, ids: Sequence[int], finish: FinishReason | None, stop: str | None = None
+        self,
+        text: str,
+        ids: Sequence[int],
+        finish: FinishReason | None,
+        stop: str | None = None,
+        count: int = 0,
     ) -> bytes:
-        """Return an HTTP chunk for tokens, perhaps the last ones, with the text they complete."""
+        """Return an HTTP chunk for tokens, perhaps the last ones, with the text they complete;
+        `count`: of all tokens so far."""
         shown_ids = ids if self._call.return_token_ids else None
-        return encode_chunk(self._encode_event(text, finish, shown_ids, ids, stop))
+        return encode_chunk(self._encode_event(text, finish, shown_ids, ids, stop, count))
 
     def encode_usage(self, completion_tokens: int, cached_tokens: int | None) -> bytes:
         """Return the usage of all choices, if the client requested it; without details if
@@ -79,6 +86,7 @@ class EventEncoder:
         ids: Sequence[int] | None,
         generated: Sequence[int] | None,
         stop: str | None = None,
+        count: int = 0,
     ) -> bytes:
         reason = finish.value if finish else None
         choice: dict[str, object] = {"index": self._index}
@@ -97,7 +105,17 @@ class EventEncoder:
                 choice["prompt_token_ids"] = list(self._call.request.prompt)
                 self._prompt_sent = True
         choice["token_ids"] = ids
-        return _format_event({**self._head, "choices": [choice]})
+        return _format_event(
+            {**self._head, "choices": [choice], **self._build_running_usage(count)}
+        )
+
+    def _build_running_usage(self, count: int) -> dict[str, object]:
+        if not self._call.running_usage:
+            return {}
+        prompt = len(self._call.request.prompt)
+        total = prompt + count
+        usage = {"prompt_tokens": prompt, "total_tokens": total, "completion_tokens": count}
+        return {"usage": usage}
 
 
 def encode_failure(error: dict[str, object]) -> bytes:
