@@ -27,12 +27,16 @@ MODULES = {
     "gateway": "context",
     "gateway.admission": "api_keys controller deadline fair_queue rate_limit ticket",
     "gateway.app": "client_connection cors handlers",
-    "gateway.failover": "retry_policy",
+    "gateway.failover": "retry_policy transcript",
     "gateway.http": (
-        "completion_request connection_limiter headers request_parser token_estimate write_batcher"
+        "buffer_budget completion_request connection_limiter headers request_parser stream_fields"
+        " token_estimate write_batcher"
     ),
     "gateway.metrics": "gateway_metrics",
-    "gateway.proxy": "attempt proxied_request request_observer sse_relay",
+    "gateway.proxy": (
+        "attempt event_splitter event_template proxied_request request_observer sse_relay"
+        " token_charge usage_counts"
+    ),
     "gateway.tracing": "recording_observer",
     "gateway.upstream": "circuit_breaker connection_pool kv_transfer_params stream_start",
     "policy": (

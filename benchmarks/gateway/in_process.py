@@ -72,7 +72,7 @@ class Figures:
     """Of one way to serve."""
 
     request_us: float
-    """A streamed request with its head, role and end, but without tokens."""
+    """A streamed request with its head, role, last event and end, but without tokens."""
     token_us: float
     whole_us: float
     """A request whose answer comes in one piece."""
@@ -106,7 +106,7 @@ class Bench:
         if "prefill" in self._engines:
             self._answer("prefill", (self._prefill,))
         role = "decode" if "decode" in self._engines else "mixed"
-        self._answer(role, (_HEAD, _ROLE, *[_TOKEN] * tokens, _END) if stream else (_WHOLE,))
+        self._answer(role, (_HEAD, _ROLE, *[_TOKEN] * tokens, _LAST, _END) if stream else (_WHOLE,))
         sent = self._wire.sent
         if not sent or not sent[-1].endswith(b"}" if not stream else b"0\r\n\r\n"):
             raise RuntimeError(f"not the end of an answer: {sent[-1:]}")
@@ -209,6 +209,7 @@ _HEAD = (
 _PROMPT_IDS = ',"prompt_token_ids":[' + ",".join(["1001"] * 256) + "]"
 _ROLE = _write_event('"role":"assistant","content":""', prompt=_PROMPT_IDS)
 _TOKEN = _write_event('"content":" t00001.s10000001"')
+_LAST = _write_event('"content":""', '"stop"')
 _END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 _WHOLE = _write_whole(
     b'{"id":"chatcmpl-load-1","object":"chat.completion","created":1767225600,"model":"bench",'

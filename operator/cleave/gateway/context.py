@@ -6,7 +6,6 @@ from typing import Protocol
 
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.admission.controller import AdmissionController
-from cleave.gateway.admission.tokens_per_event import TokensPerEvent
 from cleave.gateway.admission.wrong_keys import WrongKeys
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.buffer_budget import BufferBudget
@@ -89,7 +88,6 @@ class GatewayContext:
         self.admission = AdmissionController(
             config, router.registry, self.metrics, shared_state, router.headroom_ms
         )
-        self.tokens_per_event = TokensPerEvent()
         self.wrong_keys = WrongKeys()
         self.set_api_keys(api_keys)
         self.set_thresholds(PlanThresholds())

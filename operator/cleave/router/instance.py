@@ -292,7 +292,7 @@ class RoutedInstance:
         "_clock_history", "_open_load", "agent", "capacity", "closed_until", "connectivity", "hits",
         "horizon", "host_tokens", "in_flight", "kv_tokens", "last_event_at", "load",
         "load_token_ms", "max_prompt_tokens", "name", "num_routers", "pairs", "registration",
-        "router_rank", "score_table", "slot", "stalled_at", "target",
+        "router_rank", "score_table", "slot", "stalled_at", "stepped_at", "target",
     )  # fmt: skip
 
     def __init__(
@@ -337,6 +337,8 @@ class RoutedInstance:
         """Time of the latest event, in seconds of the registry's clock."""
         self.stalled_at = -math.inf
         """Time of the latest report after a stall (see STALL_NS), in seconds of the same clock."""
+        self.stepped_at = -math.inf
+        """Time of the latest report of a step of this boot's engine, by the same clock."""
         self.num_routers = 1
         """Number of routers that send requests to this instance."""
         self.capacity = self._share_kv()
@@ -376,6 +378,7 @@ class RoutedInstance:
             self.horizon = UNKNOWN
             self.hits = HitWindow()
             self.load = agent_pb2.LoadReport()
+            self.stepped_at = -math.inf
             self.set_pairs({})
         self.agent = agent
         self.registration = registration
@@ -405,6 +408,8 @@ class RoutedInstance:
         is_late = load.sampled_ns - before.sampled_ns > STALL_NS
         if is_late and (before.num_running or before.num_waiting):
             self.stalled_at = now
+        if load.sampled_ns > before.sampled_ns:
+            self.stepped_at = now
         self.load = load
         self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
         self.capacity = self._share_kv()

@@ -6,10 +6,10 @@ from types import ModuleType
 import pytest
 
 CALLS = {
-    "plain": 225,
-    "plain, everything on": 262,
-    "P/D": 273,
-    "P/D, everything on": 310,
+    "plain": 303,
+    "plain, everything on": 352,
+    "P/D": 360,
+    "P/D, everything on": 406,
 }
 """Cleave's own functions that a request may call: about a tenth more than it does. 54 of them look
 for instances that have its prompt cached, as the prompt is always the same."""
@@ -31,8 +31,8 @@ def test_a_request_takes_no_more_calls_than_it_is_allowed(
     assert in_process.count_calls(lambda: bench.serve(0)) <= CALLS[case]
 
 
-def test_a_token_takes_six_calls_where_each_is_sent_by_itself(in_process: ModuleType) -> None:
+def test_a_token_takes_eight_calls_where_each_is_sent_by_itself(in_process: ModuleType) -> None:
     bench = in_process.Bench(("mixed",), everything=True)
     bench.serve(0)
     few, many = (in_process.count_calls(lambda n=n: bench.serve(n)) for n in (16, 26))
-    assert many - few <= 6 * 10 + 2
+    assert many - few <= 8 * 10 + 2

@@ -8,9 +8,23 @@ import pytest
 from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
 from cleave.gateway import server
 from cleave.gateway.admission import controller
+from cleave.gateway.proxy.token_charge import MIN_TOKEN_S
+
+from tests.support.streams import (
+    DONE,
+    PROMPT_IDS,
+    Token,
+    build_event,
+    build_frame,
+    build_stream,
+    encode,
+    group,
+)
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
+SLACK = 20
+"""Tokens that a tenant with 60 a minute gets back while a request runs here."""
 KEY_START = "a-key-of-16-or-more-"
 
 
@@ -88,20 +102,110 @@ async def test_a_request_that_is_cut_off_frees_its_place(make_stage, tmp_path) -
     assert (await stage.ask(ASK, **bearer("a"))).status == 200
 
 
-async def test_tokens_are_charged_however_few_events_carry_them(make_stage, tmp_path) -> None:
-    """Engines put several tokens into one event for a client that reads slowly."""
-    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 100})
-    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+def script_stream(events: list[bytes], pause_s: float = 0.0):
+    """An engine that streams these events."""
 
     async def answer(engine, request, writer) -> None:
-        choice = {"index": 0, "text": "x" * 90, "token_ids": list(range(90))}
         engine.send_stream_head(writer)
-        engine.send_chunk(writer, b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-        engine.send_chunk(writer, b"data: [DONE]\n\n")
+        for event in events:
+            engine.send_chunk(writer, event)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        engine.send_chunk(writer, DONE)
         writer.write(b"0\r\n\r\n")
 
+    return answer
+
+
+def read_charge(stage, name: str) -> float:
+    """Tokens that a tenant with 60 a minute has used and not got back."""
+    bucket = stage.context.admission._usage_by_tenant[name]._token_bucket
+    return bucket._full_at - stage.context.clock()
+
+
+TOKENS = [Token(number, " word") for number in range(500)]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("size", [1, 7, 128, 500])
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_stream_costs_its_tokens_however_few_events_carry_them(
+    make_stage, tmp_path, size: int, chat: bool
+) -> None:
+    names = [{"name": each, "keys": [each], "tokensPerMinute": 60} for each in "ab"]
+    stage = await make_stage({"x": "mixed"}, api_keys=write_tenants(tmp_path, *names))
+    # Other tenants' streams carry another number of tokens in each event.
+    stage.engines["x"].script = script_stream(build_stream(group(TOKENS, [1] * 500), chat=False))
+    assert (await stage.ask(STREAM | {"max_tokens": 500}, **bearer("b"))).status == 200
+    other = read_charge(stage, "b")
+    stage.engines["x"].script = script_stream(build_stream(group(TOKENS, [size] * 500), chat=chat))
+    response = await stage.ask(STREAM | {"max_tokens": 500, "stream_interval": size}, **bearer("a"))
+    assert response.status == 200
+    assert b'"token_ids"' not in response.body
+    charged = read_charge(stage, "a")
+    assert charged == pytest.approx(len(TOKENS) + len(PROMPT_IDS), abs=SLACK)
+    assert read_charge(stage, "b") <= other
+
+
+@pytest.mark.interpreted
+async def test_a_long_stream_is_charged_while_it_runs(make_stage, tmp_path) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 600})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    opened = asyncio.Event()
+
+    async def answer(engine, request, writer) -> None:
+        engine.send_stream_head(writer)
+        for event in build_stream(group(TOKENS, [250, 250]), chat=False):
+            engine.send_chunk(writer, event)
+        await opened.wait()
+
     stage.engines["x"].script = answer
-    assert (await stage.ask(STREAM, **bearer("a"))).status == 200
+    client = await stage.connect()
+    client.send(STREAM | {"max_tokens": 900}, **bearer("a"))
+    usage = stage.context.admission._usage_by_tenant
+    await stage.until(lambda: "a" in usage and read_charge(stage, "a") > 0, "it is admitted")
+    await stage.until(lambda: read_charge(stage, "a") * 10 >= 450, "its tokens are charged")
+    refused = await stage.ask(ASK | {"prompt": "x" * 800}, **bearer("a"))
+    assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
+    client.close()
+    opened.set()
+    await stage.until_idle()
+
+
+@pytest.mark.interpreted
+async def test_a_prompt_costs_its_tokens_and_not_their_estimate(make_stage, tmp_path) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 60})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    stage.engines["x"].script = script_stream(build_stream([TOKENS[:5]], chat=False))
+    assert (await stage.ask(STREAM | {"prompt": "x" * 40_000}, **bearer("a"))).status == 200
+    assert read_charge(stage, "a") <= 8, "10,001 were estimated"
+
+
+@pytest.mark.interpreted
+async def test_several_choices_cost_all_their_tokens(make_stage, tmp_path) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 60})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+
+    def build(index: int, count: int) -> bytes:
+        usage = {"prompt_tokens": 10, "total_tokens": 10 + count, "completion_tokens": count}
+        choice = {"index": index, "text": "a", "logprobs": None, "finish_reason": None}
+        return encode({**build_frame(chat=False), "choices": [choice], "usage": usage})
+
+    events = [build(index, count) for count in (1, 150, 300) for index in range(3)]
+    stage.engines["x"].script = script_stream(events)
+    response = await stage.ask(STREAM | {"n": 3, "max_tokens": 300}, **bearer("a"))
+    assert b"usage" not in response.body
+    assert read_charge(stage, "a") == pytest.approx(910, abs=SLACK)
+    sent = stage.engines["x"].requests[-1].body
+    assert sent["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+
+
+async def test_an_engine_that_counts_nothing_is_no_free_one(make_stage, tmp_path) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 100})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    event = encode({"choices": [{"index": 0, "text": "word " * 40}]})
+    stage.engines["x"].script = script_stream([event])
+    assert (await stage.ask(STREAM | {"max_tokens": 200}, **bearer("a"))).status == 200
     refused = await stage.ask(STREAM | {"prompt": "x" * 100}, **bearer("a"))
     assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
 
@@ -110,19 +214,11 @@ async def test_a_client_that_reads_slowly_is_charged_by_tokens(make_stage, tmp_p
     keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 1_000})
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     assert (await stage.ask(STREAM, **bearer("a"))).status == 200
-    text, ids = "x" * (400 << 10), list(range(200))
-    event = json.dumps({"choices": [{"index": 0, "text": text, "token_ids": ids}]}).encode()
-
-    async def answer(engine, request, writer) -> None:
-        engine.send_stream_head(writer)
-        for _ in range(40):
-            engine.send_chunk(writer, b"data: " + event + b"\n\n")
-            await writer.drain()
-
-    stage.engines["x"].script = answer
+    part = [Token(number, "x" * 2_048) for number in range(200)]
+    stage.engines["x"].script = script_stream([build_event(part)] * 40)
     client = await stage.connect()
     client.writer.transport.pause_reading()
-    client.send(STREAM, **bearer("a"))
+    client.send(STREAM | {"max_tokens": 9_000}, **bearer("a"))
     await stage.until(lambda: any(each.blocked for each in stage.context.clients), "it is full")
     client.close()
     await stage.until_idle()
@@ -131,15 +227,14 @@ async def test_a_client_that_reads_slowly_is_charged_by_tokens(make_stage, tmp_p
     assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
 
 
-async def test_who_leaves_before_a_whole_answer_is_charged_what_was_predicted(
-    make_stage, tmp_path
-) -> None:
+async def test_who_leaves_before_a_whole_answer_is_charged_by_time(make_stage, tmp_path) -> None:
     keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 100})
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     gate = stage.engines["x"].script = Gate()
     client = await stage.connect()
     client.send(ASK | {"max_tokens": 90}, **bearer("a"))
     await stage.until(lambda: len(gate.order) == 1, "it is in")
+    await asyncio.sleep(90 * MIN_TOKEN_S)
     client.close()
     await stage.until_idle()
     gate.opened.set()

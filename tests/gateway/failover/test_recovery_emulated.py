@@ -52,6 +52,15 @@ def read(response) -> tuple[dict[int, str], list[dict[str, Any]]]:
     return texts, values
 
 
+async def read_rest(client) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """The same of a stream whose head was read."""
+    pieces = []
+    while piece := await client.read_chunk():
+        pieces.append(piece)
+    events = b"".join(pieces).split(b"\n\n")[:-1]
+    return read(SimpleNamespace(status=200, events=events))
+
+
 async def ask_and_lose(fleet, body: dict[str, Any], path: str, tokens: int):
     """What a client reads whose decode engine is lost after so many tokens."""
     stage, engines = fleet
@@ -257,17 +266,93 @@ async def test_an_engine_that_stops_moving_is_left(make_fleet, monkeypatch) -> N
     running.engine.faults.apply(b'{"hang": true}')
     for request in stage.context.active_requests:
         request._attempt.stall_detector.longest_pause_s = 0.01
-    pieces = []
-    while piece := await client.read_chunk():
-        pieces.append(piece)
-    client_saw = type(
-        "Response", (), {"status": 200, "events": b"".join(pieces).split(b"\n\n")[:-1]}
-    )
-    texts, _ = read(client_saw)
+    texts, _ = await read_rest(client)
     assert texts == expected
     assert stage.context.metrics.retries[("decode", "stall")] == 1
     assert len(stage.context.circuit_breaker.list_suspects(stage.context.clock())) == 1
     running.engine.faults.clear()
+    await stage.until_idle()
+
+
+@pytest.fixture
+async def report_steps():
+    """Sends what engines report of their steps, as their agents do."""
+    tasks = []
+
+    def begin(stage, engines) -> None:
+        async def report() -> None:
+            while True:
+                for name, emulated in engines.items():
+                    ns = emulated.engine._build_load().sampled_ns
+                    load = agent_pb2.LoadReport(boot_id=f"boot-{name}", sampled_ns=ns)
+                    event = agent_pb2.WatchEvent(load=load)
+                    stage.context.router.registry.on_event(name, event, stage.context.clock())
+                await asyncio.sleep(0.05)
+
+        tasks.append(asyncio.create_task(report()))
+
+    yield begin
+    for task in tasks:
+        task.cancel()
+
+
+@pytest.mark.interpreted
+async def test_a_stream_with_many_tokens_an_event_is_silent_and_not_hung(
+    make_fleet, report_steps, monkeypatch
+) -> None:
+    """A slow engine computes prompts between the tokens, and 100 of them make an event."""
+    monkeypatch.setattr(circuit_breaker, "MIN_STALL_TIMEOUT_S", 0.5)
+    stage, engines = await make_fleet({"a": "mixed", "b": "mixed"}, time_scale=1.0, idle_s=0.5)
+    report_steps(stage, engines)
+    body = ask(CHAT, max_tokens=120, stream_interval=100_000, seed=1)
+    client = await stage.connect()
+    client.send(body, CHAT)
+    await client.read_head()
+    begun = stage.context.clock()
+    (request,) = stage.context.active_requests
+    request._attempt.stall_detector.longest_pause_s = 0.01
+    prompts = [await stage.connect() for _ in range(4)]
+    for number, other in enumerate(prompts):
+        prompt = [300 + (number * 7 + at) % 90 for at in range(1_500)]
+        other.send({"model": "m", "prompt": prompt, "max_tokens": 1}, COMPLETIONS)
+    texts, values = await read_rest(client)
+    assert stage.context.clock() - begun > 1.5, "the engine is too fast for this test"
+    assert (len(texts[0].split()), len(values)) == (120, 3)
+    assert not stage.context.metrics.retries
+    for other in prompts:
+        assert (await other.read()).status == 200
+    await stage.until_idle()
+
+
+@pytest.mark.interpreted
+async def test_an_engine_that_reports_no_steps_is_hung_also_if_its_streams_are_slow(
+    make_fleet, report_steps, monkeypatch
+) -> None:
+    monkeypatch.setattr(circuit_breaker, "MIN_STALL_TIMEOUT_S", 0.5)
+    stage, engines = await make_fleet({"a": "mixed", "b": "mixed"}, time_scale=0.5)
+    report_steps(stage, engines)
+    client = await stage.connect()
+    client.send(ask(CHAT, max_tokens=120, stream_interval=50), CHAT)
+    await client.read_head()
+    running = next(e for e in engines.values() if e.engine.num_requests)
+    (request,) = stage.context.active_requests
+    request._attempt.stall_detector.longest_pause_s = 0.01
+    # It stays silent for long while it works; that makes it no slower to be found.
+    await asyncio.sleep(1.0)
+    running.engine.faults.apply(b'{"hang": true}')
+    others = [await stage.connect() for _ in range(3)]
+    for other in others:
+        other.send(ask(CHAT), CHAT)
+    begun = stage.context.clock()
+    await stage.until(
+        lambda: stage.context.metrics.retries[("decode", "stall")] > 0, "it counts as hung"
+    )
+    assert stage.context.clock() - begun < 5
+    texts, _ = await read_rest(client)
+    assert len(texts[0].split()) == 120
+    running.engine.faults.clear()
+    for other in others:
+        assert (await other.read()).status == 200
     await stage.until_idle()
 
 

@@ -17,6 +17,7 @@ from cleave.gateway.failover.resumption import (
 )
 from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.failover.transcript import Transcript
+from cleave.gateway.proxy.sse_relay import SseRelay
 
 from tests.support.completions import build_colocated_body, parse_completion
 
@@ -32,8 +33,11 @@ def read(**fields: Any):
     return parse_completion(path, json.dumps(request).encode())
 
 
-def see(*tokens: tuple[str, int], chat: bool = False, **last: Any) -> Transcript:
-    seen = Transcript()
+def see(
+    *tokens: tuple[str, int], chat: bool = False, ids: bytes = PROMPT_IDS, **last: Any
+) -> Transcript:
+    relay = SseRelay(b"", False, 0.0, True)
+    relay.transcript.set_prompt_ids(ids)
     choices: list[dict[str, Any]] = []
     if chat:
         choices.append({"index": 0, "delta": {"role": "assistant", "content": ""}})
@@ -43,8 +47,8 @@ def see(*tokens: tuple[str, int], chat: bool = False, **last: Any) -> Transcript
     if last:
         choices[-1] |= last
     for choice in choices:
-        seen.read(b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n")
-    return seen
+        relay.forward(build_event(choice) + b"\n\n", False)
+    return relay.read_transcript()
 
 
 def at_depth(frames: int, call: Callable[[], Any]) -> Any:
@@ -53,11 +57,12 @@ def at_depth(frames: int, call: Callable[[], Any]) -> Any:
 
 
 def build_event(choice: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps({"id": "c", "choices": [{"index": 0, **choice}]}).encode()
+    value = {"id": "c", "choices": [{"index": 0, **choice}]}
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode()
 
 
-def resume(completion, seen, path=COMPLETIONS_PATH, ids=PROMPT_IDS, limit=100) -> Resumption:
-    planned = plan_resumption(path, completion, seen, ids, limit)
+def resume(completion, seen, path=COMPLETIONS_PATH, limit=100) -> Resumption:
+    planned = plan_resumption(path, completion, seen, limit)
     assert isinstance(planned, Resumption)
     return planned
 
@@ -116,7 +121,7 @@ def test_tokens_without_their_text_are_generated_again() -> None:
     """Half a character is nothing that a client has seen."""
     seen = see(("a", 21), ("", 22), ("", 23))
     assert body_of(resume(read(max_tokens=9), seen))["prompt"] == [11, 12, 13, 21]
-    assert seen.choices[0].token_ids == [21]
+    assert (seen.list_ids(9), seen.num_ids) == ([21], 1)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +146,7 @@ def test_what_hangs_on_its_engine_is_replayed_if_it_can_be(fields: dict[str, Any
     assert (planned.mode, planned.path, planned.completion) == ("replayed", COMPLETIONS_PATH, again)
     if "seed" not in fields:
         with pytest.raises(NotResumableError, match="sampled"):
-            plan_resumption(COMPLETIONS_PATH, read(**fields, temperature=1), seen, PROMPT_IDS, 100)
+            plan_resumption(COMPLETIONS_PATH, read(**fields, temperature=1), seen, 100)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +170,12 @@ def test_values_that_ask_for_nothing_bind_nothing(fields: dict[str, Any]) -> Non
 
 def test_a_client_may_ask_for_ids_itself() -> None:
     request = read(return_token_ids=True)
-    assert (request.has_token_ids, request.return_token_ids) == (True, True)
+    assert (request.report.has_ids, request.report.shows_ids) == (True, True)
     assert resume(request, see(("a", 21))).mode == "continued"
     for value in (False, None):
         request = read(return_token_ids=value)
-        assert (request.has_token_ids, request.return_token_ids) == (True, False)
-    assert not read(return_token_ids="maybe").has_token_ids, "the engine refuses it"
+        assert (request.report.has_ids, request.report.shows_ids) == (True, False)
+    assert not read(return_token_ids="maybe").report.has_ids, "the engine refuses it"
 
 
 def test_a_client_that_requested_ids_gets_each_once_though_its_text_came_later() -> None:
@@ -188,17 +193,18 @@ def test_a_client_that_requested_ids_gets_each_once_though_its_text_came_later()
 
 
 def test_without_ids_only_a_repeatable_answer_goes_on() -> None:
-    seen = see(("a", 21))
-    assert resume(read(temperature=0), seen, ids=b"").mode == "replayed"
+    seen = see(("a", 21), ids=b"")
+    assert resume(read(temperature=0), seen).mode == "replayed"
     with pytest.raises(NotResumableError):
-        plan_resumption(COMPLETIONS_PATH, read(temperature=1), seen, b"", 100)
+        plan_resumption(COMPLETIONS_PATH, read(temperature=1), seen, 100)
 
 
 @pytest.mark.parametrize("part", ["reasoning", "reasoning_content", "refusal"])
 def test_what_the_engine_parses_is_not_continued_as_text(part: str) -> None:
     seen = see(("a", 21), chat=True)
     value = {"choices": [{"index": 0, "delta": {part: "hm"}}]}
-    seen.read(b"data: " + json.dumps(value).encode() + b"\n\n")
+    seen.add_event(b"data: " + json.dumps(value).encode() + b"\n\n")
+    seen.read()
     assert resume(read(messages=MESSAGES, temperature=0), seen, CHAT_PATH).mode == "replayed"
 
 
@@ -215,7 +221,7 @@ def test_an_answer_of_which_only_the_end_is_missing_is_ended_here(chat: bool) ->
     path = CHAT_PATH if chat else COMPLETIONS_PATH
     fields = {"messages": MESSAGES} if chat else {}
     request = read(**fields, max_tokens=2, stream_options={"include_usage": True})
-    ending = plan_resumption(path, request, see(("a", 21), ("b", 22), chat=chat), PROMPT_IDS, 100)
+    ending = plan_resumption(path, request, see(("a", 21), ("b", 22), chat=chat), 100)
     assert isinstance(ending, StreamEnding)
     last, usage, done = ending.events.split(b"\n\n")[:-1]
     assert json.loads(last[6:])["choices"][0]["finish_reason"] == "length"
@@ -229,7 +235,7 @@ def test_an_answer_of_which_only_the_end_is_missing_is_ended_here(chat: bool) ->
 
 def test_an_answer_that_is_finished_needs_no_engine() -> None:
     seen = see(("a", 21), finish_reason="stop")
-    ending = plan_resumption(COMPLETIONS_PATH, read(stop=["x"], temperature=1), seen, b"", 0)
+    ending = plan_resumption(COMPLETIONS_PATH, read(stop=["x"], temperature=1), seen, 0)
     assert ending == StreamEnding(b"data: [DONE]\n\n")
 
 
@@ -240,7 +246,7 @@ def test_a_stream_without_output_is_simply_retried() -> None:
 
 def test_other_answers_are_not_resumed() -> None:
     with pytest.raises(NotResumableError):
-        plan_resumption(b"/v1/messages", read(temperature=0), see(("a", 21)), PROMPT_IDS, 100)
+        plan_resumption(b"/v1/messages", read(temperature=0), see(("a", 21)), 100)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +273,7 @@ def test_messages_that_are_nested_too_deeply_are_no_text() -> None:
     hows = []
     for frames in range(0, 700, 2):
         try:
-            planned = at_depth(
-                frames, lambda: plan_resumption(CHAT_PATH, chat, seen, PROMPT_IDS, 100)
-            )
+            planned = at_depth(frames, lambda: plan_resumption(CHAT_PATH, chat, seen, 100))
         except NotResumableError:
             hows.append("refused")
         except RecursionError:

@@ -24,7 +24,9 @@ def chat(content: str, ids: list[int] | None = None, index: int = 0, **fields: A
 
 def transcript(*events: bytes) -> Transcript:
     seen = Transcript()
-    seen.read(b"".join(events))
+    for one in events:
+        seen.add_event(one)
+    seen.read()
     return seen
 
 
@@ -86,11 +88,15 @@ def cut(text: str, sizes: list[int]) -> list[str]:
 def test_a_replay_adds_what_is_missing_however_its_events_are_cut(outputs, sizes, place, n) -> None:
     """Seen: a part of the first run's events. Replayed: the same text in other pieces."""
     text = "".join(outputs)
-    first = [event(chat(piece, [1], index)) for piece in outputs for index in range(n)]
+    first = [event(chat(piece, index=index)) for piece in outputs for index in range(n)]
     seen = transcript(event({"index": 0, "delta": {"role": "assistant"}}), *first[:place])
-    known = {i: c.texts.get(("delta", "content"), "") for i, c in seen.choices.items()}
-    again = [event(chat(piece, [1], index)) for piece in cut(text, sizes) for index in range(n)]
-    ends = [event(chat("", [2], index, finish_reason="stop")) for index in range(n)]
+    sent = first[:place]
+    known = {
+        index: "".join(outputs[at // n] for at in range(len(sent)) if at % n == index)
+        for index in range(n)
+    }
+    again = [event(chat(piece, index=index)) for piece in cut(text, sizes) for index in range(n)]
+    ends = [event(chat("", index=index, finish_reason="stop")) for index in range(n)]
     rest = turn_all(ReplayedStream(seen), *again, *ends, DONE_EVENT)
     assert rest.pop() == "[DONE]"
     for index in range(n):

@@ -28,6 +28,7 @@ from cleave.gateway.http.engine_fields import (
 )
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.large_json import MIN_BYTES
+from cleave.gateway.http.stream_fields import INTERVAL_KEY, OPTIONS_KEY
 from cleave.gateway.translation.request_fields import ENGINE_FIELDS
 from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
 
@@ -83,7 +84,7 @@ def test_translated_requests_copy_only_what_chats_may_have() -> None:
     chat = TABLES[routes.CHAT_PATH]
     assert chat.plain | chat.checked >= ENGINE_FIELDS
     assert {RETURN_IDS_KEY, "stream", "messages"} <= chat.plain
-    assert {XARGS_KEY, "cache_salt"} == chat.checked
+    assert {XARGS_KEY, "cache_salt", "n", INTERVAL_KEY, OPTIONS_KEY} == chat.checked
 
 
 @pytest.mark.parametrize("path", PATHS)

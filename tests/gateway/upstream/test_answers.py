@@ -30,9 +30,11 @@ def test_a_usual_answer_has_its_counts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"x": 1}])
-def test_counts_are_zero_when_none_are_given(usage: object) -> None:
-    assert read(encode(USUAL | {"usage": usage})) == (0, 0)
-    assert read(b"{}", is_completion=False) == (0, 0)
+def test_there_are_no_counts_when_none_are_given(usage: object) -> None:
+    found = read_usage(JSON, encode(USUAL | {"usage": usage}), is_completion=True)
+    assert (found is None) is (usage is None)
+    assert found is None or (found.prompt_tokens, found.completion_tokens) == (0, 0)
+    assert read_usage(JSON, b"{}", is_completion=False) is None
 
 
 @pytest.mark.parametrize("size", [0, 2 * MAX_DECODED_BYTES], ids=["small", "large"])
@@ -60,7 +62,7 @@ def test_the_error_names_the_content_type(kind: bytes) -> None:
 
 def test_only_other_paths_may_answer_in_bytes() -> None:
     headers = {b"content-type": b"application/octet-stream"}
-    assert read_usage(headers, b"\0", is_completion=False).prompt_tokens == 0
+    assert read_usage(headers, b"\0", is_completion=False) is None
     for body, is_completion in ((b"", False), (b"\0", True)):
         with pytest.raises(NoAnswerError):
             read_usage(headers, body, is_completion=is_completion)
@@ -91,4 +93,4 @@ def test_any_bytes_are_an_answer_or_an_error(body: bytes, kind: bytes, is_comple
                 usage = read_usage(headers, answer, is_completion=is_completion)
             except NoAnswerError:
                 continue
-            assert 0 <= usage.prompt_tokens <= 1 << 40
+            assert usage is None or 0 <= usage.prompt_tokens <= 1 << 40

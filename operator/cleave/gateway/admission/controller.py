@@ -142,15 +142,21 @@ class AdmissionController:
         """A stream has ended beside requests of the tier flex; `began_at`: its first byte."""
         self.flex.observe_stream(self._to_base(model), began_at, tpot_s, now)
 
-    def release(
-        self, ticket: AdmissionTicket, output_tokens: int, now: float, *, is_ok: bool
-    ) -> None:
-        """A request has ended; `is_ok`: it was answered, not cancelled, refused or failed."""
+    def charge(self, ticket: AdmissionTicket, tokens: int, now: float) -> None:
+        """A running request has so many tokens of prompt and output by now."""
+        growth = tokens - ticket.charged_tokens
+        if growth > 0:
+            ticket.charged_tokens = tokens
+            self._usage_by_tenant[ticket.tenant.name].charge(growth, now)
+
+    def release(self, ticket: AdmissionTicket, tokens: int, now: float, *, is_ok: bool) -> None:
+        """A request has ended, with so many tokens of prompt and output; `is_ok`: it was answered,
+        not cancelled, refused or failed."""
         if ticket.is_flex:
             self.flex.release(ticket, now, is_ok=is_ok)
         elif ticket.queue_entry is not None and ticket.is_waiting:
             self._queues[ticket.model].remove(ticket.queue_entry)
-        self._usage_by_tenant[ticket.tenant.name].release(output_tokens, now)
+        self._usage_by_tenant[ticket.tenant.name].release(tokens - ticket.charged_tokens, now)
         self.admit_waiting(ticket.model, now)
 
     def admit_waiting(self, model: str, now: float) -> None:

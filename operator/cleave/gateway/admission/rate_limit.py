@@ -1,7 +1,7 @@
 """Limits of one tenant: requests and tokens a minute, concurrent requests. Time is passed in.
 
 Used by the admission controller for every request of a tenant with limits. What is hard: the length
-of an output is known only at its end, so its tokens are charged then, and a tenant that has
+of an output is not known before. So tokens are charged as they come, and a tenant that has
 overdrawn its limit waits. All processes of a gateway share a tenant's usage without a lock: running
 requests are counted in one column per process and summed up. The state of an allowance is a single
 number that each process overwrites when it uses some, so two that do so within the same microsecond
@@ -41,7 +41,7 @@ class TokenBucket:
         return wait_s if wait_s > MIN_WAIT_S else 0.0
 
     def consume(self, amount: float, now: float) -> None:
-        """Charge an amount, even if it exceeds the allowance."""
+        """Charge an amount, even if it exceeds the allowance; below zero: give it back."""
         self._full_at = max(self._full_at, now) + amount / self._per_minute * MINUTE_S
 
     def resize(self, per_minute: float) -> None:
@@ -113,12 +113,16 @@ class TenantUsage:
         self.num_running += 1
         return None
 
-    def release(self, output_tokens: int, now: float) -> None:
-        """An admitted request has ended after so many output tokens."""
-        self.num_running -= 1
-        if self._token_bucket is not None:
+    def charge(self, tokens: int, now: float) -> None:
+        """Charge further tokens to a request; below zero: what was charged too much."""
+        if self._token_bucket is not None and tokens:
             self._token_bucket.sync()
-            self._token_bucket.consume(output_tokens, now)
+            self._token_bucket.consume(tokens, now)
+
+    def release(self, tokens: int, now: float) -> None:
+        """An admitted request has ended; `tokens` that were not charged yet."""
+        self.num_running -= 1
+        self.charge(tokens, now)
 
     def count_running(self) -> int:
         """Requests that are queued or running."""
@@ -158,9 +162,9 @@ class SharedTenantUsage(TenantUsage):
         self._cells[self._running_cell] = float(self.num_running)
         return refusal
 
-    def release(self, output_tokens: int, now: float) -> None:
-        """An admitted request has ended after so many output tokens."""
-        super().release(output_tokens, now)
+    def release(self, tokens: int, now: float) -> None:
+        """An admitted request has ended; `tokens` that were not charged yet."""
+        super().release(tokens, now)
         self._cells[self._running_cell] = float(self.num_running)
 
     def count_running(self) -> int:

@@ -21,8 +21,8 @@ class AdmissionTicket:
     """A request that was admitted or is queued, until `AdmissionController.release`."""
 
     __slots__ = (
-        "admitted_at", "arrived_at", "backlog_tokens", "is_flex", "model", "prompt_tokens",
-        "queue_entry", "tenant",
+        "admitted_at", "arrived_at", "backlog_tokens", "charged_tokens", "is_flex", "model",
+        "prompt_tokens", "queue_entry", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -31,6 +31,9 @@ class AdmissionTicket:
         self.tenant = tenant
         self.model = model
         self.prompt_tokens = prompt_tokens
+        """Estimated."""
+        self.charged_tokens = prompt_tokens
+        """Of its prompt and output, charged to its tenant so far."""
         self.arrived_at = self.admitted_at = now
         self.is_flex = is_flex
         """Whether it only fills idle capacity."""

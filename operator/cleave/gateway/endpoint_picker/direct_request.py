@@ -174,7 +174,8 @@ class DirectRequest:
         self._record_outcome(outcome, tokens)
         if self._ticket is not None:
             is_ok = outcome == "ok"
-            context.admission.release(self._ticket, tokens, context.clock(), is_ok=is_ok)
+            charged = self._completion.prompt_tokens + tokens
+            context.admission.release(self._ticket, charged, context.clock(), is_ok=is_ok)
 
     def _count_tokens(self) -> int:
         """As the engine counts them, or else the number of events."""

@@ -24,7 +24,6 @@ from cleave.gateway.endpoint_picker.direct_request import DirectRequest, has_pre
 from cleave.gateway.endpoint_picker.ext_proc import ExtProcRequest
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS
 from cleave.gateway.http.completion_request import (
-    RETURN_IDS_KEY,
     CompletionRequest,
     encode_fields,
     parse_completion,
@@ -153,7 +152,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             body = bytearray()
             for each in read:
                 body += each.request_body.body
-            completion = await run_in_slices(parse_completion(head.path, body))
+            completion = await run_in_slices(parse_completion(head.path, body, is_relayed=False))
         except GatewayError:
             self._context.metrics.requests["", "refused"] += 1
             raise
@@ -166,7 +165,11 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         await self._send_direct(stream, head, completion, read[-1].HasField("request_trailers"))
 
     def _needs_gateway(self, head: ExtProcRequest, completion: CompletionRequest) -> bool:
-        """Whether the request can be split, or has to wait for an instance."""
+        """Whether the request can be split, has to wait for an instance, or must be counted."""
+        tenant = self._context.api_keys.find_tenant(head.headers.get("authorization"))
+        if tenant is not None and tenant.limits.tokens_per_minute:
+            # Nothing else counts the tokens of a stream exactly.
+            return True
         if not self._may_name_itself(head):
             return False
         router, model = self._context.router, completion.model
@@ -193,9 +196,6 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         if context.suspect_requests.contains(head.path, completion):
             context.metrics.requests[completion.model, "refused"] += 1
             raise SUSPECT_REQUEST
-        if completion.has_token_ids and not completion.return_token_ids:
-            # The ids could not be removed from a response that bypasses the gateway.
-            del completion.fields[RETURN_IDS_KEY]
         direct = DirectRequest(context, completion, tenant)
         outcome = "cancelled"
         try:

@@ -28,7 +28,7 @@ _KEPT = tuple(key for key in CONTINUATION_FIELDS if key not in _DROPPED)
 def is_greedy(path: bytes, completion: CompletionRequest) -> bool:
     """Whether a stream has token ids and its output depends on its prompt alone."""
     raw = completion.fields.get("temperature")
-    is_comparable = completion.has_token_ids and path in RESUMABLE_PATHS
+    is_comparable = completion.can_continue and path in RESUMABLE_PATHS
     return is_comparable and raw is not None and decode_value(raw) == 0
 
 
@@ -37,22 +37,22 @@ def build_sample(
     completion: CompletionRequest,
     pick: Pick,
     transcript: Transcript,
-    prompt_ids: bytes,
 ) -> HandoffSample | None:
     """A sample of a stream for which `is_greedy`; None: it cannot be compared."""
-    choice = transcript.choices.get(0)
-    if pick.prefill is None or choice is None or not (choice.token_ids and prompt_ids):
+    prompt_ids, output = transcript.prompt_ids, transcript.list_ids(MAX_OUTPUT_TOKENS)
+    if pick.prefill is None or not (prompt_ids and output):
         return None
-    prompt = [int(number) for number in prompt_ids.split(b",")]
+    prompt_tokens = prompt_ids.count(b",") + 1
     is_media = path == CHAT_PATH and contains_media(completion.fields)
-    if is_media or len(prompt) > MAX_PROMPT_TOKENS:
+    if is_media or prompt_tokens > MAX_PROMPT_TOKENS:
         return None
     fields = {key: completion.fields[key] for key in _KEPT if key in completion.fields}
-    output = choice.token_ids[:MAX_OUTPUT_TOKENS]
     least = (
         decode_value(completion.fields["min_tokens"]) if "min_tokens" in completion.fields else 0
     )
     if isinstance(least, int) and least > 0:
         # Until then no token may end the output; engines refuse more than they may compute.
         fields["min_tokens"] = msgspec.Raw(str(min(least, len(output))).encode())
-    return HandoffSample(completion.model, pick.prefill, pick.decode, prompt, output, fields)
+    return HandoffSample(
+        completion.model, pick.prefill, pick.decode, prompt_ids, prompt_tokens, output, fields
+    )

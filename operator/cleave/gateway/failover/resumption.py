@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import msgspec
 
 from cleave.gateway.failover.splice import ContinuedStream, ReplayedStream, build_event
-from cleave.gateway.failover.transcript import DONE_EVENT, ChoiceTranscript, Transcript
+from cleave.gateway.failover.transcript import DONE_EVENT, Transcript
 from cleave.gateway.http.completion_request import CompletionRequest, Fields, decode_value
+from cleave.gateway.http.stream_fields import TokenReport
 
 COMPLETIONS_PATH = b"/v1/completions"
 CHAT_PATH = b"/v1/chat/completions"
@@ -25,8 +26,8 @@ DEFAULT_OUTPUT_TOKENS = 16
 CONTINUATION_FIELDS = (
     "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
     "min_p", "model", "priority", "repetition_penalty", "session_id", "skip_special_tokens",
-    "spaces_between_special_tokens", "stop_token_ids", "stream", "stream_options", "temperature",
-    "top_k", "top_p", "user", "return_token_ids",
+    "spaces_between_special_tokens", "stop_token_ids", "stream", "stream_interval",
+    "stream_options", "temperature", "top_k", "top_p", "user", "return_token_ids",
 )  # fmt: skip
 """Fields that keep their meaning for the rest of a response; all others are dropped."""
 
@@ -70,22 +71,23 @@ def plan_resumption(
     path: bytes,
     completion: CompletionRequest,
     transcript: Transcript,
-    prompt_ids: bytes,
     max_model_len: int,
 ) -> Resumption | StreamEnding:
-    """How to continue a request of which the client has received `transcript`.
-    `prompt_ids`: as the engine wrote them, empty if it did not. `max_model_len`: in tokens, of
-    every instance that may be used; 0 when unknown. Raises NotResumableError."""
+    """How to continue a request of which the client has received `transcript`. `max_model_len`: in
+    tokens, of every instance that may be used; 0 when unknown. Raises NotResumableError."""
     if transcript.done:
         return StreamEnding(b"")
     if path not in RESUMABLE_PATHS or transcript.has_unknown_events:
         raise NotResumableError("answers of this kind cannot be resumed")
-    if transcript.is_empty:
+    if not transcript.has_output:
         return Resumption(path, completion, ReplayedStream(transcript), "replayed")
-    if transcript.finished and (transcript.usage or not _includes_usage(completion.fields)):
+    report = completion.report
+    shows_usage = report is not None and report.shows_usage
+    if transcript.finished and (transcript.usage or not shows_usage):
         return StreamEnding(DONE_EVENT)
-    chat = path == CHAT_PATH
-    continued = _plan_continuation(chat, completion, transcript, prompt_ids, max_model_len)
+    if transcript.is_dropped:
+        raise NotResumableError("the gateway had no memory left to keep what that takes")
+    continued = _plan_continuation(path == CHAT_PATH, completion, transcript, max_model_len)
     if continued is not None:
         return continued
     if not is_repeatable(completion.fields):
@@ -93,6 +95,8 @@ def plan_resumption(
             "its answer is sampled and depends on more than its tokens; "
             "with temperature 0 or a seed it could have been resumed"
         )
+    if not transcript.keeps_text:
+        raise NotResumableError("one of its events was too large to be compared with another run")
     return Resumption(path, completion, ReplayedStream(transcript), "replayed")
 
 
@@ -109,64 +113,60 @@ def _plan_continuation(
     chat: bool,
     completion: CompletionRequest,
     transcript: Transcript,
-    prompt_ids: bytes,
     max_model_len: int,
 ) -> Resumption | StreamEnding | None:
-    if not (completion.has_token_ids and prompt_ids and transcript.choices.keys() == {0}):
+    prompt_ids, sent, report = transcript.prompt_ids, completion.fields, completion.report
+    if not (completion.can_continue and prompt_ids and transcript.output_ids and report):
         return None
-    choice, sent = transcript.choices[0], completion.fields
-    if not choice.token_ids or _has_parsed_output(choice) or (chat and contains_media(sent)):
+    if transcript.has_parsed_output or (chat and contains_media(sent)):
         return None
-    prompt = [int(number) for number in prompt_ids.split(b",")]
+    prompt_tokens, settled = prompt_ids.count(b",") + 1, transcript.num_settled
     limit = completion.output_tokens or (0 if chat else DEFAULT_OUTPUT_TOKENS)
-    remaining = (limit or max_model_len - len(prompt)) - choice.num_settled
-    if choice.finished or remaining < 1:
-        return StreamEnding(_build_ending(chat, sent, transcript, len(prompt), choice))
+    remaining = (limit or max_model_len - prompt_tokens) - settled
+    if transcript.finished or remaining < 1:
+        return StreamEnding(_build_ending(chat, report, transcript, prompt_tokens))
     # Tokens without text are generated again and must not count twice if that engine is lost, too.
-    repeated = choice.token_ids[choice.num_settled :] if completion.return_token_ids else []
+    repeated = transcript.list_unsettled_ids() if report.shows_ids else []
     if not repeated:
-        del choice.token_ids[choice.num_settled :]
-    ids = prompt + choice.token_ids[: choice.num_settled]
+        transcript.drop_unsettled_ids()
     fields = {key: sent[key] for key in CONTINUATION_FIELDS if key in sent}
-    fields["prompt"] = _to_raw(ids)
+    # As text: numbers of 131,072 tokens would take 20 ms to convert.
+    ids = b"%b,%b" % (prompt_ids, transcript.settled_ids)
+    fields["prompt"] = msgspec.Raw(b"[%b]" % ids[:-1])
     fields["max_tokens"] = _to_raw(remaining)
     min_tokens = decode_value(sent.get("min_tokens", _to_raw(0)))
-    if type(min_tokens) is int and min_tokens > choice.num_settled:
-        fields["min_tokens"] = _to_raw(min_tokens - choice.num_settled)
+    if type(min_tokens) is int and min_tokens > settled:
+        fields["min_tokens"] = _to_raw(min_tokens - settled)
     rest = CompletionRequest(
         model=completion.model,
         fields=fields,
         stream=True,
         can_disaggregate=completion.can_disaggregate,
-        prompt_tokens=len(ids),
+        prompt_tokens=prompt_tokens + settled,
         output_tokens=remaining,
-        has_token_ids=True,
+        report=report,
+        can_continue=True,
     )
-    splice = ContinuedStream(transcript, chat, choice.num_settled, repeated)
+    splice = ContinuedStream(transcript, chat, settled, repeated)
     return Resumption(COMPLETIONS_PATH, rest, splice, "continued")
 
 
 def _build_ending(
-    chat: bool, fields: Fields, transcript: Transcript, prompt_tokens: int, choice: ChoiceTranscript
+    chat: bool, report: TokenReport, transcript: Transcript, prompt_tokens: int
 ) -> bytes:
     """The last events of a response of which every token was sent."""
     frame = {"object": "chat.completion.chunk" if chat else "text_completion", **transcript.head}
     events = b""
-    if not choice.finished:
+    if not transcript.finished:
         text: dict[str, object] = {"delta": {"content": ""}} if chat else {"text": ""}
         last = {"index": 0, **text, "logprobs": None, "finish_reason": "length"}
         events += build_event({**frame, "choices": [last]})
-    if _includes_usage(fields) and not transcript.usage:
-        output, total = len(choice.token_ids), prompt_tokens + len(choice.token_ids)
+    if report.shows_usage and not transcript.usage:
+        output = transcript.num_ids
+        total = prompt_tokens + output
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": output}
         events += build_event({**frame, "choices": [], "usage": usage})
     return events + DONE_EVENT
-
-
-def _has_parsed_output(choice: ChoiceTranscript) -> bool:
-    """Whether the engine parses tokens into something other than text (reasoning, tool calls)."""
-    plain = {("text",), ("delta", "content"), ("delta", "role")}
-    return any(text and path not in plain for path, text in choice.texts.items())
 
 
 def contains_media(fields: Fields) -> bool:
@@ -181,11 +181,6 @@ def contains_media(fields: Fields) -> bool:
 
 def _is_list(raw: msgspec.Raw) -> bool:
     return bytes(memoryview(raw)[:1]) == b"["
-
-
-def _includes_usage(fields: Fields) -> bool:
-    options = decode_value(fields["stream_options"]) if "stream_options" in fields else None
-    return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def _to_raw(value: object) -> msgspec.Raw:

@@ -3,10 +3,11 @@
 Continued: the engine received the prompt and the output so far and generates only the rest; its
 events, of whichever API, take the form of the first engine's. Replayed: it received the original
 request, and what the client has is cut from its output. What is hard: a replay may divide its text
-into other events than the first engine did, so text is cut by length and compared; any difference
-ends the stream.
+into other events than the first engine did, so text is cut by length, and compared by its digest
+once all that was sent has come again; any difference ends the stream.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -20,6 +21,7 @@ from cleave.gateway.failover.transcript import (
     ChoiceTranscript,
     Event,
     JsonPath,
+    SentText,
     Transcript,
     decode_event,
     get_tool_call_key,
@@ -27,8 +29,6 @@ from cleave.gateway.failover.transcript import (
 
 _encode = msgspec.json.Encoder().encode
 _DIFFERS = "answers otherwise than what the client has seen already"
-
-Lengths = dict[JsonPath, int]
 
 
 class SpliceError(Exception):
@@ -96,9 +96,13 @@ class ReplayedStream:
     """Rewrites events of the original request sent again: cuts what the client has."""
 
     def __init__(self, transcript: Transcript) -> None:
-        self._transcript = transcript
-        self._replayed_lengths: dict[int, Lengths] = {}
-        """By choice: how much has been repeated so far, by path."""
+        """`transcript`: of what the client has now; later changes do not matter."""
+        self._head = transcript.head
+        self._has_usage = transcript.usage
+        self._choices = {
+            index: _ReplayedChoice(choice, transcript.num_ids if index == 0 else 0)
+            for index, choice in transcript.choices.items()
+        }
 
     def rewrite(self, event: bytes) -> bytes:
         """The new part of an event. Raises SpliceError when it differs from what was sent."""
@@ -107,75 +111,101 @@ class ReplayedStream:
         value = decode_event(event)
         if value is None or "error" in value:
             return event + EVENT_SEPARATOR
-        value |= self._transcript.head
-        if self._transcript.head:
+        value |= self._head
+        if self._head:
             value.pop("prompt_token_ids", None)
         choices = value.get("choices") or []
         if not choices:
-            return b"" if self._transcript.usage else build_event(value)
+            return b"" if self._has_usage else build_event(value)
         value["choices"] = [new for choice in choices if (new := self._trim_choice(choice))]
         return build_event(value) if value["choices"] else b""
 
     def _trim_choice(self, choice: Event) -> Event | None:
         """The new part of a choice; None when there is none."""
-        index = choice.get("index", 0)
-        sent = self._transcript.choices.get(index, ChoiceTranscript())
-        replayed = self._replayed_lengths.setdefault(index, {})
+        sent = self._choices.get(choice.get("index", 0))
+        if sent is None:
+            return choice
         trimmed = {
-            key: _trim(value, (key,), sent, replayed) if key in CONTENT_KEYS else value
+            key: sent.trim(value, (key,)) if key in CONTENT_KEYS else value
             for key, value in choice.items()
         }
-        if index in self._transcript.choices:
-            trimmed.pop("prompt_token_ids", None)
+        trimmed.pop("prompt_token_ids", None)
         finish = choice.get("finish_reason")
         # The relay has to see that an engine gives the request up.
         ends = finish is not None and (finish == "abort" or not sent.finished)
+        if ends and finish != "abort" and not sent.is_repeated:
+            raise SpliceError(_DIFFERS)
         is_new = ends or any(_has_content(trimmed.get(key)) for key in CONTENT_KEYS)
         return trimmed if is_new else None
+
+
+class _ReplayedChoice:
+    """One choice that is generated again: what was sent of it, and what has come again."""
+
+    def __init__(self, sent: ChoiceTranscript, num_ids: int) -> None:
+        self.finished = sent.finished
+        self._counts = {**sent.counts, ("token_ids",): num_ids}
+        """By path, list elements that are still to come again."""
+        self._lengths = {path: text.num_characters for path, text in sent.texts.items()}
+        self._digests = {path: text.compute_digest() for path, text in sent.texts.items()}
+        self._repeated: dict[JsonPath, SentText] = defaultdict(SentText)
+        """The beginning of each text, as it has come again."""
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all text that was sent has come again."""
+        return all(
+            path[-1] in CONSTANT_KEYS or self._repeated[path].num_characters == length
+            for path, length in self._lengths.items()
+        )
+
+    def trim(self, value: object, path: JsonPath) -> object:
+        """The new part of a value."""
+        if isinstance(value, str):
+            return self._trim_text(value, path)
+        if isinstance(value, dict):
+            return {
+                key: remaining
+                for key, inner in value.items()
+                if (remaining := self.trim(inner, (*path, key))) is not None or inner is None
+            }
+        if not isinstance(value, list):
+            return value
+        if path[-1] == "tool_calls":
+            return self._trim_calls(value, path)
+        left = self._counts.get(path, 0)
+        self._counts[path] = max(left - len(value), 0)
+        return value[left:]
+
+    def _trim_calls(self, calls: list[Event], path: JsonPath) -> list[Event]:
+        trimmed = []
+        for position, call in enumerate(calls):
+            remaining = self.trim(call, (*path, get_tool_call_key(call, position)))
+            if isinstance(remaining, dict) and any(
+                _has_content(part) for key, part in remaining.items() if key != "index"
+            ):
+                trimmed.append(remaining)
+        return trimmed
+
+    def _trim_text(self, text: str, path: JsonPath) -> str | None:
+        length = self._lengths.get(path, 0)
+        if path[-1] in CONSTANT_KEYS:
+            return None if length else text
+        if not length:
+            return text
+        repeated = self._repeated[path]
+        left = length - repeated.num_characters
+        if left <= 0:
+            return text
+        repeated.add(text[:left])
+        if len(text) >= left and repeated.compute_digest() != self._digests[path]:
+            raise SpliceError(_DIFFERS)
+        return text[left:]
 
 
 def build_event(value: Event) -> bytes:
     """An event with this JSON."""
     return DATA_PREFIX + _encode(value) + EVENT_SEPARATOR
-
-
-def _trim(value: object, path: JsonPath, sent: ChoiceTranscript, replayed: Lengths) -> object:
-    """The new part of a value of a choice."""
-    if isinstance(value, str):
-        return _trim_text(value, path, sent, replayed)
-    if isinstance(value, dict):
-        return {
-            key: remaining
-            for key, inner in value.items()
-            if (remaining := _trim(inner, (*path, key), sent, replayed)) is not None
-            or inner is None
-        }
-    if not isinstance(value, list):
-        return value
-    if path[-1] == "tool_calls":
-        calls = []
-        for position, call in enumerate(value):
-            remaining = _trim(call, (*path, get_tool_call_key(call, position)), sent, replayed)
-            if isinstance(remaining, dict) and any(
-                _has_content(part) for key, part in remaining.items() if key != "index"
-            ):
-                calls.append(remaining)
-        return calls
-    before = replayed.get(path, 0)
-    replayed[path] = before + len(value)
-    return value[max(0, sent.counts.get(path, 0) - before) :]
-
-
-def _trim_text(text: str, path: JsonPath, sent: ChoiceTranscript, replayed: Lengths) -> str | None:
-    sent_text = sent.texts.get(path, "")
-    if path[-1] in CONSTANT_KEYS:
-        return None if sent_text else text
-    before = replayed.get(path, 0)
-    replayed[path] = before + len(text)
-    repeated = sent_text[before : before + len(text)]
-    if not text.startswith(repeated):
-        raise SpliceError(_DIFFERS)
-    return text[len(repeated) :]
 
 
 def _has_content(part: object) -> bool:

@@ -1,14 +1,18 @@
 """The memory that all clients of a gateway process may take for requests and answers. No I/O.
 
-Client connections and attempts reserve what they buffer: requests that are being received, bodies
-above a few KiB until their answer is complete, answers that are being collected, and answers that
-clients do not read. What is hard: a client that never reads looks like a slow one. So unread
-answers may take what is free, and when there is no room, the connections are closed that have been
-blocked longest.
+Client connections, attempts and streams reserve what they buffer: requests that are being
+received, bodies above a few KiB until their answer is complete, answers that are being collected,
+what is kept of streams, and answers that clients do not read. What is hard: a client that never
+reads looks like a slow one. So unread answers may take what is free, and when there is no room, the
+connections are closed that have been blocked longest.
 """
 
 from collections import OrderedDict
 from typing import Protocol
+
+KEPT_SHARE = 0.5
+"""Of the budget, for what is kept of streams: without it they cannot be continued by another
+engine, while without the rest requests are refused."""
 
 
 class BlockedConnection(Protocol):
@@ -24,6 +28,8 @@ class BufferBudget:
     def __init__(self, limit: int) -> None:
         self.used = 0
         self._limit = limit
+        self._kept = 0
+        """What is kept of streams; a part of `used`."""
         self._blocked: OrderedDict[BlockedConnection, int] = OrderedDict()
         """Unread bytes by connection, blocked longest first; they are part of `used`."""
         self._blocked_bytes = 0
@@ -38,6 +44,23 @@ class BufferBudget:
 
     def release(self, count: int) -> None:
         """Free reserved bytes."""
+        self.used -= count
+
+    def reserve_for_stream(self, count: int) -> bool:
+        """Reserve so many bytes for what only a lost engine makes necessary; False: there is no
+        room for that."""
+        is_over = self.used + count > self._limit
+        if self._kept + count > self._limit * KEPT_SHARE or (
+            is_over and not self._evict_blocked(count)
+        ):
+            return False
+        self._kept += count
+        self.used += count
+        return True
+
+    def release_for_stream(self, count: int) -> None:
+        """Free bytes reserved by `reserve_for_stream`."""
+        self._kept -= count
         self.used -= count
 
     def add_blocked(self, connection: BlockedConnection, unread: int) -> None:

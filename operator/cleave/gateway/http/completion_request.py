@@ -31,6 +31,11 @@ from cleave.gateway.http.large_json import (
     scan_elements,
     scan_members,
 )
+from cleave.gateway.http.stream_fields import (
+    RETURN_IDS_KEY,
+    TokenReport,
+    request_report,
+)
 from cleave.gateway.http.token_estimate import (
     SHORT_BYTES,
     count_token_ids,
@@ -78,14 +83,12 @@ _decode_flag = msgspec.json.Decoder(bool | None).decode
 _encode = msgspec.json.Encoder().encode
 
 _FALSE = msgspec.Raw(b"false")
-_TRUE = msgspec.Raw(b"true")
 _ONE = msgspec.Raw(b"1")
 KV_REQUEST_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
 _TTFT, _TPOT = f'"{TTFT_KEY}":'.encode(), f'"{TPOT_KEY}":'.encode()
-RETURN_IDS_KEY = "return_token_ids"
 _NON_PREFILL_FIELDS = ("stream_options", "min_tokens", RETURN_IDS_KEY)
 _COLOCATING_FIELDS = frozenset((
     "n", "echo", "prompt_logprobs", "tool_choice", "use_beam_search", "stream_options",
@@ -117,8 +120,8 @@ class CompletionRequest:
     """A parsed request."""
 
     __slots__ = (
-        "can_disaggregate", "fields", "has_token_ids", "is_flex", "model", "output_tokens",
-        "prompt_tokens", "return_token_ids", "stream",
+        "can_continue", "can_disaggregate", "fields", "is_flex", "model", "output_tokens",
+        "prompt_tokens", "report", "stream",
     )  # fmt: skip
 
     def __init__(
@@ -130,8 +133,8 @@ class CompletionRequest:
         can_disaggregate: bool,
         prompt_tokens: int,
         output_tokens: int,
-        has_token_ids: bool = False,
-        return_token_ids: bool = False,
+        report: TokenReport | None = None,
+        can_continue: bool = False,
     ) -> None:
         self.model = model
         self.fields = fields
@@ -142,10 +145,10 @@ class CompletionRequest:
         """Estimated."""
         self.output_tokens = output_tokens
         """The request's output limit; 0: none."""
-        self.has_token_ids = has_token_ids
-        """The gateway requests token IDs in the stream, so that another engine can continue it."""
-        self.return_token_ids = return_token_ids
-        """The client requested token IDs too; otherwise they are removed from the stream."""
+        self.report = report
+        """How its tokens are reported; None: it is no completion."""
+        self.can_continue = can_continue
+        """Another engine can continue the stream from the ids of its tokens."""
         self.is_flex = "service_tier" in fields and bytes(fields["service_tier"]) == b'"flex"'
         """It only fills idle capacity."""
 
@@ -170,30 +173,33 @@ def get_cache_salt(completion: CompletionRequest) -> bytes:
     return bytes(fields["cache_salt"]) if "cache_salt" in fields else b""
 
 
-def parse_completion(path: bytes, body: Body) -> Steps[CompletionRequest]:
-    """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400)."""
+def parse_completion(
+    path: bytes, body: Body, *, is_relayed: bool = True
+) -> Steps[CompletionRequest]:
+    """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400).
+    `is_relayed`: its answer passes through the gateway."""
     # Each generator costs as much as several calls: small requests get by with one.
     if len(body) <= MIN_BYTES:
-        return build_completion(path, decode_fields(body))
-    return _parse_large(path, body)
+        return build_completion(path, decode_fields(body), is_relayed=is_relayed)
+    return _parse_large(path, body, is_relayed)
 
 
-def _parse_large(path: bytes, body: Body) -> Steps[CompletionRequest]:
-    return (yield from build_completion(path, (yield from scan_fields(body))))
+def _parse_large(path: bytes, body: Body, is_relayed: bool) -> Steps[CompletionRequest]:
+    fields = yield from scan_fields(body)
+    return (yield from build_completion(path, fields, is_relayed=is_relayed))
 
 
-def build_completion(path: bytes, fields: Fields) -> Steps[CompletionRequest]:
+def build_completion(
+    path: bytes, fields: Fields, *, is_relayed: bool = True
+) -> Steps[CompletionRequest]:
     """A request to one of these paths from its fields. Raises GatewayError (400)."""
     _admit_fields(path, fields)
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
     prompts, prompt_tokens = _measure_short(fields) or (yield from _measure_prompt(fields))
     is_plain = _SPECIAL_FIELDS.isdisjoint(fields)
-    has_token_ids = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
-    return_token_ids = False
-    if has_token_ids:
-        return_token_ids = not is_plain and bool(decode_value(fields.get(RETURN_IDS_KEY, _FALSE)))
-        fields[RETURN_IDS_KEY] = _TRUE
+    can_continue = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
+    report = request_report(fields, prompts, stream=stream, is_relayed=is_relayed)
     return CompletionRequest(
         model=_read_model(fields),
         fields=fields,
@@ -203,8 +209,8 @@ def build_completion(path: bytes, fields: Fields) -> Steps[CompletionRequest]:
         and (is_plain or _can_disaggregate(fields, stream, limit)),
         prompt_tokens=prompt_tokens,
         output_tokens=limit or 0,
-        has_token_ids=has_token_ids,
-        return_token_ids=return_token_ids,
+        report=report,
+        can_continue=can_continue,
     )
 
 
@@ -276,8 +282,8 @@ def _replace_field(
         can_disaggregate=completion.can_disaggregate,
         prompt_tokens=completion.prompt_tokens,
         output_tokens=completion.output_tokens,
-        has_token_ids=completion.has_token_ids,
-        return_token_ids=completion.return_token_ids,
+        report=completion.report,
+        can_continue=completion.can_continue,
     )
 
 

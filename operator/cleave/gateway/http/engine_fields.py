@@ -67,7 +67,7 @@ FIELD_RULES = (
         _PASSES,
         "how this request's tokens are sampled; vLLM checks its range",
         """allowed_token_ids bad_words frequency_penalty ignore_eos length_penalty logit_bias
-        max_completion_tokens max_tokens min_p min_tokens n presence_penalty repetition_detection
+        max_completion_tokens max_tokens min_p min_tokens presence_penalty repetition_detection
         repetition_penalty response_format seed stop stop_token_ids structured_outputs temperature
         thinking_token_budget tool_choice top_k top_p use_beam_search watermarking""",
     ),
@@ -78,8 +78,7 @@ FIELD_RULES = (
         include_stop_str_in_output logprob_token_ids logprobs parallel_tool_calls prompt_logprobs
         reasoning_effort return_prompt_text return_token_ids return_token_strs
         return_tokens_as_token_ids routed_experts_prompt_start skip_special_tokens
-        spaces_between_special_tokens stream stream_interval stream_options task top_logprobs top_n
-        use_activation""",
+        spaces_between_special_tokens stream task top_logprobs top_n use_activation""",
     ),
     _make_rule(
         _PASSES,
@@ -93,6 +92,15 @@ FIELD_RULES = (
         _CHECKED,
         "at most 1 KiB; separates cached prompts. With tenants hashed with the tenant's own",
         "cache_salt",
+    ),
+    _make_rule(_CHECKED, "an integer; tokens of all choices are counted", "n"),
+    _make_rule(
+        _CHECKED, "an integer; more than 128 tokens an event are lowered", "stream_interval"
+    ),
+    _make_rule(
+        _CHECKED,
+        "an object of at most 1 KiB; the gateway adds what counts tokens, and removes it again",
+        "stream_options",
     ),
     _make_rule(
         _CHECKED,

@@ -69,6 +69,8 @@ def _list_requests(total: GatewayMetrics) -> Iterator[Family]:
     recoveries = _fill_zeros(total.recoveries, _pair(total.models, _RECOVERIES))
     text = "Streams that another engine went on with"
     yield _build_counter("recoveries", text, recoveries, "model", "how")
+    text = "Streams that could not be continued: no memory was left to keep their tokens"
+    yield _build_counter("streams_not_kept", text, [((), total.streams_not_kept)])
 
 
 def _list_attainment(total: GatewayMetrics) -> Iterator[Family]:

@@ -108,7 +108,8 @@ class GatewayMetrics:
         "flex_in_flight", "flex_requests", "flex_tokens", "flex_waiting", "flips", "handoffs",
         "in_flight", "keys_stale", "models", "processes", "recoveries", "rejections", "requests",
         "restarts", "retries", "retries_delayed", "reuse_times", "slo", "slo_results", "spans",
-        "streams", "suspects", "tenant_tokens", "tenants", "waiting", "whole_below_tokens",
+        "streams", "streams_not_kept", "suspects", "tenant_tokens", "tenants", "waiting",
+        "whole_below_tokens",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
@@ -177,6 +178,8 @@ class GatewayMetrics:
         """1: the changed file of API keys cannot be read, and the previous keys are in use."""
         self.streams = 0
         """Streams begun so far."""
+        self.streams_not_kept = 0
+        """Streams of which there was no memory to keep what another engine needs to continue."""
         self.whole_below_tokens = 0
         """Thresholds of the plan that are in force, set by the context; 0: none."""
         self.ahead_from_tokens = 0

@@ -108,6 +108,7 @@ class Attempt:
         "_stream_start",
         "deadline",
         "instance_headers",
+        "is_working",
         "pick",
         "prefill",
         "prompt_tokens",
@@ -159,6 +160,8 @@ class Attempt:
         """Stall detection of the engine that works on the request."""
         self.streaming = False
         """Whether `on_stream_started` has been called."""
+        self.is_working = False
+        """Whether the engine reported steps when `has_stalled` was last called."""
         self.pick = pick
         self.prefill = pick.prefill
         """Computes the prompt now; None: the prompt is computed, or the decode instance does it."""
@@ -195,6 +198,16 @@ class Attempt:
             else:
                 fields = build_prefill_fields(completion, build_prefix_source_params(source))
             self._send(prefill, fields)
+
+    def has_stalled(self, now: float) -> bool:
+        """Whether all streams of the engine are silent, and it reports no steps, for too long."""
+        detector, target = self.stall_detector, self.target
+        timeout_s = detector.compute_stall_timeout_s()
+        instance = self._context.router.registry.instances.get(target.instance)
+        if instance is not None and instance.target.boot_id == target.boot_id:
+            detector.record_progress(instance.stepped_at)
+            self.is_working = now - instance.stepped_at <= timeout_s
+        return now - detector.last_progress_at > timeout_s
 
     def set_paused(self, blocked: bool) -> None:
         """Stop reading the response, or read again."""

@@ -39,7 +39,8 @@ from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.proxy.retry_state import RetryDecision, RetryState
-from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
+from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError, make_relay
+from cleave.gateway.proxy.token_charge import bound_unseen, count_charged
 from cleave.gateway.upstream.answers import NoAnswerError, read_usage
 from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.engine_errors import convert_engine_error, is_rejection
@@ -94,8 +95,10 @@ class ProxiedRequest:
         self._last_piece_at = 0.0
         """Seconds, when the last piece came; 0: the gaps of this stream are not sampled."""
         self._prompt_tokens = self._output_tokens = 0
-        self._was_paused = False
-        """Whether the client has read more slowly than the stream came."""
+        self._paused_at = 0.0
+        """When the client last began to read more slowly than the stream came; 0: it never has."""
+        self._max_model_len = -1
+        """Of the model, in tokens; below 0: not looked up yet."""
         self._started_at = context.clock()
 
     @property
@@ -138,12 +141,15 @@ class ProxiedRequest:
 
     def set_paused(self, blocked: bool) -> None:
         """Pause reading from the engine while the client takes no bytes."""
-        self._was_paused = self._was_paused or blocked
+        if blocked:
+            self._paused_at = self._context.clock()
         if self._attempt is not None:
             self._attempt.set_paused(blocked)
 
     def check_deadline(self, now: float) -> None:
-        """Check the deadline, which moves with every piece of a stream."""
+        """Check the deadline, which moves with every piece of a stream. A stream may be silent
+        while its engine works: clients may ask for many tokens in an event, and engines hold the
+        arguments of tool calls back. Then it may take as long as an answer that is not streamed."""
         attempt = self._attempt
         if attempt is None:
             if self._retry_state is not None and self._retry_state.check_retry_due(now):
@@ -152,16 +158,21 @@ class ProxiedRequest:
             self._checked_progress = self._progress
             attempt.deadline = now + self._context.config.timeouts.idle_s
             attempt.stall_detector.record_progress(now)
-        elif now > attempt.deadline:
-            if self._client.blocked:
+            if self._ticket is not None and self._tenant.limits.tokens_per_minute:
+                self._context.admission.charge(self._ticket, self._count_charged(), now)
+        elif self._client.blocked:
+            if now > attempt.deadline:
                 self._release("cancelled")
                 self._client.drop()
-            else:
+        elif not attempt.streaming:
+            if now > attempt.deadline:
                 self.on_attempt_failed(Failure.TIMEOUT, "took too long")
-        elif attempt.streaming and not self._client.blocked:
-            detector = attempt.stall_detector
-            if now - detector.last_progress_at > detector.compute_stall_timeout_s():
-                self.on_attempt_failed(Failure.STALL, "stopped in the middle of its streams")
+        elif attempt.has_stalled(now):
+            self.on_attempt_failed(Failure.STALL, "stopped in the middle of its streams")
+        elif now > attempt.deadline:
+            silence_s = now - attempt.deadline
+            if not attempt.is_working or silence_s > self._context.config.timeouts.response_s:
+                self.on_attempt_failed(Failure.TIMEOUT, "took too long")
 
     # --- what the attempt calls ---
 
@@ -204,10 +215,8 @@ class ProxiedRequest:
         if not client.keep_alive:
             fields += headers.CONNECTION_CLOSE
         first = headers.build_stream_head(call.status, fields, self._request_id, client.chunked)
-        sends_ids, wants_ids = self._completion.has_token_ids, self._completion.return_token_ids
-        opaque = self._path not in RESUMABLE_PATHS
-        names = self._get_names(attempt.pick)
-        self._relay = SseRelay(first, client.chunked, now, sends_ids, opaque, wants_ids, names)
+        names, budget = self._get_names(attempt.pick), context.buffer_budget
+        self._relay = make_relay(self._completion, first, client.chunked, now, names, budget)
 
     def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """A piece of the stream."""
@@ -260,8 +269,13 @@ class ProxiedRequest:
             return
         if self._context.circuit_breaker.failure_states:
             self._context.circuit_breaker.record_success(attempt.target.instance)
-        self._output_tokens = usage.completion_tokens or 0
-        self._prompt_tokens = attempt.prompt_tokens or usage.prompt_tokens
+        if usage is not None:
+            self._output_tokens = usage.completion_tokens or 0
+            self._prompt_tokens = usage.prompt_tokens
+        elif self._completion.report is not None:
+            # An engine that does not count: a token has a byte at least.
+            self._output_tokens = len(body)
+        self._prompt_tokens = attempt.prompt_tokens or self._prompt_tokens
         fields = headers.build_forwarded_headers(call.headers) + attempt.instance_headers
         if names := self._get_names(attempt.pick):
             stripped = names.restore(stripped)
@@ -472,8 +486,8 @@ class ProxiedRequest:
         if attempt.pick.engine_model:
             return
         if is_greedy(self._path, self._completion) and samples.count_handoff():
-            transcript, ids = relay.read_transcript(), relay.prompt_ids
-            sample = build_sample(self._path, self._completion, attempt.pick, transcript, ids)
+            transcript = relay.read_transcript()
+            sample = build_sample(self._path, self._completion, attempt.pick, transcript)
             if sample is not None:
                 samples.add(sample)
 
@@ -517,15 +531,14 @@ class ProxiedRequest:
             if not is_flex:
                 context.num_awaiting_first_byte -= 1
         else:
-            self._output_tokens = relay.num_events
+            self._output_tokens = relay.num_tokens
+            self._prompt_tokens = relay.prompt_tokens or self._prompt_tokens
             if outcome != "cancelled":
                 began = relay.started_at
                 stream_s = began - self._started_at, context.clock() - began
-        cancelled_pick = None
+        unseen = self._bound_unseen(attempt, relay) if outcome == "cancelled" else 0
         if attempt is not None:
             self._attempt = None
-            if outcome == "cancelled":
-                cancelled_pick = attempt.pick
             if outcome == "ok" and self._path in RESUMABLE_PATHS:
                 context.router.observe_completion(attempt.pick, self._output_tokens)
             attempt.end()
@@ -543,35 +556,45 @@ class ProxiedRequest:
                 self._observe_beside_flex(relay)
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            tokens = self._output_tokens
+            charged = ticket.charged_tokens
             if self._tenant.limits.tokens_per_minute:
-                tokens = self._count_charged_tokens(relay, cancelled_pick)
-            context.admission.release(ticket, tokens, context.clock(), is_ok=outcome == "ok")
+                charged = self._count_charged(unseen)
+            context.admission.release(ticket, charged, context.clock(), is_ok=outcome == "ok")
+        if relay is not None:
+            context.metrics.streams_not_kept += relay.transcript.is_dropped
+            relay.close()
         if self._observer is not None:
             self._observer.on_finished(outcome, prompt, output)
 
     def _observe_beside_flex(self, relay: SseRelay) -> None:
         """A stream has ended while requests of the tier flex ran, which must not slow it down; one
         that its client took slowly says nothing of that."""
-        if self._output_tokens > 1 and not self._was_paused:
+        if self._output_tokens > 1 and not self._paused_at:
             now, began_at = self._context.clock(), relay.started_at
             tpot_s = (now - began_at) / (self._output_tokens - 1)
             admission = self._context.admission
             admission.observe_stream(self._completion.model, began_at, tpot_s, now)
 
-    def _count_charged_tokens(self, relay: SseRelay | None, cancelled: Pick | None) -> int:
-        """Output tokens to charge to a tenant with a limit: an event may have several, and a client
-        may leave before a response that is not streamed, which is charged as predicted.
-        `cancelled`: the pick of a cancelled request."""
+    def _count_charged(self, unseen: int = 0) -> int:
+        """Tokens of prompt and output to charge to a tenant with a limit; `unseen`: output tokens
+        besides those that the engine has reported."""
+        context, completion, relay = self._context, self._completion, self._relay
+        output = self._output_tokens if relay is None else relay.limit_tokens()
+        prompt = relay.prompt_tokens if relay is not None else 0
+        prompt = prompt or self._prompt_tokens or completion.prompt_tokens
+        if self._max_model_len < 0:
+            self._max_model_len = context.router.registry.find_max_model_len(completion.model)
+        return count_charged(completion, prompt, output + unseen, self._max_model_len)
+
+    def _bound_unseen(self, attempt: Attempt | None, relay: SseRelay | None) -> int:
+        """The most tokens that the engine has generated for a client that leaves now, besides
+        those that were read."""
+        if attempt is None or attempt.prefill is not None:
+            return 0
+        now, completion = self._context.clock(), self._completion
         if relay is not None:
-            path, model, events = self._path, self._completion.model, relay.num_events
-            ratios = self._context.tokens_per_event
-            estimated = ratios.estimate(path, model, events)
-            # A client that reads slowly makes the engine put more tokens into an event.
-            if estimated is not None and not self._was_paused:
-                return estimated
-            tokens = relay.count_tokens()
-            if not self._was_paused:
-                ratios.observe(path, model, events, tokens)
-            return tokens
-        return self._output_tokens if cancelled is None else round(cancelled.output_tokens)
+            paused_s = now - self._paused_at if self._client.blocked else 0.0
+            return bound_unseen(completion, paused_s, is_streamed=True)
+        if completion.stream:
+            return 0
+        return bound_unseen(completion, now - attempt.sent_at, is_streamed=False)

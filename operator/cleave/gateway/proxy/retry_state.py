@@ -42,8 +42,8 @@ class RetryState:
     """Retry state of one request."""
 
     __slots__ = (
-        "_context", "_engine_failures", "_events_at_loss", "_failed_at", "_is_waiting",
-        "_needs_slot", "_next_retry_at", "_path", "_slot_since", "_wait_until", "completion",
+        "_context", "_engine_failures", "_failed_at", "_is_waiting", "_needs_slot",
+        "_next_retry_at", "_path", "_progress_at_loss", "_slot_since", "_wait_until", "completion",
         "history", "last_error", "next_request", "pending_error", "recovery_mode",
     )  # fmt: skip
 
@@ -60,8 +60,8 @@ class RetryState:
         """The error to report if no instance takes the request in time; None when one has."""
         self.last_error: GatewayError | None = None
         """Of the latest failed attempt."""
-        self._events_at_loss = 0
-        """Events sent to the client when an engine was last lost in mid-stream."""
+        self._progress_at_loss = 0
+        """That of the relay when an engine was last lost in mid-stream."""
         self._wait_until = self._next_retry_at = self._failed_at = 0.0
         self._engine_failures: list[EngineFailure] = []
         """Failures of which the request may be the cause."""
@@ -80,13 +80,13 @@ class RetryState:
         history = self._get_history()
         self._failed_at = now = self._context.clock()
         self._needs_slot = self._needs_slot or failure is not Failure.UNREACHED
-        has_progressed = relay is not None and relay.num_events > self._events_at_loss
+        has_progressed = relay is not None and relay.progress > self._progress_at_loss
         is_cause_possible = not has_progressed or now - attempt.sent_at < RECENT_S
         if failure in (Failure.LOST, Failure.STATUS) and is_cause_possible:
             target, is_broken = attempt.target, failure is Failure.LOST
             self._engine_failures.append(EngineFailure(target.instance, target.boot_id, is_broken))
         if relay is not None and has_progressed:
-            self._events_at_loss = relay.num_events
+            self._progress_at_loss = relay.progress
             if not history.reset_budget():
                 return False
         is_retried = self._record_attempt(history, attempt, failure)
@@ -137,8 +137,7 @@ class RetryState:
         context, completion = self._context, self.completion
         self.start_waiting(error, context.config.timeouts.resume_s)
         limit = context.router.registry.find_max_model_len(completion.model)
-        sent, prompt_ids = relay.read_transcript(), relay.prompt_ids
-        planned = plan_resumption(self._path, completion, sent, prompt_ids, limit)
+        planned = plan_resumption(self._path, completion, relay.read_transcript(), limit)
         if isinstance(planned, StreamEnding):
             return planned
         relay.set_splice(planned.splice)

@@ -1,46 +1,60 @@
 """Relays a server-sent event stream from an engine to a client: bytes in, bytes out. No I/O.
 
-Used by proxied requests. Of the engine's events only ids of tokens are taken out, which the gateway
-requested for itself; the chunked framing is this hop's own. What is hard: an engine may be lost at
-any byte and another one continue, so only complete events are sent, and what was sent is kept in
-the cheapest form: as bytes, which are parsed only if an engine is lost. A stream that ends in
-failure must end so that every client notices: with an error event, a proper last chunk, and no
-`[DONE]`.
+Used by proxied requests. Of the engine's events only what the gateway requested for itself is taken
+out: ids of tokens or usage, by which tokens are counted. The chunked framing is this hop's own.
+What is hard: an engine may be lost at any byte and another one continue, so only complete events
+are sent, and the transcript keeps what that takes. Most events match a template and are not looked
+into, as that would cost more than all the rest. A stream that ends in failure must end so that
+every client notices: with an error event, a proper last chunk, and no `[DONE]`.
 """
 
-import re
+from collections.abc import Sequence
 from typing import Protocol
 
-from cleave.gateway.failover.transcript import DONE_EVENT, EVENT_SEPARATOR, Transcript
+from cleave.gateway.failover.resumption import is_repeatable
+from cleave.gateway.failover.splice import SpliceError
+from cleave.gateway.failover.transcript import (
+    DONE_EVENT,
+    EVENT_SEPARATOR,
+    MAX_PENDING_BYTES,
+    Transcript,
+)
+from cleave.gateway.http.buffer_budget import BufferBudget
+from cleave.gateway.http.completion_request import CompletionRequest
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.headers import LAST_CHUNK, encode_chunk
-from cleave.gateway.http.token_estimate import BYTES_PER_TOKEN
+from cleave.gateway.proxy.event_splitter import EventSplitter, EventTooLongError
+from cleave.gateway.proxy.event_template import (
+    IDS,
+    PROMPT_IDS,
+    EventTemplate,
+    find_template,
+    learn_form,
+)
+from cleave.gateway.proxy.usage_counts import UsageCounts
 from cleave.gateway.upstream.engine_errors import convert_error_event
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_handoff
 from cleave.gateway.upstream.model_names import ModelNames
 from cleave.gateway.upstream.stream_start import is_engine_fault
 
-COMPACTION_MASK = 1_023
-"""Every 1,024 events the sent pieces are parsed and dropped, which bounds memory."""
-MAX_EVENT_BYTES = 32 << 20
+MAX_SLOW_EVENTS = 512
+"""In one piece: more events that match no template are not written by vLLM, and are not read."""
+MAX_TRIES = 16
+"""To learn the form of events, for each engine of a stream."""
 
 _EVENT_END = b"}\n\n"
 _KEY = b'"kv_transfer_params"'
 _FAILURE = b'data: {"error"'
 _ABORTED = b'"finish_reason":"abort"'
+_EMPTY_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null'
 _NEWLINE = 10
 _SEPARATOR = EVENT_SEPARATOR
 _SEPARATOR_BYTES = len(EVENT_SEPARATOR)
 _NUM_SIZE_LINES = 1_024
 _SIZE_LINES = [b"%x\r\n" % size for size in range(_NUM_SIZE_LINES)]
 """First lines of chunks, formatted once for nearly all sizes that occur."""
-_PROMPT_IDS = b',"prompt_token_ids":['
-_IDS = b',"token_ids":['
-"""Within a text of JSON the first quote would have a backslash."""
-_ALL_IDS = re.compile(rb',"token_ids":\[[^]]*\]')
-_IDS_END = b"]"
-_OUTPUT_TOKENS = re.compile(rb'"output_tokens":\s*(\d+)')
-"""Usage in events of /v1/responses and /v1/messages."""
+_ID_CHARACTERS = b"0123456789,"
+_IDS_END = 93
 
 
 class StreamLostError(Exception):
@@ -64,9 +78,9 @@ class SseRelay:
     """One stream to one client."""
 
     __slots__ = (
-        "_chunked", "_head", "_hides_ids", "_names", "_opaque", "_partial_event",
-        "_reported_tokens", "_sent_pieces", "_splice", "_transcript", "has_token_ids",
-        "num_events", "prompt_ids", "started_at",
+        "_chunked", "_has_ids", "_head", "_hides_ids", "_is_counted", "_is_done", "_names",
+        "_num_slow", "_opaque", "_splice", "_splitter", "_template", "_tries_left", "_usage",
+        "num_events", "prompt_tokens", "started_at", "transcript",
     )  # fmt: skip
 
     def __init__(
@@ -78,77 +92,61 @@ class SseRelay:
         opaque: bool = False,
         return_token_ids: bool = False,
         names: ModelNames | None = None,
+        *,
+        transcript: Transcript | None = None,
+        usage: UsageCounts | None = None,
     ) -> None:
         """`has_token_ids`: the engine sends them; `return_token_ids`: the client requested them.
         `opaque`: not a completion, so the format of its events is unknown. `names`: of the model,
-        if engines know it by another name than clients do."""
+        if engines know it by another name than clients do. `usage`: counts tokens without ids."""
         self.started_at = now
         """Seconds, when the first byte came."""
         self.num_events = 0
-        """Events sent, `[DONE]` not counted: about one per token."""
-        self.has_token_ids = has_token_ids
-        self.prompt_ids = b""
-        """The prompt's token ids as the engine wrote them; empty if it did not."""
-        self._reported_tokens = 0
-        """Output tokens as the engine reports them; only if `_opaque`."""
+        """Events that match no template, `[DONE]` not counted."""
+        self.prompt_tokens = 0
+        """As the engine reported them; 0: it did not."""
+        self.transcript = transcript if transcript is not None else Transcript()
         self._head = head
         self._chunked = chunked
         self._opaque = opaque
+        self._has_ids = has_token_ids
         self._hides_ids = has_token_ids and not return_token_ids
         self._names = names
-        self._partial_event = b""
-        """The beginning of an event whose end has not arrived."""
-        self._sent_pieces: list[bytes] = []
-        self._transcript: Transcript | None = None
+        self._usage = usage
+        self._is_counted = False
+        """Whether the engine has sent ids of tokens."""
+        self._is_done = False
+        """Whether the last event was `[DONE]`."""
+        self._splitter: EventSplitter | None = None
+        """Made when an event comes in several pieces."""
         self._splice: StreamSplice | None = None
+        self._template: EventTemplate | None = None
+        self._tries_left = MAX_TRIES
+        self._num_slow = 0
+        """Events of one piece that match no template."""
 
     def forward(self, piece: bytes, complete: bool) -> bytes:
         """The bytes to send for a piece of the engine's body.
         Raises HandoffError if the piece contains a handoff, StreamLostError when the engine gives
         up, and SpliceError."""
-        if self._partial_event or not piece.endswith(_SEPARATOR):
+        if self._splitter is not None or not piece.endswith(_SEPARATOR):
             piece = self._take_complete_events(piece, complete)
         if self._names is not None:
             piece = self._names.restore(piece)
         if self._splice is not None:
             piece = self._rewrite(piece)
         lost = ""
-        if piece:
-            if not self.num_events and self.has_token_ids:
-                piece = self._extract_prompt_ids(piece)
-            # Searching a piece is the most expensive step here. `in` first tries to read bytes as
-            # an integer and `find` parses its arguments; each doubles the cost of `rpartition`,
-            # which copies only what it finds. An integer (`_NEWLINE`) is found at once.
-            if piece.rpartition(_KEY)[1] and contains_handoff(piece):
-                raise HandoffError("lies in the stream")
-            if _NEWLINE not in piece[:-_SEPARATOR_BYTES]:
-                events = int(piece.endswith(_EVENT_END))
-                failed = piece.startswith(_FAILURE)
-            else:
-                events = piece.count(_EVENT_END)
-                failed = piece.find(_FAILURE) >= 0
-            if (failed or (events and piece.rpartition(_ABORTED)[1])) and not self._opaque:
-                piece, lost = _truncate_at_failure(piece)
-                events = piece.count(_EVENT_END)
-        if piece:
-            self._sent_pieces.append(piece)
-            self.num_events = num_events = self.num_events + events
-            if num_events & COMPACTION_MASK < events:
-                self._compact_transcript()
-            if self._hides_ids:
-                if events > 1:
-                    piece = _ALL_IDS.sub(b"", piece)
-                else:
-                    # From the end, where vLLM writes them: half of what a regular expression takes.
-                    before, found, rest = piece.rpartition(_IDS)
-                    if found:
-                        piece = before + rest.partition(_IDS_END)[2]
-            if self._chunked:
-                size = len(piece)
-                line = _SIZE_LINES[size] if size < _NUM_SIZE_LINES else b"%x\r\n" % size
-                piece = b"%b%b\r\n" % (line, piece)
+        if self._template is not None and (known := self._forward_known(piece)):
+            # As nearly every token does, by itself.
+            piece = known
+        elif piece:
+            piece, lost = self._forward_events(piece)
+        if piece and self._chunked:
+            size = len(piece)
+            line = _SIZE_LINES[size] if size < _NUM_SIZE_LINES else b"%x\r\n" % size
+            piece = b"%b%b\r\n" % (line, piece)
         if complete and not lost:
-            if self._partial_event or not (self._opaque or self._ends_with_done()):
+            if self._splitter is not None or not (self._opaque or self._is_done):
                 lost = "ended its stream early"
             elif self._chunked:
                 piece += LAST_CHUNK
@@ -158,25 +156,41 @@ class SseRelay:
             raise StreamLostError(piece, lost)
         return piece
 
-    def count_tokens(self) -> int:
-        """Tokens sent so far: one per event, or more by ids, text or usage if there are any.
-        It parses all events, so it is called for tenants with limits only."""
-        tokens = 0
-        for choice in self.read_transcript().choices.values():
-            text_bytes = sum(map(len, choice.texts.values()))
-            tokens += max(choice.counts.values(), default=text_bytes // BYTES_PER_TOKEN)
-        return max(self.num_events, self._reported_tokens, tokens)
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens that the engine has reported so far; events, if it reports none."""
+        if self._usage is not None and self._usage.is_counted:
+            return self._usage.num_tokens
+        return self.transcript.num_ids if self._is_counted else self.num_events
+
+    @property
+    def progress(self) -> int:
+        """Grows with each event."""
+        return self.num_events + self.transcript.num_ids
+
+    def limit_tokens(self) -> int:
+        """The most output tokens that it can have so far: those that the engine has reported; one
+        for each byte of text, if it reports none."""
+        is_reported = self._is_counted or (self._usage is not None and self._usage.is_counted)
+        if is_reported or self._opaque:
+            return self.num_tokens
+        return max(self.num_events, self.read_transcript().text_bytes)
 
     def read_transcript(self) -> Transcript:
-        """What the client has received so far, parsed."""
-        self._compact_transcript()
-        assert self._transcript is not None
-        return self._transcript
+        """What the client has received so far."""
+        self.transcript.read()
+        return self.transcript
 
     def set_splice(self, splice: StreamSplice) -> None:
         """From now on the events come from another engine and are rewritten by `splice`."""
         self._splice = splice
-        self._partial_event = b""
+        self._forget_partial()
+        self._template, self._tries_left = None, MAX_TRIES
+
+    def close(self) -> None:
+        """The stream has ended: forget what is kept of it."""
+        self._forget_partial()
+        self.transcript.close()
 
     def build_end(self, events: bytes) -> bytes:
         """The end of the stream when only these events, or none, are missing."""
@@ -192,64 +206,195 @@ class SseRelay:
 
     def _take_complete_events(self, piece: bytes, complete: bool) -> bytes:
         """The complete events; an incomplete one waits for the next piece."""
-        piece = self._partial_event + piece
-        end = piece.rfind(EVENT_SEPARATOR) + len(EVENT_SEPARATOR)
-        if end < len(EVENT_SEPARATOR):
-            end = 0
+        splitter = self._splitter
+        if splitter is None:
+            if not piece:
+                return piece
+            splitter = self._splitter = EventSplitter(self.transcript.budget)
         if complete and self._opaque:
-            end = len(piece)
-        self._partial_event = piece[end:]
-        if len(self._partial_event) > MAX_EVENT_BYTES:
-            raise StreamLostError(b"", "sent an event that is too long")
-        return piece[:end]
+            piece = bytes(splitter.partial) + piece
+            self._forget_partial()
+            return piece
+        try:
+            events = splitter.take(piece)
+        except EventTooLongError:
+            self._splitter = None
+            raise StreamLostError(b"", "sent an event that is too long") from None
+        if not splitter.partial:
+            self._splitter = None
+        return events
+
+    def _forget_partial(self) -> None:
+        if self._splitter is not None:
+            self._splitter.clear()
+            self._splitter = None
 
     def _rewrite(self, events: bytes) -> bytes:
         splice = self._splice
         assert splice is not None
-        return b"".join([splice.rewrite(event) for event in events.split(EVENT_SEPARATOR) if event])
+        try:
+            return b"".join(
+                [splice.rewrite(event) for event in events.split(EVENT_SEPARATOR) if event]
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise SpliceError("sent an event of another form than those before") from None
 
-    def _extract_prompt_ids(self, events: bytes) -> bytes:
-        """Remove the prompt's token ids, which vLLM sends once, in its first event.
-        They are as long as the prompt, so they are removed before any search through the piece, and
-        copied instead for a client that requested them."""
-        start = events.find(_PROMPT_IDS)
-        end = events.find(b"]", start)
-        if start < 0 or end < 0:
-            return events
-        self.prompt_ids = events[start + len(_PROMPT_IDS) : end]
-        return events[:start] + events[end + 1 :] if self._hides_ids else events
-
-    def _compact_transcript(self) -> None:
-        if self._transcript is None:
-            self._transcript = Transcript()
-        pieces = b"".join(self._sent_pieces)
-        self._sent_pieces.clear()
+    def _forward_events(self, piece: bytes) -> tuple[bytes, str]:
+        """(what the client gets of complete events, how the engine gave up in them)."""
         if self._opaque:
-            reported = map(int, _OUTPUT_TOKENS.findall(pieces))
-            self._reported_tokens = max(self._reported_tokens, *reported, 0)
-        else:
-            self._transcript.read(pieces)
+            if piece.rpartition(_KEY)[1] and contains_handoff(piece):
+                raise HandoffError("lies in the stream")
+            self.num_events += piece.count(_EVENT_END)
+            return piece, ""
+        self._num_slow = 0
+        # An integer is found at once; `in` would first try to read bytes as one.
+        if _NEWLINE not in piece[:-_SEPARATOR_BYTES]:
+            return self._forward_event(piece)
+        shown, lost = [], ""
+        for event in _split(piece):
+            data, lost = self._forward_event(event)
+            shown.append(data)
+            if lost:
+                break
+        return b"".join(shown), lost
 
-    def _ends_with_done(self) -> bool:
-        if self._sent_pieces:
-            return self._sent_pieces[-1].endswith(DONE_EVENT)
-        return self.read_transcript().done
+    def _forward_event(self, event: bytes) -> tuple[bytes, str]:
+        """The same for one event."""
+        if self._template is not None and (known := self._forward_known(event)):
+            return known, ""
+        if event.startswith(_FAILURE):
+            if is_engine_fault(event):
+                return b"", "reported an error"
+            event = convert_error_event(event[:-_SEPARATOR_BYTES]) + EVENT_SEPARATOR
+        # `rpartition` copies only what it finds; `find` would parse its arguments.
+        elif event.rpartition(_KEY)[1] and contains_handoff(event):
+            raise HandoffError("lies in the stream")
+        self._is_done = event == DONE_EVENT
+        if self._is_done:
+            self.transcript.done = True
+            return event, ""
+        if not event.endswith(_EVENT_END):
+            if event != EVENT_SEPARATOR:
+                self._record(event)
+            return event, ""
+        if event.rpartition(_ABORTED)[1]:
+            return b"", "gave the request up"
+        if self._has_ids and self.num_events:
+            # The first event is never like those that follow.
+            self._template = find_template(event)
+            if self._template is not None:
+                self._is_counted = True
+                self.transcript.end_run()
+                self.transcript.set_path(self._template.path)
+                return self._forward_known(event), ""
+        self.num_events += 1
+        return self._forward_unknown(event), ""
+
+    def _forward_known(self, event: bytes) -> bytes:
+        """What the client gets of an event that matches the template; nothing: it does not."""
+        template, sent = self._template, self.transcript
+        if template is None:
+            return b""
+        found = template.match(event)
+        if found is None:
+            return b""
+        text, ids = found
+        output_ids = sent.output_ids
+        output_ids += ids
+        output_ids.append(_IDS_END)
+        if len(output_ids) > sent.ids_room:
+            sent.add_room()
+        if sent.keeps_text:
+            sent.text += text
+            if len(sent.text) > MAX_PENDING_BYTES:
+                sent.close_text()
+        return template.start + text + template.shown_end if self._hides_ids else event
+
+    def _forward_unknown(self, event: bytes) -> bytes:
+        """What the client gets of an event that matches no template."""
+        if self._usage is not None:
+            event = self._usage.take(event)
+            self.prompt_tokens = self._usage.prompt_tokens or self.prompt_tokens
+            if event:
+                self._record(event)
+            return event
+        if not self._has_ids:
+            self._record(event)
+            return event
+        plain, ids = self._take_ids(event)
+        self.transcript.end_run(ids)
+        self._record(plain)
+        if ids and self._tries_left and self.num_events > 1:
+            self._tries_left -= 1
+            learn_form(event)
+        if not self._hides_ids:
+            return event
+        # Without ids vLLM sends no event for a token that it holds back.
+        return b"" if plain.rpartition(_EMPTY_DELTA)[1] else plain
+
+    def _record(self, event: bytes) -> None:
+        """Add an event, as the client gets it without ids, to the transcript."""
+        self._num_slow += 1
+        if self._num_slow > MAX_SLOW_EVENTS:
+            self.transcript.skip_event(event)
+            return
+        is_counted = self._is_counted or (self._usage is not None and self._usage.is_counted)
+        self.transcript.add_event(event, is_measured=not is_counted)
+
+    def _take_ids(self, event: bytes) -> tuple[bytes, bytes]:
+        """(an event without ids of tokens, the ids)."""
+        start = event.find(PROMPT_IDS)
+        if start >= 0:
+            # As long as the prompt, so removed before any search.
+            at = start + len(PROMPT_IDS)
+            end = event.find(b"]", at)
+            ids = event[at:end]
+            if not self.prompt_tokens and _are_ids(ids):
+                self.prompt_tokens = ids.count(b",") + 1
+                self.transcript.set_prompt_ids(ids)
+            event = event[:start] + event[end + 1 :]
+        before, found, rest = event.rpartition(IDS)
+        if not found:
+            return event, b""
+        ids, _, rest = rest.partition(b"]")
+        self._is_counted = True
+        return before + rest, ids if _are_ids(ids) else b""
 
     def _prepend_head(self, data: bytes) -> bytes:
         head, self._head = self._head, b""
         return head + data
 
 
-def _truncate_at_failure(events: bytes) -> tuple[bytes, str]:
-    """(events before a failure, what the engine did); rejections are relayed, in OpenAI's form."""
-    complete: list[bytes] = []
-    for event in events.split(EVENT_SEPARATOR):
-        if event.startswith(_FAILURE):
-            if is_engine_fault(event):
-                return EVENT_SEPARATOR.join([*complete, b""]), "reported an error"
-            complete.append(convert_error_event(event))
-        elif _ABORTED in event:
-            return EVENT_SEPARATOR.join([*complete, b""]), "gave the request up"
-        else:
-            complete.append(event)
-    return EVENT_SEPARATOR.join(complete), ""
+def make_relay(
+    completion: CompletionRequest,
+    head: bytes,
+    chunked: bool,
+    now: float,
+    names: ModelNames | None,
+    budget: BufferBudget,
+) -> SseRelay:
+    """The relay for a request; what it keeps is reserved in the budget."""
+    report = completion.report
+    if report is None:
+        return SseRelay(head, chunked, now, opaque=True, names=names)
+    transcript = Transcript(
+        budget,
+        keeps_ids=completion.can_continue,
+        keeps_text=is_repeatable(completion.fields),
+        shows_ids=report.shows_ids,
+        num_choices=report.num_choices,
+    )
+    usage = None if report.has_ids else UsageCounts(report)
+    options = report.has_ids, False, report.shows_ids, names
+    return SseRelay(head, chunked, now, *options, transcript=transcript, usage=usage)
+
+
+def _split(events: bytes) -> Sequence[bytes]:
+    """Each event with the separator after it."""
+    parts = events.split(EVENT_SEPARATOR)
+    parts.pop()
+    return [part + EVENT_SEPARATOR for part in parts]
+
+
+def _are_ids(ids: bytes) -> bool:
+    return bool(ids) and not ids.translate(None, _ID_CHARACTERS)

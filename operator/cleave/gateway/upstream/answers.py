@@ -33,11 +33,11 @@ class NoAnswerError(Exception):
     """It is no answer; the message continues `instance NAME ...`."""
 
 
-def read_usage(headers: Headers, body: bytes, *, is_completion: bool) -> TokenUsage:
-    """Token counts of an answer; zeros when it has none. Raises NoAnswerError."""
+def read_usage(headers: Headers, body: bytes, *, is_completion: bool) -> TokenUsage | None:
+    """Token counts of an answer; None when it has none. Raises NoAnswerError."""
     kind = headers.get(CONTENT_TYPE, b"").partition(b";")[0].strip().lower()
     if kind == BYTES_TYPE and body and not is_completion:
-        return TokenUsage()
+        return None
     if kind != JSON_TYPE:
         name = sanitize_header_value(kind[:_MAX_TYPE_BYTES].decode("latin-1")).decode()
         raise NoAnswerError(f"sent {name or 'no content type'} instead of {JSON_TYPE.decode()}")
@@ -47,14 +47,25 @@ def read_usage(headers: Headers, body: bytes, *, is_completion: bool) -> TokenUs
         if len(body) > MAX_DECODED_BYTES:
             return _read_ends(body, is_completion)
         if is_completion:
-            return response_types.decode_completion_usage(body).usage or TokenUsage()
-        return response_types.decode_usage(body).usage or TokenUsage()
+            completion: TokenUsage | None = response_types.decode_completion_usage(body).usage
+            return completion
+        usage: TokenUsage | None = response_types.decode_usage(body).usage
+        return usage
     except (msgspec.MsgspecError, ValueError, RecursionError):
         what = "a completion" if is_completion else "an object"
         raise NoAnswerError(f"sent an answer that is not the JSON of {what}") from None
 
 
-def _read_ends(body: bytes, is_completion: bool) -> TokenUsage:
+def parse_usage(data: bytes) -> TokenUsage | None:
+    """Token counts in an event of a stream; None: it has none."""
+    try:
+        usage: TokenUsage | None = response_types.decode_token_usage(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return usage
+
+
+def _read_ends(body: bytes, is_completion: bool) -> TokenUsage | None:
     """As `read_usage`, of a large answer. Raises ValueError."""
     start, end = body[:_END_BYTES].lstrip(), body[-_END_BYTES:].rstrip()
     if start[:1] != b"{" or end[-1:] != b"}" or (is_completion and _CHOICES not in start):
@@ -64,7 +75,7 @@ def _read_ends(body: bytes, is_completion: bool) -> TokenUsage:
     if at < 0:
         if is_completion:
             raise ValueError("it has no usage")
-        return TokenUsage()
+        return None
     text = body[at + len(_USAGE) - 1 :][:_END_BYTES].decode(errors="replace")
     usage, length = json.JSONDecoder().raw_decode(text)
     if not text[length:].strip():

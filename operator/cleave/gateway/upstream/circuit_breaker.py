@@ -3,8 +3,8 @@
 One CircuitBreaker per gateway process, one StallDetector per engine boot. What is hard: neither may
 take healthy instances out of service. A failing instance is only a suspect, never excluded: it is
 picked after all others, is tried again after a while, and serves if no other is left. An engine
-counts as hung only when none of its streams has progressed for far longer than its longest recent
-pause; a single stream may wait for many reasons.
+counts as hung only when none of its streams has progressed, and it has reported no step, for far
+longer than its longest recent pause; a single stream may wait for many reasons.
 """
 
 from dataclasses import dataclass
@@ -68,12 +68,13 @@ class StallDetector:
     """Detects a hung engine: one boot, over all its streams to this gateway process."""
 
     last_progress_at: float
-    """Seconds, when any stream last progressed or began."""
+    """Seconds, when any stream last progressed or began, or the engine reported a step."""
     longest_pause_s: float = INITIAL_PAUSE_S
-    """The longest recent time without progress on any stream."""
+    """The longest recent time without progress."""
 
     def record_progress(self, now: float) -> None:
-        """A stream has progressed since the last sweep; several may report it in one sweep."""
+        """A stream has progressed since the last sweep, or a step was reported then; several may
+        record it in one sweep."""
         if now > self.last_progress_at:
             pause_s = now - self.last_progress_at
             self.longest_pause_s = max(pause_s, self.longest_pause_s * PAUSE_DECAY)

@@ -22,7 +22,9 @@ class HandoffSample:
     model: str
     prefill: Target
     decode: Target
-    prompt_ids: list[int]
+    prompt_ids: bytes
+    """As the engine wrote them, with commas between them."""
+    prompt_tokens: int
     output_ids: list[int]
     fields: Fields
     """Of the request: those that the output depends on."""

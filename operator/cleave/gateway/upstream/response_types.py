@@ -4,7 +4,7 @@ Used by `answers`, `kv_transfer_params` and `stream_start`. A module of its own 
 cannot be compiled: mypyc erases union types, so msgspec could not read members that have one.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -79,6 +79,26 @@ class CompletionResponse(msgspec.Struct):
     usage: TokenUsage | None = None
 
 
+class StreamChoice(msgspec.Struct):
+    """One choice in an event of a stream: what grows with its tokens, and its end."""
+
+    index: int = 0
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+    logprobs: dict[str, list[msgspec.Raw] | None] | None = None
+    finish_reason: str | None = None
+
+
+class StreamEvent(msgspec.Struct):
+    """An event of a stream."""
+
+    id: msgspec.Raw = msgspec.Raw()
+    created: msgspec.Raw = msgspec.Raw()
+    model: msgspec.Raw = msgspec.Raw()
+    choices: list[StreamChoice] | None = None
+    usage: TokenUsage | None = None
+
+
 class EngineErrorBody(msgspec.Struct):
     """An error as the engine reports it."""
 
@@ -93,9 +113,28 @@ class ErrorEvent(msgspec.Struct):
 
 decode_usage = msgspec.json.Decoder(UsageResponse).decode
 decode_completion_usage = msgspec.json.Decoder(CompletionUsage).decode
+decode_token_usage = msgspec.json.Decoder(TokenUsage | None).decode
 decode_prefill_response = msgspec.json.Decoder(PrefillResponse).decode
 decode_kv_origin = msgspec.json.Decoder(KvOrigin | None).decode
 decode_kv_blocks = msgspec.json.Decoder(KvBlocksResponse).decode
 decode_completion = msgspec.json.Decoder(CompletionResponse).decode
 decode_error_event = msgspec.json.Decoder(ErrorEvent).decode
+_decode_stream_event = msgspec.json.Decoder(StreamEvent).decode
+_decode_text = msgspec.json.Decoder(str).decode
 decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def decode_stream_event(data: bytes) -> StreamEvent | None:
+    """An event's JSON; None: it is no event of a completion."""
+    try:
+        return _decode_stream_event(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def decode_text(data: bytes) -> str | None:
+    """A text of JSON; None: it is none."""
+    try:
+        return _decode_text(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

@@ -88,7 +88,7 @@ class Auditor:
         others = [each.name for each in instances if each.target.revision != sample.decode.revision]
         pick = context.router.pick(
             sample.model,
-            len(sample.prompt_ids),
+            sample.prompt_tokens,
             num_outputs,
             colocated=True,
             excluded=others,
@@ -96,11 +96,11 @@ class Auditor:
         )
         try:
             instance = context.router.registry.instances.get(pick.decode.instance)
-            if instance is None or not is_idle(instance, own_prompt=len(sample.prompt_ids)):
+            if instance is None or not is_idle(instance, own_prompt=sample.prompt_tokens):
                 return None
             fields = {
                 **sample.fields,
-                "prompt": sample.prompt_ids,
+                "prompt": msgspec.Raw(b"[%b]" % sample.prompt_ids),
                 "max_tokens": num_outputs,
                 "temperature": 0,
                 "logprobs": _NUM_LOGPROBS,
