@@ -4,6 +4,7 @@ const [url, model] = process.argv.slice(2);
 function send(fields) {
   return fetch(`${url}/v1/completions`, {
     method: "POST",
+    headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ model, prompt: "Once upon a time", max_tokens: 24, ...fields }),
   });
 }

@@ -109,6 +109,8 @@ async def test_a_body_that_browsers_send_without_asking_is_refused(stage, kind: 
         response = await stage.ask(ASK, path, Host=HERE, **fields)
         assert response.status == 415
         assert "application/json" in response.json()["error"]["message"]
+    assert (await stage.ask(ASK, "/health", Host=HERE, **fields)).status == 405
+    assert (await stage.ask(ASK, "/nowhere", Host=HERE, **fields)).status == 404
     assert not stage.engines["x"].requests
 
 

@@ -87,7 +87,8 @@ class CrossSiteFilter:
             return _OTHER_SITE
         kind = sent.get(CONTENT_TYPE, b"").partition(b";")[0].strip().lower()
         if request.method == b"POST" and kind != JSON_TYPE:
-            return _NO_JSON
+            # No path, or no method of it, is the better answer.
+            return self._handler.check(request) or _NO_JSON
         return None
 
     def _is_own(self, host: bytes) -> bool:
