@@ -84,9 +84,7 @@ def build_pod(name: str) -> Manifest:
             },
         }
     )
-    pod = build_worker_pod(pool, name)
-    del pod["spec"]["serviceAccountName"]
-    return pod
+    return build_worker_pod(pool, name)
 
 
 async def _wait_for_account(api: Client) -> None:
