@@ -15,6 +15,9 @@ from cleave.local.kubelet.pod_spec import PodError
 from e2e.cluster.client import ApiError, Client, Manifest
 
 _TOKEN_S = 3600
+IMAGE_REGISTRY = "folders.test"
+"""An image volume from here has the files of the folder of this machine that its name goes on with:
+`folders.test/tmp/weights:1` those of `/tmp/weights:1`."""
 
 
 class NotYetError(RuntimeError):
@@ -103,6 +106,8 @@ async def _volume(api: Client, pod: Manifest, volume: Manifest, at: Path) -> str
             return _on_node(path)
         case {"persistentVolumeClaim": {"claimName": claim}}:
             return await _claimed(api, pod["metadata"]["namespace"], claim)
+        case {"image": {"reference": reference}} if reference.startswith(IMAGE_REGISTRY):
+            return _on_node(reference.removeprefix(IMAGE_REGISTRY))
     folder.mkdir(parents=True, exist_ok=True)
     match volume:
         case {"emptyDir": _}:

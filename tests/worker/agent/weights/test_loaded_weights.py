@@ -127,6 +127,13 @@ def test_what_cannot_be_read_is_known_by_name_only_and_says_so(
     assert check(reader, weights) == ""
 
 
+@pytest.mark.parametrize("template", ["{{ a }}/" * 200, "x" * 300, "a/b", "chat\n{{ b }}", "\0"])
+def test_a_chat_template_within_the_arguments_is_no_file(
+    reader: WeightReader, folder: Path, template: str
+) -> None:
+    assert read(reader, folder, "--chat-template", template).id == read(reader, folder).id
+
+
 def test_modelscope_is_another_hub_whose_commits_are_not_known(
     cache: Path, move: Callable[..., None]
 ) -> None:

@@ -112,7 +112,7 @@ class WeightReader:
         if before.files:
             path = Path(source.name)
             # Of files that are gone only what was loaded is known.
-            return path.exists() and fingerprint.list_files(path) != before.files
+            return _is_present(path) and fingerprint.list_files(path) != before.files
         # What is pinned is loaded as it was found.
         is_pinned = bool(source.pin and before.commit) or model_hub.is_commit(source.revision)
         return model_hub.is_repository(source.name) and not is_pinned
@@ -122,7 +122,7 @@ class WeightReader:
     ) -> ReadSource | None:
         """None: it is not loaded. `is_loaded`: the engine has just read it."""
         path = Path(source.name)
-        if path.exists():
+        if _is_present(path):
             files = fingerprint.list_files(path)
             digest = fingerprint.compute_fingerprint(path, files, check)
             return ReadSource(source, digest, files=files)
@@ -144,6 +144,14 @@ class WeightReader:
         revision = source.revision or model_hub.DEFAULT_REVISION
         cache = model_hub.find_cache(self.env)
         return model_hub.find_commit(source.name, revision, cache, offline=offline)
+
+
+def _is_present(path: Path) -> bool:
+    """Whether there is a file or folder; a whole chat template is no name of one."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def make_reader(config: AgentConfig, env: Mapping[str, str]) -> WeightReader:
