@@ -61,6 +61,7 @@ def test_several_adapters_are_each_listed() -> None:
     [
         ["--speculative-config", "{"],
         ["--speculative-config", "[1]"],
+        ["--speculative-config", '{"model": "ngram", "num_speculative_tokens": 3}'],
         ["--lora-modules", "{"],
         ["--lora-modules", "name"],
         ["--default-mm-loras", "1"],

@@ -126,13 +126,13 @@ class WeightReader:
             files = fingerprint.list_files(path)
             digest = fingerprint.compute_fingerprint(path, files, check)
             return ReadSource(source, digest, files=files)
-        if source.is_optional and "/" not in source.name:
+        if source.is_file:
             return None
         commit = self._find_commit(source, offline=self.offline or is_loaded)
         if commit:
             pinned = commit if self.loads_repositories else ""
             return ReadSource(source, f"{source.name}@{commit}", commit=pinned)
-        if source.is_optional or not self.loads_repositories:
+        if not self.loads_repositories:
             return None
         revision = source.revision or model_hub.DEFAULT_REVISION
         name = f"{source.name}@{revision}" if model_hub.is_repository(source.name) else source.name

@@ -33,8 +33,8 @@ class WeightSource:
     """Of a repository; empty: its main branch."""
     pin: str = ""
     """Option with which the engine loads a certain commit of the repository; empty: none."""
-    is_optional: bool = False
-    """Whether it need not be a file: the value may be the content itself."""
+    is_file: bool = False
+    """Whether it counts only if there is such a file: the value may be the content itself."""
 
 
 def list_sources(model: str, arguments: Sequence[str]) -> list[WeightSource]:
@@ -54,15 +54,16 @@ def list_sources(model: str, arguments: Sequence[str]) -> list[WeightSource]:
     sources += _list_speculative(get_option(arguments, _SPECULATIVE))
     for option in _FILES:
         if name := get_option(arguments, option):
-            sources.append(WeightSource(option, name, is_optional=True))
+            sources.append(WeightSource(option, name, is_file=True))
     return [*sources, *_list_adapters(arguments)]
 
 
 def _list_speculative(text: str | None) -> Iterator[WeightSource]:
     settings = _decode(text)
-    if model := settings.get("model"):
-        revision = str(settings.get("revision") or "")
-        yield WeightSource(_SPECULATIVE, str(model), revision, is_optional=True)
+    model = str(settings.get("model") or "")
+    # Methods without a model are named there as well, such as ngram.
+    if "/" in model:
+        yield WeightSource(_SPECULATIVE, model, str(settings.get("revision") or ""))
 
 
 def _list_adapters(arguments: Sequence[str]) -> Iterator[WeightSource]:
