@@ -7,7 +7,6 @@ import grpc
 import httpx
 import pytest
 
-from cleave.policy.adapters import AdapterSource
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.support.deployments import Deployment, until
@@ -37,19 +36,21 @@ def list_models(url: str) -> dict[str, str | None]:
 def order(deployment: Deployment, **sources: Path) -> None:
     """Order adapters as the operator does, and wait until all agents have done what they can."""
     adapters = [agent_pb2.AdapterSource(name=n, source=str(path)) for n, path in sources.items()]
-    request = agent_pb2.SetAdaptersRequest(adapters=adapters, generation=next(GENERATIONS))
+    generation = next(GENERATIONS)
+    request = agent_pb2.SetAdaptersRequest(adapters=adapters, generation=generation)
     (file,) = deployment.state_dir.rglob("agents")
     for address in file.read_text().split():
         with grpc.insecure_channel(address) as channel:
             agent = agent_pb2_grpc.AgentStub(channel)
             agent.SetAdapters(request, timeout=TIMEOUT_S, metadata=deployment.sign(address))
 
-    ordered = {AdapterSource(name, str(path)).engine_name for name, path in sources.items()}
+    def is_done(each: agent_pb2.RuntimeAdapter) -> bool:
+        return each.generation == generation and bool(each.loaded or each.fault)
 
     def is_settled() -> bool:
         reports = [one.runtime_adapters for one in deployment.instances().values()]
         return all(
-            {each.engine_name for each in report if each.loaded or each.fault} >= ordered
+            {each.name for each in report if is_done(each)} >= sources.keys()
             and {each.name for each in report} <= sources.keys()
             for report in reports
         )
