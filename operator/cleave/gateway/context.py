@@ -20,6 +20,7 @@ from cleave.gateway.upstream.connection_pool import EnginePool
 from cleave.gateway.upstream.handoff_samples import HandoffSamples
 from cleave.gateway.upstream.retry_budget import RetryBudget
 from cleave.gateway.upstream.suspect_requests import SuspectRequests
+from cleave.gateway.upstream.suspect_senders import SuspectSenders
 from cleave.router.instance import Target
 from cleave.router.router import Router
 from cleave.rpc.plan_thresholds import PlanThresholds
@@ -94,6 +95,7 @@ class GatewayContext:
         self.circuit_breaker = CircuitBreaker()
         self.retry_budget = RetryBudget(config.retry_share, self._list_active_models)
         self.suspect_requests = SuspectRequests()
+        self.suspect_senders = SuspectSenders()
         self.handoff_samples = HandoffSamples(config.audit_share)
         self.write_batcher = WriteBatcher()
         self.clients: set[ClientSlot] = set()
@@ -213,6 +215,7 @@ class GatewayContext:
         """Close idle connections, and remove pools of engines that are gone."""
         self.circuit_breaker.expire(now)
         self.suspect_requests.expire(now)
+        self.suspect_senders.expire(now)
         for boot_id, pool in tuple(self._pools.items()):
             pool.close_idle(now)
             if pool.is_empty:

@@ -296,6 +296,20 @@ async def test_tenants_share_no_prompts_and_suspects_are_refused_here_as_well(
     assert (await stage.proxy().ask(**other)).endpoints
 
 
+async def test_a_suspect_sender_gets_one_engine_here_as_well(make_picker_stage, tmp_path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("tenants:\n- {name: a, keys: [secret-of-tenant-a]}\n")
+    stage = await make_picker_stage({f"x{number}": "mixed" for number in range(6)}, api_keys=keys)
+    known = {"authorization": "Bearer secret-of-tenant-a"}
+
+    async def list_endpoints() -> set[str]:
+        return {(await stage.proxy().ask(**known)).endpoints[0] for _ in range(6)}
+
+    assert len(await list_endpoints()) > 1
+    stage.context.suspect_senders.add("a", stage.context.clock())
+    assert len(await list_endpoints()) == 1
+
+
 async def test_without_a_key_the_gateway_is_named_which_refuses(
     make_picker_stage, tmp_path
 ) -> None:

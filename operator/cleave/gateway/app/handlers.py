@@ -38,6 +38,7 @@ from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.tracing.recorder import RequestRecorder
 from cleave.gateway.translation.translations import TRANSLATORS
+from cleave.gateway.upstream.suspect_senders import get_sender
 from cleave.router.errors import UnknownModel
 from cleave.time_slices import Steps, run_at_once
 
@@ -212,11 +213,15 @@ class GatewayRequestHandler:
         if tenant.min_request_priority is not None:
             raise_priority(completion, tenant.min_request_priority)
         session = request.headers.get(context.session_header)
+        forwarded_for = request.headers.get(headers.FORWARDED_FOR)
+        sender = get_sender(tenant.name, client.address, forwarded_for)
         if self._recorder is None:
-            proxied = ProxiedRequest(context, stream, path, request_id, completion, tenant, session)
+            proxied = ProxiedRequest(
+                context, stream, path, request_id, completion, tenant, session, sender
+            )
         else:
             proxied = self._recorder.create_request(
-                context, stream, request, path, request_id, completion, tenant, session
+                context, stream, request, path, request_id, completion, tenant, session, sender
             )
         client.set_active_request(proxied)
         proxied.start()

@@ -75,9 +75,14 @@ class DirectRequest:
             self._admitted = asyncio.get_running_loop().create_future()
             await self._admitted
 
-    def pick_instance(self, excluded: Collection[str], session: bytes | None) -> Target:
+    def pick_instance(
+        self, excluded: Collection[str], session: bytes | None, sender: str
+    ) -> Target:
         """Pick an instance, none of `excluded`. Raises RouterError."""
         context, completion, router = self._context, self._completion, self._context.router
+        senders, registry = context.suspect_senders, router.registry
+        if sender in senders:
+            excluded = [*excluded, *senders.list_closed(sender, completion.model, registry)]
         is_split = has_prefill_instance(router, completion.model)
         self._pick = router.pick(
             completion.model,
@@ -91,6 +96,7 @@ class DirectRequest:
             salt=get_cache_salt(completion) if router.uses_prompt_text else b"",
         )
         context.metrics.dispatches[completion.model, self._pick.reason] += 1
+        senders.record_pick(sender, completion.model, self._pick.decode.instance, registry)
         if self._pick.engine_model:
             completion.fields = set_engine_model(completion, self._pick.engine_model).fields
         return self._pick.decode

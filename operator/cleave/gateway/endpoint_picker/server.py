@@ -38,6 +38,8 @@ from cleave.gateway.http.errors import (
     build_payload_too_large,
     convert_router_error,
 )
+from cleave.gateway.http.headers import FORWARDED_FOR
+from cleave.gateway.upstream.suspect_senders import get_sender
 from cleave.router.errors import NoInstance, RouterError
 from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import external_processor_pb2 as pb
@@ -201,7 +203,9 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         try:
             await direct.wait_for_admission()
             session = head.headers.get(context.session_header.decode())
-            target = direct.pick_instance(self._list_disallowed(head), session)
+            forwarded_for = head.headers.get(FORWARDED_FOR.decode())
+            sender = get_sender(tenant.name, "", forwarded_for)
+            target = direct.pick_instance(self._list_disallowed(head), session, sender)
             endpoint = target.endpoint
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"

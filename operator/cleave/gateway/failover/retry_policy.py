@@ -121,11 +121,15 @@ def pick_instances(
     history: FailureHistory | None,
     suspects: Collection[str] = (),
     session: bytes | None = None,
+    *,
+    is_confined: bool = False,
+    closed: Collection[str] = (),
 ) -> Pick:
     """Pick instances for the next attempt; `history` is None at the first. Raises RouterError.
-    `suspects`: instances that currently fail other requests."""
+    `suspects`: instances that currently fail other requests; `is_confined`: the request runs as a
+    whole, on none of the instances `closed`."""
     model, prompt = completion.model, completion.prompt_tokens
-    output, colocated = completion.output_tokens, not completion.can_disaggregate
+    output, colocated = completion.output_tokens, is_confined or not completion.can_disaggregate
     text: bytes | memoryview = b""
     salt = b""
     if router.uses_prompt_text:
@@ -136,6 +140,7 @@ def pick_instances(
             prompt,
             output,
             colocated=colocated,
+            excluded=closed,
             suspect=suspects,
             session=session,
             text=text,
@@ -147,7 +152,7 @@ def pick_instances(
         prompt,
         output,
         colocated=colocated or (history.prefers_colocated and router.allows_colocated(lost)),
-        excluded=history.excluded,
+        excluded={*history.excluded, *closed} if closed else history.excluded,
         suspect={*history.suspects, *suspects},
         prefill_lost=lost,
         session=session,

@@ -104,12 +104,22 @@ ADAPTER_CHANGED = build_engine_error(
 
 SUSPECT_REQUEST = GatewayError(
     HTTPStatus.BAD_GATEWAY,
-    "two engines ended while they ran this request, so it is refused for some minutes: "
+    "engines ended while they ran this request, so it is refused for some minutes: "
     "change it, or report it",
     "server_error",
     code="suspect_request",
 )
 """The request probably ended the engines that ran it."""
+
+SUSPECT_SENDER = GatewayError(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "your requests have ended engines, so for some minutes they get one engine at a time, "
+    "and that one is not available now",
+    "server_error",
+    code="suspect_sender",
+    retry_after_s=5,
+)
+"""Other senders are served meanwhile."""
 
 
 REDACTED_REJECTION = build_bad_request("the engine refused the request")

@@ -6,6 +6,7 @@ import re
 REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 TRACEPARENT = b"traceparent"
+FORWARDED_FOR = b"x-forwarded-for"
 ORIGIN = b"origin"
 REQUESTED_METHOD = b"access-control-request-method"
 CORS_REQUEST_HEADERS = frozenset((ORIGIN, REQUESTED_METHOD))

@@ -15,6 +15,7 @@ import httptools
 from cleave.gateway.http.byte_buffer import ByteBuffer
 from cleave.gateway.http.completion_request import Body
 from cleave.gateway.http.errors import GatewayError, build_bad_request, build_payload_too_large
+from cleave.gateway.http.headers import FORWARDED_FOR
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 1_024
@@ -27,7 +28,7 @@ _OBJECT_BYTES = 128
 _READ_HEADERS = frozenset(
     (
         b"authorization", b"content-encoding", b"content-length", b"expect", b"transfer-encoding",
-        b"x-api-key", b"x-request-id",
+        b"x-api-key", FORWARDED_FOR, b"x-request-id",
     )
 )  # fmt: skip
 

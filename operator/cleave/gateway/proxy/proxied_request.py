@@ -29,7 +29,7 @@ from cleave.gateway.admission.ticket import AdmissionTicket
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.handoff_sampling import build_sample, is_greedy
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableError
-from cleave.gateway.failover.retry_policy import Failure, pick_instances
+from cleave.gateway.failover.retry_policy import Failure, FailureHistory, pick_instances
 from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.http import errors, headers
 from cleave.gateway.http.completion_request import CompletionRequest, set_cache_salt
@@ -67,10 +67,12 @@ class ProxiedRequest:
         body: CompletionRequest,
         tenant: Tenant = DEFAULT_TENANT,
         session: bytes | None = None,
+        sender: str = "",
         fields: bytes = b"",
         observer: RequestObserver | None = None,
     ) -> None:
-        """`observer`: follows this request; None: nobody does."""
+        """`sender`: as `suspect_senders` names it. `observer`: follows this request; None: nobody
+        does."""
         self._context = context
         self._client = client
         self._path = path
@@ -80,6 +82,7 @@ class ProxiedRequest:
         self._completion = body
         self._tenant = tenant
         self._session = session
+        self._sender = sender
         self._fields = fields
         self._observer = observer
         self._ticket: AdmissionTicket | None = None
@@ -370,10 +373,8 @@ class ProxiedRequest:
                 self._handle_retry_decision(retry, decision)
                 return
             (path, completion), history = retry.next_request, retry.history
-        breaker = context.circuit_breaker
-        suspects = breaker.list_suspects(context.clock()) if breaker.failure_states else ()
         try:
-            pick = pick_instances(context.router, completion, history, suspects, self._session)
+            pick = self._pick_instances(completion, history)
         except RouterError as error:
             self._handle_no_instance(error)
             return
@@ -393,14 +394,32 @@ class ProxiedRequest:
         )
         self._attempt.start()
 
+    def _pick_instances(
+        self, completion: CompletionRequest, history: FailureHistory | None
+    ) -> Pick:
+        """Pick instances for the next attempt. Raises RouterError."""
+        context, model, sender = self._context, completion.model, self._sender
+        breaker, senders, router = context.circuit_breaker, context.suspect_senders, context.router
+        suspects = breaker.list_suspects(context.clock()) if breaker.failure_states else ()
+        if not senders or sender not in senders:
+            return pick_instances(router, completion, history, suspects, self._session)
+        closed = senders.list_closed(sender, model, router.registry)
+        pick = pick_instances(
+            router, completion, history, suspects, self._session, is_confined=True, closed=closed
+        )
+        senders.record_pick(sender, model, pick.decode.instance, router.registry)
+        return pick
+
     def _handle_retry_decision(self, retry: RetryState, decision: RetryDecision) -> None:
         """Another attempt must not start now, or not at all."""
         context, model = self._context, self._completion.model
         if decision is RetryDecision.REFUSE:
             context.suspect_requests.add(self._path, self._completion, context.clock())
+            context.suspect_senders.add(self._sender, context.clock())
             context.metrics.suspects[model] += 1
             log.warning(
-                "request %s to %s has ended two engines: it is refused for %.0f s",
+                "request %s to %s has ended engines: it is refused for %.0f s, and others of its "
+                "sender get one engine at a time",
                 self._request_id.decode(), self._path.decode(), MEMORY_S,
             )  # fmt: skip
             self._give_up(errors.SUSPECT_REQUEST, "failed")
@@ -419,6 +438,8 @@ class ProxiedRequest:
         context = self._context
         is_unavailable = isinstance(error, NoInstance)
         client_error = convert_router_error(error)
+        if is_unavailable and self._sender in context.suspect_senders:
+            client_error = errors.SUSPECT_SENDER
         if is_unavailable:
             retry = self._get_retry_state()
             # While it waits it burdens no engine; when one is back, retries start by the budget.
@@ -448,7 +469,9 @@ class ProxiedRequest:
 
     def _get_retry_state(self) -> RetryState:
         if self._retry_state is None:
-            self._retry_state = RetryState(self._context, self._path, self._completion)
+            self._retry_state = RetryState(
+                self._context, self._path, self._completion, self._sender
+            )
         return self._retry_state
 
     def _record_gap(self) -> None:

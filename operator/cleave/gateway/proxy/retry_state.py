@@ -17,6 +17,7 @@ from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.sse_relay import SseRelay
 from cleave.gateway.upstream.suspect_requests import (
     RECENT_S,
+    TOLERATED_ENGINES,
     EngineFailure,
     Suspicion,
     assess_failures,
@@ -43,12 +44,15 @@ class RetryState:
 
     __slots__ = (
         "_context", "_engine_failures", "_failed_at", "_is_waiting", "_needs_slot",
-        "_next_retry_at", "_path", "_progress_at_loss", "_slot_since", "_wait_until", "completion",
-        "history", "last_error", "next_request", "pending_error", "recovery_mode",
+        "_next_retry_at", "_path", "_progress_at_loss", "_sender", "_slot_since", "_wait_until",
+        "completion", "history", "last_error", "next_request", "pending_error", "recovery_mode",
     )  # fmt: skip
 
-    def __init__(self, context: GatewayContext, path: bytes, completion: CompletionRequest) -> None:
+    def __init__(
+        self, context: GatewayContext, path: bytes, completion: CompletionRequest, sender: str
+    ) -> None:
         self._context = context
+        self._sender = sender
         self._path = path
         self.completion = completion
         self.next_request = path, completion
@@ -110,7 +114,8 @@ class RetryState:
         context, now, model = self._context, self._context.clock(), self.completion.model
         waited_s, was_waiting = now - self._failed_at, self._is_waiting
         registry = context.router.registry
-        suspicion = assess_failures(self._engine_failures, registry, waited_s)
+        tolerated = 0 if self._sender in context.suspect_senders else TOLERATED_ENGINES
+        suspicion = assess_failures(self._engine_failures, registry, waited_s, tolerated)
         if suspicion is Suspicion.SUSPECT:
             return RetryDecision.REFUSE
         self._is_waiting = suspicion is Suspicion.OPEN

@@ -81,10 +81,11 @@ class RequestRecorder:
         completion: CompletionRequest,
         tenant: Tenant,
         session: bytes | None,
+        sender: str,
     ) -> ProxiedRequest:
         """The proxied request, with a record if one is needed. `path`: of the engine, which may
         differ from that of a request that was translated."""
-        arguments = context, client, path, request_id, completion, tenant, session
+        arguments = context, client, path, request_id, completion, tenant, session, sender
         trace = None
         if self._trace_exporter is not None:
             trace = read_trace_context(request.headers.get(TRACEPARENT), self._trace_sample_ratio)

@@ -3,7 +3,7 @@
 Used by the proxied requests of a gateway process. vLLM has had requests that end its process
 (CVE-2025-48942, CVE-2025-62372 and others); each retry would take one more engine out of service. A
 request is a suspect when two engines ended while they had just begun to work on it. It gets 502,
-and so does the same request for some minutes.
+and so does the same request for some minutes. `suspect_senders` confines the sender.
 
 What is hard: a connection also breaks when only the network does, and other requests run on an
 engine that ends. So an engine counts only once its agent has reported the end of its process, and
@@ -29,7 +29,8 @@ REPORT_S = 1.0
 MEMORY_S = 300.0
 """How long a suspect is refused."""
 MAX_REMEMBERED = 1_024
-MIN_ENDED_ENGINES = 2
+TOLERATED_ENGINES = 1
+"""Engines end for other reasons, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,20 @@ class Suspicion(enum.Enum):
 
 
 def assess_failures(
-    failures: Collection[EngineFailure], registry: InstanceRegistry, age_s: float
+    failures: Collection[EngineFailure],
+    registry: InstanceRegistry,
+    age_s: float,
+    tolerated: int = TOLERATED_ENGINES,
 ) -> Suspicion:
-    """Assess the failures of one request; `age_s`: seconds since the latest one."""
-    if len(failures) < MIN_ENDED_ENGINES:
+    """Assess the failures of one request; `age_s`: seconds since the latest one; `tolerated`: how
+    many engines may have ended without suspicion."""
+    if len(failures) <= tolerated:
         return Suspicion.NONE
     ended = [each for each in failures if _has_ended(each, registry)]
-    if _count_engines(ended, registry) >= MIN_ENDED_ENGINES:
+    if _count_engines(ended, registry) > tolerated:
         return Suspicion.SUSPECT
     possible = _count_engines([e for e in failures if e.is_broken or e in ended], registry)
-    return Suspicion.OPEN if possible >= MIN_ENDED_ENGINES and age_s < REPORT_S else Suspicion.NONE
+    return Suspicion.OPEN if possible > tolerated and age_s < REPORT_S else Suspicion.NONE
 
 
 def _count_engines(failures: Collection[EngineFailure], registry: InstanceRegistry) -> int:
