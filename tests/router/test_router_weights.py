@@ -7,11 +7,12 @@ import pytest
 
 from cleave.api.enums import DispatchPolicy
 from cleave.router.errors import NoInstance
-from cleave.router.pair_summary import summarize_pairs
+from cleave.router.pair_summary import find_partners, summarize_pairs
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import RequestPhase, Router
 from cleave.rpc.revision import build_revision
 from cleave.rpc.v1 import agent_pb2
+from cleave.time_slices import run_at_once
 
 ROLES = ("prefill", "decode", "mixed")
 WEIGHTS = ("a1", "b2", "")
@@ -120,7 +121,8 @@ def test_a_proof_of_a_pair_does_not_outlive_the_weights_of_either_engine(
 
     def count_proven() -> int:
         tables = registry.list_tables()
-        return sum(len(s.proven) for table in tables for _, s in summarize_pairs(table))
+        partners = [run_at_once(find_partners(table)) for table in tables]
+        return sum(len(summarize_pairs(boots, d).proven) for boots, ds in partners for d in ds)
 
     def prove(prefill: str, decode: str) -> None:
         trust = agent_pb2.TRUST_PROVEN

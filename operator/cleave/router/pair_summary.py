@@ -4,13 +4,14 @@ Called for a gateway's `/fleet` and `/metrics`, in any of its processes: all of 
 same results from the agents.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave.router.instance import RoutedInstance
 from cleave.router.pair_proofs import PairResult
 from cleave.router.score_table import ScoreTable, list_uses
 from cleave.rpc.v1 import agent_pb2
+from cleave.time_slices import Steps
 
 _CLOSING = (agent_pb2.TRUST_SUSPECT, agent_pb2.TRUST_FAILED)
 
@@ -34,15 +35,23 @@ class PairSummary:
         return min(measured, key=lambda each: each.bytes_per_s, default=None)
 
 
-def summarize_pairs(table: ScoreTable) -> Iterator[tuple[RoutedInstance, PairSummary]]:
-    """Yield each instance of a table that decodes for others, with its pairs."""
-    uses = [(instance, list_uses(instance)) for instance in table.instances]
-    prefills = [each.target.boot_id for each, open_for in uses if "prefill" in open_for]
-    if not prefills:
-        return
-    for decode, open_for in uses:
-        if "decode" in open_for:
-            results = [decode.pairs[boot] for boot in prefills if boot in decode.pairs]
-            proven = [each for each in results if each.trust == agent_pb2.TRUST_PROVEN]
-            closed = [each for each in results if each.trust in _CLOSING]
-            yield decode, PairSummary(len(prefills), tuple(proven), tuple(closed))
+def find_partners(table: ScoreTable) -> Steps[tuple[list[str], list[RoutedInstance]]]:
+    """(boots of the instances of a table that prefill for others, those that decode for them)."""
+    prefills: list[str] = []
+    decodes: list[RoutedInstance] = []
+    for instance in table.instances:
+        uses = list_uses(instance)
+        if "prefill" in uses:
+            prefills.append(instance.target.boot_id)
+        if "decode" in uses:
+            decodes.append(instance)
+        yield
+    return prefills, decodes if prefills else []
+
+
+def summarize_pairs(prefills: Sequence[str], decode: RoutedInstance) -> PairSummary:
+    """The pairs of a decode instance with all that prefill; arguments from `find_partners`."""
+    results = [decode.pairs[boot] for boot in prefills if boot in decode.pairs]
+    proven = [each for each in results if each.trust == agent_pb2.TRUST_PROVEN]
+    closed = [each for each in results if each.trust in _CLOSING]
+    return PairSummary(len(prefills), tuple(proven), tuple(closed))

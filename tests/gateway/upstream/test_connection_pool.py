@@ -7,7 +7,7 @@ import time
 import pytest
 
 from cleave.gateway.http.write_batcher import WriteBatcher
-from cleave.gateway.upstream.connection_pool import EnginePool
+from cleave.gateway.upstream.connection_pool import FEED_BYTES, EnginePool
 from cleave.router.instance import Target
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -166,3 +166,58 @@ async def test_an_error_names_no_address_of_an_engine(single) -> None:
     assert "127.0.0.1" not in message
     assert str(engine.port) not in message
     await engine.start()
+
+
+class PausingListener:
+    """Pauses its call after every piece, for a turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.pieces, self.is_complete, self.failed = [], False, ""
+        self._is_paused = False
+
+    def on_data(self, call, piece, complete) -> None:
+        assert not self._is_paused, "it gets nothing meanwhile"
+        self.pieces.append(piece)
+        self.is_complete = complete
+        self._is_paused = True
+        call.pause()
+        asyncio.get_running_loop().call_soon(self._go_on, call)
+
+    def _go_on(self, call) -> None:
+        self._is_paused = False
+        call.resume()
+
+    def on_call_failed(self, call, reason) -> None:
+        self.failed = reason
+
+
+async def test_a_large_read_waits_for_a_client_that_reads_in_pauses(single) -> None:
+    async def stream_at_once(engine, request, writer) -> None:
+        engine.send_stream_head(writer)
+        events = b"".join(map(engine.event, ["abcdefgh"] * 5_000))
+        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(events), events))
+
+    engine, listener = single.engines["x"], PausingListener()
+    engine.script = stream_at_once
+    pool = single.context.get_pool(single.context.router.registry.instances["x"].target)
+    head = b"POST /v1/completions HTTP/1.1\r\n%bcontent-length: 2\r\n\r\n{}" % pool.key_header
+    pool.send(listener, [head])
+    await single.until(lambda: listener.is_complete or bool(listener.failed), "it ends")
+    assert not listener.failed
+    assert b"".join(listener.pieces).count(b"abcdefgh") == 5_000
+    assert max(map(len, listener.pieces)) <= FEED_BYTES
+
+
+async def test_bytes_after_a_large_answer_reach_no_other_request(single) -> None:
+    async def answer_twice(engine, request, writer) -> None:
+        engine.script = None
+        body = b'{"choices":[{"text":"%b"}]}' % (b"x" * (FEED_BYTES * 3))
+        head = b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        second = b'{"choices":[{"text":"smuggled"}]}' + b" " * 9_000
+        writer.write(head % len(body) + body + head % len(second) + second)
+
+    single.engines["x"].script = answer_twice
+    answers = [await single.ask(ASK) for _ in range(3)]
+    assert answers[-1].status == 200
+    assert not any(b"smuggled" in answer.body for answer in answers)
+    assert single.engines["x"].connections > 1

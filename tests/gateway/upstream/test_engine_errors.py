@@ -5,9 +5,12 @@ import json
 import pytest
 
 from cleave.gateway.upstream.engine_errors import (
+    MAX_DECODED_BYTES,
     MAX_MESSAGE_CHARACTERS,
+    MAX_VALUE_BYTES,
     convert_engine_error,
     convert_error_event,
+    is_rejection,
 )
 
 REFUSED = "invalid_request_error"
@@ -91,3 +94,22 @@ def test_an_error_event_of_a_stream_has_the_same_form() -> None:
     event = b'data: {"error": {"message": "no", "type": "BadRequestError", "code": 400}}'
     error = json.loads(convert_error_event(event).removeprefix(b"data: "))["error"]
     assert error == {"message": "no", "type": REFUSED, "param": None, "code": None}
+
+
+@pytest.mark.parametrize("length", [MAX_VALUE_BYTES, MAX_DECODED_BYTES - 100, 1 << 20])
+@pytest.mark.parametrize("kind", ["text", "list", "error"])
+def test_of_an_error_that_quotes_a_whole_request_the_beginning_is_shown(length, kind) -> None:
+    quoted = {"text": "x" * length, "list": ["x"] * (length // 5), "error": {"a": "x" * length}}
+    error = {"message": quoted[kind], "code": 400, "param": "prompt"}
+    body = json.dumps({"error": error}).encode()
+    assert is_rejection(body)
+    converted = convert_engine_error(400, body)
+    assert converted.status == 400
+    assert converted.message.count("x") > MAX_MESSAGE_CHARACTERS // 6
+    assert len(converted.message) <= MAX_MESSAGE_CHARACTERS + 4
+    assert (converted.param == "prompt") == (len(body) <= MAX_DECODED_BYTES)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"a":', b"<html>", b"x" * (1 << 20)])
+def test_what_is_no_object_is_no_error_of_an_engine(body: bytes) -> None:
+    assert not is_rejection(body)

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from http import HTTPStatus
+from time import monotonic
 from typing import Protocol, cast
 
 from cleave.gateway.context import GatewayContext
@@ -26,6 +27,7 @@ from cleave.gateway.http.errors import (
 )
 from cleave.gateway.http.request_parser import HttpRequest, RequestParser
 from cleave.gateway.upstream.connection_pool import set_nodelay
+from cleave.time_slices import SLICE_S
 
 WRONG_KEY_DELAY_S = 5.0
 """How long a client that has sent too many wrong keys waits for each further answer."""
@@ -36,7 +38,7 @@ DISCARD_BYTES = 1 << 20
 DISCARD_PAUSE_S = 0.1
 WRITE_BUFFER_BYTES = 4 << 10
 """Unread bytes in memory at which a client counts as blocked. Sockets of the kernel hold more."""
-FEED_BYTES = 16 << 10
+FEED_BYTES = 8 << 10
 """Bytes parsed at a time, which limits the pipelined requests that one read creates."""
 PIECE_BYTES = 64 << 10
 """More bytes of a response are sent in pieces of so many, as the client takes them."""
@@ -337,10 +339,14 @@ class ClientConnection(asyncio.Protocol):
         self.transport.close()
 
     def _feed(self, data: bytes) -> None:
-        reader = self._reader
+        reader, slice_ends_at = self._reader, monotonic() + SLICE_S
         for start in range(0, len(data), FEED_BYTES):
             if reader.ready or reader.error is not None:
                 self._buffer_input(data[start:])
+                break
+            if start and monotonic() > slice_ends_at:
+                self._buffer_input(data[start:])
+                asyncio.get_running_loop().call_soon(self._resume_parsing)
                 break
             reader.feed(data[start : start + FEED_BYTES])
         if reader.ready:
@@ -404,7 +410,7 @@ class ClientConnection(asyncio.Protocol):
         if self._backlog and not self._discarding:
             backlog = b"".join(self._backlog)
             self._backlog.clear()
-            self.transport.resume_reading()
+            asyncio.get_running_loop().call_soon(self._resume_reading)
             self._feed(backlog)
 
     def _dispatch(self) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from cleave.gateway.context import GatewayContext
 from cleave.perf.model.model_report import MAX_LENGTH as _MAX_REPORT_LENGTH
 from cleave.router.instance import RoutedInstance
-from cleave.router.pair_summary import PairSummary, summarize_pairs
+from cleave.router.pair_summary import PairSummary, find_partners, summarize_pairs
 from cleave.rpc import fleet_status
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.fleet_status import (
@@ -49,8 +49,9 @@ def describe_fleet(context: GatewayContext) -> Steps[list[bytes]]:
     left_out = max(len(instances) - MAX_INSTANCES, 0)
     pairs: dict[str, KvPairs] = {}
     for table in registry.list_tables():
-        for decode, summary in summarize_pairs(table):
-            pairs[decode.name] = _describe_pairs(summary, now)
+        prefills, decodes = yield from find_partners(table)
+        for decode in decodes:
+            pairs[decode.name] = _describe_pairs(summarize_pairs(prefills, decode), now)
             yield
     digests = yield from _read_digests(islice(instances.values(), MAX_INSTANCES))
     reporters = _choose_reporters(instances, digests)

@@ -256,8 +256,8 @@ class RequestParser:
         """Append the pieces from the latest read to the body."""
         if self._body is None:
             self._body = ByteBuffer()
-        for piece in self._body_pieces:
-            self._body.add(piece)
+        # Chunks may be of one byte each.
+        self._body.add(b"".join(self._body_pieces))
         self._body_pieces.clear()
         return self._body
 

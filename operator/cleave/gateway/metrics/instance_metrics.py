@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from cleave.gateway.metrics.families import Family, build_gauge, format_labels
 from cleave.router.instance import Connectivity, RoutedInstance, count_engine_hits
-from cleave.router.pair_summary import summarize_pairs
+from cleave.router.pair_summary import find_partners, summarize_pairs
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
@@ -72,8 +72,10 @@ def _collect_pairs(registry: InstanceRegistry) -> Steps[list[Family]]:
     slowest: dict[str, float] = {}
     for table in registry.list_tables():
         model, now = table.instances[0].registration.model, registry.latest_s
-        for _, summary in summarize_pairs(table):
+        prefills, decodes = yield from find_partners(table)
+        for decode in decodes:
             yield
+            summary = summarize_pairs(prefills, decode)
             proven, closed = len(summary.proven), len(summary.closed)
             states[model, "proven"] += proven
             states[model, "closed"] += closed

@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Protocol, cast
 
 import httptools
@@ -28,6 +30,7 @@ from cleave.gateway.upstream.circuit_breaker import StallDetector
 from cleave.router.instance import Target
 from cleave.router.watchdog import is_overdue
 from cleave.rpc.engine_key import HEADER
+from cleave.time_slices import SLICE_S
 
 IDLE_S = 4.0
 """uvicorn, vLLM's HTTP server, closes idle connections after 5 s; the gateway closes them first."""
@@ -36,6 +39,9 @@ DEAD_PEER_TIMEOUT_S = 10
 KEEPALIVE_INTERVAL_S = 2
 MAX_FRAMING_BYTES = 64 << 10
 """Limit of what an engine sends without content: heads, interim responses, trailers."""
+FEED_BYTES = 4 << 10
+"""Bytes of an answer that are parsed and relayed at a time: hundreds of tiny events."""
+_TOO_MUCH = "sent more than its answer"
 
 
 class CallListener(Protocol):
@@ -90,12 +96,12 @@ class UpstreamCall:
     def pause(self) -> None:
         """Stop reading the response until `resume`."""
         if self.connection is not None:
-            self.connection.transport.pause_reading()
+            self.connection.set_paused(True)
 
     def resume(self) -> None:
         """Read again."""
         if self.connection is not None:
-            self.connection.transport.resume_reading()
+            self.connection.set_paused(False)
 
 
 class EngineConnection(asyncio.Protocol):
@@ -116,6 +122,9 @@ class EngineConnection(asyncio.Protocol):
         """Bytes of reads that contained no content."""
         self._fault = ""
         """What is wrong with the response, found while it is parsed."""
+        self._unread: deque[bytes] = deque()
+        """What was read and not parsed; the event loop does everything else between slices."""
+        self._is_paused = False
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -139,10 +148,40 @@ class EngineConnection(asyncio.Protocol):
         self._call = None
         self.transport.abort()
 
+    def set_paused(self, paused: bool) -> None:
+        """Pause or resume reading the response."""
+        self._is_paused = paused
+        if paused:
+            self.transport.pause_reading()
+        elif self._unread:
+            asyncio.get_running_loop().call_soon(self._read_slice)
+        else:
+            self.transport.resume_reading()
+
     def data_received(self, data: bytes) -> None:
-        """Parse, and give the body bytes of one read to the owner in one piece."""
+        """Parse what was read, in time slices if it is much."""
+        if self._unread or len(data) > FEED_BYTES:
+            self._unread += [data[at : at + FEED_BYTES] for at in range(0, len(data), FEED_BYTES)]
+            self.transport.pause_reading()
+            self._read_slice()
+        else:
+            self._parse(data)
+
+    def _read_slice(self) -> None:
+        slice_ends_at = monotonic() + SLICE_S
+        while self._unread and not self._is_paused:
+            if monotonic() > slice_ends_at:
+                asyncio.get_running_loop().call_soon(self._read_slice)
+                return
+            self._parse(self._unread.popleft())
+        if not self._is_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse, and give the body bytes to the owner in one piece."""
         call, parser = self._call, self._parser
         if call is None or parser is None:
+            self._unread.clear()
             self.transport.abort()
             return
         self._received_any = True
@@ -151,6 +190,8 @@ class EngineConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail_call("sent an answer that is not HTTP")
             return
+        if self._complete and self._unread:
+            self._fault = _TOO_MUCH
         if self._fault:
             self._fail_call(self._fault)
             return
@@ -172,7 +213,7 @@ class EngineConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """A response, or an interim one, begins."""
         if self._complete:
-            self._fault = "sent more than its answer"
+            self._fault = _TOO_MUCH
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line, or a trailer."""
@@ -204,6 +245,7 @@ class EngineConnection(asyncio.Protocol):
         """Closed by either side. A response without a length, which would end here, may be a part
         of one: engines send none."""
         del exc
+        self._unread.clear()
         self._pool.remove(self)
         self._fail_call("closed the connection")
         self._parser = None

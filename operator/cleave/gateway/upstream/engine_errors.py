@@ -3,9 +3,11 @@
 Used for responses (`proxy.proxied_request`) and for events of streams (`proxy.sse_relay`). vLLM
 writes `{"error": {"type": "BadRequestError", "code": 400, ...}}`, its framework `{"detail": ...}`,
 and engines of other versions have the members of `error` at the first level. Clients of the OpenAI
-API read OpenAI's own vocabulary: types in lower case, and codes that are texts or null.
+API read OpenAI's own vocabulary: types in lower case, and codes that are texts or null. What is
+hard: an error may quote the whole request, so only what is read of it is decoded.
 """
 
+import contextlib
 from http import HTTPStatus
 from typing import Any
 
@@ -16,7 +18,27 @@ from cleave.gateway.http.errors import GatewayError
 MAX_MESSAGE_CHARACTERS = 4_096
 """Longer messages are cut: vLLM's may quote the whole request."""
 
+MAX_VALUE_BYTES = 4 * MAX_MESSAGE_CHARACTERS
+"""Of longer values the beginning is shown as the engine wrote it."""
+MAX_DECODED_BYTES = 256 << 10
+"""Longer errors are not decoded at all."""
+
 _DATA = b"data: "
+_ABSENT = msgspec.Raw()
+
+
+class _Members(msgspec.Struct):
+    """What is read of an error."""
+
+    error: msgspec.Raw = _ABSENT
+    type: msgspec.Raw = _ABSENT
+    code: msgspec.Raw = _ABSENT
+    param: msgspec.Raw = _ABSENT
+    message: msgspec.Raw = _ABSENT
+    detail: msgspec.Raw = _ABSENT
+
+
+_decode_members = msgspec.json.Decoder(_Members).decode
 
 
 def convert_engine_error(status: int, body: bytes) -> GatewayError | None:
@@ -29,7 +51,7 @@ def convert_engine_error(status: int, body: bytes) -> GatewayError | None:
         return None
     error = decoded.get("error", decoded)
     fields: dict[str, Any] = error if isinstance(error, dict) else {"message": error}
-    message = _describe(fields) or body.decode(errors="replace").strip()
+    message = _describe(fields) or _begin(body).strip()
     param, code = fields.get("param"), fields.get("code")
     known = _find_status(status)
     if known is HTTPStatus.NOT_FOUND and param == "model":
@@ -45,7 +67,9 @@ def convert_engine_error(status: int, body: bytes) -> GatewayError | None:
 
 def is_rejection(body: bytes) -> bool:
     """Whether a body is one of an engine's own errors: a JSON object."""
-    return bool(_decode(body))
+    if len(body) > MAX_DECODED_BYTES:
+        return body[:1] == b"{" and body[-1:] == b"}"
+    return _scan(body) is not None and body.strip() != b"{}"
 
 
 def convert_error_event(event: bytes) -> bytes:
@@ -58,12 +82,35 @@ def convert_error_event(event: bytes) -> bytes:
     return event if converted is None else _DATA + converted.to_json()
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def _scan(data: bytes | msgspec.Raw) -> _Members | None:
     try:
-        decoded = msgspec.json.decode(body)
+        members: _Members = _decode_members(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return members
+
+
+def _decode(data: bytes | msgspec.Raw, depth: int = 2) -> dict[str, Any]:
+    """The members of an error, to this depth."""
+    members = _scan(data) if len(data) <= MAX_DECODED_BYTES else None
+    if members is None:
         return {}
-    return decoded if isinstance(decoded, dict) else {}
+    return {
+        name: _decode_value(raw, depth - 1)
+        for name, raw in msgspec.structs.asdict(members).items()
+        if raw is not _ABSENT
+    }
+
+
+def _decode_value(raw: msgspec.Raw, depth: int) -> object:
+    if len(raw) <= MAX_VALUE_BYTES:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return msgspec.json.decode(raw)
+    return (depth and _decode(raw, depth)) or _begin(raw)
+
+
+def _begin(raw: bytes | msgspec.Raw) -> str:
+    return bytes(memoryview(raw)[:MAX_VALUE_BYTES]).decode(errors="replace")
 
 
 def _describe(fields: dict[str, Any]) -> str:
