@@ -376,6 +376,23 @@ def test_a_key_of_ones_own_for_vllm_is_refused(config_of: ConfigOf, arguments, e
     assert "x" not in str(refused.value).split()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "env", "name"),
+    [
+        (("--config", "/f.yaml"), {}, "--config"),
+        (("--config=/f.yaml",), {}, "--config"),
+        ((), {"VLLM_MODEL_REDIRECT_PATH": "/f.json"}, "VLLM_MODEL_REDIRECT_PATH"),
+    ],
+)
+def test_a_file_that_would_change_what_is_loaded_is_refused(
+    config_of: ConfigOf, arguments: tuple[str, ...], env: dict[str, str], name: str
+) -> None:
+    config = config_of(engine="vllm", engine_args=arguments)
+    for build in (build_engine_launch, build_headless_launch):
+        with pytest.raises(LaunchError, match=f"remove {name}: "):
+            build(config, BOOT, env)
+
+
 def test_a_data_parallel_rank_has_the_engine_id_that_vllm_makes_of_it(config_of: ConfigOf) -> None:
     sizes = {"data_parallel_size": 4, "data_parallel_rank": 3, "expert_parallel": True}
     config = config_of(engine="vllm", host="10.0.0.7", **sizes)

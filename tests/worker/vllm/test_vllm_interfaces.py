@@ -4,7 +4,7 @@ When a test fails here after an upgrade, read what vLLM does now before anything
 """
 
 import inspect
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -92,3 +92,25 @@ def test_a_function_may_make_the_scheduler() -> None:
     source = inspect.getsource(core.EngineCore.__init__)
     assert "Scheduler = vllm_config.scheduler_config.get_scheduler_cls()" in source
     assert "Scheduler(\n            vllm_config=vllm_config," in source
+
+
+def test_the_handshake_of_nixl_compares_the_name_of_a_model_and_not_its_revision() -> None:
+    """So agents name a folder by its content (`model_link`), and repositories are kept apart by
+    routers alone."""
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata"
+    metadata = pytest.importorskip(name)
+
+    def compute(model: str, revision: str = "") -> str:
+        sizes = dict.fromkeys(
+            ("get_total_num_kv_heads", "get_head_size", "get_total_num_hidden_layers"), lambda: 4
+        )
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(model=model, revision=revision, dtype="float32", **sizes),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+            speculative_config=None,
+        )
+        return metadata.compute_nixl_compatibility_hash(config, "CPU_ATTN")
+
+    assert compute("/tmp/a1-5f") == compute("/tmp/a1-5f") != compute("/tmp/b2-5f")
+    assert compute("org/m", "a" * 40) == compute("org/m", "b" * 40)

@@ -43,7 +43,12 @@ _CHECKPOINTED_CONNECTOR = {
 _KV_OFFLOADING = "--kv-offloading-size"
 _SCHEDULER = "--scheduler-cls"
 _ENABLE_LORA = "--enable-lora"
-_API_KEY, _API_KEY_ENV = "--api-key", "VLLM_API_KEY"
+_REFUSED = (
+    ("--api-key", "VLLM_API_KEY", "gateways send the key that the agent makes"),
+    ("--config", None, "the agent reads arguments, and no file of them: list them one by one"),
+    (None, "VLLM_MODEL_REDIRECT_PATH", "vLLM would load another model: name that as the model"),
+)
+"""Options of vLLM, variables, and why neither is possible."""
 _ENV_WITHOUT_NVCC = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
 _ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
 """vLLM 0.32 chooses FlashInfer and DeepGEMM on Hopper and later by default. Both compile their
@@ -134,10 +139,6 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
         arguments += _build_scheduler_arguments(config, boot)
         if boot.engine_key:
             arguments += ["--middleware", MIDDLEWARE]
-        if get_option(config.engine_args, _API_KEY) is not None or base_env.get(_API_KEY_ENV):
-            raise LaunchError(
-                f"remove {_API_KEY} and {_API_KEY_ENV}: gateways send the key that the agent makes"
-            )
     module = {
         "vllm": "cleave_worker.vllm.api_server",
         "emulated": "cleave_worker.emulator.main",
@@ -239,6 +240,11 @@ def find_free_port(host: str) -> int:
 
 
 def _build_vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> list[str]:
+    for option, variable, reason in _REFUSED:
+        is_given = option and get_option(config.engine_args, option) is not None
+        if is_given or (variable and base.get(variable)):
+            names = " and ".join(filter(None, (option, variable)))
+            raise LaunchError(f"remove {names}: {reason}")
     arguments = [
         "--tensor-parallel-size", str(config.tensor_parallel_size),
         "--pipeline-parallel-size", str(config.pipeline_parallel_size),

@@ -226,12 +226,15 @@ def test_pieces_of_a_tensor_lie_within_it_one_in_each_part(
         assert part * size // count <= begin < end <= (part + 1) * size // count
 
 
-@given(st.integers(0, 1 << 45), st.integers(2, 4096))
-def test_pieces_of_another_file_have_its_begin_and_its_end(size: int, count: int) -> None:
-    pieces = tensor_samples.choose_file_pieces(size, count)
+@given(st.integers(0, 1 << 45), st.integers(1, 20_000))
+def test_pieces_of_another_file_have_its_begin_and_its_end(size: int, num_files: int) -> None:
+    pieces = tensor_samples.choose_file_pieces(size, num_files)
     assert pieces[0].offset == 0
     assert pieces[-1].offset + pieces[-1].size == size
-    assert sum(each.size for each in pieces) <= count * PIECE_BYTES
+    head = min(tensor_samples.MAX_HEAD_BYTES, tensor_samples.MAX_HEADS_BYTES // num_files)
+    assert pieces[0].size >= min(size, head)
+    sampled = tensor_samples.count_file_pieces(num_files) * PIECE_BYTES
+    assert sum(each.size for each in pieces) <= head + sampled
 
 
 def test_large_models_take_few_reads() -> None:
@@ -239,6 +242,9 @@ def test_large_models_take_few_reads() -> None:
     for tensors in (1, 300, 1_138, 91_991):
         read = tensors * tensor_samples.count_tensor_pieces(tensors) * PIECE_BYTES
         assert read < 1 << 30
+    for files in (1, 100, 20_000):
+        pieces = tensor_samples.choose_file_pieces(1 << 34, files)
+        assert sum(each.size for each in pieces) * files < 22 << 30
 
 
 def test_a_file_alone_is_known_by_its_content(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cleave.controller.author_policy.engine_flags import RISKS
 from cleave_worker.agent.weights.weight_sources import WeightSource, list_sources
 
 
@@ -35,8 +36,8 @@ def test_a_config_elsewhere_leaves_the_model_unpinned_as_vllm_uses_one_revision_
             ["--speculative-config", '{"model": "org/eagle", "revision": "r"}'],
             ("--speculative-config", "org/eagle", "r", ""),
         ),
-        (["--speculative-config.model=/eagle"], ("--speculative-config.model", "/eagle", "", "")),
-        (["--spec-model", "/eagle"], ("--spec-model", "/eagle", "", "")),
+        (["--speculative-config.model=/eagle"], ("--speculative-config", "/eagle", "", "")),
+        (["--spec-model", "/eagle"], ("--speculative-config", "/eagle", "", "")),
         (["--lora-modules", "sql=/a/sql"], ("--lora-modules sql", "/a/sql", "", "")),
         (
             ["--lora_modules", '{"name": "sql", "path": "org/sql", "base_model_name": "m"}'],
@@ -44,7 +45,6 @@ def test_a_config_elsewhere_leaves_the_model_unpinned_as_vllm_uses_one_revision_
         ),
         (['--default-mm-loras={"audio": "/a"}'], ("--default-mm-loras audio", "/a", "", "")),
         (["--chat-template", "/t.jinja"], ("--chat-template", "/t.jinja", "", "")),
-        (["--config", "/etc/vllm.yaml"], ("--config", "/etc/vllm.yaml", "", "")),
     ],
 )
 def test_all_that_decides_kv_is_listed(arguments: list[str], expected: tuple[str, ...]) -> None:
@@ -70,3 +70,37 @@ def test_several_adapters_are_each_listed() -> None:
 )
 def test_what_is_no_source_is_left_to_the_engine(arguments: list[str]) -> None:
     assert list_sources("/m", arguments) == [WeightSource("--model", "/m", "", "--revision")]
+
+
+OTHER_OPTIONS = """
+    additional-config attention-config aux-output-config compilation-config config-format
+    diffusion-config distributed-executor-backend enable-mm-embeds enable-prompt-embeds
+    engram-config hf-overrides io-processor-plugin ir-op-priority kernel-config
+    kv-offloading-backend log-config-file logging-config logits-processors media-io-kwargs
+    middleware mm-processor-kwargs model-class-overrides pt-load-map-location quantization-config
+    ray-workers-use-nsight reasoning-parser-plugin scheduler-cls spec-method
+    structured-outputs-config tokenizer-mode tool-parser-plugin trust-remote-code
+    trust-request-chat-template trust-request-mm-kwargs worker-cls worker-extension-cls
+    latency allowed-local-media-path download-dir enable-ssl-refresh generation-config
+    mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path profiler-config ssl-ca-certs
+    ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile uds allow-credentials allowed-headers
+    allowed-media-domains allowed-methods allowed-origins collect-detailed-traces
+    elastic-ep-max-dp-size enable-elastic-ep enable-fault-tolerance enable-scale-out
+    fault-tolerance-config hf-token otlp-traces-endpoint root-path tool-server
+"""
+"""Their values are part of the revision; files that they name are of the image, or decide no KV."""
+LIMITS = ["code-revision", "weight-transfer-config"]
+"""Code of another repository, and weights that a running engine is sent: decision 142 says so."""
+REFUSED = ["api-key", "config"]
+
+
+def test_every_option_of_vllm_that_may_load_something_is_read_or_decides_no_kv() -> None:
+    """`RISKS` has all of vLLM's options besides harmless ones."""
+    kinds = ("may load code", "reads or writes files", "opens connections or the API")
+    risky = {option for option, risk in RISKS.items() if risk in kinds}
+    values = ("/x", "a=/x", '{"model": "/x"}')
+    read = {
+        option for option in risky for value in values if list_names(option, value) != list_names()
+    }
+    unread = {option.removeprefix("--") for option in risky - read}
+    assert unread == {*OTHER_OPTIONS.split(), *LIMITS, *REFUSED}

@@ -27,7 +27,9 @@ _CHUNK_BYTES = 1 << 20
 _TENSORS_AT_ONCE = 16
 _DIGEST_BYTES = 16
 _IGNORED_SUFFIXES = (".md", ".lock", ".log", ".png", ".jpg", ".jpeg", ".gif", ".pdf", ".incomplete")
-_IGNORED_NAMES = frozenset(("LICENSE", "NOTICE", "USE_POLICY", "__pycache__", "lost+found"))
+_IGNORED_NAMES = frozenset(
+    ("LICENSE", "LICENSE.txt", "NOTICE", "NOTICE.txt", "__pycache__", "lost+found")
+)
 """What engines do not read. Hidden files and folders are ignored as well."""
 
 Check = Callable[[float], None]
@@ -46,6 +48,8 @@ class FileState:
     """Path below the folder; empty: it is given itself."""
     size: int
     modified_ns: int
+    changed_ns: int
+    """Cannot be set back, as `modified_ns` can."""
     inode: int
 
 
@@ -102,7 +106,8 @@ def _walk(root: Path, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
         return
     seen.add((state.st_dev, state.st_ino))
     try:
-        entries = list(os.scandir(root / below))
+        # Of two names of one folder every node keeps the same.
+        entries = sorted(os.scandir(root / below), key=lambda each: each.name)
     except PermissionError:
         # Neither can the engine read it.
         return
@@ -117,14 +122,13 @@ def _walk(root: Path, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
 
 
 def _is_ignored(name: str) -> bool:
-    stem = name.partition(".")[0]
-    is_other = name.lower().endswith(_IGNORED_SUFFIXES) or stem in _IGNORED_NAMES
+    is_other = name.lower().endswith(_IGNORED_SUFFIXES) or name in _IGNORED_NAMES
     return is_other or name.startswith(".")
 
 
 def _read_state(path: Path, name: str) -> FileState:
     state = os.stat(path)
-    return FileState(name, state.st_size, state.st_mtime_ns, state.st_ino)
+    return FileState(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
 
 
 def _choose_whole(files: Iterable[FileState]) -> frozenset[str]:
@@ -160,13 +164,13 @@ def _plan_jobs(
     """Yield what is read, in an order that depends on names and sizes only."""
     by_tensor = [found for found in tensors.values() if found is not None]
     per_tensor = tensor_samples.count_tensor_pieces(sum(map(len, by_tensor)))
-    per_file = tensor_samples.count_file_pieces(len(tensors) - len(by_tensor))
+    num_others = len(tensors) - len(by_tensor)
     for file in files:
         path, found = root / file.name, tensors.get(file)
         if file.name in whole:
             yield _Job(path, file.name, file.size, (Piece(0, file.size),))
         elif found is None:
-            pieces = tensor_samples.choose_file_pieces(file.size, per_file)
+            pieces = tensor_samples.choose_file_pieces(file.size, num_others)
             yield _Job(path, file.name, file.size, pieces)
         else:
             header, *others = found

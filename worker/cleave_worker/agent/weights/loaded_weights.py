@@ -139,7 +139,8 @@ class WeightReader:
         return ReadSource(source, f"{name}?", f"the content of {name} is not known to Cleave")
 
     def _find_commit(self, source: WeightSource, *, offline: bool) -> str:
-        if not model_hub.is_repository(source.name) or self.env.get(_MODELSCOPE, "0") == "1":
+        is_elsewhere = self.env.get(_MODELSCOPE, "").strip().lower() in ("1", "true")
+        if is_elsewhere or not model_hub.is_repository(source.name):
             return ""
         revision = source.revision or model_hub.DEFAULT_REVISION
         cache = model_hub.find_cache(self.env)

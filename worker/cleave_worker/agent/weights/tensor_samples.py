@@ -2,8 +2,8 @@
 
 Called by `fingerprint` for files that are too large to be read as a whole. Of a safetensors file
 these are the header and pieces of every tensor, as training and merging change single tensors; of
-other files pieces at regular distances and both ends. The choice depends on sizes and names only,
-so that every node makes the same one.
+other files the begin, and pieces at regular distances up to the end. The choice depends on sizes
+and names only, so that every node makes the same one.
 """
 
 import json
@@ -21,6 +21,9 @@ MIN_TENSOR_PIECES, MAX_TENSOR_PIECES = 2, 64
 of a tensor is found in any case."""
 MIN_FILE_PIECES, MAX_FILE_PIECES = 256, 4096
 """Pieces of one file of another format."""
+MAX_HEAD_BYTES, MAX_HEADS_BYTES = 16 << 20, 1 << 30
+"""Bytes at the begin of a file of another format that are read as a whole, and of all such files:
+GGUF has the tokenizer and the settings of the model there."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
 LENGTH_BYTES = 8
@@ -101,10 +104,13 @@ def choose_tensor_pieces(tensor: Tensor, count: int) -> Sequence[Piece]:
     return pieces
 
 
-def choose_file_pieces(file_bytes: int, count: int) -> Sequence[Piece]:
-    """Return pieces at regular distances, the first and the last bytes included; all of a file that
-    is not larger than they are."""
-    if file_bytes <= count * PIECE_BYTES:
+def choose_file_pieces(file_bytes: int, num_files: int) -> Sequence[Piece]:
+    """Return the begin of one of so many files and pieces at regular distances up to its last byte;
+    all of a file that is not larger than they are."""
+    count = count_file_pieces(num_files)
+    head = min(MAX_HEAD_BYTES, MAX_HEADS_BYTES // num_files)
+    if file_bytes <= head + count * PIECE_BYTES:
         return (Piece(0, file_bytes),)
-    last = file_bytes - PIECE_BYTES
-    return [Piece(part * last // (count - 1), PIECE_BYTES) for part in range(count)]
+    last = file_bytes - PIECE_BYTES - head
+    pieces = (Piece(head + part * last // (count - 1), PIECE_BYTES) for part in range(count))
+    return [Piece(0, head), *pieces]
