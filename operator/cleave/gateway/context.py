@@ -27,8 +27,11 @@ from cleave.rpc.plan_thresholds import PlanThresholds
 from cleave.time_slices import SliceQueue, Steps, run_at_once
 
 MAX_INTERNAL_CLIENTS = 256
+INTERNAL_BYTES = 4 << 20
+"""Memory of the internal port's clients, so that there is always room for them."""
 MAX_HANDSHAKES = 2_048
-"""Limit of concurrent TLS handshakes; each takes up to 50 KiB, an idle one almost nothing."""
+HANDSHAKE_SHARE = 1 / 4
+"""Of the memory of all clients, for TLS handshakes."""
 LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
 TRANSLATION_SHARE = 1 / 4
@@ -100,14 +103,18 @@ class GatewayContext:
         self.write_batcher = WriteBatcher()
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""
-        self.client_limiter = ConnectionLimiter("clients", config.max_clients, clock)
-        kind = "clients of the internal port"
-        self.internal_limiter = ConnectionLimiter(kind, MAX_INTERNAL_CLIENTS, clock)
+        self.buffer_budget = budget = BufferBudget(config.max_buffered_bytes)
+        """Memory of all clients: their connections, requests and answers."""
+        self.client_limiter = ConnectionLimiter("clients", config.max_clients, clock, budget=budget)
+        budget.close_idle = self.client_limiter.close_one
+        kind, internal = "clients of the internal port", BufferBudget(INTERNAL_BYTES)
+        self.internal_limiter = ConnectionLimiter(
+            kind, MAX_INTERNAL_CLIENTS, clock, budget=internal
+        )
         """Separate, so that clients cannot lock out probes and the operator."""
-        self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock)
-        """A connection counts as a client only after its handshake."""
-        self.buffer_budget = BufferBudget(config.max_buffered_bytes)
-        """Memory of requests and answers of all clients."""
+        share = HANDSHAKE_SHARE * config.max_buffered_bytes
+        self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock, share)
+        """They count as clients, too."""
         self.discarded_bytes = 0
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_bodies = SliceQueue(LARGE_BODY_SHARE, clock)

@@ -21,7 +21,7 @@ from cleave.gateway.app.client_connection import ClientConnection, RequestHandle
 from cleave.gateway.app.cors import CorsConnection, CorsPolicy
 from cleave.gateway.app.cross_site_filter import CrossSiteFilter
 from cleave.gateway.app.handlers import GatewayRequestHandler
-from cleave.gateway.app.tls_handshake import TlsHandshake
+from cleave.gateway.app.tls_connection import TlsConnection
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import ClientSlot, GatewayContext
 from cleave.gateway.endpoint_picker.server import EndpointPickerServer
@@ -213,12 +213,12 @@ class GatewayServer:
                 return CorsConnection(self.context, handler, limiter, policy)
             return ClientConnection(self.context, handler, limiter)
 
-        def make_handshake(secret: TlsCertificate) -> TlsHandshake:
-            return TlsHandshake(self.context, secret.context, make_client)
+        def make_tls(secret: TlsCertificate) -> TlsConnection:
+            return TlsConnection(self.context, secret, make_client)
 
         for host in self._config.hosts:
             server = await asyncio.get_running_loop().create_server(
-                partial(make_handshake, certificate) if certificate else make_client,
+                partial(make_tls, certificate) if certificate else make_client,
                 host,
                 port,
                 backlog=BACKLOG,

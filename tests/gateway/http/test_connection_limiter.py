@@ -1,15 +1,24 @@
-"""Which connections a full limiter closes, and for whom."""
+"""Which connections a full limiter closes, and for whom; and that memory is never exceeded."""
 
 import logging
 import math
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import (
     MAX_EXAMINED,
+    UNIT_BYTES,
     ConnectionLimiter,
     get_address_group,
 )
+
+KIB = 1 << 10
+PLAIN, TLS = 4 * KIB, 40 * KIB
+LIMIT = 400 * KIB
 
 
 class Clock:
@@ -22,12 +31,16 @@ class Clock:
 class Fake:
     """Idle since a time; infinite: never."""
 
-    def __init__(self, since: float) -> None:
+    def __init__(self, since: float, receives: bool = False) -> None:
         self.since = since
+        self.receives = receives
         self.dropped = False
 
     def get_idle_since(self) -> float:
         return self.since
+
+    def is_receiving(self) -> bool:
+        return self.receives
 
     def drop(self) -> None:
         self.dropped = True
@@ -46,7 +59,7 @@ def limiter(clock: Clock) -> ConnectionLimiter:
 def connect(limiter: ConnectionLimiter, address: str, *since: float) -> list[Fake]:
     connections = [Fake(each) for each in since]
     for one in connections:
-        assert limiter.admit(one, address)
+        assert limiter.admit(one, address, PLAIN)
     return connections
 
 
@@ -91,7 +104,7 @@ def test_an_address_whose_connections_are_all_busy_is_passed_over(
 
 def test_a_busy_connection_is_never_closed(limiter: ConnectionLimiter) -> None:
     running = connect(limiter, "1.1.1.1", *[math.inf] * 4)
-    assert not limiter.admit(Fake(1), "2.2.2.2")
+    assert not limiter.admit(Fake(1), "2.2.2.2", 1)
     assert not any(one.dropped for one in running)
     running[2].since = 50
     connect(limiter, "2.2.2.2", 1)
@@ -124,7 +137,7 @@ def test_a_new_connection_costs_the_same_however_many_are_open(
     for i in range(4_096):
         examined = 0
         since = math.inf if busy and i < 1_024 else i
-        limiter.admit(Counted(since), f"address {i % addresses}")
+        limiter.admit(Counted(since), f"address {i % addresses}", KIB)
         most = max(most, examined)
     assert most <= MAX_EXAMINED + 17  # 16 of the last address, one stamp of the new connection
     assert len(limiter) == 1_024
@@ -138,7 +151,203 @@ def test_a_full_port_is_logged_once_a_minute(
         clock.now += 61
         connect(limiter, "1.1.1.1", 10)
     assert len(caplog.records) == 2
-    assert caplog.records[0].getMessage().startswith("4 clients, as many as")
+    assert caplog.records[0].getMessage().startswith("4 clients take 0 MiB, as much as")
+
+
+# --- memory ---
+
+
+@pytest.fixture
+def budget() -> BufferBudget:
+    """1,200 KiB for all, of which 800 KiB for requests and answers."""
+    return BufferBudget(800 * KIB)
+
+
+@pytest.fixture
+def weighed(clock: Clock, budget: BufferBudget) -> ConnectionLimiter:
+    limiter = ConnectionLimiter("clients", 1_000, clock, budget=budget)
+    budget.close_idle = limiter.close_one
+    return limiter
+
+
+def open_many(
+    limiter: ConnectionLimiter, address: str, count: int, weight: int, since: float = 1
+) -> list[Fake]:
+    connections = [Fake(since) for _ in range(count)]
+    return [one for one in connections if limiter.admit(one, address, weight)]
+
+
+def test_there_are_as_many_connections_as_their_memory_allows(weighed, budget) -> None:
+    plain = open_many(weighed, "1.1.1.1", 900, PLAIN)
+    assert sum(not one.dropped for one in plain) == 300
+    assert len(open_many(weighed, "2.2.2.2", 5, TLS)) == 5
+    assert sum(not one.dropped for one in plain) == 250
+    assert budget.connection_bytes == 1_200 * KIB
+
+
+def test_one_address_cannot_push_out_others_by_connections_or_bodies(weighed) -> None:
+    others = [open_many(weighed, f"10.0.0.{n}", 10, PLAIN)[0] for n in range(20)]
+    assert len(open_many(weighed, "6.6.6.6", 500, PLAIN)) == 500
+    assert not any(one.dropped for one in others)
+    (body,) = open_many(weighed, "6.6.6.6", 1, PLAIN, math.inf)
+    assert not weighed.resize(body, 500 * KIB), "its own idle ones do not suffice"
+    assert not any(one.dropped for one in others)
+    assert not body.dropped
+
+
+def test_a_body_closes_idle_connections_but_no_other_body_of_its_address(weighed) -> None:
+    first, second = Fake(1, receives=True), Fake(2, receives=True)
+    for each in (first, second):
+        assert weighed.admit(each, "1.1.1.1", PLAIN)
+    assert weighed.resize(first, 500 * KIB)
+    idle = open_many(weighed, "1.1.1.1", 170, PLAIN)
+    assert weighed.resize(second, 100 * KIB)
+    assert sum(one.dropped for one in idle) == 22
+    for one in idle:
+        one.since = math.inf
+    assert not weighed.resize(second, 300 * KIB)
+    assert not first.dropped
+
+
+def test_a_gateway_full_of_bodies_closes_nothing_for_another_and_takes_connections(
+    weighed, budget
+) -> None:
+    bodies = open_many(weighed, "1.1.1.1", 2, PLAIN, math.inf)
+    assert weighed.resize(bodies[0], 800 * KIB)
+    idle = open_many(weighed, "1.1.1.1", 50, PLAIN)
+    assert not weighed.resize(bodies[1], 1)
+    assert not budget.reserve(1)
+    assert not any(one.dropped for one in idle)
+    assert open_many(weighed, "2.2.2.2", 1, TLS)
+    assert not any(one.dropped for one in idle)
+
+
+def test_bodies_and_answers_of_all_others_close_idle_connections(weighed, budget) -> None:
+    idle = open_many(weighed, "1.1.1.1", 300, PLAIN)
+    assert budget.reserve(100 * KIB)
+    assert sum(one.dropped for one in idle) == 25
+    assert not budget.reserve(701 * KIB)
+    assert sum(one.dropped for one in idle) == 25
+    assert budget.used == 100 * KIB
+
+
+def test_clients_that_do_not_read_are_closed_after_idle_ones(weighed, budget) -> None:
+    (idle,) = open_many(weighed, "1.1.1.1", 1, PLAIN)
+    (blocked,) = open_many(weighed, "2.2.2.2", 1, PLAIN, math.inf)
+    budget.add_blocked(blocked, 790 * KIB)
+    open_many(weighed, "1.1.1.1", 100, PLAIN, math.inf)
+    assert open_many(weighed, "3.3.3.3", 1, 5 * KIB)
+    assert idle.dropped
+    assert not blocked.dropped
+    assert not budget.reserve(801 * KIB)
+    assert budget.reserve(700 * KIB)
+    assert blocked.dropped
+
+
+def test_a_share_limits_a_kind(clock) -> None:
+    limiter = ConnectionLimiter("TLS handshakes", 100, clock, max_bytes=64 * KIB)
+    silent = open_many(limiter, "1.1.1.1", 16, PLAIN)
+    assert limiter.reweigh(silent[3], TLS)
+    assert sum(one.dropped for one in silent) == 9
+    assert not silent[3].dropped
+    assert not limiter.reweigh(silent[0], TLS), "it has gone"
+
+
+def test_a_connection_that_goes_frees_all_it_took(weighed, budget) -> None:
+    (one,) = open_many(weighed, "1.1.1.1", 1, TLS)
+    assert weighed.resize(one, 100 * KIB)
+    assert (budget.connection_bytes, budget.used) == (TLS, 100 * KIB)
+    weighed.remove(one)
+    assert weighed.resize(one, 0)
+    assert not weighed.resize(one, 1)
+    assert (budget.connection_bytes, budget.used) == (0, 0)
+    assert not weighed._address_bytes
+    assert not weighed._by_units
+
+
+class Limited(RuleBasedStateMachine):
+    """Any connections, bodies and answers: memory is never exceeded, and all counts agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.budget = BufferBudget(LIMIT)
+        self.limiter = ConnectionLimiter("clients", 60, self.clock, budget=self.budget)
+        self.budget.close_idle = self.limiter.close_one
+        self.open: dict[Fake, list] = {}
+        self.answers: list[int] = []
+
+    addresses = st.sampled_from(["a", "b", "c"])
+    places = st.integers(0, 1_000)
+
+    def pick(self, place: int) -> Fake | None:
+        self.forget_dropped()
+        return list(self.open)[place % len(self.open)] if self.open else None
+
+    def forget_dropped(self) -> None:
+        self.open = {one: kept for one, kept in self.open.items() if not one.dropped}
+
+    @rule(address=addresses, weight=st.sampled_from([PLAIN, TLS]), busy=st.booleans())
+    def connect(self, address: str, weight: int, busy: bool) -> None:
+        self.clock.now += 1
+        one = Fake(math.inf if busy else self.clock.now)
+        if self.limiter.admit(one, address, weight):
+            self.open[one] = [address, weight, 0]
+
+    @rule(place=places, size=st.integers(0, 300 * KIB))
+    def resize(self, place: int, size: int) -> None:
+        one = self.pick(place)
+        if one is not None and self.limiter.resize(one, size):
+            self.open[one][2] = size
+
+    @rule(place=places, weight=st.sampled_from([PLAIN, TLS]))
+    def reweigh(self, place: int, weight: int) -> None:
+        one = self.pick(place)
+        if one is not None and self.limiter.reweigh(one, weight):
+            self.open[one][1] = weight
+
+    @rule(place=places, busy=st.booleans(), receives=st.booleans())
+    def become(self, place: int, busy: bool, receives: bool) -> None:
+        if (one := self.pick(place)) is not None:
+            self.clock.now += 1
+            one.since, one.receives = math.inf if busy else self.clock.now, receives
+
+    @rule(place=places)
+    def leave(self, place: int) -> None:
+        if (one := self.pick(place)) is not None:
+            self.limiter.remove(one)
+            del self.open[one]
+
+    @rule(size=st.integers(1, 300 * KIB))
+    def answer(self, size: int) -> None:
+        if self.budget.reserve(size):
+            self.answers.append(size)
+
+    @rule()
+    def finish_answer(self) -> None:
+        if self.answers:
+            self.budget.release(self.answers.pop())
+
+    @invariant()
+    def memory_is_not_exceeded(self) -> None:
+        self.forget_dropped()
+        weights = sum(weight for _, weight, _ in self.open.values())
+        buffered = sum(size for *_, size in self.open.values())
+        assert self.budget.connection_bytes == weights == self.limiter._bytes
+        assert self.budget.used == buffered + sum(self.answers)
+        assert self.budget.used <= LIMIT
+        assert weights + self.budget.used <= LIMIT + LIMIT // 2
+        assert len(self.limiter) == len(self.open) <= 60
+        by_address: dict[str, int] = {}
+        for address, weight, size in self.open.values():
+            by_address[address] = by_address.get(address, 0) + weight + size
+        assert self.limiter._address_bytes == by_address
+        units = {a: u for u, names in self.limiter._by_units.items() for a in names}
+        assert units == {a: -(-size // UNIT_BYTES) for a, size in by_address.items()}
+
+
+TestLimited = Limited.TestCase
+TestLimited.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ from cleave.time_slices import SLICE_S
 
 WRONG_KEY_DELAY_S = 5.0
 """How long a client that has sent too many wrong keys waits for each further answer."""
+CONNECTION_BYTES = 4 << 10
+"""Memory of a connection without TLS."""
 LINGERING_CLOSE_S = 5.0
 """How long data of a rejected client is discarded, so that it can read the error response."""
 DISCARD_BYTES = 1 << 20
@@ -104,7 +106,7 @@ class ClientConnection(asyncio.Protocol):
         self._request_started_at = 0.0
         """When the incomplete request began."""
         self._buffered_bytes = 0
-        """What it has reserved of the buffer budget for requests."""
+        """What it has reserved for requests."""
         self._body_bytes = 0
         """Bytes of the current request's body, unless it is small."""
         self.keep_alive = True
@@ -133,7 +135,8 @@ class ClientConnection(asyncio.Protocol):
         self._become_idle()
         self._context.clients.add(self)
         self.address = get_address_group(transport.get_extra_info("peername"))
-        if not self._limiter.admit(self, self.address):
+        weight = transport.get_extra_info("weight", CONNECTION_BYTES)
+        if not self._limiter.admit(self, self.address, weight):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -159,7 +162,6 @@ class ClientConnection(asyncio.Protocol):
         self._reader.close()
         self._backlog.clear()
         self._body_bytes = 0
-        self._update_buffered_bytes()
         self._unsent.clear()
         self._context.buffer_budget.remove_blocked(self)
         running, self._active_request = self._active_request, None
@@ -313,6 +315,10 @@ class ClientConnection(asyncio.Protocol):
             return math.inf
         return self._request_started_at if self._reader.reading_body else self._idle_since
 
+    def is_receiving(self) -> bool:
+        """Whether a part of a request has come, and not all of it."""
+        return self._receiving
+
     def check_deadline(self, now: float) -> None:
         """Close an idle, sending or closing client whose deadline has passed."""
         is_answering = self._busy and self._ending is None
@@ -384,19 +390,17 @@ class ClientConnection(asyncio.Protocol):
     def _update_buffered_bytes(self) -> bool:
         """Update the memory reserved for requests.
         False: there is no room, and the buffers have been discarded."""
-        budget = self._context.buffer_budget
         size = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._body_bytes
-        growth = size - self._buffered_bytes
-        if growth <= 0:
-            budget.release(-growth)
-        elif not budget.reserve(growth):
+        if size == self._buffered_bytes:
+            return True
+        is_reserved = self._limiter.resize(self, size)
+        if not is_reserved:
             self._reader.reject(RECEIVE_LIMIT_REACHED)
             self._backlog.clear()
-            budget.release(self._buffered_bytes)
-            self._buffered_bytes = 0
-            return False
+            size = 0
+            self._limiter.resize(self, size)
         self._buffered_bytes = size
-        return True
+        return is_reserved
 
     def _resume_parsing(self) -> None:
         """Parse the data that arrived while the previous request was being answered."""

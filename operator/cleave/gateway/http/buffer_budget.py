@@ -1,18 +1,24 @@
-"""The memory that all clients of a gateway process may take for requests and answers. No I/O.
+"""The memory that all clients of a gateway process may take. No I/O.
 
-Client connections, attempts and streams reserve what they buffer: requests that are being
+Their connections count, and what connections, attempts and streams buffer: requests that are being
 received, bodies above a few KiB until their answer is complete, answers that are being collected,
 what is kept of streams, and answers that clients do not read. What is hard: a client that never
-reads looks like a slow one. So unread answers may take what is free, and when there is no room, the
-connections are closed that have been blocked longest.
+reads looks like a slow one. So unread answers may take what is free; and when there is no room,
+idle connections are closed first, then those that have been blocked longest.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 KEPT_SHARE = 0.5
 """Of the budget, for what is kept of streams: without it they cannot be continued by another
 engine, while without the rest requests are refused."""
+MAX_CLOSED = 128
+"""Idle connections that are closed at a time to make room, 20 us each."""
+CONNECTION_SHARE = 2
+"""Connections have room for a half of what requests and answers may take, besides what these leave:
+a gateway that is full of requests still answers others, with 503."""
 
 
 class BlockedConnection(Protocol):
@@ -22,22 +28,37 @@ class BlockedConnection(Protocol):
         """Close at once."""
 
 
+def _close_none() -> bool:
+    return False
+
+
 class BufferBudget:
-    """What is buffered now, in bytes."""
+    """What clients take now, in bytes."""
 
     def __init__(self, limit: int) -> None:
+        """`limit`: of requests and answers; connections have room for half as much besides."""
         self.used = 0
+        """Of requests and answers."""
+        self.connection_bytes = 0
+        """Of the connections themselves."""
+        self.close_idle: Callable[[], bool] = _close_none
+        """Closes an idle connection; returns whether there was one."""
         self._limit = limit
         self._kept = 0
         """What is kept of streams; a part of `used`."""
+        self._total = limit + limit // CONNECTION_SHARE
         self._blocked: OrderedDict[BlockedConnection, int] = OrderedDict()
         """Unread bytes by connection, blocked longest first; they are part of `used`."""
         self._blocked_bytes = 0
         """Their sum."""
 
     def reserve(self, count: int) -> bool:
-        """Reserve so many bytes; False: there is no room, not even without unread answers."""
-        if self.used + count > self._limit and not self._evict_blocked(count):
+        """Reserve bytes of a request or an answer; False: there is no room, not even without idle
+        connections and unread answers."""
+        for _ in range(MAX_CLOSED):
+            if self.has_room(count) or self.exceeds_limit(count) or not self.close_idle():
+                break
+        if not self.evict_blocked(count):
             return False
         self.used += count
         return True
@@ -49,13 +70,9 @@ class BufferBudget:
     def reserve_for_stream(self, count: int) -> bool:
         """Reserve so many bytes for what only a lost engine makes necessary; False: there is no
         room for that."""
-        is_over = self.used + count > self._limit
-        if self._kept + count > self._limit * KEPT_SHARE or (
-            is_over and not self._evict_blocked(count)
-        ):
+        if self._kept + count > self._limit * KEPT_SHARE or not self.reserve(count):
             return False
         self._kept += count
-        self.used += count
         return True
 
     def release_for_stream(self, count: int) -> None:
@@ -63,14 +80,22 @@ class BufferBudget:
         self._kept -= count
         self.used -= count
 
+    def has_room(self, buffered: int, weight: int = 0) -> bool:
+        """Whether so many bytes of requests and answers, and of connections, are free."""
+        taken = self.used + self.connection_bytes
+        return taken + buffered + weight <= self._total and not self.exceeds_limit(buffered)
+
+    def exceeds_limit(self, buffered: int) -> bool:
+        """Whether so many bytes are too many even without connections."""
+        return self.used + buffered > self._limit
+
     def add_blocked(self, connection: BlockedConnection, unread: int) -> None:
         """A client has stopped reading; `unread`: bytes of its answers in memory."""
         self.remove_blocked(connection)
         self._blocked[connection] = unread
         self._blocked_bytes += unread
         self.used += unread
-        if self.used > self._limit:
-            self._evict_blocked(0)
+        self.evict_blocked(0)
 
     def remove_blocked(self, connection: BlockedConnection) -> None:
         """A client reads again, or has gone; calls after the first do nothing."""
@@ -78,12 +103,12 @@ class BufferBudget:
         self._blocked_bytes -= unread
         self.used -= unread
 
-    def _evict_blocked(self, count: int) -> bool:
+    def evict_blocked(self, buffered: int, weight: int = 0) -> bool:
         """Close blocked connections until there is room for so many bytes; False: all of them
         together would not make room, and none is closed."""
-        if self.used - self._blocked_bytes + count > self._limit:
+        if not self.has_room(buffered - self._blocked_bytes, weight):
             return False
-        while self.used + count > self._limit:
+        while not self.has_room(buffered, weight):
             connection = next(iter(self._blocked))
             self.remove_blocked(connection)
             connection.drop()

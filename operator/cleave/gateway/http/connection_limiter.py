@@ -1,9 +1,10 @@
-"""Limits the open connections of one kind; closes an idle one to make room for a new one.
+"""Limits the open connections of one kind by number and memory; closes idle ones to make room.
 
-Clients of each port and TLS handshakes register here. When there are too many, an idle connection
-is closed rather than the new one refused: one of the address that has the most connections, the one
-that has been idle longest. So one machine cannot keep the others out, and while there is room an
-address may have any number, as a load balancer or NAT does.
+Clients of each port and TLS handshakes register here with what they take of memory. When there are
+too many, an idle connection is closed rather than the new one refused: one of the address that
+takes most memory, the one that has been idle longest. So one machine cannot keep the others out:
+nothing is closed for an address that takes more than the others do, but connections of its own. And
+while there is room an address may have any number, as a load balancer or NAT does.
 
 What is hard: this runs for each new connection while thousands of hostile ones arrive each second,
 so it costs the same with sixteen thousand open connections as with ten. Connections do not report
@@ -15,8 +16,10 @@ import logging
 import math
 import socket
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
+
+from cleave.gateway.http.buffer_budget import MAX_CLOSED, BufferBudget
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,8 @@ MAX_EXAMINED = 64
 """Connections that are examined for one that can be closed, 0.3 us each."""
 MAX_EXAMINED_PER_ADDRESS = 16
 WARNING_INTERVAL_S = 60.0
+UNIT_BYTES = 4 << 10
+"""Addresses are compared in these units."""
 
 
 class LimitedConnection(Protocol):
@@ -32,6 +37,9 @@ class LimitedConnection(Protocol):
     def get_idle_since(self) -> float:
         """In the clock's seconds; infinite while a request is being answered."""
 
+    def is_receiving(self) -> bool:
+        """Whether a part of a request has come."""
+
     def drop(self) -> None:
         """Close at once."""
 
@@ -39,87 +47,202 @@ class LimitedConnection(Protocol):
 Queue = OrderedDict[LimitedConnection, float]
 
 
+class _Member:
+    """An open connection."""
+
+    __slots__ = ("address", "buffered", "weight")
+
+    def __init__(self, address: str, weight: int) -> None:
+        self.address = address
+        self.weight = weight
+        """Bytes of the connection itself."""
+        self.buffered = 0
+        """Bytes of its requests."""
+
+
 class ConnectionLimiter:
     """The open connections of one kind, in one process."""
 
-    def __init__(self, kind: str, limit: int, clock: Callable[[], float]) -> None:
-        """`kind`: what the log calls them; `limit`: most connections."""
+    def __init__(
+        self,
+        kind: str,
+        limit: int,
+        clock: Callable[[], float],
+        max_bytes: float = math.inf,
+        budget: BufferBudget | None = None,
+    ) -> None:
+        """`kind`: what the log calls them; `limit`: most connections; `max_bytes`: most memory of
+        all of them; `budget`: where it is reserved besides, None: it is reserved elsewhere."""
         self._kind = kind
         self._limit = limit
         self._clock = clock
-        self._addresses: dict[LimitedConnection, str] = {}
-        """The address of each open connection."""
+        self._max_bytes = max_bytes
+        self._budget = budget
+        self._bytes = 0
+        self._members: dict[LimitedConnection, _Member] = {}
         self._queues: dict[str, Queue] = {}
         """By address: its connections with their `get_idle_since` when they were last examined."""
-        self._by_count: dict[int, OrderedDict[str, None]] = {}
-        """The addresses that have so many connections."""
+        self._address_bytes: dict[str, int] = {}
+        self._by_units: dict[int, OrderedDict[str, None]] = {}
+        """The addresses that take so many units of memory."""
         self._next_warning_at = -math.inf
 
     def __len__(self) -> int:
-        return len(self._addresses)
+        return len(self._members)
 
-    def admit(self, connection: LimitedConnection, address: str) -> bool:
+    def admit(self, connection: LimitedConnection, address: str, weight: int) -> bool:
         """Register a new connection; False: there is no room and none can be made.
-        `address`: as `get_address_group` returns it."""
-        if len(self._addresses) >= self._limit and not self._evict_idle():
+        `address`: as `get_address_group` returns it; `weight`: bytes of the connection itself."""
+        if not self._make_room(weight, 0, address, None):
             return False
-        self._addresses[connection] = address
+        self._members[connection] = _Member(address, weight)
         queue = self._queues.setdefault(address, OrderedDict())
         queue[connection] = connection.get_idle_since()
-        self._update_address_count(address, len(queue) - 1, len(queue))
+        self._take(weight, 0, address)
+        return True
+
+    def reweigh(self, connection: LimitedConnection, weight: int) -> bool:
+        """A connection itself takes another amount of memory; False: there is no room for it."""
+        member = self._members.get(connection)
+        if member is None:
+            return False
+        growth = weight - member.weight
+        if not self._make_room(growth, 0, member.address, connection):
+            return False
+        member.weight = weight
+        self._take(growth, 0, member.address)
+        return True
+
+    def resize(self, connection: LimitedConnection, buffered: int) -> bool:
+        """The requests of a connection take so many bytes now; False: there is no room for them."""
+        member = self._members.get(connection)
+        if member is None:
+            return not buffered
+        growth = buffered - member.buffered
+        if not self._make_room(0, growth, member.address, connection):
+            return False
+        member.buffered = buffered
+        self._take(0, growth, member.address)
         return True
 
     def remove(self, connection: LimitedConnection) -> None:
         """Remove a connection that has ended; calls after the first do nothing."""
-        address = self._addresses.pop(connection, None)
-        if address is None:
+        member = self._members.pop(connection, None)
+        if member is None:
             return
-        queue = self._queues[address]
+        queue = self._queues[member.address]
         del queue[connection]
         if not queue:
-            del self._queues[address]
-        self._update_address_count(address, len(queue) + 1, len(queue))
+            del self._queues[member.address]
+        self._take(-member.weight, -member.buffered, member.address)
 
-    def _update_address_count(self, address: str, before: int, after: int) -> None:
+    def close_one(self) -> bool:
+        """Close an idle connection, for an answer; False: as `_close_idle`."""
+        return self._close_idle(0, "", None)
+
+    def _make_room(
+        self, weight: int, buffered: int, address: str, connection: LimitedConnection | None
+    ) -> bool:
+        """Close idle connections until there is room for so many bytes; False: there is none.
+        `connection`: the open one of `address` that grows; None: a new one."""
+        budget = self._budget
+        for _ in range(MAX_CLOSED):
+            if self._has_room(weight, buffered, connection is None):
+                return True
+            if budget is not None and budget.exceeds_limit(buffered):
+                break
+            if not self._close_idle(weight + buffered, address, connection):
+                break
+        if budget is None or not budget.evict_blocked(buffered, weight):
+            return False
+        return self._has_room(weight, buffered, connection is None)
+
+    def _has_room(self, weight: int, buffered: int, is_new: bool) -> bool:
+        if weight > 0 and self._bytes + weight > self._max_bytes:
+            return False
+        if is_new and len(self._members) >= self._limit:
+            return False
+        return self._budget is None or self._budget.has_room(buffered, weight)
+
+    def _take(self, weight: int, buffered: int, address: str) -> None:
+        """Count bytes of a connection itself and of its requests."""
+        self._bytes += weight
+        if self._budget is not None:
+            self._budget.connection_bytes += weight
+            self._budget.used += buffered
+        before = self._address_bytes.get(address, 0)
+        after = self._address_bytes[address] = before + weight + buffered
+        if address not in self._queues:
+            del self._address_bytes[address]
+        self._move_address(address, _count_units(before), _count_units(after))
+
+    def _move_address(self, address: str, before: int, after: int) -> None:
+        if before == after:
+            return
         if before:
-            del self._by_count[before][address]
-            if not self._by_count[before]:
-                del self._by_count[before]
+            del self._by_units[before][address]
+            if not self._by_units[before]:
+                del self._by_units[before]
         if after:
-            self._by_count.setdefault(after, OrderedDict())[address] = None
+            self._by_units.setdefault(after, OrderedDict())[address] = None
 
-    def _evict_idle(self) -> bool:
-        """Close one idle connection; False: none was idle among those that were examined."""
+    def _close_idle(self, growth: int, address: str, connection: LimitedConnection | None) -> bool:
+        """Close one idle connection, so that `address` can take `growth` bytes more. False: none
+        was idle among those that were examined. `connection`: the one that grows, None: a new one.
+        """
         now = self._clock()
         if now >= self._next_warning_at:
             self._next_warning_at = now + WARNING_INTERVAL_S
-            message = "%d %s, as many as there may be: those that have been idle longest are closed"
-            log.warning(message, len(self._addresses), self._kind)
+            log.warning(
+                "%d %s take %d MiB, as much as there may be: those that have been idle longest are "
+                "closed", len(self._members), self._kind, self._bytes >> 20,
+            )  # fmt: skip
         examined = 0
-        for count in sorted(self._by_count, reverse=True):
-            addresses = self._by_count[count]
-            for _ in range(len(addresses)):
-                address = next(iter(addresses))
-                addresses.move_to_end(address)
-                # Twice, because one that was busy is known to be idle only at the second visit.
-                visits = min(2 * count, MAX_EXAMINED_PER_ADDRESS)
-                connection = _find_idle(self._queues[address], visits)
-                if connection is not None:
-                    self.remove(connection)
-                    connection.drop()
-                    return True
-                examined += visits
-                if examined >= MAX_EXAMINED:
-                    return False
+        for other in self._list_larger(address, self._address_bytes.get(address, 0) + growth):
+            queue = self._queues[other]
+            # Twice, because one that was busy is known to be idle only at the second look.
+            looks = min(2 * len(queue), MAX_EXAMINED_PER_ADDRESS)
+            # A request does not end another one of its address, as it may be a load balancer's.
+            idle = _find_idle(queue, looks, connection if other == address else None)
+            if idle is not None:
+                self.remove(idle)
+                idle.drop()
+                return True
+            examined += looks
+            if examined >= MAX_EXAMINED:
+                break
         return False
 
+    def _list_larger(self, address: str, size: int) -> Iterator[str]:
+        """The addresses that take at least so many bytes, largest first, then this one. Of equal
+        ones each is the first in turn."""
+        least = _count_units(size)
+        for units in sorted(self._by_units, reverse=True):
+            if units < least:
+                break
+            addresses = self._by_units[units]
+            for _ in range(len(addresses)):
+                other = next(iter(addresses))
+                addresses.move_to_end(other)
+                yield other
+        if address in self._queues:
+            yield address
 
-def _find_idle(queue: Queue, visits: int) -> LimitedConnection | None:
-    """The first connection that has been idle since it was last examined; the others move back."""
-    for _ in range(visits):
+
+def _count_units(size: int) -> int:
+    return -(-size // UNIT_BYTES)
+
+
+def _find_idle(
+    queue: Queue, looks: int, spared: LimitedConnection | None
+) -> LimitedConnection | None:
+    """The first connection that has been idle since it was last examined; the others move back.
+    `spared`: neither this one nor any that has a part of a request."""
+    for _ in range(looks):
         connection, known_since = next(iter(queue.items()))
         since = connection.get_idle_since()
-        if since == known_since and since != math.inf:
+        is_idle = since == known_since and since != math.inf
+        if is_idle and (spared is None or not (connection is spared or connection.is_receiving())):
             return connection
         queue[connection] = since
         queue.move_to_end(connection)

@@ -1,0 +1,292 @@
+"""The TLS of one client: decrypts what comes and encrypts what goes.
+
+Created by the event loop for each connection to the HTTPS port. During the handshake it stands for
+the client; afterwards it is the transport of a ClientConnection. The event loop has TLS of its own,
+but with 47 KiB for an idle connection, and 300 KiB for one that has sent much: it keeps a buffer of
+256 KiB for each, and OpenSSL's buffers stay as large as the largest piece that was in them. So all
+pieces are small here, and nothing is made before the client has sent its first byte.
+
+What is hard: what a client sends may be thousands of records of a byte each, so a turn decrypts few
+bytes. And the protocol above may pause reading at any time, which leaves encrypted bytes here.
+"""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Callable
+from typing import Any, cast
+
+from cleave.gateway.app.client_connection import CONNECTION_BYTES, ClientConnection
+from cleave.gateway.context import GatewayContext
+from cleave.gateway.http.connection_limiter import get_address_group
+from cleave.gateway.tls import TlsCertificate
+
+HANDSHAKE_S = 10.0
+"""From the connection to the end of the handshake."""
+HANDSHAKE_BYTES = 48 << 10
+"""Memory of a handshake that waits for the client."""
+TLS_BYTES = 44 << 10
+"""Memory of a connection: 21 KiB, and as much again while a record is incomplete."""
+PIECE_BYTES = 4 << 10
+"""OpenSSL's buffers get as large as the pieces."""
+TURN_BYTES = 16 << 10
+"""Decrypted in one turn of the event loop."""
+RECORD_BYTES = 16 << 10
+"""Content of a record at most."""
+
+_NOTHING = memoryview(b"")
+_NO_BUFFER = ssl.MemoryBIO()
+
+
+class TlsConnection(asyncio.Protocol, asyncio.Transport):
+    """One connection to the HTTPS port."""
+
+    def __init__(
+        self,
+        context: GatewayContext,
+        certificate: TlsCertificate,
+        make_client: Callable[[], ClientConnection],
+    ) -> None:
+        """`make_client`: makes the protocol that takes over after the handshake."""
+        super().__init__()
+        self._context = context
+        self._certificate = certificate
+        self._make_client = make_client
+        self._client: ClientConnection | None = None
+        """None during the handshake."""
+        self._transport: asyncio.Transport
+        self._tls: ssl.SSLObject | None = None
+        """None until the client has sent its first byte."""
+        self._incoming = self._outgoing = _NO_BUFFER
+        self._encrypted = _NOTHING
+        """What has come and is not decrypted."""
+        self._is_paused = self._is_scheduled = self._has_sent_end = False
+        self._started_at = context.clock()
+
+    # --- what the event loop calls ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count the connection; nothing else is needed before its first byte."""
+        self._transport = cast("asyncio.Transport", transport)
+        context = self._context
+        address = get_address_group(transport.get_extra_info("peername"))
+        context.clients.add(self)
+        if not (
+            context.handshake_limiter.admit(self, address, CONNECTION_BYTES)
+            and context.client_limiter.admit(self, address, CONNECTION_BYTES)
+        ):
+            self.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Decrypt, or keep the bytes while reading is paused or an earlier turn is not over."""
+        if self._has_sent_end:
+            if self._client is not None:
+                # Which only counts what it discards.
+                self._client.data_received(data)
+            return
+        self._encrypted = memoryview(bytes(self._encrypted) + data if self._encrypted else data)
+        if not (self._is_paused or self._is_scheduled):
+            self._decrypt()
+
+    def eof_received(self) -> None:
+        """A client that has closed its sending side counts as gone."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection was closed by either side."""
+        self._leave_handshake()
+        client, self._client = self._client, None
+        self._tls = None
+        self._encrypted = _NOTHING
+        if client is not None:
+            client.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The write buffer is full."""
+        if self._client is not None:
+            self._client.pause_writing()
+
+    def resume_writing(self) -> None:
+        """The write buffer has room again."""
+        if self._client is not None:
+            self._client.resume_writing()
+
+    # --- during the handshake: what the limiters and the sweeper call ---
+
+    def get_idle_since(self) -> float:
+        """Since it was opened, because it has not sent a request."""
+        return self._started_at
+
+    def is_receiving(self) -> bool:
+        """No part of a request has come."""
+        return False
+
+    def check_deadline(self, now: float) -> None:
+        """Close when the handshake takes too long."""
+        if now > self._started_at + HANDSHAKE_S:
+            self.abort()
+
+    def close_if_idle(self) -> None:
+        """The gateway stops: close."""
+        self.abort()
+
+    def drop(self) -> None:
+        """Close at once."""
+        self.abort()
+
+    # --- the transport of the client ---
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 - as asyncio
+        """As the transport below, and the memory that the connection takes."""
+        return TLS_BYTES if name == "weight" else self._transport.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        """Whether it is closing or closed."""
+        return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        """Give the client nothing until `resume_reading`."""
+        self._is_paused = True
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on with what has come."""
+        self._is_paused = False
+        if self._encrypted:
+            self._schedule()
+        elif not self.is_closing():
+            self._transport.resume_reading()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Of the encrypted bytes."""
+        self._transport.set_write_buffer_limits(high, low)
+
+    def get_write_buffer_size(self) -> int:
+        """Encrypted bytes that the kernel has not taken."""
+        return self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Encrypt and send."""
+        tls = self._tls
+        if tls is None or self._has_sent_end or self.is_closing():
+            return
+        view = memoryview(data)
+        parts = []
+        try:
+            for start in range(0, len(view), PIECE_BYTES):
+                tls.write(view[start : start + PIECE_BYTES])
+                parts.append(self._outgoing.read())
+        except ssl.SSLError:
+            self.abort()
+            return
+        self._transport.write(b"".join(parts))
+
+    def can_write_eof(self) -> bool:
+        """It can: TLS has an alert for that."""
+        return True
+
+    def write_eof(self) -> None:
+        """Send no more. What still comes is not decrypted."""
+        self._send_end()
+        if not self.is_closing():
+            self._transport.write_eof()
+
+    def close(self) -> None:
+        """Close after all that was written."""
+        self._send_end()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    # --- inside ---
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._continue)
+
+    def _continue(self) -> None:
+        self._is_scheduled = False
+        if not (self._is_paused or self.is_closing()):
+            self._decrypt()
+
+    def _decrypt(self) -> None:
+        """Decrypt as much as one turn allows, and give it to the client."""
+        turn, rest = self._encrypted[:TURN_BYTES], self._encrypted[TURN_BYTES:]
+        # Even an empty part would keep all in memory.
+        self._encrypted = rest or _NOTHING
+        content: list[bytes] = []
+        is_over = False
+        try:
+            for start in range(0, len(turn), PIECE_BYTES):
+                if not self._take(turn[start : start + PIECE_BYTES], content):
+                    is_over = True
+                    break
+        except ssl.SSLError:
+            # No TLS, a version of it that is not supported, or damaged.
+            is_over = True
+        if self._outgoing.pending:
+            self._transport.write(self._outgoing.read())
+        if content and self._client is not None:
+            self._client.data_received(b"".join(content))
+        if is_over or self.is_closing():
+            self._transport.close()
+        elif self._encrypted:
+            self._transport.pause_reading()
+            if not self._is_paused:
+                self._schedule()
+        elif not self._is_paused:
+            self._transport.resume_reading()
+
+    def _take(self, piece: memoryview, content: list[bytes]) -> bool:
+        """Decrypt a piece, and append what it contains; False: the client sends no more.
+        Raises SSLError."""
+        tls = self._tls or self._begin()
+        if tls is None:
+            return False
+        self._incoming.write(piece)
+        try:
+            if self._client is None:
+                tls.do_handshake()
+                self._finish_handshake()
+            while self._incoming.pending or tls.pending():
+                data = tls.read(RECORD_BYTES)
+                if not data:
+                    return False
+                content.append(data)
+        except ssl.SSLWantReadError:
+            pass
+        return True
+
+    def _begin(self) -> ssl.SSLObject | None:
+        """The first bytes have come: begin the handshake. None: there is no room for it."""
+        context = self._context
+        for limiter in (context.handshake_limiter, context.client_limiter):
+            if not limiter.reweigh(self, HANDSHAKE_BYTES):
+                return None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = self._certificate.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._tls = tls
+        return tls
+
+    def _finish_handshake(self) -> None:
+        self._leave_handshake()
+        self._client = self._make_client()
+        self._client.connection_made(self)
+
+    def _leave_handshake(self) -> None:
+        context = self._context
+        context.clients.discard(self)
+        context.handshake_limiter.remove(self)
+        context.client_limiter.remove(self)
+
+    def _send_end(self) -> None:
+        """Tell the client that no more comes."""
+        if self._tls is None or self._has_sent_end or self.is_closing():
+            return
+        self._has_sent_end = True
+        # The client's own alert has not come, or the handshake is not over.
+        with contextlib.suppress(ssl.SSLError):
+            self._tls.unwrap()
+        self._transport.write(self._outgoing.read())

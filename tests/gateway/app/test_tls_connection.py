@@ -1,0 +1,303 @@
+"""TLS of clients: bytes in any pieces, pauses, damage; and what a connection takes of memory."""
+
+import asyncio
+import json
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cleave.gateway.app import tls_connection as tls_module
+from cleave.gateway.app.client_connection import CONNECTION_BYTES
+from cleave.gateway.app.tls_connection import HANDSHAKE_BYTES, TLS_BYTES, TURN_BYTES, TlsConnection
+
+from tests.support.certificates import NAME, Files
+from tests.support.ports import find_free_port
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path).write()
+
+
+@pytest.fixture
+async def stage(make_stage, files: Files):
+    return await make_stage({"x": "mixed"}, tls_certificate=files.certificate, tls_key=files.key)
+
+
+@pytest.fixture
+async def make_client(files: Files):
+    """Makes clients, which are cut off at the end."""
+    clients: list[TlsClient] = []
+
+    async def make(port: int, pieces: int = 1 << 16) -> TlsClient:
+        clients.append(TlsClient(files.trust()))
+        return await clients[-1].connect(port, pieces)
+
+    yield make
+    for client in clients:
+        client.close()
+    await asyncio.sleep(0)
+
+
+class TlsClient:
+    """A client that decides itself which encrypted bytes are sent when."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=NAME)
+
+    async def connect(self, port: int, pieces: int = 1 << 16) -> "TlsClient":
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
+        while True:
+            try:
+                self.tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                await self.send(self._outgoing.read(), pieces)
+                self._incoming.write(await self.reader.read(1 << 16))
+        await self.send(self._outgoing.read(), pieces)
+        return self
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+
+    async def send(self, encrypted: bytes, size: int) -> None:
+        for start in range(0, len(encrypted), size):
+            self.writer.write(encrypted[start : start + size])
+            await self.writer.drain()
+            await asyncio.sleep(0)
+
+    def encrypt(self, data: bytes, size: int = 1 << 14) -> bytes:
+        """In records of so many bytes."""
+        for start in range(0, len(data), size):
+            self.tls.write(data[start : start + size])
+        return self._outgoing.read()
+
+    async def read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            try:
+                data += self.tls.read(1 << 16)
+            except ssl.SSLWantReadError:
+                encrypted = await asyncio.wait_for(self.reader.read(1 << 16), 30)
+                assert encrypted, "the gateway has closed the connection"
+                self._incoming.write(encrypted)
+        return data
+
+    async def read_statuses(self, count: int) -> list[int]:
+        """Of so many responses with a length."""
+        statuses, data = [], bytearray()
+        for _ in range(count):
+            while (end := data.find(b"\r\n\r\n") + 4) < 4:
+                data += await self.read(1)
+            lines = bytes(data[:end]).lower().split(b"\r\n")
+            (length,) = (line for line in lines if line.startswith(b"content-length:"))
+            end += int(length.split(b":")[1])
+            while len(data) < end:
+                data += await self.read(1)
+            statuses.append(int(data[9:12]))
+            del data[:end]
+        return statuses
+
+
+def build(body: dict) -> bytes:
+    raw = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n"
+    return head % len(raw) + raw
+
+
+async def test_bytes_may_come_in_any_pieces(stage, make_client) -> None:
+    for size in (1, 7, 5_000):
+        client = await make_client(stage.gateway.port, pieces=size)
+        asks = build(ASK) + build(ASK | {"prompt": "y" * (20_000 if size > 1 else 10)}) + build(ASK)
+        await client.send(client.encrypt(asks, size=1_000), size)
+        assert await client.read_statuses(3) == [200, 200, 200]
+    await stage.until_idle()
+
+
+async def test_pipelined_requests_wait_while_one_is_answered(stage, make_client) -> None:
+    opened = stage.hold()
+    client = await make_client(stage.gateway.port)
+    await client.send(client.encrypt(build(ASK) * 300, size=37), 1 << 16)
+    await stage.until(lambda: bool(stage.engines["x"].requests), "the first runs")
+    await asyncio.sleep(0.1)
+    assert stage.context.buffer_budget.used < 1 << 20, "the rest is left unread"
+    opened.set()
+    assert await client.read_statuses(300) == [200] * 300
+
+
+async def test_a_turn_decrypts_few_bytes_however_many_records_come(
+    stage, make_client, monkeypatch
+) -> None:
+    most = 0
+
+    class Counted(TlsConnection):
+        def _decrypt(self) -> None:
+            nonlocal most
+            before = len(self._encrypted)
+            super()._decrypt()
+            most = max(most, before - len(self._encrypted))
+
+    monkeypatch.setattr("cleave.gateway.server.TlsConnection", Counted)
+    client = await make_client(stage.gateway.port)
+    await client.send(client.encrypt(build(ASK | {"prompt": "z" * 30_000}), size=1), 1 << 16)
+    assert await client.read_statuses(1) == [200]
+    assert 0 < most <= TURN_BYTES
+
+
+async def test_an_answer_that_is_not_read_waits_and_is_whole(stage, make_client) -> None:
+    async def answer_much(engine, request, writer) -> None:
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        engine.send_json(writer, {"choices": [{"text": "x" * 5_000_000}], "usage": usage})
+
+    stage.engines["x"].script = answer_much
+    client = await make_client(stage.gateway.port)
+    client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+    client.reader._transport.pause_reading()
+    await client.send(client.encrypt(build(ASK)), 1 << 16)
+    await stage.until(lambda: stage.context.buffer_budget.used > 500_000, "it waits")
+    client.reader._transport.resume_reading()
+    assert await client.read_statuses(1) == [200]
+    await stage.until(lambda: stage.context.buffer_budget.used == 0, "it is read")
+
+
+async def test_a_damaged_record_ends_the_connection_quietly(stage, make_client, caplog) -> None:
+    for place in (0, 3, 10, -1):
+        client = await make_client(stage.gateway.port)
+        record = bytearray(client.encrypt(build(ASK)))
+        record[place] ^= 0x55
+        await client.send(bytes(record) + b"\0" * 20_000, 1 << 16)
+        while await asyncio.wait_for(client.reader.read(1 << 16), 30):
+            pass
+    await stage.until(lambda: not stage.context.clients, "all are closed")
+    assert not stage.engines["x"].requests
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("bytes_sent", [0, 1, 50])
+async def test_a_handshake_has_a_deadline(stage, files: Files, monkeypatch, bytes_sent) -> None:
+    monkeypatch.setattr(tls_module, "HANDSHAKE_S", 0.3)
+    client = TlsClient(files.trust())
+    with pytest.raises(ssl.SSLWantReadError):
+        client.tls.do_handshake()
+    raw = await stage.connect()
+    raw.writer.write(client._outgoing.read()[:bytes_sent])
+    assert await raw.is_closed()
+    await stage.until(lambda: not stage.context.clients, "it is forgotten")
+    assert len(stage.context.handshake_limiter) == len(stage.context.client_limiter) == 0
+
+
+async def test_handshakes_have_a_share_of_the_memory_and_one_address_not_all_of_it(
+    make_stage, make_client, files: Files
+) -> None:
+    stage = await make_stage(
+        {"x": "mixed"},
+        tls_certificate=files.certificate,
+        tls_key=files.key,
+        max_buffered_bytes=4 << 20,
+        max_body_bytes=1 << 20,
+    )
+    fits = (1 << 20) // HANDSHAKE_BYTES
+    for _ in range(3 * fits):
+        (await stage.connect()).writer.write(b"\x16\x03\x01")
+    await asyncio.sleep(0.2)
+    assert len(stage.context.handshake_limiter) <= fits
+    context = stage.context
+    assert context.buffer_budget.connection_bytes <= fits * HANDSHAKE_BYTES
+    other = await make_client(stage.gateway.port)
+    await other.send(other.encrypt(build(ASK)), 1 << 16)
+    assert await other.read_statuses(1) == [200]
+
+
+async def test_clients_count_with_the_memory_of_tls(stage, make_client) -> None:
+    budget = stage.context.buffer_budget
+    plain = await stage.connect()
+    await stage.until(lambda: budget.connection_bytes == CONNECTION_BYTES, "it is silent")
+    client = await make_client(stage.gateway.port)
+    await stage.until(lambda: budget.connection_bytes == CONNECTION_BYTES + TLS_BYTES, "it is one")
+    for each in (plain, client):
+        each.close()
+    await stage.until(lambda: budget.connection_bytes == 0, "both have gone")
+
+
+@pytest.fixture
+async def process(files: Files) -> AsyncIterator[tuple[int, int]]:
+    """A gateway process with TLS: its port, and its id."""
+    port = find_free_port()
+    command = [sys.executable, "-m", "cleave.gateway.main", "--agents", "127.0.0.1:1"]
+    command += ["--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
+    gateway = subprocess.Popen(  # noqa: ASYNC220 - it is only started
+        [*command, "--port", str(port)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(600):
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                break
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.1)
+        yield port, gateway.pid
+    finally:
+        gateway.kill()
+        gateway.wait()
+
+
+def read_resident(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) << 10
+
+
+@pytest.mark.interpreted
+async def test_a_connection_takes_no_more_memory_than_it_counts(process, make_client) -> None:
+    """Each has sent a head of 60 KB, and one in two a part of a record besides."""
+    port, pid = process
+    count = 200
+    head = b"GET /nowhere HTTP/1.1\r\nHost: g\r\nA: " + b"x" * 60_000 + b"\r\n\r\n"
+
+    async def connect(number: int) -> TlsClient:
+        client = await make_client(port)
+        await client.send(client.encrypt(head), 1 << 16)
+        assert await client.read_statuses(1) == [404]
+        if number % 2:
+            await client.send(client.encrypt(b"y" * 16_000)[:15_000], 1 << 16)
+        return client
+
+    for number in range(20):
+        await connect(number)
+    before = read_resident(pid)
+    for number in range(count):
+        await connect(number)
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    await asyncio.sleep(0.3)
+    each = (read_resident(pid) - before) / count
+    assert each <= TLS_BYTES + CONNECTION_BYTES, f"{each / 1024:.1f} KiB"
+    for _, writer in silent:
+        writer.close()
+
+
+CUTS = st.lists(st.integers(1, 3_000), max_size=30)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sizes=CUTS, records=st.integers(1, 2_000), prompt=st.integers(0, 30_000))
+async def test_any_records_in_any_pieces_are_the_same_request(
+    stage, make_client, sizes: list[int], records: int, prompt: int
+) -> None:
+    client = await make_client(stage.gateway.port)
+    encrypted = client.encrypt(build(ASK | {"prompt": "p" * prompt}), max(records, 20))
+    for size in sizes:
+        await client.send(encrypted[:size], 1 << 16)
+        encrypted = encrypted[size:]
+    await client.send(encrypted, 1 << 16)
+    assert await client.read_statuses(1) == [200]
+    assert stage.engines["x"].requests[-1].body["prompt"] == "p" * prompt
