@@ -314,14 +314,15 @@ class GatewayConfig:
         "--max-buffered",
         64 << 20,
         "memory for requests and answers: those being received, bodies above 16 KiB being served, "
-        "answers that clients do not read; beyond that, requests get 503",
+        "answers that clients do not read; beyond that, requests get 503. Half as much again is "
+        "for connections",
         parse=parse_size,
         metavar="SIZE",
     )
     max_clients: int = _declare(
         "--max-clients",
         16_384,
-        "open connections; beyond that, idle ones are closed",
+        "open connections; beyond that, or beyond their memory, idle ones are closed",
         parse=parse_limit,
     )
     retry_share: float = _declare(
