@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import logging
 import socket
 import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from cleave.gateway.app.tls_connection import HANDSHAKE_BYTES, TLS_BYTES, TURN_B
 from tests.support.certificates import NAME, Files
 from tests.support.ports import find_free_port
 
+FIRST_BYTES = b"\x16\x03\x01\x00\x80\x01\x00\x00\x7c"
+"""Of a first message of 124 bytes."""
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
 
@@ -42,6 +46,7 @@ async def make_client(files: Files):
         clients.append(TlsClient(files.trust()))
         return await clients[-1].connect(port, pieces)
 
+    make.trust = files.trust()
     yield make
     for client in clients:
         client.close()
@@ -80,6 +85,11 @@ class TlsClient:
         """In records of so many bytes."""
         for start in range(0, len(data), size):
             self.tls.write(data[start : start + size])
+        return self._outgoing.read()
+
+    def encrypt_end(self) -> bytes:
+        with suppress(ssl.SSLWantReadError):
+            self.tls.unwrap()
         return self._outgoing.read()
 
     async def read(self, count: int) -> bytes:
@@ -138,20 +148,72 @@ async def test_pipelined_requests_wait_while_one_is_answered(stage, make_client)
 async def test_a_turn_decrypts_few_bytes_however_many_records_come(
     stage, make_client, monkeypatch
 ) -> None:
-    most = 0
+    turns: list[int] = []
 
     class Counted(TlsConnection):
-        def _decrypt(self) -> None:
-            nonlocal most
-            before = len(self._encrypted)
-            super()._decrypt()
-            most = max(most, before - len(self._encrypted))
+        def buffer_updated(self, nbytes: int) -> None:
+            if not turns:
+                asyncio.get_running_loop().call_soon(turns.clear)
+            turns.append(nbytes)
+            most.append(sum(turns))
+            super().buffer_updated(nbytes)
 
+    most: list[int] = []
     monkeypatch.setattr("cleave.gateway.server.TlsConnection", Counted)
     client = await make_client(stage.gateway.port)
-    await client.send(client.encrypt(build(ASK | {"prompt": "z" * 30_000}), size=1), 1 << 16)
+    await client.send(client.encrypt(build(ASK | {"prompt": "z" * 30_000}), size=1), 1 << 20)
     assert await client.read_statuses(1) == [200]
-    assert 0 < most <= TURN_BYTES
+    assert TURN_BYTES // 2 < max(most) <= TURN_BYTES
+
+
+async def test_what_a_paused_client_sends_is_left_in_the_kernel_or_counted(
+    stage, make_client
+) -> None:
+    """It reads none of its answers, so its requests wait."""
+    client = await make_client(stage.gateway.port)
+    client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    client.reader._transport.pause_reading()
+    asks = client.encrypt(b"GET /openapi.json HTTP/1.1\r\nHost: g\r\n\r\n" * 200_000)
+    client.writer.write(asks)
+    (connection,) = [each.transport for each in stage.context.clients]
+    await stage.until(lambda: connection._is_paused, "it waits")
+    await asyncio.sleep(0.2)
+    assert client.writer.transport.get_write_buffer_size() > 0, "the kernel is full"
+    assert 0 < stage.context.buffer_budget.used < 400_000
+
+
+async def test_answers_are_whole_for_a_client_that_limits_the_length_of_records(
+    stage, files: Files
+) -> None:
+    command = ["openssl", "s_client", "-connect", f"127.0.0.1:{stage.gateway.port}"]
+    command += ["-maxfraglen", "512", "-quiet", "-no_ign_eof", "-servername", NAME]
+    pipe = asyncio.subprocess.PIPE
+    client = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert client.stdin is not None
+    assert client.stdout is not None
+    client.stdin.write(b"GET /openapi.json HTTP/1.1\r\nHost: g\r\n\r\n")
+    async with asyncio.timeout(30):
+        head = (await client.stdout.readuntil(b"\r\n\r\n")).lower()
+        length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert length > 10_000
+        body = json.loads(await client.stdout.readexactly(length))
+    client.kill()
+    await client.wait()
+    assert body["openapi"]
+
+
+async def test_a_client_that_renegotiates_is_cut_off(stage) -> None:
+    """OpenSSL would answer each attempt, also if none of the answers is read."""
+    command = ["openssl", "s_client", "-connect", f"127.0.0.1:{stage.gateway.port}", "-tls1_2"]
+    pipe = asyncio.subprocess.PIPE
+    client = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert client.stdin is not None
+    assert client.stdout is not None
+    async with asyncio.timeout(30):
+        await client.stdout.readuntil(b"Verify return code")
+        client.stdin.write(b"R\n")
+        await client.wait()
+    await stage.until(lambda: not stage.context.clients, "it is closed")
 
 
 async def test_an_answer_that_is_not_read_waits_and_is_whole(stage, make_client) -> None:
@@ -176,11 +238,81 @@ async def test_a_damaged_record_ends_the_connection_quietly(stage, make_client, 
         record = bytearray(client.encrypt(build(ASK)))
         record[place] ^= 0x55
         await client.send(bytes(record) + b"\0" * 20_000, 1 << 16)
-        while await asyncio.wait_for(client.reader.read(1 << 16), 30):
-            pass
+        with suppress(ConnectionResetError):
+            while await asyncio.wait_for(client.reader.read(1 << 16), 30):
+                pass
     await stage.until(lambda: not stage.context.clients, "all are closed")
     assert not stage.engines["x"].requests
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x00\x80\x01\x02\x00\x00",  # 128 KiB, which OpenSSL would allocate
+        b"\x16\x03\x01\x00\x01\x01\x16\x03\x01",
+        b"GET / HTT",
+        b"\x80\x2e\x01\x03\x01\x00\x15\x00\x00",  # SSL 2
+    ],
+)
+async def test_what_begins_no_handshake_of_usual_length_takes_no_memory(stage, sent) -> None:
+    client = await stage.connect()
+    for place in range(len(sent)):
+        client.writer.write(sent[place : place + 1])
+        await asyncio.sleep(0)
+    with suppress(ConnectionResetError):
+        assert await client.is_closed()
+    await stage.until(lambda: not stage.context.clients, "it is forgotten")
+
+
+EDITS = st.tuples(
+    st.floats(0, 1), st.sampled_from(["flip", "cut", "insert", "repeat"]), st.binary(max_size=40)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    edits=st.lists(EDITS, max_size=4),
+    handshakes=st.booleans(),
+    ends=st.sampled_from(["eof", "abort", "wait"]),
+    size=st.sampled_from([1, 9, 5_000]),
+)
+async def test_no_bytes_leave_a_fault_or_a_trace(
+    stage, make_client, caplog, edits, handshakes: bool, ends: str, size: int
+) -> None:
+    """Edited hellos, and edited records after a handshake, whole or in small pieces."""
+    if handshakes:
+        client = await make_client(stage.gateway.port)
+        sent = client.encrypt(build(ASK), 50) + client.encrypt_end()
+    else:
+        client = TlsClient(make_client.trust)
+        client.reader, client.writer = await asyncio.open_connection(
+            "127.0.0.1", stage.gateway.port
+        )
+        with suppress(ssl.SSLWantReadError):
+            client.tls.do_handshake()
+        sent = client._outgoing.read()
+    for place, how, some in edits:
+        at = int(place * len(sent))
+        if how == "flip":
+            sent = sent[:at] + bytes([sent[at] ^ 0x41] if at < len(sent) else []) + sent[at + 1 :]
+        elif how == "cut":
+            sent = sent[:at]
+        else:
+            sent = sent[:at] + (some if how == "insert" else sent[:at]) + sent[at:]
+    with suppress(OSError):
+        await client.send(sent, size)
+        if ends == "eof":
+            client.writer.write_eof()
+    if ends == "wait":
+        await asyncio.sleep(0.01)
+    client.close()
+    context = stage.context
+    await stage.until(lambda: not context.clients, "it is forgotten")
+    await stage.until_idle()
+    assert len(context.handshake_limiter) == len(context.client_limiter) == 0
+    assert context.buffer_budget.connection_bytes == context.buffer_budget.used == 0
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("bytes_sent", [0, 1, 50])
@@ -208,7 +340,7 @@ async def test_handshakes_have_a_share_of_the_memory_and_one_address_not_all_of_
     )
     fits = (1 << 20) // HANDSHAKE_BYTES
     for _ in range(3 * fits):
-        (await stage.connect()).writer.write(b"\x16\x03\x01")
+        (await stage.connect()).writer.write(FIRST_BYTES)
     await asyncio.sleep(0.2)
     assert len(stage.context.handshake_limiter) <= fits
     context = stage.context

@@ -247,10 +247,10 @@ def test_clients_that_do_not_read_are_closed_after_idle_ones(weighed, budget) ->
 def test_a_share_limits_a_kind(clock) -> None:
     limiter = ConnectionLimiter("TLS handshakes", 100, clock, max_bytes=64 * KIB)
     silent = open_many(limiter, "1.1.1.1", 16, PLAIN)
-    assert limiter.reweigh(silent[3], TLS)
+    assert limiter.update_weight(silent[3], TLS)
     assert sum(one.dropped for one in silent) == 9
     assert not silent[3].dropped
-    assert not limiter.reweigh(silent[0], TLS), "it has gone"
+    assert not limiter.update_weight(silent[0], TLS), "it has gone"
 
 
 def test_a_connection_that_goes_frees_all_it_took(weighed, budget) -> None:
@@ -301,9 +301,9 @@ class Limited(RuleBasedStateMachine):
             self.open[one][2] = size
 
     @rule(place=places, weight=st.sampled_from([PLAIN, TLS]))
-    def reweigh(self, place: int, weight: int) -> None:
+    def update_weight(self, place: int, weight: int) -> None:
         one = self.pick(place)
-        if one is not None and self.limiter.reweigh(one, weight):
+        if one is not None and self.limiter.update_weight(one, weight):
             self.open[one][1] = weight
 
     @rule(place=places, busy=st.booleans(), receives=st.booleans())

@@ -33,6 +33,8 @@ WRONG_KEY_DELAY_S = 5.0
 """How long a client that has sent too many wrong keys waits for each further answer."""
 CONNECTION_BYTES = 4 << 10
 """Memory of a connection without TLS."""
+REQUEST_BYTES = 400
+"""Memory of a request that waits for its turn, besides its bytes."""
 LINGERING_CLOSE_S = 5.0
 """How long data of a rejected client is discarded, so that it can read the error response."""
 DISCARD_BYTES = 1 << 20
@@ -391,6 +393,7 @@ class ClientConnection(asyncio.Protocol):
         """Update the memory reserved for requests.
         False: there is no room, and the buffers have been discarded."""
         size = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._body_bytes
+        size += len(self._reader.ready) * REQUEST_BYTES
         if size == self._buffered_bytes:
             return True
         is_reserved = self._limiter.resize(self, size)
@@ -423,7 +426,8 @@ class ClientConnection(asyncio.Protocol):
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
         size = len(request.body)
-        if (size > SMALL_BODY_BYTES or self._buffered_bytes) and not self._reserve_body(size):
+        is_counted = size > SMALL_BODY_BYTES or self._buffered_bytes or self._reader.ready
+        if is_counted and not self._reserve_body(size):
             self.reject(RECEIVE_LIMIT_REACHED, request)
         else:
             self._handler.handle(self, request)

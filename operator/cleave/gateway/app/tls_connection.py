@@ -6,8 +6,9 @@ but with 47 KiB for an idle connection, and 300 KiB for one that has sent much: 
 256 KiB for each, and OpenSSL's buffers stay as large as the largest piece that was in them. So all
 pieces are small here, and nothing is made before the client has sent its first byte.
 
-What is hard: what a client sends may be thousands of records of a byte each, so a turn decrypts few
-bytes. And the protocol above may pause reading at any time, which leaves encrypted bytes here.
+What is hard: what a client sends may be thousands of records of a byte each, so a turn of the event
+loop reads few bytes. And OpenSSL allocates what a client declares, and answers some messages by
+itself, also when the client reads none of its answers.
 """
 
 import asyncio
@@ -30,15 +31,22 @@ TLS_BYTES = 44 << 10
 PIECE_BYTES = 4 << 10
 """OpenSSL's buffers get as large as the pieces."""
 TURN_BYTES = 16 << 10
-"""Decrypted in one turn of the event loop."""
+"""Read and decrypted in one turn of the event loop."""
 RECORD_BYTES = 16 << 10
 """Content of a record at most."""
+FIRST_BYTES = 9
+"""Type, version and length of a record; type and length of its message."""
+FIRST_TYPES = 0x16, 0x01
+"""Of a record of the handshake, and of the client's first message."""
+FIRST_MESSAGE_BYTES = 16 << 10
+"""Of the client's first message. OpenSSL would allocate what a client declares, up to 128 KiB."""
 
-_NOTHING = memoryview(b"")
+_READ_BUFFER = memoryview(bytearray(TURN_BYTES))
+"""Of all connections: the event loop fills it, and it is decrypted at once."""
 _NO_BUFFER = ssl.MemoryBIO()
 
 
-class TlsConnection(asyncio.Protocol, asyncio.Transport):
+class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     """One connection to the HTTPS port."""
 
     def __init__(
@@ -56,11 +64,11 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         """None during the handshake."""
         self._transport: asyncio.Transport
         self._tls: ssl.SSLObject | None = None
-        """None until the client has sent its first byte."""
+        """None until the client has begun its first message."""
         self._incoming = self._outgoing = _NO_BUFFER
-        self._encrypted = _NOTHING
-        """What has come and is not decrypted."""
-        self._is_paused = self._is_scheduled = self._has_sent_end = False
+        self._first_bytes = b""
+        """The first bytes, until there are enough of them to check."""
+        self._is_paused = self._has_sent_end = False
         self._started_at = context.clock()
 
     # --- what the event loop calls ---
@@ -77,26 +85,40 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         ):
             self.abort()
 
-    def data_received(self, data: bytes) -> None:
-        """Decrypt, or keep the bytes while reading is paused or an earlier turn is not over."""
-        if self._has_sent_end:
-            if self._client is not None:
-                # Which only counts what it discards.
-                self._client.data_received(data)
-            return
-        self._encrypted = memoryview(bytes(self._encrypted) + data if self._encrypted else data)
-        if not (self._is_paused or self._is_scheduled):
-            self._decrypt()
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the event loop puts what comes."""
+        del sizehint
+        return _READ_BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Decrypt what has come, and give it to the client."""
+        encrypted = _READ_BUFFER[:nbytes]
+        if self._tls is None:
+            self._first_bytes += encrypted
+            if len(self._first_bytes) < FIRST_BYTES:
+                return
+            encrypted, self._first_bytes = memoryview(self._first_bytes), b""
+            if not (_is_first_message(encrypted) and self._begin()):
+                self.abort()
+                return
+        if nbytes == TURN_BYTES:
+            # The event loop would read on, up to 32 times in a row.
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._resume_transport)
+        if not self._has_sent_end:
+            self._read_records(encrypted)
+        elif self._client is not None:
+            # Which only counts what it discards.
+            self._client.data_received(bytes(encrypted))
 
     def eof_received(self) -> None:
         """A client that has closed its sending side counts as gone."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection was closed by either side."""
-        self._leave_handshake()
+        self._end_handshake()
         client, self._client = self._client, None
         self._tls = None
-        self._encrypted = _NOTHING
         if client is not None:
             client.connection_lost(exc)
 
@@ -149,12 +171,9 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on with what has come."""
+        """Give the client what comes."""
         self._is_paused = False
-        if self._encrypted:
-            self._schedule()
-        elif not self.is_closing():
-            self._transport.resume_reading()
+        self._resume_transport()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Of the encrypted bytes."""
@@ -169,11 +188,11 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         tls = self._tls
         if tls is None or self._has_sent_end or self.is_closing():
             return
-        view = memoryview(data)
-        parts = []
+        view, parts = memoryview(data), []
         try:
-            for start in range(0, len(view), PIECE_BYTES):
-                tls.write(view[start : start + PIECE_BYTES])
+            while view:
+                # It writes one record, which may be short: clients may limit their length.
+                view = view[tls.write(view[:PIECE_BYTES]) :]
                 parts.append(self._outgoing.read())
         except ssl.SSLError:
             self.abort()
@@ -201,26 +220,16 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
 
     # --- inside ---
 
-    def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._continue)
-
-    def _continue(self) -> None:
-        self._is_scheduled = False
+    def _resume_transport(self) -> None:
         if not (self._is_paused or self.is_closing()):
-            self._decrypt()
+            self._transport.resume_reading()
 
-    def _decrypt(self) -> None:
-        """Decrypt as much as one turn allows, and give it to the client."""
-        turn, rest = self._encrypted[:TURN_BYTES], self._encrypted[TURN_BYTES:]
-        # Even an empty part would keep all in memory.
-        self._encrypted = rest or _NOTHING
+    def _read_records(self, encrypted: memoryview) -> None:
         content: list[bytes] = []
-        is_over = False
+        is_established, is_over = self._client is not None, False
         try:
-            for start in range(0, len(turn), PIECE_BYTES):
-                if not self._take(turn[start : start + PIECE_BYTES], content):
+            for start in range(0, len(encrypted), PIECE_BYTES):
+                if not self._take(encrypted[start : start + PIECE_BYTES], content):
                     is_over = True
                     break
         except ssl.SSLError:
@@ -228,23 +237,17 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             is_over = True
         if self._outgoing.pending:
             self._transport.write(self._outgoing.read())
-        if content and self._client is not None:
+            # An alert. One that refuses to renegotiate is not the last, but one of any number.
+            is_over = is_over or is_established
+        if content and self._client is not None and not self.is_closing():
             self._client.data_received(b"".join(content))
-        if is_over or self.is_closing():
-            self._transport.close()
-        elif self._encrypted:
-            self._transport.pause_reading()
-            if not self._is_paused:
-                self._schedule()
-        elif not self._is_paused:
-            self._transport.resume_reading()
+        if is_over:
+            self.close()
 
     def _take(self, piece: memoryview, content: list[bytes]) -> bool:
         """Decrypt a piece, and append what it contains; False: the client sends no more.
         Raises SSLError."""
-        tls = self._tls or self._begin()
-        if tls is None:
-            return False
+        tls = cast("ssl.SSLObject", self._tls)
         self._incoming.write(piece)
         try:
             if self._client is None:
@@ -259,23 +262,23 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             pass
         return True
 
-    def _begin(self) -> ssl.SSLObject | None:
-        """The first bytes have come: begin the handshake. None: there is no room for it."""
+    def _begin(self) -> bool:
+        """Begin the handshake; False: there is no room for it."""
         context = self._context
         for limiter in (context.handshake_limiter, context.client_limiter):
-            if not limiter.reweigh(self, HANDSHAKE_BYTES):
-                return None
+            if not limiter.update_weight(self, HANDSHAKE_BYTES):
+                return False
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = self._certificate.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._tls = tls
-        return tls
+        return True
 
     def _finish_handshake(self) -> None:
-        self._leave_handshake()
+        self._end_handshake()
         self._client = self._make_client()
         self._client.connection_made(self)
 
-    def _leave_handshake(self) -> None:
+    def _end_handshake(self) -> None:
         context = self._context
         context.clients.discard(self)
         context.handshake_limiter.remove(self)
@@ -290,3 +293,8 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         self._transport.write(self._outgoing.read())
+
+
+def _is_first_message(begin: memoryview) -> bool:
+    types = begin[0], begin[5]
+    return types == FIRST_TYPES and int.from_bytes(begin[6:9]) <= FIRST_MESSAGE_BYTES

@@ -56,7 +56,7 @@ class BufferBudget:
         """Reserve bytes of a request or an answer; False: there is no room, not even without idle
         connections and unread answers."""
         for _ in range(MAX_CLOSED):
-            if self.has_room(count) or self.exceeds_limit(count) or not self.close_idle():
+            if self.has_room(count) or self.is_above_limit(count) or not self.close_idle():
                 break
         if not self.evict_blocked(count):
             return False
@@ -83,9 +83,9 @@ class BufferBudget:
     def has_room(self, buffered: int, weight: int = 0) -> bool:
         """Whether so many bytes of requests and answers, and of connections, are free."""
         taken = self.used + self.connection_bytes
-        return taken + buffered + weight <= self._total and not self.exceeds_limit(buffered)
+        return taken + buffered + weight <= self._total and not self.is_above_limit(buffered)
 
-    def exceeds_limit(self, buffered: int) -> bool:
+    def is_above_limit(self, buffered: int) -> bool:
         """Whether so many bytes are too many even without connections."""
         return self.used + buffered > self._limit
 

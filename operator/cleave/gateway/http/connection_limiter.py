@@ -101,7 +101,7 @@ class ConnectionLimiter:
         self._take(weight, 0, address)
         return True
 
-    def reweigh(self, connection: LimitedConnection, weight: int) -> bool:
+    def update_weight(self, connection: LimitedConnection, weight: int) -> bool:
         """A connection itself takes another amount of memory; False: there is no room for it."""
         member = self._members.get(connection)
         if member is None:
@@ -149,7 +149,7 @@ class ConnectionLimiter:
         for _ in range(MAX_CLOSED):
             if self._has_room(weight, buffered, connection is None):
                 return True
-            if budget is not None and budget.exceeds_limit(buffered):
+            if budget is not None and budget.is_above_limit(buffered):
                 break
             if not self._close_idle(weight + buffered, address, connection):
                 break
@@ -174,9 +174,9 @@ class ConnectionLimiter:
         after = self._address_bytes[address] = before + weight + buffered
         if address not in self._queues:
             del self._address_bytes[address]
-        self._move_address(address, _count_units(before), _count_units(after))
+        self._update_units(address, _count_units(before), _count_units(after))
 
-    def _move_address(self, address: str, before: int, after: int) -> None:
+    def _update_units(self, address: str, before: int, after: int) -> None:
         if before == after:
             return
         if before:
