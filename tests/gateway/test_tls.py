@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import ssl
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 
 from cleave.gateway import context as context_module
+from cleave.gateway import tls
 from cleave.gateway.app import client_connection as client_module
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.main import main, run
@@ -90,7 +93,7 @@ async def test_a_renewed_certificate_is_for_new_connections(
 ) -> None:
     first = await connect(stage, files.trust())
     files.write()
-    stage.gateway._certificate.refresh()
+    stage.context.refresh_certificates()
     second = await connect(stage, files.trust())
     assert (await first.ask(ASK)).status == (await second.ask(ASK)).status == 200
 
@@ -101,13 +104,136 @@ async def test_half_a_renewal_changes_nothing_until_it_is_whole(
 ) -> None:
     old = files.trust()
     files.write(**half)
-    stage.gateway._certificate.refresh()
+    stage.context.refresh_certificates()
     (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "do not belong together" in record.getMessage()
+    assert "stays as it was, valid until" in record.getMessage()
     await connect(stage, old)
     files.write()
-    stage.gateway._certificate.refresh()
+    stage.context.refresh_certificates()
     await connect(stage, files.trust())
+
+
+@pytest.mark.parametrize(
+    ("days", "fault"), [((-9, -1), "has expired at"), ((1, 9), "is not valid before")]
+)
+async def test_a_renewal_that_clients_refuse_is_not_taken_without_a_word(
+    stage, files: Files, caplog, days: tuple[float, float], fault: str
+) -> None:
+    old = files.trust()
+    files.write(starts_in=days[0], ends_in=days[1])
+    for _ in range(3):
+        stage.context.refresh_certificates()
+    (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert fault in record.getMessage()
+    assert "stays as it was, valid until" in record.getMessage()
+    client = await connect(stage, old)
+    assert (await client.ask(ASK)).status == 200
+    files.write()
+    stage.context.refresh_certificates()
+    await connect(stage, files.trust())
+
+
+@pytest.mark.parametrize("file", ["certificate", "key"])
+@pytest.mark.parametrize("content", [b"-----BEGIN CERT", b"", b"\xff\x00" * 99, "half", None])
+async def test_half_a_file_changes_nothing(stage, files: Files, caplog, file: str, content) -> None:
+    old, path = files.trust(), getattr(files, file)
+    whole = path.read_bytes()
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    stage.context.refresh_certificates()
+    assert sum(r.levelno == logging.ERROR for r in caplog.records) == 1
+    await connect(stage, old)
+    path.write_bytes(whole)
+    stage.context.refresh_certificates()
+    await connect(stage, old)
+
+
+def test_one_that_is_not_valid_yet_is_taken_once_it_is(files: Files, clock) -> None:
+    now = datetime.now(UTC)
+    certificate = TlsCertificate(files.certificate, files.key, clock, lambda: now)
+    first = certificate.loaded
+    files.write(starts_in=0.5, ends_in=3)
+    assert not certificate.refresh()
+    now += timedelta(hours=13)
+    assert not certificate.refresh(), "it is tried again after some seconds"
+    clock.now_s += 6
+    assert certificate.refresh()
+    assert certificate.loaded is not first
+
+
+def test_when_both_are_of_no_use_the_new_one_is_taken(files: Files, clock, caplog) -> None:
+    now = datetime.now(UTC)
+    certificate = TlsCertificate(files.certificate, files.key, clock, lambda: now)
+    now += timedelta(days=2)
+    files.write(starts_in=3, ends_in=9)
+    assert certificate.refresh()
+    assert "clients refuse the TLS certificate" in caplog.text
+
+
+def test_a_fault_is_logged_again_every_hour(files: Files, clock, caplog) -> None:
+    now = datetime.now(UTC)
+    certificate = TlsCertificate(files.certificate, files.key, clock, lambda: now)
+    files.certificate.write_text("half")
+    for _ in range(1_000):
+        certificate.refresh()
+        clock.now_s += 10
+    assert len(caplog.records) == 3
+
+
+def test_files_that_change_while_they_are_read_are_read_again(
+    files: Files, clock, monkeypatch, tmp_path: Path
+) -> None:
+    """A mounted Secret is swapped between the two files."""
+    certificate = TlsCertificate(files.certificate, files.key, clock)
+    read, first = tls._read, certificate.loaded
+
+    def swap(file: Path) -> bytes:
+        content = read(file)
+        monkeypatch.setattr(tls, "_read", read)
+        files.write()
+        return content
+
+    monkeypatch.setattr(tls, "_read", swap)
+    files.write()
+    assert not certificate.refresh()
+    assert certificate.loaded is first
+    assert certificate.refresh()
+    pair = certificate.loaded
+    assert (pair.certificate, pair.key) == (files.certificate.read_bytes(), files.key.read_bytes())
+
+
+def test_one_that_has_expired_at_the_start_is_used_and_named(files: Files, caplog) -> None:
+    files.write(starts_in=-3, ends_in=-1)
+    certificate = TlsCertificate(files.certificate, files.key)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert f"clients refuse the TLS certificate: {files.certificate} has expired" in caplog.text
+    assert certificate.context is certificate.loaded.context
+
+
+async def test_a_metric_says_when_the_certificate_in_use_expires(
+    make_stage, files: Files, internal_port: int
+) -> None:
+    stage = await make_stage(
+        {}, tls_certificate=files.certificate, tls_key=files.key, internal_port=internal_port
+    )
+    stage.gateway.port = internal_port
+    name = 'cleave_gateway_certificate_expiry_timestamp_seconds{port="https"} '
+
+    async def read_expiry() -> float:
+        page = (await stage.ask(None, "/metrics")).body.decode()
+        return float(page.partition(name)[2].partition("\n")[0])
+
+    assert await read_expiry() == pytest.approx(time.time() + 86_400, abs=300)
+    files.write(ends_in=9)
+    stage.context.refresh_certificates()
+    assert await read_expiry() == pytest.approx(time.time() + 9 * 86_400, abs=300)
+    files.write(ends_in=-1, starts_in=-2)
+    stage.context.refresh_certificates()
+    assert await read_expiry() == pytest.approx(time.time() + 9 * 86_400, abs=300)
 
 
 def test_what_cannot_be_used_is_one_clear_error(files: Files, tmp_path: Path, caplog) -> None:

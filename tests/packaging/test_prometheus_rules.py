@@ -17,6 +17,8 @@ GONE_STEPS = 10
 Series = dict[str, float | None]
 """A series by its text, and how much it grows in a minute; gauges are written `=name`. None: it was
 a gauge at 2, and has been gone for ten minutes."""
+DAY_S = 86_400
+"""Pages begin at second 0."""
 
 WELL: Series = {
     'cleave_gateway_slo_total{model="m",missed=""}': 590,
@@ -38,6 +40,8 @@ WELL: Series = {
     "cleave_gateway_process_restarts_total": 0,
     'cleave_gateway_suspects_total{model="m"}': 0,
     "=cleave_gateway_keys_stale": 0,
+    '=cleave_gateway_certificate_expiry_timestamp_seconds{port="https"}': 30 * DAY_S,
+    "=cleave_operator_webhook_certificate_expiry_timestamp_seconds": 30 * DAY_S,
     '=cleave_gateway_instances{model="m",role="decode",state="ready"}': 2,
     '=cleave_gateway_instances{model="m",role="prefill",state="ready"}': 2,
     "=cleave_operator_leading": 1,
@@ -77,6 +81,12 @@ ILL: dict[str, Series] = {
     "CleaveGatewayProcessesDie": {"cleave_gateway_process_restarts_total": 1},
     "CleaveRequestsEndEngines": {'cleave_gateway_suspects_total{model="m"}': 1},
     "CleaveApiKeysAreStale": {"=cleave_gateway_keys_stale": 1},
+    "CleaveCertificateExpires": {
+        '=cleave_gateway_certificate_expiry_timestamp_seconds{port="https"}': 2 * DAY_S
+    },
+    "CleaveWebhookCertificateExpires": {
+        "=cleave_operator_webhook_certificate_expiry_timestamp_seconds": 2 * DAY_S
+    },
     "CleaveOperatorDoesNotLead": {"=cleave_operator_leading": 0},
     "CleaveOperatorFallsBehind": {"=cleave_operator_queue_depth": 500},
     "CleavePlanDrifts": {'=cleave_operator_plan_drifted{deployment="default/chat",model="m"}': 1},

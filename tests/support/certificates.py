@@ -28,8 +28,17 @@ class Files:
     def key(self) -> Path:
         return self.folder / "tls.key"
 
-    def write(self, *, certificate: bool = True, key: bool = True, lock=PLAIN) -> "Files":
-        """Write a new pair; `certificate` or `key` False leaves that file unchanged."""
+    def write(
+        self,
+        *,
+        certificate: bool = True,
+        key: bool = True,
+        lock=PLAIN,
+        starts_in: float = -1.0,
+        ends_in: float = 1.0,
+    ) -> "Files":
+        """Write a new pair; `certificate` or `key` False leaves that file unchanged. `starts_in`,
+        `ends_in`: days from now."""
         private = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
         now = datetime.datetime.now(datetime.UTC)
@@ -39,8 +48,8 @@ class Files:
             .issuer_name(name)
             .public_key(private.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
+            .not_valid_before(now + datetime.timedelta(days=starts_in))
+            .not_valid_after(now + datetime.timedelta(days=ends_in))
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .sign(private, hashes.SHA256())

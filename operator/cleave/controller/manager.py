@@ -195,7 +195,9 @@ class Manager:
         rotator = server.CertificateRotator(store, names, issues_certificate=issues)
         inventory = self._controller.build_inventory
         settings = self._options.settings
-        return server.WebhookServer(config, rotator, lambda: inventory().cluster, settings)
+        return server.WebhookServer(
+            config, rotator, lambda: inventory().cluster, settings, self._metrics
+        )
 
     def _list_liveness_faults(self) -> list[str]:
         """Why the liveness probe should fail: this process needs a restart."""

@@ -34,6 +34,8 @@ class OperatorMetrics:
         """Watch events by kind and type."""
         self.plans: dict[tuple[str, ...], int] = defaultdict(int)
         """Planner results: planned, infeasible, failed; reviews: keep, correct, propose, apply."""
+        self.webhook_expiry_s: float | None = None
+        """Unix time when the webhook's certificate expires; None: none is served."""
         self._buckets: dict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_S) + 1))
         self._duration_sums: dict[str, float] = defaultdict(float)
 
@@ -85,6 +87,9 @@ class OperatorCollector:
         yield GaugeMetricFamily("cleave_operator_queue_depth", "Objects due for a reconcile", depth)
         text = "1 while this operator is the leader"
         yield GaugeMetricFamily("cleave_operator_leading", text, leading)
+        name = "cleave_operator_webhook_certificate_expiry_timestamp_seconds"
+        text = "Unix time when the webhook's certificate expires"
+        yield GaugeMetricFamily(name, text, counted.webhook_expiry_s)
         cached = GaugeMetricFamily("cleave_operator_objects", "Cached objects", labels=["kind"])
         for kind, number in self._objects().items():
             cached.add_metric([kind], number)

@@ -15,6 +15,7 @@ from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
 from cleave.gateway.metrics.multiprocess import CounterSaver, restore_counters
 from cleave.gateway.shared_state import SharedGatewayState
+from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
 from cleave.gateway.upstream.handoff_samples import HandoffSamples
@@ -101,6 +102,8 @@ class GatewayContext:
         self.suspect_senders = SuspectSenders()
         self.handoff_samples = HandoffSamples(config.audit_share)
         self.write_batcher = WriteBatcher()
+        self.certificates: dict[str, TlsCertificate] = {}
+        """By port: https, endpoint_picker. Set by the server."""
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""
         self.buffer_budget = budget = BufferBudget(config.max_buffered_bytes)
@@ -232,3 +235,9 @@ class GatewayContext:
         """Close all connections to engines."""
         for pool in self._pools.values():
             pool.close()
+
+    def refresh_certificates(self) -> None:
+        """Read certificates again that have changed, and publish when they expire."""
+        for port, certificate in self.certificates.items():
+            certificate.refresh()
+            self.metrics.certificate_expiries[port] = certificate.loaded.not_after.timestamp()

@@ -72,15 +72,13 @@ class GatewayServer:
         self._config = config
         self._shared_state = shared
         self._api_keys_file = ApiKeysFile(config.api_keys)
-        self._certificate: TlsCertificate | None = None
-        if config.tls_certificate is not None and config.tls_key is not None:
-            self._certificate = TlsCertificate(config.tls_certificate, config.tls_key)
         router_class = SharedRouter if shared else Router
         prefixes = shared.prefix_memory if shared else None
         router = router_class(registry, config.fallback, rules, prefix_memory=prefixes)
         if config.output_length_model is not None:
             _load_output_length_model(config.output_length_model, router)
         self.context = GatewayContext(config, router, self._api_keys_file.keys, shared)
+        self.context.certificates = _load_certificates(config)
         self.context.restore_counters()
         group = (shared.gateway_id, shared.num_processes) if shared else ()
         agents = AgentDiscovery(config.agents)
@@ -119,8 +117,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listen, and watch the agents.
-        Raises OSError, DiscoveryError, TracingError, EndpointPickerError; TlsError for the endpoint
-        picker's certificate."""
+        Raises OSError, DiscoveryError, TracingError, EndpointPickerError."""
         config, context = self._config, self.context
         asyncio.get_running_loop().set_exception_handler(EventLoopFaults().handle)
         self._recorder = make_recorder(config, context.metrics)
@@ -133,7 +130,9 @@ class GatewayServer:
             handler = CrossSiteFilter(handler, hosts, policy)
             internal = CrossSiteFilter(internal, hosts, None)
         limiter = context.client_limiter
-        self.port = await self._listen(config.port, handler, limiter, self._certificate, policy)
+        context.refresh_certificates()
+        certificate = context.certificates.get("https")
+        self.port = await self._listen(config.port, handler, limiter, certificate, policy)
         if config.internal_port:
             await self._listen(config.internal_port, internal, context.internal_limiter)
         if config.router_port:
@@ -235,8 +234,7 @@ class GatewayServer:
     async def _reload_files(self) -> None:
         while True:
             await asyncio.sleep(FILE_CHECK_INTERVAL_S)
-            if self._certificate is not None:
-                self._certificate.refresh()
+            self.context.refresh_certificates()
             self._api_keys_file.refresh()
             self.context.metrics.keys_stale = int(self._api_keys_file.is_stale)
             if self.context.api_keys is not self._api_keys_file.keys:
@@ -293,6 +291,19 @@ class GatewayServer:
             await admission.has_waiters.wait()
             await asyncio.sleep(ADMIT_INTERVAL_S)
             admission.admit_all_waiting(self.context.clock())
+
+
+def _load_certificates(config: GatewayConfig) -> dict[str, TlsCertificate]:
+    """By port. Raises TlsError."""
+    pairs = {
+        "https": (config.tls_certificate, config.tls_key),
+        "endpoint_picker": (config.endpoint_picker_certificate, config.endpoint_picker_key),
+    }
+    return {
+        port: TlsCertificate(certificate, key)
+        for port, (certificate, key) in pairs.items()
+        if certificate is not None and key is not None
+    }
 
 
 def _load_output_length_model(path: Path, router: Router) -> None:

@@ -3,6 +3,7 @@ import base64
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import aiohttp
@@ -219,3 +220,39 @@ async def test_what_takes_too_long_is_left_to_the_failure_policy(monkeypatch) ->
         session.post(url, json=REVIEW, ssl=trusting(shelf)) as answer,
     ):
         assert answer.status == 503
+
+
+@pytest.mark.parametrize("kind", ["expired", "early", "mismatched", "half", "empty"])
+async def test_a_certificate_of_no_use_is_not_shown_while_the_present_one_is_of_any(
+    monkeypatch, caplog, kind: str
+) -> None:
+    shelf, now = Shelf(), datetime.now(UTC)
+    async with serving(shelf, monkeypatch) as (url, served):
+        served._rotator = rotator(shelf, issues=False, now=now)
+        trusted, expiry = trusting(shelf), served._metrics.webhook_expiry_s
+        days = {"expired": -100, "early": 2}.get(kind, 0)
+        new = certificates.issue(NAMES, now + timedelta(days=days))
+        if kind == "mismatched":
+            new = replace(new, key=certificates.issue(NAMES, now).key)
+        elif kind in ("half", "empty"):
+            new = replace(new, cert_chain=new.cert_chain[:300] if kind == "half" else "")
+        shelf.secret = {"metadata": {"resourceVersion": "9"}, "data": certificates.to_secret(new)}
+        async with asyncio.timeout(10):
+            while "stays as it was, valid until" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert await shows(url, trusted)
+        assert served._metrics.webhook_expiry_s == expiry
+        assert expiry == pytest.approx((now + certificates.VALIDITY).timestamp(), abs=60)
+
+
+async def test_at_the_start_an_expired_certificate_is_shown_and_named(monkeypatch, caplog) -> None:
+    shelf = Shelf()
+    old = certificates.issue(NAMES, datetime.now(UTC) - timedelta(days=100))
+    shelf.secret["data"] = certificates.to_secret(old)
+    served = WebhookServer(
+        WebhookConfig(("127.0.0.1",), 0, NAMES, issues_certificate=False),
+        rotator(shelf, issues=False),
+        lambda: None,
+    )
+    assert await served._load()
+    assert "the API server refuses the webhook's certificate: has expired at" in caplog.text

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError, make_credentials
 from cleave.gateway.main import main
+from cleave.gateway.server import GatewayServer
 from cleave.gateway.tls import TlsError
 
 from tests.support.certificates import NAME, Files
@@ -124,13 +125,13 @@ def test_files_that_cannot_be_used_are_one_clear_error(files: Files, tmp_path: P
         "", endpoint_picker_certificate=tmp_path / "text", endpoint_picker_key=files.key
     )
     with pytest.raises(TlsError, match="not both are PEM"):
-        make_credentials(config)
+        GatewayServer(config)
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(EndpointPickerError, match="needs the extra gateway"):
-        make_credentials(GatewayConfig(""))
+        make_credentials(GatewayConfig(""), None)
 
 
 @pytest.mark.parametrize(

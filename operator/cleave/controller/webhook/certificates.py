@@ -77,19 +77,40 @@ def issue(names: Sequence[str], now: datetime, trusted: str = "") -> ServingCert
 
 def check(certificate: ServingCertificate, names: Sequence[str], now: datetime) -> None:
     """Raise CertificateError unless it serves these names, is trusted and is valid long enough."""
+    check_usable(certificate, now)
     cert_chain = _parse_chain(certificate.cert_chain)
     authorities = _parse_chain(certificate.ca_bundle)
-    if not cert_chain:
-        raise CertificateError("tls.crt holds no certificate")
     leaf = cert_chain[0]
     if leaf.not_valid_after_utc - now < RENEW_BEFORE:
         raise CertificateError(f"ends at {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
     if missing := set(names) - _read_dns_names(leaf):
         raise CertificateError(f"is not for {', '.join(sorted(missing))}")
-    if not _is_key_of(certificate.key, leaf):
-        raise CertificateError("tls.key is not the key of tls.crt")
     if not any(_is_signed(cert_chain[-1], authority) for authority in authorities):
         raise CertificateError("ca.crt holds no CA that signed tls.crt")
+
+
+def check_usable(certificate: ServingCertificate, now: datetime) -> None:
+    """Raise CertificateError unless it can be served, and is valid now."""
+    chain = _parse_chain(certificate.cert_chain)
+    if not chain:
+        raise CertificateError("tls.crt holds no certificate")
+    leaf = chain[0]
+    if not _is_key_of(certificate.key, leaf):
+        raise CertificateError("tls.key is not the key of tls.crt")
+    if now >= leaf.not_valid_after_utc:
+        raise CertificateError(f"has expired at {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+    if now < leaf.not_valid_before_utc:
+        raise CertificateError(
+            f"is not valid before {leaf.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
+        )
+
+
+def find_expiry(certificate: ServingCertificate) -> datetime:
+    """When it expires. Raises CertificateError."""
+    chain = _parse_chain(certificate.cert_chain)
+    if not chain:
+        raise CertificateError("tls.crt holds no certificate")
+    return chain[0].not_valid_after_utc
 
 
 def from_secret(secret: Mapping[str, object]) -> ServingCertificate | None:

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from cleave.api.cluster import Cluster
 from cleave.controller.cluster.client import FIELD_MANAGER, JSON, KINDS, KubeApiError, KubeClient
+from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.webhook import certificates
 from cleave.controller.webhook.admission import ReviewError, review_admission
@@ -177,8 +178,9 @@ class WebhookServer:
         rotator: CertificateRotator,
         cluster: Callable[[], Cluster | None],
         settings: OperatorSettings = OperatorSettings(),  # noqa: B008 - a frozen value
+        metrics: OperatorMetrics | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._metrics = settings, metrics or OperatorMetrics()
         self._config, self._rotator, self._cluster = config, rotator, cluster
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -215,11 +217,27 @@ class WebhookServer:
         try:
             certificate = await self._rotator.rotate()
             if certificate != self._served:
-                _load_into_context(certificate, self._context)
-                self._served = certificate
+                self._replace(certificate)
         except (CertificateStoreError, CertificateError, ssl.SSLError) as error:
             log.warning("the webhook's certificate: %s", error)
         return self._served is not None
+
+    def _replace(self, certificate: ServingCertificate) -> None:
+        """Serve another certificate, unless it is of no use and the present one is of any. Raises
+        CertificateError and SSLError."""
+        now = datetime.now(UTC)
+        try:
+            certificates.check_usable(certificate, now)
+        except CertificateError as error:
+            if self._served is not None and now < certificates.find_expiry(self._served):
+                until = f"{certificates.find_expiry(self._served):%Y-%m-%d %H:%M} UTC"
+                raise CertificateError(f"stays as it was, valid until {until}: {error}") from None
+            log.error("the API server refuses the webhook's certificate: %s", error)
+        # A pair that does not match would leave the context in use without a key.
+        _load_into_context(certificate, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        _load_into_context(certificate, self._context)
+        self._served = certificate
+        self._metrics.webhook_expiry_s = certificates.find_expiry(certificate).timestamp()
 
     async def _validate(self, request: web.Request) -> web.Response:
         body, cluster = await request.read(), self._cluster()

@@ -6,7 +6,6 @@ certificate: so without files the picker uses a self-signed one, as that of the 
 
 import ipaddress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import grpc
 
@@ -27,30 +26,31 @@ class EndpointPickerError(ValueError):
     """The endpoint picker cannot run as configured."""
 
 
-def make_credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
-    """Credentials of the port; None: plain gRPC. Raises EndpointPickerError and TlsError."""
+def make_credentials(
+    config: GatewayConfig, certificate: TlsCertificate | None
+) -> grpc.ServerCredentials | None:
+    """Credentials of the port; None: plain gRPC. `certificate`: the configured one, None: a
+    self-signed one is made. Raises EndpointPickerError."""
     if config.endpoint_picker_plain:
         return None
-    if config.endpoint_picker_certificate is None or config.endpoint_picker_key is None:
+    if certificate is None:
         return grpc.ssl_server_credentials([_make_self_signed(config.host)])
-    files = _CertificateFiles(config.endpoint_picker_certificate, config.endpoint_picker_key)
-    # The type stubs lack None, which means no change.
-    return grpc.dynamic_ssl_server_credentials(files.read(), files.read_if_changed)  # type: ignore[arg-type]
+    configured = certificate.loaded
 
+    def configure() -> grpc.ServerCertificateConfiguration:
+        pair = configured.key, configured.certificate
+        return grpc.ssl_server_certificate_configuration([pair])
 
-class _CertificateFiles:
-    """A certificate and its key in files, for gRPC, which asks before each connection."""
+    def refresh() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls it before each connection; None means no change, which type stubs lack."""
+        nonlocal configured
+        certificate.refresh()
+        if certificate.loaded is configured:
+            return None
+        configured = certificate.loaded
+        return configure()
 
-    def __init__(self, certificate: Path, key: Path) -> None:
-        self._files = key, certificate
-        self._certificate = TlsCertificate(certificate, key)
-
-    def read(self) -> grpc.ServerCertificateConfiguration:
-        key, certificate = (file.read_bytes() for file in self._files)
-        return grpc.ssl_server_certificate_configuration([(key, certificate)])
-
-    def read_if_changed(self) -> grpc.ServerCertificateConfiguration | None:
-        return self.read() if self._certificate.refresh() else None
+    return grpc.dynamic_ssl_server_credentials(configure(), refresh)  # type: ignore[arg-type]
 
 
 def _make_self_signed(host: str) -> KeyAndCertificate:

@@ -374,14 +374,14 @@ class EndpointPickerServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int, gateway_port: int) -> int:
-        """Listen; returns the port. Raises OSError, EndpointPickerError and TlsError."""
+        """Listen; returns the port. Raises OSError and EndpointPickerError."""
         config = self._context.config
         if config.tls_certificate is not None:
             raise EndpointPickerError(
                 "--endpoint-picker-port: proxies speak plain HTTP to it: leave out --tls-cert"
             )
         address = format_gateway_address(config.host, gateway_port)
-        credentials = make_credentials(config)
+        credentials = make_credentials(config, self._context.certificates.get("endpoint_picker"))
         limit = "grpc.max_receive_message_length", config.max_body_bytes + (1 << 20)
         options = ("grpc.so_reuseport", 0), limit
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=config.max_clients)

@@ -117,6 +117,10 @@ def _list_states(total: GatewayMetrics) -> Iterator[Family]:
         [("whole_below", total.whole_below_tokens), ("ahead_from", total.ahead_from_tokens)],
         "threshold",
     )
+    text = "Unix time when the TLS certificate in use expires"
+    expiries = list(total.certificate_expiries.items())
+    name = "cleave_gateway_certificate_expiry_timestamp_seconds"
+    yield build_gauge(name, text, expiries, "port")
     text = "Processes that were replaced"
     yield _build_counter("process_restarts", text, [((), total.restarts)])
 

@@ -104,11 +104,11 @@ class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "ahead_from_tokens", "audits", "canaries", "canary_seconds", "dispatches",
-        "flex_in_flight", "flex_requests", "flex_tokens", "flex_waiting", "flips", "handoffs",
-        "in_flight", "keys_stale", "models", "processes", "recoveries", "rejections", "requests",
-        "restarts", "retries", "retries_delayed", "reuse_times", "slo", "slo_results", "spans",
-        "streams", "streams_not_kept", "suspects", "tenant_tokens", "tenants", "waiting",
+        "ahead_from_tokens", "audits", "canaries", "canary_seconds", "certificate_expiries",
+        "dispatches", "flex_in_flight", "flex_requests", "flex_tokens", "flex_waiting", "flips",
+        "handoffs", "in_flight", "keys_stale", "models", "processes", "recoveries", "rejections",
+        "requests", "restarts", "retries", "retries_delayed", "reuse_times", "slo", "slo_results",
+        "spans", "streams", "streams_not_kept", "suspects", "tenant_tokens", "tenants", "waiting",
         "whole_below_tokens",
     )  # fmt: skip
 
@@ -176,6 +176,8 @@ class GatewayMetrics:
         """Of these, requests queued for admission; updated by the sweeper."""
         self.keys_stale = 0
         """1: the changed file of API keys cannot be read, and the previous keys are in use."""
+        self.certificate_expiries: dict[str, float] = {}
+        """Unix time when the certificate in use expires, by port."""
         self.streams = 0
         """Streams begun so far."""
         self.streams_not_kept = 0

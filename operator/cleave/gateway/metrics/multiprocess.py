@@ -17,8 +17,10 @@ from cleave.gateway.shared_state import SharedGatewayState
 from cleave.policy.reuse_times import ReuseTimes
 from cleave.time_slices import Steps
 
-_SAME_FOR_ALL = ("keys_stale", "whole_below_tokens", "ahead_from_tokens")
-"""All processes read the same file and watch the same EndpointSlices."""
+_SAME_FOR_ALL = (
+    "certificate_expiries", "keys_stale", "whole_below_tokens", "ahead_from_tokens",
+)  # fmt: skip
+"""All processes read the same files and watch the same EndpointSlices."""
 _UNSAVED = ("slo", "in_flight", "processes", "restarts", *_SAME_FOR_ALL)
 _BY_MODEL = ("models", "reuse_times")
 """Large values, of which each model is a part of its own."""
