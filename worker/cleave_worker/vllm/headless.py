@@ -5,17 +5,15 @@ does, which does not start where vLLM was installed under another name, such as 
 """
 
 from cleave_worker.vllm.frozen_imports import freeze_imports
+from cleave_worker.vllm.parsed_arguments import parse_arguments
 
 
 def main() -> None:
     """Run until a signal arrives or the engine ends."""
     with freeze_imports():
         from vllm.entrypoints.cli.serve import run_headless
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    cli_env_setup()
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+        from vllm.entrypoints.launchers import cli_args  # noqa: F401 - imported later
+    arguments = parse_arguments()
     arguments.api_server_count = 0
     run_headless(arguments)
 
