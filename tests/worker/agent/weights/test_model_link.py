@@ -61,6 +61,23 @@ def test_where_nothing_compares_the_name_it_stays(
     assert link_model(config, Weights("a1")) == config.model
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--kv-transfer-config", '{"kv_connector": "NixlConnector"}'),
+        ("--kv_transfer_config.kv_connector=LMCacheConnectorV1",),
+    ],
+)
+def test_a_connector_that_arguments_name_gets_a_name_by_content(
+    config_of: Callable[..., AgentConfig], folder: Path, arguments: tuple[str, ...]
+) -> None:
+    config = config_of(engine="vllm", model=str(folder), connector="cleave", engine_args=arguments)
+    assert Path(link_model(config, Weights("a1"))).name.startswith("a1-")
+    ours = ("--kv-transfer-config", '{"kv_connector_extra_config": {}}')
+    config = config_of(engine="vllm", model=str(folder), connector="cleave", engine_args=ours)
+    assert link_model(config, Weights("a1")) == str(folder)
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(
     vllm: AgentConfig, folder: Path, tmp_path: Path
 ) -> None:

@@ -1,9 +1,10 @@
 """Names a model's folder after its content, for a handshake that Cleave cannot change.
 
 Called by the supervisor and by worker nodes. vLLM's NixlConnector compares a hash with the model's
-name, which is the path that vLLM was started with. So vLLM gets a link whose name has the digest of
-the weights: engines with other weights then refuse each other. The link has the same path in all
-pods that have the folder at the same path, as engines of one deployment do.
+name, which is the path that vLLM was started with; connectors that keep KV have it in their keys.
+So vLLM gets a link whose name has the digest of the weights: engines with other weights then refuse
+each other. The link has the same path in all pods that have the folder at the same path, as engines
+of one deployment do.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import os
 from pathlib import Path
 
 from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.weights.engine_arguments import get_settings
 from cleave_worker.agent.weights.loaded_weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ _DIGITS = 8
 
 def link_model(config: AgentConfig, weights: Weights) -> str:
     """Return what vLLM is to load as the model: a link to its folder where that is of use."""
-    needs_link = config.engine == "vllm" and config.connector == "nixl" and weights.id
+    needs_link = config.engine == "vllm" and weights.id and _has_foreign_connector(config)
     if not needs_link or weights.fault or not Path(config.model).is_dir():
         return config.model
     target = os.path.abspath(config.model)
@@ -37,6 +39,12 @@ def link_model(config: AgentConfig, weights: Weights) -> str:
         _log.warning("NIXL does not compare weights of this engine: %s", error)
         return config.model
     return str(link)
+
+
+def _has_foreign_connector(config: AgentConfig) -> bool:
+    """Whether another connector than Cleave's compares or keeps KV."""
+    chosen = get_settings(config.engine_args, "--kv-transfer-config")
+    return config.connector == "nixl" or "kv_connector" in chosen
 
 
 def open_folder(folder: Path) -> Path:
