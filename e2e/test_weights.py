@@ -1,4 +1,4 @@
-"""The folder of a model changes below a fleet on one machine, and its engines start one by one.
+"""A model's folder or branch changes below a fleet on one machine; its engines start one by one.
 
 Every answer is of one of both weights, no request fails, and no KV goes from one to the other.
 """
@@ -47,6 +47,13 @@ def write_model(folder: Path, weights: str) -> None:
         (folder / "new").rename(folder / name)
 
 
+def write_branch(cache: Path, commit: str) -> None:
+    """What a branch was when it was downloaded last, in a cache of Hugging Face."""
+    reference = cache / "models--facebook--opt-13b" / "refs" / "main"
+    reference.parent.mkdir(parents=True, exist_ok=True)
+    reference.write_text(commit)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -56,10 +63,20 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fleet(model: Path, tmp_path: Path) -> Iterator[Deployment]:
-    """Two prefill and two decode instances."""
+    """Two prefill and two decode instances with a folder."""
     manifest = emulated("fleet", 2, 2)
     manifest["spec"]["model"]["source"] = str(model)
     manifest["spec"]["engine"]["emulated"] = {"timeScale": 0.02}
+    with deployed(manifest, tmp_path, 180) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def pair_of_branch(tmp_path: Path) -> Iterator[Deployment]:
+    """A prefill and a decode instance with the main branch of a repository, which is in a cache."""
+    write_branch(tmp_path / "hub", "a" * 40)
+    manifest = emulated("fleet", 1, 1, time_scale=0.02)
+    manifest["spec"]["engine"]["env"] = [{"name": "HF_HUB_CACHE", "value": str(tmp_path / "hub")}]
     with deployed(manifest, tmp_path, 180) as deployment:
         yield deployment
 
@@ -165,13 +182,14 @@ def test_a_changed_folder_reaches_engines_one_by_one_and_nothing_is_mixed(
     until(lambda: all(r.kv_path.verified for r in fleet.instances().values()), BACK_S, "verified")
 
 
-def test_going_back_to_the_first_weights_is_a_change_like_any_other(
-    fleet: Deployment, model: Path
+def test_a_branch_that_moves_and_goes_back_changes_the_weights_twice(
+    pair_of_branch: Deployment, tmp_path: Path
 ) -> None:
+    fleet = pair_of_branch
     (before,) = find_weights(fleet)
     found = []
-    for content in ("second", "first"):
-        write_model(model, content)
+    for commit in ("b" * 40, "a" * 40):
+        write_branch(tmp_path / "hub", commit)
         for instance in sorted(fleet.instances()):
             restart(fleet, instance)
         (weights,) = find_weights(fleet)
