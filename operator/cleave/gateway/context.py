@@ -28,6 +28,8 @@ from cleave.rpc.plan_thresholds import PlanThresholds
 from cleave.time_slices import SliceQueue, Steps, run_at_once
 
 MAX_INTERNAL_CLIENTS = 256
+"""And at most a quarter of other clients, because open files may be few."""
+MIN_INTERNAL_CLIENTS = 8
 INTERNAL_BYTES = 4 << 20
 """Memory of the internal port's clients, so that there is always room for them."""
 MAX_HANDSHAKES = 2_048
@@ -112,7 +114,10 @@ class GatewayContext:
         budget.close_idle = self.client_limiter.close_one
         kind, internal = "clients of the internal port", BufferBudget(INTERNAL_BYTES)
         self.internal_limiter = ConnectionLimiter(
-            kind, MAX_INTERNAL_CLIENTS, clock, budget=internal
+            kind,
+            max(min(MAX_INTERNAL_CLIENTS, config.max_clients // 4), MIN_INTERNAL_CLIENTS),
+            clock,
+            budget=internal,
         )
         """Separate, so that clients cannot lock out probes and the operator."""
         share = HANDSHAKE_SHARE * config.max_buffered_bytes

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import uvloop
 
@@ -21,6 +22,7 @@ from cleave import logs
 from cleave.gateway import process_supervisor
 from cleave.gateway.admission.tenants import ApiKeysError
 from cleave.gateway.config import GatewayConfig, add_options, build_config
+from cleave.gateway.context import MAX_INTERNAL_CLIENTS
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
 from cleave.gateway.server import GatewayServer
 from cleave.gateway.shared_state import SharedGatewayState
@@ -44,6 +46,8 @@ _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_END
 GC_THRESHOLDS = (1_000, 10, 1_000)
 MAX_OPEN_FILES = 1 << 20
 """Some systems allow a billion, and some libraries iterate over all of them."""
+OWN_FILES = 64
+"""Open files of a gateway besides connections of clients and to engines."""
 _ERRORS = (ApiKeysError, DiscoveryError, EndpointPickerError, LengthsError, TlsError, TracingError)
 """Of the configuration: exit code 2."""
 
@@ -120,7 +124,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     except ValueError as error:
         parser.error(str(error))
     logs.configure(options.log_format)
-    raise_open_file_limit(config.max_clients)
+    config = replace(config, max_clients=limit_clients(config.max_clients, raise_file_limit()))
     _report_open_access(config)
     return run(config)
 
@@ -148,23 +152,34 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def raise_open_file_limit(clients: int) -> None:
-    """Raise the soft limit of open files, and thus of connections, to the hard limit.
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files, and thus of connections, to the hard limit; returns it.
     Shells and containers often start with a soft limit of 1,024. Processes that are forked later
-    inherit it. `clients`: how many are to be served at a time; logs a warning if it is too low."""
+    inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= limit:
-        limit = soft
-    else:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        log.info("up to %d files may be open instead of %d", limit, soft)
-    if resource.RLIM_INFINITY != limit <= clients:
-        message = (
-            "%d files may be open, too few for --max-clients %d and their engines: "
-            "raise the hard limit (ulimit -Hn) or serve fewer clients"
-        )
-        log.warning(message, limit, clients)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_OPEN_FILES
+    if soft >= limit:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    log.info("up to %d files may be open instead of %d", limit, soft)
+    return limit
+
+
+def limit_clients(clients: int, files: int) -> int:
+    """How many of so many clients may be connected where so many files may be open; logs a warning
+    if they are fewer. The internal port and as many engines as clients have files, too."""
+    spare = files - OWN_FILES
+    fit = max((spare - min(MAX_INTERNAL_CLIENTS, spare // 8)) // 2, 1)
+    if fit >= clients:
+        return clients
+    message = (
+        "%d files may be open, too few for --max-clients %d and their engines, so %d clients are "
+        "served at a time: raise the hard limit (ulimit -Hn)"
+    )
+    log.warning(message, files, clients, fit)
+    return fit
 
 
 def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from cleave.gateway.app.routes import OTHER_ROUTES
+
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
 GOOD = b'{"choices":[{"text":"one"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}'
@@ -241,6 +243,22 @@ async def test_the_bytes_of_an_embedding_and_their_description_pass(single) -> N
     assert (response.status, response.body) == (200, b"\x00\xff" * 8)
     assert response.headers["metadata"] == '{"id":"e"}'
     assert "set-cookie" not in response.headers
+
+
+@pytest.mark.parametrize("route", OTHER_ROUTES, ids=lambda route: route.path.decode())
+async def test_usual_answers_of_all_other_paths_pass_as_they_are(single, route) -> None:
+    """As vLLM's response classes: an object, with or without usage; bytes of embeddings."""
+    fields = dict.fromkeys(route.required, "a") | {"model": "m"}
+    bodies = [b'{"data":[],"usage":{"prompt_tokens":3}}', b'{"tokens":[1,2]}', b'{"prompt":"a"}']
+    kinds = [(b"application/json", body) for body in bodies]
+    kinds += [(b"application/octet-stream", b"\0\x80")] * (
+        route.path in (b"/v1/embeddings", b"/pooling")
+    )
+    for kind, body in kinds:
+        single.engines["x"].script = send(build(body, kind=kind))
+        response = await single.ask(fields, route.path.decode())
+        assert (response.status, response.body) == (200, body)
+        assert response.headers["content-type"] == kind.decode()
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"", b'{"data":', b"{}{}"])
