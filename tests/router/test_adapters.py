@@ -73,7 +73,7 @@ def test_a_new_revision_alone_gets_what_the_old_one_lacks(registry, make_event) 
 
 def test_an_adapter_outlives_the_restart_of_all_engines(registry, make_event) -> None:
     for name in ("a", "b"):
-        fields = {"adapters": ["sql"], "state": agent_pb2.STATE_STARTING, "boot_id": "new"}
+        fields = {"adapters": ["sql"], "state": agent_pb2.STATE_STARTING, "boot_id": f"new-{name}"}
         registry.on_event(name, make_event(name, "mixed", **fields), 0.0)
     with pytest.raises(NoInstance):
         Router(registry).pick("sql", 100)

@@ -1,12 +1,16 @@
 """What agents say, and stop saying, and what that opens and closes."""
 
 import math
+import time
 
 import pytest
 
 from cleave.router.errors import NoInstance
 from cleave.router.instance import Connectivity
+from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
+from cleave.rpc.boot_ids import create_boot_id
+from cleave.rpc.registration_checks import RegistrationError
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -92,6 +96,7 @@ def test_a_report_of_an_earlier_boot_is_ignored(registry, make_event, loaded) ->
 
 def test_a_name_that_moved_is_not_lost_with_its_old_address(registry, make_event) -> None:
     registry.on_event("old", make_event("d", "decode", boot_id="1"), 0.0)
+    registry.listed = {"new"}
     registry.on_event("new", make_event("d", "decode", boot_id="2"), 1.0)
     registry.on_disconnect("old")
     registry.remove_agent("old")
@@ -177,3 +182,124 @@ def test_an_invalid_registration_is_ignored(registry, make_event, name: str) -> 
     assert open_names(registry) == {"d"}
     registry.on_disconnect("a")
     assert open_names(registry) == set()
+
+
+def register(registry, event, agent: str, now: float) -> str:
+    """Register an instance; returns what is wrong with it."""
+    try:
+        registry.on_event(agent, event, now)
+    except RegistrationError as error:
+        return str(error)
+    return ""
+
+
+def test_the_name_of_another_agents_instance_is_refused_while_that_one_is_there(
+    registry, make_event, loaded
+) -> None:
+    registry.on_event("a:1", make_event("d", "decode"), 0.0)
+    registry.on_event("b:1", make_event("e", "decode"), 0.0)
+    usurped = make_event("d", "prefill", boot_id="other")
+    assert "is that of the agent a:1" in register(registry, usurped, "b:1", 1.0)
+    assert {i.name: i.agent for i in registry.instances.values()} == {"d": "a:1", "e": "b:1"}
+    registry.on_event("a:1", loaded("d"), 30.0)
+    assert register(registry, usurped, "b:1", 89.0)
+    assert open_names(registry) == {"d", "e"}
+    # It has been silent for a minute: its successor has another address.
+    assert not register(registry, usurped, "b:1", 91.0)
+    assert {i.name: i.agent for i in registry.instances.values()} == {"d": "b:1"}
+
+
+def test_an_agent_that_is_listed_no_longer_keeps_neither_name_nor_boot(
+    registry, make_event
+) -> None:
+    registry.on_event("a:1", make_event("d", "decode"), 0.0)
+    registry.listed = {"a:1", "b:1"}
+    assert register(registry, make_event("d", "decode"), "b:1", 1.0)
+    assert register(registry, make_event("e", "decode", boot_id="d-boot"), "b:1", 1.0)
+    registry.listed = {"b:1"}
+    assert not register(registry, make_event("d", "decode"), "b:1", 2.0)
+    assert registry.instances["d"].agent == "b:1"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_boot_of_another_instance_is_refused_in_either_order(
+    registry, make_event, is_first: bool
+) -> None:
+    boot_id = create_boot_id("victim")
+    victim = make_event("victim", "decode", boot_id=boot_id)
+    rogue = make_event("rogue", "decode", boot_id=boot_id)
+    reports = [(rogue, "r:1"), (victim, "v:1")] if is_first else [(victim, "v:1"), (rogue, "r:1")]
+    for event, agent in reports:
+        register(registry, event, agent, 0.0)
+    assert set(registry.instances) == {"victim"}
+    assert "is that of instance 'victim'" in register(registry, rogue, "r:1", 1.0)
+    assert [i.name for i in registry.models["m"].instances] == ["victim"]
+
+
+def test_boots_of_other_kinds_are_those_of_the_first_that_reports_them(
+    registry, make_event
+) -> None:
+    registry.on_event("v:1", make_event("victim", "decode", boot_id="same"), 0.0)
+    registry.on_event("r:1", make_event("rogue", "decode"), 0.0)
+    assert register(registry, make_event("rogue", "decode", boot_id="same"), "r:1", 1.0)
+    assert registry.instances["rogue"].target.boot_id == "rogue-boot"
+    # Once its instance has another boot, it is free; nothing refers to it any more.
+    registry.on_event("v:1", make_event("victim", "decode", boot_id="next"), 2.0)
+    assert not register(registry, make_event("rogue", "decode", boot_id="same"), "r:1", 3.0)
+
+
+def test_engines_that_have_not_started_share_no_boot(registry, make_event) -> None:
+    for name in ("d1", "d2"):
+        event = make_event(name, "decode", state=agent_pb2.STATE_STARTING)
+        event.registration.boot_id = ""
+        registry.on_event(name, event, 0.0)
+    assert set(registry.instances) == {"d1", "d2"}
+
+
+def test_an_instance_of_an_agent_that_now_has_another_one_frees_its_boot(
+    registry, make_event
+) -> None:
+    registry.on_event("a:1", make_event("d", "decode", boot_id="b"), 0.0)
+    registry.on_event("a:1", make_event("e", "decode", boot_id="c"), 1.0)
+    assert not register(registry, make_event("f", "decode", boot_id="b"), "b:1", 2.0)
+    assert set(registry.instances) == {"e", "f"}
+
+
+@pytest.fixture
+def large(registry, make_event) -> InstanceRegistry:
+    """1,024 instances."""
+    for number in range(1_024):
+        role = ["prefill", "decode"][number % 2]
+        registry.on_event(f"a{number}:1", make_event(f"i{number:04}", role), 0.0)
+    assert len(registry.models["m"].instances) == 1_024
+    return registry
+
+
+CHANGES = [
+    {},
+    {"epoch": (7, 8)},
+    {"reason": ("x", "y")},
+    {"boot_id": ("one", "two")},
+    {"state": (agent_pb2.STATE_DRAINING, agent_pb2.STATE_READY)},
+    {"role": (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE)},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda fields: "".join(fields) or "unchanged")
+def test_a_registration_among_1024_takes_less_than_a_millisecond(
+    large, make_event, changes: dict
+) -> None:
+    events = [make_event("i0000", "prefill"), make_event("i0000", "prefill")]
+    for field, values in changes.items():
+        for event, value in zip(events, values, strict=True):
+            setattr(event.registration, field, value)
+    took = []
+    for round_ in range(5):
+        began = time.thread_time()
+        for n in range(10):
+            large.on_event("a0:1", events[n % 2], 1.0 + round_ + n)
+            assert large.models
+        took.append((time.thread_time() - began) / 10)
+    assert min(took) < 0.001
+    if not changes:
+        assert min(took) < 0.000_1

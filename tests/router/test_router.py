@@ -400,12 +400,12 @@ def test_nothing_is_in_flight_after_any_history(registry, make_event, loaded, se
             pick = rng.choice(open_picks)
             router.release(pick, phase)
         elif event < 0.8:
-            report = loaded(name, rng.randrange(9_000), rng.randrange(900), f"boot{boots[name]}")
+            report = loaded(name, rng.randrange(9_000), rng.randrange(900), f"{name}-{boots[name]}")
             registry.on_event(name, report, step)
         elif event < 0.9:
             boots[name] += rng.random() < 0.5
             role = rng.choice(["prefill", "decode", "mixed"])
-            registry.on_event(name, make_event(name, role, boot_id=f"boot{boots[name]}"), step)
+            registry.on_event(name, make_event(name, role, boot_id=f"{name}-{boots[name]}"), step)
         elif event < 0.95:
             registry.on_disconnect(name)
         else:

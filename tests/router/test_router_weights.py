@@ -6,8 +6,8 @@ from collections import defaultdict
 import pytest
 
 from cleave.api.enums import DispatchPolicy
+from cleave.gateway.metrics.pair_summary import find_partners, summarize_pairs
 from cleave.router.errors import NoInstance
-from cleave.router.pair_summary import find_partners, summarize_pairs
 from cleave.router.registry import InstanceRegistry
 from cleave.router.router import RequestPhase, Router
 from cleave.rpc.revision import build_revision

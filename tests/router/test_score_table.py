@@ -8,6 +8,7 @@ import pytest
 from cleave.api.enums import DispatchPolicy
 from cleave.policy.dispatch import NONE, prefer_own
 from cleave.policy.prompt_cost import count_all_mixed
+from cleave.router.pair_proofs import PairResult
 from cleave.router.registry import InstanceRegistry
 from cleave.router.score_table import (
     MAX_LIST_INSTANCES,
@@ -16,6 +17,11 @@ from cleave.router.score_table import (
     ScoreTable,
     build_ring,
 )
+from cleave.router.shared_load import SharedLoad, build_table
+from cleave.router.shared_score_table import build_shared_table
+from cleave.rpc.v1 import agent_pb2
+
+from tests.router.conftest import ROLES
 
 COUNTS = [1, 8, MAX_LIST_INSTANCES, MAX_LIST_INSTANCES + 1]
 
@@ -101,3 +107,76 @@ def test_the_ring_is_built_once_for_the_same_instances(make_table) -> None:
     table.find_preferred(1, table.prefill)
     assert build_ring.cache_info().misses == 1
     assert len(build_ring(("p1", "p2"))) == 32
+
+
+COLUMNS = ["prefill", "decode", "mixed", "colocated", "spare", "pending_prompt"]
+ARRAYS = ["room", "heaviness", "batch", "context", "keys", "is_remote"]
+STATES = [agent_pb2.STATE_READY, agent_pb2.STATE_READY, agent_pb2.STATE_DRAINING]
+NAMES = list(ROLES)
+
+
+def describe(table: ScoreTable) -> dict[str, object]:
+    """All that is found in a table."""
+    table.refresh()
+    columns = [getattr(table, name) for name in COLUMNS]
+    closed = table.closed_pairs
+    described = {name: c.to_list() for name, c in zip(COLUMNS, columns, strict=True)}
+    described |= {name: getattr(table, name).tolist() for name in ARRAYS}
+    described["shared columns"] = [[a is b and a.size > 0 for a in columns] for b in columns]
+    open_ = table.mixed if table.mixed.size else table.pending_prompt
+    described["preferred"] = [table.find_preferred(key << 24, open_) for key in range(256)]
+    for name in ("prompt_slots", "slot_by_boot", "slot_by_holder"):
+        described[name] = getattr(table, name)
+    described["closed"] = (closed.count, closed.alone.tolist(), closed.expiry_s)
+    size = len(table.instances)
+    described["pairs"] = [closed.is_closed(p, d) for p in range(size) for d in range(size)]
+    return described
+
+
+@pytest.mark.parametrize("policy", [DispatchPolicy.PREFIX_AWARE, DispatchPolicy.BEST_FIT])
+@pytest.mark.parametrize("count", [1, 3, MAX_LIST_INSTANCES + 2])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_table_of_instances_that_change_equals_one_that_is_built_of_them(
+    make_event, loaded, policy: DispatchPolicy, count: int, is_shared: bool
+) -> None:
+    shared = SharedLoad(build_table(1).for_process(0)) if is_shared else None
+    registry, rng = InstanceRegistry(policy, shared), random.Random(count)
+    boots = {f"i{number:02}": 0 for number in range(count)}
+
+    def report(name: str, now: float) -> agent_pb2.WatchEvent:
+        boots[name] += rng.random() < 0.2
+        event = make_event(
+            name, rng.choice(NAMES), verified=rng.random() < 0.8, boot_id=f"{name} {boots[name]}"
+        )
+        event.registration.state = rng.choice(STATES)
+        event.registration.kv_blocks_total = rng.choice([1_000, 2_000])
+        return event
+
+    for name in boots:
+        registry.on_event(name, report(name, 0.0), 0.0)
+    (table,) = registry.list_tables()
+    for step in range(150):
+        now, name = 0.1 * step, rng.choice(list(boots))
+        instance, boot_id = registry.instances[name], f"{name} {boots[name]}"
+        if rng.random() < 0.5:
+            registry.on_event(name, report(name, now), now)
+        elif rng.random() < 0.3:
+            registry.on_disconnect(name)
+        elif rng.random() < 0.5:
+            other = rng.choice(list(boots))
+            result = PairResult(other, rng.choice([1, 2, 3]), now)
+            registry.record_pair(instance, f"{other} {boots[other]}", result, now)
+        else:
+            tokens, routers = rng.randrange(9_000), rng.choice([1, 2])
+            report_ = loaded(name, tokens, boot_id=boot_id, num_routers=routers)
+            registry.on_event(name, report_, now)
+        if step % 3 == 0:
+            assert registry.list_tables() == [table]
+            table.update_pairs(now)
+            rebuilt = (
+                build_shared_table(table.instances, policy, shared)
+                if shared
+                else (ScoreTable(table.instances, policy))
+            )
+            rebuilt.update_pairs(now)
+            assert describe(table) == describe(rebuilt)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.rpc.registration_checks import RegistrationError, check_registration
+from cleave.rpc.registration_checks import RegistrationError, check_pairs, check_registration
 from cleave.rpc.v1 import agent_pb2
 
 AGENT = "10.0.0.1:9000"
@@ -32,11 +32,34 @@ def make_registration(**fields: object) -> agent_pb2.Registration:
         ({"runtime_adapters": [{"engine_name": "a" * 513}]}, "a name has 513 characters"),
         ({"model": "m" * 513}, "a name has 513 characters"),
         ({"reason": "r" * (512 << 10)}, "is too large"),
+        ({"boot_id": "b b"}, "'b b' has other characters"),
+        ({"instance": "p-0.a\n"}, "has other characters"),
+        ({"instance": "p-0.\u00e4"}, "has other characters"),
     ],
 )
 def test_a_registration_of_something_else_is_refused(fields: dict, fault: str) -> None:
     with pytest.raises(RegistrationError, match=fault):
         check_registration(make_registration(**fields), AGENT, "chat", "p-0")
+
+
+@pytest.mark.parametrize("engine_url", ["http://10.0.0.9:9001", "http://other.example:9001"])
+def test_an_agent_that_is_dialled_by_name_has_its_engine_there(engine_url: str) -> None:
+    with pytest.raises(RegistrationError, match=r"the agent at worker\.example"):
+        check_registration(make_registration(engine_url=engine_url), "worker.example:9000")
+
+
+@pytest.mark.parametrize(
+    ("proofs", "fault"),
+    [
+        ([{}] * 1_025, "results of 1025 pairs"),
+        ([{"reason": "r" * 513}], "a name has 513 characters"),
+        ([{"prefill_boot_id": "b" * 513}], "a name has 513 characters"),
+    ],
+)
+def test_results_of_pairs_are_bounded(proofs: list[dict], fault: str) -> None:
+    check_pairs(agent_pb2.PairProofs(proofs=[{"prefill": "p"}] * 1_024))
+    with pytest.raises(RegistrationError, match=fault):
+        check_pairs(agent_pb2.PairProofs(proofs=proofs))
 
 
 @pytest.mark.parametrize(
@@ -46,9 +69,10 @@ def test_a_registration_of_something_else_is_refused(fields: dict, fault: str) -
         (AGENT, "", "p-0"),
         (AGENT, "http://10.0.0.1:9001", "p-0.decode-1"),
         ("[fd00::1]:9000", "http://[fd00:0::1]:9001", "p-0"),
-        ("worker.example:9000", "http://10.0.0.9:9001", "p-0"),
+        ("worker.example:9000", "http://worker.example:9001", "p-0"),
+        ("localhost:9000", "http://127.0.0.1:9001", "p-0"),
     ],
-    ids=["usual", "starting", "cell", "IPv6", "name"],
+    ids=["usual", "starting", "cell", "IPv6", "name", "localhost"],
 )
 def test_an_agents_own_registration_passes(agent: str, engine_url: str, instance: str) -> None:
     registration = make_registration(instance=instance)

@@ -141,7 +141,7 @@ class GatewayContext:
         self.queue_limit = config.queue_limit
         """This process's limit of `num_awaiting_first_byte`."""
         self.draining = False
-        self._pools: dict[str, EnginePool] = {}
+        self._pools: dict[tuple[str, str], EnginePool] = {}
         # Unique among gateways and their restarts: engines reject or mix up equal IDs.
         self._id_prefix = os.urandom(6).hex().encode()
         self._last_id = 0
@@ -210,12 +210,14 @@ class GatewayContext:
         return b"%b-%x" % (self._id_prefix, self._last_id)
 
     def get_pool(self, target: Target) -> EnginePool:
-        """The connection pool of one boot of an engine."""
-        pool = self._pools.get(target.boot_id)
+        """The connection pool of one boot of an engine, at its address: another agent may have
+        reported the same boot."""
+        key = target.engine_url, target.boot_id
+        pool = self._pools.get(key)
         if pool is None:
             limit, connect_s = self.config.engine_connections, self.config.timeouts.connect_s
             pool = EnginePool(target, limit, connect_s, self.clock, self.write_batcher)
-            self._pools[target.boot_id] = pool
+            self._pools[key] = pool
         return pool
 
     def _list_active_models(self) -> list[str]:
@@ -231,10 +233,10 @@ class GatewayContext:
         self.circuit_breaker.expire(now)
         self.suspect_requests.expire(now)
         self.suspect_senders.expire(now)
-        for boot_id, pool in tuple(self._pools.items()):
+        for key, pool in tuple(self._pools.items()):
             pool.close_idle(now)
             if pool.is_empty:
-                del self._pools[boot_id]
+                del self._pools[key]
 
     def close_pools(self) -> None:
         """Close all connections to engines."""

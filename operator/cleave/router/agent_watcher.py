@@ -1,6 +1,7 @@
 """Watches every agent and updates the registry. Started by the gateway.
 
-One gRPC stream per agent; the list of agents is refreshed twice a second. What is hard: to
+One gRPC stream per agent, which is read no faster than `rpc.event_budget` allows; the list of
+agents is refreshed twice a second. What is hard: to
 distinguish a lost agent from a silent one. A broken stream closes its instance at once and is
 reconnected with back-off. A silent open stream makes the instance stale first and closes it later,
 because a busy machine starves agents whose engines work. An address is removed only when the source
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 import uuid
 from collections.abc import Callable
 
@@ -21,8 +23,13 @@ from cleave.router.registry import InstanceRegistry
 from cleave.router.watchdog import WatchdogTimer
 from cleave.rpc.agent_discovery import AgentDiscovery, DiscoveryError
 from cleave.rpc.channel import dial
+from cleave.rpc.event_budget import EventBudget
 from cleave.rpc.plan_thresholds import PlanThresholds
-from cleave.rpc.registration_checks import MAX_REGISTRATION_BYTES, check_registration
+from cleave.rpc.registration_checks import (
+    MAX_REGISTRATION_BYTES,
+    check_pairs,
+    check_registration,
+)
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -36,6 +43,8 @@ MAX_DELAY_S = 2.0
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 2 * MAX_REGISTRATION_BYTES),
+    # A stream that is not read is not read ahead for more than 64 KiB: by default it grows to MiB.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.keepalive_time_ms", 5_000),
     # Together as long as SILENCE_S, until which a silent agent's instance stays open.
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -124,7 +133,7 @@ class AgentWatcher:
     async def _discover(self) -> None:
         # Not wait_for: before Python 3.12 it may lose a cancellation, and stop() would never end.
         async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
-            self._addresses = await self._agents.list_addresses()
+            self._addresses = self._registry.listed = await self._agents.list_addresses()
         if self._agents.thresholds != self._thresholds:
             self._thresholds = self._agents.thresholds
             if self._on_thresholds is not None:
@@ -134,18 +143,20 @@ class AgentWatcher:
             self._streams[address] = asyncio.create_task(self._watch(address))
 
     async def _watch(self, address: str) -> None:
-        delay = MIN_DELAY_S
+        delay, budget = MIN_DELAY_S, EventBudget(self._clock)
         try:
             async with dial(address, _CHANNEL_OPTIONS) as channel:
                 while address in self._addresses:
+                    began_s = self._clock()
                     try:
-                        if await self._read_stream(address, channel):
-                            delay = MIN_DELAY_S
+                        await self._read_stream(address, channel, budget)
                     except (ValueError, ArithmeticError) as error:
                         # The agent may be of a newer version; other agents are not affected.
                         log.warning("agent %s sent an invalid event: %s", address, error)
                     self._mark_registered(address)
                     self._registry.on_disconnect(address)
+                    if self._clock() - began_s > MAX_DELAY_S:
+                        delay = MIN_DELAY_S
                     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
                     delay = min(2 * delay, MAX_DELAY_S)
         finally:
@@ -154,21 +165,25 @@ class AgentWatcher:
             self._streams.pop(address, None)
             self._registry.refusals.pop(address, None)
 
-    async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
-        """Read one stream to its end; returns whether any event arrived."""
+    async def _read_stream(
+        self, address: str, channel: grpc.aio.Channel, budget: EventBudget
+    ) -> None:
+        """Read one stream to its end. Raises ValueError, ArithmeticError for an invalid event."""
         has_event = False
         request = agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
         try:
             metadata = await self._agents.build_metadata(address)
             async for event in agent_pb2_grpc.AgentStub(channel).Watch(request, metadata=metadata):
-                if event.HasField("registration"):
-                    pod = self._agents.find_agent(address).pod
-                    check_registration(event.registration, address, self._deployment, pod)
-                self._registry.on_event(address, event, self._clock())
+                began_s = time.thread_time()
+                self._apply(address, event)
                 if not has_event:
                     has_event = True
                     self._registry.refusals.pop(address, None)
                     self._mark_registered(address)
+                pause_s = budget.count(time.thread_time() - began_s, event.ByteSize())
+                if pause_s:
+                    # Flow control keeps the agent from sending more.
+                    await asyncio.sleep(pause_s)
         except grpc.aio.AioRpcError as error:
             refusal = str(error.details())
             is_refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -176,7 +191,14 @@ class AgentWatcher:
             if is_refused and self._registry.refusals.get(address) != refusal:
                 log.warning("agent %s refuses this gateway: %s", address, refusal)
                 self._registry.refusals[address] = refusal
-        return has_event
+
+    def _apply(self, address: str, event: agent_pb2.WatchEvent) -> None:
+        if event.HasField("registration"):
+            pod = self._agents.find_agent(address).pod
+            check_registration(event.registration, address, self._deployment, pod)
+        elif event.HasField("pairs"):
+            check_pairs(event.pairs)
+        self._registry.on_event(address, event, self._clock())
 
     def _mark_registered(self, address: str) -> None:
         self._unregistered.discard(address)

@@ -35,6 +35,19 @@ class ClosedPairs:
         self.expiry_s = math.inf
         """A time until which none of them opens by itself, in seconds of the registry's clock."""
 
+    def set_open(self, decode: int, *, is_open: bool) -> None:
+        """Open or close a slot for decoding."""
+        if bool(self._decodes[decode]) is is_open:
+            return
+        self._decodes[decode] = is_open
+        sign = 1 if is_open else -1
+        self._num_decodes += sign
+        self._counts += sign * self._matrix[:, decode].astype(np.int64)
+        self._find_alone()
+
+    def _find_alone(self) -> None:
+        self.alone = (self._counts > 0) & (self._counts >= self._num_decodes)
+
     def update(self, decode: int, until: Mapping[int, float]) -> None:
         """Replace the closed pairs of a decode slot. `until`: when each one opens by itself, by
         prefill slot."""
@@ -47,7 +60,7 @@ class ClosedPairs:
         self.count += int(added.sum())
         if self._decodes[decode]:
             self._counts += added
-            self.alone = (self._counts > 0) & (self._counts >= self._num_decodes)
+            self._find_alone()
 
     def is_closed(self, prefill: int, decode: int) -> bool:
         """Whether a pair is closed."""

@@ -284,6 +284,11 @@ class BaseScoreTable:
         """Recompute the scores of the instance on this slot."""
         raise NotImplementedError
 
+    def update_uses(self, slot: int, before: Target) -> None:
+        """Apply that the instance on this slot has opened, closed or changed its role or boot;
+        `before`: its target before."""
+        raise NotImplementedError
+
 
 class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""

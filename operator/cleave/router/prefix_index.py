@@ -16,7 +16,6 @@ import mmap
 import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
-from zlib import crc32
 
 from cleave.policy.prefix_cache import CLOCK_BITS
 from cleave.policy.reuse_times import LAST_USES_BYTES
@@ -34,6 +33,8 @@ _BUCKET_BITS = 16
 _STAMP_MASK = (1 << CLOCK_BITS) - 1
 _HOLDER_BITS = 26
 _HOLDER_MASK = (1 << _HOLDER_BITS) - 1
+_HOLDER_KEY = secrets.token_bytes(16)
+"""The same in all processes of a gateway, which are forked."""
 _TAG_SHIFT = CLOCK_BITS + _HOLDER_BITS
 """A cell: 16 bits of the block's hash that do not select the bucket, 26 of the holder, a stamp."""
 _HIGH_SHIFT, _LOW_SHIFT = 26, 18
@@ -68,8 +69,10 @@ class PrefixMemory:
 
 def to_holder(boot_id: str) -> int:
     """The number of one boot of an engine in cells. After a restart nothing of it is found any
-    more. Two of a thousand engines have the same one with a probability below 1 %."""
-    return crc32(boot_id.encode()) & _HOLDER_MASK
+    more. Two of a thousand engines have the same one with a probability below 1 %, and no agent can
+    choose an id with the number of another one."""
+    digest = blake2b(boot_id.encode(), digest_size=4, key=_HOLDER_KEY).digest()
+    return int.from_bytes(digest, "little") & _HOLDER_MASK
 
 
 class PrefixIndex:

@@ -2,48 +2,37 @@
 
 Updated by `router.agent_watcher` (which does the I/O), read by the router. What is hard: a name may
 move to another address (a pod is replaced and its successor registers); events from an address, and
-its disconnection, count only while the instance of that name is registered from this address.
+its disconnection, count only while the instance of that name is registered from this address. And
+agents may report what is another one's: the first that has a name or a boot keeps it
+(`_check_holders`).
+An agent that reports changes without end must not cost the others' time: most change one slot of a
+table, and tables are built again for the rest.
 """
 
-import dataclasses
-from collections import defaultdict
+import logging
 from collections.abc import Collection
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy.session_affinity import to_key
 from cleave.router.errors import NoInstance, RouterError, UnknownModel
-from cleave.router.instance import Connectivity, RoutedInstance
+from cleave.router.instance import Connectivity, RoutedInstance, Target
 from cleave.router.pair_proofs import PairResult
-from cleave.router.runtime_adapters import AdapterPlacement, choose_placements
 from cleave.router.score_table import ScoreTable
+from cleave.router.served_models import ServedModel, build_models, get_group, knows_adapters
 from cleave.router.shared_load import SharedLoad
 from cleave.router.shared_score_table import build_shared_table
+from cleave.rpc.boot_ids import is_boot_of
+from cleave.rpc.registration_checks import RegistrationError
 from cleave.rpc.v1 import agent_pb2
+
+log = logging.getLogger(__name__)
 
 STALE_S = 2.0
 """An instance without events for this time is picked only if no other one is available."""
 MAX_KNOWN_MODELS = 4_096
 SILENCE_S = 10.0
 """An instance without events for this time takes no new requests."""
-
-
-@dataclasses.dataclass(slots=True)
-class ServedModel:
-    """A model or adapter with its score tables, one per deployment and revision."""
-
-    score_tables: list[ScoreTable]
-    instances: list[RoutedInstance]
-    base: str = ""
-    """Base model of an adapter; empty: this is not an adapter."""
-    adapter: int | None = None
-    """Key of an adapter; None: this is not an adapter."""
-    is_crowded: bool = False
-    """Whether instances serve more adapters than they can hold in memory at a time."""
-    engine_name: str = ""
-    """By which engines know an adapter that was loaded at run time; empty: by the model's name."""
-    lacking: frozenset[str] = frozenset()
-    """Instances in the score tables that have not loaded the adapter: they get none of its
-    requests."""
+RELEASE_S = 60.0
+"""An instance without events for this time keeps its name and boot from no other one."""
 
 
 class InstanceRegistry:
@@ -59,11 +48,15 @@ class InstanceRegistry:
         """The policy that determines the scores."""
         self.shared_load = shared_load
         self.instances: dict[str, RoutedInstance] = {}
-        self.models: dict[str, ServedModel] = {}
-        self.known_models: dict[str, float] = {}
-        """Time of the first registration, in seconds of the callers' clock, by the name of the
-        model, including those that no instance serves now: the first MAX_KNOWN_MODELS since the
-        start, as each is a label of metrics that stay."""
+        self.listed: Collection[str] | None = None
+        """Addresses of the agents that the source lists now; None: of all that have registered."""
+        self._models: dict[str, ServedModel] = {}
+        self._is_stale = False
+        """Whether instances have been added since the tables were built."""
+        self._has_runtime_adapters = False
+        self._boots: dict[str, str] = {}
+        """Names of the instances by their boots."""
+        self._known_models: dict[str, float] = {}
         self._pending_adapters: frozenset[str] = frozenset()
         """Adapters that were ordered and that no instance has loaded yet."""
         self.refusals: dict[str, str] = {}
@@ -71,6 +64,22 @@ class InstanceRegistry:
         self._names: dict[str, str] = {}
         self.latest_s = 0.0
         """Time of the latest event or sweep, in seconds of the callers' clock."""
+
+    @property
+    def models(self) -> dict[str, ServedModel]:
+        """What is served, by the name that clients request."""
+        if self._is_stale:
+            self._rebuild()
+        return self._models
+
+    @property
+    def known_models(self) -> dict[str, float]:
+        """Time of the first registration, in seconds of the callers' clock, by the name of the
+        model, including those that no instance serves now: the first MAX_KNOWN_MODELS since the
+        start, as each is a label of metrics that stay."""
+        if self._is_stale:
+            self._rebuild()
+        return self._known_models
 
     def on_event(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
         """Apply an event from the agent at this address; `now` in seconds.
@@ -86,27 +95,28 @@ class InstanceRegistry:
     def on_disconnect(self, agent: str) -> None:
         """The stream of an agent ended: its instance gets no new requests until its next event."""
         instance = self._find_instance(agent)
-        if instance is not None and self._set_connectivity(instance, Connectivity.DISCONNECTED):
-            self._rebuild()
+        if instance is not None:
+            self._set_connectivity(instance, Connectivity.DISCONNECTED)
 
     def remove_agent(self, agent: str) -> None:
         """Remove an agent and its instance, unless another address has registered the instance."""
         instance = self._find_instance(agent)
         self._names.pop(agent, None)
         if instance is not None:
+            if self._is_stale:
+                # So that its models are known.
+                self._rebuild()
             self._drop(instance)
             self._rebuild()
 
     def update_connectivity(self, now: float) -> None:
         """Mark instances without events for STALE_S as stale, close them after SILENCE_S."""
-        closed, self.latest_s = False, now
+        self.latest_s = now
         for instance in self.instances.values():
             age = now - instance.last_event_at
             if age > STALE_S and instance.connectivity is not Connectivity.DISCONNECTED:
                 connectivity = Connectivity.UNRESPONSIVE if age > SILENCE_S else Connectivity.STALE
-                closed |= self._set_connectivity(instance, connectivity)
-        if closed:
-            self._rebuild()
+                self._set_connectivity(instance, connectivity)
         for table in self.list_tables():
             if now >= table.closed_pairs.expiry_s:
                 table.update_pairs(now)
@@ -134,7 +144,7 @@ class InstanceRegistry:
     @property
     def knows_adapters(self) -> bool:
         """Whether any engine has reported its adapters; before that the list is incomplete."""
-        return any(map(_knows_adapters, self.instances.values()))
+        return any(map(knows_adapters, self.instances.values()))
 
     def build_error(self, model: str) -> RouterError:
         """The error for an unknown model; NoInstance while the list of models is incomplete."""
@@ -162,6 +172,11 @@ class InstanceRegistry:
 
     def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
         previous = self._find_instance(agent)
+        if previous is not None and previous.registration == registration:
+            previous.last_event_at = now
+            self._set_connectivity(previous, Connectivity.FRESH)
+            return
+        self._check_holders(agent, registration, now)
         instance = self.instances.get(registration.instance)
         # The part that may raise comes first, so that an invalid event changes nothing.
         if instance is None:
@@ -171,22 +186,79 @@ class InstanceRegistry:
                 else RoutedInstance(agent, registration, now, self.shared_load.open)
             )
             self.instances[registration.instance] = instance
+            self._is_stale = True
         else:
-            instance.register(agent, registration, now)
+            self._change(instance, agent, registration, now)
         if previous is not None and previous is not instance:
             self._drop(previous)
+            self._is_stale = True
         self._names[agent] = registration.instance
+        self._boots[registration.boot_id] = registration.instance
+
+    def _check_holders(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
+        """Raises RegistrationError for the name or boot of the instance of another agent, which the
+        source still lists and which has been heard of lately. If the boot shows that it is not that
+        one's, it was usurped: that instance goes."""
+        named = self.instances.get(registration.instance)
+        if named is not None and named.agent != agent and self._is_present(named, now):
+            raise RegistrationError(f"instance {named.name!r} is that of the agent {named.agent}")
+        name = self._boots.get(registration.boot_id, registration.instance)
+        holder = self.instances.get(name) if registration.boot_id else None
+        if holder is None or name == registration.instance or not self._is_present(holder, now):
+            return
+        boot_id = registration.boot_id
+        if is_boot_of(boot_id, name) or not is_boot_of(boot_id, registration.instance):
+            raise RegistrationError(f"boot {boot_id!r} is that of instance {name!r}")
+        log.warning("instance %s had the boot of %s, and goes", name, registration.instance)
+        self._drop(holder)
+        self._is_stale = True
+
+    def _is_present(self, instance: RoutedInstance, now: float) -> bool:
+        is_listed = self.listed is None or instance.agent in self.listed
+        return is_listed and now - instance.last_event_at < RELEASE_S
+
+    def _change(
+        self,
+        instance: RoutedInstance,
+        agent: str,
+        registration: agent_pb2.Registration,
+        now: float,
+    ) -> None:
+        """Apply a new registration of a known instance. Raises ValueError; then nothing changes."""
+        target, former = instance.target, instance.registration
+        is_regrouped = get_group(former) != get_group(registration)
+        if is_regrouped and self._is_stale:
+            # So that what it has served is known.
+            self._rebuild()
+        instance.register(agent, registration, now)
         instance.last_event_at, instance.connectivity = now, Connectivity.FRESH
-        self._rebuild()
+        if former.boot_id != registration.boot_id:
+            self._release_boot(former.boot_id, instance.name)
+        if self._is_stale:
+            return
+        if is_regrouped:
+            self._rebuild()
+            return
+        self._update_uses(instance, target)
+        if former.boot_id != registration.boot_id:
+            for table in self.list_tables():
+                if table is instance.score_table:
+                    table.update_pairs(now)
+
+    def _update_uses(self, instance: RoutedInstance, before: Target) -> None:
+        """Apply that an instance has opened or closed, or has another role or boot."""
+        if self._has_runtime_adapters:
+            # Where they are served depends on which instances are open.
+            self._rebuild()
+        elif instance.score_table is not None:
+            instance.score_table.update_uses(instance.slot, before)
 
     def _report(self, agent: str, load: agent_pb2.LoadReport, now: float) -> None:
         instance = self._find_instance(agent)
         if instance is None or not instance.update_load(load, now):
             return
         instance.last_event_at = now
-        if self._set_connectivity(instance, Connectivity.FRESH):
-            self._rebuild()
-        else:
+        if not self._set_connectivity(instance, Connectivity.FRESH):
             self.refresh(instance)
 
     def record_pair(
@@ -209,104 +281,44 @@ class InstanceRegistry:
 
     def _drop(self, instance: RoutedInstance) -> None:
         del self.instances[instance.name]
+        self._release_boot(instance.registration.boot_id, instance.name)
         instance.score_table = None
         instance.in_flight.close()
+
+    def _release_boot(self, boot_id: str, name: str) -> None:
+        if self._boots.get(boot_id) == name:
+            del self._boots[boot_id]
 
     def _find_instance(self, agent: str) -> RoutedInstance | None:
         instance = self.instances.get(self._names.get(agent, ""))
         return instance if instance is not None and instance.agent == agent else None
 
     def _set_connectivity(self, instance: RoutedInstance, connectivity: Connectivity) -> bool:
-        """Set the connectivity; whether that opens or closes the instance for requests."""
+        """Set the connectivity; returns whether it changes, and with it the scores."""
         if instance.connectivity is connectivity:
             return False
         selectable, instance.connectivity = instance.selectable, connectivity
         self.refresh(instance)
-        return instance.selectable is not selectable
+        if instance.selectable is not selectable and not self._is_stale:
+            self._update_uses(instance, instance.target)
+        return True
 
     def _rebuild(self) -> None:
-        groups: dict[tuple[str, str, str], list[RoutedInstance]] = defaultdict(list)
-        for name in sorted(self.instances):
-            instance = self.instances[name]
-            registration = instance.registration
-            key = registration.model, registration.deployment, registration.revision
-            groups[key].append(instance)
-        adapters: dict[str, list[tuple[str, ScoreTable]]] = defaultdict(list)
-        self.models = {}
-        for (model, _, _), instances in sorted(groups.items()):
-            table = (
-                ScoreTable(instances, self.policy)
-                if self.shared_load is None
-                else build_shared_table(instances, self.policy, self.shared_load)
-            )
-            table.update_pairs(self.latest_s)
-            served = self.models.setdefault(model, ServedModel([], []))
-            served.score_tables.append(table)
-            served.instances.extend(instances)
-            for slot, instance in enumerate(instances):
-                instance.score_table, instance.slot = table, slot
-            for name in _list_adapters(instances):
-                adapters[name].append((model, table))
-        for name, tables in adapters.items():
-            if name not in self.models:
-                score_tables = [table for _, table in tables]
-                members = [instance for table in score_tables for instance in table.instances]
-                crowded = any(map(_is_crowded, members))
-                served = ServedModel(score_tables, members, tables[0][0], to_key(name), crowded)
-                self.models[name] = served
-        self._add_runtime_adapters()
-        new = sorted(self.models.keys() - self.known_models.keys())
-        room = MAX_KNOWN_MODELS - len(self.known_models)
-        self.known_models.update(dict.fromkeys(new[:room], self.latest_s))
+        self._is_stale = False
+        instances = [self.instances[name] for name in sorted(self.instances)]
+        self._models, self._pending_adapters = build_models(instances, self._build_table)
+        self._has_runtime_adapters = any(e.registration.runtime_adapters for e in instances)
+        new = sorted(self._models.keys() - self._known_models.keys())
+        room = MAX_KNOWN_MODELS - len(self._known_models)
+        self._known_models.update(dict.fromkeys(new[:room], self.latest_s))
 
-    def _add_runtime_adapters(self) -> None:
-        """Add the adapters that engines have loaded since their start, below their models."""
-        pending: set[str] = set()
-        for model, base in list(self.models.items()):
-            if base.base:
-                continue
-            found = choose_placements(base.instances)
-            pending |= found.pending
-            for name, placement in found.placements.items():
-                if name not in self.models:
-                    self.models[name] = _build_adapter(name, model, base, placement)
-        self._pending_adapters = frozenset(pending - self.models.keys())
-
-
-def _build_adapter(
-    name: str, model: str, base: ServedModel, placement: AdapterPlacement
-) -> ServedModel:
-    """The adapter with the score tables that have an instance with it."""
-    tables = [
-        table
-        for table in base.score_tables
-        if any(each.name in placement.instances for each in table.instances)
-    ]
-    members = [instance for table in tables for instance in table.instances]
-    return ServedModel(
-        tables,
-        members,
-        model,
-        to_key(name),
-        any(map(_is_crowded, members)),
-        placement.engine_name,
-        frozenset(each.name for each in members) - placement.instances,
-    )
-
-
-def _list_adapters(instances: Collection[RoutedInstance]) -> Collection[str]:
-    """Adapters that all instances serve, ignoring those that do not know their adapters yet."""
-    reported = [set(each.registration.adapters) for each in instances if _knows_adapters(each)]
-    return sorted(set.intersection(*reported)) if reported else ()
-
-
-def _is_crowded(instance: RoutedInstance) -> bool:
-    registration = instance.registration
-    count = len(registration.adapters) + len(registration.runtime_adapters)
-    return count > registration.max_adapters
-
-
-def _knows_adapters(instance: RoutedInstance) -> bool:
-    """Whether its engine has started, or had started before a restart and reported adapters."""
-    registration = instance.registration
-    return registration.state != agent_pb2.STATE_STARTING or bool(registration.adapters)
+    def _build_table(self, instances: list[RoutedInstance]) -> ScoreTable:
+        table = (
+            ScoreTable(instances, self.policy)
+            if self.shared_load is None
+            else build_shared_table(instances, self.policy, self.shared_load)
+        )
+        table.update_pairs(self.latest_s)
+        for slot, instance in enumerate(instances):
+            instance.score_table, instance.slot = table, slot
+        return table

@@ -2,8 +2,7 @@
 for every request, and the gRPC service exposes it to other gateways.
 
 What is hard: prefill and decode instances are picked together: of one deployment and revision, with
-verified KV paths, and in one cell if cells are configured and that cell can decode. If no such pair
-is available, the fallback policy decides.
+verified KV paths, and in one cell if that cell can decode. Else the fallback policy decides.
 A prefill instance serves a whole request only as the last resort of `Always`: every engine can, and
 a slow response is better than none, but it delays other prompts.
 """
@@ -25,10 +24,11 @@ from cleave.router.errors import NoInstance, describe_unavailable
 from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, Target
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.prefix_index import PrefixMemory
-from cleave.router.registry import InstanceRegistry, ServedModel
+from cleave.router.registry import InstanceRegistry
 from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import ScoreTable, WritableScoreColumn
 from cleave.router.selection import EndpointSelector, find_slots
+from cleave.router.served_models import ServedModel
 from cleave.router.shared_score_table import ChangeLogScoreTable
 
 UNKNOWN_OUTPUT_TOKENS = 256

@@ -52,7 +52,6 @@ from cleave.router.prefix_index import (
     PrefixMemory,
     to_holder,
 )
-from cleave.router.registry import ServedModel
 from cleave.router.routing_request import CachedPrompt, RoutingRequest
 from cleave.router.score_table import (
     ArrayScoreColumn,
@@ -60,6 +59,7 @@ from cleave.router.score_table import (
     WritableScoreColumn,
     compute_headroom_of,
 )
+from cleave.router.served_models import ServedModel
 
 _INF = math.inf
 _REFRESHES = 4

@@ -7,7 +7,7 @@ Each process decides separately whether an instance is open or stale.
 """
 
 from cleave.api.enums import DispatchPolicy
-from cleave.router.instance import RoutedInstance
+from cleave.router.instance import RoutedInstance, Target
 from cleave.router.score_table import ScoreTable
 from cleave.router.shared_load import SharedLoad
 
@@ -39,6 +39,11 @@ class SharedScoreTable(ScoreTable):
         self._is_fresh = True
         return super().find_shortest_queue()
 
+    def update_uses(self, slot: int, before: Target) -> None:
+        """As in the base class."""
+        super().update_uses(slot, before)
+        self._is_fresh = False
+
     def update(self, slot: int) -> None:
         """Publish changes of an instance's load; the next `refresh` rescores it."""
         self.instances[slot].in_flight.publish()
@@ -48,11 +53,12 @@ class SharedScoreTable(ScoreTable):
 class ChangeLogScoreTable(ScoreTable):
     """A table of many instances, of which only those in the change log are rescored."""
 
-    __slots__ = ("_change_log", "_changed", "_reader", "_rows", "_slots")
+    __slots__ = ("_change_log", "_changed", "_reader", "_rows", "_shared_load", "_slots")
 
     def __init__(
         self, instances: list[RoutedInstance], policy: DispatchPolicy, shared_load: SharedLoad
     ) -> None:
+        self._shared_load = shared_load
         self._change_log = shared_load.table.change_log
         self._reader = self._change_log.open_reader()
         self._rows = [shared_load.find_row(each.in_flight) for each in instances]
@@ -61,6 +67,14 @@ class ChangeLogScoreTable(ScoreTable):
             self._slots.setdefault(row, []).append(slot)
         self._changed: set[int] = set()
         super().__init__(instances, policy)
+
+    def update_uses(self, slot: int, before: Target) -> None:
+        """As in the base class; a new boot has another row."""
+        row = self._shared_load.find_row(self.instances[slot].in_flight)
+        self._slots[self._rows[slot]].remove(slot)
+        self._slots.setdefault(row, []).append(slot)
+        self._rows[slot] = row
+        super().update_uses(slot, before)
 
     def refresh(self) -> None:
         """Rescore the instances that this or another process has changed."""

@@ -8,6 +8,7 @@ sent to any address.
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from cleave.rpc.v1 import agent_pb2
@@ -17,6 +18,11 @@ MAX_ADAPTERS = 1_024
 MAX_NAME_CHARACTERS = 512
 """Length of each name in it."""
 MAX_REGISTRATION_BYTES = 512 << 10
+MAX_PAIRS = 1_024
+"""Results of pairs in one event, as many as agents keep."""
+_LOOPBACK = ipaddress.ip_address("127.0.0.1")
+_ID = re.compile(r"[!-~]*")
+"""Names of instances, and boots: without spaces, which separate them elsewhere."""
 _FURTHER_POD = re.compile("-[1-9][0-9]?")
 """What follows the name of an instance in those of its further pods. The generated end of an
 instance's own name is longer."""
@@ -42,13 +48,28 @@ def check_registration(
         *registration.adapters,
         *(name for each in loaded for name in (each.name, each.engine_name)),
     )  # fmt: skip
-    if (longest := max(map(len, names))) > MAX_NAME_CHARACTERS:
-        raise RegistrationError(f"a name has {longest} characters: {MAX_NAME_CHARACTERS} at most")
+    _check_names(names)
+    for each in (registration.instance, registration.boot_id):
+        if _ID.fullmatch(each) is None:
+            raise RegistrationError(f"{each!r} has other characters than visible ASCII ones")
     if deployment and registration.deployment != deployment:
         raise RegistrationError(f"deployment {registration.deployment!r}, not {deployment!r}")
     if pod and not _is_of_pod(registration, pod):
         raise RegistrationError(f"instance {registration.instance!r} is not of pod {pod!r}")
     _check_engine_host(registration.engine_url, agent)
+
+
+def check_pairs(pairs: agent_pb2.PairProofs) -> None:
+    """Raises RegistrationError for results that no agent of Cleave sends."""
+    if (count := len(pairs.proofs)) > MAX_PAIRS:
+        raise RegistrationError(f"results of {count} pairs, more than {MAX_PAIRS}")
+    texts = ((e.prefill, e.prefill_boot_id, e.reason, e.source) for e in pairs.proofs)
+    _check_names(text for each in texts for text in each)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    if (longest := max(map(len, names), default=0)) > MAX_NAME_CHARACTERS:
+        raise RegistrationError(f"a name has {longest} characters: {MAX_NAME_CHARACTERS} at most")
 
 
 def _is_of_pod(registration: agent_pb2.Registration, pod: str) -> bool:
@@ -62,22 +83,14 @@ def _is_of_pod(registration: agent_pb2.Registration, pod: str) -> bool:
 
 def _check_engine_host(engine_url: str, agent: str) -> None:
     """Raises RegistrationError when the engine has another address than its agent."""
-    host = urlsplit(f"//{agent}").hostname or ""
-    engine_host = urlsplit(engine_url).hostname
-    # A name comes from a list on the command line; discovery yields addresses.
-    if engine_host is None or not _is_address(host):
-        return
-    if not _is_address(engine_host) or _parse(engine_host) != _parse(host):
+    host, engine_host = urlsplit(f"//{agent}").hostname or "", urlsplit(engine_url).hostname
+    if engine_host is not None and _parse(engine_host) != _parse(host):
         raise RegistrationError(f"its engine is at {engine_host}, the agent at {host}")
 
 
-def _is_address(host: str) -> bool:
+def _parse(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | str:
+    """The address, or the name of a host that was listed by it."""
     try:
-        _parse(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
-
-
-def _parse(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(host)
+        return _LOOPBACK if host == "localhost" else host

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,12 @@ async def test_idle_connections_are_closed_before_the_engine_does(single) -> Non
     pool.close_idle(single.context.clock() + 100)
     await single.until(lambda: pool.is_empty, "closed")
     assert (await client.ask(ASK)).status == 200
+
+
+async def test_engines_that_report_the_same_boot_share_no_connections(pair) -> None:
+    targets = [each.target for each in pair.context.router.registry.instances.values()]
+    pools = [pair.context.get_pool(replace(target, boot_id="the same")) for target in targets]
+    assert len({id(pool) for pool in pools}) == len(targets) == 2
 
 
 async def test_pools_of_engines_that_are_gone_are_forgotten(single) -> None:

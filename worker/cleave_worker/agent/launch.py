@@ -12,11 +12,11 @@ import os
 import shutil
 import socket
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cleave.rpc import boot_ids
 from cleave.rpc.credentials import CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.engine_key import ENV as ENGINE_KEY_ENV
 from cleave.rpc.revision import WEIGHTS_ENV
@@ -119,7 +119,7 @@ class Launch:
 def create_boot_id(config: AgentConfig) -> str:
     """Return a new boot id, which the KV transfer takes for its engine id: vLLM 0.32 appends the
     data-parallel rank to that (`EngineCoreProc.run_engine_core`)."""
-    return uuid.uuid4().hex[:12] + _get_rank_suffix(config)
+    return boot_ids.create_boot_id(config.name) + _get_rank_suffix(config)
 
 
 def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:

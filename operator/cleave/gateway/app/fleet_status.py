@@ -7,9 +7,9 @@ from itertools import islice
 import msgspec
 
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.metrics.pair_summary import PairSummary, find_partners, summarize_pairs
 from cleave.perf.model.model_report import MAX_LENGTH as _MAX_REPORT_LENGTH
 from cleave.router.instance import RoutedInstance
-from cleave.router.pair_summary import PairSummary, find_partners, summarize_pairs
 from cleave.rpc import fleet_status
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.fleet_status import (

@@ -26,7 +26,7 @@ from cleave.gateway.metrics.multiprocess import sum_counters
 from cleave.gateway.metrics.process_metrics import measure_processes
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.router.instance import RoutedInstance
-from cleave.router.registry import ServedModel
+from cleave.router.served_models import ServedModel
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 from cleave.time_slices import Steps

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from cleave.gateway.metrics.families import Family, build_gauge, format_labels
+from cleave.gateway.metrics.pair_summary import find_partners, summarize_pairs
 from cleave.router.instance import Connectivity, RoutedInstance, count_engine_hits
-from cleave.router.pair_summary import find_partners, summarize_pairs
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
