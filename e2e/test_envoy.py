@@ -16,6 +16,7 @@ import pytest
 
 from e2e.support.deployments import CLEAVE, Deployment, deployed, emulated, idle, until
 from e2e.support.envoy import Envoy, proxied
+from tests.support.certificates import Files
 from tests.support.ports import find_free_port
 
 pytestmark = [
@@ -59,6 +60,9 @@ def staged(
         (agents,) = deployment.state_dir.rglob("agents")
         line = [CLEAVE, "gateway", "--agents", f"file:{agents}", "--port", str(port)]
         line += ["--endpoint-picker-port", str(picker_port), *flags]
+        proxy = Files(folder).write()
+        if "--endpoint-picker-direct" in flags:
+            line += ["--endpoint-picker-client-ca", str(proxy.certificate)]
         log = stack.enter_context((folder / "gateway.log").open("wb"))
         env = os.environ | deployment.agent_env
         gateway = stack.enter_context(subprocess.Popen(line, env=env, stdout=log, stderr=log))
@@ -70,7 +74,7 @@ def staged(
         stages = {}
         for mode in modes:
             (place := folder / mode).mkdir()
-            envoy = stack.enter_context(proxied(place, picker_port, endpoints, mode))
+            envoy = stack.enter_context(proxied(place, picker_port, endpoints, mode, proxy))
             stages[mode] = Stage(deployment, url, envoy)
         yield stages
 

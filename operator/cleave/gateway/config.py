@@ -193,7 +193,8 @@ class GatewayConfig:
     endpoint_picker_direct: bool = _declare(
         "--endpoint-picker-direct",
         False,
-        "the endpoint picker sends completions that are not split directly to instances",
+        "the endpoint picker sends completions that are not split directly to instances; needs "
+        "--endpoint-picker-client-ca",
     )
     endpoint_picker_certificate: Path | None = _declare_file(
         "--endpoint-picker-cert",
@@ -201,6 +202,11 @@ class GatewayConfig:
     )
     endpoint_picker_key: Path | None = _declare_file(
         "--endpoint-picker-key", "PEM, without a password"
+    )
+    endpoint_picker_client_ca: Path | None = _declare_file(
+        "--endpoint-picker-client-ca",
+        "PEM: the endpoint picker serves only clients with a certificate of this authority, which "
+        "is to sign for proxies alone",
     )
     endpoint_picker_plain: bool = _declare(
         "--endpoint-picker-plain",
@@ -415,8 +421,15 @@ def _check(config: GatewayConfig) -> None:
         raise ValueError("--tls-cert and --tls-key go together: give both or neither")
     if (config.endpoint_picker_certificate is None) != (config.endpoint_picker_key is None):
         raise ValueError("--endpoint-picker-cert and -key go together: give both or neither")
-    if config.endpoint_picker_plain and config.endpoint_picker_certificate is not None:
-        raise ValueError("--endpoint-picker-plain: needs no certificate: leave out one of them")
+    if config.endpoint_picker_plain and (
+        config.endpoint_picker_certificate or config.endpoint_picker_client_ca
+    ):
+        raise ValueError("--endpoint-picker-plain: has no certificates: leave out one of them")
+    if config.endpoint_picker_direct and config.endpoint_picker_client_ca is None:
+        raise ValueError(
+            "--endpoint-picker-direct: gives the keys of engines to its clients, which must be "
+            "proxies: give --endpoint-picker-client-ca"
+        )
     if config.max_buffered_bytes < config.max_body_bytes:
         raise ValueError(
             f"--max-buffered {config.max_buffered_bytes} is below --max-body "

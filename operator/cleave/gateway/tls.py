@@ -124,6 +124,37 @@ class TlsCertificate:
         return [get_file_version(file) for file in self._files]
 
 
+class ClientAuthority:
+    """The authority that signs the certificates of a port's clients."""
+
+    def __init__(self, file: Path) -> None:
+        """A file in PEM. Raises TlsError when it cannot be used."""
+        self._file = file
+        self._file_version = get_file_version(file)
+        self._pem = _read_authority(file)
+
+    def read(self) -> bytes:
+        """Its certificates; a changed file is read again, unless it cannot be used."""
+        version = get_file_version(self._file)
+        if version != self._file_version:
+            self._file_version = version
+            try:
+                self._pem = _read_authority(self._file)
+                log.info("authority of clients read again")
+            except TlsError as error:
+                log.error("the authority of clients stays as it was: %s", error)
+        return self._pem
+
+
+def _read_authority(file: Path) -> bytes:
+    pem = _read(file)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        raise TlsError(f"{file}: has no certificates in PEM") from None
+    return pem
+
+
 def _load(certificate: Path, key: Path) -> LoadedCertificate:
     """Raises TlsError."""
     # Only gateways with a certificate need the package.

@@ -2,6 +2,7 @@
 
 A proxy speaks TLS to the picker of its InferencePool by default and does not verify the
 certificate: so without files the picker uses a self-signed one, as that of the extension does.
+A picker that names instances gives their keys away; so it asks for the proxy's certificate.
 """
 
 import ipaddress
@@ -11,7 +12,7 @@ import grpc
 
 from cleave import distribution
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.tls import TlsCertificate
+from cleave.gateway.tls import ClientAuthority, TlsCertificate
 
 _VALIDITY = timedelta(days=3_650)
 """Longer than any process runs; the key exists only in its memory."""
@@ -30,27 +31,39 @@ def make_credentials(
     config: GatewayConfig, certificate: TlsCertificate | None
 ) -> grpc.ServerCredentials | None:
     """Credentials of the port; None: plain gRPC. `certificate`: the configured one, None: a
-    self-signed one is made. Raises EndpointPickerError."""
+    self-signed one is made. Raises EndpointPickerError, TlsError."""
     if config.endpoint_picker_plain:
         return None
-    if certificate is None:
-        return grpc.ssl_server_credentials([_make_self_signed(config.host)])
-    configured = certificate.loaded
+    self_signed = _make_self_signed(config.host) if certificate is None else (b"", b"")
+    client_ca = config.endpoint_picker_client_ca
+    authority = ClientAuthority(client_ca) if client_ca is not None else None
+
+    def read() -> tuple[KeyAndCertificate, bytes | None]:
+        pair = self_signed
+        if certificate is not None:
+            certificate.refresh()
+            pair = certificate.loaded.key, certificate.loaded.certificate
+        return pair, authority.read() if authority is not None else None
+
+    configured = read()
 
     def configure() -> grpc.ServerCertificateConfiguration:
-        pair = configured.key, configured.certificate
-        return grpc.ssl_server_certificate_configuration([pair])
+        pair, authority_pem = configured
+        return grpc.ssl_server_certificate_configuration([pair], authority_pem)
 
     def refresh() -> grpc.ServerCertificateConfiguration | None:
         """gRPC calls it before each connection; None means no change, which type stubs lack."""
         nonlocal configured
-        certificate.refresh()
-        if certificate.loaded is configured:
+        if (latest := read()) == configured:
             return None
-        configured = certificate.loaded
+        configured = latest
         return configure()
 
-    return grpc.dynamic_ssl_server_credentials(configure(), refresh)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(
+        configure(),
+        refresh,  # type: ignore[arg-type]
+        require_client_authentication=authority is not None,
+    )
 
 
 def _make_self_signed(host: str) -> KeyAndCertificate:
