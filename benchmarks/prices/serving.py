@@ -22,8 +22,8 @@ from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.kernels import composition, tables
 from cleave.perf.model import model_shape
-from cleave.perf.model.layers import Quantization
 from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model.quantization import Quantization
 from cleave.perf.profile import operator_fit
 from cleave.perf.roofline.efficiency import select_efficiency
 from cleave.perf.roofline.roofline import VLLM, Roofline

@@ -8,8 +8,8 @@ from cleave.perf import host_launch
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.host_launch import FLASHINFER_FP4_MS, FLASHINFER_FP8_MS, LAUNCH_MS, HostLaunch
 from cleave.perf.model import model_shape
-from cleave.perf.model.layers import Quantization
 from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model.quantization import Quantization
 from cleave.perf.timing import EngineTiming
 
 FAST = EngineTiming(16.0, tuple(i / 100 for i in range(513)), 0.0, (1.0, 1.0), (0.0,))

@@ -96,7 +96,8 @@ class ModelCache(_OneOfSeveral):
 
 
 def check_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Bound depth and length. Fields without a value are left out, as the API server may do."""
+    """Bound depth and length. Fields with null have false, which says the same about a model and is
+    kept where patches take null for a removal."""
     if not _is_shallow(config):
         fault = f"is nested deeper than {_MAX_CONFIG_DEPTH} levels; a config has a few"
         raise PydanticCustomError("config_depth", fault)
@@ -110,11 +111,11 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     length = len(text)
     if length > MAX_CONFIG_LENGTH:
         fault = (
-            f"has {length:,} characters as JSON, above {MAX_CONFIG_LENGTH:,}: leave out lists that "
-            "plans do not read, such as quantization_config.ignore"
+            f"has {length:,} characters as JSON, above {MAX_CONFIG_LENGTH:,}: give it in a "
+            "ConfigMap (spec.model.config.configMapKeyRef), whose lists of layers are shortened"
         )
         raise PydanticCustomError("config_length", "{fault}", {"fault": fault})
-    return {name: _drop_nulls(value) for name, value in config.items() if value is not None}
+    return {name: _keep_nulls(value) for name, value in config.items()}
 
 
 def _is_shallow(config: object) -> bool:
@@ -130,12 +131,12 @@ def _is_shallow(config: object) -> bool:
     return not level
 
 
-def _drop_nulls(value: object) -> object:
+def _keep_nulls(value: object) -> object:
     if isinstance(value, list):
-        return [*map(_drop_nulls, value)]
+        return [each if each is None else _keep_nulls(each) for each in value]
     if isinstance(value, dict):
-        return {name: _drop_nulls(each) for name, each in value.items() if each is not None}
-    return value
+        return {name: _keep_nulls(each) for name, each in value.items()}
+    return False if value is None else value
 
 
 class AnyObject:
@@ -165,7 +166,8 @@ class ModelConfig(_OneOfSeveral):
     """The content of the config.json, as an object."""
     config_map_key_ref: ConfigMapKeyRef | None = None
     """A ConfigMap with the config.json, as `kubectl create configmap NAME
-    --from-file=config.json` makes it. Only the operator reads it, once a minute."""
+    --from-file=config.json` makes it; an entry hf_quant_config.json beside it counts, too. Only the
+    operator reads it, once a minute."""
 
     @model_validator(mode="after")
     def _check_exactly_one(self) -> Self:

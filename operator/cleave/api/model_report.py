@@ -13,6 +13,7 @@ from cleave.api.model import AnyObject, check_config
 from cleave.api.role import Parallelism
 
 _Count = Annotated[int, Field(ge=0, le=10**12)]
+_Size = Annotated[int, Field(ge=0, le=10**15)]
 _Text = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9_.-]*$")]
 
 
@@ -29,6 +30,45 @@ class CacheGroup(ApiModel):
     """Bytes of a token over all these layers; 0: the size does not depend on the tokens."""
     window: _Count = 0
     """How many of the last tokens are kept; 0: all."""
+    state_bytes: _Count = 0
+    """Bytes of a request's states over all these layers."""
+
+
+class EngineSizes(ApiModel):
+    """What one engine knows about its model's layers without the config.json; of all GPUs."""
+
+    layers: _Count
+    """Number of layers."""
+    hidden_size: _Count
+    """Size of the hidden state."""
+    attention_heads: _Count
+    """Heads of queries."""
+    kv_heads: _Count
+    """Heads that are cached; 1 with latents, of which each GPU caches all."""
+    head_size: _Count
+    """Size of a head."""
+    vocab_size: _Count
+    """Number of tokens."""
+    weight_bytes: _Size
+    """Bytes of all weights, also of parts for images."""
+    linear_weights: _Size
+    """Weights of linear layers without routed experts, embeddings and LM head."""
+    linear_bytes: _Size
+    """Their bytes."""
+    expert_bytes: _Size = 0
+    """Bytes of routed experts; 0: there are none."""
+    expert_layers: _Count = 0
+    """Number of layers with routed experts."""
+    experts: _Count = 0
+    """Routed experts of a layer."""
+    experts_per_token: _Count = 0
+    """Routed experts that a token uses."""
+    expert_width: _Count = 0
+    """Width of one of them."""
+    expert_hidden_size: _Count = 0
+    """Size of their inputs."""
+    expert_matrices: _Count = 0
+    """Matrices of one: three with a gate, else two."""
 
 
 class ModelReport(ApiModel):
@@ -51,6 +91,9 @@ class ModelReport(ApiModel):
     """Parallel sizes of the engine, to which the bytes of its caches belong."""
     cache_groups: Annotated[list[CacheGroup], Field(max_length=64)] = Field(default_factory=list)
     """Its KV caches; empty: not known."""
+    sizes: EngineSizes | None = None
+    """Sizes of its layers and weights; absent: a worker of an earlier version reported it, or the
+    engine is emulated."""
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -155,7 +155,7 @@ class ModelEstimator:
             kv_capacity_tokens=capacity,
             prefill_saturation_tokens=find_prefill_saturation_tokens(timing, longest),
             max_model_len=longest,
-            kv_bytes_per_token=self.shape.kv_bytes_per_token,
+            kv_bytes_per_token=self.shape.copied_bytes_per_token,
             flops_per_token=self.shape.flops_per_token,
             power_watts=machine.gpu.power_watts * gpus,
             cost_per_hour=machine.gpu.price_per_hour * gpus,
@@ -163,7 +163,8 @@ class ModelEstimator:
             front_end_ms=source.front_end_ms,
             peak_flops=self._compute_peak_flops(machine.gpu, gpus),
             host_token_ms=(
-                self.shape.compute_kv_bytes_on_gpu(tensor, stages)
+                self.shape.compute_copied_bytes_on_gpu(tensor)
+                / stages
                 / (build_host_link(machine.gpu).effective_gb_per_s * 1e6)
             ),
         )

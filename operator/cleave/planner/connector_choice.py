@@ -95,9 +95,11 @@ def _find_drafting_method(engine: EngineSpec) -> str | None:
 
 def _describe_caches(shape: ModelShape) -> str:
     """What a model with several kinds of caches has besides those of full attention."""
-    if shape.states is not None:
+    if shape.has_states:
         return "layers with states"
-    return "layers with a sliding window" if shape.sliding_window else "an indexer with own keys"
+    if not shape.keeps_whole_contexts:
+        return "layers with a sliding window"
+    return "layers that share KV" if shape.layers_without_cache else "an indexer with own keys"
 
 
 def _are_one_pod_cells(spec: LLMDeploymentSpec, shape: ModelShape | None) -> bool:

@@ -43,14 +43,14 @@ class ProfileEstimator:
             kv_capacity_tokens=profile.kv_capacity_tokens,
             prefill_saturation_tokens=saturation,
             max_model_len=shape.max_model_len,
-            kv_bytes_per_token=shape.kv_bytes_per_token,
+            kv_bytes_per_token=shape.copied_bytes_per_token,
             flops_per_token=shape.flops_per_token,
             power_watts=0.0,
             cost_per_hour=0.0,
             confidence=Confidence(LatencySource.MEASURED, source, 0.0),
             host_token_ms=(
                 time_scale
-                * shape.kv_bytes_per_token
+                * shape.copied_bytes_per_token
                 / (build_host_link(None).effective_gb_per_s * 1e6)
             ),
         )

@@ -286,7 +286,7 @@ def test_a_deployment_gets_the_config_map_that_it_refers_to() -> None:
     assert get_fault(cache) == ""
     assert get_model(cache).shape_field == "spec.model.config.inline"
     cache.upsert(declare_config(key="b", version=3))
-    assert get_fault(cache).startswith("ConfigMap new, key b: new: hidden_size")
+    assert get_fault(cache).startswith("ConfigMap new, key b: new: model_type is missing")
     cache.upsert(declare_config(name="other", version=4))
     assert get_fault(cache) == "ConfigMap other has not been read yet"
     cache.delete(declare_config())

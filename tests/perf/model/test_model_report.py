@@ -63,11 +63,26 @@ def test_the_selected_fields_have_the_shape_of_the_whole_config(config: dict) ->
     assert model_shape.from_config("m", kept) == model_shape.from_config("m", config)
 
 
-def test_lists_of_modules_that_are_not_quantised_are_left_out() -> None:
+def test_lists_of_layers_that_are_not_quantised_are_shortened() -> None:
     ignored = [f"model.layers.{number}.self_attn" for number in range(500)]
-    quantization = {"quant_method": "fp8", "ignore": ignored, "modules_to_not_convert": ignored}
+    quantization = {"quant_method": "fp8", "modules_to_not_convert": [*ignored, "lm_head"]}
+    kept = model_report.select_config({"text_config": {"quantization_config": quantization}})
+    short = ["lm_head", "model.layers.0-499.self_attn"]
+    own = {"quant_method": "fp8", "modules_to_not_convert": short}
+    assert kept == {"text_config": {"quantization_config": own}}
+
+
+def test_layers_with_formats_of_their_own_are_shortened() -> None:
+    fp8, fp4 = {"quant_algo": "FP8"}, {"quant_algo": "NVFP4"}
+    layers = {f"model.layers.{i}.mlp.up_proj": fp8 if i < 3 else fp4 for i in range(8)}
+    quantization = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     kept = model_report.select_config({"quantization_config": quantization})
-    assert kept == {"quantization_config": {"quant_method": "fp8"}}
+    short = {"model.layers.0-2.mlp.up_proj": fp8, "model.layers.3-7.mlp.up_proj": fp4}
+    assert kept == {"quantization_config": {**quantization, "quantized_layers": short}}
+
+
+def test_null_is_kept_as_false_which_statuses_do_not_lose() -> None:
+    assert model_report.select_config({"sliding_window": None}) == {"sliding_window": False}
 
 
 def test_infinite_numbers_are_left_out() -> None:

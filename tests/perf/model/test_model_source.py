@@ -62,13 +62,33 @@ def test_the_content_of_a_config_map_takes_the_place_of_the_reference() -> None:
     assert model_source.with_config_map(model(), {}) == model()
 
 
+def test_a_config_map_may_hold_the_quantisation_in_an_entry_of_its_own() -> None:
+    quantization = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    data = {"config.json": json.dumps(TINY), "hf_quant_config.json": json.dumps(quantization)}
+    declared = model(configMapKeyRef={"name": "new"})
+    read = model_source.load_shape(model_source.with_config_map(declared, data))
+    assert read.bytes_per_weight == 1
+    with pytest.raises(ModelConfigError, match=r"ConfigMap new, key hf_quant_config\.json: is no"):
+        model_source.with_config_map(declared, {**data, "hf_quant_config.json": "{"})
+
+
+def test_long_lists_of_layers_in_a_config_map_are_shortened() -> None:
+    names = [f"model.layers.{i}.mlp.down_proj" for i in range(4_000)]
+    config = {**TINY, "quantization_config": {"quant_method": "fp8", "ignored_layers": names}}
+    data = {"config.json": json.dumps(config)}
+    read = model_source.with_config_map(model(configMapKeyRef={"name": "new"}), data)
+    assert read.config is not None
+    assert read.config.inline is not None
+    assert len(json.dumps(read.config.inline)) < 1_000
+
+
 def test_infinite_numbers_that_hugging_faces_library_writes_are_left_out() -> None:
     text = json.dumps({**TINY, "time_step_max": float("inf"), "limit": [0.0, float("inf")]})
     read = model_source.with_config_map(
         model(configMapKeyRef={"name": "new"}), {"config.json": text}
     )
     assert read.config is not None
-    assert read.config.inline == {**TINY, "limit": [0.0, None]}
+    assert read.config.inline == {**TINY, "time_step_max": False, "limit": [0.0, None]}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +99,7 @@ def test_infinite_numbers_that_hugging_faces_library_writes_are_left_out() -> No
         ({"config.json": "{"}, "ConfigMap new, key config.json: is no JSON"),
         ({"config.json": "[]"}, "ConfigMap new, key config.json: must be an object"),
         ({"config.json": "[" * 100_000}, "ConfigMap new, key config.json: is nested too deeply"),
-        ({"config.json": "{}"}, "hidden_size (or n_embd, n_embed, d_model) is missing"),
+        ({"config.json": "{}"}, "model_type is missing; add it"),
         ({"config.json": " " * 300_000}, "has 300,000 characters; a config.json is shorter"),
         ({"config.json": json.dumps({"x": "y" * 70_000})}, "above 65,536"),
     ],
@@ -117,19 +137,19 @@ def test_an_engine_is_needed_only_where_nothing_else_knows_the_model(
 
 
 def test_a_reported_config_counts_as_an_inline_one() -> None:
-    reported = model_source.with_report(model(), TINY)
+    reported = model_source.with_config(model(), TINY)
     assert reported == model(inline=TINY)
 
 
 @pytest.mark.parametrize(
     ("config", "fault"),
     [
-        ({"hidden_size": 1}, "num_attention_heads"),
+        ({"hidden_size": 1}, "model_type is missing"),
         ({**TINY, "vocab_size": 10**12}, "write a number up to"),
-        ({"text_config": {"text_config": {}}}, "keep one level"),
+        ({"model_type": "llava", "text_config": {"text_config": {"a": 1}}}, "keep one of both"),
         ({"a": "x" * 100_000}, "above 65,536"),
     ],
 )
 def test_a_hostile_report_is_refused_like_a_config(config: dict, fault: str) -> None:
     with pytest.raises(ModelConfigError, match=fault):
-        model_source.with_report(model(), config)
+        model_source.with_config(model(), config)

@@ -12,6 +12,7 @@ from cleave.perf.hardware import gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model.quantization import Quantization
 from cleave.perf.profile import curve
 from cleave.perf.published import distserve
 from cleave.perf.roofline import roofline
@@ -131,9 +132,7 @@ def test_a_power_cap_slows_prompts_and_leaves_decoding() -> None:
 
 def test_eight_bits_shorten_prompts_on_a_gpu_that_computes_in_them() -> None:
     shape = model_shape.load_shape("llama-3.1-8b")
-    quantised = replace(
-        shape, quantization=model_shape.Quantization("fp8", 8, is_8_bit_compute=True)
-    )
+    quantised = replace(shape, quantization=Quantization("fp8", 8, is_8_bit_compute=True))
 
     def prefill(each: model_shape.ModelShape, device: gpu.Gpu) -> float:
         return build(each, device).to_timing().predict_prefill_ms([2048])

@@ -174,6 +174,7 @@ def test_prompt_details_are_shown_only_where_the_flag_says_so() -> None:
 
 def test_a_model_folder_gives_its_shape_and_any_other_name_the_default(tmp_path: Path) -> None:
     config = {
+        "model_type": "llama",
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "num_attention_heads": 4,

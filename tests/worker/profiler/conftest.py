@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cleave.perf.model import model_shape
-from cleave.perf.model.layers import Experts
+from cleave.perf.model.experts import Experts
 
 pytest.importorskip("torch", reason="torch comes with the engine")
 

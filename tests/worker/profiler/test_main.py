@@ -5,7 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave.perf.model.layers import LatentAttention  # noqa: E402
+from cleave.perf.model.attention import LatentAttention  # noqa: E402
 from cleave.perf.profile import operator_fit, profile  # noqa: E402
 from cleave_worker.profiler import collectives  # noqa: E402
 from cleave_worker.profiler.__main__ import main  # noqa: E402

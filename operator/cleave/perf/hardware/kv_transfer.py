@@ -82,12 +82,13 @@ def build_kv_transfer(
     `link`: one GPU's, that of the network between pods; that of the node only for processes in one
     node that share GPU memory handles (DistServe, Algorithm 2). Each decode GPU pulls the KV that
     it stores, replicated heads included; the busiest GPU of either side determines the time. States
-    go with every prompt of any length; windows count as whole contexts.
+    go with every prompt of any length, and so do full windows of layers with heads of their own;
+    other windows count as whole contexts.
     `compute_token_ms`: time per prompt token on the prefill instance.
     """
     pulled = shape.compute_kv_bytes_on_gpu(*decode)
     decode_gpus, prefill_gpus = decode[0] * decode[1], prefill[0] * prefill[1]
     busiest = max(1.0, decode_gpus / prefill_gpus) / (link.effective_gb_per_s * 1e6)
-    states_ms = shape.compute_state_bytes(decode[0]) / decode[1] * busiest
+    states_ms = shape.compute_bounded_bytes(decode[0]) / decode[1] * busiest
     latency_ms = link.start_ms + states_ms
     return KvTransferModel(latency_ms, pulled * busiest, shape.num_layers, compute_token_ms)

@@ -45,14 +45,14 @@ def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int, data: in
     The embedding is on the first stage, the LM head on the last one, both sharded over `tensor`
     GPUs; tied ones are stored on both stages if these differ.
     """
-    embedding = shape.embedding_parameters / tensor
-    head = shape.lm_head_parameters / tensor
+    embedding = shape.embedding_parameters * shape.dtype_bytes / tensor
+    head = shape.compute_lm_head_bytes() / tensor
     if pipeline == 1:
         tables = embedding if shape.has_tied_embeddings else embedding + head
     else:
         tables = max(embedding, head)
     layers = _compute_layer_bytes(shape, tensor, pipeline, data)
-    return round(tables * shape.dtype_bytes + layers) + shape.compute_mtp_bytes(tensor)
+    return round(tables + layers) + shape.compute_mtp_bytes(tensor)
 
 
 def compute_activation_bytes(
@@ -91,7 +91,7 @@ def compute_kv_capacity_tokens(
     """
     free = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve, data)
     tokens = min(context_tokens or shape.max_model_len, shape.max_model_len)
-    if shape.sliding_window is None and shape.states is None:
+    if shape.keeps_whole_contexts:
         return max(0, int(free // shape.compute_kv_bytes_on_gpu(tensor, pipeline)))
     return max(
         0, int(free * tokens // shape.compute_context_bytes_on_gpu(tokens, tensor, pipeline))
@@ -135,10 +135,9 @@ def _compute_free_bytes(
 
 def _compute_layer_bytes(shape: ModelShape, tensor: int, pipeline: int, data: int) -> float:
     """Bytes of the layers on one GPU of the stage with the most layers."""
-    dense, sparse = shape.count_layer_mlp_parameters(tensor, data)
+    dense, sparse = shape.compute_layer_mlp_bytes(tensor, data)
     count = shape.count_layers_per_stage(pipeline)
     # Dense layers come first, so that a later stage may have none of them.
     sparse_layers = min(count, shape.expert_layers)
     mlps = sparse_layers * sparse + min(count - sparse_layers, shape.dense_mlp_layers) * dense
-    attention = count * shape.count_attention_parameters(tensor)
-    return attention * shape.bytes_per_attention_weight + mlps * shape.bytes_per_weight
+    return count * shape.compute_attention_weight_bytes(tensor) + mlps

@@ -13,8 +13,9 @@ import numpy as np
 from cleave.perf.hardware.expert_group import ExpertGroup
 from cleave.perf.kernels import tables as kernel_tables
 from cleave.perf.kernels.tables import Floats, KernelTables
-from cleave.perf.model.layers import LatentAttention
+from cleave.perf.model.attention import LatentAttention
 from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model.quantization import Quantization, WeightPart
 from cleave.perf.profile import operator_fit
 from cleave.perf.profile.profile import (
     CommunicationPoint,
@@ -34,6 +35,7 @@ ELEMENT_WISE_KERNELS = 4
 the KV cache, activation."""
 _NORMS = 2
 """Of these, the ones that are part of fused all-reduces."""
+_MXFP4_BITS = 4.25
 _SAMPLER_BYTES = 12
 """Moved for every logit: it is widened to 32 bits, normalised and searched."""
 ROWS = np.array(
@@ -103,8 +105,19 @@ def select_types(shape: ModelShape) -> tuple[int, int] | None:
         return None
     if quantization is None:
         return kernel_tables.BFLOAT16, kernel_tables.EXPERTS_BFLOAT16
-    if quantization.is_experts_only and shape.experts:
-        return kernel_tables.BFLOAT16, kernel_tables.EXPERTS_MXFP4
+    types = _select_quantized(quantization)
+    if types is None or quantization.get_bits(WeightPart.ATTENTION) == quantization.weight_bits:
+        return None if types is None or not types[0] else (types[0], types[1])
+    # Attention in 16 bits beside experts of fewer, as in gpt-oss; other mixtures have no tables.
+    is_plain = quantization.is_experts_only and quantization.get_bits(WeightPart.SHARED) is None
+    return (kernel_tables.BFLOAT16, types[1]) if is_plain and shape.experts else None
+
+
+def _select_quantized(quantization: Quantization) -> tuple[int | None, int] | None:
+    """Numeric types of (linear layers, experts) whose weights are all quantised alike; None: not
+    among the tables."""
+    if quantization.weight_bits == _MXFP4_BITS:
+        return None, kernel_tables.EXPERTS_MXFP4
     if quantization.is_4_bit_compute:
         return kernel_tables.NVFP4, kernel_tables.EXPERTS_NVFP4
     if quantization.is_integer or not quantization.is_8_bit_compute:

@@ -8,10 +8,13 @@ by the agent, which reads it and puts it into its registration. The operator rea
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from cleave.perf.model.name_patterns import shorten_names
 
 MAX_LENGTH = 1 << 14
 """Characters of a report. A config without its lists of modules has two thousand."""
@@ -22,11 +25,12 @@ _MAX_TOKENS = 1 << 48
 """More than fit into any host: such a report is wrong."""
 _UNREAD = frozenset(
     {
-        *("vision_config", "audio_config", "id2label", "label2id", "auto_map", "architectures"),
-        *("ignore", "modules_to_not_convert", "task_specific_params", "transformers_version"),
+        *("vision_config", "audio_config", "id2label", "label2id", "auto_map"),
+        *("task_specific_params", "transformers_version"),
     }
 )
 """Fields of configs that no plan reads and that may be long."""
+_QUANTIZATION = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,38 @@ class GroupFacts:
     """Over all its layers, without padding; 0: its size does not depend on the tokens."""
     window: int = 0
     """Last tokens that it keeps; 0: all."""
+    state_bytes: int = 0
+    """Of one request over all its layers, where they have states."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeFacts:
+    """What an engine knows about its model's layers, without its config.json; of all GPUs."""
+
+    layers: int
+    hidden_size: int
+    attention_heads: int
+    kv_heads: int
+    """That are cached; 1: all GPUs cache the same (MLA)."""
+    head_size: int
+    vocab_size: int
+    weight_bytes: int
+    """All weights, also of parts for images."""
+    linear_weights: int
+    """Number of weights of the language model's linear layers, without routed experts, embeddings
+    and LM head."""
+    linear_bytes: int
+    expert_bytes: int = 0
+    """Of routed experts; 0: there are none."""
+    expert_layers: int = 0
+    experts: int = 0
+    """Of a layer."""
+    experts_per_token: int = 0
+    expert_width: int = 0
+    expert_hidden_size: int = 0
+    """Size of the inputs of routed experts."""
+    expert_matrices: int = 0
+    """Of one expert: three with a gate, else two."""
 
 
 class HostMemoryFacts(NamedTuple):
@@ -69,6 +105,8 @@ class EngineFacts:
     pipeline: int
     groups: Sequence[GroupFacts]
     host_memory: HostMemoryFacts = HostMemoryFacts()  # noqa: RUF009 - a frozen value
+    sizes: SizeFacts | None = None
+    """None: not known."""
 
 
 def get_path(load_page: Path) -> Path:
@@ -117,21 +155,22 @@ def encode(facts: EngineFacts) -> str:
         "dtype": facts.dtype,
         "kvDtype": facts.kv_dtype,
         "parallelism": {"tensor": facts.tensor, "pipeline": facts.pipeline},
-        "cacheGroups": [
-            {
-                "kind": group.kind,
-                "layers": group.layers,
-                "blockSize": group.block_size,
-                "bytesPerToken": group.bytes_per_token,
-                "window": group.window,
-            }
-            for group in facts.groups
-        ],
+        "cacheGroups": [_to_object(asdict(group)) for group in facts.groups],
     }
+    if facts.sizes is not None:
+        report["sizes"] = _to_object(asdict(facts.sizes))
     if facts.host_memory.tokens:
         tokens, token_ms = facts.host_memory
         report["hostMemory"] = {"tokens": tokens, "tokenMs": token_ms}
     return json.dumps(report, sort_keys=True, separators=(",", ":"))
+
+
+def _to_object(facts: Mapping[str, object]) -> dict[str, object]:
+    """Facts with names as in JSON."""
+    return {_UNDERSCORE.sub(lambda m: m[1].upper(), name): value for name, value in facts.items()}
+
+
+_UNDERSCORE = re.compile("_([a-z])")
 
 
 def compute_digest(config: Mapping[str, object]) -> str:
@@ -142,9 +181,10 @@ def compute_digest(config: Mapping[str, object]) -> str:
 
 
 def select_config(config: Mapping[str, object]) -> dict[str, object]:
-    """The fields of a config.json that plans may read: without long texts, lists of modules, parts
-    for images and sound, and infinite numbers, which the API server refuses (`time_step_limit` of
-    models with Mamba-2 layers)."""
+    """The fields of a config.json that plans may read: without long texts, parts for images and
+    sound, and infinite numbers, which the API server refuses (`time_step_limit` of models with
+    Mamba-2 layers); lists of names of layers are shortened."""
+    config = shorten_lists(config)
     return {
         name: kept
         for name, value in config.items()
@@ -152,7 +192,43 @@ def select_config(config: Mapping[str, object]) -> dict[str, object]:
     }
 
 
+def shorten_lists(config: Mapping[str, object]) -> dict[str, object]:
+    """A config whose quantisation names layers in few words."""
+    return {
+        name: _shorten(value)
+        if name in _QUANTIZATION
+        else shorten_lists(value)
+        if isinstance(value, Mapping)
+        else value
+        for name, value in config.items()
+    }
+
+
+def _shorten(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {
+            name: _shorten_keys(each) if name == "quantized_layers" else _shorten(each)
+            for name, each in value.items()
+        }
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return shorten_names(value)
+    return value
+
+
+def _shorten_keys(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    alike: dict[str, tuple[object, list[str]]] = {}
+    for name, each in value.items():
+        alike.setdefault(repr(each), (each, []))[1].append(str(name))
+    return {name: each for each, names in alike.values() for name in shorten_names(names)}
+
+
 def _select(value: object, levels: int) -> object:
+    """None: not selected."""
+    if value is None:
+        # Statuses lose null, and false says the same about a model.
+        return False
     if isinstance(value, bool | int | float):
         return value if _is_finite(value) else None
     if isinstance(value, str):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from cleave.api.faults import format_faults
 from cleave.api.model import MAX_CONFIG_LENGTH, ModelConfig, ModelSpec
-from cleave.perf.model import hf_config, known_models, model_shape
+from cleave.perf.model import config_parts, hf_config, known_models, model_report, model_shape
 from cleave.perf.model.hf_config import ModelConfigError
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
 
@@ -48,15 +48,16 @@ def needs_report(model: ModelSpec) -> bool:
     return model.folder is not None or known_models.find_config(model.locator) is None
 
 
-def with_report(model: ModelSpec, config: Mapping[str, object]) -> ModelSpec:
-    """The model with the config.json that an engine has reported as `config.inline`. Raises
-    ModelConfigError when it is not usable."""
+def with_config(model: ModelSpec, config: Mapping[str, object]) -> ModelSpec:
+    """The model with a config.json as `config.inline`. Raises ModelConfigError when it is not
+    usable."""
     try:
-        reported = ModelConfig.model_validate({"inline": dict(config)})
-        changed = model.model_copy(update={"config": reported})
+        own = ModelConfig.model_validate({"inline": dict(config)})
+        changed = model.model_copy(update={"config": own})
         load_shape(changed)
     except ValidationError as error:
-        raise ModelConfigError(format_faults(error, ModelConfig)[0]) from error
+        fault = format_faults(error, ModelConfig)[0].removeprefix("inline: ")
+        raise ModelConfigError(fault) from error
     except UnknownModelError as error:
         raise ModelConfigError(str(error)) from error
     return changed
@@ -80,24 +81,27 @@ def with_config_map(model: ModelSpec, data: Mapping[str, str]) -> ModelSpec:
     if reference is None:
         return model
     where = f"ConfigMap {reference.name}"
-    text = data.get(reference.key)
-    if text is None:
+    if reference.key not in data:
         raise ModelConfigError(f"{where} has no key {reference.key}; add it")
-    where = f"{where}, key {reference.key}"
-    if len(text) > _MAX_TEXT_LENGTH:
-        raise ModelConfigError(f"{where}: has {len(text):,} characters; a config.json is shorter")
+    key = beside = config_parts.QUANTIZATION_FILE
     try:
-        # An inline config has no infinite numbers, and no plan reads one.
-        inline = hf_config.decode_config(text, parse_constant=lambda _: None)
-        config = ModelConfig.model_validate({"inline": inline})
-        changed = model.model_copy(update={"config": config})
-        load_shape(changed)
-    except ValidationError as error:
-        fault = format_faults(error, ModelConfig)[0].removeprefix("inline: ")
-        raise ModelConfigError(f"{where}: {fault}") from error
-    except (ModelConfigError, UnknownModelError) as error:
-        raise ModelConfigError(f"{where}: {error}") from error
-    return changed
+        quantization = _decode_entry(data[beside]) if beside in data else None
+        key = reference.key
+        config = config_parts.with_quantization(_decode_entry(data[key]), quantization)
+        return with_config(model, model_report.shorten_lists(config))
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{where}, key {key}: {error}") from error
+
+
+def _decode_entry(text: str) -> Mapping[str, object]:
+    """The object that an entry of a ConfigMap holds. Raises ModelConfigError."""
+    if len(text) > _MAX_TEXT_LENGTH:
+        raise ModelConfigError(f"has {len(text):,} characters; a config.json is shorter")
+    # An inline config has no infinite numbers, and no plan reads one.
+    decoded = hf_config.decode_config(text, parse_constant=lambda _: None)
+    if not isinstance(decoded, Mapping):
+        raise ModelConfigError("must be an object")
+    return decoded
 
 
 _MAX_TEXT_LENGTH = 4 * MAX_CONFIG_LENGTH

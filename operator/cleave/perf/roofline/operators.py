@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cleave.perf.hardware.expert_group import ExpertGroup
 from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.model.quantization import WeightPart
 
 EXPERTS = "experts"
 """The products of all routed experts of a layer, which run as one kernel."""
@@ -44,17 +45,18 @@ def iter_matrix_products(
     weights of those that some row uses are read, with even routing. `group`: how experts are
     shared; None: as slices over the `tensor` GPUs."""
     hidden, width = shape.hidden_size, shape.dtype_bytes
-    value_size = shape.latent.value_head_size if shape.latent else shape.head_size
+    value_size = shape.latent.value_head_size if shape.latent else shape.value_size
     heads_width = shape.num_attention_heads * value_size / tensor
     attention = shape.count_attention_parameters(tensor)
     out = hidden * heads_width
-    width_bytes = shape.bytes_per_attention_weight
+    width_bytes = shape.compute_attention_weight_bytes(tensor) / attention
     yield _build_product(shape, "qkv", shape.num_layers, rows, attention - out, hidden, width_bytes)
     yield _build_product(shape, "out", shape.num_layers, rows, out, hidden, width_bytes)
     sparse_layers = shape.expert_layers
     if dense_layers := shape.dense_mlp_layers:
         inner = shape.intermediate_size / tensor
-        yield from _iter_mlp_products(shape, "mlp", dense_layers, rows, inner)
+        own_bytes = shape.get_bytes_per_weight(WeightPart.MLP)
+        yield from _iter_mlp_products(shape, "mlp", dense_layers, rows, inner, own_bytes)
     if shape.experts is None:
         return
     experts = shape.experts
@@ -62,25 +64,31 @@ def iter_matrix_products(
     # Of a slice every GPU has all rows, of whole experts its share of them.
     pieces = 1 if group and group.is_whole else gpus
     inner = experts.intermediate_size / pieces
-    weights = shape.count_mlp_parameters(1) * inner
+    weights = shape.count_expert_parameters() / pieces
+    sides = experts.latent_size or hidden
     busiest = group.imbalance * pieces / gpus if group else 1.0
     yield MatrixProduct(
         EXPERTS,
         sparse_layers,
         2.0 * of_all * experts.per_token * weights * busiest,
         experts.count_activated(max(of_all, 1.0)) * weights * shape.bytes_per_weight * pieces / gpus
-        + 2 * of_all * experts.per_token * (hidden + inner) * width * busiest,
+        + 2 * of_all * experts.per_token * (sides + inner) * width * busiest,
     )
-    yield _build_product(shape, "router", sparse_layers, rows, hidden * experts.count, hidden)
+    routing = hidden * (experts.count + 2 * experts.latent_size)
+    yield _build_product(shape, "router", sparse_layers, rows, routing, hidden, width)
     if experts.shared_intermediate_size:
         shared = experts.shared_intermediate_size / tensor
-        yield from _iter_mlp_products(shape, "shared_experts", sparse_layers, rows, shared)
+        own_bytes = shape.get_bytes_per_weight(WeightPart.SHARED)
+        yield from _iter_mlp_products(
+            shape, "shared_experts", sparse_layers, rows, shared, own_bytes
+        )
 
 
 def build_lm_head(shape: ModelShape, tensor: int, rows: float) -> MatrixProduct:
     """The LM head for `rows` requests: prompts that end plus decoding requests."""
     weights = shape.lm_head_parameters / tensor
-    moved = (weights + rows * (shape.hidden_size + shape.vocab_size / tensor)) * shape.dtype_bytes
+    moved = rows * (shape.hidden_size + shape.vocab_size / tensor) * shape.dtype_bytes
+    moved += shape.compute_lm_head_bytes() / tensor
     return MatrixProduct("lm_head", 1, 2.0 * rows * weights, moved)
 
 
@@ -117,12 +125,12 @@ def compute_all_reduce_bytes(shape: ModelShape, rows: float) -> float:
 
 
 def _iter_mlp_products(
-    shape: ModelShape, name: str, count: int, rows: float, inner: float
+    shape: ModelShape, name: str, count: int, rows: float, inner: float, width_bytes: float
 ) -> Iterator[MatrixProduct]:
     down = shape.hidden_size * inner
     up = shape.count_mlp_parameters(1) * inner - down
-    yield _build_product(shape, f"{name}_up", count, rows, up, shape.hidden_size)
-    yield _build_product(shape, f"{name}_down", count, rows, down, shape.hidden_size)
+    yield _build_product(shape, f"{name}_up", count, rows, up, shape.hidden_size, width_bytes)
+    yield _build_product(shape, f"{name}_down", count, rows, down, shape.hidden_size, width_bytes)
 
 
 def _build_product(
@@ -132,9 +140,9 @@ def _build_product(
     rows: float,
     weights: float,
     side: float,
-    bytes_per_weight: float | None = None,
+    bytes_per_weight: float,
 ) -> MatrixProduct:
     """The product with a matrix of `weights` elements, of which one side has the length `side`."""
-    stored = weights * (bytes_per_weight or shape.bytes_per_weight)
+    stored = weights * bytes_per_weight
     moved = stored + rows * (side + weights / side) * shape.dtype_bytes
     return MatrixProduct(name, count, 2.0 * rows * weights, moved)

@@ -78,8 +78,9 @@ class Roofline:
             / self._compute_peak_flops_per_ms(is_8_bit=False)
             * self.kernels.products.compute,
         )
-        # A state is read and written once for each token.
-        state_ms = 2 * self.shape.compute_state_bytes(self.tensor) / read_bytes_per_ms
+        # A state is read and written once for each token, and full windows are read.
+        states = self.shape.compute_state_bytes(self.tensor)
+        state_ms = (states + self.shape.compute_bounded_bytes(self.tensor)) / read_bytes_per_ms
         count = _LARGEST_PROMPT // _STEP + 1
         return EngineTiming(
             prompt_step=float(_STEP),
