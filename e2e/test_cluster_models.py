@@ -27,6 +27,7 @@ __all__ = ["installed"]
 pytestmark = pytest.mark.timeout(900)
 
 CONFIG = {
+    "model_type": "llama",
     "num_hidden_layers": 12,
     "hidden_size": 1024,
     "num_attention_heads": 16,

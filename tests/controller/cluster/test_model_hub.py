@@ -71,6 +71,7 @@ async def find(reader: ModelHub, model: ModelSpec = MODEL) -> HubAnswer:
 
 
 PATH = "/org/new/resolve/main/config.json"
+BESIDE = "/org/new/resolve/main/hf_quant_config.json"
 
 
 async def test_what_plans_read_is_kept_and_read_once(hub: Hub) -> None:
@@ -80,7 +81,7 @@ async def test_what_plans_read_is_kept_and_read_once(hub: Hub) -> None:
     config = (await find(reader)).config
     assert config == {name: each for name, each in CONFIG.items() if name != "id2label"}
     assert (await find(reader, ModelSpec(source="hf://org/new"))).config == config
-    assert [path for path, _ in hub.seen] == [PATH, "/moved"]
+    assert [path for path, _ in hub.seen] == [PATH, "/moved", BESIDE]
 
 
 async def test_deployments_of_one_model_share_a_read(hub: Hub) -> None:
@@ -90,7 +91,26 @@ async def test_deployments_of_one_model_share_a_read(hub: Hub) -> None:
         assert reader.find(MODEL, lambda number=number: ends.put_nowait(number)) is None
     async with asyncio.timeout(20):
         assert [await ends.get() for _ in range(5)] == [*range(5)]
-    assert len(hub.seen) == 1
+    assert [path for path, _ in hub.seen] == [PATH, BESIDE]
+
+
+async def test_quantisation_may_be_in_a_file_beside_the_config(hub: Hub) -> None:
+    quantization = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    hub.answers = {PATH: json.dumps(CONFIG), BESIDE: json.dumps(quantization)}
+    config = (await find(ModelHub(hub.url, Clock()))).config
+    assert config is not None
+    assert config["quantization_config"] == quantization
+
+
+async def test_a_config_with_quantisation_is_all_that_is_read(hub: Hub) -> None:
+    hub.answers[PATH] = json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}})
+    assert (await find(ModelHub(hub.url, Clock()))).config
+    assert [path for path, _ in hub.seen] == [PATH]
+
+
+async def test_a_file_beside_the_config_that_cannot_be_read_is_a_fault(hub: Hub) -> None:
+    hub.answers = {PATH: json.dumps(CONFIG), BESIDE: 500}
+    assert "it answers 500" in (await find(ModelHub(hub.url, Clock()))).fault
 
 
 async def test_a_revision_is_one_part_of_the_path(hub: Hub) -> None:
@@ -98,7 +118,7 @@ async def test_a_revision_is_one_part_of_the_path(hub: Hub) -> None:
     hub.answers[path] = json.dumps(CONFIG)
     model = ModelSpec(source="org/new", revision="refs/pr/1")
     assert (await find(ModelHub(hub.url, Clock()), model)).config
-    assert hub.seen == [(path, None)]
+    assert hub.seen[0] == (path, None)
 
 
 async def test_a_token_is_sent_to_the_hub_and_to_no_other_host(
@@ -124,7 +144,7 @@ async def test_a_token_that_no_header_can_have_is_a_fault() -> None:
         (500, "it answers 500"),
         ("[]", "it holds no object"),
         ("{ [", "is no JSON"),
-        ("{}", "hidden_size"),
+        ("{}", "model_type is missing"),
         (" " * 300_000, "longer than 262,144 bytes"),
     ],
 )
@@ -137,8 +157,9 @@ async def test_what_is_not_usable_is_logged_and_tried_again_later(
     first = await find(reader)
     assert first.config is None
     assert why in first.fault
+    requests = len(hub.seen)
     assert await find(reader) is first
-    assert len(hub.seen) == 1
+    assert len(hub.seen) == requests
     assert f"config.json of org/new on {hub.url}" in caplog.text
     clock.now_s += RETRY_S
     hub.answers[PATH] = json.dumps(CONFIG)

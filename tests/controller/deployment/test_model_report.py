@@ -17,12 +17,14 @@ from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
-from cleave.perf.model import model_report
+from cleave.perf.model import model_report, model_shape
 from cleave.perf.model.known_models import CONFIGS
-from cleave.perf.model.model_report import EngineFacts, GroupFacts
+from cleave.perf.model.model_report import EngineFacts, GroupFacts, SizeFacts
+from cleave.planner.deployment_shape import load_shape
 from cleave.planner.placement import choose_placement
 from cleave.rpc.fleet_status import FleetInstance
 
+from tests.support.engine_sizes import build_sizes
 from tests.support.fake_cluster import chat, manual_placement, node
 
 CONFIG = CONFIGS["qwen3-8b"]
@@ -38,9 +40,14 @@ def deployment(source: str = "org/new", **spec: Any) -> LLMDeployment:
     return LLMDeployment.model_validate({**declared, "metadata": meta})
 
 
-def report(config: dict = CONFIG, kv_bytes: int = KV_BYTES, pipeline: int = 1) -> str:
+def report(
+    config: dict = CONFIG,
+    kv_bytes: int = KV_BYTES,
+    pipeline: int = 1,
+    sizes: SizeFacts | None = None,
+) -> str:
     group = GroupFacts("FullAttentionSpec", 36, 16, kv_bytes)
-    facts = EngineFacts(config, 4096, 16, "bfloat16", "auto", 1, pipeline, [group])
+    facts = EngineFacts(config, 4096, 16, "bfloat16", "auto", 1, pipeline, [group], sizes=sizes)
     return model_report.encode(facts)
 
 
@@ -154,6 +161,102 @@ def test_a_config_that_cannot_be_planned_is_reported_with_its_fault() -> None:
     assert "hidden_size is 'x'" in find_condition(status)[2]
     resource = deployment()
     assert apply_report(resource, status) == resource
+
+
+SHAPE = model_shape.from_config("m", CONFIG)
+SIZES = build_sizes(SHAPE)
+UNKNOWN = {**CONFIG, "model_type": "of_tomorrow"}
+
+
+def test_a_config_that_is_not_understood_is_planned_by_what_the_engine_has_measured() -> None:
+    resource = deployment()
+    status = report_status(view(resource, report(UNKNOWN, sizes=SIZES)))
+    state, reason, message = find_condition(status)
+    assert (state, reason) == ("True", "AsReported")
+    assert "plans count with its sizes, as its config.json is not understood" in message
+    assert "model_type is 'of_tomorrow'" in message
+    changed = apply_report(resource, status)
+    shape = load_shape(changed)
+    assert shape.kv_bytes_per_token == KV_BYTES
+    assert shape.weight_bytes == pytest.approx(SHAPE.weight_bytes, rel=1e-3)
+    actions = reconcile(view(changed, "", status))
+    assert [each for each in actions if isinstance(each, RequestPlan)]
+    kept = [each.status for each in actions if isinstance(each, PatchStatus)]
+    assert all(find_condition(each)[2] == message for each in kept)
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "weight_bytes"),
+    [(2 * KV_BYTES, SIZES.weight_bytes), (KV_BYTES, 2 * SIZES.weight_bytes)],
+)
+def test_what_an_engine_has_measured_counts_before_what_its_config_says(
+    kv_bytes: int, weight_bytes: int
+) -> None:
+    resource = deployment()
+    sizes = replace(SIZES, weight_bytes=weight_bytes)
+    status = report_status(view(resource, report(kv_bytes=kv_bytes, sizes=sizes)))
+    assert "which are not those of its config.json" in find_condition(status)[2]
+    shape = load_shape(apply_report(resource, status))
+    assert shape.kv_bytes_per_token == kv_bytes
+    assert shape.weight_bytes == pytest.approx(weight_bytes, rel=1e-3)
+
+
+def test_a_config_that_agrees_with_the_engine_counts() -> None:
+    resource = deployment()
+    status = report_status(view(resource, report(sizes=SIZES)))
+    assert load_shape(apply_report(resource, status)) == replace(SHAPE, name="new")
+
+
+def test_engine_arguments_that_change_the_weights_are_no_difference() -> None:
+    resource = deployment(engine={"type": "vLLM", "args": ["--quantization=fp8"]})
+    fp8 = load_shape(
+        deployment("qwen/Qwen3-8B", engine={"type": "vLLM", "args": ["--quantization=fp8"]})
+    )
+    status = report_status(view(resource, report(sizes=build_sizes(fp8))))
+    assert find_condition(status)[:2] == ("True", "AsReported")
+    changed = apply_report(resource, status)
+    assert changed.spec.model.config is not None
+    assert changed.spec.model.config.inline == model_report.select_config(CONFIG)
+
+
+def test_weights_of_known_models_are_compared_too() -> None:
+    sizes = replace(SIZES, weight_bytes=2 * SIZES.weight_bytes)
+    known = view(deployment("qwen/Qwen3-8B"), report(sizes=sizes))
+    state, reason, message = find_condition(report_status(known))
+    assert (state, reason) == ("False", "Differs")
+    assert f"has {sizes.weight_bytes:,} bytes of weights, plans count" in message
+
+
+def test_a_report_of_an_earlier_version_has_no_sizes_and_plans_nothing_that_is_unknown() -> None:
+    resource = deployment()
+    status = report_status(view(resource, report(UNKNOWN)))
+    assert find_condition(status)[:2] == ("False", "NotUsable")
+    assert apply_report(resource, status) == resource
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 10**12},
+        {"layers": 0},
+        {"hiddenSize": 0},
+        {"linearWeights": 0},
+        {"weightBytes": 0},
+        {"vocabSize": 10**12},
+        {"experts": 10**12, "expertLayers": 10**12, "expertWidth": 1, "expertMatrices": 3},
+        {"attentionHeads": 7, "kvHeads": 3, "headSize": 1},
+    ],
+)
+def test_sizes_that_no_model_has_are_planned_or_refused_in_one_line(
+    change: dict[str, int],
+) -> None:
+    resource = deployment()
+    own = json.loads(report(UNKNOWN, sizes=SIZES))
+    status = report_status(view(resource, json.dumps({**own, "sizes": {**own["sizes"], **change}})))
+    changed = apply_report(resource, status)
+    if changed.spec.model.config is not None:
+        load_shape(changed)
+    assert "\n" not in find_condition(status)[2]
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,9 @@ def build_caches() -> Any:
 def test_groups_have_their_layers_bytes_and_windows(tmp_path: Path) -> None:
     facts = model_report.build_facts(build_config(tmp_path), build_caches(), {})
     # Keys and values of 4 heads of 128 values of 2 bytes.
-    assert [(g.kind, g.layers, g.bytes_per_token, g.window) for g in facts.groups] == [
-        ("FullAttentionSpec", 2, 2 * 2048, 0),
-        ("SlidingWindowSpec", 1, 2048, 128),
-    ]
+    assert [
+        (g.kind, g.layers, g.bytes_per_token, g.window, g.state_bytes) for g in facts.groups
+    ] == [("FullAttentionSpec", 2, 2 * 2048, 0, 0), ("SlidingWindowSpec", 1, 2048, 128, 0)]
     assert (facts.dtype, facts.kv_dtype, facts.tensor, facts.pipeline) == ("bfloat16", "auto", 2, 1)
 
 
@@ -67,6 +66,7 @@ def test_states_have_no_bytes_per_token(tmp_path: Path) -> None:
     caches = SimpleNamespace(kv_cache_groups=[interface.KVCacheGroupSpec(["a"], states)])
     (group,) = model_report.build_facts(build_config(tmp_path), caches, {}).groups
     assert (group.kind, group.layers, group.bytes_per_token) == ("MambaSpec", 1, 0)
+    assert group.state_bytes == 4 * 8 * 4
 
 
 BOTH = {
@@ -143,6 +143,10 @@ def test_the_config_is_the_models_own_unless_options_change_it(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-8b"]))
     config = build_config(tmp_path).model_config
     assert model_report.read_config(config) == CONFIGS["qwen3-8b"]
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    found = model_report.read_config(config)
+    assert found == {**CONFIGS["qwen3-8b"], "quantization_config": beside}
     changed = build_config(tmp_path, {"num_hidden_layers": 2}).model_config
     assert model_report.read_config(changed) == {"from": "vllm"}
 

@@ -13,14 +13,16 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 from cleave.perf.hardware.link import build_host_link
-from cleave.perf.model import model_report
-from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemoryFacts
+from cleave.perf.model import config_parts, model_report
+from cleave.perf.model.model_report import EngineFacts, GroupFacts, HostMemoryFacts, SizeFacts
 from cleave.shm.load_page import ENV
+from cleave_worker.vllm import model_sizes
 
 _log = logging.getLogger(__name__)
 _OFFLOADING = "OffloadingConnector"
@@ -40,6 +42,7 @@ def report_model() -> None:
         kv_caches = allocate(self, vllm_config)
         try:
             facts = build_facts(vllm_config, kv_caches, read_config(vllm_config.model_config))
+            facts = replace(facts, sizes=find_sizes(self, vllm_config))
             model_report.write(Path(os.environ[ENV]), facts)
         except Exception:  # noqa: BLE001 - the engine serves without a report
             _log.exception("the model is not reported to the operator")
@@ -52,11 +55,35 @@ def read_config(model_config: Any) -> Mapping[str, object]:  # noqa: ANN401
     """The model's own config.json; where there is none, or options change it, vLLM's form of it."""
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    own = get_hf_file_to_dict("config.json", model_config.model, model_config.revision)
+    where = model_config.model, model_config.revision
+    own = get_hf_file_to_dict("config.json", *where)
     if own is None or model_config.hf_overrides:
         converted: Mapping[str, object] = model_config.hf_config.to_dict()
         return converted
-    return dict(own)
+    if own.get("quantization_config"):
+        return dict(own)
+    beside = get_hf_file_to_dict(config_parts.QUANTIZATION_FILE, *where)
+    return config_parts.with_quantization(dict(own), beside)
+
+
+def find_sizes(core: Any, vllm_config: Any) -> SizeFacts | None:  # noqa: ANN401
+    """What an engine's core knows about the model's layers and weights; None where that fails: what
+    else is reported does not depend on it."""
+    model = vllm_config.model_config
+    try:
+        return SizeFacts(
+            layers=model.get_total_num_hidden_layers(),
+            hidden_size=model.get_hidden_size(),
+            attention_heads=model.model_arch_config.total_num_attention_heads,
+            # With latents every GPU caches the same.
+            kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+            head_size=model.get_head_size(),
+            vocab_size=model.get_vocab_size(),
+            **model_sizes.collect_weights(core.model_executor, vllm_config.parallel_config),
+        )
+    except Exception:  # noqa: BLE001
+        _log.exception("the model's sizes are not reported to the operator")
+        return None
 
 
 def build_facts(
@@ -150,6 +177,7 @@ def _list_groups(groups: Iterable[Any]) -> Iterator[GroupFacts]:
             block_size=specs[0].block_size,
             bytes_per_token=sum(map(_count_token_bytes, specs)),
             window=_find_window(specs[0]),
+            state_bytes=sum(map(_count_state_bytes, specs)),
         )
 
 
@@ -157,6 +185,13 @@ def _count_token_bytes(spec: Any) -> int:  # noqa: ANN401
     """Bytes of a token in one layer; 0 for states, which do not grow with the tokens."""
     size = getattr(spec, "unpadded_page_size_bytes", None)
     return 0 if size is None else int(size) // int(spec.block_size)
+
+
+def _count_state_bytes(spec: Any) -> int:  # noqa: ANN401
+    """Bytes of a request's state in one layer; 0 for caches of tokens."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return int(spec.state_content_size_bytes) if isinstance(spec, MambaSpec) else 0
 
 
 def _find_window(spec: Any) -> int:  # noqa: ANN401

@@ -11,12 +11,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from urllib.parse import quote
 
 import aiohttp
 
 from cleave.api.model import MAX_CONFIG_LENGTH, ModelSpec
-from cleave.perf.model import hf_config, model_report, model_source
+from cleave.perf.model import config_parts, hf_config, model_report, model_source
 from cleave.perf.model.hf_config import ModelConfigError
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,7 @@ class ModelHub:
         before = self._answers.get(key)
         async with self._slots:
             try:
-                config = _select(model, await self._get_text(*key))
-                answer = HubAnswer(self._clock(), config)
+                answer = HubAnswer(self._clock(), await self._read_config(key, model))
             except (aiohttp.ClientError, OSError, ValueError, ModelConfigError) as error:
                 answer = HubAnswer(self._clock(), fault=str(error) or type(error).__name__)
                 if before is None or before.fault != answer.fault:
@@ -84,15 +84,33 @@ class ModelHub:
         for on_read in self._waiting.pop(key, ()):
             on_read()
 
-    async def _get_text(self, locator: str, revision: str) -> str:
-        """Raises ClientError, OSError, ValueError or ModelConfigError."""
-        url = f"{self.url}/{locator}/resolve/{quote(revision, safe='')}/config.json"
+    async def _read_config(self, key: tuple[str, str], model: ModelSpec) -> Mapping[str, object]:
+        """The fields that plans read. Raises ClientError, OSError, ValueError or ModelConfigError,
+        also where they are not usable."""
+        config = await self._get_object(*key, "config.json")
+        if config is None:
+            raise ModelConfigError("it answers 404")
+        if not config.get("quantization_config"):
+            beside = await self._get_object(*key, config_parts.QUANTIZATION_FILE)
+            config = config_parts.with_quantization(config, beside)
+        selected = model_report.select_config(config)
+        model_source.with_config(model, selected)
+        return selected
+
+    async def _get_object(
+        self, locator: str, revision: str, file: str
+    ) -> Mapping[str, object] | None:
+        """A file of JSON; None: the model has no such file. Raises ClientError, OSError, ValueError
+        or ModelConfigError."""
+        url = f"{self.url}/{locator}/resolve/{quote(revision, safe='')}/{file}"
         timeout = aiohttp.ClientTimeout(TIMEOUT_S)
         # A redirect to another host goes without the token.
         async with (
             aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
             session.get(url, headers=self._headers, max_redirects=3) as response,
         ):
+            if response.status == HTTPStatus.NOT_FOUND:
+                return None
             if not response.ok:
                 raise ModelConfigError(f"it answers {response.status}")
             body = bytearray()
@@ -100,14 +118,7 @@ class ModelHub:
                 body += chunk
                 if len(body) > _MAX_BYTES:
                     raise ModelConfigError(f"it is longer than {_MAX_BYTES:,} bytes")
-        return body.decode()
-
-
-def _select(model: ModelSpec, text: str) -> Mapping[str, object]:
-    """The fields that plans read. Raises ModelConfigError where they are not usable."""
-    config = hf_config.decode_config(text)
-    if not isinstance(config, Mapping):
-        raise ModelConfigError("it holds no object")
-    selected = model_report.select_config(config)
-    model_source.with_report(model, selected)
-    return selected
+        decoded = hf_config.decode_config(body.decode())
+        if not isinstance(decoded, Mapping):
+            raise ModelConfigError("it holds no object")
+        return decoded

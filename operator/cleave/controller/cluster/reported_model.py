@@ -11,13 +11,18 @@ from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
-from cleave.api.model_report import ReportedModel
+from cleave.api.model_report import ModelReport, ReportedModel
 from cleave.manifests.labels import Manifest
-from cleave.perf.model import model_source
+from cleave.perf.model import engine_report, model_source
 from cleave.perf.model.hf_config import ModelConfigError
+from cleave.planner.deployment_shape import load_shape
+from cleave.planner.placement import PlanError
 
 FIELD = "reportedModel"
 """Of the status."""
+MAX_KV, MAX_WEIGHTS = 0.01, 0.03
+"""Share of the engine's bytes by which those of plans may differ. Norms and biases, and the rows
+by which engines pad vocabularies, are not counted."""
 
 
 def apply_report(deployment: LLMDeployment, status: Manifest) -> LLMDeployment:
@@ -26,7 +31,33 @@ def apply_report(deployment: LLMDeployment, status: Manifest) -> LLMDeployment:
     if not needs_config(deployment):
         return deployment
     reported = read_report(deployment, status)
-    return deployment if reported is None else apply_config(deployment, reported.config)
+    return deployment if reported is None else apply_reported(deployment, reported)
+
+
+def apply_reported(deployment: LLMDeployment, reported: ModelReport) -> LLMDeployment:
+    """The deployment with the reported config, where plans count with it what the engine has; else
+    with what the engine has measured; itself if neither is usable."""
+    by_config = apply_config(deployment, reported.config)
+    if by_config is not deployment and not has_other_sizes(by_config, reported):
+        return by_config
+    measured = reported.model_dump(mode="json", by_alias=True, exclude_none=True)
+    by_sizes = apply_config(deployment, engine_report.build_config(measured))
+    return by_config if by_sizes is deployment else by_sizes
+
+
+def has_other_sizes(deployment: LLMDeployment, reported: ModelReport) -> bool:
+    """Whether plans count with other weights or caches than the engine reports."""
+    try:
+        shape = load_shape(deployment)
+    except PlanError:
+        return False
+    tensor = reported.parallelism.tensor
+    pairs = [(shape.compute_copied_bytes_on_gpu(tensor), reported.kv_bytes_per_token, MAX_KV)]
+    if reported.sizes is not None:
+        states = sum(group.state_bytes for group in reported.cache_groups)
+        pairs.append((shape.compute_state_bytes(tensor), states, MAX_KV))
+        pairs.append((shape.weight_bytes, reported.sizes.weight_bytes, MAX_WEIGHTS))
+    return any(abs(ours - theirs) > most * theirs for ours, theirs, most in pairs)
 
 
 def needs_config(deployment: LLMDeployment) -> bool:
@@ -44,7 +75,7 @@ def apply_config(deployment: LLMDeployment, config: Mapping[str, object]) -> LLM
     """The deployment with `config` as `spec.model.config.inline`; itself if that is unusable."""
     spec = deployment.spec
     try:
-        model = model_source.with_report(spec.model, config)
+        model = model_source.with_config(spec.model, config)
     except ModelConfigError:
         return deployment
     changed = spec.model_copy(update={"model": model})

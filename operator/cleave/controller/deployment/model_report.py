@@ -18,10 +18,15 @@ from pydantic import ValidationError
 from cleave.api.deployment import LLMDeployment
 from cleave.api.model_report import ModelReport, ReportedModel
 from cleave.controller.cluster.conditions import ConditionState
-from cleave.controller.cluster.reported_model import FIELD, read_report
+from cleave.controller.cluster.reported_model import (
+    FIELD,
+    apply_reported,
+    has_other_sizes,
+    read_report,
+)
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.labels import Manifest
-from cleave.perf.model import hf_config, model_source
+from cleave.perf.model import engine_report, hf_config, model_source
 from cleave.perf.model.hf_config import ModelConfigError
 from cleave.perf.model.model_report import MAX_LENGTH
 from cleave.planner.deployment_shape import load_shape
@@ -29,8 +34,6 @@ from cleave.planner.placement import PlanError
 
 MODEL_AS_REPORTED = "ModelAsReported"
 """Condition type."""
-_MAX_DIFFERENCE = 0.01
-"""Share of the engine's KV bytes per token by which Cleave's may differ."""
 _MAX_TRIED = 8
 """Reports that are decoded at a time: gateways send few."""
 _MAX_FIELDS, _MAX_SHOWN = 3, 40
@@ -117,11 +120,11 @@ def build_condition(
     if text := _describe_others(reported, reports):
         return [ConditionState(MODEL_AS_REPORTED, False, "EnginesDiffer", text)]
     try:
-        model = deployment.spec.model
-        if model_source.needs_report(model):
-            model = model_source.with_report(model, reported.config)
-        changed = deployment.spec.model_copy(update={"model": model})
-        shape = load_shape(deployment.model_copy(update={"spec": changed}))
+        if model_source.needs_report(deployment.spec.model):
+            deployment = apply_reported(deployment, reported)
+        if deployment.spec.model.config is None:
+            model_source.with_config(deployment.spec.model, reported.config)
+        shape = load_shape(deployment)
     except (ModelConfigError, PlanError) as error:
         text = f"{reported.instance} reports a model that is not planned: {error}"
         return [ConditionState(MODEL_AS_REPORTED, False, "NotUsable", text)]
@@ -129,15 +132,31 @@ def build_condition(
     if not theirs or parallelism.pipeline > 1:
         text = f"{reported.instance} does not report the KV bytes per token of a whole model"
         return [ConditionState(MODEL_AS_REPORTED, None, "NotReported", text)]
-    ours = shape.compute_kv_bytes_on_gpu(parallelism.tensor, 1)
+    ours = shape.compute_copied_bytes_on_gpu(parallelism.tensor)
     text = f"{reported.instance} keeps {theirs:,} KV bytes per token and GPU, plans count {ours:,}"
-    if abs(ours - theirs) <= _MAX_DIFFERENCE * theirs:
+    if not has_other_sizes(deployment, reported):
+        text += _describe_measured(deployment, reported)
         return [ConditionState(MODEL_AS_REPORTED, True, "AsReported", text)]
+    if reported.sizes is not None:
+        own = reported.sizes.weight_bytes
+        text += f", and has {own:,} bytes of weights, plans count {shape.weight_bytes:,}"
     text += (
-        "; state the KV cache's type as --kv-cache-dtype in spec.engine.args, and the model's "
-        "config.json as spec.model.config if it has changed"
+        "; state the KV cache's type as --kv-cache-dtype in spec.engine.args, and leave out "
+        "spec.model.config, or write the model's present one"
     )
     return [ConditionState(MODEL_AS_REPORTED, False, "Differs", text)]
+
+
+def _describe_measured(deployment: LLMDeployment, reported: ReportedModel) -> str:
+    """Why plans count with what the engine has measured; empty: they count with its config."""
+    model = deployment.spec.model
+    if model.config is None or engine_report.FIELD not in (model.config.inline or {}):
+        return ""
+    try:
+        model_source.with_config(model, reported.config)
+    except ModelConfigError as error:
+        return f"; plans count with its sizes, as its config.json is not understood: {error}"
+    return "; plans count with its sizes, which are not those of its config.json"
 
 
 def _describe_others(reported: ReportedModel, reports: Sequence[EngineReport]) -> str:
