@@ -11,7 +11,7 @@ well. What is hard: the order of vLLM's initialisation, which is that of its own
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,11 +26,10 @@ from cleave.perf.model.model_shape import ModelShape
 FOLDER = Path(__file__).parent
 MODELS, RECORDED, README = FOLDER / "models.yaml", FOLDER / "vllm.yaml", FOLDER / "README.md"
 _BLOCK = 128
-_MAX_MODEL_LEN = 4096
+_MAX_MODEL_LEN = 1024
 _MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _SHARED = ("embed_tokens.weight", "head.weight")
-_BEGIN, _END = "<!-- table -->\n", "<!-- end of the table -->\n"
-_GIB = 2**30
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,15 @@ def build_shape(name: str, config: Mapping[str, Any]) -> ModelShape:
 def compute_allocation(shape: ModelShape) -> Allocation:
     """What Cleave computes."""
     (window, windowed), *_ = shape.list_windows() if shape.sliding_window else ((0, 0),)
-    per_layer = shape.kv_bytes_per_token // shape.attention_layers
+    per_layer = shape.kv_bytes_per_token // (shape.attention_layers or 1)
+    others = shape.copied_bytes_per_token - shape.kv_bytes_per_token
     speculating = replace(shape, mtp_layers=shape.stored_mtp_layers)
     return Allocation(
         parameters=shape.parameters,
         weight_bytes=shape.weight_bytes,
-        kv_bytes_per_token=shape.kv_bytes_per_token,
-        window_bytes_per_token=windowed * per_layer,
-        window_tokens=window,
+        kv_bytes_per_token=shape.copied_bytes_per_token,
+        window_bytes_per_token=windowed * per_layer + others,
+        window_tokens=shape.windowed.tokens if shape.windowed else window,
         state_bytes=shape.compute_state_bytes(),
         mtp_weight_bytes=speculating.compute_mtp_bytes(),
         mtp_kv_bytes_per_token=speculating.kv_bytes_per_token - shape.kv_bytes_per_token,
@@ -94,6 +94,7 @@ def run_vllm() -> Iterator[None]:
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
@@ -113,9 +114,19 @@ def run_vllm() -> Iterator[None]:
         with suppress(NotImplementedError):
             complete(self)
 
+    def inspect(self: _LazyRegisteredModel) -> _ModelInfo:
+        # vLLM does so in a process for each class.
+        return _ModelInfo.from_model_cls(self.load_model_cls())
+
     methods = "vllm.model_executor.layers"
     experts = MagicMock()
     changed: dict[str, Any] = {
+        "torch.Tensor.item": _replace_on_meta(torch.Tensor.item, lambda _: 1),
+        "torch.Tensor.tolist": _replace_on_meta(
+            torch.Tensor.tolist, lambda own: torch.zeros(own.shape, device="cpu").tolist()
+        ),
+        "torch.Tensor.to": _replace_on_meta(torch.Tensor.to, lambda own: own),
+        "torch.Tensor.cpu": _replace_on_meta(torch.Tensor.cpu, lambda own: own),
         f"{methods}.quantization.fp8.init_fp8_linear_kernel": MagicMock(),
         f"{methods}.quantization.fp8.select_fp8_moe_backend": lambda *_, **__: (
             Fp8MoeBackend.TRITON,
@@ -136,6 +147,7 @@ def run_vllm() -> Iterator[None]:
         stack.enter_context(patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}))
         for path, replacement in changed.items():
             stack.enter_context(patch(path, replacement))
+        stack.enter_context(patch.object(_LazyRegisteredModel, "inspect_model_cls", inspect))
         stack.enter_context(
             patch.object(CpuPlatform, "get_attn_backend_cls", staticmethod(get_attn_backend_cls))
         )
@@ -149,6 +161,20 @@ def run_vllm() -> Iterator[None]:
             finally:
                 reset_workspace_manager()
                 destroy_distributed_environment()
+
+
+def _replace_on_meta(method: Callable[..., Any], own: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A tensor's method that also has an answer where there are no values."""
+
+    def replaced(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except (NotImplementedError, RuntimeError):
+            if not self.is_meta:
+                raise
+            return own(self)
+
+    return replaced
 
 
 def measure(config: Mapping[str, Any]) -> Allocation:
@@ -166,6 +192,18 @@ def measure(config: Mapping[str, Any]) -> Allocation:
 
 def _instantiate(config: Mapping[str, Any], *, speculates: bool) -> Allocation:
     """The model, or its layers of multi-token prediction without embedding and LM head."""
+    built, specs = build_model(config, speculates=speculates)
+    weights = [
+        weight
+        for name, weight in built.named_parameters()
+        if not (speculates and name.endswith(_SHARED))
+    ]
+    return _sum_up(weights, specs)
+
+
+def build_model(config: Mapping[str, Any], *, speculates: bool = False) -> tuple[Any, list[Any]]:
+    """vLLM's model on the meta device, and what each of its layers caches, within `run_vllm`.
+    `speculates`: its layers of multi-token prediction instead."""
     import torch
     from vllm.config import (
         CacheConfig,
@@ -193,9 +231,13 @@ def _instantiate(config: Mapping[str, Any], *, speculates: bool) -> Allocation:
                 method="mtp", num_speculative_tokens=1, target_model_config=model,
                 target_parallel_config=parallel,
             )  # fmt: skip
+        kinds = getattr(model.hf_text_config, "layer_types", None) or ["sliding_attention"]
+        # As `EngineArgs.create_engine_config` does.
+        is_windowed = all(each == "sliding_attention" for each in kinds)
         cache = CacheConfig(
             block_size=_BLOCK,
             enable_prefix_caching=False,
+            sliding_window=model.get_sliding_window() if is_windowed else None,
             cache_dtype=resolve_kv_cache_dtype_string("auto", model),
         )
         vllm = VllmConfig(
@@ -221,12 +263,7 @@ def _instantiate(config: Mapping[str, Any], *, speculates: bool) -> Allocation:
                 ]
             finally:
                 destroy_model_parallel()
-    weights = [
-        weight
-        for name, weight in built.named_parameters()
-        if not (speculates and name.endswith(_SHARED))
-    ]
-    return _sum_up(weights, [spec for spec in specs if spec is not None])
+    return built, [spec for spec in specs if spec is not None]
 
 
 def _sum_up(weights: list[Any], specs: list[Any]) -> Allocation:
@@ -271,16 +308,16 @@ def build_table(recorded: Mapping[str, Allocation]) -> str:
         window = f"{ours.window_bytes_per_token:,} of {ours.window_tokens:,} tokens"
         cells = [
             name,
-            f"{ours.weight_bytes / _GIB:,.2f}",
-            f"{theirs.weight_bytes / _GIB:,.2f}" if theirs else "not compared",
+            f"{ours.weight_bytes / GIB:,.2f}",
+            f"{theirs.weight_bytes / GIB:,.2f}" if theirs else "not compared",
             f"{ours.weight_bytes / theirs.weight_bytes - 1:+.3%}" if theirs else "",
             f"{ours.kv_bytes_per_token:,}",
             f"{theirs.kv_bytes_per_token:,}" if theirs else "not compared",
             window if ours.window_tokens else "",
             f"{ours.state_bytes:,}" if ours.state_bytes else "",
             f"{theirs.state_bytes:,}" if theirs and theirs.state_bytes else "",
-            f"{ours.mtp_weight_bytes / _GIB:,.2f}" if ours.mtp_weight_bytes else "",
-            f"{theirs.mtp_weight_bytes / _GIB:,.2f}" if theirs and theirs.mtp_weight_bytes else "",
+            f"{ours.mtp_weight_bytes / GIB:,.2f}" if ours.mtp_weight_bytes else "",
+            f"{theirs.mtp_weight_bytes / GIB:,.2f}" if theirs and theirs.mtp_weight_bytes else "",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
@@ -297,9 +334,15 @@ def main() -> None:
                 print(f"{name}: {type(error).__name__}: {error}"[:300])
     text = yaml.safe_dump({name: asdict(each) for name, each in recorded.items()}, sort_keys=False)
     RECORDED.write_text("# Written by benchmarks/models/run.py: what vLLM 0.32 allocates.\n" + text)
-    before, _, rest = README.read_text().partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    README.write_text(before + _BEGIN + build_table(recorded) + _END + after)
+    write_table("table", build_table(recorded))
+
+
+def write_table(name: str, table: str) -> None:
+    """Put a table into README.md, between the comments with its name."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of the {name} -->\n"
+    before, _, rest = README.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    README.write_text(before + begin + table + end + after)
 
 
 if __name__ == "__main__":
