@@ -19,6 +19,7 @@ from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
 from cleave.gateway.upstream.handoff_samples import HandoffSamples
+from cleave.gateway.upstream.read_turns import ReadTurns
 from cleave.gateway.upstream.retry_budget import RetryBudget
 from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.gateway.upstream.suspect_senders import SuspectSenders
@@ -106,6 +107,7 @@ class GatewayContext:
         self.write_batcher = WriteBatcher()
         self.certificates: dict[str, TlsCertificate] = {}
         """By port: https, endpoint_picker. Set by the server."""
+        self.read_turns = ReadTurns()
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""
         self.buffer_budget = budget = BufferBudget(config.max_buffered_bytes)
@@ -216,7 +218,9 @@ class GatewayContext:
         pool = self._pools.get(key)
         if pool is None:
             limit, connect_s = self.config.engine_connections, self.config.timeouts.connect_s
-            pool = EnginePool(target, limit, connect_s, self.clock, self.write_batcher)
+            pool = EnginePool(
+                target, limit, connect_s, self.clock, self.write_batcher, self.read_turns
+            )
             self._pools[key] = pool
         return pool
 

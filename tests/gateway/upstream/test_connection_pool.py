@@ -9,6 +9,7 @@ import pytest
 
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.upstream.connection_pool import FEED_BYTES, EnginePool
+from cleave.gateway.upstream.read_turns import ReadTurns
 from cleave.router.instance import Target
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -160,7 +161,7 @@ async def test_an_engine_that_talks_unasked_loses_its_connection(single) -> None
 )
 def test_the_host_header_brackets_an_ipv6_address(host: str, expected: bytes) -> None:
     target = Target("x", host, 9001, "", "boot", 1)
-    pool = EnginePool(target, 1, 2.0, time.monotonic, WriteBatcher())
+    pool = EnginePool(target, 1, 2.0, time.monotonic, WriteBatcher(), ReadTurns())
     assert pool.host == expected
 
 

@@ -14,7 +14,6 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import Protocol, cast
 
 import httptools
@@ -27,10 +26,10 @@ from cleave.gateway.http.headers import (
 )
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.upstream.circuit_breaker import StallDetector
+from cleave.gateway.upstream.read_turns import ReadTurns
 from cleave.router.instance import Target
 from cleave.router.watchdog import is_overdue
 from cleave.rpc.engine_key import HEADER
-from cleave.time_slices import SLICE_S
 
 IDLE_S = 4.0
 """uvicorn, vLLM's HTTP server, closes idle connections after 5 s; the gateway closes them first."""
@@ -41,6 +40,8 @@ MAX_FRAMING_BYTES = 64 << 10
 """Limit of what an engine sends without content: heads, interim responses, trailers."""
 FEED_BYTES = 4 << 10
 """Bytes of an answer that are parsed and relayed at a time: hundreds of tiny events."""
+READ_BYTES = 64 << 10
+"""About what is read at a time."""
 _TOO_MUCH = "sent more than its answer"
 
 
@@ -123,14 +124,15 @@ class EngineConnection(asyncio.Protocol):
         self._fault = ""
         """What is wrong with the response, found while it is parsed."""
         self._unread: deque[bytes] = deque()
-        """What was read and not parsed; the event loop does everything else between slices."""
-        self._is_paused = False
+        """What was read and not parsed, in pieces."""
+        self._is_paused = self._takes_turns = False
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up by the event loop."""
         self.transport = cast("asyncio.Transport", transport)
         set_nodelay(self.transport)
+        limit_reads(self.transport)
         detect_dead_peer(self.transport)
 
     def send(self, call: UpstreamCall) -> None:
@@ -154,28 +156,34 @@ class EngineConnection(asyncio.Protocol):
         if paused:
             self.transport.pause_reading()
         elif self._unread:
-            asyncio.get_running_loop().call_soon(self._read_slice)
+            self._take_turns()
         else:
             self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what was read, in time slices if it is much."""
+        """Parse what was read; in turns with other connections, if it is much."""
         if self._unread or len(data) > FEED_BYTES:
             self._unread += [data[at : at + FEED_BYTES] for at in range(0, len(data), FEED_BYTES)]
             self.transport.pause_reading()
-            self._read_slice()
+            self._take_turns()
         else:
             self._parse(data)
 
-    def _read_slice(self) -> None:
-        slice_ends_at = monotonic() + SLICE_S
-        while self._unread and not self._is_paused:
-            if monotonic() > slice_ends_at:
-                asyncio.get_running_loop().call_soon(self._read_slice)
-                return
+    def _take_turns(self) -> None:
+        if not self._takes_turns:
+            self._takes_turns = True
+            self._pool.read_turns.add(self)
+
+    def parse_next(self) -> bool:
+        """Parse a piece of what was read; whether more can be parsed now."""
+        if self._unread and not self._is_paused:
             self._parse(self._unread.popleft())
+        if self._unread and not self._is_paused:
+            return True
+        self._takes_turns = False
         if not self._is_paused and not self.transport.is_closing():
             self.transport.resume_reading()
+        return False
 
     def _parse(self, data: bytes) -> None:
         """Parse, and give the body bytes to the owner in one piece."""
@@ -285,8 +293,10 @@ class EnginePool:
         connect_s: float,
         clock: Callable[[], float],
         write_batcher: WriteBatcher,
+        read_turns: ReadTurns,
     ) -> None:
         self.write_batcher = write_batcher
+        self.read_turns = read_turns
         self.host = target.endpoint.encode()
         key = target.engine_key
         self.key_header = build_header_line(HEADER, key) if key else b""
@@ -393,6 +403,13 @@ def detect_dead_peer(transport: asyncio.Transport) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_INTERVAL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_TIMEOUT_S * 1_000)
+
+
+def limit_reads(transport: asyncio.Transport) -> None:
+    """Keep the kernel from receiving more than is parsed soon: what was read waits in memory."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READ_BYTES)
 
 
 def set_nodelay(transport: asyncio.Transport) -> None:
