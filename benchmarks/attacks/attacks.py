@@ -7,6 +7,7 @@ attack that the gateway cuts off begins again at once, as an enemy would.
 import asyncio
 import itertools
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -38,13 +39,24 @@ class Target:
         return "\r\n".join([*lines, *fields, "", ""]).encode()
 
 
+Act = Callable[[Target, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 @dataclass(frozen=True, slots=True)
 class Attack:
     what: str
     connections: int
-    act: Callable[[Target, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    act: Act
     """On one connection, until the gateway closes it or the time is over."""
     addresses: tuple[str, ...] = (ADDRESS,)
+    is_tls: bool = False
+    """The gateway serves HTTPS, and victims use it."""
+    agents: int = 0
+    """Agents under the attacker's control."""
+    floods: bool = False
+    """The first of them registers without a pause."""
+    open_files: int = 0
+    """The gateway's limit of descriptors; 0: the machine's."""
 
 
 async def pipeline(target: Target, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,14 +140,14 @@ async def idle(target: Target, reader: asyncio.StreamReader, _: asyncio.StreamWr
     await _hold(target, reader)
 
 
-def send_body(body: bytes) -> Callable[..., Awaitable[None]]:
+def send_body(body: bytes, path: bytes = b"/v1/completions") -> Act:
     """The same request, whole, again and again."""
 
     async def send(
         target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while not target.over:
-            writer.write(target.head(f"Content-Length: {len(body)}", key=True) + body)
+            writer.write(_post(target, path, body))
             await writer.drain()
             await _read_answer(reader)
 
@@ -175,7 +187,101 @@ async def send_without_key(
         await _read_answer(reader)
 
 
+def _post(target: Target, path: bytes, body: bytes) -> bytes:
+    head = target.head(f"Content-Length: {len(body)}", key=True)
+    return head.replace(b"/v1/completions", path, 1) + body
+
+
+def stream(script: str, *, reads: bool = True) -> Act:
+    """Stream after stream of an engine under the attacker's control."""
+    body = b'{"model":"wide","prompt":"script-%b","max_tokens":100000,"stream":true,"logprobs":20}'
+
+    async def act(
+        target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if not reads:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            writer.transport.pause_reading()
+        while not target.over:
+            writer.write(_post(target, b"/v1/completions", body % script.encode()))
+            if not reads:
+                await asyncio.sleep(target.deadline - time.monotonic())
+                return
+            last = b""
+            while not (last := (last + await reader.read(1 << 16))[-64:]).endswith(b"0\r\n\r\n"):
+                if reader.at_eof():
+                    return
+
+    return act
+
+
+async def send_digits(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """A length of 5,000 digits."""
+    writer.write(target.head("Content-Length: " + "9" * 5_000, key=False))
+    await _hold(target, reader)
+
+
+async def guess(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Keys that are wrong, one after the other."""
+    for number in itertools.count():
+        if target.over:
+            return
+        lines = b"GET /v1/models HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer %d\r\n\r\n"
+        writer.write(lines % number)
+        await _read_answer(reader)
+
+
+async def probe(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """The page that needs no key."""
+    while not target.over:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n")
+        await _read_answer(reader)
+
+
+async def shake_hands(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """TLS, and nothing more."""
+    await writer.start_tls(trust_all())
+    await _hold(target, reader)
+
+
+async def stall_handshake(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """The first message of a handshake, and never the next."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        trust_all().wrap_bio(incoming, outgoing, server_hostname="g").do_handshake()
+    writer.write(outgoing.read())
+    await _hold(target, reader)
+
+
+def trust_all() -> ssl.SSLContext:
+    """A client's side of TLS that takes any certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+async def send_chunks(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """A body in chunks of one byte."""
+    writer.write(target.head("Transfer-Encoding: chunked", key=True))
+    await _send_for_ever(target, writer, b"1\r\n \r\n" * 10_000)
+    await _hold(target, reader)
+
+
+async def do_nothing(*_: object) -> None:
+    """The agents attack."""
+    await asyncio.sleep(1)
+
+
 _MODEL = b'{"model":"other",'
+_TURN = b'{"role":"user","content":"a"}'
 ATTACKS = {
     "pipelined": Attack("requests for /openapi.json, answers never read", 4, pipeline),
     "unread": Attack("2,000 clients that read none of their 401s", 2_000, refuse_answers),
@@ -208,6 +314,56 @@ ATTACKS = {
         "16 MiB of brackets", 1, send_body(_full(_MODEL + b'"prompt":"a","x":', b"[", b"}"))
     ),
     "fields": Attack("a million fields", 1, send_body(_fields())),
+    "include": Attack(
+        "16 MiB of names in `include`",
+        1,
+        send_body(_full(_MODEL + b'"input":"a","include":["a"', b',"a"', b"]}"), b"/v1/responses"),
+    ),
+    "translated": Attack(
+        "16 MiB of messages in Anthropic's form",
+        1,
+        send_body(
+            _full(_MODEL + b'"max_tokens":1,"messages":[' + _TURN, b"," + _TURN, b"]}"),
+            b"/v1/messages",
+        ),
+    ),
+    "chunks": Attack("bodies in chunks of one byte", 4, send_chunks),
+    "figures": Attack("lengths of 5,000 digits, no key", 16, send_digits),
+    "wrong-keys": Attack("wrong keys on 64 connections", 64, guess),
+    "logprobs": Attack(
+        "300 streams with 20 log-probabilities, all read", 300, stream("logprobs"), agents=1
+    ),
+    "interval": Attack("8 streams of 160 KiB an event, all read", 8, stream("interval"), agents=1),
+    "unread-streams": Attack(
+        "300 such streams, none read", 300, stream("interval", reads=False), agents=1
+    ),
+    "long-streams": Attack("4 streams of 131,072 events", 4, stream("long"), agents=1),
+    "tiny-events": Attack("4 streams of 4,096 events a write", 4, stream("tiny"), agents=1),
+    "health": Attack("/health without a key, 1,024 instances", 8, probe, agents=1_024),
+    "registrations": Attack(
+        "an agent that registers without a pause, 256 instances",
+        1,
+        do_nothing,
+        agents=256,
+        floods=True,
+    ),
+    "tls-idle": Attack(
+        "16,000 silent TLS connections of 64 addresses",
+        16_000,
+        shake_hands,
+        MANY_ADDRESSES,
+        is_tls=True,
+    ),
+    "tls-stalled": Attack(
+        "4,000 stalled handshakes of 64 addresses",
+        4_000,
+        stall_handshake,
+        MANY_ADDRESSES,
+        is_tls=True,
+    ),
+    "descriptors": Attack(
+        "1,000 silent connections, 400 descriptors", 1_000, idle, MANY_ADDRESSES, open_files=400
+    ),
 }
 
 

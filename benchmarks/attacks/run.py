@@ -5,6 +5,10 @@ emulated instances serve behind it. Victims stream short completions with a key,
 connection of its own, first alone and then beside the attack, which is a process of its own. Run
 it on a quiet machine: attacker, gateway and engines share its cores. Exit status 1: a limit was
 missed. `--gateway PYTHON`: the interpreter of another checkout, whose gateway is attacked instead.
+
+Each callback of the gateway's event loop is measured (measured_gateway.py): the longest one, in CPU
+time, is a column. The parts of it that this machine causes (other work, its collector of garbage)
+count as well.
 """
 
 import argparse
@@ -12,32 +16,40 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
+import signal
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from attacks import ATTACKS
+from attacks import ATTACKS, Attack, trust_all
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from result_table import show
+
+from tests.support.certificates import Files
 
 KEY = "benchmark-key-of-no-value"
 MODEL = "facebook/opt-13b"
 MEMORY_LIMIT_MIB = 256
 LATENCY_LIMIT = 2.0
+BLOCK_LIMIT_MS = 5.0
 GIVEN_UP_MIB = 2048
 """A gateway that has grown so far has lost; the machine is spared."""
-START_S = 30.0
+START_S = 60.0
 REQUEST_S = 20.0
 VICTIMS = 4
+HOSTILE_PORT = 21_001
 PAUSE_S = 0.05
 """Between two requests of a victim."""
 
@@ -60,6 +72,19 @@ class Gateway:
     process: subprocess.Popen[bytes]
     port: int
     internal_port: int
+    blocks: Path
+    tls: ssl.SSLContext | None
+
+    def take_worst_block(self) -> dict[str, float | str]:
+        """The longest callback since the last call; none: it does not answer."""
+        self.blocks.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.process.send_signal(signal.SIGUSR1)
+        for _ in range(100):
+            if self.blocks.exists():
+                return dict(json.loads(self.blocks.read_text()))
+            time.sleep(0.05)
+        return {"ms": float("inf"), "gc_ms": 0.0, "where": "it does not answer"}
 
     def peak_mib(self) -> float:
         """Most resident memory since `forget_peak`; infinite once the process is gone."""
@@ -106,11 +131,12 @@ def main() -> None:
 
 def measure(name: str, seconds: float, python: str, folder: Path) -> dict[str, object]:
     """One attack on a fresh gateway."""
-    with served(python, folder) as gateway:
+    with served(python, folder, ATTACKS[name]) as gateway:
         asyncio.run(watch(gateway, 2.0, None))  # warms up
         gateway.forget_peak()
         alone, _ = asyncio.run(watch(gateway, seconds, None))
         idle_mib, retries = gateway.peak_mib(), gateway.retries()
+        before = gateway.take_worst_block()
         command = [sys.executable, str(Path(__file__).with_name("attacks.py")), name]
         command += [str(gateway.port), str(seconds + 1), KEY]
         attack = subprocess.Popen(command, preexec_fn=keep_aside)
@@ -120,13 +146,14 @@ def measure(name: str, seconds: float, python: str, folder: Path) -> dict[str, o
         finally:
             attack.kill()
             attack.wait()
-        peak_mib = gateway.peak_mib()
+        peak_mib, block = gateway.peak_mib(), gateway.take_worst_block()
         time.sleep(0.5)
         retried = gateway.retries() - retries
     ratios = [attacked.quantile(share) / alone.quantile(share) for share in (0.5, 0.99)]
     missed = [
         *(["memory"] if peak_mib > MEMORY_LIMIT_MIB else []),
         *(["latency"] if max(ratios) > LATENCY_LIMIT else []),
+        *([f"block: {block['where']}"] if block["ms"] > BLOCK_LIMIT_MS else []),
         *(["failures"] if attacked.failures else []),
         *(["internal port"] if not answered else []),
         *(["engines judged"] if retried else []),
@@ -138,6 +165,7 @@ def measure(name: str, seconds: float, python: str, folder: Path) -> dict[str, o
         "TTFT p50 ms": f"{alone.quantile(0.5):.0f} -> {attacked.quantile(0.5):.0f}",
         "p99 ms": f"{alone.quantile(0.99):.0f} -> {attacked.quantile(0.99):.0f}",
         "ratio p50, p99": ", ".join(f"{ratio:.2f}" for ratio in ratios),
+        "block ms": f"{before['ms']:.1f} -> {block['ms']:.1f}",
         "requests": len(attacked.ttfts_ms),
         "failed": len(attacked.failures),
         "internal": "answers" if answered else "silent",
@@ -156,7 +184,7 @@ async def watch(
     felt, deadline, answered = Felt(), time.monotonic() + seconds, True
     async with asyncio.TaskGroup() as group:
         for _ in range(VICTIMS):
-            group.create_task(suffer(gateway.port, deadline, felt))
+            group.create_task(suffer(gateway, deadline, felt))
         while time.monotonic() < deadline:
             await asyncio.sleep(1)
             page = await asyncio.to_thread(gateway.page, "/health")
@@ -166,24 +194,24 @@ async def watch(
     return felt, answered
 
 
-async def suffer(port: int, deadline: float, felt: Felt) -> None:
+async def suffer(gateway: Gateway, deadline: float, felt: Felt) -> None:
     """One victim: request after request, each on a new connection."""
     while time.monotonic() < deadline:
         try:
             async with asyncio.timeout(REQUEST_S):
-                felt.ttfts_ms.append(await complete(port))
+                felt.ttfts_ms.append(await complete(gateway))
         except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
             felt.failures.append(repr(error))
         await asyncio.sleep(PAUSE_S)
 
 
-async def complete(port: int) -> float:
+async def complete(gateway: Gateway) -> float:
     """Stream a completion of eight tokens whole; time to its first event in ms."""
     body = json.dumps({"model": MODEL, "prompt": "x" * 200, "max_tokens": 8, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     began = time.monotonic()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, ssl=gateway.tls)
     try:
         writer.write((head + body).encode())
         status = await reader.readuntil(b"\r\n\r\n")
@@ -204,24 +232,36 @@ def keep_aside() -> None:
 
 
 @contextlib.contextmanager
-def served(python: str, folder: Path) -> Iterator[Gateway]:
+def served(python: str, folder: Path, attack: Attack) -> Iterator[Gateway]:
     """A gateway with a key before two emulated instances, all ended at the end."""
-    keys, log = folder / "keys", folder / "log"
+    keys, log, blocks = folder / "keys", folder / "log", folder / "blocks"
     keys.write_text(KEY + "\n")
     agents = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    peers = ",".join(agents)
     with contextlib.ExitStack() as stack:
         for number, address in enumerate(agents):
             worker = ["cleave_worker.agent.main", "--name", f"mixed-{number}", "--deployment", "d"]
             worker += ["--role", "mixed", "--model", MODEL, "--engine", "emulated"]
             worker += ["--host", "127.0.0.1", "--port", address.partition(":")[2]]
-            worker += ["--peers", ",".join(agents), "--cores", "none"]
+            worker += ["--peers", peers, "--cores", "none"]
             stack.enter_context(running([sys.executable, "-m", *worker], log))
+        if attack.agents:
+            hostile = [sys.executable, str(Path(__file__).with_name("hostile_agents.py"))]
+            hostile += [str(HOSTILE_PORT), str(attack.agents), *["flood"] * attack.floods]
+            stack.enter_context(running(hostile, log, keep_aside))
+            agents += [f"127.0.0.1:{HOSTILE_PORT + number}" for number in range(attack.agents)]
         port, internal_port = free_port(), free_port()
-        command = [python, "-m", "cleave.gateway.main", "--host", "127.0.0.1"]
+        measured = str(Path(__file__).with_name("measured_gateway.py"))
+        command = [python, measured, str(blocks), "--host", "127.0.0.1"]
         command += ["--port", str(port), "--internal-port", str(internal_port)]
         command += ["--agents", ",".join(agents), "--api-keys", str(keys)]
-        process = stack.enter_context(running(command, log))
-        gateway = Gateway(process, port, internal_port)
+        if attack.is_tls:
+            files = Files(folder).write()
+            command += ["--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
+        prepare = partial(limit_files, attack.open_files) if attack.open_files else None
+        process = stack.enter_context(running(command, log, prepare))
+        tls = trust_all() if attack.is_tls else None
+        gateway = Gateway(process, port, internal_port, blocks, tls)
         deadline = time.monotonic() + START_S
         while '"ok"' not in gateway.page("/health"):
             if time.monotonic() > deadline:
@@ -230,10 +270,18 @@ def served(python: str, folder: Path) -> Iterator[Gateway]:
         yield gateway
 
 
+def limit_files(count: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
+
+
 @contextlib.contextmanager
-def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: Sequence[str], log: Path, prepare: Callable[[], None] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=prepare
+        )
     try:
         yield process
     finally:

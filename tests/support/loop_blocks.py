@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 
 from cleave.gateway.app.client_connection import ClientConnection
-from cleave.gateway.app.tls_handshake import TlsHandshake
+from cleave.gateway.app.tls_connection import TlsConnection
 from cleave.gateway.upstream.connection_pool import EngineConnection
 
 LIMIT_S = 0.005
@@ -27,10 +27,10 @@ LIMIT_S = 0.005
 SAMPLE_S = 0.001
 """CPU time between two looks at the stack; the kernel rounds it up to a tick."""
 MAX_KEPT = 1_000
-_PROTOCOLS = ClientConnection, EngineConnection, TlsHandshake
+_PROTOCOLS = ClientConnection, EngineConnection, TlsConnection
 _METHODS = (
-    "connection_made", "connection_lost", "data_received", "eof_received", "pause_writing",
-    "resume_writing",
+    "buffer_updated", "connection_made", "connection_lost", "data_received", "eof_received",
+    "pause_writing", "resume_writing",
 )  # fmt: skip
 
 
@@ -130,22 +130,29 @@ class MeasuredLoop(uvloop.Loop):
 
 
 @contextlib.contextmanager
-def measured_blocks() -> Iterator[tuple[BlockRecorder, asyncio.Runner]]:
-    """A recorder, and a runner whose event loop it measures."""
+def recorded_blocks() -> Iterator[BlockRecorder]:
+    """A recorder of each callback of the event loops that are made with it."""
     recorder = BlockRecorder()
     gc.callbacks.append(recorder.on_gc)
     previous = signal.signal(signal.SIGPROF, recorder.on_sample)
     signal.setitimer(signal.ITIMER_PROF, SAMPLE_S, SAMPLE_S)
     try:
-        with (
-            measured_protocols(recorder),
-            asyncio.Runner(loop_factory=lambda: MeasuredLoop(recorder)) as runner,
-        ):
-            yield recorder, runner
+        with measured_protocols(recorder):
+            yield recorder
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, previous)
         gc.callbacks.remove(recorder.on_gc)
+
+
+@contextlib.contextmanager
+def measured_blocks() -> Iterator[tuple[BlockRecorder, asyncio.Runner]]:
+    """A recorder, and a runner whose event loop it measures."""
+    with (
+        recorded_blocks() as recorder,
+        asyncio.Runner(loop_factory=lambda: MeasuredLoop(recorder)) as runner,
+    ):
+        yield recorder, runner
 
 
 @contextlib.contextmanager
