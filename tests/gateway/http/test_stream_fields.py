@@ -30,7 +30,8 @@ def read(**fields: Any) -> tuple[TokenReport, dict[str, Any]]:
         {},
         {"n": 1},
         {"tools": [{"type": "function"}], "messages": [{"role": "user", "content": "a"}]},
-        {"stop": ["x"], "seed": 1, "logprobs": 5, "echo": True},
+        {"stop": ["x"], "seed": 1, "logprobs": 5, "echo": False},
+        {"echo": None},
         {"return_token_ids": None},
         {"include_reasoning": True, "messages": [{"role": "user", "content": "a"}]},
         {"stream_options": None},
@@ -52,6 +53,8 @@ def test_one_choice_is_counted_by_ids_of_tokens(fields: dict[str, Any]) -> None:
         ({"prompt": [[1], [2]], "n": 4}, 8, 2),
         ({"include_reasoning": False, "messages": [{"role": "user", "content": "a"}]}, 1, 1),
         ({"return_token_ids": "maybe"}, 1, 1),
+        ({"echo": True}, 1, 1),
+        ({"echo": 1, "return_token_ids": True}, 1, 1),
     ],
     ids=str,
 )

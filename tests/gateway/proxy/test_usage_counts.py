@@ -40,14 +40,16 @@ def test_the_tokens_of_all_choices_are_counted_at_every_event(
 ) -> None:
     stream = relay(num_choices=4, shows_usage=shows, shows_running_usage=shows and running)
     counts, events, plain = [0] * 4, [], []
+    media = {"cached_tokens": 4, "multimodal_tokens": {"image": 3}}
     more = {"completion_tokens_details": {"reasoning_tokens": 1}} if details else {}
+    more |= {"prompt_tokens_details": media} if details else {}
     for index, size, text in steps:
         counts[index] += size
         events.append(build(index, text, **usage(9, counts[index], **more)))
         plain.append(events[-1] if shows and running else build(index, text))
         stream.forward(events[-1], False)
         assert stream.num_tokens == stream.limit_tokens() == sum(counts)
-    last = encode({**build_frame(chat=False), "choices": [], **usage(9, sum(counts))})
+    last = encode({**build_frame(chat=False), "choices": [], **usage(9, sum(counts), **more)})
     again = relay(num_choices=4, shows_usage=shows, shows_running_usage=shows and running)
     whole = b"".join([*events, last, DONE])
     sent = b"".join(again.forward(piece, False) for piece in cut(whole, places))
@@ -78,7 +80,7 @@ def test_a_replay_counts_nothing_twice() -> None:
     assert stream.num_tokens == 3
 
 
-@pytest.mark.parametrize("bad", ['"many"', "-1e400", "[1]", '{"a":{"b":{}}}', "12"])
+@pytest.mark.parametrize("bad", ['"many"', "-1e400", "[1]", '{"a":{"b":{"c":{}}}}', "12"])
 def test_usage_that_is_none_changes_nothing(bad: str) -> None:
     stream = relay(num_choices=1)
     event = build(0, "a").replace(b"}\n\n", b',"usage":%b}\n\n' % bad.encode())

@@ -62,7 +62,9 @@ class TokenReport:
 
 _PLAIN_STREAM = TokenReport(has_ids=True)
 _PLAIN_ANSWER = TokenReport(has_ids=False)
-_OWN_KEYS = frozenset(("n", INTERVAL_KEY, OPTIONS_KEY, RETURN_IDS_KEY, "include_reasoning"))
+_OWN_KEYS = frozenset(
+    ("n", INTERVAL_KEY, OPTIONS_KEY, RETURN_IDS_KEY, "include_reasoning", "echo")
+)
 
 
 def request_report(
@@ -112,10 +114,12 @@ def _limit_interval(fields: Fields) -> int:
 
 
 def _may_have_ids(fields: Fields) -> bool:
-    """Whether the engine sends ids on request: not if it hides the reasoning. A value that is not
-    valid must reach the engine."""
+    """Whether the engine sends ids on request, and the same text: vLLM sends none if it hides the
+    reasoning, and echoes no text of the prompt with them. A value that is not valid must reach the
+    engine."""
     valid = any(_is_json(fields, RETURN_IDS_KEY, value) for value in (b"null", b"false", b"true"))
-    return valid and _is_json(fields, "include_reasoning", b"true", absent=True)
+    echoes = not any(_is_json(fields, "echo", value) for value in (b"null", b"false"))
+    return valid and not echoes and _is_json(fields, "include_reasoning", b"true", absent=True)
 
 
 def _is_json(fields: Fields, key: str, value: bytes, *, absent: bool = False) -> bool:

@@ -13,7 +13,9 @@ from cleave.gateway.upstream.answers import parse_usage
 
 _USAGE = b',"usage":'
 """Within a text of JSON the first quote would have a backslash."""
-_VALUE = re.compile(rb"(?:null|\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
+_DETAILS = rb"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+_VALUE = re.compile(rb"null|\{[^{}]*(?:%b[^{}]*)*\}" % _DETAILS)
+"""Tokens of a prompt are counted by kind of its media, three levels deep."""
 _INDEX = re.compile(rb'"choices":\[\{"index":([0-9]{1,9})[,}]')
 _NO_CHOICES = b'"choices":[],'
 
