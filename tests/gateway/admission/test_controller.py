@@ -9,6 +9,7 @@ from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
 from cleave.gateway import server
 from cleave.gateway.admission import controller
 from cleave.gateway.proxy.token_charge import MIN_TOKEN_S
+from cleave.gateway.server import TICK_S
 
 from tests.support.streams import (
     DONE,
@@ -16,6 +17,7 @@ from tests.support.streams import (
     Token,
     build_event,
     build_frame,
+    build_role,
     build_stream,
     encode,
     group,
@@ -225,6 +227,26 @@ async def test_a_client_that_reads_slowly_is_charged_by_tokens(make_stage, tmp_p
     stage.engines["x"].script = None
     refused = await stage.ask(STREAM, **bearer("a"))
     assert (refused.status, refused.error["code"]) == (429, "token_rate_limit")
+
+
+@pytest.mark.parametrize("events", [0, 1], ids=["before it", "after an event"])
+@pytest.mark.parametrize(("hidden", "least"), [(True, 50), (False, 0)], ids=["hidden", "shown"])
+async def test_who_leaves_while_reasoning_is_hidden_is_charged_by_time(
+    make_stage, tmp_path, hidden: bool, least: int, events: int
+) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 60})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    sent = [build_role() + build_event(TOKENS[:1], chat=True) * events]
+    stage.engines["x"].script = script_stream(sent, pause_s=600)
+    client = await stage.connect()
+    messages = [{"role": "user", "content": "a"}]
+    body = {"model": "m", "stream": True, "messages": messages, "max_tokens": 60}
+    client.send(body | {"include_reasoning": not hidden}, "/v1/chat/completions", **bearer("a"))
+    await stage.until(lambda: len(stage.engines["x"].requests) == 1, "it is in")
+    await asyncio.sleep(60 * MIN_TOKEN_S + 2 * TICK_S)
+    client.close()
+    await stage.until_idle()
+    assert least <= read_charge(stage, "a") <= least + 30
 
 
 async def test_who_leaves_before_a_whole_answer_is_charged_by_time(make_stage, tmp_path) -> None:

@@ -62,9 +62,7 @@ class TokenReport:
 
 _PLAIN_STREAM = TokenReport(has_ids=True)
 _PLAIN_ANSWER = TokenReport(has_ids=False)
-_OWN_KEYS = frozenset(
-    ("n", INTERVAL_KEY, OPTIONS_KEY, RETURN_IDS_KEY, "include_reasoning", "echo")
-)
+_OWN_KEYS = frozenset(("n", INTERVAL_KEY, OPTIONS_KEY, RETURN_IDS_KEY, "include_reasoning", "echo"))
 
 
 def request_report(

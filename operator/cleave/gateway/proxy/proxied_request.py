@@ -612,12 +612,18 @@ class ProxiedRequest:
     def _bound_unseen(self, attempt: Attempt | None, relay: SseRelay | None) -> int:
         """The most tokens that the engine has generated for a client that leaves now, besides
         those that were read."""
-        if attempt is None or attempt.prefill is not None:
+        report = self._completion.report
+        if attempt is None or attempt.prefill is not None or report is None:
             return 0
-        now, completion = self._context.clock(), self._completion
-        if relay is not None:
-            paused_s = now - self._paused_at if self._client.blocked else 0.0
-            return bound_unseen(completion, paused_s, is_streamed=True)
-        if completion.stream:
-            return 0
-        return bound_unseen(completion, now - attempt.sent_at, is_streamed=False)
+        now, unseen_s = self._context.clock(), 0.0
+        if relay is not None and self._client.blocked:
+            unseen_s = now - self._paused_at
+        elif report.has_ids:
+            # There is an event for each token.
+            pass
+        elif relay is None:
+            unseen_s = now - attempt.sent_at
+        elif self._progress == self._checked_progress:
+            # For reasoning that it hides an engine writes none.
+            unseen_s = max(now - attempt.deadline + self._context.config.timeouts.idle_s, 0.0)
+        return bound_unseen(self._completion, unseen_s, is_streamed=relay is not None)
