@@ -103,7 +103,7 @@ CALLED_BY_NAME = frozenset(_CALLED_BY_NAME.split())
 
 _SCENARIOS = """
 test_adapters test_against_emulator test_against_reference test_attacks test_convergence
-test_broken_engines test_different_shapes test_dispatch test_event_loop_pauses test_fuzz_engines
+test_broken_engines test_charges_emulated test_different_shapes test_dispatch test_event_loop_pauses test_fuzz_engines
 test_fuzz_blocks test_fuzz_heads test_fuzz_http test_in_browser
 test_later_messages test_length_predictors test_lifecycle test_logs test_main test_others
 test_published_results test_queries test_recovery_emulated test_recovery_rules test_role_change

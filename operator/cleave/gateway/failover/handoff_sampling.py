@@ -4,6 +4,8 @@ Used by proxied requests. A sample has the token ids of prompt and output, as th
 lost stream does; its output must depend on nothing else.
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from cleave.gateway.failover.resumption import (
@@ -14,7 +16,7 @@ from cleave.gateway.failover.resumption import (
 )
 from cleave.gateway.failover.transcript import Transcript
 from cleave.gateway.http.completion_request import CompletionRequest, decode_value
-from cleave.gateway.upstream.handoff_samples import HandoffSample
+from cleave.gateway.upstream.handoff_samples import HandoffSample, HandoffSamples
 from cleave.router.router import Pick
 
 MAX_PROMPT_TOKENS = 32_768
@@ -23,6 +25,23 @@ MAX_OUTPUT_TOKENS = 256
 
 _DROPPED = ("cache_salt", "priority", "session_id", "stream", "stream_options", "user")
 _KEPT = tuple(key for key in CONTINUATION_FIELDS if key not in _DROPPED)
+
+
+def sample_handoff(
+    samples: HandoffSamples,
+    path: bytes,
+    completion: CompletionRequest,
+    pick: Pick,
+    read_transcript: Callable[[], Transcript],
+) -> None:
+    """Keep a share of the greedy streams with a handoff; none of adapters whose source may have
+    changed once they are computed again."""
+    is_comparable = pick.prefill is not None and not pick.engine_model
+    if not (is_comparable and is_greedy(path, completion) and samples.count_handoff()):
+        return
+    sample = build_sample(path, completion, pick, read_transcript())
+    if sample is not None:
+        samples.add(sample)
 
 
 def is_greedy(path: bytes, completion: CompletionRequest) -> bool:

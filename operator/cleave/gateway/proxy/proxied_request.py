@@ -27,9 +27,9 @@ from http import HTTPStatus
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.admission.ticket import AdmissionTicket
 from cleave.gateway.context import GatewayContext
-from cleave.gateway.failover.handoff_sampling import build_sample, is_greedy
+from cleave.gateway.failover.handoff_sampling import sample_handoff
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableError
-from cleave.gateway.failover.retry_policy import Failure, FailureHistory, pick_instances
+from cleave.gateway.failover.retry_policy import Failure
 from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.http import errors, headers
 from cleave.gateway.http.completion_request import CompletionRequest, set_cache_salt
@@ -38,7 +38,7 @@ from cleave.gateway.metrics.gateway_metrics import ITL_SAMPLE_MASK, record_compl
 from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.request_observer import RequestObserver
-from cleave.gateway.proxy.retry_state import RetryDecision, RetryState
+from cleave.gateway.proxy.retry_state import RetryDecision, RetryState, pick_for
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError, make_relay
 from cleave.gateway.proxy.token_charge import bound_unseen, count_charged
 from cleave.gateway.upstream.answers import NoAnswerError, read_usage
@@ -374,7 +374,7 @@ class ProxiedRequest:
                 return
             (path, completion), history = retry.next_request, retry.history
         try:
-            pick = self._pick_instances(completion, history)
+            pick = pick_for(context, completion, history, self._sender, self._session)
         except RouterError as error:
             self._handle_no_instance(error)
             return
@@ -393,22 +393,6 @@ class ProxiedRequest:
             sends_targets=sends_targets,
         )
         self._attempt.start()
-
-    def _pick_instances(
-        self, completion: CompletionRequest, history: FailureHistory | None
-    ) -> Pick:
-        """Pick instances for the next attempt. Raises RouterError."""
-        context, model, sender = self._context, completion.model, self._sender
-        breaker, senders, router = context.circuit_breaker, context.suspect_senders, context.router
-        suspects = breaker.list_suspects(context.clock()) if breaker.failure_states else ()
-        if not senders or sender not in senders:
-            return pick_instances(router, completion, history, suspects, self._session)
-        closed = senders.list_closed(sender, model, router.registry)
-        pick = pick_instances(
-            router, completion, history, suspects, self._session, is_confined=True, closed=closed
-        )
-        senders.record_pick(sender, model, pick.decode.instance, router.registry)
-        return pick
 
     def _handle_retry_decision(self, retry: RetryState, decision: RetryDecision) -> None:
         """Another attempt must not start now, or not at all."""
@@ -489,8 +473,10 @@ class ProxiedRequest:
             self._respond_error(error, outcome)
 
     def _finish_stream(self) -> None:
-        if self._context.handoff_samples.is_on and self._retry_state is None:
-            self._sample_handoff()
+        attempt, relay, samples = self._attempt, self._relay, self._context.handoff_samples
+        if samples.is_on and self._retry_state is None and attempt is not None and relay:
+            read = relay.read_transcript
+            sample_handoff(samples, self._path, self._completion, attempt.pick, read)
         self._release("ok")
         self._client.end(reusable=True)
 
@@ -499,20 +485,6 @@ class ProxiedRequest:
         if not pick.engine_model:
             return None
         return ModelNames(self._completion.model, pick.engine_model)
-
-    def _sample_handoff(self) -> None:
-        """Keep a share of the greedy streams with a handoff, to be computed again as a whole; none
-        of adapters whose source may have changed by then."""
-        attempt, relay, samples = self._attempt, self._relay, self._context.handoff_samples
-        if attempt is None or relay is None or attempt.pick.prefill is None:
-            return
-        if attempt.pick.engine_model:
-            return
-        if is_greedy(self._path, self._completion) and samples.count_handoff():
-            transcript = relay.read_transcript()
-            sample = build_sample(self._path, self._completion, attempt.pick, transcript)
-            if sample is not None:
-                samples.add(sample)
 
     def _abort_stream(self, relay: SseRelay, error: GatewayError) -> None:
         """End a stream that has begun, with an error event."""
@@ -618,12 +590,9 @@ class ProxiedRequest:
         now, unseen_s = self._context.clock(), 0.0
         if relay is not None and self._client.blocked:
             unseen_s = now - self._paused_at
-        elif report.has_ids:
-            # There is an event for each token.
-            pass
-        elif relay is None:
+        elif relay is None and not report.has_ids:
             unseen_s = now - attempt.sent_at
-        elif self._progress == self._checked_progress:
-            # For reasoning that it hides an engine writes none.
+        elif not report.has_ids and self._progress == self._checked_progress:
+            # Ids come with every token; for reasoning that it hides an engine writes no event.
             unseen_s = max(now - attempt.deadline + self._context.config.timeouts.idle_s, 0.0)
         return bound_unseen(self._completion, unseen_s, is_streamed=relay is not None)

@@ -10,7 +10,7 @@ import enum
 
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.resumption import StreamEnding, plan_resumption
-from cleave.gateway.failover.retry_policy import Failure, FailureHistory
+from cleave.gateway.failover.retry_policy import Failure, FailureHistory, pick_instances
 from cleave.gateway.http.completion_request import CompletionRequest
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.proxy.attempt import Attempt
@@ -22,6 +22,7 @@ from cleave.gateway.upstream.suspect_requests import (
     Suspicion,
     assess_failures,
 )
+from cleave.router.router import Pick
 
 RETRY_INTERVAL_S = 0.5
 """Between two tries to find an instance."""
@@ -176,3 +177,24 @@ class RetryState:
         if self.history is None:
             self.history = FailureHistory()
         return self.history
+
+
+def pick_for(
+    context: GatewayContext,
+    completion: CompletionRequest,
+    history: FailureHistory | None,
+    sender: str,
+    session: bytes | None,
+) -> Pick:
+    """Pick instances for the next attempt. Raises RouterError."""
+    breaker, senders, router = context.circuit_breaker, context.suspect_senders, context.router
+    suspects = breaker.list_suspects(context.clock()) if breaker.failure_states else ()
+    if not senders or sender not in senders:
+        return pick_instances(router, completion, history, suspects, session)
+    model = completion.model
+    closed = senders.list_closed(sender, model, router.registry)
+    pick = pick_instances(
+        router, completion, history, suspects, session, is_confined=True, closed=closed
+    )
+    senders.record_pick(sender, model, pick.decode.instance, router.registry)
+    return pick
