@@ -54,8 +54,9 @@ class Wire:
         self.sent: list[bytes] = []
         self.write = self.sent.append
 
-    def get_extra_info(self, name: str) -> None:
+    def get_extra_info(self, name: str, default: int | None = None) -> int | None:
         del name
+        return default
 
     def set_write_buffer_limits(self, high: int) -> None:
         del high
