@@ -113,8 +113,8 @@ async def test_engines_with_other_weights_are_no_judges_of_a_stream(make_sampled
     assert (await stage.ask(BODY)).status == 200
     registry = stage.context.router.registry
     for instance in list(registry.instances.values()):
-        instance.registration.revision = "r1@b2"
         event = agent_pb2.WatchEvent(registration=instance.registration)
+        event.registration.revision = "r1@b2"
         registry.on_event(instance.agent, event, instance.last_event_at)
     async with audited(stage) as sent:
         audits = stage.context.metrics.audits
