@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 
 from cleave.gateway.app import tls_connection as tls_module
 from cleave.gateway.app.client_connection import CONNECTION_BYTES
-from cleave.gateway.app.tls_connection import HANDSHAKE_BYTES, TLS_BYTES, TURN_BYTES, TlsConnection
+from cleave.gateway.app.tls_connection import (
+    HANDSHAKE_BYTES,
+    RETRY_BYTES,
+    TLS_BYTES,
+    TURN_BYTES,
+    TlsConnection,
+)
 
 from tests.support.certificates import NAME, Files
 from tests.support.ports import find_free_port
@@ -348,6 +354,28 @@ async def test_handshakes_have_a_share_of_the_memory_and_one_address_not_all_of_
     other = await make_client(stage.gateway.port)
     await other.send(other.encrypt(build(ASK)), 1 << 16)
     assert await other.read_statuses(1) == [200]
+
+
+async def test_a_client_that_may_send_a_second_first_message_counts_with_its_length(
+    stage, files: Files
+) -> None:
+    """Its key share and one of its groups are unknown, so it is sent a HelloRetryRequest."""
+    client = TlsClient(files.trust())
+    with pytest.raises(ssl.SSLWantReadError):
+        client.tls.do_handshake()
+    sent = bytearray(client._outgoing.read())
+    for begin, group in (
+        (b"\x00\x0a\x00", b"\x00\x1e"),
+        (b"\x00\x33\x00\x26\x00\x24", b"\x00\x1d"),
+    ):
+        place = sent.index(group, sent.index(begin))
+        sent[place : place + 2] = b"\x99\x99"
+    raw = await stage.connect()
+    raw.writer.write(sent)
+    limiter = stage.context.handshake_limiter
+    await stage.until(lambda: limiter._bytes == RETRY_BYTES, "it counts")
+    raw.close()
+    await stage.until(lambda: not limiter._bytes, "it has gone")
 
 
 async def test_clients_count_with_the_memory_of_tls(stage, make_client) -> None:

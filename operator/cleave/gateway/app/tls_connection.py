@@ -13,6 +13,7 @@ itself, also when the client reads none of its answers.
 
 import asyncio
 import contextlib
+import hashlib
 import ssl
 from collections.abc import Callable
 from typing import Any, cast
@@ -40,6 +41,12 @@ FIRST_TYPES = 0x16, 0x01
 """Of a record of the handshake, and of the client's first message."""
 FIRST_MESSAGE_BYTES = 16 << 10
 """Of the client's first message. OpenSSL would allocate what a client declares, up to 128 KiB."""
+RETRY_BYTES = HANDSHAKE_BYTES + (176 << 10)
+"""Memory of a handshake whose client may send another first message, of any declared length."""
+RETRY_RANDOM = hashlib.sha256(b"HelloRetryRequest").digest()
+"""The answer that calls for it has this instead of random bytes (RFC 8446, 4.1.3), ..."""
+RANDOM_PLACE = slice(11, 43)
+"""... here."""
 
 _READ_BUFFER = memoryview(bytearray(TURN_BYTES))
 """Of all connections: the event loop fills it, and it is decrypted at once."""
@@ -236,7 +243,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             # No TLS, a version of it that is not supported, or damaged.
             is_over = True
         if self._outgoing.pending:
-            self._transport.write(self._outgoing.read())
+            answer = self._outgoing.read()
+            self._transport.write(answer)
+            if not is_established and answer[RANDOM_PLACE] == RETRY_RANDOM:
+                is_over = not self._reserve(RETRY_BYTES)
             # An alert. One that refuses to renegotiate is not the last, but one of any number.
             is_over = is_over or is_established
         if content and self._client is not None and not self.is_closing():
@@ -264,14 +274,18 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _begin(self) -> bool:
         """Begin the handshake; False: there is no room for it."""
-        context = self._context
-        for limiter in (context.handshake_limiter, context.client_limiter):
-            if not limiter.update_weight(self, HANDSHAKE_BYTES):
-                return False
+        if not self._reserve(HANDSHAKE_BYTES):
+            return False
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        tls = self._certificate.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._tls = tls
+        context = self._certificate.context
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         return True
+
+    def _reserve(self, weight: int) -> bool:
+        """Count so many bytes for the handshake; False: there is no room for them."""
+        context = self._context
+        limiters = context.handshake_limiter, context.client_limiter
+        return all(limiter.update_weight(self, weight) for limiter in limiters)
 
     def _finish_handshake(self) -> None:
         self._end_handshake()
