@@ -1,6 +1,7 @@
 """What agents say, and stop saying, and what that opens and closes."""
 
 import math
+import random
 import time
 
 import pytest
@@ -303,3 +304,32 @@ def test_a_registration_among_1024_takes_less_than_a_millisecond(
     assert min(took) < 0.001
     if not changes:
         assert min(took) < 0.000_1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_boot_is_of_one_instance_and_rogues_displace_no_other(
+    registry, make_event, seed: int
+) -> None:
+    rng, now, agents = random.Random(seed), 0.0, {"v0": "v:0", "v1": "v:1"}
+    boots, reported = {name: create_boot_id(name) for name in agents}, set()
+    for _ in range(200):
+        now += rng.random()
+        if rng.random() < 0.4:
+            name = rng.choice(list(agents))
+            if rng.random() < 0.1:
+                boots[name] = create_boot_id(name)
+            event = make_event(name, "decode", boot_id=boots[name])
+            assert not register(registry, event, agents[name], now)
+            reported.add(name)
+        else:
+            name = rng.choice(["r0", "r1", *agents])
+            taken = rng.choice([*boots.values(), create_boot_id(name), "other"])
+            rogue, boot_id = rng.choice(["r:0", "r:1"]), taken + rng.choice(["", "", "_dp1"])
+            if name not in agents or name in reported:
+                register(registry, make_event(name, "mixed", boot_id=boot_id), rogue, now)
+        held = [each.target.boot_id for each in registry.instances.values()]
+        assert len(set(held)) == len(held)
+        victims = {name: registry.instances[name] for name in reported}
+        assert all(each.agent == agents[name] for name, each in victims.items())
+        for table in registry.list_tables():
+            assert all(each.score_table is table for each in table.instances)
