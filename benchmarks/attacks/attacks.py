@@ -5,6 +5,7 @@ attack that the gateway cuts off begins again at once, as an enemy would.
 """
 
 import asyncio
+import functools
 import itertools
 import socket
 import ssl
@@ -259,6 +260,7 @@ async def stall_handshake(
     await _hold(target, reader)
 
 
+@functools.cache
 def trust_all() -> ssl.SSLContext:
     """A client's side of TLS that takes any certificate."""
     context = ssl.create_default_context()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from cleave.rpc.boot_ids import create_boot_id
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 MODEL = "wide"
@@ -61,7 +62,7 @@ class HostileAgent(agent_pb2_grpc.AgentServicer):  # type: ignore[misc]
             deployment="d",
             model=MODEL,
             revision="wide",
-            boot_id=f"boot-{name}",
+            boot_id=create_boot_id(name),
             role=agent_pb2.ROLE_MIXED,
             home=agent_pb2.ROLE_MIXED,
             epoch=1,

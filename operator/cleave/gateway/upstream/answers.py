@@ -76,7 +76,8 @@ def _read_ends(body: bytes, is_completion: bool) -> TokenUsage | None:
         if is_completion:
             raise ValueError("it has no usage")
         return None
-    text = body[at + len(_USAGE) - 1 :][:_END_BYTES].decode(errors="replace")
+    at += len(_USAGE) - 1
+    text = body[at : at + _END_BYTES].decode(errors="replace")
     usage, length = json.JSONDecoder().raw_decode(text)
     if not text[length:].strip():
         raise ValueError("it ends with its usage")
