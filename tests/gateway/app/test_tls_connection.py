@@ -208,16 +208,24 @@ async def test_answers_are_whole_for_a_client_that_limits_the_length_of_records(
     assert body["openapi"]
 
 
-async def test_a_client_that_renegotiates_is_cut_off(stage) -> None:
-    """OpenSSL would answer each attempt, also if none of the answers is read."""
-    command = ["openssl", "s_client", "-connect", f"127.0.0.1:{stage.gateway.port}", "-tls1_2"]
+@pytest.mark.parametrize(("version", "letter"), [("-tls1_3", b"K"), ("-tls1_2", b"R")])
+async def test_a_client_may_ask_for_new_keys_but_not_for_a_new_handshake(
+    stage, version: str, letter: bytes
+) -> None:
+    command = ["openssl", "s_client", "-connect", f"127.0.0.1:{stage.gateway.port}", version]
     pipe = asyncio.subprocess.PIPE
     client = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
     assert client.stdin is not None
     assert client.stdout is not None
     async with asyncio.timeout(30):
         await client.stdout.readuntil(b"Verify return code")
-        client.stdin.write(b"R\n")
+        for _ in range(3 if letter == b"K" else 1):
+            client.stdin.write(letter + b"\n")
+            await asyncio.sleep(0.1)
+        if letter == b"K":
+            client.stdin.write(b"GET /nowhere HTTP/1.1\r\nHost: g\r\n\r\n")
+            await client.stdout.readuntil(b"404 ")
+            client.kill()
         await client.wait()
     await stage.until(lambda: not stage.context.clients, "it is closed")
 

@@ -247,8 +247,9 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._transport.write(answer)
             if not is_established and answer[RANDOM_PLACE] == RETRY_RANDOM:
                 is_over = not self._reserve(RETRY_BYTES)
-            # An alert. One that refuses to renegotiate is not the last, but one of any number.
-            is_over = is_over or is_established
+            # Of attempts to renegotiate, and of new keys, there may be any number.
+            if is_established and self._transport.get_write_buffer_size() > TURN_BYTES:
+                is_over = True
         if content and self._client is not None and not self.is_closing():
             self._client.data_received(b"".join(content))
         if is_over:
