@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cleave.api.engine import Connector
-from cleave.api.planning import Affinity, Disaggregation, Objective
+from cleave.api.planning import Affinity, Objective
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlanningResult, PlanVerdict
 from cleave.planner.problem import Problem
@@ -133,7 +133,7 @@ def _list_options(
     """Placements of every algorithm."""
     problem = search.problem
     options = enumeration.enumerate_placements(search, feasible, chosen)
-    if problem.cell_supplies and problem.planning.disaggregation is not Disaggregation.NEVER:
+    if problem.cell_supplies and search.may_disaggregate:
         options += _list_cells_over_nixl(search)
     return options
 

@@ -75,6 +75,8 @@ def _list_plans(search: SearchContext, found: Sequence[Candidate]) -> Iterator[C
             if copies := packing.count_copies(problem, single, limit):
                 plenty = CandidatePlacement((replace(group, replicas=copies),))
                 yield replication.divide_into_cells(plenty)
+    if not search.may_disaggregate:
+        return
     for prefill, decode in product(*_build_shortlists(found, lengths)):
         sizes = prefill.parallelism, decode.parallelism
         if prefill.supply == decode.supply and problem.can_pair(*sizes):

@@ -75,6 +75,8 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
         return f"{summary}; disaggregation: {requested.value} was requested"
     kind = "colocated plan" if selected.placement.is_disaggregated else "disaggregated plan"
     compared = _compare(problem, selected, other, kind)
+    if selected.trace.output_tokens.max() == 1:
+        compared = "answers of one token have no decode phase"
     if ranking.verdict is PlanVerdict.COLOCATE:
         return f"do not disaggregate: {summary}; {compared}"
     cells = _explain_connector(problem, ranking)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
+from cleave.api.planning import Disaggregation
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.trials import Precision, Shares, Targets, Trials
@@ -25,6 +26,15 @@ class SearchContext:
     def from_problem(cls, problem: Problem) -> Self:
         """The problem's own requests and SLO, in short trials."""
         return cls(problem, Trials(problem.demand, problem.seed), Targets.from_slo(problem.slo))
+
+    @property
+    def may_disaggregate(self) -> bool:
+        """Whether disaggregated placements are searched: where they are requested, or where they
+        are not excluded and answers have more than the token that ends the prompt."""
+        requested = self.problem.planning.disaggregation
+        if requested is Disaggregation.AUTO:
+            return self.trials.get_lengths().decode_steps > 0
+        return requested is Disaggregation.ALWAYS
 
     def with_precision(self, precision: Precision) -> "SearchContext":
         """The same with longer or shorter trials."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cleave.api.planning import Affinity, Disaggregation
+from cleave.api.planning import Affinity
 from cleave.planner.plan import LOW_AFFINITY
 from cleave.planner.search import colocated, high_affinity, low_affinity, ranking, replication
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
@@ -41,7 +41,7 @@ def enumerate_placements(
 ) -> list[PlacementOption]:
     """Placements of all requested algorithms; the best colocated one is always among them."""
     plans = list(_list_colocated(search, found))
-    if search.problem.planning.disaggregation is not Disaggregation.NEVER:
+    if search.may_disaggregate:
         if affinity is Affinity.HIGH:
             mixed_group = plans[0].placement.groups[0] if plans else None
             plans += _list_high_affinity(search, found, mixed_group)

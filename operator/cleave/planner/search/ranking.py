@@ -78,7 +78,7 @@ def find_smallest(
     winner: RankedPlacement | None = None
     rate, limit = search.problem.rate, math.inf
     ordered = sorted(
-        ((math.ceil(rate / each.bound) * each.resources, each) for each in tried),
+        ((max(math.ceil(rate / each.bound), 1) * each.resources, each) for each in tried),
         key=lambda item: (item[0], item[1].resources),
     )
     for optimistic, entry in ordered:
@@ -108,7 +108,7 @@ def _count_copies(search: SearchContext, entry: BoundedPlacement, limit: int | N
         span = trials.compute_span(share, targets)
         return trials.holds(prepared, share, targets, span)
 
-    low, high = math.ceil(rate / entry.bound) - 1, limit
+    low, high = max(math.ceil(rate / entry.bound) - 1, 0), limit
     if not holds(high):
         return None
     while high - low > 1:
