@@ -45,7 +45,7 @@ _ITEMS = (
 _KEYS = (b'"%d"', b'"a"', b'"\\u0061%d"', b'"type"', b'"kv_transfer_param%d"', b'"%d\xc3\xa9"')
 
 _CHAT = b'{"model":"m","messages":[{"role":"user","content":"a"}],'
-_BEGINS = {
+BEGINS = {
     routes.CHAT_PATH: _CHAT,
     routes.COMPLETIONS_PATH: b'{"model":"m","prompt":"a",',
     b"/v1/responses": b'{"model":"m","input":"a",',
@@ -149,11 +149,11 @@ class InputGenerator:
 
     def _build_request(self) -> BlockInput:
         choice, size = self._random, self._random.choice(self._sizes)
-        path = choice.choice([*_BEGINS])
+        path = choice.choice([*BEGINS])
         field = choice.choice((*_FIELDS, *_OTHER_FIELDS, *_MAIN_FIELDS * 8))
         place, (kind, value) = choice.choice(_PLACES), self._fill(size)
         member = b'"%b":%b' % (field.encode(), place.replace(b"%b", value))
-        begin = _BEGINS[path]
+        begin = BEGINS[path]
         if choice.random() < 0.5:
             # Only where it comes first is a repeated field read.
             begin = begin.replace(b'"%b":' % field.encode(), b'"other":')
@@ -211,14 +211,14 @@ class InputGenerator:
 
     def _build_answered(self) -> BlockInput:
         choice, size = self._random, self._random.choice(self._sizes)
-        path = choice.choice((*_BEGINS, *_STREAMED * 3))
+        path = choice.choice((*BEGINS, *_STREAMED * 3))
         is_stream = path in _STREAMED and choice.random() < 0.7
         options = b'"stream":true' if is_stream else b'"user":"a"'
         if choice.random() < 0.3:
             options += b',"n":2'
         elif choice.random() < 0.3:
             options += b',"return_token_ids":true'
-        raw = self._send(path, _BEGINS[path] + options + b"}")
+        raw = self._send(path, BEGINS[path] + options + b"}")
         kind, answer = self._build_stream(size) if is_stream else self._build_whole(size)
         return BlockInput(f"{path.decode()} answered by {kind}, {len(answer)} bytes", raw, answer)
 

@@ -23,11 +23,14 @@ import pytest
 
 from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.main import GC_THRESHOLDS
+from cleave.gateway.proxy.attempt import MAX_RESPONSE_BYTES
 from cleave.gateway.server import GatewayServer
+from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES
 from cleave.rpc.engine_key import HEADER
 from cleave.rpc.v1 import agent_pb2
 
 from tests.support.block_inputs import (
+    BEGINS,
     LARGE_SIZES,
     MODEL,
     SIZES,
@@ -113,6 +116,24 @@ def exchange(port: int, raw: bytes) -> bytes:
     return begun
 
 
+def build_request(path: bytes) -> bytes:
+    body = BEGINS[path] + b'"user":"a"}'
+    head = b"POST %b HTTP/1.1\r\nhost: g\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    return head % (path, len(body)) + body
+
+
+def count_received(port: int, raw: bytes) -> int:
+    """Bytes of an answer's body until the gateway closes; the client begins to read late."""
+    with (
+        socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock,
+        sock.makefile("rb") as file,
+    ):
+        sock.sendall(raw)
+        head = read_head(file)
+        time.sleep(0.5)
+        return len(file.read(int(head[b"content-length"])))
+
+
 def is_complete(begun: bytes, end: bytes, size: int) -> bool:
     head, mark, _ = begun.partition(b"\r\n\r\n")
     if not mark:
@@ -180,6 +201,11 @@ class MeasuredGateway:
             await asyncio.sleep(0.002)
         return self.recorder.worst, answer
 
+    def receive(self, raw: bytes, answer: bytes) -> int:
+        """How much of an answer's body a client gets that reads slowly."""
+        self._engines.answer = answer
+        return self._runner.run(asyncio.to_thread(count_received, self._ports[0], raw))
+
     def stop(self) -> None:
         self._runner.run(self._gateway.stop())
         self._engines.shutdown()
@@ -225,3 +251,43 @@ def test_no_input_holds_the_event_loop(gateway) -> None:
     print(f"{NUM_INPUTS} inputs, statuses {statuses}; the longest blocks:\n{report}")
     assert {b"200", b"400"} <= statuses, "some are served"
     assert blocks[0][0] <= LIMIT_S, report
+
+
+LARGE = 16 << 20
+CALL = b'{"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}'
+USAGE = b'"usage":{"prompt_tokens":1,"completion_tokens":1}'
+LARGE_ANSWERS = {
+    "text": (200, b'{"choices":[{"text":"%b"}],' + USAGE + b',"kv_transfer_params":null}', b"a b "),
+    "no usage": (200, b'{"choices":[{"text":"%b"}]}', b"a b "),
+    "an error": (400, b'{"error":{"message":"%b"}}', b"a"),
+    "a fault": (500, b'{"error":{"message":"%b"}}', b"a"),
+    "choices": (200, b'{"choices":[%b{}],' + USAGE + b"}", b'{"usage":{}},'),
+    "handoffs": (200, b'{"choices":[%b{}],' + USAGE + b"}", b'{"kv_transfer_params":0},'),
+    "a handoff": (200, b'{"choices":[],"kv_transfer_params":[%b0]}', b"[1,2],"),
+    "escapes": (200, b'{"choices":[{"text":"%b"}],"kv_transfer_params":null}', b"\\u0001"),
+}
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/embeddings", b"/v1/responses"])
+def test_no_large_answer_holds_the_event_loop(gateway, path: bytes) -> None:
+    for name, (status, body, unit) in LARGE_ANSWERS.items():
+        answer = frame(body.replace(b"%b", unit * (LARGE // len(unit))), status)
+        block, _ = find_block(gateway, BlockInput(name, build_request(path), answer))
+        assert block.cpu_s - block.gc_s <= LIMIT_S, f"{name}: {block}"
+
+
+@pytest.mark.parametrize("unit", [b'{"usage":{}},', b"{},", CALL + b","])
+def test_no_translated_answer_holds_the_event_loop(gateway, unit: bytes) -> None:
+    """Of the largest size that is decoded."""
+    units = unit * ((MAX_DECODED_BYTES - 200) // len(unit)) + unit[:-1]
+    message = b'{"message":{"tool_calls":[%b]}}'
+    for choices in (units, message.replace(b"%b", units)):
+        answer = frame(b'{"choices":[%b],%b}' % (choices, USAGE))
+        block, _ = find_block(gateway, BlockInput("", build_request(b"/v1/responses"), answer))
+        assert block.cpu_s - block.gc_s <= LIMIT_S, str(block)
+
+
+def test_the_largest_answer_reaches_a_client_that_reads_it_slowly(gateway) -> None:
+    """It is not counted twice in the budget of buffers."""
+    body = b'{"data":["%b"]}' % (b"a" * (MAX_RESPONSE_BYTES - 100))
+    assert gateway.receive(build_request(b"/v1/embeddings"), frame(body)) == len(body)

@@ -6,7 +6,9 @@ import pytest
 
 from cleave.gateway.http.error_dialects import MESSAGES_PATH
 from cleave.gateway.proxy.translated_client import TranslatedClient
+from cleave.gateway.translation.chat_types import MAX_TOOL_CALLS
 from cleave.gateway.translation.messages_answer import MessagesAnswer
+from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: r\r\n\r\n"
 EVENT = b'data: {"id":"chatcmpl-1","model":"m","choices":[{"delta":{"content":"a"}}]}\n\n'
@@ -137,3 +139,20 @@ async def test_the_access_log_names_the_clients_path(make_stage, caplog) -> None
         await stage.ask(ASK, MESSAGES)
         await stage.until_idle()
     assert any(MESSAGES in str(vars(record)) for record in caplog.records)
+
+
+@pytest.mark.parametrize("whole", ["long", "calls", "choices"])
+def test_an_answer_that_would_take_long_to_translate_is_an_error(whole: str) -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    choice = {"message": {"content": "a" * (MAX_DECODED_BYTES if whole == "long" else 1)}}
+    if whole == "calls":
+        choice = {"message": {"tool_calls": [call] * (MAX_TOOL_CALLS + 1)}}
+    body = json.dumps({"choices": [choice] * (1 + (whole == "choices"))}).encode()
+    client = Recorded(chunked=True)
+    translated = TranslatedClient(client, MessagesAnswer())
+    head = b"HTTP/1.1 200 OK\r\nx-request-id: r\r\ncontent-length: %d\r\n\r\n"
+    translated.write(head % len(body) + body)
+    translated.end(reusable=True)
+    head, _, body = client.data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 502 ")
+    assert ("stream it" in json.loads(body)["error"]["message"]) is (whole == "long")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.gateway.upstream import answers
-from cleave.gateway.upstream.answers import MAX_DECODED_BYTES, NoAnswerError, read_usage
+from cleave.gateway.upstream.answers import NoAnswerError, read_usage
+from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES, CollectedAnswer
 
 JSON = {b"content-type": b"application/json"}
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -19,7 +19,8 @@ def encode(value: object) -> bytes:
 
 
 def read(body: bytes, is_completion: bool = True) -> tuple[int, int]:
-    usage = read_usage(JSON, body, is_completion=is_completion)
+    collected = CollectedAnswer(body).take()
+    usage = read_usage(JSON, collected, is_completion=is_completion)
     return usage.prompt_tokens, usage.completion_tokens or 0
 
 
@@ -86,11 +87,12 @@ objects = st.fixed_dictionaries(
     st.binary() | values.map(encode) | objects.map(encode), st.binary(max_size=30), st.booleans()
 )
 def test_any_bytes_are_an_answer_or_an_error(body: bytes, kind: bytes, is_completion: bool) -> None:
-    limit = answers.MAX_DECODED_BYTES
+    limit = MAX_DECODED_BYTES
     for answer in (body, body.replace(b"}", b"," + b" " * limit + b"}", 1)):
         for headers in (JSON, {b"content-type": kind}):
             try:
-                usage = read_usage(headers, answer, is_completion=is_completion)
+                collected = CollectedAnswer(answer).take()
+                usage = read_usage(headers, collected, is_completion=is_completion)
             except NoAnswerError:
                 continue
             assert usage is None or 0 <= usage.prompt_tokens <= 1 << 40

@@ -9,6 +9,7 @@ from cleave.gateway.upstream.kv_transfer_params import (
     HandoffError,
     build_prefix_source_params,
     contains_handoff,
+    count_blocks,
     read_handoff,
     strip_handoff,
 )
@@ -75,6 +76,15 @@ def test_no_handoff_differs_from_a_wrong_one() -> None:
 def test_an_answer_that_is_not_json_is_refused() -> None:
     with pytest.raises(HandoffError):
         read_handoff(b"<html>", "boot-1", REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("ids", "count"),
+    [("null", 0), ("[]", 0), ("[[]]", 0), ("[[7]]", 1), ("[[1, 2],[3]]", 3), ("[[1,2,3],[ ]]", 3)],
+)
+def test_blocks_of_all_groups_are_counted(ids: str, count: int) -> None:
+    body = b'{"kv_transfer_params":{"remote_block_ids":%b}}' % ids.encode()
+    assert count_blocks(body) == count
 
 
 def test_stripping_keeps_everything_else_byte_for_byte() -> None:

@@ -222,7 +222,7 @@ class ClientConnection(asyncio.Protocol):
         """Set the handling of the current request, to notify of disconnects and full buffers."""
         self._active_request = active_request
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Send bytes of the response; if they are many, as the client takes them."""
         if self._unsent or len(data) > PIECE_BYTES:
             view = memoryview(data)

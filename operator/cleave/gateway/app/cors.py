@@ -75,10 +75,10 @@ class CorsConnection(ClientConnection):
         """The next head is that of the response to `request`; None: it could not be parsed."""
         self._fields = self._policy.build_fields(request.headers.get(ORIGIN) if request else None)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Send bytes of the response, its head with the header lines for the origin."""
-        if self._fields and data.startswith(_STATUS_LINE):
-            line, end, rest = data.partition(b"\r\n")
+        if self._fields and data[: len(_STATUS_LINE)] == _STATUS_LINE:
+            line, end, rest = bytes(data).partition(b"\r\n")
             data = b"%b%b%b%b" % (line, end, self._fields, rest)
             self._fields = b""
         super().write(data)

@@ -33,7 +33,9 @@ from cleave.gateway.proxy.overlapped_prefill import (
 )
 from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.upstream.circuit_breaker import StallDetector
+from cleave.gateway.upstream.collected_answer import AnswerBody, CollectedAnswer, join_handoff
 from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
+from cleave.gateway.upstream.engine_errors import cut_error
 from cleave.gateway.upstream.kv_transfer_params import (
     HandoffError,
     build_prefix_source_params,
@@ -66,7 +68,7 @@ class ResponseHandler(Protocol):
     that began the stream, and `on_call_failed`.
     """
 
-    def on_response(self, call: UpstreamCall, body: bytes) -> None:
+    def on_response(self, call: UpstreamCall, body: AnswerBody) -> None:
         """The complete response."""
 
     def on_rejection(self, call: UpstreamCall, body: bytes) -> None:
@@ -90,9 +92,8 @@ class Attempt:
     pulls KV while it is computed (overlapped_prefill.py). Start it once; end it once it is over."""
 
     __slots__ = (
+        "_answer",
         "_arrived_at",
-        "_body_bytes",
-        "_body_parts",
         "_buffered_bytes",
         "_call",
         "_completion",
@@ -148,10 +149,10 @@ class Attempt:
         self._call: UpstreamCall | None = None
         self._overlapped_prefill: OverlappedPrefill | None = None
         """The prefill call that runs beside the decode engine's call."""
-        self._body_parts: list[bytes] = []
-        self._body_bytes = 0
+        self._answer: CollectedAnswer | None = None
+        """What has come of a response that is not streamed."""
         self._buffered_bytes = 0
-        """What it has reserved of the buffer budget for `_body_parts`."""
+        """What it has reserved of the buffer budget for it."""
         self._stream_start = b""
         """First bytes of a stream that may still turn out to be an error."""
         self._content_offset = 0
@@ -227,6 +228,8 @@ class Attempt:
         if self._buffered_bytes:
             self._context.buffer_budget.release(self._buffered_bytes)
             self._buffered_bytes = 0
+            if self._answer is not None:
+                self._context.own_work.start(self._answer.drop())
 
     # --- callbacks of engine calls ---
 
@@ -352,15 +355,25 @@ class Attempt:
     # --- receiving ---
 
     def _buffer_body(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
-        self._body_parts.append(piece)
-        size = self._body_bytes = self._body_bytes + len(piece)
+        answer = self._answer
+        if answer is None:
+            if complete and len(piece) <= SMALL_RESPONSE_BYTES:
+                self._handle_response(call, piece)
+                return
+            self._answer = answer = CollectedAnswer(piece)
+        else:
+            answer.add(piece)
+        size = len(answer)
         if size > SMALL_RESPONSE_BYTES and not self._reserve(size):
-            self._handler.on_attempt_failed(Failure.TOO_LONG, "sent an answer that is too long")
+            self._fail_as_too_long()
         elif complete:
-            body = b"".join(self._body_parts)
-            self._body_parts.clear()
-            self._body_bytes = 0
+            body = answer.take()
+            if isinstance(body, bytes):
+                self._answer = None
             self._handle_response(call, body)
+
+    def _fail_as_too_long(self) -> None:
+        self._handler.on_attempt_failed(Failure.TOO_LONG, "sent an answer that is too long")
 
     def _reserve(self, size: int) -> bool:
         """Reserve room for a large response; False: it exceeds its limit, or there is none."""
@@ -370,15 +383,19 @@ class Attempt:
         self._buffered_bytes = size
         return True
 
-    def _handle_response(self, call: UpstreamCall, body: bytes) -> None:
+    def _handle_response(self, call: UpstreamCall, body: AnswerBody) -> None:
         status = call.status
         if 400 <= status < 500 and status != UNAUTHORIZED:
-            self._handler.on_rejection(call, body)
+            self._handler.on_rejection(call, cut_error(body))
         elif status != _OK:
             self._record_failed_handoff()
             self._handler.on_attempt_failed(Failure.STATUS, f"answered with status {status}")
         elif self.prefill is not None:
-            self._start_decode(self.prefill, body)
+            if (handoff := join_handoff(body)) is None:
+                self._fail_as_too_long()
+            else:
+                self._answer = None
+                self._start_decode(self.prefill, handoff)
         elif self._may_have_stale_kv():
             self._discard_response()
         elif self._completion.stream and self._path in RESUMABLE_PATHS:

@@ -17,7 +17,7 @@ class ClientStream(Protocol):
     def blocked(self) -> bool:
         """Whether it takes bytes more slowly than they come."""
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Send bytes of the response."""
 
     def end(self, reusable: bool) -> None:

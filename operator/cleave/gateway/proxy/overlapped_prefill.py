@@ -20,12 +20,14 @@ from cleave.gateway.http.completion_request import (
     build_prefill_fields,
 )
 from cleave.gateway.upstream import kv_transfer_params
+from cleave.gateway.upstream.collected_answer import CollectedAnswer, join_handoff
 from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
+from cleave.gateway.upstream.engine_errors import cut_error
 from cleave.router.instance import Target
 from cleave.router.router import Pick
 
 _MAX_RESPONSE_BYTES = 16 << 20
-"""Of a prefill's response: one token, the handoff, requested log-probabilities."""
+"""Of a prefill's response. Only a rejection, which may quote the request, is as long."""
 _OK = HTTPStatus.OK.value
 UNAUTHORIZED = HTTPStatus.UNAUTHORIZED.value
 """The engine was started again and has another key: not the client's fault."""
@@ -75,15 +77,14 @@ def build_overlapped_fields(
 class OverlappedPrefill:
     """The call to the prefill engine that runs beside the call to the decode engine."""
 
-    __slots__ = ("_call", "_listener", "_parts", "_size", "_target")
+    __slots__ = ("_answer", "_call", "_listener", "_target")
 
     def __init__(
         self, listener: PrefillListener, target: Target, pool: EnginePool, payload: list[Piece]
     ) -> None:
         self._listener = listener
         self._target = target
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._answer: CollectedAnswer | None = None
         self._call: UpstreamCall | None = pool.send(self, payload)
 
     def abort(self) -> None:
@@ -94,21 +95,29 @@ class OverlappedPrefill:
 
     def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """Bytes of the response."""
-        self._parts.append(piece)
-        self._size += len(piece)
-        if self._size > _MAX_RESPONSE_BYTES:
-            self.abort()
-            self._listener.on_prefill_failed(Failure.STATUS, "sent an answer that is too long")
+        if self._answer is None:
+            self._answer = CollectedAnswer(piece)
+        else:
+            self._answer.add(piece)
+        if len(self._answer) > _MAX_RESPONSE_BYTES:
+            self._fail_as_too_long()
         elif complete:
             self._call = None
-            body = b"".join(self._parts)
+            body = self._answer.take()
             if call.status == _OK:
-                self._listener.on_prefill_done(self._target, body)
+                if (handoff := join_handoff(body)) is None:
+                    self._fail_as_too_long()
+                else:
+                    self._listener.on_prefill_done(self._target, handoff)
             elif 400 <= call.status < 500 and call.status != UNAUTHORIZED:
-                self._listener.on_prefill_rejected(call, body)
+                self._listener.on_prefill_rejected(call, cut_error(body))
             else:
                 reason = f"answered with status {call.status}"
                 self._listener.on_prefill_failed(Failure.STATUS, reason)
+
+    def _fail_as_too_long(self) -> None:
+        self.abort()
+        self._listener.on_prefill_failed(Failure.STATUS, "sent an answer that is too long")
 
     def on_call_failed(self, call: UpstreamCall, reason: str) -> None:
         """The call failed."""

@@ -42,9 +42,10 @@ from cleave.gateway.proxy.retry_state import RetryDecision, RetryState, pick_for
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError, make_relay
 from cleave.gateway.proxy.token_charge import bound_unseen, count_charged
 from cleave.gateway.upstream.answers import NoAnswerError, read_usage
+from cleave.gateway.upstream.collected_answer import AnswerBody, Pieces
 from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.engine_errors import convert_engine_error, is_rejection
-from cleave.gateway.upstream.kv_transfer_params import HandoffError, strip_handoff
+from cleave.gateway.upstream.kv_transfer_params import HandoffError, strip_answer
 from cleave.gateway.upstream.model_names import ModelNames
 from cleave.gateway.upstream.suspect_requests import MEMORY_S
 from cleave.router.errors import NoInstance, QueueFull, RouterError
@@ -71,8 +72,7 @@ class ProxiedRequest:
         fields: bytes = b"",
         observer: RequestObserver | None = None,
     ) -> None:
-        """`sender`: as `suspect_senders` names it. `observer`: follows this request; None: nobody
-        does."""
+        """`sender`: as `suspect_senders` names it. `observer`: follows this request, if given."""
         self._context = context
         self._client = client
         self._path = path
@@ -254,7 +254,7 @@ class ProxiedRequest:
         del call
         self.on_attempt_failed(Failure.LOST, reason)
 
-    def on_response(self, call: UpstreamCall, body: bytes) -> None:
+    def on_response(self, call: UpstreamCall, body: AnswerBody) -> None:
         """A complete response that is not streamed."""
         attempt = self._attempt
         assert attempt is not None
@@ -263,7 +263,7 @@ class ProxiedRequest:
             return
         try:
             usage = read_usage(call.headers, body, is_completion=self._path in RESUMABLE_PATHS)
-            stripped = strip_handoff(body)
+            pieces: Pieces = strip_answer(body)
         except NoAnswerError as error:
             self.on_attempt_failed(Failure.STATUS, str(error))
             return
@@ -281,8 +281,8 @@ class ProxiedRequest:
         self._prompt_tokens = attempt.prompt_tokens or self._prompt_tokens
         fields = headers.build_forwarded_headers(call.headers) + attempt.instance_headers
         if names := self._get_names(attempt.pick):
-            stripped = names.restore(stripped)
-        self._respond(call.status, fields, stripped, "ok")
+            pieces = names.restore_first(pieces)
+        self._respond(call.status, fields, pieces, "ok")
 
     def on_rejection(self, call: UpstreamCall, body: bytes) -> None:
         """An engine's own 4xx goes to the client, unless it quotes the handoff."""
@@ -312,7 +312,7 @@ class ProxiedRequest:
         if refusal is not None:
             # Its message is not recorded: engines quote the request.
             body = refusal.to_json()
-        self._respond(call.status, headers.JSON_CONTENT, body, "refused")
+        self._respond(call.status, headers.JSON_CONTENT, [body], "refused")
 
     def on_attempt_failed(self, failure: Failure, reason: str) -> None:
         """The attempt failed: retry on other instances, or respond with an error."""
@@ -497,21 +497,21 @@ class ProxiedRequest:
     def _respond_error(self, error: GatewayError, outcome: str) -> None:
         if self._observer is not None:
             self._observer.on_error(error)
-        self._respond(error.status, errors.build_error_headers(error), error.to_json(), outcome)
+        self._respond(error.status, errors.build_error_headers(error), [error.to_json()], outcome)
 
-    def _respond(self, status: int, fields: bytes, body: bytes, outcome: str) -> None:
+    def _respond(self, status: int, fields: bytes, body: Pieces, outcome: str) -> None:
         if self._observer is not None:
             self._observer.on_response(status)
         reusable = self._client.keep_alive and not self._context.draining
         if not reusable:
             fields += headers.CONNECTION_CLOSE
-        head = headers.build_response_head(status, fields, self._request_id, len(body))
-        if len(body) <= headers.MAX_JOINED_BYTES:
-            self._client.write(head + body)
-        else:
-            self._client.write(head)
-            self._client.write(body)
+        size = sum(map(len, body))
+        head = headers.build_response_head(status, fields, self._request_id, size)
+        # First, because what the client does not take at once is reserved again for it.
         self._release(outcome)
+        is_joined = size <= headers.MAX_JOINED_BYTES
+        for piece in [b"".join((head, *body))] if is_joined else [head, *body]:
+            self._client.write(piece)
         self._client.end(reusable)
 
     def _release(self, outcome: str) -> None:

@@ -12,7 +12,7 @@ from typing import cast
 
 import msgspec
 
-from cleave.gateway.http.errors import build_engine_error
+from cleave.gateway.http.errors import RESPONSE_TOO_LONG, GatewayError, build_engine_error
 from cleave.gateway.http.headers import LAST_CHUNK, MAX_JOINED_BYTES, REASONS, encode_chunk
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.translation.answer import (
@@ -21,6 +21,7 @@ from cleave.gateway.translation.answer import (
     StreamedAnswer,
     StreamTranslator,
 )
+from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class TranslatedClient:
         self._answer = answer
         self._head = b""
         """Of a response that is not streamed, without its length and its end."""
-        self._body: list[bytes] = []
+        self._body: list[bytes | memoryview] = []
         self._translator: StreamTranslator | None = None
         """None: the response is not streamed, or its head has not come."""
 
@@ -55,16 +56,16 @@ class TranslatedClient:
         """Whether the client takes bytes more slowly than they come."""
         return self._client.blocked
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Take bytes of the engine's response, first its head, which comes in one piece."""
         if not self._head:
-            head, _, data = data.partition(_HEAD_END)
+            head, _, data = bytes(data).partition(_HEAD_END)
             self._begin(head)
         if not data:
             return
         if self._translator is None:
             self._body.append(data)
-        elif events := self._translator.convert(data):
+        elif events := self._translator.convert(bytes(data)):
             self._client.write(encode_chunk(events) if self._client.chunked else events)
 
     def end(self, reusable: bool) -> None:
@@ -87,19 +88,10 @@ class TranslatedClient:
             self._client.write(head + (_CHUNKED if self._client.chunked else b"") + _HEAD_END)
 
     def _respond(self) -> None:
-        head, body = self._head, b"".join(self._body)
-        self._body.clear()
-        status = int(head[_STATUS])
-        try:
-            if status == HTTPStatus.OK:
-                body = self._answer.build_body(body)
-            else:
-                body = self._answer.build_error(status, body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.warning("an engine's response cannot be translated: %s", error)
-            status = HTTPStatus.BAD_GATEWAY
-            failure = build_engine_error(HTTPStatus.BAD_GATEWAY, UNREADABLE.message)
-            body = self._answer.build_error(status, failure.to_json())
+        head, body = self._head, self._build_body()
+        if isinstance(body, GatewayError):
+            status = body.status
+            body = self._answer.build_error(status, body.to_json())
             head = b"HTTP/1.1 %d %b\r\n%b" % (status, REASONS[status], head.partition(b"\r\n")[2])
         head = b"%b%b%d%b" % (head, _LENGTH, len(body), _HEAD_END)
         if len(body) <= MAX_JOINED_BYTES:
@@ -107,3 +99,17 @@ class TranslatedClient:
         else:
             self._client.write(head)
             self._client.write(body)
+
+    def _build_body(self) -> bytes | GatewayError:
+        """The answer in the other API, or why there is none."""
+        pieces, self._body = self._body, []
+        if sum(map(len, pieces)) > MAX_DECODED_BYTES:
+            return RESPONSE_TOO_LONG
+        status, body = int(self._head[_STATUS]), b"".join(pieces)
+        try:
+            if status == HTTPStatus.OK:
+                return self._answer.build_body(body)
+            return self._answer.build_error(status, body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("an engine's response cannot be translated: %s", error)
+            return build_engine_error(HTTPStatus.BAD_GATEWAY, UNREADABLE.message)

@@ -21,6 +21,7 @@ from cleave.gateway.translation.chat_types import (
     FunctionCall,
     ToolCall,
     decode_chat,
+    decode_complete,
     decode_tokenize,
 )
 
@@ -45,7 +46,7 @@ class MessagesAnswer:
 
     def build_body(self, body: bytes) -> bytes:
         """The message for a complete response. Raises msgspec.MsgspecError."""
-        chat = decode_chat(body)
+        chat = decode_complete(body)
         choice = chat.choices[0] if chat.choices else AnswerChoice()
         blocks = _build_blocks(choice.message or AnswerMessage())
         self._has_tool_call = any(block["type"] == "tool_use" for block in blocks)

@@ -20,7 +20,7 @@ from cleave.gateway.translation.chat_types import (
     AnswerUsage,
     ChatAnswer,
     FunctionCall,
-    decode_chat,
+    decode_complete,
 )
 
 Item = dict[str, object]
@@ -69,7 +69,7 @@ class ResponsesAnswer:
 
     def build_body(self, body: bytes) -> bytes:
         """The response object for a complete response. Raises msgspec.MsgspecError."""
-        chat = decode_chat(body)
+        chat = decode_complete(body)
         self._set_frame(chat)
         choice = chat.choices[0] if chat.choices else AnswerChoice()
         for block, text in self._list_blocks(choice.message or AnswerMessage()):

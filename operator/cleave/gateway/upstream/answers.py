@@ -1,9 +1,8 @@
 """Checks that what an engine sent with status 200 is an answer, before a client gets it. Pure.
 
 Used by proxied requests for responses that are not streamed. An engine may be broken, and its port
-may belong to another program by now. What is hard: an answer may have 64 MiB, and decoding it would
-stop all other requests for 20 ms. So a large one is checked at its two ends only, where vLLM writes
-everything but the choices.
+may belong to another program by now. A large answer is checked at its two ends only, where vLLM
+writes everything but the choices: decoding it would stop all other requests.
 """
 
 import json
@@ -18,22 +17,19 @@ from cleave.gateway.http.headers import (
     sanitize_header_value,
 )
 from cleave.gateway.upstream import response_types
+from cleave.gateway.upstream.collected_answer import USAGE_KEY, AnswerBody, CollectedAnswer
 from cleave.gateway.upstream.response_types import TokenUsage
 
-MAX_DECODED_BYTES = 1 << 20
-"""Larger answers are not decoded as a whole: 1 MiB takes up to a millisecond."""
 _END_BYTES = 4 << 10
 _MAX_TYPE_BYTES = 64
 _CHOICES = b'"choices":['
-_USAGE = b'"usage":{'
-"""Within a text of JSON the quotes would have backslashes."""
 
 
 class NoAnswerError(Exception):
     """It is no answer; the message continues `instance NAME ...`."""
 
 
-def read_usage(headers: Headers, body: bytes, *, is_completion: bool) -> TokenUsage | None:
+def read_usage(headers: Headers, body: AnswerBody, *, is_completion: bool) -> TokenUsage | None:
     """Token counts of an answer; None when it has none. Raises NoAnswerError."""
     kind = headers.get(CONTENT_TYPE, b"").partition(b";")[0].strip().lower()
     if kind == BYTES_TYPE and body and not is_completion:
@@ -44,11 +40,14 @@ def read_usage(headers: Headers, body: bytes, *, is_completion: bool) -> TokenUs
     if not body:
         raise NoAnswerError("sent an empty answer")
     try:
-        if len(body) > MAX_DECODED_BYTES:
+        if isinstance(body, CollectedAnswer):
             return _read_ends(body, is_completion)
         if is_completion:
-            completion: TokenUsage | None = response_types.decode_completion_usage(body).usage
-            return completion
+            completion = response_types.decode_completion_usage(body)
+            if not bytes(completion.choices).startswith(b"["):
+                raise ValueError("its choices are no list")
+            counts: TokenUsage | None = completion.usage
+            return counts
         usage: TokenUsage | None = response_types.decode_usage(body).usage
         return usage
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -65,19 +64,19 @@ def parse_usage(data: bytes) -> TokenUsage | None:
     return usage
 
 
-def _read_ends(body: bytes, is_completion: bool) -> TokenUsage | None:
+def _read_ends(answer: CollectedAnswer, is_completion: bool) -> TokenUsage | None:
     """As `read_usage`, of a large answer. Raises ValueError."""
-    start, end = body[:_END_BYTES].lstrip(), body[-_END_BYTES:].rstrip()
+    size = len(answer)
+    start, end = answer.read(0, _END_BYTES).lstrip(), answer.read(size - _END_BYTES, size).rstrip()
     if start[:1] != b"{" or end[-1:] != b"}" or (is_completion and _CHOICES not in start):
         raise ValueError("one of its ends is missing")
     # Log-probabilities and ids of the prompt may follow.
-    at = body.rfind(_USAGE)
-    if at < 0:
+    if answer.usage_at < 0:
         if is_completion:
             raise ValueError("it has no usage")
         return None
-    at += len(_USAGE) - 1
-    text = body[at : at + _END_BYTES].decode(errors="replace")
+    at = answer.usage_at + len(USAGE_KEY) - 1
+    text = answer.read(at, at + _END_BYTES).decode(errors="replace")
     usage, length = json.JSONDecoder().raw_decode(text)
     if not text[length:].strip():
         raise ValueError("it ends with its usage")

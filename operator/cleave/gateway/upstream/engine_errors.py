@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from cleave.gateway.http.errors import GatewayError
+from cleave.gateway.upstream.collected_answer import AnswerBody
 
 MAX_MESSAGE_CHARACTERS = 4_096
 """Longer messages are cut: vLLM's may quote the whole request."""
@@ -70,6 +71,13 @@ def is_rejection(body: bytes) -> bool:
     if len(body) > MAX_DECODED_BYTES:
         return body[:1] == b"{" and body[-1:] == b"}"
     return _scan(body) is not None and body.strip() != b"{}"
+
+
+def cut_error(body: AnswerBody) -> bytes:
+    """As much of an error as is read of it: of a large one its beginning and its end."""
+    if isinstance(body, bytes):
+        return body
+    return body.read(0, MAX_DECODED_BYTES) + body.read(len(body) - 1, len(body))
 
 
 def convert_error_event(event: bytes) -> bytes:

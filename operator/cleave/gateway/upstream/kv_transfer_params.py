@@ -11,11 +11,18 @@ import msgspec
 
 from cleave.gateway.http.completion_request import KV_PARAMS_KEY, KV_REQUEST_PARAMS
 from cleave.gateway.upstream import response_types
+from cleave.gateway.upstream.collected_answer import (
+    HANDOFF_KEY,
+    AnswerBody,
+    CollectedAnswer,
+    Pieces,
+)
 from cleave.router.instance import Target
 
-_KEY = b'"kv_transfer_params"'
 _KEY_WITH_VALUE = re.compile(rb'"kv_transfer_params"\s*:')
 _USUAL_END = b',"kv_transfer_params":null}'
+"""As vLLM writes it when there is none."""
+_NULL_MEMBERS = (_USUAL_END, _USUAL_END[:-1] + b",")
 
 
 class HandoffError(Exception):
@@ -92,13 +99,14 @@ def count_blocks(body: bytes) -> int:
         blocks = response_types.decode_kv_blocks(body).kv_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return 0
-    return sum(map(len, blocks.remote_block_ids or ())) if blocks is not None else 0
+    groups = map(bytes, (blocks.remote_block_ids if blocks is not None else None) or ())
+    return sum(group.count(b",") + bool(group.strip(b"[] ")) for group in groups)
 
 
 def strip_handoff(body: bytes) -> bytes:
     """The response without the handoff, all other values byte for byte.
     Raises HandoffError when a handoff remains that cannot be removed."""
-    count = body.count(_KEY)
+    count = body.count(HANDOFF_KEY)
     if count == 0:
         return body
     if count == 1 and body.endswith(_USUAL_END) and b"\\u" not in body:
@@ -115,6 +123,22 @@ def strip_handoff(body: bytes) -> bytes:
     return stripped
 
 
+def strip_answer(body: AnswerBody) -> Pieces:
+    """As `strip_handoff`, in pieces; of a large answer only an empty handoff can be removed."""
+    return [strip_handoff(body)] if isinstance(body, bytes) else _strip_large(body)
+
+
+def _strip_large(answer: CollectedAnswer) -> Pieces:
+    at, size = answer.handoff_at - 1, len(answer)
+    if not answer.num_handoffs:
+        return answer.slice(0, size)
+    end = at + len(_USUAL_END) - 1
+    is_empty = at >= 0 and answer.read(at, end + 1) in _NULL_MEMBERS
+    if answer.num_handoffs > 1 or not is_empty:
+        raise HandoffError("cannot be taken out of a large answer")
+    return answer.slice(0, at) + answer.slice(end, size)
+
+
 def contains_handoff(events: bytes) -> bool:
     """Whether complete events contain a handoff; text that merely mentions one does not count."""
-    return _KEY in events and _KEY_WITH_VALUE.search(events) is not None
+    return HANDOFF_KEY in events and _KEY_WITH_VALUE.search(events) is not None

@@ -4,6 +4,8 @@ Used by proxied requests for adapters that were loaded at run time (`cleave.poli
 names are ASCII without characters that JSON escapes, and engines write JSON without blanks.
 """
 
+from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES, Pieces
+
 
 class ModelNames:
     """The names of one model."""
@@ -19,6 +21,11 @@ class ModelNames:
     def restore(self, data: bytes) -> bytes:
         """A response, or complete events of one, with the client's name as its model."""
         return data.replace(self._engine_member, self._client_member)
+
+    def restore_first(self, pieces: Pieces) -> Pieces:
+        """The pieces of a response; in a large one engines name the model at the beginning."""
+        begin = bytes(pieces[0][:MAX_DECODED_BYTES])
+        return [self.restore(begin), pieces[0][MAX_DECODED_BYTES:], *pieces[1:]]
 
     def restore_in_text(self, body: bytes) -> bytes:
         """An engine's error, whose sentence may contain its name."""

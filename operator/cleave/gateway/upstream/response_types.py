@@ -27,7 +27,8 @@ class UsageResponse(msgspec.Struct):
 class CompletionUsage(msgspec.Struct):
     """A complete response of a completion, decoded for its token counts."""
 
-    choices: list[msgspec.Raw]
+    choices: msgspec.Raw
+    """A list. One value for each of its items would take 13 ms for 0.5 MiB of them."""
     usage: TokenUsage | None = None
 
 
@@ -48,7 +49,8 @@ class KvOrigin(msgspec.Struct):
 class KvBlockIds(msgspec.Struct):
     """The KV blocks of a handoff."""
 
-    remote_block_ids: list[list[int]] | None = None
+    remote_block_ids: list[msgspec.Raw] | None = None
+    """By group of layers; up to a million numbers, which are counted only."""
 
 
 class KvBlocksResponse(msgspec.Struct):

@@ -1,0 +1,99 @@
+"""An engine's answer that is not streamed, collected until it is complete.
+
+Used by attempts. What is hard: an answer may have 64 MiB, and joining, searching or decoding it at
+once would stop all other requests for up to 100 ms. So what the gateway looks for in a large answer
+is found piece by piece while it arrives, and it is written to the client without being copied.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from cleave.gateway.http.byte_buffer import ByteBuffer
+from cleave.time_slices import Steps
+
+MAX_DECODED_BYTES = 512 << 10
+"""Larger answers are not decoded as a whole: 1 MiB can take 7 ms."""
+MAX_HANDOFF_BYTES = 1 << 20
+"""Of a prefill engine's answer: the ids of 150,000 blocks, which take 2 ms to read."""
+HANDOFF_KEY = b'"kv_transfer_params"'
+USAGE_KEY = b'"usage":{'
+"""As vLLM writes it. Within a text of JSON the quotes would have backslashes."""
+PART_BYTES = 4 << 20
+"""About what lies in one piece of memory."""
+_OVERLAP = len(HANDOFF_KEY) - 1
+
+
+class CollectedAnswer:
+    """`add` the pieces, `take` the body, and `drop` it."""
+
+    __slots__ = ("_end", "_parts", "_size", "_views", "handoff_at", "num_handoffs", "usage_at")
+
+    def __init__(self, first: bytes) -> None:
+        self._parts = [ByteBuffer()]
+        self._views: list[memoryview] = []
+        """Of `_parts`, once they are taken."""
+        self._size = 0
+        self._end = b""
+        """In which a key may begin that goes on in the next piece."""
+        self.usage_at = self.handoff_at = -1
+        """Where the last of these keys begins; below 0: there is none."""
+        self.num_handoffs = 0
+        """How often the key of a handoff occurs."""
+        self.add(first)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, piece: bytes) -> None:
+        """Append a piece, and look for the keys."""
+        begin, text = self._size - len(self._end), self._end + piece
+        if (at := text.rfind(USAGE_KEY)) >= 0:
+            self.usage_at = begin + at
+        if (at := text.rfind(HANDOFF_KEY)) >= 0:
+            self.num_handoffs += text.count(HANDOFF_KEY)
+            self.handoff_at = begin + at
+        self._end = text[-_OVERLAP:]
+        if len(self._parts[-1]) >= PART_BYTES:
+            self._parts.append(ByteBuffer())
+        self._parts[-1].add(piece)
+        self._size += len(piece)
+
+    def take(self) -> "bytes | CollectedAnswer":
+        """The body: bytes unless it is large. Nothing can be added after it."""
+        if self._size <= MAX_DECODED_BYTES:
+            return bytes(self._parts[0].take())
+        self._views = [memoryview(part.take()) for part in self._parts]
+        return self
+
+    def slice(self, begin: int, end: int) -> list[memoryview]:
+        """These bytes of a large answer, in pieces; not copied."""
+        pieces = []
+        for view in self._views:
+            pieces.append(view[max(begin, 0) : max(end, 0)])
+            begin, end = begin - len(view), end - len(view)
+        return pieces
+
+    def read(self, begin: int, end: int) -> bytes:
+        """These bytes of a large answer, which are few."""
+        return b"".join(self.slice(begin, end))
+
+    def drop(self) -> Steps[None]:
+        """Give the memory back, as far as the client does not have it: 64 MiB take 6 ms."""
+        while self._parts:
+            self._parts.pop()
+            if self._views:
+                self._views.pop()
+            yield
+
+
+AnswerBody: TypeAlias = bytes | CollectedAnswer
+"""Bytes that may be decoded, or a large answer."""
+Pieces: TypeAlias = Sequence[bytes | memoryview]
+"""What goes to the client, in pieces that follow each other."""
+
+
+def join_handoff(body: AnswerBody) -> bytes | None:
+    """The body of a prefill engine's answer; None: it is too long for one."""
+    if isinstance(body, bytes):
+        return body
+    return body.read(0, len(body)) if len(body) <= MAX_HANDOFF_BYTES else None
