@@ -1,5 +1,6 @@
 """A sender whose requests have ended engines gets one engine at a time, however they differ."""
 
+import asyncio
 import random
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 from cleave.gateway.upstream import suspect_senders
 from cleave.gateway.upstream.suspect_senders import (
     CONFINED_S,
-    MAX_REMEMBERED,
+    MAX_UNANSWERED,
     SuspectSenders,
     get_sender,
 )
@@ -22,12 +23,16 @@ OTHER = {"X-Forwarded-For": "192.0.2.7"}
 async def start_fleet(make_stage, roles: dict[str, str]):
     """Engines that a poisonous request ends: their agents say so."""
     stage = await make_stage(roles, wake_s=0.0)
-    stage.away = set()
+    stage.away, stage.delay_s = set(), 0.0
 
     async def die(engine, request, writer) -> None:
         if request.body["prompt"] != "poison":
             await engine.answer(request, writer)
             return
+        await asyncio.shield(asyncio.create_task(end_later(engine, writer)))
+
+    async def end_later(engine, writer) -> None:
+        await asyncio.sleep(stage.delay_s)
         stage.away.add(engine.name)
         stage.state(engine, state=agent_pb2.STATE_STARTING, reason="its process ended")
         writer.transport.abort()
@@ -96,6 +101,27 @@ async def test_an_engine_that_leaves_the_fleet_is_replaced(fleet) -> None:
     assert (await fleet.ask(ASK)).status == 200
 
 
+@pytest.mark.parametrize("leaves_after_s", [0.05, 0.25])
+async def test_a_client_that_leaves_is_a_suspect_as_well(fleet, leaves_after_s: float) -> None:
+    """Its requests are not tried again, so none of them is seen to end two engines."""
+    fleet.delay_s = 0.15
+    for seed in range(8):
+        client = await fleet.connect()
+        client.send(POISON | {"seed": seed})
+        await asyncio.sleep(leaves_after_s)
+        client.close()
+        await asyncio.sleep(0.3)
+    assert len(fleet.away) <= 4
+    assert (await fleet.ask(ASK, **OTHER)).status == 200
+
+
+async def test_few_of_the_requests_in_flight_are_tried_again(fleet) -> None:
+    fleet.delay_s = 0.15
+    await asyncio.gather(*(fleet.ask(POISON | {"seed": seed}) for seed in range(3)))
+    assert len(fleet.away) <= 4
+    assert len(fleet.context.suspect_senders._expiries) == 1
+
+
 async def test_any_mix_of_a_sender_costs_one_engine_at_a_time(fleet) -> None:
     await fleet.ask(POISON)
     bring_back(fleet)
@@ -116,11 +142,39 @@ def test_a_tenant_or_an_address_is_a_sender() -> None:
 
 
 def build_registry(*names: str, size: int = 1) -> SimpleNamespace:
-    instances = {
-        name: SimpleNamespace(whole=name.partition(".")[0] if size > 1 else name) for name in names
-    }
+    def build(name: str) -> SimpleNamespace:
+        registration = SimpleNamespace(boot_id=f"{name}-1", state=agent_pb2.STATE_READY)
+        whole = name.partition(".")[0] if size > 1 else name
+        return SimpleNamespace(whole=whole, registration=registration, selectable=True)
+
     models = {"m": SimpleNamespace(base=""), "sql": SimpleNamespace(base="m")}
-    return SimpleNamespace(instances=instances, models=models)
+    return SimpleNamespace(instances={name: build(name) for name in names}, models=models)
+
+
+def build_pick(registry: SimpleNamespace, decode: str, prefill: str | None = None):
+    def build(name: str | None):
+        if name is None:
+            return None
+        return SimpleNamespace(instance=name, boot_id=registry.instances[name].registration.boot_id)
+
+    return SimpleNamespace(prefill=build(prefill), decode=build(decode))
+
+
+def end(registry: SimpleNamespace, name: str) -> None:
+    """The process of this engine ends, and another one starts."""
+    registration = registry.instances[name].registration
+    registration.boot_id += "1"
+
+
+def start(senders, registry, sender: str, name: str, now: float, model: str = "m"):
+    pick = build_pick(registry, name)
+    senders.record_start(sender, model, pick, registry, now)
+    PICKS.append(pick)
+    return pick
+
+
+PICKS = []
+"""What is freed may have its id used again."""
 
 
 def test_adapters_and_ranks_belong_to_one_engine() -> None:
@@ -128,30 +182,88 @@ def test_adapters_and_ranks_belong_to_one_engine() -> None:
     senders = SuspectSenders()
     senders.add("s", 0.0)
     assert senders.list_closed("s", "m", registry) == []
-    senders.record_pick("s", "sql", "a.rank-1", registry)
+    start(senders, registry, "s", "a.rank-1", 0.0, "sql")
     assert senders.list_closed("s", "m", registry) == ["b.rank-0"]
     assert senders.list_closed("t", "m", registry) == []
-    senders.record_pick("t", "m", "b.rank-0", registry)
-    assert senders.list_closed("t", "m", registry) == [], "only suspects are confined"
+
+
+def test_an_engine_that_ends_for_another_reason_is_replaced() -> None:
+    registry, senders = build_registry("a", "b"), SuspectSenders()
+    senders.add("s", 0.0)
+    senders.record_answer("s", start(senders, registry, "s", "a", 0.0))
+    assert senders.list_closed("s", "m", registry) == ["b"]
+    registry.instances["a"].selectable = False
+    assert senders.check("s", registry, 0.5)
+    assert senders.list_closed("s", "m", registry) == []
+    start(senders, registry, "s", "a", 1.0)
+    end(registry, "a")
+    assert senders.check("s", registry, 1.5)
+    assert senders.list_closed("s", "m", registry) == ["b"], "it ended because of the sender"
+
+
+def test_two_engines_that_ended_before_they_answered_make_a_suspect() -> None:
+    registry, senders = build_registry("a", "b", "c"), SuspectSenders()
+    for number, name in enumerate("ab"):
+        start(senders, registry, "s", name, float(number))
+        start(senders, registry, "s", name, float(number))
+        assert not senders.check("s", registry, number + 0.1)
+        end(registry, name)
+        assert senders.check("s", registry, number + 0.5) is (number == 1)
+
+
+def test_ranks_that_end_together_are_one_engine() -> None:
+    registry = build_registry("a.rank-0", "a.rank-1", size=2)
+    senders = SuspectSenders()
+    for name in registry.instances:
+        start(senders, registry, "s", name, 0.0)
+        end(registry, name)
+    assert not senders.check("s", registry, 1.0)
+
+
+def test_answers_and_time_are_proofs_of_innocence() -> None:
+    registry, senders = build_registry("a", "b", "c"), SuspectSenders()
+    for name in "abc":
+        senders.record_answer("answered", start(senders, registry, "answered", name, 0.0))
+        start(senders, registry, "early", name, 0.0)
+    for name in "abc":
+        end(registry, name)
+    assert not senders.check("answered", registry, 0.1)
+    assert not senders.check("early", registry, 20.0)
+
+
+def test_a_sender_with_many_requests_is_no_suspect_because_engines_end() -> None:
+    registry, senders = build_registry(*"abcdef"), SuspectSenders()
+    for number in range(60):
+        name = "abcdef"[number % 6]
+        pick = start(senders, registry, "s", name, float(number))
+        if number % 10 == 9:
+            end(registry, name)
+        else:
+            senders.record_answer("s", pick)
+        assert not senders.is_suspect("s", registry, number + 0.2)
 
 
 def test_senders_are_forgotten_after_some_minutes_without_a_new_case() -> None:
     senders, registry = SuspectSenders(), build_registry("a", "b")
     senders.add("s", 0.0)
-    senders.record_pick("s", "m", "a", registry)
+    start(senders, registry, "s", "a", 0.0)
     senders.add("s", 100.0)
     assert senders.list_closed("s", "m", registry) == ["b"]
     senders.expire(CONFINED_S + 99)
     assert "s" in senders
     senders.expire(CONFINED_S + 100)
-    assert not senders
+    assert "s" not in senders
     assert not senders._instances
+    assert not senders._starts
 
 
-def test_a_limited_number_of_senders_is_remembered(monkeypatch) -> None:
+def test_what_is_remembered_is_limited(monkeypatch) -> None:
     monkeypatch.setattr(suspect_senders, "MAX_REMEMBERED", 10)
     senders, registry = SuspectSenders(), build_registry("a", "b")
-    for number in range(MAX_REMEMBERED):
+    for number in range(100):
         senders.add(f"s{number}", float(number))
-        senders.record_pick(f"s{number}", "m", "a", registry)
-    assert len(senders._expiries) == len(senders._instances) == 10
+        start(senders, registry, f"s{number}", "a", float(number))
+    assert len(senders._expiries) == len(senders._instances) == len(senders._starts) == 10
+    for number in range(10 * MAX_UNANSWERED):
+        start(senders, registry, "busy", "a", float(number))
+    assert len(senders._starts["busy"].unanswered) == MAX_UNANSWERED

@@ -41,6 +41,7 @@ class DirectRequest:
         self._completion = completion
         self._tenant = tenant
         self._pick: Pick | None = None
+        self._sender = ""
         self._ticket: AdmissionTicket | None = None
         self._admitted: asyncio.Future[None] | None = None
         self._started_at = self._deadline = context.clock()
@@ -81,7 +82,7 @@ class DirectRequest:
         """Pick an instance, none of `excluded`. Raises RouterError."""
         context, completion, router = self._context, self._completion, self._context.router
         senders, registry = context.suspect_senders, router.registry
-        if sender in senders:
+        if senders.is_suspect(sender, registry, context.clock()):
             excluded = [*excluded, *senders.list_closed(sender, completion.model, registry)]
         is_split = has_prefill_instance(router, completion.model)
         self._pick = router.pick(
@@ -96,7 +97,8 @@ class DirectRequest:
             salt=get_cache_salt(completion) if router.uses_prompt_text else b"",
         )
         context.metrics.dispatches[completion.model, self._pick.reason] += 1
-        senders.record_pick(sender, completion.model, self._pick.decode.instance, registry)
+        senders.record_start(sender, completion.model, self._pick, registry, context.clock())
+        self._sender = sender
         if self._pick.engine_model:
             completion.fields = set_engine_model(completion, self._pick.engine_model).fields
         return self._pick.decode
@@ -133,6 +135,7 @@ class DirectRequest:
             breaker.record_failure(pick.decode.instance, context.clock())
         else:
             breaker.record_success(pick.decode.instance)
+            context.suspect_senders.record_answer(self._sender, pick)
         if is_elsewhere:
             # Another endpoint responded: a gateway, which does its own accounting and counting.
             context.router.release(pick)

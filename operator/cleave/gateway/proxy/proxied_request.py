@@ -188,6 +188,7 @@ class ProxiedRequest:
         now = context.clock()
         # The engine may have been idle before, so that time does not count as a pause.
         attempt.stall_detector.last_progress_at = now
+        context.suspect_senders.record_answer(self._sender, attempt.pick)
         # The first byte proves that the prompt has been computed.
         context.router.release(attempt.pick, _PREFILL)
         if context.circuit_breaker.failure_states:
@@ -529,11 +530,12 @@ class ProxiedRequest:
             self._output_tokens = relay.num_tokens
             self._prompt_tokens = relay.prompt_tokens or self._prompt_tokens
             if outcome != "cancelled":
-                began = relay.started_at
-                stream_s = began - self._started_at, context.clock() - began
+                stream_s = relay.started_at - self._started_at, context.clock() - relay.started_at
         unseen = self._bound_unseen(attempt, relay) if outcome == "cancelled" else 0
         if attempt is not None:
             self._attempt = None
+            if outcome in ("ok", "refused"):
+                context.suspect_senders.record_answer(self._sender, attempt.pick)
             if outcome == "ok" and self._path in RESUMABLE_PATHS:
                 context.router.observe_completion(attempt.pick, self._output_tokens)
             attempt.end()

@@ -115,7 +115,8 @@ class RetryState:
         context, now, model = self._context, self._context.clock(), self.completion.model
         waited_s, was_waiting = now - self._failed_at, self._is_waiting
         registry = context.router.registry
-        tolerated = 0 if self._sender in context.suspect_senders else TOLERATED_ENGINES
+        is_suspect = context.suspect_senders.check(self._sender, registry, now)
+        tolerated = 0 if is_suspect else TOLERATED_ENGINES
         suspicion = assess_failures(self._engine_failures, registry, waited_s, tolerated)
         if suspicion is Suspicion.SUSPECT:
             return RetryDecision.REFUSE
@@ -189,12 +190,13 @@ def pick_for(
     """Pick instances for the next attempt. Raises RouterError."""
     breaker, senders, router = context.circuit_breaker, context.suspect_senders, context.router
     suspects = breaker.list_suspects(context.clock()) if breaker.failure_states else ()
-    if not senders or sender not in senders:
-        return pick_instances(router, completion, history, suspects, session)
-    model = completion.model
-    closed = senders.list_closed(sender, model, router.registry)
-    pick = pick_instances(
-        router, completion, history, suspects, session, is_confined=True, closed=closed
-    )
-    senders.record_pick(sender, model, pick.decode.instance, router.registry)
+    model, registry, now = completion.model, router.registry, context.clock()
+    if not senders.is_suspect(sender, registry, now):
+        pick = pick_instances(router, completion, history, suspects, session)
+    else:
+        closed = senders.list_closed(sender, model, registry)
+        pick = pick_instances(
+            router, completion, history, suspects, session, is_confined=True, closed=closed
+        )
+    senders.record_start(sender, model, pick, registry, now)
     return pick
