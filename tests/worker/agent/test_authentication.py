@@ -1,5 +1,6 @@
 """Every method of an agent asks its caller for a signature, over a real server."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cleave.rpc import probes
 from cleave.rpc.credentials import METADATA_KEY, SCHEME, compute_mac, sign_with_token
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import authentication
@@ -21,6 +23,9 @@ from cleave_worker.agent.authentication import (
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import WorkerInstance
 from cleave_worker.agent.service import AgentServer
+
+PATIENCE_S = 20
+NUM_CHANNELS, NUM_CALLS = 12, 95
 
 
 @asynccontextmanager
@@ -79,7 +84,72 @@ async def test_every_method_of_the_agent_asks_for_the_token_and_probes_do_not(
         await probe.Check(health_pb2.HealthCheckRequest(), timeout=5)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await anext(aiter(probe.Watch(health_pb2.HealthCheckRequest(), timeout=5)))
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def send_nothing() -> AsyncIterator[bytes]:
+    await asyncio.sleep(3_600)
+    yield b""
+
+
+async def get_code(call: "grpc.aio.StreamUnaryCall[bytes, bytes]") -> grpc.StatusCode:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    ("method", "end"),
+    [
+        ("/grpc.health.v1.Health/Check", grpc.StatusCode.DEADLINE_EXCEEDED),
+        ("/cleave.rpc.v1.Agent/Health", grpc.StatusCode.UNAUTHENTICATED),
+        ("/cleave.rpc.v1.Agent/Watch", grpc.StatusCode.UNAUTHENTICATED),
+    ],
+)
+async def test_calls_without_a_message_take_no_places_and_end(
+    config: AgentConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    end: grpc.StatusCode,
+) -> None:
+    monkeypatch.setattr(probes, "_MESSAGE_S", 0.5)
+    (token := tmp_path / "token").write_text("right\n")
+    own = ("grpc.use_local_subchannel_pool", 1)
+    async with serving(config, token) as (channel, _):
+        channels = [
+            grpc.aio.insecure_channel(config.address, options=[own]) for _ in range(NUM_CHANNELS)
+        ]
+        calls = [each.stream_unary(method)(send_nothing()) for each in channels * NUM_CALLS]
+        async with asyncio.timeout(PATIENCE_S):
+            ends = {await get_code(each) for each in calls[::19]}
+            # Connections refuse those beyond their limit.
+            assert end in ends <= {end, grpc.StatusCode.UNAVAILABLE}
+            signed = sign_with_token(token, config.address)
+            await agent_pb2_grpc.AgentStub(channel).Health(
+                agent_pb2.HealthRequest(), metadata=signed
+            )
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        for call in calls:
+            call.cancel()
+        for each in channels:
+            await each.close()
+
+
+async def test_a_probe_of_an_unknown_service_or_without_a_message_is_refused(
+    config: AgentConfig, tmp_path: Path
+) -> None:
+    (token := tmp_path / "token").write_text("right\n")
+    async with serving(config, token) as (channel, _):
+        probe = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await probe.Check(health_pb2.HealthCheckRequest(service="other"), timeout=PATIENCE_S)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        empty = channel.stream_unary("/grpc.health.v1.Health/Check")(timeout=PATIENCE_S)
+        await empty.done_writing()
+        assert await get_code(empty) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_every_method_of_agents_has_a_rule() -> None:

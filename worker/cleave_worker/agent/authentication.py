@@ -17,7 +17,7 @@ import grpc
 from cleave.rpc.credentials import METADATA_KEY, PROOF_LIFE_S, SCHEME, compute_mac, read_token
 
 _AGENT_METHODS = "/cleave.rpc.v1.Agent/"
-"""All are checked. The standard health protocol stays open: kubelet's probes sign nothing."""
+"""All are checked. What probes call stays open (`cleave.rpc.probes`): kubelets sign nothing."""
 _MAX_CREDENTIAL_BYTES = 16 << 10
 _MAX_TIME_DIGITS = 15
 
@@ -44,8 +44,6 @@ class AgentMethod(StrEnum):
     RECORD_PAIRS = f"{_AGENT_METHODS}RecordPairs"
     JOIN_GANG = "/cleave.rpc.v1.Gang/Join"
     """Served by the launcher of data-parallel ranks."""
-    PROBE_WATCH = "/grpc.health.v1.Health/Watch"
-    """Probes do not use it, and its streams would take the places of signed calls."""
 
 
 _CHECKED_METHODS = frozenset(AgentMethod)
@@ -123,13 +121,13 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
             return handler
         if name not in _CHECKED_METHODS:
             fault = f"{name} has no rule of who may call it"
-            return _build_refusal(handler, grpc.StatusCode.PERMISSION_DENIED, fault)
+            return _build_refusal(grpc.StatusCode.PERMISSION_DENIED, fault)
         try:
             await self._authenticator.verify(_read_credential(details), AgentMethod(name))
         except AccessDeniedError as error:
-            return _build_refusal(handler, grpc.StatusCode.PERMISSION_DENIED, str(error))
+            return _build_refusal(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except AuthenticationError as error:
-            return _build_refusal(handler, grpc.StatusCode.UNAUTHENTICATED, str(error))
+            return _build_refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
         return handler
 
 
@@ -141,16 +139,11 @@ def _read_credential(details: grpc.HandlerCallDetails) -> str:
     return text.removeprefix(SCHEME)
 
 
-def _build_refusal(handler: _Handler, code: grpc.StatusCode, fault: str) -> _Handler:
-    async def refuse(_request: object, context: _Context) -> None:
+def _build_refusal(code: grpc.StatusCode, fault: str) -> _Handler:
+    """A handler of streams reads no message, which those of other methods would wait for. On the
+    wire both are the same."""
+
+    async def refuse(_requests: object, context: _Context) -> None:
         await context.abort(code, fault)
 
-    async def refuse_stream(request: object, context: _Context) -> Any:  # noqa: ANN401 - never yields
-        await refuse(request, context)
-        yield
-
-    if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse_stream)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse)

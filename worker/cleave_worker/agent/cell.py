@@ -29,10 +29,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave import logs
 from cleave.rpc.channel import dial
+from cleave.rpc.probes import OPTIONS, Probes
 from cleave.rpc.v1 import gang_pb2_grpc
 from cleave_worker.agent import config
 from cleave_worker.agent.authentication import AuthenticationInterceptor
@@ -165,7 +166,7 @@ class _Cell:
         self._gang_size = 0 if leader else size
         self._processes: list[Process] = []
         self._is_stopping = False
-        self._health = health.aio.HealthServicer()
+        self._probes = Probes()
 
     async def run(self) -> int:
         """Run until all agents have ended. Raises OSError: port taken."""
@@ -174,7 +175,7 @@ class _Cell:
             server.add_insecure_port(self._address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self._address}") from error
-        await self._set_health(is_alive=True, is_ready=False)
+        self._set_probes(is_alive=True, is_ready=False)
         await server.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -192,9 +193,9 @@ class _Cell:
         others = make_authenticator(first, first.name.partition(".")[0], self._address)
         own = GangAuthenticator(self._gang_key, others) if others else None
         interceptors = [AuthenticationInterceptor(own)] if own else []
-        options = [("grpc.so_reuseport", 0), *SERVER_OPTIONS]
+        options = [("grpc.so_reuseport", 0), *SERVER_OPTIONS, *OPTIONS]
         server = grpc.aio.server(interceptors=interceptors, options=options)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._probes.add_to(server)
         if self._gang_size > 1:
             gang = GangServer(self._gang_size, self._choose_meeting_point)
             gang_pb2_grpc.add_GangServicer_to_server(gang, server)
@@ -262,16 +263,14 @@ class _Cell:
                 await asyncio.sleep(_POLL_S)
                 alive = await asyncio.gather(*(_is_serving(stub, "") for stub in stubs))
                 ready = await asyncio.gather(*(_is_serving(stub, READY_SERVICE) for stub in stubs))
-                await self._set_health(is_alive=all(alive), is_ready=all(ready))
+                self._set_probes(is_alive=all(alive), is_ready=all(ready))
         finally:
             for channel in channels:
                 await channel.close()
 
-    async def _set_health(self, *, is_alive: bool, is_ready: bool) -> None:
-        serving = health_pb2.HealthCheckResponse.SERVING
-        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set("", serving if is_alive else not_serving)
-        await self._health.set(READY_SERVICE, serving if is_ready else not_serving)
+    def _set_probes(self, *, is_alive: bool, is_ready: bool) -> None:
+        self._probes.set("", is_serving=is_alive)
+        self._probes.set(READY_SERVICE, is_serving=is_ready)
 
 
 async def _is_serving(stub: health_pb2_grpc.HealthStub, service: str) -> bool:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cleave.policy.adapters import AdapterSource
 from cleave.policy.queue_model import INTERVAL_MS, choose_report_interval_ms
 from cleave.rpc.kube_api import AccessError
+from cleave.rpc.probes import OPTIONS, Probes
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent.authentication import (
     AuthenticationInterceptor,
@@ -50,8 +50,6 @@ _MAX_PROOFS = 256
 _MAX_PROOF_CHARACTERS = 256
 """Characters of each text in a result."""
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _Context = grpc.aio.ServicerContext[object, object]
 DrainCall = Callable[[float | None], Awaitable[DrainResult]]
 """Drains within some seconds (None: the agent's own time-out)."""
@@ -208,17 +206,13 @@ class AgentServer:
         self._address = address
         interceptors = [AuthenticationInterceptor(authenticator)] if authenticator else []
         # With SO_REUSEPORT two agents could share a port without an error.
-        # Watchers have a limit of their own; the rest is for short calls.
-        self._server = grpc.aio.server(
-            interceptors=interceptors,
-            options=[("grpc.so_reuseport", 0)],
-            maximum_concurrent_rpcs=2 * _MAX_WATCHERS,
-        )
-        self._health = health.aio.HealthServicer()
+        options = [("grpc.so_reuseport", 0), *OPTIONS]
+        self._server = grpc.aio.server(interceptors=interceptors, options=options)
+        self._probes = Probes()
         self._health_task: asyncio.Task[None] | None = None
         service = AgentService(instance, drain, verify_role)
         agent_pb2_grpc.add_AgentServicer_to_server(service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._probes.add_to(self._server)
 
     async def start(self) -> None:
         """Listen. Raises OSError when the address is taken."""
@@ -226,8 +220,8 @@ class AgentServer:
             self._server.add_insecure_port(self._address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self._address}") from error
-        await self._health.set("", _SERVING)
-        await self._health.set(READY_SERVICE, _NOT_SERVING)
+        self._probes.set("", is_serving=True)
+        self._probes.set(READY_SERVICE, is_serving=False)
         await self._server.start()
         self._health_task = asyncio.create_task(self._publish_health())
 
@@ -241,7 +235,7 @@ class AgentServer:
         while True:
             version = self._instance.version
             ready = self._instance.state == agent_pb2.STATE_READY
-            await self._health.set(READY_SERVICE, _SERVING if ready else _NOT_SERVING)
+            self._probes.set(READY_SERVICE, is_serving=ready)
             if version == self._instance.version:
                 await self._instance.wait_for_change()
 
