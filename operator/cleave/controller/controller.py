@@ -58,7 +58,6 @@ from cleave.controller.settings import OperatorSettings
 from cleave.controller.traffic_poller import TrafficPoller
 from cleave.controller.views import DeploymentView, PoolView
 from cleave.manifests.labels import Manifest
-from cleave.manifests.resources import needs_whole_cards
 from cleave.manifests.scheduling import needs_own_image
 from cleave.rpc.fleet_status import FleetInstance
 
@@ -127,7 +126,7 @@ class Controller:
         """Name of each deployment's ConfigMap, and when it was read last."""
         self._repurposing: set[ResourceKey] = set()
         """Deployments with instances that are changing their role at this moment."""
-        self._inventories: tuple[object, dict[tuple[bool, bool], Inventory]] = (), {}
+        self._inventories: tuple[object, dict[tuple[bool, str], Inventory]] = (), {}
         self._reservations = GpuReservations(
             self.cache, settings.device, lambda deployment: self._get_inventory(deployment).topology
         )
@@ -197,23 +196,24 @@ class Controller:
         if self._inventories[0] != seen:
             self._inventories = seen, {}
         known, is_limited = self._inventories[1], engine is not None and needs_own_image(engine)
-        has_cards = template is None or needs_whole_cards(template)
-        if (is_limited, has_cards) not in known:
-            known[is_limited, has_cards] = inventory.build_inventory(
+        if engine is not None and engine.type is EngineType.EMULATED:
+            template = None  # Its pods request no GPUs, so their nodes are others.
+        if (key := (is_limited, repr(template))) not in known:
+            known[key] = inventory.build_inventory(
                 nodes,
                 self.settings.cluster,
                 lost=seen[1],
                 needs_own_image=is_limited,
-                needs_whole_cards=has_cards,
+                template=template,
             )
-        return known[is_limited, has_cards]
+        return known[key]
 
     def find_machines(self, key: ResourceKey, deployment: LLMDeployment) -> PlanMachines:
         """Return the machines that a plan for a deployment may use: without the GPUs that others
         have or have been promised, and within the namespace's quota."""
         whole = self._get_inventory(deployment)
         if deployment.spec.engine.type is EngineType.EMULATED or whole.cluster is None:
-            return PlanMachines(whole.cluster, whole.node_counts_hash)
+            return PlanMachines(whole.cluster, whole.node_counts_hash, whole.unusable)
         free = self._reservations.find_free(key, whole.nodes)
         return inventory.select_free(whole, free, self._reservations.find_quota(key))
 

@@ -40,7 +40,7 @@ def list_misfits(
     deployment: LLMDeployment, cluster: Cluster, shape: ModelShape | None
 ) -> Iterator[str]:
     """Why the nodes cannot run spec.placement.manual, a line `path: why` each. `shape`: the
-    model's; None: not known. Raises ManifestError when the cluster names an unknown GPU."""
+    model's; None: not known. Raises ManifestError when the cluster names no known GPU."""
     spec = deployment.spec
     if spec.placement is None:
         return
@@ -68,12 +68,11 @@ def list_misfits(
 
 
 def count_nodes_by_gpu(cluster: Cluster) -> Mapping[str, NodesBySize]:
-    """Nodes of each kind of GPU, by its name. Raises ManifestError for an unknown one."""
+    """Nodes of each kind of GPU, by its name. Raises ManifestError when none is known."""
     inventory.list_gpus(cluster)
-    own = [inventory.to_gpu(description) for description in cluster.gpus]
     nodes: dict[str, NodesBySize] = {}
-    for group in cluster.nodes:
-        sizes = nodes.setdefault(find_gpu(group.gpu, own).name, Counter())
+    for group, gpu in inventory.list_groups(cluster):
+        sizes = nodes.setdefault(gpu.name, Counter())
         sizes[group.gpus_per_node] += group.count
     return nodes
 
@@ -111,7 +110,7 @@ def explain_no_surge(
 ) -> str | None:
     """Why the nodes have no room for so many instances of each role at a time, which a step of a
     rollout needs; None: they have. Instances of all revisions count as large as the new ones.
-    Raises ManifestError when the cluster or a pool names an unknown GPU."""
+    Raises ManifestError when a pool names an unknown GPU, or the cluster no known one."""
     nodes = count_nodes_by_gpu(cluster)
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     pieces: dict[str, Counter[int]] = {}

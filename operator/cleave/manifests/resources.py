@@ -23,7 +23,6 @@ Device = Literal["gpu", "cpu"]
 """What the nodes compute on."""
 
 GPU = "nvidia.com/gpu"
-GPU_PRODUCT = "nvidia.com/gpu.product"
 GPU_REQUESTS = f"requests.{GPU}"
 """Their name in a ResourceQuota."""
 _SHARED_RDMA = "rdma/"

@@ -22,7 +22,8 @@ from cleave.manifests.labels import (
     WORKER,
     Manifest,
 )
-from cleave.manifests.resources import GPU_PRODUCT, Device
+from cleave.manifests.resources import Device
+from cleave.perf.hardware.gpu import GPU_PRODUCT
 
 ARCHITECTURE = "kubernetes.io/arch"
 DRIVER_MAJOR = "nvidia.com/cuda.driver-version.major"

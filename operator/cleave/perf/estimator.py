@@ -254,13 +254,11 @@ def build_estimator(
     `context_tokens`: of a mean request. Raises ManifestError with a line for each unknown GPU or
     unusable profile."""
     gpus = inventory.list_gpus(cluster, choices)
-    own = [inventory.to_gpu(description) for description in cluster.gpus]
     per_node: dict[str, int] = {}
     joined: dict[str, int] = {}
-    for group in cluster.nodes:
-        name = find_gpu(group.gpu, own).name
-        per_node[name] = max(per_node.get(name, 0), group.gpus_per_node)
-        joined[name] = max(joined.get(name, 0), group.nvlink_gpus or 0)
+    for group, gpu in inventory.list_groups(cluster):
+        per_node[gpu.name] = max(per_node.get(gpu.name, 0), group.gpus_per_node)
+        joined[gpu.name] = max(joined.get(gpu.name, 0), group.nvlink_gpus or 0)
     machines = {
         name: NodeType(gpu, per_node[name], inventory.find_network_link(cluster, gpu), joined[name])
         for name, gpu in gpus.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import EngineSpec
+from cleave.api.engine import EngineSpec, WorkerTemplate
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.api.role import MAX_POD_ENGINES
@@ -17,7 +17,7 @@ from cleave.perf.estimate import Estimator
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.all_to_all import AllToAllBackend
 from cleave.perf.hardware.expert_group import BALANCED, UNBALANCED, ExpertSettings
-from cleave.perf.hardware.gpu import Gpu, find_gpu
+from cleave.perf.hardware.gpu import GPU_PRODUCT, Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_source
 from cleave.perf.speculation import SpeculatingEstimator
@@ -43,7 +43,7 @@ def build_problem(
     choice = deployment_checks.choose_connector(deployment)
     if choice.fault:
         raise PlanError([choice.fault])
-    kinds = inventory.list_gpus(cluster, spec.planning.gpus)
+    kinds = _select_kinds(inventory.list_gpus(cluster, spec.planning.gpus), spec.template)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
     traffic = build_demand(deployment, folder)
     reserve = memory.NCCL_RESERVE if spec.engine.uses_nccl else memory.VLLM_RESERVE
@@ -86,6 +86,7 @@ def build_problem(
                     left_out.describe(spec),
                 ],
             ),
+            *(f"{why}; not planned with" for why in inventory.list_unknown_gpus(cluster)),
             *inventory.list_unused_gpus(cluster),
             *characterization.list_remarks(traffic, longest),
             *(f"{gpu.name}: {gpu.limitation}" for gpu in kinds.values() if gpu.limitation),
@@ -99,11 +100,11 @@ def build_supplies(
 ) -> tuple[Supply, ...]:
     """The nodes whose GPU type may be used, with equal groups merged. Groups of a GPU type share
     its limit in their order. `has_cells`: cells may be pods."""
-    own = [inventory.to_gpu(description) for description in cluster.gpus]
     groups: dict[tuple[str, int], int] = {}
-    for group in cluster.nodes:
-        key = find_gpu(group.gpu, own).name, group.gpus_per_node
+    for group, gpu in inventory.list_groups(cluster):
+        key = gpu.name, group.gpus_per_node
         groups[key] = groups.get(key, 0) + group.count
+    own = [inventory.to_gpu(description) for description in cluster.gpus]
     remaining = {find_gpu(choice.type, own).name: choice.max for choice in choices}
     supplies = []
     for (name, per_node), count in groups.items():
@@ -121,6 +122,22 @@ def build_supplies(
             within = build_node_link(gpu) if has_cells and is_small and gpu.nvlink_gbps else None
             supplies.append(Supply(name, count, per_node, usable, network, network, within))
     return tuple(supplies)
+
+
+def _select_kinds(kinds: dict[str, Gpu], template: WorkerTemplate) -> dict[str, Gpu]:
+    """The kinds of GPU that the template's node selector leaves. Raises PlanError if none is."""
+    label = template.node_selector.get(GPU_PRODUCT)
+    selected = {
+        name: gpu for name, gpu in kinds.items() if label is None or label in (name, *gpu.labels)
+    }
+    if not selected:
+        there = ", ".join(gpu.product for gpu in kinds.values())
+        fault = (
+            f"spec.template.nodeSelector: {GPU_PRODUCT} {label!r} selects none of {there}, which "
+            "the nodes have and spec.planning.gpus allows; change one of them"
+        )
+        raise PlanError([fault])
+    return selected
 
 
 def _describe_unplanned(deployment: LLMDeployment) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cleave.api.cluster import Cluster, NetworkKind
+from cleave.api.engine import WorkerTemplate
 from cleave.controller.cluster.gpu_claims import FreeGpus, QuotaShare
 from cleave.controller.cluster.inventory import (
     UNUSABLE_S,
@@ -21,12 +22,12 @@ def node(name: str, gpu: str = "H100", count: int = 8, **more) -> ObservedNode:
 
 def test_nodes_that_are_alike_are_one_group() -> None:
     found = build_inventory(
-        [node("a"), node("b"), node("c", "A100", 4), ObservedNode("d", True, True)]
+        [node("a"), node("b"), node("c", "L40S", 4), ObservedNode("d", True, True)]
     )
     assert found.cluster is not None
     groups = [(each.gpu, each.gpus_per_node, each.count) for each in found.cluster.nodes]
-    assert groups == [("A100", 4, 1), ("H100", 8, 2)]
-    assert found.topology.gpus_per_node == {"A100": 4, "H100": 8}
+    assert groups == [("H100", 8, 2), ("L40S", 4, 1)]
+    assert found.topology.gpus_per_node == {"L40S": 4, "H100": 8}
 
 
 def test_without_gpus_there_is_no_cluster() -> None:
@@ -37,7 +38,7 @@ def test_numbers_and_kinds_are_distinguished() -> None:
     one, two = build_inventory([node("a")]), build_inventory([node("a"), node("b")])
     assert one.node_kinds_hash == two.node_kinds_hash
     assert one.node_counts_hash != two.node_counts_hash
-    assert build_inventory([node("a", "A100")]).node_kinds_hash != one.node_kinds_hash
+    assert build_inventory([node("a", "L40S")]).node_kinds_hash != one.node_kinds_hash
 
 
 def test_a_node_that_fails_for_a_while_changes_nothing() -> None:
@@ -67,7 +68,8 @@ def test_whole_cards_count_only_for_pods_that_request_them() -> None:
         ([whole], False, NetworkKind.ETHERNET),
         ([both], False, NetworkKind.INFINIBAND),
     ):
-        found = build_inventory(nodes, needs_whole_cards=requests)
+        annotations = {"k8s.v1.cni.cncf.io/networks": "fabric"} if requests else {}
+        found = build_inventory(nodes, template=WorkerTemplate(annotations=annotations))
         assert found.cluster is not None
         assert found.cluster.network.kind is kind
 
@@ -123,21 +125,22 @@ def test_a_kind_of_gpu_has_the_rdma_device_that_all_its_nodes_offer() -> None:
     nodes = [
         node("a", rdma_device="rdma/hca"),
         node("b", rdma_device="rdma/hca"),
-        node("c", "A100", rdma_device="rdma/hca"),
-        node("d", "A100"),
+        node("c", "L40S", rdma_device="rdma/hca"),
+        node("d", "L40S"),
     ]
     topology = build_inventory(nodes).topology
     assert topology.get_rdma_device("H100") == "rdma/hca"
-    assert topology.get_rdma_device("A100") == ""
+    assert topology.get_rdma_device("L40S") == ""
     assert topology.get_rdma_device(None) == ""
     assert build_inventory(nodes[:2]).topology.get_rdma_device(None) == "rdma/hca"
 
 
 def test_nodes_that_cannot_run_the_image_are_named() -> None:
     fault = "has driver 570, and CUDA 13 needs 580 or newer"
-    found = build_inventory([node("a"), node("b", fault=fault), node("c", fault=fault)])
-    assert found.unusable == f"not used: node b (and 1 more) {fault}"
-    assert build_inventory([node("a")]).unusable == ""
+    nodes = [node("a"), node("b", fault=fault), node("c", fault=fault)]
+    found = build_inventory(nodes, needs_own_image=True)
+    assert found.unusable == f"left out of plans: b, c: {fault}"
+    assert build_inventory(nodes).unusable == ""
 
 
 def test_plans_with_the_image_leave_out_nodes_that_cannot_run_it() -> None:
@@ -147,7 +150,8 @@ def test_plans_with_the_image_leave_out_nodes_that_cannot_run_it() -> None:
     assert limited.topology.gpus_per_node == {"H100": 8}
     assert limited.cluster is not None
     assert [(each.gpu, each.count) for each in limited.cluster.nodes] == [("H100", 1)]
-    assert limited.unusable == everywhere.unusable == "not used: node b (and 1 more) is arm64"
+    assert limited.unusable == "left out of plans: b, c: is arm64"
+    assert everywhere.unusable == ""
     assert limited.node_kinds_hash == build_inventory([node("a")]).node_kinds_hash
     assert build_inventory(nodes[1:], needs_own_image=True).cluster is None
 
@@ -159,21 +163,21 @@ def count_nodes(nodes: list[ObservedNode], now_s: float = 1e6) -> dict[str, int]
 
 
 def test_a_node_counts_until_it_has_been_unusable_for_long_and_at_once_when_it_is_back() -> None:
-    lost, others = node("a", unusable_since_s=1_000.0), [node("b"), node("c", "A100")]
-    assert count_nodes([lost, *others], 1_000.0 + UNUSABLE_S) == {"H100": 2, "A100": 1}
-    assert count_nodes([*others, lost], 1_001.0 + UNUSABLE_S) == {"H100": 1, "A100": 1}
-    assert count_nodes([node("a"), *others], 1_002.0 + UNUSABLE_S) == {"H100": 2, "A100": 1}
+    lost, others = node("a", unusable_since_s=1_000.0), [node("b"), node("c", "L40S")]
+    assert count_nodes([lost, *others], 1_000.0 + UNUSABLE_S) == {"H100": 2, "L40S": 1}
+    assert count_nodes([*others, lost], 1_001.0 + UNUSABLE_S) == {"H100": 1, "L40S": 1}
+    assert count_nodes([node("a"), *others], 1_002.0 + UNUSABLE_S) == {"H100": 2, "L40S": 1}
 
 
 def test_the_last_nodes_of_a_kind_count_although_they_seem_lost() -> None:
     lost = [node(name, unusable_since_s=0.0) for name in "ab"]
-    assert count_nodes([*lost, node("c", "A100")]) == {"H100": 2, "A100": 1}
+    assert count_nodes([*lost, node("c", "L40S")]) == {"H100": 2, "L40S": 1}
 
 
 def test_a_cordon_changes_neither_network_nor_topology_nor_the_kinds() -> None:
     slow = node("a", unusable_since_s=0.0)
     fast = node("b", offers_rdma=True, rdma_device="rdma/hca", clique="c")
-    nodes = [slow, fast, node("c", "A100")]
+    nodes = [slow, fast, node("c", "L40S")]
     during, usual = build_inventory(nodes, lost=frozenset("a")), build_inventory(nodes)
     assert during.node_kinds_hash == usual.node_kinds_hash
     assert during.topology == usual.topology

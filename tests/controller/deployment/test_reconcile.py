@@ -527,11 +527,13 @@ def test_nodes_that_cannot_run_cleaves_image_are_said(image: str | None, is_said
     fault = "has driver 570, and CUDA 13 needs 580 or newer"
     nodes = [ObservedNode("n1", True, True, gpu="H100", num_gpus=8, fault=fault)]
     engine = {"image": image} if image else {}
-    here = replace(view(deployment(engine=engine)), inventory=build_inventory(nodes))
+    here = replace(
+        view(deployment(engine=engine)), inventory=build_inventory(nodes, needs_own_image=is_said)
+    )
     found = status_of(reconcile(here))["conditions"]
     (limited,) = [each for each in found if each["type"] == "ScalingLimited"]
     assert limited["status"] == "False"
-    more = f"; not used: node n1 {fault}" if is_said else ""
+    more = f"; left out of plans: n1: {fault}" if is_said else ""
     assert limited["message"] == f"no instance lacks room{more}"
 
 

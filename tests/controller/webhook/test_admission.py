@@ -109,7 +109,7 @@ def test_what_today_s_nodes_lack_is_a_warning() -> None:
     (warning,) = said["warnings"]
     assert warning == (
         "spec.placement.manual[0].gpu: no node has H100-SXM-80GB now, there is A100-SXM-80GB; "
-        "instances will wait"
+        "instances will wait, unless plans leave out nodes with this label"
     )
 
 

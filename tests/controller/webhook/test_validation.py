@@ -321,7 +321,10 @@ def test_a_pool_by_hand_is_held_to_the_same_rules() -> None:
     assert len(found.warnings) == 2
     assert found.warnings == (
         *deployment_checks.list_gpu_overrides(pool.spec.template),
-        "spec.gpu: no node has H100-SXM-80GB now, there is A100-SXM-80GB; instances will wait",
+        (
+            "spec.gpu: no node has H100-SXM-80GB now, there is A100-SXM-80GB; instances will wait, "
+            "unless plans leave out nodes with this label"
+        ),
     )
 
 

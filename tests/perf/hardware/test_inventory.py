@@ -12,6 +12,7 @@ from cleave.perf.hardware.inventory import (
     describe_assumed_network,
     find_network_link,
     list_gpus,
+    list_unknown_gpus,
     list_unused_gpus,
     to_gpu,
 )
@@ -46,13 +47,19 @@ def test_a_gpu_of_ones_own_is_read_field_by_field() -> None:
 
 
 def test_every_unknown_gpu_is_named_with_its_place_and_a_remedy() -> None:
-    cluster = load_cluster("nodes: [{gpu: H100}, {gpu: A100-SXM-80G}, {gpu: abacus}]")
-    first, second = faults(cluster)
+    nodes = "{gpu: H100-SXM-80G}, {gpu: abacus}, {gpu: NVIDIA-A100-SXM4-40GB-MIG-1g.5gb}"
+    cluster = load_cluster(f"nodes: [{nodes}, {{gpu: H100}}]")
+    first, second, third = list_unknown_gpus(cluster)
     assert first == (
-        "nodes[1].gpu: unknown GPU 'A100-SXM-80G'; did you mean A100-SXM-80GB?; "
+        "nodes[0].gpu: unknown GPU 'H100-SXM-80G'; did you mean H100-SXM-80GB?; "
         "or describe it under gpus"
     )
-    assert second.startswith("nodes[2].gpu: unknown GPU 'abacus'; known: A100-SXM-40GB, ")
+    assert second.startswith("nodes[1].gpu: unknown GPU 'abacus'; known: A100-SXM-40GB, ")
+    assert third.startswith("nodes[2].gpu: 'NVIDIA-A100-SXM4-40GB-MIG-1g.5gb' is a part")
+    assert [*list_gpus(cluster)] == ["H100-SXM-80GB"]
+    assert faults(load_cluster(f"nodes: [{nodes}]")) == (first, second, third)
+    only = GpuChoice(type="abacus")
+    assert faults(cluster, only)[0].startswith("spec.planning.gpus[0].type: unknown GPU 'abacus'")
 
 
 def test_choices_narrow_down_and_set_prices_and_caps() -> None:

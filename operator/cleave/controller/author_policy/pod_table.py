@@ -23,7 +23,7 @@ from cleave.controller.author_policy.pod_rules import (
 )
 from cleave.controller.author_policy.volume_table import SECRET, VOLUME
 from cleave.manifests.labels import GATEWAY, NODE_WORKER, WORKER
-from cleave.manifests.resources import GPU_PRODUCT
+from cleave.perf.hardware.gpu import GPU_PRODUCT
 
 FIELDS = (
     "hostNetwork", "nodeSelector", "resourceClaims", "runtimeClassName", "schedulerName",

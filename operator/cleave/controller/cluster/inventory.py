@@ -6,14 +6,19 @@ counts, which matters only to a plan whose instances find no node.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cleave.api.cluster import ASSUMED_NETWORK, Cluster, NetworkKind, NetworkSpec, NodeGroup
+from cleave.api.engine import WorkerTemplate
 from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.gpu_claims import FreeGpus, QuotaShare
+from cleave.controller.cluster.node_sharing import explain_unreachable
 from cleave.controller.cluster.objects import ObservedNode
+from cleave.manifests.resources import needs_whole_cards
 from cleave.manifests.topology import CLIQUE, HOSTNAME, NodeTopology
+from cleave.perf.hardware.gpu import GPU_PRODUCT, Gpu, UnknownGpuError, explain_part, find_gpu
+from cleave.perf.hardware.inventory import to_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class Inventory:
     node_counts_hash: str
     """Hash of the node counts by kind."""
     unusable: str = ""
-    """Which GPU nodes cannot run Cleave's own image, and why; empty: all can."""
+    """Which GPU nodes plans leave out, and why; empty: none."""
     nodes: tuple[ObservedNode, ...] = field(default=(), compare=False)
     """The nodes that `cluster` counts."""
 
@@ -50,6 +55,9 @@ class PlanMachines:
 
 UNUSABLE_S = 300.0
 """A node that has been unusable for longer does not count. It counts again at once."""
+_LOST = "has been cordoned or not ready for 5 minutes"
+_MAX_NAMED = 10
+"""Most nodes of a reason, and most reasons, that the status names."""
 _MAX_GROUPS = 64
 """Most groups of equal nodes in a `Cluster`."""
 MAX_GPUS_PER_NODE = 128
@@ -88,22 +96,37 @@ def build_inventory(
     *,
     lost: frozenset[str] = frozenset(),
     needs_own_image: bool = False,
-    needs_whole_cards: bool = True,
+    template: WorkerTemplate | None = None,
 ) -> Inventory:
     """Build the inventory of the GPU nodes; `settings`: network, own GPUs and profiles.
 
     `lost`: names of nodes that the counts leave out. Kinds and network are those of all nodes, so
     that no plan changes when nodes are cordoned for a while.
     `needs_own_image`: only of nodes that can run Cleave's image for GPUs; others may run a user's.
-    `needs_whole_cards`: whether pods request network cards that nodes offer as wholes.
+    `template`: only of nodes on which the scheduler may put its pods, with the network that they
+    get; None: of all, with their best network.
+
+    Nodes of GPUs that are not known, or not whole, are left out of plans. Manual placements may
+    name them, so the topology has them.
     """
-    all_gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
-    gpu_nodes = [node for node in all_gpu_nodes if not (needs_own_image and node.fault)]
-    counted = tuple(_select_countable(gpu_nodes, lost))
+    own = [to_gpu(description) for description in settings.gpus] if settings else []
+    left_out: dict[str, str] = {}
+    reachable: list[ObservedNode] = []
+    planned: list[ObservedNode] = []
+    for node in (node for node in nodes if node.num_gpus):
+        why = node.fault if needs_own_image else ""
+        why = why or (explain_unreachable(node.labels, node.taints, template) if template else "")
+        reachable += [] if why or not node.gpu else [node]
+        why = why or _explain_unplannable(node, own, needs_own_image=needs_own_image)
+        if why:
+            left_out[node.name] = why
+        else:
+            planned.append(node)
+    counted = tuple(_select_countable(planned, lost))
+    left_out |= {node.name: _LOST for node in planned if node not in counted}
     rows = _count_groups(counted)
-    has_rdma = bool(gpu_nodes) and all(
-        node.has_rdma(needs_whole_cards=needs_whole_cards) for node in gpu_nodes
-    )
+    has_cards = template is None or needs_whole_cards(template)
+    has_rdma = bool(planned) and all(node.has_rdma(needs_whole_cards=has_cards) for node in planned)
     network = NetworkSpec(kind=NetworkKind.INFINIBAND) if has_rdma else ASSUMED_NETWORK
     if settings is not None and settings.network is not None:
         network = settings.network
@@ -118,10 +141,10 @@ def build_inventory(
     base = [[gpu, size] for gpu, size, _ in rows], str(network)
     return Inventory(
         cluster=cluster,
-        topology=_build_topology(gpu_nodes),
+        topology=_build_topology(reachable, planned or reachable),
         node_kinds_hash=hash_content(base),
         node_counts_hash=hash_content(rows),
-        unusable=_explain_unusable(all_gpu_nodes),
+        unusable=_describe_left_out(left_out),
         nodes=counted,
     )
 
@@ -163,22 +186,45 @@ def _to_groups(rows: Iterable[tuple[str, int, int]]) -> list[NodeGroup]:
     return [NodeGroup(gpu=gpu, gpus_per_node=size, count=count) for gpu, size, count in rows]
 
 
-def _explain_unusable(nodes: Sequence[ObservedNode]) -> str:
-    faulty = [node for node in nodes if node.fault]
-    if not faulty:
-        return ""
-    more = f" (and {len(faulty) - 1} more)" if len(faulty) > 1 else ""
-    return f"not used: node {faulty[0].name}{more} {faulty[0].fault}"
+def _explain_unplannable(node: ObservedNode, own: Sequence[Gpu], *, needs_own_image: bool) -> str:
+    """Why no plan counts a node's GPUs; empty: plans do, also parts that `own` describes."""
+    if not node.gpu:
+        return f"has no label {GPU_PRODUCT}"
+    part = explain_part(node.gpu)
+    try:
+        gpu = find_gpu(node.gpu, own)
+    except UnknownGpuError:
+        why = (
+            part
+            or "is not known; describe it under planning.gpus of the Helm chart to plan with it"
+        )
+        return f"GPU {node.gpu} {why}"
+    if needs_own_image and gpu.limitation:
+        return f"GPU {node.gpu}: {gpu.limitation}"
+    return "" if part else node.shared
 
 
-def _build_topology(nodes: Sequence[ObservedNode]) -> NodeTopology:
-    """Return the node topology that the pod builders need."""
+def _describe_left_out(reasons: Mapping[str, str]) -> str:
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    texts = [f"{_join(each)}: {why}" for why, each in names.items()]
+    return f"left out of plans: {_join(texts, '; ')}" if texts else ""
+
+
+def _join(texts: Sequence[str], separator: str = ", ") -> str:
+    more = len(texts) - _MAX_NAMED
+    return separator.join(texts[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _build_topology(nodes: Sequence[ObservedNode], planned: Sequence[ObservedNode]) -> NodeTopology:
+    """Return the node topology that the pod builders need; domains are those of planned nodes."""
     largest: dict[str, int] = {}
     devices: dict[str, set[str]] = {}
     for node in nodes:
         largest[node.gpu] = max(largest.get(node.gpu, 0), node.num_gpus)
         devices.setdefault(node.gpu, set()).add(node.rdma_device)
-    has_cliques = bool(nodes) and all(node.clique for node in nodes)
+    has_cliques = bool(planned) and all(node.clique for node in planned)
     return NodeTopology(
         gpus_per_node=largest,
         domain=CLIQUE if has_cliques else HOSTNAME,

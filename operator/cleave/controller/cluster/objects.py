@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from cleave.api.role import MAX_POD_ENGINES, Role
+from cleave.controller.cluster.node_sharing import Taint, explain_shared, list_taints
 from cleave.manifests.labels import (
     CELL,
     COMPONENT,
@@ -29,7 +30,6 @@ from cleave.manifests.labels import (
 from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import (
     GPU,
-    GPU_PRODUCT,
     GPU_REQUESTS,
     find_rdma_device,
     has_rdma_devices,
@@ -37,6 +37,7 @@ from cleave.manifests.resources import (
 )
 from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
+from cleave.perf.hardware.gpu import GPU_PRODUCT
 from cleave.rpc.credentials import AgentEndpoint
 
 TEMPLATE_ANNOTATION = "cleave.dev/template"
@@ -198,6 +199,11 @@ class ObservedNode:
     """Equal for nodes of the same NVLink domain."""
     fault: str = ""
     """Why Cleave's own image for GPUs cannot run there; empty: it can."""
+    shared: str = ""
+    """Why its GPUs are not whole ones; empty: they are."""
+    labels: frozenset[tuple[str, str]] = frozenset()
+    taints: tuple[Taint, ...] = ()
+    """Those that keep pods away, without Kubernetes' own about the node's health."""
     unusable_since_s: float | None = None
     """Since when it has not been ready or takes no pods; None: it does, or that is not noted."""
 
@@ -394,6 +400,9 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
         fault=explain_unusable(labels),
+        shared=explain_shared(labels, num_gpus),
+        labels=frozenset(labels.items()),
+        taints=list_taints(manifest),
         unusable_since_s=_find_unusable_since_s(manifest),
     )
 

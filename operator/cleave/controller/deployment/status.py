@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeploymentStatus
+from cleave.api.engine import EngineType
 from cleave.api.loaded_weights import LoadedWeights
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
@@ -21,7 +22,6 @@ from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.gateway import build_url
 from cleave.manifests.labels import GATEWAY, Manifest, build_component_labels
-from cleave.manifests.scheduling import needs_own_image
 
 
 def report(
@@ -105,7 +105,8 @@ def _build_conditions(
     limited = (
         lent or limited or ConditionState("ScalingLimited", False, "Fits", "no instance lacks room")
     )
-    if view.inventory.unusable and needs_own_image(view.deployment.spec.engine):
+    is_emulated = view.deployment.spec.engine.type is EngineType.EMULATED
+    if view.inventory.unusable and not is_emulated:
         text = "; ".join(filter(None, (limited.message, view.inventory.unusable)))
         limited = replace(limited, message=text)
     progressing = _build_progressing(view, decision, desired, limited)

@@ -130,7 +130,10 @@ def _list_missing_gpus(
         largest[name] = max(largest[name], group.gpus_per_node)
     if gpu is not None and _normalize_gpu(gpu) not in gpus_by_kind:
         kinds = ", ".join(gpus_by_kind)
-        yield f"{path}.gpu: no node has {gpu} now, there is {kinds}; instances will wait"
+        yield (
+            f"{path}.gpu: no node has {gpu} now, there is {kinds}; instances will wait, "
+            "unless plans leave out nodes with this label"
+        )
         return
     kind = gpus_by_kind.most_common(1)[0][0] if gpu is None else _normalize_gpu(gpu)
     if parallelism.gpus > gpus_by_kind[kind]:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+GPU_PRODUCT = "nvidia.com/gpu.product"
+"""Node label of NVIDIA's feature discovery: the kind of its GPUs."""
 _CAPPED_PROMPT_SLOWDOWN = 1.30
 """Prompt phase of an H100 capped to half its power: Splitwise's performance model (its published
 data, github.com/Mutinifni/splitwise-sim at 8f99e7d, data/perf_model.csv, MIT: the h100-80gb-pcap
@@ -110,6 +112,10 @@ def find_gpu(name: str, own: Iterable[Gpu] = ()) -> Gpu:
     match = by_word.get(_normalize_name(name))
     if match is not None:
         return match
+    if why := explain_part(name):
+        raise UnknownGpuError(
+            f"{name!r} {why}; describe the part as a GPU of its own, or use whole ones"
+        )
     by_model = {word.removeprefix("nvidia"): gpu for word, gpu in reversed(by_word.items())}
     model = _normalize_name(name).removeprefix("nvidia")
     close = [word for word in by_model if model and word.startswith(model)][::-1]
@@ -118,6 +124,14 @@ def find_gpu(name: str, own: Iterable[Gpu] = ()) -> Gpu:
     names = list(dict.fromkeys(gpu.name for gpu in by_word.values()))
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"known: {', '.join(names)}"
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
+
+
+def explain_part(label: str) -> str:
+    """Why a node with this value of nvidia.com/gpu.product offers parts of GPUs, as NVIDIA's
+    feature discovery marks them; empty: it does not say so."""
+    if "-MIG-" in label:
+        return "is a part of a GPU (MIG)"
+    return "is a GPU that pods share" if label.endswith("-SHARED") else ""
 
 
 def _normalize_name(name: str) -> str:
@@ -146,6 +160,19 @@ CATALOGUE: tuple[Gpu, ...] = (
         *("A100-PCIe-80GB", 79.15, 1935, 312, None, None, 32, 300, 3.43),
         labels=("NVIDIA-A100-80GB-PCIe", "A100-80GB-PCIe"),
     ),
+    Gpu(
+        *("A100-PCIe-40GB", 39.4, 1555, 312, None, None, 32, 250, 2.75),
+        labels=("NVIDIA-A100-PCIE-40GB", "A100-40GB-PCIe"),
+    ),
+    # NVIDIA's data sheet of the A800 (2022): the A100 with less NVLink. * A100
+    Gpu(
+        *("A800-SXM-80GB", 79.15, 2039, 312, None, 200, 32, 400, 3.43),
+        labels=("NVIDIA-A800-SXM4-80GB", "A800-80GB", "A800-SXM4-80GB"),
+    ),
+    Gpu(
+        *("A800-PCIe-80GB", 79.15, 1935, 312, None, None, 32, 300, 3.43),
+        labels=("NVIDIA-A800-80GB-PCIe", "A800-80GB-PCIe"),
+    ),
     # NVIDIA H100 data sheet (2023), H200 data sheet (2024), DGX B200 data sheet (2024); the memory
     # of the B200 is driven at 7.67 TB/s, not 8 (pytorch/ao, pull request 4002)
     Gpu(
@@ -160,8 +187,8 @@ CATALOGUE: tuple[Gpu, ...] = (
         *("B200-SXM-180GB", 178.35, 7672, 2250, 4500, 900, 64, 1000, 14.24),
         labels=("NVIDIA-B200", "B200", "B200-180GB"),
     ),
-    # NVIDIA H100 PCIe and H100 NVL product briefs (2022, 2024): NVLink joins pairs only, not
-    # counted. * H100-SXM-80GB
+    # NVIDIA H100 PCIe, H100 NVL and H200 NVL product briefs (2022, 2024): NVLink joins pairs, or
+    # four, not counted. * H100-SXM-80GB; H200: H200-SXM-141GB
     Gpu(
         *("H100-PCIe-80GB", 79.1, 2039, 756, 1513, None, 64, 350, 6.88),
         labels=("NVIDIA-H100-PCIe", "H100-PCIe"),
@@ -169,6 +196,10 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu(
         *("H100-NVL-94GB", 93.0, 3938, 835, 1671, None, 64, 400, 6.88),
         labels=("NVIDIA-H100-NVL", "H100-NVL"),
+    ),
+    Gpu(
+        *("H200-NVL-141GB", 139.8, 4800, 835, 1671, None, 64, 600, 7.91),
+        labels=("NVIDIA-H200-NVL", "H200-NVL"),
     ),
     # NVIDIA's data sheets of the variants for China (2023): H800 with less NVLink, H20 with fewer
     # multiprocessors. * H100-SXM-80GB
@@ -212,6 +243,30 @@ CATALOGUE: tuple[Gpu, ...] = (
         *("RTX-PRO-6000-Server", 95.0, 1792, 467.8, 935.6, None, 64, 600, 1.86),
         labels=("NVIDIA-RTX-PRO-6000-Blackwell-Server-Edition", "RTX-PRO-6000"),
     ),
+    # NVIDIA RTX PRO 6000 Blackwell data sheets (2025): dense FP4 is half of the AI TOPS
+    # there, FP8 a quarter, 16 bits an eighth. * L40S
+    Gpu(
+        *("RTX-PRO-6000-Workstation", 95.0, 1792, 500, 1000, None, 64, 600, 1.86),
+        labels=("NVIDIA-RTX-PRO-6000-Blackwell-Workstation-Edition",),
+    ),
+    Gpu(
+        *("RTX-PRO-6000-Max-Q", 95.0, 1792, 438.9, 877.8, None, 64, 300, 1.86),
+        labels=("NVIDIA-RTX-PRO-6000-Blackwell-Max-Q-Workstation-Edition",),
+    ),
+    # NVIDIA data sheets: RTX 6000 Ada (2022), L40 (2022), L20 (2023), A40 (2020), RTX A6000 (2020),
+    # A30 (2021), A10 (2021), T4 (2018); their NVLink joins pairs, not counted. Memory: as on L40S,
+    # A10G and others of the same size. * L40S; A30 and A10: A10G
+    Gpu(
+        *("RTX-6000-Ada", 47.4, 960, 364, 728, None, 32, 300, 1.86),
+        labels=("NVIDIA-RTX-6000-Ada-Generation",),
+    ),
+    Gpu(*("L40", 44.4, 864, 181, 362, None, 32, 300, 1.86), labels=("NVIDIA-L40", "L40-48GB")),
+    Gpu(*("L20", 44.4, 864, 119.5, 239, None, 32, 275, 1.86), labels=("NVIDIA-L20", "L20-48GB")),
+    Gpu(*("A40", 44.4, 696, 149.7, None, None, 32, 300, 1.86), labels=("NVIDIA-A40", "A40-48GB")),
+    Gpu(*("RTX-A6000", 47.4, 768, 154.8, None, None, 32, 300, 1.86), labels=("NVIDIA-RTX-A6000",)),
+    Gpu(*("A30", 23.4, 933, 165, None, None, 32, 165, 1.01), labels=("NVIDIA-A30", "A30-24GB")),
+    Gpu(*("A10", 22.1, 600, 125, None, None, 32, 150, 1.01), labels=("NVIDIA-A10", "A10-24GB")),
+    Gpu(*("T4", 14.56, 320, 65, None, None, 16, 70, 0.53), labels=("Tesla-T4", "NVIDIA-T4")),
     # NVIDIA L40S data sheet (2023), L4 data sheet (2023), A10G data sheet (2021)
     Gpu(*("L40S", 44.4, 864, 362, 733, None, 32, 350, 1.86), labels=("NVIDIA-L40S", "L40S-48GB")),
     Gpu(*("L4", 22.0, 300, 121, 242, None, 32, 72, 0.80), labels=("NVIDIA-L4", "L4-24GB")),
@@ -225,6 +280,22 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu(
         *("V100-SXM-32GB", 31.74, 900, 125, None, 150, 16, 300, 3.90),
         labels=("Tesla-V100-SXM2-32GB", "V100-32GB", "V100-SXM2-32GB"),
+        limitation=_VOLTA,
+    ),
+    # The PCIe variants of the same data sheet, and V100S (2019). * V100-SXM
+    Gpu(
+        *("V100-PCIe-16GB", 15.77, 900, 112, None, None, 16, 250, 3.06),
+        labels=("Tesla-V100-PCIE-16GB", "V100-PCIE-16GB"),
+        limitation=_VOLTA,
+    ),
+    Gpu(
+        *("V100-PCIe-32GB", 31.74, 900, 112, None, None, 16, 250, 3.90),
+        labels=("Tesla-V100-PCIE-32GB", "V100-PCIE-32GB"),
+        limitation=_VOLTA,
+    ),
+    Gpu(
+        *("V100S-PCIe-32GB", 31.74, 1134, 130, None, None, 16, 250, 3.90),
+        labels=("Tesla-V100S-PCIE-32GB", "V100S"),
         limitation=_VOLTA,
     ),
     # AMD Instinct MI300X data sheet (2023); seven Infinity Fabric links of 64 GB/s one way

@@ -1,12 +1,14 @@
 """The GPU types of a cluster file, each name resolved in the file's descriptions or the catalogue.
 
-Called by the planner and the command line.
+Called by the planner and the command line. Nodes whose GPU neither knows are left out: they may be
+there for other work.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from cleave.api.cluster import ASSUMED_NETWORK, Cluster, GpuDescription
+from cleave.api.cluster import ASSUMED_NETWORK, Cluster, GpuDescription, NodeGroup
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf.hardware.gpu import Gpu, PowerCapError, UnknownGpuError, find_gpu
@@ -17,21 +19,34 @@ def list_gpus(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, 
     """Every GPU type that may be used, by its name (`Gpu.name`), in the order of the nodes.
 
     `choices` (spec.planning.gpus) select types and set prices and power caps; empty: all types of
-    the cluster. Raises ManifestError with a line for every unknown name.
+    the cluster. Raises ManifestError with a line for every unknown name of `choices`, or of the
+    nodes if no node has a known one.
     """
+    available = {gpu.name: gpu for _, gpu in list_groups(cluster)}
+    if not available:
+        raise ManifestError(list(list_unknown_gpus(cluster)))
     own = [to_gpu(description) for description in cluster.gpus]
-    faults: list[str] = []
-    available: dict[str, Gpu] = {}
+    return _select(available, choices, own) if choices else available
+
+
+def list_groups(cluster: Cluster) -> list[tuple[NodeGroup, Gpu]]:
+    """The groups of nodes with a known GPU, each with its GPU."""
+    own = [to_gpu(description) for description in cluster.gpus]
+    groups: list[tuple[NodeGroup, Gpu]] = []
+    for group in cluster.nodes:
+        with suppress(UnknownGpuError):
+            groups.append((group, find_gpu(group.gpu, own)))
+    return groups
+
+
+def list_unknown_gpus(cluster: Cluster) -> Iterator[str]:
+    """A sentence for each group of nodes whose GPU is not known."""
+    own = [to_gpu(description) for description in cluster.gpus]
     for index, group in enumerate(cluster.nodes):
         try:
-            gpu = find_gpu(group.gpu, own)
+            find_gpu(group.gpu, own)
         except UnknownGpuError as error:
-            faults.append(f"nodes[{index}].gpu: {error}; or describe it under gpus")
-        else:
-            available[gpu.name] = gpu
-    if faults:
-        raise ManifestError(faults)
-    return _select(available, choices, own) if choices else available
+            yield f"nodes[{index}].gpu: {error}; or describe it under gpus"
 
 
 def to_gpu(description: GpuDescription) -> Gpu:
@@ -48,9 +63,8 @@ def to_gpu(description: GpuDescription) -> Gpu:
 
 def list_unused_gpus(cluster: Cluster) -> Iterator[str]:
     """A sentence for each described GPU that no node has."""
-    own = [to_gpu(description) for description in cluster.gpus]
-    used = {find_gpu(group.gpu, own).name for group in cluster.nodes}
-    for index, gpu in enumerate(own):
+    used = {gpu.name for _, gpu in list_groups(cluster)}
+    for index, gpu in enumerate(map(to_gpu, cluster.gpus)):
         if gpu.name not in used:
             yield f"gpus[{index}]: no node has {gpu.name}; the description has no effect"
 
