@@ -5,7 +5,6 @@ Exit codes: 0 stopped by a signal, 1 an address cannot be bound or a part has fa
 
 import argparse
 import asyncio
-import gc
 import ipaddress
 import logging
 import os
@@ -24,6 +23,7 @@ from cleave.gateway.admission.tenants import ApiKeysError
 from cleave.gateway.config import GatewayConfig, add_options, build_config
 from cleave.gateway.context import MAX_INTERNAL_CLIENTS
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
+from cleave.gateway.garbage_collection import collect_in_steps
 from cleave.gateway.server import GatewayServer
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsError
@@ -43,7 +43,6 @@ _EXIT_CODES = (
     "2 bad usage."
 )
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-GC_THRESHOLDS = (1_000, 10, 1_000)
 MAX_OPEN_FILES = 1 << 20
 """Some systems allow a billion, and some libraries iterate over all of them."""
 OWN_FILES = 64
@@ -90,16 +89,12 @@ async def _serve(config: GatewayConfig, shared_state: SharedGatewayState | None)
         loop.add_reader(shared_state.parent_pipe, stop.set)
     try:
         await gateway.start()
-        # The objects so far live as long as the process; scanning them takes 12 ms per full
-        # garbage collection.
-        gc.freeze()
-        # With thousands of connections a full collection stops all requests for 50 ms and more.
-        # Reference counting or the two young generations free the objects of finished requests.
-        gc.set_threshold(*GC_THRESHOLDS)
+        collecting = loop.create_task(collect_in_steps())
         scheme = "http" if config.tls_certificate is None else "https"
         if shared_state is None:
             log.info("listening on %s://%s:%d", scheme, config.host, gateway.port)
         await stop.wait()
+        collecting.cancel()
         if shared_state is None:
             log.info("draining")
     finally:

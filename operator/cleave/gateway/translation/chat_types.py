@@ -13,14 +13,14 @@ MAX_TOOL_CALLS = 512
 """Of a complete response. Translating one takes 4 us."""
 
 
-class FunctionCall(msgspec.Struct):
+class FunctionCall(msgspec.Struct, gc=False):
     """A call of a function, or a part of it."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, gc=False):
     """A tool call, or a part of it."""
 
     index: int = 0
@@ -108,13 +108,13 @@ class ChatAnswer(msgspec.Struct):
     error: AnswerError | None = None
 
 
-class CompleteFunction(FunctionCall, kw_only=True):
+class CompleteFunction(FunctionCall, kw_only=True, gc=False):
     """A call of a function."""
 
     name: str
 
 
-class CompleteCall(ToolCall, kw_only=True):
+class CompleteCall(ToolCall, kw_only=True, gc=False):
     """A tool call."""
 
     function: CompleteFunction
