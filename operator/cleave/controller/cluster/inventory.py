@@ -113,17 +113,23 @@ def build_inventory(
     left_out: dict[str, str] = {}
     reachable: list[ObservedNode] = []
     planned: list[ObservedNode] = []
-    for node in (node for node in nodes if node.num_gpus):
+    gpu_nodes = [node for node in nodes if node.num_gpus]
+    kinds = {
+        gpu: _explain_unplannable(gpu, own, needs_own_image=needs_own_image)
+        for gpu in {node.gpu for node in gpu_nodes}
+    }
+    for node in gpu_nodes:
         why = node.fault if needs_own_image else ""
         why = why or (explain_unreachable(node.labels, node.taints, template) if template else "")
         reachable += [] if why or not node.gpu else [node]
-        why = why or _explain_unplannable(node, own, needs_own_image=needs_own_image)
+        why = why or kinds[node.gpu] or ("" if explain_part(node.gpu) else node.shared)
         if why:
             left_out[node.name] = why
         else:
             planned.append(node)
     counted = tuple(_select_countable(planned, lost))
-    left_out |= {node.name: _LOST for node in planned if node not in counted}
+    uncounted = {node.name for node in planned} - {node.name for node in counted}
+    left_out |= dict.fromkeys(sorted(uncounted), _LOST)
     rows = _count_groups(counted)
     has_cards = template is None or needs_whole_cards(template)
     has_rdma = bool(planned) and all(node.has_rdma(needs_whole_cards=has_cards) for node in planned)
@@ -186,22 +192,16 @@ def _to_groups(rows: Iterable[tuple[str, int, int]]) -> list[NodeGroup]:
     return [NodeGroup(gpu=gpu, gpus_per_node=size, count=count) for gpu, size, count in rows]
 
 
-def _explain_unplannable(node: ObservedNode, own: Sequence[Gpu], *, needs_own_image: bool) -> str:
-    """Why no plan counts a node's GPUs; empty: plans do, also parts that `own` describes."""
-    if not node.gpu:
+def _explain_unplannable(product: str, own: Sequence[Gpu], *, needs_own_image: bool) -> str:
+    """Why no plan counts GPUs of this label; empty: plans do, also parts that `own` describes."""
+    if not product:
         return f"has no label {GPU_PRODUCT}"
-    part = explain_part(node.gpu)
     try:
-        gpu = find_gpu(node.gpu, own)
+        gpu = find_gpu(product, own)
     except UnknownGpuError:
-        why = (
-            part
-            or "is not known; describe it under planning.gpus of the Helm chart to plan with it"
-        )
-        return f"GPU {node.gpu} {why}"
-    if needs_own_image and gpu.limitation:
-        return f"GPU {node.gpu}: {gpu.limitation}"
-    return "" if part else node.shared
+        unknown = "is not known; describe it under planning.gpus of the Helm chart to plan with it"
+        return f"GPU {product} {explain_part(product) or unknown}"
+    return f"GPU {product}: {gpu.limitation}" if needs_own_image and gpu.limitation else ""
 
 
 def _describe_left_out(reasons: Mapping[str, str]) -> str:
