@@ -306,6 +306,14 @@ def test_a_registration_among_1024_takes_less_than_a_millisecond(
         assert min(took) < 0.000_1
 
 
+def test_instances_that_leave_together_cost_one_table(large) -> None:
+    began = time.thread_time()
+    for number in range(512):
+        large.remove_agent(f"a{number}:1")
+    assert len(large.models["m"].instances) == 512
+    assert time.thread_time() - began < 0.2, "a table takes 5 ms"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_each_boot_is_of_one_instance_and_rogues_displace_no_other(
     registry, make_event, seed: int

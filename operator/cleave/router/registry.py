@@ -52,7 +52,7 @@ class InstanceRegistry:
         """Addresses of the agents that the source lists now; None: of all that have registered."""
         self._models: dict[str, ServedModel] = {}
         self._is_stale = False
-        """Whether instances have been added since the tables were built."""
+        """Whether instances have come or gone since the tables were built."""
         self._has_runtime_adapters = False
         self._boots: dict[str, str] = {}
         """Names of the instances by their boots."""
@@ -103,11 +103,11 @@ class InstanceRegistry:
         instance = self._find_instance(agent)
         self._names.pop(agent, None)
         if instance is not None:
-            if self._is_stale:
+            if instance.score_table is None:
                 # So that its models are known.
                 self._rebuild()
             self._drop(instance)
-            self._rebuild()
+            self._is_stale = True
 
     def update_connectivity(self, now: float) -> None:
         """Mark instances without events for STALE_S as stale, close them after SILENCE_S."""

@@ -39,7 +39,8 @@ def choose_placements(instances: Sequence[RoutedInstance]) -> RuntimeAdapters:
     loaded: dict[str, dict[str, list[RoutedInstance]]] = defaultdict(lambda: defaultdict(list))
     generations: dict[str, int] = {}
     for instance in instances:
-        for each in instance.registration.runtime_adapters:
+        # Most have none, and are looked at again whenever one comes or goes.
+        for each in instance.registration.runtime_adapters or ():
             if not each.loaded:
                 pending.add(each.name)
                 continue

@@ -218,7 +218,8 @@ class ScoreTable(BaseScoreTable):
         """Both phases: mixed and decode instances."""
         self.spare = columns["spare"]
         """Both phases: prefill instances, the last resort."""
-        self._instance_columns = [_select_columns(columns, each) for each in self._uses]
+        selected = {uses: _select_columns(columns, uses) for uses in set(self._uses)}
+        self._instance_columns = [selected[uses] for uses in self._uses]
         self._list_prompt_slots()
 
     def _list_prompt_slots(self) -> None:
@@ -247,7 +248,7 @@ class ScoreTable(BaseScoreTable):
             for slot, instance in enumerate(self.instances):
                 self._update_share(slot, instance)
 
-    def _change_uses(self, slot: int, uses: Collection[str]) -> None:
+    def _change_uses(self, slot: int, uses: tuple[str, ...]) -> None:
         before, self._uses[slot] = self._uses[slot], uses
         for use in set(before).symmetric_difference(uses):
             self._open[use].symmetric_difference_update((slot,))
@@ -264,9 +265,11 @@ class ScoreTable(BaseScoreTable):
 
     def update_pairs(self, now: float) -> None:
         """Recompute the closed pairs; `now`: seconds of the registry's clock."""
-        self.closed_pairs.expiry_s = math.inf
-        for slot in range(len(self.instances)):
-            self.update_pairs_of(slot, now)
+        closed = self.closed_pairs
+        closed.expiry_s = math.inf
+        for slot, instance in enumerate(self.instances):
+            if closed.count or instance.closed_until:
+                self.update_pairs_of(slot, now)
 
     def update_pairs_of(self, slot: int, now: float) -> None:
         """Recompute the closed pairs of one decode instance."""
@@ -419,7 +422,7 @@ def compute_headroom_of(instance: RoutedInstance, wait_ms: float) -> float:
     return dispatch.compute_headroom(wait_ms, mean_token_ms)
 
 
-def list_uses(instance: RoutedInstance) -> Collection[str]:
+def list_uses(instance: RoutedInstance) -> tuple[str, ...]:
     """The uses (`_USES`) for which an instance is open."""
     if not instance.selectable:
         return ()

@@ -113,8 +113,13 @@ def get_group(registration: agent_pb2.Registration) -> tuple[object, ...]:
 
 def _list_adapters(instances: Collection[RoutedInstance]) -> Collection[str]:
     """Adapters that all instances serve, ignoring those that do not know their adapters yet."""
-    reported = [set(each.registration.adapters) for each in instances if knows_adapters(each)]
-    return sorted(set.intersection(*reported)) if reported else ()
+    common: set[str] | None = None
+    for each in filter(knows_adapters, instances):
+        adapters = each.registration.adapters
+        common = set(adapters) if common is None else common.intersection(adapters)
+        if not common:
+            break
+    return sorted(common or ())
 
 
 def _is_crowded(instance: RoutedInstance) -> bool:
