@@ -10,6 +10,7 @@ from cleave.gateway.admission.wrong_keys import WrongKeys
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
+from cleave.gateway.http.handshake_turns import HandshakeTurns
 from cleave.gateway.http.headers import CORS_REQUEST_HEADERS, CROSS_SITE_HEADERS, TRACEPARENT
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
@@ -35,7 +36,7 @@ INTERNAL_BYTES = 4 << 20
 """Memory of the internal port's clients, so that there is always room for them."""
 MAX_HANDSHAKES = 2_048
 HANDSHAKE_SHARE = 1 / 4
-"""Of the memory of all clients, for TLS handshakes."""
+"""Of the memory of all clients, and of the event loop's time, for TLS handshakes."""
 LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
 TRANSLATION_SHARE = 1 / 4
@@ -125,6 +126,7 @@ class GatewayContext:
         share = HANDSHAKE_SHARE * config.max_buffered_bytes
         self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock, share)
         """They count as clients, too."""
+        self.handshake_turns = HandshakeTurns(HANDSHAKE_SHARE, clock)
         self.discarded_bytes = 0
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_bodies = SliceQueue(LARGE_BODY_SHARE, clock)

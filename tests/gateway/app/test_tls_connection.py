@@ -181,6 +181,7 @@ async def test_what_a_paused_client_sends_is_left_in_the_kernel_or_counted(
     client.reader._transport.pause_reading()
     asks = client.encrypt(b"GET /openapi.json HTTP/1.1\r\nHost: g\r\n\r\n" * 200_000)
     client.writer.write(asks)
+    await stage.until(lambda: not len(stage.context.handshake_limiter), "it is over")
     (connection,) = [each.transport for each in stage.context.clients]
     await stage.until(lambda: connection._is_paused, "it waits")
     await asyncio.sleep(0.2)
@@ -362,6 +363,46 @@ async def test_handshakes_have_a_share_of_the_memory_and_one_address_not_all_of_
     other = await make_client(stage.gateway.port)
     await other.send(other.encrypt(build(ASK)), 1 << 16)
     assert await other.read_statuses(1) == [200]
+
+
+async def test_clients_that_connect_at_once_are_all_served(
+    make_stage, make_client, files: Files
+) -> None:
+    """Their handshakes wait for their turns before they take memory."""
+    stage = await make_stage(
+        {"x": "mixed"},
+        tls_certificate=files.certificate,
+        tls_key=files.key,
+        max_buffered_bytes=4 << 20,
+        max_body_bytes=1 << 20,
+    )
+    num = 5 * ((1 << 20) // HANDSHAKE_BYTES)
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(make_client(stage.gateway.port) for _ in range(num)))
+    await stage.until(lambda: not len(stage.context.handshake_limiter), "they are over")
+
+
+async def test_first_messages_that_arrive_at_once_are_not_handled_at_once(
+    stage, files: Files, monkeypatch
+) -> None:
+    """Of clients that have gone meanwhile none is."""
+    began = []
+    begin = TlsConnection._begin
+    monkeypatch.setattr(TlsConnection, "_begin", lambda self: (began.append(self), begin(self))[1])
+    hello = TlsClient(files.trust())
+    with pytest.raises(ssl.SSLWantReadError):
+        hello.tls.do_handshake()
+    sent = hello._outgoing.read()
+    clients = [await stage.connect() for _ in range(200)]
+    for client in clients:
+        client.writer.write(sent)
+    await stage.until(lambda: began, "the first one is handled")
+    assert len(began) < 100
+    for client in clients:
+        client.close()
+    await stage.until(lambda: not stage.context.clients, "they have gone")
+    await stage.until(lambda: not stage.context.handshake_turns._waiting, "no turn is left")
+    assert len(began) < 200
 
 
 async def test_a_client_that_may_send_a_second_first_message_counts_with_its_length(

@@ -31,6 +31,8 @@ TLS_BYTES = 44 << 10
 """Memory of a connection: 21 KiB, and as much again while a record is incomplete."""
 PIECE_BYTES = 4 << 10
 """OpenSSL's buffers get as large as the pieces."""
+WAITING_BYTES = CONNECTION_BYTES + PIECE_BYTES
+"""Memory of a handshake that waits for its first turn."""
 TURN_BYTES = 16 << 10
 """Read and decrypted in one turn of the event loop."""
 RECORD_BYTES = 16 << 10
@@ -73,9 +75,9 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._tls: ssl.SSLObject | None = None
         """None until the client has begun its first message."""
         self._incoming = self._outgoing = _NO_BUFFER
-        self._first_bytes = b""
-        """The first bytes, until there are enough of them to check."""
-        self._is_paused = self._has_sent_end = False
+        self._handshake_bytes = b""
+        """Bytes of the handshake that have not been handled."""
+        self._is_paused = self._has_sent_end = self._has_reserved = self._waits_for_turn = False
         self._started_at = context.clock()
 
     # --- what the event loop calls ---
@@ -84,7 +86,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         """Count the connection; nothing else is needed before its first byte."""
         self._transport = cast("asyncio.Transport", transport)
         context = self._context
-        address = get_address_group(transport.get_extra_info("peername"))
+        address = self._address = get_address_group(transport.get_extra_info("peername"))
         context.clients.add(self)
         if not (
             context.handshake_limiter.admit(self, address, CONNECTION_BYTES)
@@ -95,26 +97,23 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the event loop puts what comes."""
         del sizehint
-        return _READ_BUFFER
+        if self._client is not None:
+            return _READ_BUFFER
+        return _READ_BUFFER[: PIECE_BYTES - len(self._handshake_bytes)]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Decrypt what has come, and give it to the client."""
         encrypted = _READ_BUFFER[:nbytes]
-        if self._tls is None:
-            self._first_bytes += encrypted
-            if len(self._first_bytes) < FIRST_BYTES:
-                return
-            encrypted, self._first_bytes = memoryview(self._first_bytes), b""
-            if not (_is_first_message(encrypted) and self._begin()):
-                self.abort()
-                return
+        if self._client is None:
+            self._wait_for_turn(encrypted)
+            return
         if nbytes == TURN_BYTES:
             # The event loop would read on, up to 32 times in a row.
             self._transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._resume_transport)
         if not self._has_sent_end:
             self._read_records(encrypted)
-        elif self._client is not None:
+        else:
             # Which only counts what it discards.
             self._client.data_received(bytes(encrypted))
 
@@ -125,7 +124,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         """The connection was closed by either side."""
         self._end_handshake()
         client, self._client = self._client, None
-        self._tls = None
+        self._tls, self._handshake_bytes = None, b""
         if client is not None:
             client.connection_lost(exc)
 
@@ -139,7 +138,19 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         if self._client is not None:
             self._client.resume_writing()
 
-    # --- during the handshake: what the limiters and the sweeper call ---
+    # --- during the handshake: what the turns, the limiters and the sweeper call ---
+
+    def run_handshake(self) -> None:
+        """Handle what has come."""
+        self._waits_for_turn = False
+        encrypted, self._handshake_bytes = memoryview(self._handshake_bytes), b""
+        if self.is_closing():
+            return
+        if self._tls is None and not self._begin():
+            self.abort()
+            return
+        self._read_records(encrypted)
+        self._resume_transport()
 
     def get_idle_since(self) -> float:
         """Since it was opened, because it has not sent a request."""
@@ -230,6 +241,26 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def _resume_transport(self) -> None:
         if not (self._is_paused or self.is_closing()):
             self._transport.resume_reading()
+
+    def _wait_for_turn(self, encrypted: memoryview) -> None:
+        """Keep bytes of the handshake until its turn."""
+        self._handshake_bytes += encrypted
+        has_first = self._tls is not None or len(self._handshake_bytes) >= FIRST_BYTES
+        if self._has_sent_end or not has_first:
+            return
+        if not self._has_reserved:
+            self._has_reserved = True
+            is_first = _is_first_message(memoryview(self._handshake_bytes))
+            if not (is_first and self._reserve(WAITING_BYTES)):
+                self.abort()
+                return
+        if len(self._handshake_bytes) >= PIECE_BYTES:
+            # Otherwise it reads on, so that clients that have gone take no turn.
+            self._transport.pause_reading()
+        if not self._waits_for_turn:
+            self._waits_for_turn = True
+            turns, has_begun = self._context.handshake_turns, self._tls is not None
+            turns.add(self, self._address, has_begun=has_begun)
 
     def _read_records(self, encrypted: memoryview) -> None:
         content: list[bytes] = []
