@@ -1,11 +1,14 @@
 """A request is charged what its engine reports, and at most what it allows."""
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 
 from cleave.gateway.proxy.token_charge import MIN_TOKEN_S, bound_unseen, count_charged
+from cleave.rpc.v1 import agent_pb2
 
 from tests.support.completions import parse_completion, parse_engine_request
 
@@ -42,3 +45,69 @@ def test_a_client_that_leaves_pays_what_its_engine_may_have_generated() -> None:
     assert bound_unseen(read(stream=True), 0.0, is_streamed=True) == 0
     assert bound_unseen(read(stream=True, stream_interval=50), 0.0, is_streamed=True) == 49
     assert bound_unseen(read(stream=True), 4 * MIN_TOKEN_S, is_streamed=True) == 4
+
+
+KEY = {"Authorization": "Bearer secret-of-tenant-a"}
+WHOLE = {"model": "m", "prompt": "hello", "n": 128, "max_tokens": 4_000}
+
+
+@pytest.fixture
+def charged_stage(make_stage, tmp_path):
+    """Makes a stage whose tenant has 1,000 tokens a minute."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("tenants: [{name: a, keys: [secret-of-tenant-a], tokensPerMinute: 1000}]\n")
+
+    def make(count: int, **options: Any):
+        return make_stage({f"x{i}": "mixed" for i in range(count)}, api_keys=keys, **options)
+
+    return make
+
+
+def count_spent(stage) -> float:
+    bucket = stage.context.admission._usage_by_tenant["a"]._token_bucket
+    return (bucket._full_at - stage.context.clock()) * 1_000 / 60
+
+
+async def hang(engine, request, writer) -> None:
+    await asyncio.sleep(60)
+
+
+def report_step(stage) -> None:
+    for name in stage.engines:
+        load = agent_pb2.LoadReport(boot_id=f"boot-{name}", sampled_ns=time.monotonic_ns())
+        event = agent_pb2.WatchEvent(load=load)
+        stage.context.router.registry.on_event(name, event, stage.context.clock())
+
+
+async def test_an_answer_that_takes_too_long_is_computed_and_paid_once(charged_stage) -> None:
+    stage = await charged_stage(3, response_s=0.5)
+    for engine in stage.engines.values():
+        engine.script = hang
+    report_step(stage)
+    response = await stage.ask(WHOLE, **KEY)
+    assert (response.status, response.error["code"]) == (504, "engine_timeout")
+    assert "stream it" in response.error["message"]
+    assert sum(len(engine.requests) for engine in stage.engines.values()) == 1
+    assert not stage.context.circuit_breaker.failure_states
+    assert count_spent(stage) > 128 * 0.5 / MIN_TOKEN_S - 100
+
+
+async def test_a_hung_engine_is_replaced_and_the_whole_answer_paid_once(charged_stage) -> None:
+    stage = await charged_stage(2, response_s=0.5)
+    stage.engines["x0"].script = hang
+    response = await stage.ask({"model": "m", "prompt": "hello"}, **KEY)
+    assert response.status == 200
+    assert count_spent(stage) < 20
+
+
+async def test_an_answer_that_is_too_large_is_paid(charged_stage) -> None:
+    stage = await charged_stage(1, max_buffered_bytes=1 << 20, max_body_bytes=1 << 20)
+
+    async def answer_much(engine, request, writer) -> None:
+        await asyncio.sleep(0.2)
+        engine.send_json(writer, {"choices": [{"text": "x" * (2 << 20)}]})
+
+    stage.engines["x0"].script = answer_much
+    response = await stage.ask(WHOLE, **KEY)
+    assert (response.status, response.error["code"]) == (502, "engine_error")
+    assert count_spent(stage) > 128 * 0.2 / MIN_TOKEN_S - 100

@@ -43,7 +43,8 @@ class Failure(enum.Enum):
     ADAPTER = "adapter"
     """The engine has unloaded the request's adapter in the meantime."""
     TOO_LONG = "too_long"
-    """A response that is larger than the gateway buffers; every engine would send the same."""
+    """A response that is larger than the gateway buffers, or that a working engine needs more time
+    for than it may take; every engine would send the same."""
 
 
 _ENGINE_LOST = (Failure.LOST, Failure.UNREACHED, Failure.STALL)

@@ -96,6 +96,13 @@ RESPONSE_TOO_LONG = build_engine_error(
 )
 """A response that is not streamed exceeds its limit, or the room in the buffer budget."""
 
+RESPONSE_TOO_SLOW = build_engine_error(
+    HTTPStatus.GATEWAY_TIMEOUT,
+    "the answer takes longer than the gateway waits for one that is not streamed: stream it, or "
+    "request fewer tokens or choices",
+)
+"""A response that is not streamed is not complete in time, though its engine works."""
+
 ADAPTER_CHANGED = build_engine_error(
     HTTPStatus.BAD_GATEWAY,
     "the adapter was loaded from another source in the meantime: send the request again",

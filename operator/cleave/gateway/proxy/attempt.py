@@ -25,6 +25,7 @@ from cleave.gateway.http.completion_request import (
     set_engine_model,
     set_targets,
 )
+from cleave.gateway.http.errors import RESPONSE_TOO_LONG, GatewayError
 from cleave.gateway.proxy.overlapped_prefill import (
     UNAUTHORIZED,
     OverlappedPrefill,
@@ -83,8 +84,11 @@ class ResponseHandler(Protocol):
     def on_call_failed(self, call: UpstreamCall, reason: str) -> None:
         """The stream broke off; the reason continues `instance NAME ...`."""
 
-    def on_attempt_failed(self, failure: Failure, reason: str) -> None:
-        """The attempt failed; the reason continues `instance NAME ...`."""
+    def on_attempt_failed(
+        self, failure: Failure, reason: str, error: GatewayError | None = None
+    ) -> None:
+        """The attempt failed; the reason continues `instance NAME ...`. `error`: for the client;
+        None: names the instance and the reason."""
 
 
 class Attempt:
@@ -109,7 +113,7 @@ class Attempt:
         "_stream_start",
         "deadline",
         "instance_headers",
-        "is_working",
+
         "pick",
         "prefill",
         "prompt_tokens",
@@ -161,8 +165,6 @@ class Attempt:
         """Stall detection of the engine that works on the request."""
         self.streaming = False
         """Whether `on_stream_started` has been called."""
-        self.is_working = False
-        """Whether the engine reported steps when `has_stalled` was last called."""
         self.pick = pick
         self.prefill = pick.prefill
         """Computes the prompt now; None: the prompt is computed, or the decode instance does it."""
@@ -177,6 +179,11 @@ class Attempt:
     def target(self) -> Target:
         """The instance that works on the request now."""
         return self.prefill or self.pick.decode
+
+    @property
+    def computes_answer(self) -> bool:
+        """Whether an engine computes an answer that is not streamed now."""
+        return self.prefill is None and not self._completion.stream
 
     # --- what the proxied request calls ---
 
@@ -202,13 +209,20 @@ class Attempt:
 
     def has_stalled(self, now: float) -> bool:
         """Whether all streams of the engine are silent, and it reports no steps, for too long."""
+        detector, timeout_s = self.stall_detector, self.stall_detector.compute_stall_timeout_s()
+        self.is_working(now)
+        return now - detector.last_progress_at > timeout_s
+
+    def is_working(self, now: float) -> bool:
+        """Whether the engine has reported a step too recently to count as hung; the step counts as
+        progress."""
         detector, target = self.stall_detector, self.target
         timeout_s = detector.compute_stall_timeout_s()
         instance = self._context.router.registry.instances.get(target.instance)
-        if instance is not None and instance.target.boot_id == target.boot_id:
-            detector.record_progress(instance.stepped_at)
-            self.is_working = now - instance.stepped_at <= timeout_s
-        return now - detector.last_progress_at > timeout_s
+        if instance is None or instance.target.boot_id != target.boot_id:
+            return False
+        detector.record_progress(instance.stepped_at)
+        return now - instance.stepped_at <= timeout_s
 
     def set_paused(self, blocked: bool) -> None:
         """Stop reading the response, or read again."""
@@ -373,7 +387,8 @@ class Attempt:
             self._handle_response(call, body)
 
     def _fail_as_too_long(self) -> None:
-        self._handler.on_attempt_failed(Failure.TOO_LONG, "sent an answer that is too long")
+        reason = "sent an answer that is too long"
+        self._handler.on_attempt_failed(Failure.TOO_LONG, reason, RESPONSE_TOO_LONG)
 
     def _reserve(self, size: int) -> bool:
         """Reserve room for a large response; False: it exceeds its limit, or there is none."""

@@ -21,7 +21,6 @@ after it, another engine has to continue the stream. Load accounting, the admiss
 connections are released exactly once, in `_release`.
 """
 
-import logging
 from http import HTTPStatus
 
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
@@ -47,11 +46,8 @@ from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.engine_errors import convert_engine_error, is_rejection
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, strip_answer
 from cleave.gateway.upstream.model_names import ModelNames
-from cleave.gateway.upstream.suspect_requests import MEMORY_S
 from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Pick, RequestPhase
-
-log = logging.getLogger(__name__)
 
 _PREFILL = RequestPhase.PREFILL
 
@@ -98,6 +94,8 @@ class ProxiedRequest:
         self._last_piece_at = 0.0
         """Seconds, when the last piece came; 0: the gaps of this stream are not sampled."""
         self._prompt_tokens = self._output_tokens = 0
+        self._unseen_tokens = 0
+        """Output of failed attempts that their engines may have generated and not reported."""
         self._paused_at = 0.0
         """When the client last began to read more slowly than the stream came; 0: it never has."""
         self._max_model_len = -1
@@ -169,12 +167,16 @@ class ProxiedRequest:
                 self._client.drop()
         elif not attempt.streaming:
             if now > attempt.deadline:
-                self.on_attempt_failed(Failure.TIMEOUT, "took too long")
+                # Another engine would need as long for the same answer.
+                is_slow = attempt.computes_answer and attempt.is_working(now)
+                error = errors.RESPONSE_TOO_SLOW if is_slow else None
+                failure = Failure.TOO_LONG if is_slow else Failure.TIMEOUT
+                self.on_attempt_failed(failure, "took too long", error)
         elif attempt.has_stalled(now):
             self.on_attempt_failed(Failure.STALL, "stopped in the middle of its streams")
         elif now > attempt.deadline:
             silence_s = now - attempt.deadline
-            if not attempt.is_working or silence_s > self._context.config.timeouts.response_s:
+            if not attempt.is_working(now) or silence_s > self._context.config.timeouts.response_s:
                 self.on_attempt_failed(Failure.TIMEOUT, "took too long")
 
     # --- what the attempt calls ---
@@ -315,7 +317,9 @@ class ProxiedRequest:
             body = refusal.to_json()
         self._respond(call.status, headers.JSON_CONTENT, [body], "refused")
 
-    def on_attempt_failed(self, failure: Failure, reason: str) -> None:
+    def on_attempt_failed(
+        self, failure: Failure, reason: str, error: GatewayError | None = None
+    ) -> None:
         """The attempt failed: retry on other instances, or respond with an error."""
         attempt = self._attempt
         assert attempt is not None
@@ -324,9 +328,9 @@ class ProxiedRequest:
             self._observer.on_attempt_failed(name, failure, reason)
         timed_out = failure in (Failure.TIMEOUT, Failure.STALL)
         status = HTTPStatus.GATEWAY_TIMEOUT if timed_out else HTTPStatus.BAD_GATEWAY
-        error = errors.build_engine_error(status, f"instance {name} {reason}")
-        if failure is Failure.TOO_LONG:
-            error = errors.RESPONSE_TOO_LONG
+        error = error or errors.build_engine_error(status, f"instance {name} {reason}")
+        if timed_out or failure is Failure.TOO_LONG:
+            self._unseen_tokens += self._bound_unseen(attempt, self._relay)
         phase = "decode" if attempt.prefill is None else "prefill"
         context = self._context
         context.metrics.retries[phase, failure.value] += 1
@@ -397,16 +401,8 @@ class ProxiedRequest:
 
     def _handle_retry_decision(self, retry: RetryState, decision: RetryDecision) -> None:
         """Another attempt must not start now, or not at all."""
-        context, model = self._context, self._completion.model
         if decision is RetryDecision.REFUSE:
-            context.suspect_requests.add(self._path, self._completion, context.clock())
-            context.suspect_senders.add(self._sender, context.clock())
-            context.metrics.suspects[model] += 1
-            log.warning(
-                "request %s to %s has ended engines: it is refused for %.0f s, and others of its "
-                "sender get one engine at a time",
-                self._request_id.decode(), self._path.decode(), MEMORY_S,
-            )  # fmt: skip
+            retry.record_suspect(self._request_id)
             self._give_up(errors.SUSPECT_REQUEST, "failed")
         elif decision is RetryDecision.GIVE_UP:
             assert retry.last_error is not None
@@ -531,7 +527,10 @@ class ProxiedRequest:
             self._prompt_tokens = relay.prompt_tokens or self._prompt_tokens
             if outcome != "cancelled":
                 stream_s = relay.started_at - self._started_at, context.clock() - relay.started_at
-        unseen = self._bound_unseen(attempt, relay) if outcome == "cancelled" else 0
+        # An answer that came in the end is charged once, whatever was computed before.
+        unseen = self._unseen_tokens if outcome != "ok" else 0
+        if outcome == "cancelled":
+            unseen += self._bound_unseen(attempt, relay)
         if attempt is not None:
             self._attempt = None
             if outcome in ("ok", "refused"):
@@ -584,8 +583,8 @@ class ProxiedRequest:
         return count_charged(completion, prompt, output + unseen, self._max_model_len)
 
     def _bound_unseen(self, attempt: Attempt | None, relay: SseRelay | None) -> int:
-        """The most tokens that the engine has generated for a client that leaves now, besides
-        those that were read."""
+        """The most tokens that the engine has generated for an attempt that ends now, besides those
+        that were read."""
         report = self._completion.report
         if attempt is None or attempt.prefill is not None or report is None:
             return 0

@@ -7,6 +7,7 @@ cause; `resumption` plans the continuation of a stream.
 """
 
 import enum
+import logging
 
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.resumption import StreamEnding, plan_resumption
@@ -16,6 +17,7 @@ from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.sse_relay import SseRelay
 from cleave.gateway.upstream.suspect_requests import (
+    MEMORY_S,
     RECENT_S,
     TOLERATED_ENGINES,
     EngineFailure,
@@ -23,6 +25,8 @@ from cleave.gateway.upstream.suspect_requests import (
     assess_failures,
 )
 from cleave.router.router import Pick
+
+log = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
 """Between two tries to find an instance."""
@@ -131,6 +135,18 @@ class RetryState:
                 if not was_waiting:
                     context.metrics.retries_delayed[model] += 1
         return RetryDecision.WAIT if self._is_waiting else RetryDecision.START
+
+    def record_suspect(self, request_id: bytes) -> None:
+        """The request has ended engines: it is refused, and its sender is confined."""
+        context, now = self._context, self._context.clock()
+        context.suspect_requests.add(self._path, self.completion, now)
+        context.suspect_senders.add(self._sender, now)
+        context.metrics.suspects[self.completion.model] += 1
+        log.warning(
+            "request %s to %s has ended engines: it is refused for %.0f s, and others of its "
+            "sender get one engine at a time",
+            request_id.decode(), self._path.decode(), MEMORY_S,
+        )  # fmt: skip
 
     def release_slot(self) -> None:
         """The attempt has its first byte, or the request has ended; may be called again."""
