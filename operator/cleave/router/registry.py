@@ -166,9 +166,17 @@ class InstanceRegistry:
 
     def find_max_model_len(self, model: str) -> int:
         """The context length that all instances of a model support, in tokens; 0: not known."""
+        return min(self._list_lengths(model), default=0)
+
+    def find_longest_model_len(self, model: str) -> int:
+        """The largest context length of an instance of a model, in tokens; 0: not all are known. A
+        single instance cannot make it small."""
+        lengths = self._list_lengths(model)
+        return max(lengths, default=0) if all(lengths) else 0
+
+    def _list_lengths(self, model: str) -> list[int]:
         served = self.models.get(model)
-        lengths = [i.registration.max_model_len for i in served.instances] if served else []
-        return min(lengths, default=0)
+        return [each.registration.max_model_len for each in served.instances] if served else []
 
     def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
         previous = self._find_instance(agent)

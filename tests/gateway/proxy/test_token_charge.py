@@ -111,3 +111,19 @@ async def test_an_answer_that_is_too_large_is_paid(charged_stage) -> None:
     response = await stage.ask(WHOLE, **KEY)
     assert (response.status, response.error["code"]) == (502, "engine_error")
     assert count_spent(stage) > 128 * 0.2 / MIN_TOKEN_S - 100
+
+
+async def test_one_instance_cannot_make_the_tokens_of_a_model_free(charged_stage) -> None:
+    stage = await charged_stage(2)
+
+    async def answer(engine, request, writer) -> None:
+        usage = {"prompt_tokens": 300, "completion_tokens": 500, "total_tokens": 800}
+        choice = {"index": 0, "text": "x", "finish_reason": "stop"}
+        engine.send_json(writer, {"choices": [choice], "usage": usage})
+
+    for engine, length in zip(stage.engines.values(), (1, 8_192), strict=True):
+        engine.script = answer
+        stage.state(engine, max_model_len=length)
+    await stage.ask({"model": "m", "prompt": "hello"}, **KEY)
+    assert count_spent(stage) > 700
+    assert stage.context.router.registry.find_max_model_len("m") == 1

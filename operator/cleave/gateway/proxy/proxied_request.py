@@ -99,7 +99,7 @@ class ProxiedRequest:
         self._paused_at = 0.0
         """When the client last began to read more slowly than the stream came; 0: it never has."""
         self._max_model_len = -1
-        """Of the model, in tokens; below 0: not looked up yet."""
+        """The largest of the model's instances, in tokens; below 0: not looked up yet."""
         self._started_at = context.clock()
 
     @property
@@ -579,7 +579,8 @@ class ProxiedRequest:
         prompt = relay.prompt_tokens if relay is not None else 0
         prompt = prompt or self._prompt_tokens or completion.prompt_tokens
         if self._max_model_len < 0:
-            self._max_model_len = context.router.registry.find_max_model_len(completion.model)
+            registry = context.router.registry
+            self._max_model_len = registry.find_longest_model_len(completion.model)
         return count_charged(completion, prompt, output + unseen, self._max_model_len)
 
     def _bound_unseen(self, attempt: Attempt | None, relay: SseRelay | None) -> int:

@@ -19,7 +19,7 @@ def count_charged(
     completion: CompletionRequest, prompt_tokens: int, output_tokens: int, max_model_len: int
 ) -> int:
     """Tokens of prompt and output, as reported, but no more than the request allows.
-    `max_model_len`: of the model, in tokens; 0: not known."""
+    `max_model_len`: the largest of the model's instances, in tokens; 0: not known."""
     report = completion.report
     if report is None:
         return prompt_tokens + output_tokens
