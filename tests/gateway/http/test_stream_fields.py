@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from cleave.gateway.http.errors import GatewayError
-from cleave.gateway.http.stream_fields import MAX_INTERVAL, TokenReport
+from cleave.gateway.http.stream_fields import MAX_INTERVAL, MAX_REPORTED_PROMPT, TokenReport
+from cleave.gateway.proxy.event_splitter import MAX_EVENT_BYTES
 
 from tests.support.completions import build_colocated_body, parse_completion
 
@@ -120,3 +121,15 @@ def test_an_event_waits_for_a_limited_number_of_tokens(sent, passed, stream: boo
     report, body = read(stream_interval=sent, stream=stream)
     assert body["stream_interval"] == passed
     assert not stream or report.interval == max(passed or 1, 1)
+
+
+def test_ids_of_a_prompt_that_fit_no_event_are_not_requested() -> None:
+    assert MAX_REPORTED_PROMPT * 7 * 1.4 < MAX_EVENT_BYTES
+    for extra in ({}, {"stop": ["x"]}, {"n": 1}):
+        report, _ = read(prompt=[9] * MAX_REPORTED_PROMPT, **extra)
+        assert report.has_ids
+        report, sent = read(prompt=[9] * (MAX_REPORTED_PROMPT + 1), **extra)
+        assert not report.has_ids
+        assert (sent["stream_options"], report.shows_usage) == (BOTH, False)
+    report, _ = read(prompt=[9] * (MAX_REPORTED_PROMPT + 1), return_token_ids=True)
+    assert report.has_ids

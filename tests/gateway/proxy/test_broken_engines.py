@@ -311,3 +311,28 @@ async def test_a_page_in_the_middle_of_answers_harms_no_other_request(make_stage
     for each in responses:
         assert each.status == 502 or each.json()["choices"] == [{"text": "one two three"}]
     await stage.until_idle()
+
+
+@pytest.mark.parametrize("size", [3 << 20, 9 << 20])
+async def test_an_event_that_is_too_long_is_computed_once(make_stage, size: int) -> None:
+    stage = await make_stage({"x": "mixed", "y": "mixed", "z": "mixed"})
+
+    async def send_much(engine, request, writer) -> None:
+        engine.send_stream_head(writer)
+        choice = {"index": 0, "text": "x" * size, "finish_reason": None}
+        event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+        for at in range(0, len(event), 1 << 16):
+            engine.send_chunk(writer, event[at : at + (1 << 16)])
+            await writer.drain()
+        engine.send_chunk(writer, DONE)
+        writer.write(b"0\r\n\r\n")
+
+    for engine in stage.engines.values():
+        engine.script = send_much
+    response = await stage.ask(STREAM)
+    assert b"larger than the gateway buffers" in response.body
+    assert b"[DONE]" not in response.body
+    assert len(response.body) < 1_000
+    assert sum(len(engine.requests) for engine in stage.engines.values()) == 1
+    assert stage.context.metrics.retries == {("decode", "too_long"): 1}
+    assert not stage.context.circuit_breaker.failure_states

@@ -1,9 +1,11 @@
 """Whole events, however their bytes come, at a cost in proportion to the bytes."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.proxy.event_splitter import (
@@ -41,7 +43,7 @@ def spend(size: int) -> float:
 
 
 def test_a_long_event_costs_as_much_for_each_of_its_bytes_as_a_short_one() -> None:
-    assert spend(2_048) < 4 * 16 * spend(128)
+    assert spend(1_024) < 4 * 16 * spend(64)
 
 
 def test_an_incomplete_event_is_reserved_and_has_a_limit() -> None:
@@ -57,6 +59,16 @@ def test_an_incomplete_event_is_reserved_and_has_a_limit() -> None:
     splitter = EventSplitter(None)
     with pytest.raises(EventTooLongError):
         splitter.take(b"x" * (MAX_EVENT_BYTES + 1))
+
+
+@pytest.mark.parametrize("end", [b"x", b"\n\n"])
+@given(excess=st.integers(-4, 4), piece=st.sampled_from([64 << 10, 100_001, 1 << 20]))
+@settings(max_examples=20)
+def test_the_limit_holds_wherever_the_event_is_cut(end: bytes, excess: int, piece: int) -> None:
+    splitter, data = EventSplitter(None), b"x" * (MAX_EVENT_BYTES + excess - len(end)) + end
+    with pytest.raises(EventTooLongError) if excess > 0 else nullcontext():
+        for at in range(0, len(data), piece):
+            splitter.take(data[at : at + piece])
 
 
 def test_a_complete_event_gives_its_room_back() -> None:

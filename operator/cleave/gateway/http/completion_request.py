@@ -199,7 +199,7 @@ def build_completion(
     prompts, prompt_tokens = _measure_short(fields) or (yield from _measure_prompt(fields))
     is_plain = _SPECIAL_FIELDS.isdisjoint(fields)
     can_continue = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
-    report = request_report(fields, prompts, stream=stream, is_relayed=is_relayed)
+    report = request_report(fields, prompts, prompt_tokens, stream=stream, is_relayed=is_relayed)
     return CompletionRequest(
         model=_read_model(fields),
         fields=fields,

@@ -96,6 +96,13 @@ RESPONSE_TOO_LONG = build_engine_error(
 )
 """A response that is not streamed exceeds its limit, or the room in the buffer budget."""
 
+EVENT_TOO_LONG = build_engine_error(
+    HTTPStatus.BAD_GATEWAY,
+    "an event of the stream is larger than the gateway buffers: leave log-probabilities, `echo` "
+    "and `return_token_ids` out, or do not stream",
+)
+"""An event of a stream exceeds its limit, or the room in the buffer budget."""
+
 RESPONSE_TOO_SLOW = build_engine_error(
     HTTPStatus.GATEWAY_TIMEOUT,
     "the answer takes longer than the gateway waits for one that is not streamed: stream it, or "

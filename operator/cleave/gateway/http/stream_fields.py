@@ -19,6 +19,9 @@ INTERVAL_KEY = "stream_interval"
 MAX_INTERVAL = 128
 """Tokens in one event. Beyond that an event saves nothing, while a client waits for seconds and
 what it has received cannot be continued in between."""
+MAX_REPORTED_PROMPT = 200_000
+"""Tokens of a prompt, estimated, whose ids are requested: they come in one event, of at most
+`MAX_EVENT_BYTES`, with about seven bytes each."""
 _MAX_OPTIONS_BYTES = 1_024
 _MAX_CHOICES = 1 << 17
 _USAGE_KEYS = ("include_usage", "continuous_usage_stats")
@@ -66,15 +69,22 @@ _OWN_KEYS = frozenset(("n", INTERVAL_KEY, OPTIONS_KEY, RETURN_IDS_KEY, "include_
 
 
 def request_report(
-    fields: Fields, num_prompts: int, *, stream: bool, is_relayed: bool = True
+    fields: Fields,
+    num_prompts: int,
+    prompt_tokens: int = 0,
+    *,
+    stream: bool,
+    is_relayed: bool = True,
 ) -> TokenReport:
     """Limit the tokens of an event, and request what counts those of a stream; changes `fields`.
+    `prompt_tokens`: estimated.
     `is_relayed` False: nothing could be removed from it, so nothing is requested. Raises
     GatewayError (400)."""
     is_plain = num_prompts == 1 and _OWN_KEYS.isdisjoint(fields)
     if is_plain and not (stream and is_relayed):
         return _PLAIN_ANSWER
-    if is_plain:
+    is_short = prompt_tokens <= MAX_REPORTED_PROMPT
+    if is_plain and is_short:
         fields[RETURN_IDS_KEY] = _TRUE
         return _PLAIN_STREAM
     interval = _limit_interval(fields)
@@ -84,8 +94,9 @@ def request_report(
     options = _read_options(fields)
     shows_usage = options.get(_USAGE_KEYS[0]) is True
     shows_running_usage = shows_usage and options.get(_USAGE_KEYS[1]) is True
-    has_ids = num_choices == 1 and _may_have_ids(fields)
-    shows_ids = has_ids and _is_json(fields, RETURN_IDS_KEY, b"true")
+    is_requested = _is_json(fields, RETURN_IDS_KEY, b"true")
+    has_ids = num_choices == 1 and (is_short or is_requested) and _may_have_ids(fields)
+    shows_ids = has_ids and is_requested
     if has_ids:
         fields[RETURN_IDS_KEY] = _TRUE
     else:

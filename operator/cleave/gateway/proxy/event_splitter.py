@@ -7,9 +7,8 @@ pieces, so each byte is searched and copied once, whatever its size.
 from cleave.gateway.failover.transcript import EVENT_SEPARATOR
 from cleave.gateway.http.buffer_budget import BufferBudget
 
-MAX_EVENT_BYTES = 8 << 20
-"""Of one event: it is held until it is complete, and then handled in one go, 5 ms at most. The ids
-of a prompt of a million tokens have 7 MiB."""
+MAX_EVENT_BYTES = 2 << 20
+"""Of one event: it is held until it is complete, and then handled in one go, 5 ms at most."""
 SMALL_EVENT_BYTES = 16 << 10
 """Larger beginnings of events count toward the buffer budget."""
 _SEPARATOR_BYTES = len(EVENT_SEPARATOR)
@@ -45,6 +44,7 @@ class EventSplitter:
         if not partial:
             events = piece[:end]
         else:
+            self._check_size(len(partial) + end)
             partial += piece[:end]
             events = bytes(partial)
             self.clear()
@@ -61,13 +61,19 @@ class EventSplitter:
 
     def _store(self, piece: bytes) -> None:
         size = len(self.partial) + len(piece)
+        self._check_size(size)
         if size > SMALL_EVENT_BYTES and size > self._reserved:
             # Twice the size: there is a copy of it once it is complete.
             growth = 2 * size - self._reserved
-            if size > MAX_EVENT_BYTES or not self._reserve(growth):
+            if not self._reserve(growth):
                 self.clear()
                 raise EventTooLongError
         self.partial += piece
+
+    def _check_size(self, size: int) -> None:
+        if size > MAX_EVENT_BYTES:
+            self.clear()
+            raise EventTooLongError
 
     def _reserve(self, count: int) -> bool:
         if self._budget is not None and not self._budget.reserve(count):

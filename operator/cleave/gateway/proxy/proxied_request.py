@@ -238,7 +238,7 @@ class ProxiedRequest:
         except StreamLostError as lost:
             if lost.data:
                 self._client.write(lost.data)
-            self.on_attempt_failed(Failure.LOST, str(lost))
+            self.on_attempt_failed(lost.failure, str(lost), lost.error)
             return
         except SpliceError as error:
             assert self._attempt is not None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cleave.gateway.failover.resumption import is_repeatable
+from cleave.gateway.failover.retry_policy import Failure
 from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.failover.transcript import (
     DONE_EVENT,
@@ -21,7 +22,7 @@ from cleave.gateway.failover.transcript import (
 )
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.completion_request import CompletionRequest
-from cleave.gateway.http.errors import GatewayError
+from cleave.gateway.http.errors import EVENT_TOO_LONG, GatewayError
 from cleave.gateway.http.headers import LAST_CHUNK, encode_chunk
 from cleave.gateway.proxy.event_splitter import EventSplitter, EventTooLongError
 from cleave.gateway.proxy.event_template import (
@@ -58,12 +59,21 @@ _IDS_END = 93
 
 
 class StreamLostError(Exception):
-    """The engine will not finish its stream; `data` is still to be sent.
+    """The stream cannot go on; `data` is still to be sent.
     `str()` is the reason and continues `instance NAME ...`."""
 
-    def __init__(self, data: bytes, reason: str) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        reason: str,
+        failure: Failure = Failure.LOST,
+        error: GatewayError | None = None,
+    ) -> None:
+        """`error`: for the client; None: names the instance and the reason."""
         super().__init__(reason)
         self.data = data
+        self.failure = failure
+        self.error = error
 
 
 class StreamSplice(Protocol):
@@ -219,7 +229,8 @@ class SseRelay:
             events = splitter.take(piece)
         except EventTooLongError:
             self._splitter = None
-            raise StreamLostError(b"", "sent an event that is too long") from None
+            reason = "sent an event that is too long"
+            raise StreamLostError(b"", reason, Failure.TOO_LONG, EVENT_TOO_LONG) from None
         if not splitter.partial:
             self._splitter = None
         return events
