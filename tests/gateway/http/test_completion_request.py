@@ -317,6 +317,35 @@ def test_what_is_no_request_is_refused_with_the_field_at_fault(body: bytes, para
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"prompt_embeds": ["AAAA"] * 50}, 50),
+        ({"prompt": None, "prompt_embeds": ["AAAA"] * 50}, 50),
+        ({"prompt": "a", "prompt_embeds": ["AAAA"] * 50}, 51),
+        ({"prompt": ["a", "b"], "prompt_embeds": "AAAA"}, 3),
+        ({"prompt_embeds": ["AAAA"]}, 1),
+        ({"prompt_embeds": ["A" * 100_000] * 3}, 3),
+    ],
+    ids=str,
+)
+def test_each_embedded_prompt_of_a_list_counts(fields: dict[str, object], count: int) -> None:
+    body = {"model": "m", "stream": True, "temperature": 0, "max_tokens": 5, **fields}
+    completion = parse(json.dumps(body).encode())
+    assert completion.report is not None
+    assert (completion.report.num_prompts, completion.report.num_choices) == (count, count)
+    assert (completion.can_disaggregate, completion.can_continue) == (False, False)
+
+
+def test_a_single_embedded_prompt_is_one_and_lists_are_bounded() -> None:
+    body = {"model": "m", "prompt_embeds": "AAAA", "max_tokens": 5}
+    completion = parse(json.dumps(body).encode())
+    assert completion.report is not None
+    assert (completion.report.num_prompts, completion.can_disaggregate) == (1, True)
+    with pytest.raises(GatewayError, match="prompt_embeds is a list of more than 1024 prompts"):
+        parse(json.dumps(body | {"prompt_embeds": ["A"] * 1_025}).encode())
+
+
 MIB = 1 << 20
 
 

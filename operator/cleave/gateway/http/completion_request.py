@@ -54,6 +54,7 @@ Piece = bytes | memoryview
 
 KV_PARAMS_KEY = "kv_transfer_params"
 XARGS_KEY = "vllm_xargs"
+EMBEDS_KEY = "prompt_embeds"
 
 MAX_FIELDS = 1_024
 """Limit of the fields of a request."""
@@ -104,10 +105,6 @@ _STATEFUL_FIELDS = frozenset((
 """Fields of which some values tie a response to the engine that began it."""
 _SPECIAL_FIELDS = _COLOCATING_FIELDS | _STATEFUL_FIELDS
 _TOO_MANY_FIELDS: tuple[str, str | None] = (f"the body has more than {MAX_FIELDS} fields", None)
-_TOO_MANY_PROMPTS: tuple[str, str | None] = (
-    f"prompt is a list of more than {MAX_PROMPTS} prompts: send them in several requests",
-    "prompt",
-)
 _TEXT_FIELDS = (
     "messages", "prompt", "input", "instructions", "system", "tools", "documents", "text_2",
 )  # fmt: skip
@@ -197,6 +194,11 @@ def build_completion(
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
     prompts, prompt_tokens = _measure_short(fields) or (yield from _measure_prompt(fields))
+    if EMBEDS_KEY in fields:
+        num_embeds = yield from _count_embeds(fields[EMBEDS_KEY])
+        has_text = bytes(memoryview(fields.get("prompt", b"null"))[:4]) != b"null"
+        prompts = max(num_embeds + prompts * has_text, 1)
+        prompt_tokens += num_embeds
     is_plain = _SPECIAL_FIELDS.isdisjoint(fields)
     can_continue = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
     report = request_report(fields, prompts, prompt_tokens, stream=stream, is_relayed=is_relayed)
@@ -452,7 +454,12 @@ def _measure_prompt(fields: Fields) -> Steps[tuple[int, int]]:
         return 1, (yield from estimate_tokens(raw))
     raw = fields["prompt"]
     if _is_list_of_prompts(raw):
-        return (yield from _measure_prompts(raw))
+        prompts = yield from _divide_prompts("prompt", raw)
+        tokens = 1
+        for prompt in prompts:
+            yield
+            tokens += yield from _measure_one_prompt(prompt)
+        return len(prompts), tokens
     return 1, (yield from _measure_one_prompt(raw))
 
 
@@ -472,24 +479,27 @@ def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
     return begin.startswith(b"[") and _TOKEN_IDS.match(begin) is None
 
 
-def _measure_prompts(raw: msgspec.Raw) -> Steps[tuple[int, int]]:
+def _count_embeds(raw: msgspec.Raw) -> Steps[int]:
+    """Prompts that are sent as embeddings: each element of a list is one, besides `prompt`."""
+    if _is_list(raw):
+        return len((yield from _divide_prompts(EMBEDS_KEY, raw)))
+    return int(bytes(memoryview(raw)[:4]) != b"null")
+
+
+def _divide_prompts(name: str, raw: msgspec.Raw) -> Steps[list[msgspec.Raw]]:
+    """The elements of a list of prompts in this field. Raises GatewayError (400)."""
     try:
         if len(raw) > MIN_BYTES:
-            prompts = yield from scan_elements(raw, MAX_PROMPTS)
-        else:
-            prompts = _decode_prompts(raw)
+            return (yield from scan_elements(raw, MAX_PROMPTS))
+        return _decode_prompts(raw)
     except TooManyMembersError:
-        raise _build_field_error(_TOO_MANY_PROMPTS) from None
+        message = f"{name} is a list of more than {MAX_PROMPTS} prompts: send several requests"
+        raise build_bad_request(message, param=name) from None
     except RecursionError:
-        raise build_bad_request("prompt is nested too deeply", param="prompt") from None
+        raise build_bad_request(f"{name} is nested too deeply", param=name) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         # Of a large body, whose values are only delimited.
-        raise build_bad_request(f"prompt: {error}", param="prompt") from None
-    tokens = 1
-    for prompt in prompts:
-        yield
-        tokens += yield from _measure_one_prompt(prompt)
-    return len(prompts), tokens
+        raise build_bad_request(f"{name}: {error}", param=name) from None
 
 
 def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
@@ -499,6 +509,7 @@ def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
         values.get("n") in (None, 1)
         and not (values.get("echo") and "logprobs" in fields)
         and values.get("prompt_logprobs") is None
+        and not _is_list(fields.get(EMBEDS_KEY, _ONE))
         and values.get("tool_choice") in (None, "none", "auto")
         and not values.get("use_beam_search")
         and (stream or values.get("stream_options") is None)
