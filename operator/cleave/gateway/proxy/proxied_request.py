@@ -579,13 +579,11 @@ class ProxiedRequest:
         prompt = relay.prompt_tokens if relay is not None else 0
         prompt = prompt or self._prompt_tokens or completion.prompt_tokens
         if self._max_model_len < 0:
-            registry = context.router.registry
-            self._max_model_len = registry.find_longest_model_len(completion.model)
+            self._max_model_len = context.router.registry.find_longest_model_len(completion.model)
         return count_charged(completion, prompt, output + unseen, self._max_model_len)
 
     def _bound_unseen(self, attempt: Attempt | None, relay: SseRelay | None) -> int:
-        """The most tokens that the engine has generated for an attempt that ends now, besides those
-        that were read."""
+        """The most unread tokens that the engine has generated for an attempt that ends now."""
         report = self._completion.report
         if attempt is None or attempt.prefill is not None or report is None:
             return 0
