@@ -373,9 +373,8 @@ async def test_a_large_answer_is_sent_as_the_client_takes_it(single) -> None:
     client.send(ASK)
     client.send(ASK | {"prompt": "second"})
     await single.until(lambda: len(single.engines["x"].requests) == 1, "it is served")
-    await asyncio.sleep(0.2)
     (connection,) = single.context.clients
-    assert connection.blocked
+    await single.until(lambda: connection.blocked, "the client is known to be slow")
     assert connection.transport.get_write_buffer_size() < 4 << 20, "the rest waits"
     assert single.context.buffer_budget.used > 10 << 20, "and counts"
     assert len(single.engines["x"].requests) == 1, "the second one waits for the first answer"

@@ -237,7 +237,8 @@ class ClientConnection(asyncio.Protocol):
         self._unsent.extend(pieces)
         if not is_sending:
             self._write_batcher.flush()
-            self._mark_blocked()
+        self._mark_blocked()
+        if not is_sending:
             self._send_unsent()
 
     def respond(
