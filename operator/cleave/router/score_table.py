@@ -148,14 +148,16 @@ class ScoreTable(BaseScoreTable):
         "_columns", "_counts", "_has_extra_columns", "_instance_columns", "_is_remote", "_is_short",
         "_open", "_ring", "_ring_slots", "_role_ranks", "_sharing", "_uses", "batch", "cells",
         "closed_pairs", "colocated", "context", "decode", "heaviness", "instances", "is_remote",
-        "is_shared", "keys", "mixed", "num_routers", "pending_prompt", "prefill", "prompt_slots",
-        "room", "slot_by_boot", "slot_by_holder", "spare",
+        "is_shared", "keys", "mixed", "num_changes", "num_routers", "pending_prompt", "prefill",
+        "prompt_slots", "room", "slot_by_boot", "slot_by_holder", "spare",
     )  # fmt: skip
 
     def __init__(
         self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.PREFIX_AWARE
     ) -> None:
         self.instances = instances
+        self.num_changes = 0
+        """How often the boot, role or uses of an instance have changed."""
         rule = dispatch.RULES[policy]
         self._counts = rule.counts
         self._has_extra_columns = rule.decode in (dispatch.LIGHTEST, dispatch.FULLEST)
@@ -232,6 +234,7 @@ class ScoreTable(BaseScoreTable):
         new one, which agents could cause without end."""
         instance = self.instances[slot]
         target, uses = instance.target, list_uses(instance)
+        self.num_changes += 1
         if target.boot_id != before.boot_id:
             self.slot_by_boot.pop(before.boot_id, None)
             self.slot_by_holder.pop(before.holder, None)

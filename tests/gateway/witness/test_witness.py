@@ -97,6 +97,27 @@ async def ask_all(stage, emulate, count: int = 40) -> set[str]:
     return pairs
 
 
+async def test_pairs_of_engines_that_open_later_are_tested(make_stage) -> None:
+    """Tables of scores stay the same then, but for the uses of their instances."""
+    stage = await make_stage({"p0": "prefill", "d0": "decode"})
+    registry = stage.context.router.registry
+    (table,) = registry.list_tables()
+    for engine in stage.engines.values():
+        registry.on_disconnect(engine.name)
+    witness = Witness(stage.context, 1.0, period_s=1.0, send=ignore, seed=7)
+    await witness.check(stage.context.clock())
+    assert not list(witness._pairs.boots)
+    for engine in stage.engines.values():
+        stage.state(engine)
+    assert registry.list_tables() == [table]
+    await witness.check(stage.context.clock())
+    assert len(list(witness._pairs.boots)) == 2
+
+
+async def ignore(agent: str, proofs: agent_pb2.PairProofs) -> None:
+    """Send nothing."""
+
+
 async def test_every_pair_is_proven_and_the_agents_of_decode_instances_keep_it(
     make_fleet,
 ) -> None:

@@ -76,7 +76,8 @@ class Witness:
         self._period_s = period_s
         self._recorder = PairRecorder(context, send)
         self._random = random.Random(seed)
-        self._tables: list[ScoreTable] = []
+        self._states: list[tuple[ScoreTable, int]] = []
+        """The tables whose pairs are known, and how often each had changed."""
         self._pairs = PairList(period_s)
         self._budgets: dict[str, EngineBudget] = {}
         """By boot."""
@@ -117,10 +118,11 @@ class Witness:
     def _update_pairs(self, now: float) -> Steps[None]:
         """Adapt the pairs to the instances."""
         tables = [each for each in self._registry.list_tables() if is_leader(each.instances)]
-        if len(tables) == len(self._tables) and all(map(_is_same, tables, self._tables)):
+        states = [(each, each.num_changes) for each in tables]
+        if states == self._states:
             return
         yield from self._pairs.update(tables, now)
-        self._tables = tables
+        self._states = states
         boots = self._pairs.boots
         self._budgets = {
             boot: self._budgets.get(boot) or EngineBudget(self._share, now) for boot in boots
@@ -323,10 +325,6 @@ def _rank(pair: WitnessedPair) -> tuple[bool, bool, float]:
     """The order of pairs that are due: those that wait for a decision, closed ones, the oldest."""
     history = pair.history
     return not history.is_urgent, not history.is_closed, history.tested_s
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other
 
 
 def is_idle(instance: RoutedInstance, own_prompt: int = 0) -> bool:
