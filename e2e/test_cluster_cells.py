@@ -52,9 +52,9 @@ spec:
   model: {source: meta-llama/Llama-3.1-8B, servedName: chat}
   slo: {ttftMs: 400, tpotMs: 7}
   workload: {rate: 6, promptTokens: {mean: 4000}, outputTokens: {mean: 300}}
-  template: {nodeSelector: {example.com/none: "1"}}
+  template: {nodeSelector: {example.com/cells: "1"}}
 """
-"""Its network is Ethernet; no node starts its engines, which need GPUs."""
+"""On nodes whose network is Ethernet, and which start no engines, as these need GPUs."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -92,6 +92,10 @@ def test_a_plan_chooses_cells_of_one_pod_where_no_connector_is_named(
 ) -> None:
     nodes.add(*(gpu_node(f"cells-{number}", infiniband=False) for number in range(2)))
     try:
+        for number in range(2):
+            start.cluster.kubectl("label", "node", f"cells-{number}", "example.com/cells=1")
+            # Plans count it for some minutes more, and no pod is started there.
+            start.cluster.kubectl("cordon", f"cells-{number}")
         start.cluster.kubectl("apply", "-n", start.namespace, "-f", "-", input=UNNAMED)
         wait_until(lambda: start.workers("mixed"), READY_S, "cells are created")
         plan = start.deployment["status"]["plan"]
