@@ -95,6 +95,17 @@ def test_checkpoints_of_32_bits_are_loaded_with_16(name: str) -> None:
     assert shape.kv_bytes_per_token == 131_072
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 2), ("float16", 1), ("auto", 1)])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_weights_and_caches_have_the_type_that_engines_are_given(
+    dtype: str, factor: int, stored: str
+) -> None:
+    own = model_shape.from_config("m", LLAMA)
+    shape = model_shape.from_config("m", {**LLAMA, "torch_dtype": stored}, dtype)
+    assert shape.weight_bytes == factor * own.weight_bytes
+    assert shape.kv_bytes_per_token == factor * own.kv_bytes_per_token
+
+
 def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
     config = {"model_type": "llava", "text_config": LLAMA}
     assert model_shape.load_shape(write(tmp_path, config)).num_layers == 32

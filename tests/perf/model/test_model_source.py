@@ -25,6 +25,14 @@ def test_an_inline_config_has_the_dimensions_of_any_source() -> None:
         assert (shape.name, shape.num_layers) == (name, 4)
 
 
+def test_the_type_of_numbers_counts_for_every_source(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    for each in (model(inline=TINY), model(str(tmp_path)), model("meta-llama/Llama-3.1-8B")):
+        wide = each.model_copy(update={"dtype": "float32"})
+        shape = model_source.load_shape(each)
+        assert model_source.load_shape(wide).weight_bytes == 2 * shape.weight_bytes
+
+
 def test_a_known_name_keeps_its_name_so_that_published_times_are_found() -> None:
     shape = model_source.load_shape(model("meta-llama/Llama-3.1-8B-Instruct", inline=TINY))
     assert (shape.name, shape.num_layers) == ("llama-3.1-8b", 4)

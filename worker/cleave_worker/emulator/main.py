@@ -61,7 +61,7 @@ class EmulatorOptions:
 def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
     """Parse the command line. Raises EmulatorConfigError; exits for errors that argparse finds."""
     args = _build_parser().parse_args(argv)
-    shape = _load_shape(args.model)
+    shape = _load_shape(args.model, args.dtype)
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
     if args.block_size < 1:
         raise EmulatorConfigError("--block-size must be at least 1")
@@ -139,14 +139,14 @@ async def _serve(options: EmulatorOptions, load: Path | None, scheduling: Path |
         await runner.cleanup()
 
 
-def _load_shape(name: str) -> model_shape.ModelShape:
+def _load_shape(name: str, dtype: str) -> model_shape.ModelShape:
     try:
-        return model_shape.load_shape(name)
+        return model_shape.load_shape(name, dtype)
     except model_shape.UnknownModelError as error:
         if Path(name).is_dir():
             raise EmulatorConfigError(str(error)) from error
         # An unknown model name is accepted; its KV is as large as the default model's.
-        return model_shape.load_shape(_DEFAULT_SHAPE)
+        return model_shape.load_shape(_DEFAULT_SHAPE, dtype)
 
 
 def _find_config(name: str) -> Mapping[str, object] | None:
@@ -207,6 +207,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--served-model-name")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
+    add("--dtype", default="auto", choices=model_shape.DTYPES)
     add("--max-model-len", type=int)
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=2048)
@@ -230,7 +231,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _accept_without_effect(add: Callable[..., argparse.Action]) -> None:
-    for flag in ("--dtype", "--seed", "--gpu-memory-utilization", "--uvicorn-log-level"):
+    for flag in ("--seed", "--gpu-memory-utilization", "--uvicorn-log-level"):
         add(flag)
     for number in ("--pipeline-parallel-size", "--max-loras", "--max-cpu-loras", "--max-lora-rank"):
         add(number, type=int)

@@ -58,7 +58,7 @@ def count_weights(model: Any) -> dict[str, int]:  # noqa: ANN401
             own = _count_experts(module, own, sizes)
         elif isinstance(module, LinearBase):
             weights, whole = _count_linear(module)
-            own = round(own * whole / weights) if weights else own
+            own = round((own + _count_packed(module, weights)) * whole / weights)
             if is_language:
                 sizes["linear_weights"] += whole
                 sizes["linear_bytes"] += own
@@ -87,6 +87,13 @@ def _count_linear(module: Any) -> tuple[int, int]:  # noqa: ANN401
     own_inputs = getattr(module, "input_size_per_partition", inputs)
     own_outputs = getattr(module, "output_size_per_partition", outputs)
     return own_inputs * own_outputs, inputs * outputs
+
+
+def _count_packed(module: Any, weights: int) -> int:  # noqa: ANN401
+    """Bytes of the weights of a layer whose tensor vLLM emptied: on CPUs a kernel has its own copy,
+    in the kernel's order (`dispatch_cpu_unquantized_gemm`)."""
+    kept = getattr(module, "weight", None)
+    return weights * kept.dtype.itemsize if kept is not None and not kept.numel() else 0
 
 
 def _count_experts(module: Any, own: int, sizes: dict[str, int]) -> int:  # noqa: ANN401

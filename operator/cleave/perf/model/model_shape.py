@@ -27,22 +27,25 @@ from cleave.perf.model.shape import ModelShape as ModelShape
 from cleave.perf.model.shape import UnknownModelError as UnknownModelError
 from cleave.perf.model.weight_modules import list_modules
 
-_DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float": 2, "half": 2}
-"""vLLM casts checkpoints of 32 bits to 16 (`_resolve_auto_dtype`)."""
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float": 4, "half": 2}
+_AUTO_BYTES = 2
+"""vLLM's `--dtype auto` casts checkpoints of 32 bits to 16 (`_resolve_auto_dtype`)."""
+DTYPES = ("auto", *_DTYPE_BYTES)
+"""Of vLLM's `--dtype`."""
 _ASSUMED_LENGTH = 2048
 """Of a context, where a file says none; vLLM assumes the same."""
 _GATED_ACTIVATIONS = ("silu", "swish", "gelu", "swiglu", "geglu", "reglu", "sigmoid")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 
 
-def load_shape(model: str) -> ModelShape:
-    """The shape of a folder with a config.json, of such a file, or of a known model by name. Raises
-    UnknownModelError, which names the missing or wrong field."""
+def load_shape(model: str, dtype: str = "auto") -> ModelShape:
+    """The shape of a folder with a config.json, of such a file, or of a known model by name, loaded
+    with vLLM's `--dtype`. Raises UnknownModelError, which names the missing or wrong field."""
     path = Path(model)
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path
         try:
-            return build_shape(file.absolute().parent.name, config_parts.read_file(file))
+            return build_shape(file.absolute().parent.name, config_parts.read_file(file), dtype)
         except ModelConfigError as error:
             raise UnknownModelError(f"{file}: {error}") from error
     found = known_models.find_config(model)
@@ -52,28 +55,29 @@ def load_shape(model: str) -> ModelShape:
             "that holds only its config.json to plan it (hf download MODEL config.json --local-dir "
             f"FOLDER); known: {', '.join(known_models.CONFIGS)}"
         )
-    return from_config(*found)
+    return from_config(*found, dtype)
 
 
-def from_config(name: str, config: Mapping[str, object]) -> ModelShape:
-    """The shape of a decoded config.json. Raises UnknownModelError."""
+def from_config(name: str, config: Mapping[str, object], dtype: str = "auto") -> ModelShape:
+    """The shape of a decoded config.json, loaded with vLLM's `--dtype`. Raises
+    UnknownModelError."""
     try:
         report = engine_report.find(config)
         if report is not None:
             return engine_report.build_shape(name, report)
-        return build_shape(name, config_parts.select_language_part(config))
+        return build_shape(name, config_parts.select_language_part(config), dtype)
     except ModelConfigError as error:
         raise UnknownModelError(f"{name}: {error}") from error
 
 
-def build_shape(name: str, config: ConfigFields) -> ModelShape:
+def build_shape(name: str, config: ConfigFields, dtype: str = "auto") -> ModelShape:
     """The shape of the language model's part of a config. Raises ModelConfigError."""
     family = _find_family(config)
     hidden = config.get_number("hidden_size", *_list_own(family, "hidden_size"))
     heads = config.get_number("num_attention_heads")
     kinds = family.kinds(config, count_layers(config))
     states = sum(each in (LayerKind.RECURRENT, LayerKind.BOTH) for each in kinds)
-    dtype_bytes = _read_dtype_bytes(config)
+    dtype_bytes = _read_dtype_bytes(config, dtype)
     longest = _read_longest(config, family)
     alone = sum(each in (LayerKind.MLP, LayerKind.EXPERTS) for each in kinds)
     latent = read_latent_attention(config, len(kinds)) if family.has_latents else None
@@ -144,12 +148,12 @@ def _check_others(config: ConfigFields, family: ModelFamily) -> None:
             raise config.build_error(name, f"plans know MLPs with a gate; {REMEDY}")
 
 
-def _read_dtype_bytes(config: ConfigFields) -> int:
+def _read_dtype_bytes(config: ConfigFields, dtype: str) -> int:
     for name in ("torch_dtype", "dtype"):
         own = (config.get_text(name) or "bfloat16").removeprefix("torch.")
         if own not in _DTYPE_BYTES:
             raise config.build_error(name, f"write one of {', '.join(_DTYPE_BYTES)}")
-    return _DTYPE_BYTES[own]
+    return _AUTO_BYTES if dtype == "auto" else _DTYPE_BYTES[dtype]
 
 
 def _read_longest(config: ConfigFields, family: ModelFamily) -> int:

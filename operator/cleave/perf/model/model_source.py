@@ -23,21 +23,21 @@ NOT_IN_TABLE = "it is not in Cleave's model table"
 def load_shape(model: ModelSpec, *, reads_files: bool = True) -> ModelShape:
     """The model's dimensions. Without `reads_files` no folder is read. Raises UnknownModelError
     with the reason, which concerns `model.shape_field`."""
-    config = model.config
+    config, dtype = model.config, model.dtype or "auto"
     if config is not None and config.inline is not None:
-        return model_shape.from_config(_get_name(model), config.inline)
+        return model_shape.from_config(_get_name(model), config.inline, dtype)
     if config is not None and config.config_map_key_ref is not None:
         name = config.config_map_key_ref.name
         why = "is read by the operator only; set spec.model.config.inline instead"
         raise UnknownModelError(f"the ConfigMap {name} {why}")
     if reads_files and (model.folder is not None or Path(model.locator).exists()):
-        return model_shape.load_shape(model.locator)
+        return model_shape.load_shape(model.locator, dtype)
     if model.folder is not None:
         raise UnknownModelError("it is a folder, which the operator does not read")
     known = known_models.find_config(model.locator)
     if known is None:
         raise UnknownModelError(NOT_IN_TABLE)
-    return model_shape.from_config(*known)
+    return model_shape.from_config(*known, dtype)
 
 
 def needs_report(model: ModelSpec) -> bool:
