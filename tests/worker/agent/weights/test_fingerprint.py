@@ -261,11 +261,37 @@ def test_a_folder_that_contains_itself_is_read_once(folder: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("link", ["a", "current"])
+def test_a_link_that_is_moved_to_another_folder_of_the_model_is_found(
+    folder: Path, link: str
+) -> None:
+    for version in ("b1", "b2"):
+        (folder / version).mkdir()
+        (folder / version / "adapter.bin").write_text(version)
+    (folder / link).symlink_to("b1")
+    before, files = hash_folder(folder), list_files(folder)
+    (folder / link).unlink()
+    (folder / link).symlink_to("b2")
+    assert list_files(folder) != files
+    assert hash_folder(folder) != before
+
+
 def test_a_folder_with_too_many_files_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprint, "MAX_FILES", 3)
     with pytest.raises(FilesError, match="more than 3 files"):
+        list_files(folder)
+
+
+def test_links_between_folders_end_the_listing(folder: Path) -> None:
+    """Twelve folders that each contain the others have more names than can be listed."""
+    names = [f"f{number}" for number in range(12)]
+    for name in names:
+        (folder / name).mkdir()
+        for other in names:
+            (folder / name / other).symlink_to(folder / other)
+    with pytest.raises(FilesError, match="files and folders"):
         list_files(folder)
 
 

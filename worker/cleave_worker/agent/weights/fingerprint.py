@@ -59,10 +59,11 @@ def list_files(path: Path) -> tuple[FileState, ...]:
     if not path.is_dir():
         return (_read_state(path, ""),)
     found: list[FileState] = []
-    for name in _walk(path, "", set()):
-        found.append(_read_state(path / name, name))
-        if len(found) > MAX_FILES:
-            raise FilesError(f"{path} has more than {MAX_FILES:,} files")
+    for count, name in enumerate(_walk(path, "", frozenset())):
+        if count >= MAX_FILES:
+            raise FilesError(f"{path} has more than {MAX_FILES:,} files and folders")
+        if not name.endswith("/"):
+            found.append(_read_state(path / name, name))
     return tuple(sorted(found, key=lambda file: file.name))
 
 
@@ -99,14 +100,14 @@ class _Job:
         return sum(piece.size for piece in self.pieces)
 
 
-def _walk(root: Path, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
-    """Yield the names of files; a folder that contains itself by a link is read once."""
+def _walk(root: Path, below: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Yield the names of files, and of folders with a slash. A folder with two names has its files
+    under both, as a link may be moved to another one; within itself it is left out."""
     state = os.stat(root / below)
-    if (state.st_dev, state.st_ino) in seen:
+    identity = state.st_dev, state.st_ino
+    if identity in above:
         return
-    seen.add((state.st_dev, state.st_ino))
     try:
-        # Of two names of one folder every node keeps the same.
         entries = sorted(os.scandir(root / below), key=lambda each: each.name)
     except PermissionError:
         # Neither can the engine read it.
@@ -116,7 +117,8 @@ def _walk(root: Path, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
         if _is_ignored(entry.name):
             continue
         if entry.is_dir():
-            yield from _walk(root, name, seen)
+            yield f"{name}/"
+            yield from _walk(root, name, above | {identity})
         elif entry.is_file():
             yield name
 
