@@ -68,7 +68,7 @@ async def test_models_are_those_of_the_fleet(pair) -> None:
         (None, "/nowhere", 404),
         (None, "/v1/embeddings", 405),
         (ASK, "/v1/audio/speech", 404),
-        (ASK, "/v1/completions/", 404),
+        (ASK, "/v2/completions", 404),
         (None, "/v1/completions", 405),
         (ASK, "/health", 405),
         (ASK, "/metrics", 405),
@@ -114,6 +114,38 @@ async def test_targets_may_be_in_absolute_form(pair, target: str) -> None:
     assert (await pair.ask(ASK, target)).status == 200
     assert pair.engines["d"].requests[0].path == "/v1/completions"
     assert (await pair.ask(None, "http://g")).json()["name"] == "Cleave gateway"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions/", "//v1/completions", "/v1/v1/completions", "/completions",
+        "/v1//completions//", "http://g/v1/v1/v1/completions/?a=b",
+    ],
+)  # fmt: skip
+async def test_a_base_url_may_end_with_a_slash_or_have_v1_twice_or_not_at_all(pair, path) -> None:
+    assert (await pair.ask(ASK, path)).status == 200
+    assert pair.engines["d"].requests[0].path == "/v1/completions"
+    assert (await pair.ask(None, path)).headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/models", "/v1/v1/models", "/models/m"])
+async def test_models_are_found_under_the_same_spellings(pair, path: str) -> None:
+    page = (await pair.ask(None, path)).json()
+    assert "m" in (page.get("id"), page.get("data", [{}])[0].get("id"))
+
+
+async def test_another_spelling_of_a_path_needs_the_same_key(locked) -> None:
+    for path in ("/v1/completions/", "/completions", "//metrics", "/models"):
+        body = ASK if "completions" in path else None
+        assert (await locked.ask(body, path)).status == 401, path
+
+
+async def test_a_stream_says_that_it_must_not_be_buffered(pair) -> None:
+    answer = await pair.ask(ASK | {"stream": True})
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert "x-accel-buffering" not in (await pair.ask(ASK)).headers
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import time
+from codecs import BOM_UTF8
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from cleave.gateway.http.completion_request import (
     set_targets,
 )
 from cleave.gateway.http.errors import GatewayError
-from cleave.gateway.http.large_json import SLICE_BYTES
+from cleave.gateway.http.large_json import MIN_BYTES, SLICE_BYTES
 from cleave.policy.prefix_cache import hash_blocks, hash_first_block
 from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
 from cleave.time_slices import Steps
@@ -52,6 +53,18 @@ def chat(**fields: object):
 
 def read(**fields: object):
     return parse(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+@pytest.mark.parametrize("size", [1, MIN_BYTES])
+def test_a_byte_order_mark_is_skipped(size: int) -> None:
+    body = json.dumps({"model": "m", "prompt": "h" * size}).encode()
+    assert build_colocated_body(parse(BOM_UTF8 + body)) == build_colocated_body(parse(body))
+
+
+@pytest.mark.parametrize("body", [BOM_UTF8 * 2 + b"{}", b" " + BOM_UTF8 + b"{}", BOM_UTF8[:2]])
+def test_only_one_byte_order_mark_at_the_very_beginning_is_skipped(body: bytes) -> None:
+    with pytest.raises(GatewayError, match="JSON object"):
+        parse(body)
 
 
 def test_values_reach_the_engine_byte_for_byte() -> None:

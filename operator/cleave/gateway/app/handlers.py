@@ -7,6 +7,7 @@ its load, which only the operator needs: it exists on the internal port only, an
 when there are several tenants, because it shows the traffic of each.
 """
 
+from collections.abc import Container
 from functools import partial
 from http import HTTPStatus
 from urllib.parse import unquote
@@ -52,6 +53,8 @@ _INTERNAL_METHODS = {route.path: b"GET" for route in routes.INTERNAL_ROUTES}
 _UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
 """Paths that probes and scrapers request."""
 
+MAX_PATH_BYTES = 4_096
+"""Longer paths are not compared with known ones."""
 LARGE_BODY_BYTES = 256 << 10
 """Larger requests are read in time slices."""
 SHORT_TRANSLATED_BYTES = 4 << 10
@@ -153,7 +156,7 @@ class GatewayRequestHandler:
 
     def _resolve_path(self, request: HttpRequest) -> bytes:
         """The method of a path that is not in the table; empty: no such path."""
-        request.path = _parse_target_path(request.path)
+        request.path = _find_path(_parse_target_path(request.path), self._methods)
         if self._methods is _METHODS and request.path.startswith(routes.MODEL_PREFIX):
             return b"GET"
         return self._methods.get(request.path, b"")
@@ -271,6 +274,21 @@ def _parse_target_path(target: bytes) -> bytes:
     if not mark or scheme.lower() not in (b"http", b"https"):
         return target
     return b"/" + rest.partition(b"/")[2]
+
+
+def _find_path(path: bytes, known: Container[bytes]) -> bytes:
+    """The known path that a client means whose base URL ends with a slash, has one `/v1` too many
+    or none; otherwise the path as it is."""
+    if len(path) > MAX_PATH_BYTES:
+        return path
+    parts = [part for part in path.split(b"/") if part]
+    while parts[:2] == [b"v1", b"v1"]:
+        del parts[0]
+    meant = b"/" + b"/".join(parts)
+    for name in (meant, b"/v1" + meant):
+        if name in known or name.startswith(routes.MODEL_PREFIX):
+            return name
+    return path
 
 
 def _build_not_found(path: bytes) -> GatewayError:

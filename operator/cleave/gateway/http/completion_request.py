@@ -11,6 +11,7 @@ more. And parsing blocks the event loop, so any body must cost only a few scans.
 
 import hashlib
 import re
+from codecs import BOM_UTF8
 
 import msgspec
 
@@ -344,6 +345,7 @@ def decode_fields(body: Body) -> Fields:
         if not raw.isascii():
             # msgspec decodes the keys only.
             raw.decode()
+            raw = raw.removeprefix(BOM_UTF8)
         if len(raw) > _LARGE_BYTES:
             fields = bounded_json.decode_bounded_object(raw, MAX_FIELDS)
         else:
@@ -359,8 +361,9 @@ def decode_fields(body: Body) -> Fields:
 
 def scan_fields(body: Body) -> Steps[Fields]:
     """The same of a larger body."""
+    begin = len(BOM_UTF8) if bytes(memoryview(body)[: len(BOM_UTF8)]) == BOM_UTF8 else 0
     try:
-        return (yield from scan_members(body, MAX_FIELDS))
+        return (yield from scan_members(memoryview(body)[begin:], MAX_FIELDS))
     except TooManyMembersError:
         raise _build_field_error(_TOO_MANY_FIELDS) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

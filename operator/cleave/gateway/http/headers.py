@@ -18,6 +18,8 @@ FETCH_MODE = b"sec-fetch-mode"
 JSON_CONTENT = b"content-type: application/json\r\n"
 TEXT_CONTENT = b"content-type: text/plain; charset=utf-8\r\n"
 CONNECTION_CLOSE = b"connection: close\r\n"
+UNBUFFERED = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Of streams: caches and nginx pass each event on as it comes."""
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -69,8 +71,9 @@ def build_response_head(status: int, fields: bytes, request_id: bytes, length: i
 def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bool) -> bytes:
     """The head of a response whose length is unknown."""
     coding = b"transfer-encoding: chunked\r\n" if chunked else b""
-    head = b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\n%b\r\n"
-    return head % (status, REASONS.get(status, b"Unknown"), fields, request_id, coding)
+    head = b"HTTP/1.1 %d %b\r\n%b%bx-request-id: %b\r\n%b\r\n"
+    reason = REASONS.get(status, b"Unknown")
+    return head % (status, reason, fields, UNBUFFERED, request_id, coding)
 
 
 def build_forwarded_headers(headers: Headers) -> bytes:
