@@ -8,6 +8,7 @@ use a new certificate without a restart.
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
 import ssl
@@ -25,9 +26,10 @@ from cleave.api.cluster import Cluster
 from cleave.controller.cluster.client import FIELD_MANAGER, JSON, KINDS, KubeApiError, KubeClient
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.settings import OperatorSettings
-from cleave.controller.webhook import certificates
+from cleave.controller.webhook import certificates, connections
 from cleave.controller.webhook.admission import ReviewError, review_admission
 from cleave.controller.webhook.certificates import CertificateError, ServingCertificate
+from cleave.controller.webhook.connections import WebhookConnections
 
 log = logging.getLogger("cleave.webhook")
 
@@ -43,6 +45,11 @@ _MAX_REQUEST_BYTES = 4 << 20
 _MAX_FIELDS = 20_000
 """Colons in a request: bounds the time of its validation. A usual one has a few hundred, and those
 of managedFields, which the API server sends along."""
+_MAX_VALUES = 100_000
+"""Commas and opening brackets, also in texts: bounds the memory of what is decoded."""
+_SMALL_REQUEST_BYTES = 256 << 10
+"""As many of these as there are connections are in memory at a time, of larger ones
+_MAX_CONCURRENT."""
 _MAX_CONCURRENT = 4
 _CONFLICT = 409
 _JSON_PATCH = "application/json-patch+json"
@@ -185,6 +192,8 @@ class WebhookServer:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._served: ServingCertificate | None = None
+        self._limiter: WebhookConnections | None = None
+        self._large_slots = asyncio.Semaphore(_MAX_CONCURRENT)
         # A thread is free again only after its review has ended, even one that is too late.
         self._threads = ThreadPoolExecutor(_MAX_CONCURRENT, "webhook")
         self.is_listening = False
@@ -198,17 +207,21 @@ class WebhookServer:
         application.router.add_post(PATH, self._validate)
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
+        assert runner.server is not None
+        limiter = self._limiter = WebhookConnections(runner.server, self._context)
         try:
-            config = self._config
-            for host in config.hosts:
-                await web.TCPSite(runner, host, config.port, ssl_context=self._context).start()
-                log.info("listening on https://%s:%d%s", host, config.port, PATH)
-            self.is_listening = True
-            while True:
-                await asyncio.sleep(_ROTATION_CHECK_S)
-                await self._load()
+            async with contextlib.AsyncExitStack() as sockets, asyncio.TaskGroup() as tasks:
+                for host in self._config.hosts:
+                    listening = sockets.enter_context(connections.listen(host, self._config.port))
+                    tasks.create_task(limiter.accept(listening))
+                    log.info("listening on https://%s:%d%s", host, self._config.port, PATH)
+                self.is_listening = True
+                while True:
+                    await asyncio.sleep(_ROTATION_CHECK_S)
+                    await self._load()
         finally:
             self.is_listening = False
+            limiter.close()
             await runner.cleanup()
             self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -240,14 +253,12 @@ class WebhookServer:
         self._metrics.webhook_expiry_s = certificates.find_expiry(certificate).timestamp()
 
     async def _validate(self, request: web.Request) -> web.Response:
-        body, cluster = await request.read(), self._cluster()
-        loop = asyncio.get_running_loop()
+        assert self._limiter is not None
         try:
-            # The wait for a thread counts too: the API server has given up by then.
-            async with asyncio.timeout(_TIMEOUT_S):
-                response = await loop.run_in_executor(
-                    self._threads, _review, body, cluster, self._settings
-                )
+            # What it waits for counts too: the API server has given up by then.
+            with self._limiter.keep(request.protocol):
+                async with asyncio.timeout(_TIMEOUT_S):
+                    response = await self._review_body(request)
             return web.Response(text=response, content_type="application/json")
         except ReviewError as error:
             return web.Response(status=400, text=str(error))
@@ -255,11 +266,26 @@ class WebhookServer:
             # The configuration's failurePolicy decides what the API server does then.
             return web.Response(status=503, text="the validation has timed out")
 
+    async def _review_body(self, request: web.Request) -> str:
+        """Raises ReviewError."""
+        size = request.content_length
+        if size is None or size > _MAX_REQUEST_BYTES:
+            raise ReviewError(f"the request needs a length of at most {_MAX_REQUEST_BYTES} bytes")
+        # Small ones, as the API server's are, do not wait for large ones that come slowly.
+        slots = self._large_slots if size > _SMALL_REQUEST_BYTES else contextlib.nullcontext()
+        async with slots:
+            body = await request.read()
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, _review, body, self._cluster(), self._settings
+            )
+
 
 def _review(body: bytes, cluster: Cluster | None, settings: OperatorSettings) -> str:
     """Review a request's body; returns the response's. Raises ReviewError."""
     if body.count(b":") > _MAX_FIELDS:
         raise ReviewError(f"the request has more than {_MAX_FIELDS} fields")
+    if sum(map(body.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise ReviewError(f"the request has more than {_MAX_VALUES} values")
     try:
         review = json.loads(body)
     except (ValueError, RecursionError):
