@@ -16,7 +16,7 @@ from cleave.api.scheduling import Scheduling
 ArgumentText = Annotated[str, Field(max_length=4096)]
 
 RESERVED_FLAGS = (
-    "--host", "--port", "--model", "--served-model-name", "--tensor-parallel-size",
+    "--host", "--port", "--model", "--served-model-name", "--dtype", "--tensor-parallel-size",
     "--pipeline-parallel-size", "--max-model-len", "--latency", "--time-scale", "--nnodes",
     "--node-rank", "--master-addr", "--headless", "--kv-offloading-size",
 )  # fmt: skip

@@ -127,7 +127,8 @@ def parse_line(raw: bytes, number: int) -> BatchLine:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         fault, _, place = str(error).partition(" - at `$.")
         field = f"{place.removesuffix('`')}: " if place else ""
-        raise ValueError(f"line {number}: {field}{fault[:1].lower()}{fault[1:]}") from None
+        fault = fault if fault.startswith("JSON") else f"{fault[:1].lower()}{fault[1:]}"
+        raise ValueError(f"line {number}: {field}{fault}") from None
     if line.url not in PATHS:
         raise ValueError(f"line {number}: url: {line.url[:80]!r} must be one of {', '.join(PATHS)}")
     if bytes(line.body.get("stream", msgspec.Raw(b"false"))) not in (b"false", b"null"):

@@ -186,8 +186,9 @@ def _print_summary(
         typer.echo(json.dumps(summary, indent=1))
         return
     tokens = f"{progress.prompt_tokens} prompt and {progress.output_tokens} output tokens"
+    count = progress.num_done - num_before
     typer.echo(
-        f"{progress.num_done - num_before} requests in {seconds:.1f} s, {tokens}\n"
+        f"{count} request{'' if count == 1 else 's'} in {seconds:.1f} s, {tokens}\n"
         f"{progress.num_succeeded} answered: {files.output}\n"
         f"{progress.num_failed} failed: {files.errors}"
     )

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,15 @@ def _parse_float(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _parse_choice(kind: type[Enum], text: str) -> Enum:
+    """A member of an enumeration. Raises argparse.ArgumentTypeError."""
+    try:
+        return kind(text)
+    except ValueError:
+        choices = ", ".join(each.value for each in kind)
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {choices}") from None
 
 
 def _declare(
@@ -396,6 +406,8 @@ def _add_option(parser: argparse.ArgumentParser, declared: Field[Any]) -> None:
         metavar = "{" + ",".join(each.value for each in type(default)) + "}"
     kind = str if default is None else type(default)
     parse = option["parse"] or _PARSERS.get(kind, kind)
+    if isinstance(default, Enum):
+        parse = partial(_parse_choice, type(default))
     if default not in (None, "", 0) and "default" not in text:
         text = f"{text} (default {_format_default(default)})"
     parser.add_argument(flag, dest=name, type=parse, default=default, metavar=metavar, help=text)

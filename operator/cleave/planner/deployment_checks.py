@@ -16,12 +16,15 @@ from cleave.api.engine import (
     EngineType,
     WorkerTemplate,
 )
+from cleave.api.model import Dtype
 from cleave.api.role import Role
 from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import UnknownModelError
 from cleave.planner import connector_choice
 from cleave.planner.connector_choice import ConnectorChoice
 
+_METHODS_WITH_FLOAT32 = ("compressed-tensors", "torchao", "bitsandbytes", "gguf")
+"""Of vLLM's quantisation (`get_supported_act_dtypes`)."""
 _READ_FLAGS = (
     "--kv-cache-dtype", "--quantization", "--max-num-seqs", "--max-num-batched-tokens",
     "--gpu-memory-utilization", "--enable-expert-parallel", "--kv-transfer-config",
@@ -42,12 +45,22 @@ def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True
     return None
 
 
-def find_adapter_fault(deployment: LLMDeployment) -> str | None:
-    """Why an adapter could never be requested; None: each can."""
-    model = deployment.spec.model.name
-    if any(each.name == model for each in deployment.spec.adapters):
-        return f"spec.adapters: {model} is the name of the model itself; choose another name"
-    return None
+def find_model_fault(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
+    """Why no engine starts with this model, or an adapter could never be requested; None: neither
+    is known."""
+    spec = deployment.spec
+    if any(each.name == spec.model.name for each in spec.adapters):
+        name = spec.model.name
+        return f"spec.adapters: {name} is the name of the model itself; choose another name"
+    if spec.model.dtype != Dtype.FLOAT32 or spec.engine.type is EngineType.EMULATED:
+        return None
+    if explain_unknown_model(deployment, reads_files=reads_files):
+        return None
+    own = model_source.load_shape(spec.model, reads_files=reads_files).quantization
+    method = own.method if own else spec.engine.get_flag_value("--quantization")
+    if method is None or method in _METHODS_WITH_FLOAT32:
+        return None
+    return f"spec.model.dtype: vLLM does not compute {method} weights with float32; leave it out"
 
 
 def list_parallelism_faults(

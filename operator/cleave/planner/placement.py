@@ -64,7 +64,7 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
         _check_latency_profile(engine)
     if fault := model_source.find_config_fault(deployment.spec.model):
         raise PlanError([fault])
-    if fault := deployment_checks.find_adapter_fault(deployment):
+    if fault := deployment_checks.find_model_fault(deployment, reads_files=reads_files):
         raise PlanError([fault])
     choice = deployment_checks.choose_connector(deployment, reads_files=reads_files)
     if choice.fault:

@@ -160,8 +160,9 @@ class InstanceRegistry:
             return ""
         address, reason = next(iter(self.refusals.items()))
         return (
-            f": {len(self.refusals)} agents refuse this gateway, such as {address} ({reason}); its "
-            "token or theirs has changed: restart the deployment"
+            f": {len(self.refusals)} agents refuse this gateway, such as {address} ({reason}); "
+            "give it the deployment's token as CLEAVE_TOKEN_FILE, or, if that has changed, restart "
+            "the deployment"
         )
 
     def find_max_model_len(self, model: str) -> int:

@@ -375,6 +375,33 @@ def test_a_config_map_may_come_later() -> None:
     assert found == ValidationFindings()
 
 
+@pytest.mark.parametrize(
+    ("method", "args", "is_refused"),
+    [
+        ("awq", [], True),
+        ("fp8", [], True),
+        ("compressed-tensors", [], False),
+        ("", ["--quantization", "fp8"], True),
+        ("", [], False),
+    ],
+)
+def test_float32_is_refused_where_vllm_does_not_compute_the_weights_with_it(
+    method: str, args: list[str], is_refused: bool
+) -> None:
+    config: dict = {**CONFIGS["llama-3.1-8b"]}
+    if method == "compressed-tensors":
+        weights = {"num_bits": 8, "type": "int"}
+        group = {"targets": ["Linear"], "weights": weights}
+        config["quantization_config"] = {"quant_method": method, "config_groups": {"g": group}}
+    elif method:
+        config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128}
+    model = {"source": "o/m", "dtype": "float32", "config": {"inline": config}}
+    faults = find(model=model, engine={"args": args}).faults
+    named = f"spec.model.dtype: vLLM does not compute {method or 'fp8'} weights with float32"
+    assert any(fault.startswith(named) for fault in faults) == is_refused
+    assert not find(model={**model, "dtype": "float16"}, engine={"args": args}).faults
+
+
 @pytest.mark.parametrize("kind", ["vLLM", "Emulated"])
 def test_an_adapter_with_the_name_of_its_model_could_never_be_requested(kind: str) -> None:
     engine = {"type": kind, "args": ["--enable-lora"]}

@@ -210,7 +210,9 @@ def test_no_client_sets_its_own_targets() -> None:
 
 @pytest.mark.parametrize("given", [7, "text", [1], {"a": None}, {"a": {}}, {"a": [[]]}], ids=str)
 def test_arguments_that_no_engine_takes_are_refused(given) -> None:
-    with pytest.raises(GatewayError, match="vllm_xargs: Expected") as refused:
+    with pytest.raises(
+        GatewayError, match="vllm_xargs must be an object whose values are"
+    ) as refused:
         read(vllm_xargs=given)
     assert (refused.value.status, refused.value.param) == (400, "vllm_xargs")
 

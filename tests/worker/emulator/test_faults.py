@@ -6,6 +6,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from cleave_worker.access.engine_access import EngineAccess
 from cleave_worker.emulator.api import EmulatorApi
 from cleave_worker.emulator.engine import EmulatedEngine
 
@@ -163,3 +164,13 @@ async def test_a_dead_loop_fails_all_requests_and_health(serve, monkeypatch, cap
         assert response.status == 503
     assert (await server.post(PROMPT))[0] == 503
     assert "out of memory" in caplog.text
+
+
+async def test_faults_need_no_key_where_they_are_allowed(config) -> None:
+    engine = EmulatedEngine(config)
+    await engine.start()
+    api = EmulatorApi(engine, fault_injection=True, access=EngineAccess("secret"))
+    async with TestClient(TestServer(api.build_application())) as client:
+        assert (await client.post("/emulator/faults", json={"slow": 2})).status == 200
+        assert (await client.get("/v1/models")).status == 401
+    await engine.stop()

@@ -28,6 +28,7 @@ from cleave_worker.emulator.sequence import FinishReason, Sequence
 VERSION = "0.32.0"
 """The vLLM version whose behaviour is emulated."""
 
+_FAULTS_PATH = "/emulator/faults"
 _MAX_BODY = 64 << 20
 _MAX_REQUESTS = 16384
 """Most requests in the engine; vLLM would queue without a limit."""
@@ -190,14 +191,16 @@ class EmulatorApi:
         app.router.add_get("/version", self._handle_version)
         app.router.add_get("/metrics", self._handle_metrics)
         if self._fault_injection:
-            app.router.add_post("/emulator/faults", self._handle_set_faults)
-            app.router.add_delete("/emulator/faults", self._handle_clear_faults)
+            app.router.add_post(_FAULTS_PATH, self._handle_set_faults)
+            app.router.add_delete(_FAULTS_PATH, self._handle_clear_faults)
         return app
 
     @web.middleware
     async def _check_key(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         presented = request.headers.get(engine_key.HEADER, "")
-        if self._access.is_allowed(request.path, presented.encode(errors="replace")):
+        # With --fault-injection everyone may damage the engine, as docs/emulate.md says.
+        is_fault = self._fault_injection and request.path == _FAULTS_PATH
+        if is_fault or self._access.is_allowed(request.path, presented.encode(errors="replace")):
             return await handler(request)
         return web.Response(status=401, body=REFUSAL, content_type="application/json")
 

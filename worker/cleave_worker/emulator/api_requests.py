@@ -271,7 +271,8 @@ def _parse_integer(body: dict[str, Any], name: str, default: int | None) -> int 
     if value is None:
         return default
     if type(value) is not int or value < 0:
-        raise build_bad_request(f"{name} must be a non-negative integer.", name)
+        fault = f"{name} must be a whole number of at least 0, got {str(value)[:40]}."
+        raise build_bad_request(fault, name)
     return value
 
 

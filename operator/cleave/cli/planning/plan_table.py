@@ -65,7 +65,8 @@ def build_table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> 
 
 def _format_cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[str]:
     prediction = plan.prediction
-    yield f"{'*' if plan is selected else ' '} {format_plan(plan)}"
+    cells = " in cells" if any(pool.per_cell for pool in plan.pools) else ""
+    yield f"{'*' if plan is selected else ' '} {format_plan(plan)}{cells}"
     yield str(plan.gpus)
     yield format_number(prediction.goodput)
     yield format_number(plan.goodput_per_gpu)

@@ -43,7 +43,7 @@ def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Vali
     faults = [*_list_profile_faults(spec.engine), *list_unreadable_files(deployment)]
     if fault := model_source.find_config_fault(spec.model):
         return ValidationFindings((*faults, fault))
-    if fault := deployment_checks.find_adapter_fault(deployment):
+    if fault := deployment_checks.find_model_fault(deployment, reads_files=False):
         faults.append(fault)
     warnings = tuple(deployment_checks.list_warnings(deployment, reads_files=False))
     if spec.engine.type is EngineType.EMULATED:

@@ -554,8 +554,9 @@ def _rewrite_xargs(fields: Fields) -> None:
         raise build_bad_request(message, param=XARGS_KEY)
     try:
         arguments = decode_arguments(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise build_bad_request(f"{XARGS_KEY}: {error}", param=XARGS_KEY) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
+        fault = "must be an object whose values are texts, numbers, booleans or lists of those"
+        raise build_bad_request(f"{XARGS_KEY} {fault}", param=XARGS_KEY) from None
     if arguments is not None:
         kept = {key: value for key, value in arguments.items() if key not in RESERVED_ARGUMENTS}
         fields[XARGS_KEY] = msgspec.Raw(_encode(kept))
