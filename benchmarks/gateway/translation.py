@@ -68,7 +68,7 @@ def main() -> None:
 
     print(f"relay                {measure(lambda: relay(True)):5.2f} us")
     print(f"+ /v1/messages       {measure(lambda: translate(MessagesAnswer())):5.2f} us")
-    print(f"+ /v1/responses      {measure(lambda: translate(ResponsesAnswer({}))):5.2f} us")
+    print(f"+ /v1/responses      {measure(lambda: translate(ResponsesAnswer({}, {}))):5.2f} us")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import messages_request
 from cleave.gateway.translation.answer import StreamTranslator
 from cleave.gateway.translation.messages_answer import MessagesAnswer
-from cleave.gateway.translation.request_fields import MAX_ELEMENTS
+from cleave.gateway.translation.request_fields import ENGINE_FIELDS, MAX_ELEMENTS
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import run_at_once
 
 from tests.gateway.translation.scripted_chat import call_delta
+from tests.gateway.translation.test_translations import MESSAGES
 
 ASK = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -42,7 +43,11 @@ def stream(*deltas: dict, finish: str = "stop", stop: object = None) -> list[dic
     choices.append({"delta": {}, "finish_reason": finish, "stop_reason": stop})
     events = [{**frame, "choices": [choice]} for choice in choices]
     data = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events)
-    return read_events(StreamTranslator(MessagesAnswer()).convert(data + b"data: [DONE]\n\n"))
+    return convert(data + b"data: [DONE]\n\n")
+
+
+def convert(data: bytes, prompt_tokens: int = 0) -> list[dict]:
+    return read_events(StreamTranslator(MessagesAnswer(), lambda: prompt_tokens).convert(data))
 
 
 def read_events(events: bytes) -> list[dict]:
@@ -75,7 +80,7 @@ def test_a_conversation_becomes_a_chat() -> None:
         stop_sequences=["END"],
         stream=True,
         top_k=3,
-        metadata={"user_id": "u"},
+        metadata={"user_id": {"device": "d"}},
     )  # fmt: skip
     url = {"url": "data:image/png;base64,AAAA"}
     function = {"name": "look", "arguments": '{"at": 1.5}'}
@@ -91,7 +96,7 @@ def test_a_conversation_becomes_a_chat() -> None:
         ]},
     ]  # fmt: skip
     assert chat["max_completion_tokens"] == 9
-    assert (chat["stop"], chat["top_k"], chat["user"]) == (["END"], 3, "u")
+    assert (chat["stop"], chat["top_k"], "metadata" in chat) == (["END"], 3, False)
     assert chat["stream_options"] == {"include_usage": True}
 
 
@@ -148,9 +153,15 @@ def test_an_answer_that_the_client_has_begun_is_continued() -> None:
 
 
 def test_every_parameter_of_the_sdk_is_known() -> None:
+    without_effect = {
+        "betas", "billing_policy", "cache_control", "compaction", "context_management",
+        "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "service_tier",
+        "speed", "user_profile_id", "workspace_id",
+    }  # fmt: skip
+    known = MESSAGES | without_effect | messages_request.REFUSED.keys() | ENGINE_FIELDS
     for module in (anthropic.types, beta):
         hints = typing.get_type_hints(module.message_create_params.MessageCreateParamsBase)
-        assert hints.keys() <= messages_request.KNOWN | messages_request.REFUSED.keys()
+        assert hints.keys() <= known
 
 
 @pytest.mark.parametrize(
@@ -176,8 +187,18 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"stream": "yes"}, "stream"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
-        ({"maximum_tokens": 3}, "maximum_tokens"),
-        ({"n": 2}, "n"),
+        ({"container": "c"}, "container"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0]"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "a"}}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "system", "content": [
+            {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "a"}}]}]},
+         "messages[0].content[0].tool.name"),
+        ({"messages": [{"role": "system", "content": [
+            {"type": "tool_removal", "tool": {"type": "tool_definition"}}]}]},
+         "messages[0].content[0].tool.type"),
         ({"model": None}, "model"),
     ],
 )  # fmt: skip
@@ -189,7 +210,8 @@ def test_bad_input_is_refused_by_name(fields: dict, path: str) -> None:
 
 
 def test_a_handoff_cannot_be_sent_by_a_client() -> None:
-    assert refuse(kv_transfer_params={"remote_engine_id": "x"}).param == "kv_transfer_params"
+    for name in ("kv_transfer_params", "ec_transfer_params", "request_id"):
+        assert name not in translate(**{name: {"remote_engine_id": "x"}})
     assert translate(vllm_xargs={"kv_transfer_params": "x", "a": 1})["vllm_xargs"] == {"a": 1}
 
 
@@ -234,17 +256,37 @@ def test_calls_that_are_mixed_end_the_stream_with_an_error() -> None:
 
 
 def test_an_engine_whose_events_cannot_be_read_ends_the_stream_with_an_error() -> None:
-    translator = StreamTranslator(MessagesAnswer())
+    translator = StreamTranslator(MessagesAnswer(), int)
     events = read_events(translator.convert(b"data: {\n\ndata: [DONE]\n\n"))
     assert [event["type"] for event in events] == ["error"]
     assert translator.convert(b"data: [DONE]\n\n") == b""
 
 
 def test_an_answer_without_a_token_is_a_message_too() -> None:
-    events = read_events(StreamTranslator(MessagesAnswer()).convert(b"data: [DONE]\n\n"))
+    events = convert(b"data: [DONE]\n\n")
     assert [event["type"] for event in events] == [
-        "message_start", "message_delta", "message_stop",
+        "message_start", "content_block_start", "content_block_stop", "message_delta",
+        "message_stop",
     ]  # fmt: skip
+    assert events[1]["content_block"] == {"type": "text", "text": ""}
+    empty = {"id": "chatcmpl-1", "model": "m", "choices": [{"message": {"content": None}}]}
+    body = json.loads(MessagesAnswer().build_body(json.dumps(empty).encode()))
+    assert body["content"] == [{"type": "text", "text": ""}]
+
+
+def test_a_message_starts_with_the_tokens_of_its_prompt() -> None:
+    event = {"id": "chatcmpl-1", "model": "m", "choices": [{"delta": {"role": "assistant"}}]}
+    (start,) = convert(b"data: %b\n\n" % json.dumps(event).encode(), prompt_tokens=31)
+    assert start["message"]["usage"]["input_tokens"] == 31
+    event["usage"] = {"prompt_tokens": 32}
+    (start,) = convert(b"data: %b\n\n" % json.dumps(event).encode(), prompt_tokens=31)
+    assert start["message"]["usage"]["input_tokens"] == 32
+
+
+def test_a_comment_of_a_stream_stays_one() -> None:
+    translator = StreamTranslator(MessagesAnswer(), int)
+    assert translator.convert(b": keep-alive\n\n") == b": keep-alive\n\n"
+    assert b"message_stop" in translator.convert(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(

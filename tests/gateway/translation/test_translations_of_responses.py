@@ -14,6 +14,8 @@ from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import run_at_once
 
+from tests.gateway.translation.test_translations import RESPONSES
+
 ASK = {"model": "m", "input": "hi"}
 
 
@@ -108,7 +110,12 @@ def test_effort_and_format() -> None:
 
 def test_every_parameter_of_the_sdk_is_known() -> None:
     hints = typing.get_type_hints(response_create_params.ResponseCreateParamsBase)
-    known = responses_request.KNOWN | responses_request.REFUSED.keys() | ENGINE_FIELDS
+    without_effect = {
+        "access_programs", "background_options", "context_management", "image", "max_tool_calls",
+        "metadata", "moderation", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "store", "stream_options", "top_logprobs",
+    }  # fmt: skip
+    known = RESPONSES | without_effect | responses_request.REFUSED.keys() | ENGINE_FIELDS
     assert hints.keys() <= known
 
 
@@ -127,19 +134,23 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
             {"type": "input_image", "image_url": "u"}]}]}, "content[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": "7"}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "some"}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"previous_response_id": "r"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
-        ({"messages": []}, "messages"),
-        ({"n": 2}, "n"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "local_shell_call", "call_id": "c"}]}, "input[0].type"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"tools": [{"type": "namespace", "tools": [{"type": "function", "name": "f"}]}]},
+         "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+         "tools[0].tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "n", "format": {"definition": 7}}]},
+         "tools[0].format.definition"),
         ({"model": None}, "model"),
     ],
 )  # fmt: skip
@@ -162,7 +173,7 @@ def test_a_whole_answer_is_a_response_of_the_sdk() -> None:
     choice = {"message": message, "finish_reason": "tool_calls"}
     chat = {"id": "chatcmpl-1", "created": 5, "model": "m", "usage": usage, "choices": [choice]}
     fields = run_at_once(read_request(json.dumps(ASK | {"metadata": {"a": "b"}}).encode()))
-    body = ResponsesAnswer(fields).build_body(json.dumps(chat).encode())
+    body = ResponsesAnswer(fields, {}).build_body(json.dumps(chat).encode())
     answer = openai.types.responses.Response.model_validate_json(body)
     assert [item.id for item in answer.output] == ["rs_1_0", "msg_1_1", "fc_1_2"]
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]

@@ -102,7 +102,8 @@ class ClientConnection(asyncio.Protocol):
         """An error response that is sent at the deadline."""
         self._busy = False
         self._receiving = False
-        self._active_request: ActiveRequest | None = None
+        self.active_request: ActiveRequest | None = None
+        """The handling of the current request."""
         self._deadline = 0.0
         self._idle_since = 0.0
         self._request_started_at = 0.0
@@ -166,7 +167,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
         self._unsent.clear()
         self._context.buffer_budget.remove_blocked(self)
-        running, self._active_request = self._active_request, None
+        running, self.active_request = self.active_request, None
         if running is not None:
             running.cancel()
 
@@ -188,8 +189,8 @@ class ClientConnection(asyncio.Protocol):
         unread = self.transport.get_write_buffer_size() + self._own_unsent_bytes
         self._context.buffer_budget.add_blocked(self, unread)
         self.blocked = True
-        if self._active_request is not None:
-            self._active_request.set_paused(True)
+        if self.active_request is not None:
+            self.active_request.set_paused(True)
 
     def _send_unsent(self) -> None:
         """Send as much as the client takes now, or as one turn allows."""
@@ -210,8 +211,8 @@ class ClientConnection(asyncio.Protocol):
             return
         self.blocked = False
         self._context.buffer_budget.remove_blocked(self)
-        if self._active_request is not None:
-            self._active_request.set_paused(False)
+        if self.active_request is not None:
+            self.active_request.set_paused(False)
         elif self._ending is not None:
             reusable, self._ending = self._ending, None
             self.end(reusable)
@@ -220,7 +221,7 @@ class ClientConnection(asyncio.Protocol):
 
     def set_active_request(self, active_request: ActiveRequest) -> None:
         """Set the handling of the current request, to notify of disconnects and full buffers."""
-        self._active_request = active_request
+        self.active_request = active_request
 
     def write(self, data: bytes | memoryview) -> None:
         """Send bytes of the response; if they are many, as the client takes them."""
@@ -267,7 +268,7 @@ class ClientConnection(asyncio.Protocol):
 
     def end(self, reusable: bool) -> None:
         """The response is complete; `reusable` False: close the connection after it."""
-        self._active_request = None
+        self.active_request = None
         if self._unsent:
             self._ending = reusable
             self._set_deadline(self._context.config.timeouts.keep_alive_s)

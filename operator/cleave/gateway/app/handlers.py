@@ -205,7 +205,8 @@ class GatewayRequestHandler:
         if translate is not None:
             translation = yield from translate(request.body)
             path, completion = translation.path, translation.completion
-            stream = TranslatedClient(client, translation.answer)
+            count_prompt = partial(_count_prompt, client)
+            stream = TranslatedClient(client, translation.answer, count_prompt)
         elif path in _OTHER_PATHS:
             models = context.router.registry.models
             bases = [name for name, entry in models.items() if not entry.base]
@@ -258,6 +259,13 @@ class GatewayRequestHandler:
             respond(self._pages.build_model(name))
         else:
             respond(self._pages.build_small(path, names_models=names_models))
+
+
+def _count_prompt(client: ClientConnection) -> int:
+    """Tokens of the prompt of a client's current request; a reference to the request itself would
+    be a cycle."""
+    request = client.active_request
+    return request.count_prompt() if isinstance(request, ProxiedRequest) else 0
 
 
 def _find_credentials(request: HttpRequest) -> bytes | None:

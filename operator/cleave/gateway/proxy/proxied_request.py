@@ -45,7 +45,7 @@ from cleave.gateway.upstream.collected_answer import AnswerBody, Pieces
 from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.engine_errors import convert_engine_error, is_rejection
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, strip_answer
-from cleave.gateway.upstream.model_names import ModelNames
+from cleave.gateway.upstream.model_names import find_names
 from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Pick, RequestPhase
 
@@ -106,6 +106,11 @@ class ProxiedRequest:
     def model(self) -> str:
         """As the client named it."""
         return self._completion.model
+
+    def count_prompt(self) -> int:
+        """Tokens of the prompt, estimated until an engine has counted them."""
+        prompt = self._relay.prompt_tokens if self._relay is not None else 0
+        return prompt or self._prompt_tokens or self._completion.prompt_tokens
 
     # --- what the client's connection and the sweeper call ---
 
@@ -221,8 +226,9 @@ class ProxiedRequest:
         if not client.keep_alive:
             fields += headers.CONNECTION_CLOSE
         first = headers.build_stream_head(call.status, fields, self._request_id, client.chunked)
-        names, budget = self._get_names(attempt.pick), context.buffer_budget
-        self._relay = make_relay(self._completion, first, client.chunked, now, names, budget)
+        names = find_names(self._completion.model, attempt.pick.engine_model)
+        options = first, client.chunked, now, names, context.buffer_budget
+        self._relay = make_relay(self._completion, *options)
 
     def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """A piece of the stream."""
@@ -283,7 +289,7 @@ class ProxiedRequest:
             self._output_tokens = len(body)
         self._prompt_tokens = attempt.prompt_tokens or self._prompt_tokens
         fields = headers.build_forwarded_headers(call.headers) + attempt.instance_headers
-        if names := self._get_names(attempt.pick):
+        if names := find_names(self._completion.model, attempt.pick.engine_model):
             pieces = names.restore_first(pieces)
         self._respond(call.status, fields, pieces, "ok")
 
@@ -306,7 +312,7 @@ class ProxiedRequest:
         if b"remote_engine_id" in body and attempt.prefill is None:
             self._respond_error(errors.REDACTED_REJECTION, "refused")
             return
-        if names := self._get_names(attempt.pick):
+        if names := find_names(self._completion.model, attempt.pick.engine_model):
             if call.status == HTTPStatus.NOT_FOUND:
                 self.on_attempt_failed(Failure.ADAPTER, "has unloaded the adapter")
                 return
@@ -477,12 +483,6 @@ class ProxiedRequest:
         self._release("ok")
         self._client.end(reusable=True)
 
-    def _get_names(self, pick: Pick) -> ModelNames | None:
-        """The names of an adapter that was loaded at run time; None: engines use the client's."""
-        if not pick.engine_model:
-            return None
-        return ModelNames(self._completion.model, pick.engine_model)
-
     def _abort_stream(self, relay: SseRelay, error: GatewayError) -> None:
         """End a stream that has begun, with an error event."""
         if self._observer is not None:
@@ -576,11 +576,10 @@ class ProxiedRequest:
         besides those that the engine has reported."""
         context, completion, relay = self._context, self._completion, self._relay
         output = self._output_tokens if relay is None else relay.limit_tokens()
-        prompt = relay.prompt_tokens if relay is not None else 0
-        prompt = prompt or self._prompt_tokens or completion.prompt_tokens
         if self._max_model_len < 0:
             self._max_model_len = context.router.registry.find_longest_model_len(completion.model)
-        return count_charged(completion, prompt, output + unseen, self._max_model_len)
+        prompt, longest = self.count_prompt(), self._max_model_len
+        return count_charged(completion, prompt, output + unseen, longest)
 
     def _bound_unseen(self, attempt: Attempt | None, relay: SseRelay | None) -> int:
         """The most unread tokens that the engine has generated for an attempt that ends now."""

@@ -7,6 +7,7 @@ is framed again, and a response that is not streamed is sent once all of it has 
 """
 
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import cast
 
@@ -37,9 +38,13 @@ class TranslatedClient:
     chunked = False
     """The proxied request writes plain events; chunks are made of what they become."""
 
-    def __init__(self, client: ClientStream, answer: Answer) -> None:
+    def __init__(
+        self, client: ClientStream, answer: Answer, count_prompt: Callable[[], int] = int
+    ) -> None:
+        """`count_prompt`: counts the tokens of the prompt, once a stream has begun."""
         self._client = client
         self._answer = answer
+        self._count_prompt = count_prompt
         self._head = b""
         """Of a response that is not streamed, without its length and its end."""
         self._body: list[bytes | memoryview] = []
@@ -84,7 +89,8 @@ class TranslatedClient:
         self._head, is_complete, _ = head.rpartition(_LENGTH)
         if not is_complete:
             self._head = head
-            self._translator = StreamTranslator(cast("StreamedAnswer", self._answer))
+            streamed = cast("StreamedAnswer", self._answer)
+            self._translator = StreamTranslator(streamed, self._count_prompt)
             self._client.write(head + (_CHUNKED if self._client.chunked else b"") + _HEAD_END)
 
     def _respond(self) -> None:

@@ -5,6 +5,7 @@ only what it adds, while these APIs announce each block of an answer, end it, an
 `StreamTranslator` derives from the events which block is open, and the API writes the blocks.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ from cleave.gateway.translation.chat_types import (
 _SEPARATOR = b"\n\n"
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
+_COMMENT = b":"
 
 UNREADABLE = AnswerError(
     "the engine's response cannot be translated", "server_error", "engine_error"
@@ -71,8 +73,10 @@ class StreamedAnswer(Answer, Protocol):
 class StreamTranslator:
     """Translates the events of one chat stream."""
 
-    def __init__(self, answer: StreamedAnswer) -> None:
+    def __init__(self, answer: StreamedAnswer, count_prompt: Callable[[], int]) -> None:
+        """`count_prompt`: counts the tokens of the prompt, once the first event has come."""
         self._answer = answer
+        self._count_prompt = count_prompt
         self._has_begun = self._has_ended = False
         self._block: str | int | None = None
         """The open block: text, reasoning, or the index of a tool call; None: none is open."""
@@ -87,6 +91,8 @@ class StreamTranslator:
     def _convert(self, data: bytes) -> bytes:
         if self._has_ended:
             return b""
+        if data.startswith(_COMMENT):
+            return data + _SEPARATOR
         if data == _DONE:
             self._has_ended = True
             first = self._begin(ChatAnswer())
@@ -108,8 +114,12 @@ class StreamTranslator:
         return first + (self._add(choice.delta) if choice.delta is not None else b"")
 
     def _begin(self, event: ChatAnswer) -> bytes:
-        has_begun, self._has_begun = self._has_begun, True
-        return b"" if has_begun else self._answer.begin(event)
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        if event.usage is None:
+            event.usage = AnswerUsage(prompt_tokens=self._count_prompt())
+        return self._answer.begin(event)
 
     def _add(self, delta: AnswerMessage) -> bytes:
         events = b""

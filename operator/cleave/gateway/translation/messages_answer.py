@@ -2,8 +2,8 @@
 
 Used by `translations` and, through `Answer`, by `proxy.translated_client`. Event by event as in
 Anthropic's documentation, "Streaming messages": message_start, then blocks of content, each with
-its start, deltas and stop, then message_delta and message_stop. The tokens of the prompt are known
-at the end only, so message_start reports 0 and message_delta the count, which clients take over.
+its start, deltas and stop, then message_delta and message_stop. How many tokens of the prompt were
+cached is known at the end only: message_start counts them all as new, message_delta corrects it.
 """
 
 from collections.abc import Mapping
@@ -43,6 +43,10 @@ class MessagesAnswer:
         self._delta_prefix = b""
         """A delta of the open block up to its text."""
         self._has_tool_call = False
+        self._arguments: list[str] | None = None
+        """Of the open tool call; None: the open block is none."""
+        self._is_call_complete = False
+        """Whether the latest tool call can run: a stop string may have cut it short."""
 
     def build_body(self, body: bytes) -> bytes:
         """The message for a complete response. Raises msgspec.MsgspecError."""
@@ -50,6 +54,7 @@ class MessagesAnswer:
         choice = chat.choices[0] if chat.choices else AnswerChoice()
         blocks = _build_blocks(choice.message or AnswerMessage())
         self._has_tool_call = any(block["type"] == "tool_use" for block in blocks)
+        self._is_call_complete = blocks[-1]["type"] == "tool_use"
         message = _build_message(chat, blocks) | self._describe_end(choice)
         return _encode(message | {"usage": _build_usage(chat.usage or AnswerUsage())})
 
@@ -75,22 +80,30 @@ class MessagesAnswer:
 
     def open_tool_call(self, call_id: str, name: str) -> bytes:
         """A tool call begins."""
-        self._has_tool_call = True
+        self._has_tool_call, arguments = True, list[str]()
         block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-        return self._open(block, "input_json_delta", "partial_json")
+        events = self._open(block, "input_json_delta", "partial_json")
+        self._arguments = arguments
+        return events
 
     def add_text(self, text: str) -> bytes:
         """More of the open block."""
+        if self._arguments is not None:
+            self._arguments.append(text)
         return b"%b%b}}\n\n" % (self._delta_prefix, _encode(text))
 
     def close_block(self) -> bytes:
         """The open block is complete."""
+        if self._arguments is not None:
+            self._is_call_complete = _read_arguments("".join(self._arguments)) is not None
         return build_event("content_block_stop", {"index": self._index})
 
     def end(self, choice: AnswerChoice, usage: AnswerUsage) -> bytes:
         """Why the message ended, and its tokens."""
+        # Clients read the first block of every message.
+        block = self.open_text() + self.close_block() if self._index < 0 else b""
         payload: Block = {"delta": self._describe_end(choice), "usage": _build_usage(usage)}
-        return build_event("message_delta", payload) + build_event("message_stop", {})
+        return block + build_event("message_delta", payload) + build_event("message_stop", {})
 
     def fail(self, error: AnswerError) -> bytes:
         """The message breaks off."""
@@ -99,6 +112,7 @@ class MessagesAnswer:
 
     def _open(self, block: Mapping[str, object], delta: str, key: str) -> bytes:
         self._index += 1
+        self._arguments = None
         # A delta is encoded for each token, so all of it but the text is built once.
         self._delta_prefix = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
@@ -107,13 +121,13 @@ class MessagesAnswer:
         return build_event("content_block_start", {"index": self._index, "content_block": block})
 
     def _describe_end(self, choice: AnswerChoice) -> Block:
-        """The reason of the end, as vLLM maps it: a stop string cuts a tool call short."""
+        """The reason of the end, as vLLM maps it: a stop string may cut a tool call short."""
         reason, sequence = "end_turn", None
         if choice.finish_reason == "length":
             reason = "max_tokens"
         elif choice.finish_reason == "content_filter":
             reason = "refusal"
-        elif isinstance(choice.stop_reason, str):
+        elif isinstance(choice.stop_reason, str) and not self._is_call_complete:
             reason, sequence = "stop_sequence", choice.stop_reason
         elif choice.finish_reason == "tool_calls" or self._has_tool_call:
             reason = "tool_use"
@@ -151,9 +165,8 @@ def _build_blocks(message: AnswerMessage) -> list[Block]:
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if message.content:
         blocks.append({"type": "text", "text": message.content})
-    return blocks + [
-        _build_call_block(at, call) for at, call in enumerate(message.tool_calls or ())
-    ]
+    blocks += [_build_call_block(at, call) for at, call in enumerate(message.tool_calls or ())]
+    return blocks or [{"type": "text", "text": ""}]
 
 
 def _build_call_block(position: int, call: ToolCall) -> Block:
@@ -161,9 +174,16 @@ def _build_call_block(position: int, call: ToolCall) -> Block:
     it cannot run."""
     function = call.function or FunctionCall()
     arguments = function.arguments or "{}"
-    try:
-        values = msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+    values = _read_arguments(arguments)
+    if values is None:
         return {"type": "text", "text": arguments}
     call_id = call.id or f"call_{position}"
     return {"type": "tool_use", "id": call_id, "name": function.name or "", "input": values}
+
+
+def _read_arguments(text: str) -> dict[str, msgspec.Raw] | None:
+    """The arguments of a tool call; None: they are cut short or no JSON object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+        return None

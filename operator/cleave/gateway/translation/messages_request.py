@@ -6,10 +6,13 @@ is continued, as in Anthropic's API, and a budget of thinking tokens becomes an 
 engines refuse budgets unless they are configured for them.
 """
 
+import re
+
 import msgspec
 
 from cleave.gateway.http.completion_request import Fields
 from cleave.gateway.http.errors import build_bad_request
+from cleave.gateway.translation.messages_tools import MessagesToolSet
 from cleave.gateway.translation.request_fields import (
     EMPTY_TEXT,
     INTEGER,
@@ -19,7 +22,6 @@ from cleave.gateway.translation.request_fields import (
     ObjectReader,
     Piece,
     build_unsupported,
-    check_names,
     check_text,
     copy_engine_fields,
     decode_field,
@@ -28,28 +30,20 @@ from cleave.gateway.translation.request_fields import (
     is_null,
     is_text,
     read_list,
+    refuse_fields,
 )
 from cleave.time_slices import Steps
 
-_TRANSLATED = frozenset((
-    "max_tokens", "messages", "metadata", "model", "output_config", "stop_sequences", "stream",
-    "system", "thinking", "tool_choice", "tools",
-))  # fmt: skip
-_IGNORED = frozenset((
-    "betas", "billing_policy", "cache_control", "compaction", "context_management", "diagnostics",
-    "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id",
-))  # fmt: skip
-"""About prices, places and caches of Anthropic's service; an answer is the same without them."""
-KNOWN = _TRANSLATED | _IGNORED
 REFUSED = {
     "container": "nothing runs code here",
-    "fallback_credit_token": "name another model in model",
-    "fallbacks": "name another model in model",
     "mcp_servers": "connect to MCP servers in the client and send their tools in tools",
     "thread": "send the whole conversation in messages",
 }
 _ATTRIBUTION = b'"x-anthropic-billing-header'
-"""Beginning of a block with a hash of each request, which would make every prompt a new one."""
+"""Beginning of a line with a hash of each request, which would make every prompt a new one."""
+_ATTRIBUTION_LINE = re.compile(rb'"(?:[^"\\]|\\(?!n|u000[aA]).)*\\(?:n|u000[aA])')
+_ATTRIBUTION_BYTES = 4_096
+"""Longer lines are text."""
 _LOW_EFFORT_TOKENS = 4_096
 _MEDIUM_EFFORT_TOKENS = 16_384
 """Budgets of thinking below these become efforts of low and medium; larger ones high."""
@@ -76,6 +70,8 @@ class Block(msgspec.Struct, gc=False):
     name: msgspec.Raw = EMPTY_TEXT
     input: msgspec.Raw = msgspec.Raw(b"{}")
     tool_use_id: msgspec.Raw = EMPTY_TEXT
+    tool_name: msgspec.Raw = EMPTY_TEXT
+    tool: msgspec.Raw = msgspec.Raw(b"null")
     content: msgspec.Raw = EMPTY_TEXT
 
 
@@ -84,16 +80,6 @@ class ConversationTurn(msgspec.Struct, gc=False):
 
     role: str
     content: msgspec.Raw
-
-
-class MessagesTool(msgspec.Struct, gc=False):
-    """A tool that the client runs."""
-
-    name: msgspec.Raw
-    type: str | None = None
-    description: msgspec.Raw = EMPTY_TEXT
-    input_schema: msgspec.Raw = msgspec.Raw(b'{"type":"object"}')
-    strict: bool | None = None
 
 
 class MessagesToolChoice(msgspec.Struct, gc=False):
@@ -125,15 +111,8 @@ class OutputConfig(msgspec.Struct, gc=False):
     format: OutputFormat | None = None
 
 
-class MessagesMetadata(msgspec.Struct, gc=False):
-    """About the request."""
-
-    user_id: str | None = None
-
-
 _BLOCKS, _SOURCES = ObjectReader(Block), ObjectReader(ImageSource)
-_TURNS, _TOOLS = ObjectReader(ConversationTurn), ObjectReader(MessagesTool)
-_METADATA = msgspec.json.Decoder(MessagesMetadata)
+_TURNS = ObjectReader(ConversationTurn)
 _OUTPUT_CONFIG = msgspec.json.Decoder(OutputConfig)
 _THINKING: msgspec.json.Decoder[Thinking | None] = msgspec.json.Decoder(Thinking | None)
 _TOOL_CHOICE: msgspec.json.Decoder[MessagesToolChoice | None] = msgspec.json.Decoder(
@@ -143,7 +122,7 @@ _TOOL_CHOICE: msgspec.json.Decoder[MessagesToolChoice | None] = msgspec.json.Dec
 
 def convert_messages_request(fields: Fields) -> Steps[Fields]:
     """The chat completion of a request to /v1/messages. Raises GatewayError (400)."""
-    check_names(fields, KNOWN, REFUSED)
+    refuse_fields(fields, REFUSED)
     chat = copy_engine_fields(fields)
     chat |= yield from _convert_prompt(fields)
     if "max_tokens" not in fields:
@@ -156,9 +135,6 @@ def convert_messages_request(fields: Fields) -> Steps[Fields]:
     chat["max_completion_tokens"] = encode_raw(limit)
     if "stop_sequences" in fields:
         chat["stop"] = fields["stop_sequences"]
-    metadata = decode_field(fields, "metadata", _METADATA, MessagesMetadata())
-    if metadata.user_id is not None:
-        chat["user"] = encode_raw(metadata.user_id)
     chat |= _convert_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
     output = decode_field(
         fields, "output_config", _OUTPUT_CONFIG, OutputConfig(), limit=MAX_CONFIG_BYTES
@@ -174,7 +150,7 @@ def convert_messages_request(fields: Fields) -> Steps[Fields]:
 
 def convert_count_request(fields: Fields) -> Steps[Fields]:
     """The request to /tokenize for one to /v1/messages/count_tokens. Raises GatewayError (400)."""
-    check_names(fields, KNOWN, REFUSED)
+    refuse_fields(fields, REFUSED)
     chat = yield from _convert_prompt(fields)
     for name in ("model", "chat_template_kwargs"):
         if name in fields:
@@ -186,7 +162,9 @@ def _convert_prompt(fields: Fields) -> Steps[Fields]:
     """`messages` and `tools`, and how the prompt ends."""
     if "messages" not in fields:
         raise build_bad_request("you must provide messages: the conversation", "messages")
-    chat = JsonText(b"[")
+    chat, tools = JsonText(b"["), MessagesToolSet()
+    if "tools" in fields:
+        yield from tools.add_all(fields["tools"])
     yield from _add_system(chat, fields.get("system", EMPTY_TEXT), "system")
     turns = yield from read_list(fields["messages"], "messages")
     if not turns:
@@ -197,23 +175,25 @@ def _convert_prompt(fields: Fields) -> Steps[Fields]:
         turn = _TURNS.read(turns[number], path) or (
             yield from _TURNS.read_long(turns[number], path)
         )
-        yield from _add_turn(chat, turn, path)
+        yield from _add_turn(chat, tools, turn, path)
         role = turn.role
         yield
     prompt = {"messages": chat.end_list()}
     if role == "assistant":
         # The answer goes on where the client's beginning of it ends.
         prompt |= {"continue_final_message": _TRUE, "add_generation_prompt": _FALSE}
-    if "tools" in fields:
-        prompt |= yield from _convert_tools(fields["tools"])
-    return prompt
+    functions = yield from tools.write()
+    return prompt if functions is None else prompt | {"tools": functions}
 
 
-def _add_system(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[None]:
-    """Add the message of a text, or of blocks of text; none if they are empty."""
+def _add_system(
+    chat: JsonText, content: msgspec.Raw, path: str, tools: MessagesToolSet | None = None
+) -> Steps[None]:
+    """Add the message of a text, or of blocks of text; none if they are empty. `tools`: those that
+    its blocks may change."""
     text = JoinedText()
     if not is_list(content):
-        yield from text.add(check_text(content, path))
+        yield from text.add(_drop_attribution(check_text(content, path)))
     else:
         blocks = yield from read_list(content, path)
         for number in range(len(blocks)):
@@ -221,25 +201,37 @@ def _add_system(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[None]:
             block = _BLOCKS.read(blocks[number], place) or (
                 yield from _BLOCKS.read_long(blocks[number], place)
             )
-            if block.type != "text":
+            if tools is not None and block.type in ("tool_addition", "tool_removal"):
+                is_added = block.type == "tool_addition"
+                yield from tools.change(block.tool, f"{place}.tool", is_added=is_added)
+            elif block.type == "text":
+                yield from text.add(_drop_attribution(check_text(block.text, f"{place}.text")))
+            else:
                 raise build_unsupported(f"{place}.type", block.type, "text")
-            if not _is_attribution(check_text(block.text, f"{place}.text")):
-                yield from text.add(block.text)
             yield
     joined = text.to_raw()
-    if joined != EMPTY_TEXT and not _is_attribution(joined):
+    if len(joined) > len(EMPTY_TEXT):
         yield from chat.add(b'{"role":"system","content":', joined, b"},")
 
 
-def _is_attribution(text: msgspec.Raw) -> bool:
-    return bytes(memoryview(text)[: len(_ATTRIBUTION)]) == _ATTRIBUTION
+def _drop_attribution(text: msgspec.Raw) -> msgspec.Raw:
+    """A text without the line in which Claude Code names itself."""
+    begin = bytes(memoryview(text)[:_ATTRIBUTION_BYTES])
+    if not begin.startswith(_ATTRIBUTION):
+        return text
+    line = _ATTRIBUTION_LINE.match(begin)
+    if line is None:
+        return EMPTY_TEXT if len(text) <= _ATTRIBUTION_BYTES else text
+    return msgspec.Raw(b'"' + bytes(memoryview(text)[line.end() :]))
 
 
-def _add_turn(chat: JsonText, turn: ConversationTurn, path: str) -> Steps[None]:
+def _add_turn(
+    chat: JsonText, tools: MessagesToolSet, turn: ConversationTurn, path: str
+) -> Steps[None]:
     """Add the messages of one turn: results of tools are messages of their own."""
     content, place = turn.content, f"{path}.content"
     if turn.role == "system":
-        yield from _add_system(chat, content, place)
+        yield from _add_system(chat, content, place, tools)
     elif turn.role not in ("user", "assistant"):
         raise build_unsupported(f"{path}.role", turn.role, "user, assistant or system")
     elif not is_list(content):
@@ -312,7 +304,7 @@ def _add_user_blocks(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[N
 def _add_tool_result(chat: JsonText, parts: JsonText, block: Block, path: str) -> Steps[int]:
     """Add the message of a tool's result, and its images to the user's parts, because the messages
     of tools contain text only; the number of images."""
-    text, images = JoinedText(b"\\n"), 0
+    text, references, images = JoinedText(b"\\n"), JsonText(b"["), 0
     if not is_list(block.content):
         yield from text.add(check_text(block.content, f"{path}.content"))
     else:
@@ -322,6 +314,11 @@ def _add_tool_result(chat: JsonText, parts: JsonText, block: Block, path: str) -
             result = _BLOCKS.read(results[number], place) or (
                 yield from _BLOCKS.read_long(results[number], place)
             )
+            if result.type == "tool_reference":
+                name = check_text(result.tool_name, f"{place}.tool_name")
+                name = name if name != EMPTY_TEXT else check_text(result.name, f"{place}.name")
+                yield from references.add(b'{"type":"tool_reference","name":', name, b"},")
+                continue
             part, part_text = yield from _convert_part(result, place)
             if part_text is not None:
                 yield from text.add(part_text)
@@ -332,6 +329,9 @@ def _add_tool_result(chat: JsonText, parts: JsonText, block: Block, path: str) -
     call_id = check_text(block.tool_use_id, f"{path}.tool_use_id")
     yield from chat.add(b'{"role":"tool","tool_call_id":', call_id)
     yield from chat.add(b',"content":', text.to_raw(), b"},")
+    if len(references) > 1:
+        yield from chat.add(b'{"role":"tool","tool_call_id":', call_id)
+        yield from chat.add(b',"content":', references.end_list(), b"},")
     return images
 
 
@@ -361,30 +361,6 @@ def _convert_part(block: Block, path: str) -> Steps[tuple[list[Piece], msgspec.R
 
 def _build_text_part(text: msgspec.Raw) -> tuple[list[Piece], msgspec.Raw | None]:
     return [b'{"type":"text","text":', text, b"}"], text
-
-
-def _convert_tools(raw: msgspec.Raw) -> Steps[Fields]:
-    """`tools` as functions; empty: there are none."""
-    functions = JsonText(b"[")
-    tools = yield from read_list(raw, "tools")
-    for number in range(len(tools)):
-        path = f"tools[{number}]"
-        tool = _TOOLS.read(tools[number], path) or (
-            yield from _TOOLS.read_long(tools[number], path)
-        )
-        if tool.type not in (None, "custom"):
-            raise build_unsupported(f"{path}.type", tool.type, "tools that the client runs")
-        name, text = check_text(tool.name, f"{path}.name"), tool.description
-        yield from functions.add(b'{"type":"function","function":{"name":', name)
-        yield from functions.add(b',"parameters":', tool.input_schema)
-        if text is not EMPTY_TEXT:
-            text = check_text(text, f"{path}.description")
-            yield from functions.add(b',"description":', text)
-        if tool.strict is not None:
-            yield from functions.add(b',"strict":true' if tool.strict else b',"strict":false')
-        yield from functions.add(b"}},")
-        yield
-    return {"tools": functions.end_list()} if tools else {}
 
 
 def _convert_tool_choice(choice: MessagesToolChoice | None) -> Fields:

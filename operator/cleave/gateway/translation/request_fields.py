@@ -22,6 +22,8 @@ MAX_ELEMENTS = 100_000
 """Limit of one list, such as the messages of a conversation or the parts of one message."""
 MAX_MEMBERS = 64
 """Limit of the members of one object, such as a message."""
+MAX_TOOLS = 4_096
+"""Limit of the tools of one request."""
 MAX_VALUE_BYTES = 4 << 10
 """Limit of values that are decoded."""
 MAX_CONFIG_BYTES = 256 << 10
@@ -33,9 +35,10 @@ _SLICE_BYTES = 64 << 10
 
 ENGINE_FIELDS = frozenset((
     "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "frequency_penalty",
-    "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens",
-    "presence_penalty", "priority", "repetition_penalty", "seed", "session_id",
-    "skip_special_tokens", "stop_token_ids", "temperature", "thinking_token_budget", "top_k",
+    "ignore_eos", "include_reasoning", "include_stop_str_in_output", "logit_bias",
+    "media_io_kwargs", "min_p", "min_tokens", "mm_processor_kwargs", "presence_penalty",
+    "priority", "repetition_penalty", "seed", "session_id", "skip_special_tokens", "stop",
+    "stop_token_ids", "structured_outputs", "temperature", "thinking_token_budget", "top_k",
     "top_p", "vllm_xargs", "watermarking",
 ))  # fmt: skip
 """Fields that mean the same in a chat completion and reach the engine unchanged."""
@@ -46,6 +49,8 @@ T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 _NULL = b"null"
+_EMPTY = (b"[]", b"{}", b'""')
+_EMPTY_BYTES = 64
 EMPTY_TEXT = msgspec.Raw(b'""')
 _FAULTS = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 
@@ -137,15 +142,12 @@ def read_request(body: Body) -> Steps[Fields]:
     return {name: raw for name, raw in fields.items() if not is_null(raw)}
 
 
-def check_names(fields: Fields, known: frozenset[str], refused: dict[str, str]) -> None:
-    """Refuse fields that are unknown, or that cannot be honoured. Raises GatewayError (400).
-    `refused`: by name, what to do instead."""
-    for name in fields:
-        if name in refused:
+def refuse_fields(fields: Fields, refused: dict[str, str]) -> None:
+    """Refuse fields that change the answer and cannot be honoured, unless they are empty; unknown
+    ones are left out. Raises GatewayError (400). `refused`: by name, what to do instead."""
+    for name in refused.keys() & fields.keys():
+        if bytes(memoryview(fields[name])[:_EMPTY_BYTES]).translate(None, b" \t\r\n") not in _EMPTY:
             raise build_bad_request(f"{name} is not supported: {refused[name]}", name)
-        if name not in known and name not in ENGINE_FIELDS:
-            message = f"unknown field {name[:80]!r}: remove it, or check how it is spelled"
-            raise build_bad_request(message, name[:80])
 
 
 def copy_engine_fields(fields: Fields) -> Fields:
@@ -189,6 +191,17 @@ def check_text(raw: msgspec.Raw, path: str) -> msgspec.Raw:
     if is_null(raw):
         return EMPTY_TEXT
     raise build_bad_request(f"{path}: Expected `str`", path)
+
+
+def read_tool_name(raw: msgspec.Raw, path: str, num_tools: int) -> str:
+    """The name of a tool after so many others. Raises GatewayError (400)."""
+    if num_tools >= MAX_TOOLS:
+        raise build_bad_request(f"{path} is one of more than {MAX_TOOLS} tools", path)
+    name = check_text(raw, path)
+    if name == EMPTY_TEXT or len(name) > MAX_VALUE_BYTES:
+        message = f"{path} must name the tool, in at most {MAX_VALUE_BYTES} bytes"
+        raise build_bad_request(message, path)
+    return TEXT.decode(name)
 
 
 def is_text(raw: msgspec.Raw) -> bool:

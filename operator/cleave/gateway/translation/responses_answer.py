@@ -7,6 +7,8 @@ response.completed, response.incomplete or response.failed. What is hard: the do
 text of a block and the last one the whole answer, so both are kept until the end.
 """
 
+from collections.abc import Callable
+from functools import partial
 from time import time
 
 import msgspec
@@ -22,9 +24,18 @@ from cleave.gateway.translation.chat_types import (
     FunctionCall,
     decode_complete,
 )
+from cleave.gateway.translation.responses_tools import ToolName, ToolNames
 
 Item = dict[str, object]
 
+
+class FreeText(msgspec.Struct, gc=False):
+    """The arguments of a call of a tool that takes free text."""
+
+    input: str
+
+
+_decode_free_text = msgspec.json.Decoder(FreeText).decode
 _encode = msgspec.json.Encoder().encode
 _DEFAULTS: Item = {
     "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
@@ -46,8 +57,9 @@ _ERROR_CODES = {
 class ResponsesAnswer:
     """One answer to /v1/responses."""
 
-    def __init__(self, fields: Fields) -> None:
-        """`fields`: of the request."""
+    def __init__(self, fields: Fields, tools: ToolNames) -> None:
+        """`fields`: of the request; `tools`: by the names that the engine knows."""
+        self._tools = tools
         self._request = _DEFAULTS | {
             name: value
             for name, value in fields.items()
@@ -65,7 +77,7 @@ class ResponsesAnswer:
         self._text: list[str] = []
         """Of the open block."""
         self._delta_prefix = b""
-        """A delta of the open block up to its text."""
+        """A delta of the open block up to its text; empty: its text is sent when it is complete."""
 
     def build_body(self, body: bytes) -> bytes:
         """The response object for a complete response. Raises msgspec.MsgspecError."""
@@ -73,7 +85,7 @@ class ResponsesAnswer:
         self._set_frame(chat)
         choice = chat.choices[0] if chat.choices else AnswerChoice()
         for block, text in self._list_blocks(choice.message or AnswerMessage()):
-            self._output.append(block.build_item(text, "completed"))
+            self._output.append(block.build_item(block.read_text(text), "completed"))
         return _encode(self._build_ended(choice, chat.usage or AnswerUsage()))
 
     def build_error(self, status: int, body: bytes) -> bytes:
@@ -98,11 +110,13 @@ class ResponsesAnswer:
 
     def open_tool_call(self, call_id: str, name: str) -> bytes:
         """A call of a function begins."""
-        return self._open(_CallBlock(self._make_item_id("fc"), call_id, name))
+        return self._open(self._make_call(self._make_item_id, call_id, name))
 
     def add_text(self, text: str) -> bytes:
         """More of the open block."""
         self._text.append(text)
+        if not self._delta_prefix:
+            return b""
         number, self._sequence = self._sequence, self._sequence + 1
         return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_prefix, _encode(text), number)
 
@@ -110,11 +124,14 @@ class ResponsesAnswer:
         """The open block is complete."""
         block, self._block = self._block, None
         assert block is not None
-        text = "".join(self._text)
+        text = block.read_text("".join(self._text))
         place: Item = {"item_id": block.item_id, "output_index": len(self._output)}
         if block.part is not None:
             place["content_index"] = 0
-        events = self._build_event(f"{block.event}.done", {**place, **block.describe_text(text)})
+        events = b""
+        if not self._delta_prefix and text:
+            events = self._build_event(f"{block.event}.delta", {**place, "delta": text})
+        events += self._build_event(f"{block.event}.done", {**place, **block.describe_text(text)})
         if block.part is not None:
             part = block.build_part(text)
             events += self._build_event("response.content_part.done", {**place, "part": part})
@@ -131,7 +148,8 @@ class ResponsesAnswer:
     def fail(self, error: AnswerError) -> bytes:
         """The response breaks off."""
         if self._block is not None:
-            self._output.append(self._block.build_item("".join(self._text), "incomplete"))
+            text = self._block.read_text("".join(self._text))
+            self._output.append(self._block.build_item(text, "incomplete"))
         code = _ERROR_CODES.get(error.type, "server_error")
         failure = {"error": {"code": code, "message": error.message}}
         response = self._build_response("failed") | failure
@@ -144,6 +162,14 @@ class ResponsesAnswer:
     def _make_item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._id}_{len(self._output)}"
 
+    def _make_call(
+        self, make_id: Callable[[str], str], call_id: str, function: str
+    ) -> "_ItemBlock":
+        tool = self._tools.get(function) or ToolName(function)
+        if tool.is_free_text:
+            return _FreeTextBlock(make_id("ctc"), call_id, tool)
+        return _CallBlock(make_id("fc"), call_id, tool)
+
     def _list_blocks(self, message: AnswerMessage) -> "list[tuple[_ItemBlock, str]]":
         """(block, its text) of a complete message."""
         name = f"{self._id}_%d"
@@ -154,9 +180,10 @@ class ResponsesAnswer:
             blocks.append((_TextBlock(f"msg_{name % len(blocks)}"), message.content))
         for at, call in enumerate(message.tool_calls or ()):
             function = call.function or FunctionCall()
-            call_id, item_id = call.id or f"call_{at}", f"fc_{name % len(blocks)}"
-            block = _CallBlock(item_id, call_id, function.name or "")
-            blocks.append((block, function.arguments or ""))
+            call_id, number = call.id or f"call_{at}", name % len(blocks)
+            make_id = partial("{1}_{0}".format, number)
+            call_block = self._make_call(make_id, call_id, function.name or "")
+            blocks.append((call_block, function.arguments or ""))
         return blocks
 
     def _open(self, block: "_ItemBlock") -> bytes:
@@ -173,7 +200,9 @@ class ResponsesAnswer:
         # A delta is encoded for each token, so all of it but text and number is built once.
         kind = f"{block.event}.delta"
         fields = _encode({"type": kind, **place, **block.delta_fields})[:-1]
-        self._delta_prefix = b'event: %b\ndata: %b,"delta":' % (kind.encode(), fields)
+        self._delta_prefix = b""
+        if not block.is_buffered:
+            self._delta_prefix = b'event: %b\ndata: %b,"delta":' % (kind.encode(), fields)
         return events
 
     def _build_ended(self, choice: AnswerChoice, usage: AnswerUsage) -> Item:
@@ -206,6 +235,8 @@ class _ItemBlock:
     part: str | None = None
     """Type of its content; None: it has no content."""
     delta_fields: Item = {}  # noqa: RUF012 - never changed
+    is_buffered = False
+    """Whether its text is sent when it is complete."""
 
     def __init__(self, item_id: str) -> None:
         self.item_id = item_id
@@ -221,6 +252,10 @@ class _ItemBlock:
     def describe_text(self, text: str) -> Item:
         """Its text in a done event."""
         return {"text": text}
+
+    def read_text(self, text: str) -> str:
+        """Its text, from what the engine wrote."""
+        return text
 
 
 class _TextBlock(_ItemBlock):
@@ -253,17 +288,39 @@ class _ReasoningBlock(_ItemBlock):
 class _CallBlock(_ItemBlock):
     event = "response.function_call_arguments"
 
-    def __init__(self, item_id: str, call_id: str, name: str) -> None:
+    def __init__(self, item_id: str, call_id: str, tool: ToolName) -> None:
         super().__init__(item_id)
         self._call_id = call_id
-        self._name = name
+        self._tool = tool
 
     def build_item(self, text: str, status: str) -> Item:
         item: Item = {"id": self.item_id, "type": "function_call", "status": status}
-        return item | {"call_id": self._call_id, "name": self._name, "arguments": text}
+        if self._tool.namespace is not None:
+            item["namespace"] = self._tool.namespace
+        return item | {"call_id": self._call_id, "name": self._tool.name, "arguments": text}
 
     def describe_text(self, text: str) -> Item:
-        return {"name": self._name, "arguments": text}
+        return {"name": self._tool.name, "arguments": text}
+
+
+class _FreeTextBlock(_CallBlock):
+    """A call of a tool that takes free text, which the engine writes as an argument."""
+
+    event = "response.custom_tool_call_input"
+    is_buffered = True
+
+    def build_item(self, text: str, status: str) -> Item:
+        item: Item = {"id": self.item_id, "type": "custom_tool_call", "status": status}
+        return item | {"call_id": self._call_id, "name": self._tool.name, "input": text}
+
+    def describe_text(self, text: str) -> Item:
+        return {"input": text}
+
+    def read_text(self, text: str) -> str:
+        try:
+            return _decode_free_text(text).input
+        except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+            return text
 
 
 def _build_usage(usage: AnswerUsage) -> Item:

@@ -13,7 +13,6 @@ from cleave.gateway.http.errors import build_bad_request
 from cleave.gateway.translation.request_fields import (
     EMPTY_TEXT,
     FLAG,
-    INTEGER,
     MAX_CONFIG_BYTES,
     TEXT,
     TEXTS,
@@ -22,7 +21,6 @@ from cleave.gateway.translation.request_fields import (
     ObjectReader,
     Piece,
     build_unsupported,
-    check_names,
     check_text,
     copy_engine_fields,
     decode_field,
@@ -30,28 +28,30 @@ from cleave.gateway.translation.request_fields import (
     is_list,
     is_text,
     read_list,
+    refuse_fields,
+)
+from cleave.gateway.translation.responses_tools import (
+    TOOL_CHOICE,
+    ResponsesToolSet,
+    ToolNames,
+    join_names,
 )
 from cleave.time_slices import Steps
 
-_TRANSLATED = frozenset((
-    "input", "instructions", "max_output_tokens", "metadata", "model", "parallel_tool_calls",
-    "reasoning", "service_tier", "stream", "text", "tool_choice", "tools", "user",
-))  # fmt: skip
-_IGNORED = frozenset((
-    "access_programs", "background", "include", "max_tool_calls", "moderation", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "store",
-    "stream_options", "top_logprobs", "truncation",
-))  # fmt: skip
-"""About OpenAI's service and its own tools; some of their values are refused below."""
-KNOWN = _TRANSLATED | _IGNORED
 REFUSED = {
-    "context_management": "shorten input in the client",
     "conversation": "nothing is stored here, so send the whole conversation in input",
-    "image": "models here answer with text",
+    "previous_input_messages": "send the whole conversation in input",
     "previous_response_id": "nothing is stored here, so send the whole conversation in input",
     "prompt": "nothing is stored here, so send the prompt's text in instructions and input",
 }
-_IGNORED_INCLUDES = ("reasoning.encrypted_content",)
+_LOGPROBS = "message.output_text.logprobs"
+_HOSTED_ITEMS = frozenset((
+    "code_interpreter_call", "configuration_update", "file_search_call", "image_generation_call",
+    "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools",
+    "tool_search_call", "web_search_call",
+))  # fmt: skip
+"""What OpenAI's servers or a client did meanwhile; messages after it have the results."""
+_DETAILS = ("auto", "high", "low")
 
 
 class Part(msgspec.Struct, gc=False):
@@ -73,25 +73,12 @@ class Item(msgspec.Struct, gc=False):
     call_id: msgspec.Raw = EMPTY_TEXT
     name: msgspec.Raw = EMPTY_TEXT
     arguments: msgspec.Raw = EMPTY_TEXT
+    namespace: msgspec.Raw = EMPTY_TEXT
+    input: msgspec.Raw = EMPTY_TEXT
     output: msgspec.Raw = EMPTY_TEXT
     summary: msgspec.Raw = EMPTY_TEXT
-
-
-class ResponsesTool(msgspec.Struct, gc=False):
-    """A tool that the client runs."""
-
-    type: str
-    name: msgspec.Raw = EMPTY_TEXT
-    description: msgspec.Raw = EMPTY_TEXT
-    parameters: msgspec.Raw = msgspec.Raw(b"null")
-    strict: bool | None = None
-
-
-class ResponsesToolChoice(msgspec.Struct, gc=False):
-    """The function that the model must call."""
-
-    type: str
-    name: str = ""
+    tools: msgspec.Raw = msgspec.Raw(b"[]")
+    status: str | None = None
 
 
 class Reasoning(msgspec.Struct, gc=False):
@@ -115,67 +102,63 @@ class TextConfig(msgspec.Struct, gc=False):
     format: TextFormat | None = None
 
 
-_ITEMS, _PARTS, _TOOLS = ObjectReader(Item), ObjectReader(Part), ObjectReader(ResponsesTool)
+_ITEMS, _PARTS = ObjectReader(Item), ObjectReader(Part)
+_TRUE, _FALSE = msgspec.Raw(b"true"), msgspec.Raw(b"false")
 _LIMIT: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 _REASONING = msgspec.json.Decoder(Reasoning)
 _TEXT_CONFIG = msgspec.json.Decoder(TextConfig)
-_TOOL_CHOICE: msgspec.json.Decoder[str | ResponsesToolChoice | None] = msgspec.json.Decoder(
-    str | ResponsesToolChoice | None
-)
 
 
-def convert_responses_request(fields: Fields) -> Steps[Fields]:
-    """The chat completion of a request to /v1/responses. Raises GatewayError (400)."""
-    check_names(fields, KNOWN, REFUSED)
-    _refuse_values(fields)
-    chat = copy_engine_fields(fields)
-    for name in ("service_tier", "user"):
-        if name in fields:
-            chat[name] = fields[name]
-    chat["messages"] = yield from _convert_input(fields)
+def convert_responses_request(fields: Fields) -> Steps[tuple[Fields, ToolNames]]:
+    """(the chat completion of a request to /v1/responses, the tools behind its functions). Raises
+    GatewayError (400)."""
+    refuse_fields(fields, REFUSED)
+    chat, tools = copy_engine_fields(fields) | _convert_values(fields), ResponsesToolSet()
+    if "tools" in fields:
+        yield from tools.add_all(fields["tools"], "tools")
+    chat |= yield from _convert_input(fields, tools)
+    choice = decode_field(fields, "tool_choice", TOOL_CHOICE, None, limit=MAX_CONFIG_BYTES)
+    functions, chosen = yield from tools.write(choice)
+    if functions is not None:
+        chat["tools"] = functions
+        if "parallel_tool_calls" in fields:
+            chat["parallel_tool_calls"] = fields["parallel_tool_calls"]
+        if chosen is not None:
+            chat["tool_choice"] = encode_raw(chosen)
+    config = decode_field(fields, "text", _TEXT_CONFIG, TextConfig(), limit=MAX_CONFIG_BYTES)
+    output_format = _convert_format(config)
+    if output_format is not None:
+        chat["response_format"] = encode_raw(output_format)
+    return chat, tools.names
+
+
+def _convert_values(fields: Fields) -> Fields:
+    """Short values; those are refused that an answer would silently not honour."""
+    if decode_field(fields, "background", FLAG, False):
+        raise build_unsupported("background", "true", "a stream, or false")
+    includes: list[str] = decode_field(fields, "include", TEXTS, [])
+    if _LOGPROBS in includes:
+        raise build_unsupported("include", _LOGPROBS, "/v1/chat/completions with logprobs")
+    chat: Fields = {name: fields[name] for name in ("service_tier", "user") if name in fields}
+    if decode_field(fields, "truncation", TEXT, "disabled") == "auto":
+        chat["truncate_prompt_tokens"] = msgspec.Raw(b"-1")
     limit = decode_field(fields, "max_output_tokens", _LIMIT, None)
     if limit is not None:
         if limit < 1:
             message = f"max_output_tokens is {limit}: it must be at least 1"
             raise build_bad_request(message, "max_output_tokens")
         chat["max_completion_tokens"] = encode_raw(limit)
-    tools = (yield from _convert_tools(fields["tools"])) if "tools" in fields else None
-    choice = _convert_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
-    if tools is not None:
-        chat["tools"] = tools
-        if "parallel_tool_calls" in fields:
-            chat["parallel_tool_calls"] = fields["parallel_tool_calls"]
-        if choice is not None:
-            chat["tool_choice"] = encode_raw(choice)
     reasoning = decode_field(fields, "reasoning", _REASONING, Reasoning())
     if reasoning.effort is not None:
         chat["reasoning_effort"] = encode_raw(reasoning.effort)
-    config = decode_field(fields, "text", _TEXT_CONFIG, TextConfig(), limit=MAX_CONFIG_BYTES)
-    output_format = _convert_format(config)
-    if output_format is not None:
-        chat["response_format"] = encode_raw(output_format)
     return chat
-
-
-def _refuse_values(fields: Fields) -> None:
-    """Refuse values that an answer would silently not honour."""
-    if decode_field(fields, "background", FLAG, False):
-        raise build_unsupported("background", "true", "a stream, or false")
-    if decode_field(fields, "top_logprobs", INTEGER, 0):
-        raise build_unsupported("top_logprobs", "above 0", "/v1/chat/completions, or 0")
-    truncation = decode_field(fields, "truncation", TEXT, "disabled")
-    if truncation != "disabled":
-        raise build_unsupported("truncation", truncation, "disabled, and shorten input yourself")
-    includes: list[str] = decode_field(fields, "include", TEXTS, [])
-    for at, name in enumerate(includes):
-        if name not in _IGNORED_INCLUDES:
-            raise build_unsupported(f"include[{at}]", name, " or ".join(_IGNORED_INCLUDES))
 
 
 class _Conversation:
     """Writes the messages of a chat. Items of the model are collected until its turn ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: ResponsesToolSet) -> None:
+        self.tools = tools
         self.messages = JsonText(b"[")
         self.role = ""
         """Of the open message; empty: there is none."""
@@ -212,10 +195,10 @@ class _Conversation:
         self.text, self.calls = JoinedText(), JsonText(b"[")
 
 
-def _convert_input(fields: Fields) -> Steps[msgspec.Raw]:
+def _convert_input(fields: Fields, tools: ResponsesToolSet) -> Steps[Fields]:
     if "input" not in fields:
         raise build_bad_request("you must provide input: a text or a list of items", "input")
-    given, chat = fields["input"], _Conversation()
+    given, chat, ending = fields["input"], _Conversation(tools), Fields()
     instructions = check_text(fields.get("instructions", EMPTY_TEXT), "instructions")
     if instructions != EMPTY_TEXT:
         yield from chat.begin("system")
@@ -233,27 +216,29 @@ def _convert_input(fields: Fields) -> Steps[msgspec.Raw]:
             )
             yield from _add_item(chat, item, path)
             yield
+        if item.role == "assistant" and item.status in ("in_progress", "incomplete"):
+            # The answer goes on where the message was cut short, as vLLM does.
+            ending = {"continue_final_message": _TRUE, "add_generation_prompt": _FALSE}
     yield from chat.end()
-    return chat.messages.end_list()
+    return ending | {"messages": chat.messages.end_list()}
 
 
 def _add_item(chat: _Conversation, item: Item, path: str) -> Steps[None]:
     """Add an item's message, or extend the open one."""
     if item.type == "message":
         yield from _add_message(chat, item, path)
-    elif item.type == "function_call":
-        yield from chat.begin_model_turn()
-        yield from chat.calls.add(b'{"id":', check_text(item.call_id, f"{path}.call_id"))
-        name = check_text(item.name, f"{path}.name")
-        yield from chat.calls.add(b',"type":"function","function":{"name":', name)
-        arguments = check_text(item.arguments, f"{path}.arguments")
-        yield from chat.calls.add(b',"arguments":', arguments, b"}},")
-    elif item.type == "function_call_output":
+    elif item.type in ("function_call", "custom_tool_call"):
+        yield from _add_call(chat, item, path)
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
         yield from chat.end()
-        text = yield from _read_text(item.output, f"{path}.output")
         call_id = check_text(item.call_id, f"{path}.call_id")
-        yield from chat.messages.add(b'{"role":"tool","tool_call_id":', call_id)
-        yield from chat.messages.add(b',"content":', text, b"},")
+        yield from chat.messages.add(b'{"role":"tool","tool_call_id":', call_id, b',"content":')
+        output, place = item.output, f"{path}.output"
+        if is_list(output):
+            output = yield from _read_parts(output, place, joins_texts=True)
+        else:
+            output = check_text(output, place)
+        yield from chat.messages.add(output, b"},")
     elif item.type == "reasoning":
         is_whole = is_list(item.content) and len(item.content) > len(b"[]")
         yield from chat.begin_model_turn(thinks=True)
@@ -263,9 +248,27 @@ def _add_item(chat: _Conversation, item: Item, path: str) -> Steps[None]:
         if is_list(thoughts):
             thought = yield from _read_text(thoughts, place, any_type=True)
         yield from chat.reasoning.add(thought)
-    else:
-        allowed = "message, function_call, function_call_output or reasoning"
+    elif item.type in ("additional_tools", "tool_search_output"):
+        yield from chat.tools.add_all(item.tools, f"{path}.tools")
+    elif item.type not in _HOSTED_ITEMS:
+        allowed = "messages, calls of functions and custom tools, their outputs, or reasoning"
         raise build_unsupported(f"{path}.type", item.type, allowed)
+
+
+def _add_call(chat: _Conversation, item: Item, path: str) -> Steps[None]:
+    yield from chat.begin_model_turn()
+    name = check_text(item.name, f"{path}.name")
+    if check_text(item.namespace, f"{path}.namespace") != EMPTY_TEXT:
+        name = join_names(item.namespace, name)
+    yield from chat.calls.add(b'{"id":', check_text(item.call_id, f"{path}.call_id"))
+    yield from chat.calls.add(b',"type":"function","function":{"name":', name)
+    if item.type == "function_call":
+        arguments = check_text(item.arguments, f"{path}.arguments")
+        yield from chat.calls.add(b',"arguments":', arguments, b"}},")
+    else:
+        given = JsonText(b'{"input":')
+        yield from given.add(check_text(item.input, f"{path}.input"))
+        yield from chat.calls.add_quoted(b',"arguments":', given.to_raw(b"}"), b"}},")
 
 
 def _add_message(chat: _Conversation, item: Item, path: str) -> Steps[None]:
@@ -308,29 +311,35 @@ def _read_text(raw: msgspec.Raw, path: str, *, any_type: bool = False) -> Steps[
 def _add_user_message(chat: _Conversation, content: msgspec.Raw, path: str) -> Steps[None]:
     """A user's content: its text, or parts with pictures."""
     yield from chat.end()
-    messages, written = chat.messages, JsonText(b"[")
-    if not is_list(content):
-        text = check_text(content, path)
-        yield from messages.add(b'{"role":"user","content":', text, b"},")
-        return
+    text = (yield from _read_parts(content, path)) if is_list(content) else content
+    text = text if is_list(text) else check_text(text, path)
+    yield from chat.messages.add(b'{"role":"user","content":', text, b"},")
+
+
+def _read_parts(
+    content: msgspec.Raw, path: str, *, joins_texts: bool = False
+) -> Steps[msgspec.Raw]:
+    """Parts of a chat's message; of a single text, the text, or if `joins_texts`, of several."""
+    written, joined = JsonText(b"["), JoinedText()
     parts = yield from read_list(content, path)
     for number in range(len(parts)):
         place = f"{path}[{number}]"
         part = _PARTS.read(parts[number], place) or (
             yield from _PARTS.read_long(parts[number], place)
         )
-        pieces, only_text = _convert_part(part, place)
-        if len(parts) == 1 and only_text is not None:
-            yield from messages.add(b'{"role":"user","content":', only_text, b"},")
-            return
+        pieces, text = _convert_part(part, place)
+        if text is not None:
+            yield from joined.add(text)
         yield from written.add(*pieces, b",")
         yield
-    yield from messages.add(b'{"role":"user","content":', written.end_list(), b"},")
+    if joined.count == len(parts) and (joins_texts or len(parts) == 1):
+        return joined.to_raw()
+    return written.end_list()
 
 
 def _convert_part(part: Part, path: str) -> tuple[list[Piece], msgspec.Raw | None]:
     """(a part of a message, its text); the text is None of an image."""
-    if part.type in ("input_text", "text"):
+    if part.type in ("input_text", "output_text", "text"):
         text = check_text(part.text, f"{path}.text")
         return [b'{"type":"text","text":', text, b"}"], text
     if part.type != "input_image":
@@ -339,46 +348,9 @@ def _convert_part(part: Part, path: str) -> tuple[list[Piece], msgspec.Raw | Non
     if url == EMPTY_TEXT:
         message = "nothing is stored here, so send the picture as a URL or a data URL"
         raise build_bad_request(f"{path}.image_url is missing: {message}", f"{path}.image_url")
-    after = b',"detail":%b}}' % bytes(encode_raw(part.detail)) if part.detail else b"}}"
+    detail = part.detail if part.detail in _DETAILS else None
+    after = b',"detail":"%b"}}' % detail.encode() if detail is not None else b"}}"
     return [b'{"type":"image_url","image_url":{"url":', url, after], None
-
-
-def _convert_tools(raw: msgspec.Raw) -> Steps[msgspec.Raw | None]:
-    """The functions; None: there are none."""
-    functions = JsonText(b"[")
-    tools = yield from read_list(raw, "tools")
-    for number in range(len(tools)):
-        path = f"tools[{number}]"
-        tool = _TOOLS.read(tools[number], path) or (
-            yield from _TOOLS.read_long(tools[number], path)
-        )
-        if tool.type != "function":
-            raise build_unsupported(f"{path}.type", tool.type, "function, which the client runs")
-        name = check_text(tool.name, f"{path}.name")
-        if name == EMPTY_TEXT:
-            raise build_bad_request(f"{path}.name must name the function", f"{path}.name")
-        yield from functions.add(b'{"type":"function","function":{"name":', name)
-        yield from functions.add(b',"parameters":', tool.parameters)
-        description = check_text(tool.description, f"{path}.description")
-        if description != EMPTY_TEXT:
-            yield from functions.add(b',"description":', description)
-        if tool.strict is not None:
-            yield from functions.add(b',"strict":true' if tool.strict else b',"strict":false')
-        yield from functions.add(b"}},")
-        yield
-    return functions.end_list() if tools else None
-
-
-def _convert_tool_choice(choice: str | ResponsesToolChoice | None) -> object:
-    if choice is None:
-        return None
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            raise build_unsupported("tool_choice", choice, "auto, none, required or a function")
-        return choice
-    if choice.type != "function":
-        raise build_unsupported("tool_choice.type", choice.type, "function")
-    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _convert_format(config: TextConfig) -> object:

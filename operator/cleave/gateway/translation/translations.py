@@ -52,8 +52,8 @@ def _convert_messages(body: Body) -> Steps[Translation]:
 
 def _convert_responses(body: Body) -> Steps[Translation]:
     fields = yield from read_request(body)
-    chat = yield from convert_responses_request(fields)
-    return (yield from _build_chat(chat, ResponsesAnswer(fields)))
+    chat, names = yield from convert_responses_request(fields)
+    return (yield from _build_chat(chat, ResponsesAnswer(fields, names)))
 
 
 def _convert_count(body: Body) -> Steps[Translation]:

@@ -30,3 +30,8 @@ class ModelNames:
     def restore_in_text(self, body: bytes) -> bytes:
         """An engine's error, whose sentence may contain its name."""
         return body.replace(self._engine_name, self._client_name)
+
+
+def find_names(client_name: str, engine_name: str) -> ModelNames | None:
+    """The names of an adapter that was loaded at run time; None: engines use the client's."""
+    return ModelNames(client_name, engine_name) if engine_name else None
