@@ -239,7 +239,7 @@ def _get_role(message: object) -> str:
 def _get_content(message: dict[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        parts = [_get_part_text(part) for part in content]
         if not all(isinstance(part, str) for part in parts):
             raise build_bad_request("Only text parts are emulated.", "messages")
         return "\n".join(str(part) for part in parts)
@@ -248,12 +248,25 @@ def _get_content(message: dict[str, Any]) -> str:
     return content or ""
 
 
+def _get_part_text(part: object) -> object:
+    if not isinstance(part, dict):
+        return None
+    return part.get("name" if part.get("type") == "tool_reference" else "text")
+
+
 def _parse_max_tokens(body: dict[str, Any], chat: bool, prompt_len: int, max_model_len: int) -> int:
     limit = _parse_integer(body, "max_completion_tokens" if chat else "max_tokens", None)
     if limit is None:
         limit = _parse_integer(body, "max_tokens", None if chat else _DEFAULT_COMPLETION_TOKENS)
     if limit is not None and limit < 1:
         raise build_bad_request(f"max_tokens must be at least 1, got {limit}.", "max_tokens")
+    if prompt_len >= max_model_len:
+        raise build_bad_request(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt"
+            f" contains {prompt_len} input tokens, which exceeds this limit even without any output"
+            " tokens. Please reduce the length of the input prompt.",
+            "input_tokens",
+        )
     if prompt_len + (limit or 1) > max_model_len:
         raise build_bad_request(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested"
