@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
 from cleave.api.enums import FallbackPolicy
 from cleave.gateway.proxy import attempt
+from cleave.rpc.v1 import agent_pb2
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -419,6 +421,58 @@ async def test_a_request_that_times_out_everywhere_is_a_gateway_timeout(make_sta
     await stage.until(
         lambda: all(r.cut for e in stage.engines.values() for r in e.requests), "all are stopped"
     )
+
+
+async def report_steps(stage) -> None:
+    """What agents of engines that work report."""
+    while True:
+        for name in stage.engines:
+            load = agent_pb2.LoadReport(boot_id=f"boot-{name}", sampled_ns=time.time_ns())
+            event = agent_pb2.WatchEvent(load=load)
+            stage.context.router.registry.on_event(name, event, stage.context.clock())
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("body", [ASK, STREAM])
+@pytest.mark.parametrize(
+    "roles", [{"p": "prefill", "d": "decode", "p2": "prefill"}, {"x": "mixed"}]
+)
+async def test_what_a_working_engine_needs_more_time_for_is_computed_once(
+    make_stage, roles: dict, body: dict
+) -> None:
+    stage = await make_stage(roles | {"y": "mixed"}, first_byte_s=0.4, response_s=0.4)
+    for engine in stage.engines.values():
+        engine.script = hang
+    reports = asyncio.create_task(report_steps(stage))
+    response = await stage.ask(body)
+    reports.cancel()
+    assert (response.status, response.error["code"]) == (504, "engine_timeout")
+    assert "though an engine works on it" in response.error["message"]
+    assert sum(len(engine.requests) for engine in stage.engines.values()) == 1
+    assert not stage.context.circuit_breaker.failure_states
+    await stage.until_idle()
+
+
+async def test_a_role_is_the_first_byte_of_an_engine_that_works(make_stage) -> None:
+    """It hides the reasoning, or parses a call that it writes in one piece."""
+    stage = await make_stage({"x": "mixed", "y": "mixed"}, first_byte_s=0.4, response_s=20.0)
+
+    async def think(engine, request, writer):
+        engine.send_stream_head(writer)
+        engine.send_chunk(writer, ROLE)
+        await writer.drain()
+        await asyncio.sleep(1.5)
+        for event in (engine.event("one"), b"data: [DONE]\n\n"):
+            engine.send_chunk(writer, event)
+        writer.write(b"0\r\n\r\n")
+
+    for engine in stage.engines.values():
+        engine.script = think
+    reports = asyncio.create_task(report_steps(stage))
+    response = await stage.ask(STREAM)
+    reports.cancel()
+    assert response.events[-1] == b"data: [DONE]"
+    assert sum(len(engine.requests) for engine in stage.engines.values()) == 1
 
 
 async def test_each_attempt_has_an_id_of_its_own(two_of_each) -> None:

@@ -105,10 +105,10 @@ EVENT_TOO_LONG = build_engine_error(
 
 RESPONSE_TOO_SLOW = build_engine_error(
     HTTPStatus.GATEWAY_TIMEOUT,
-    "the answer takes longer than the gateway waits for one that is not streamed: stream it, or "
-    "request fewer tokens or choices",
+    "the answer takes longer than the gateway waits for it, though an engine works on it: stream "
+    "it, send a shorter prompt, or request fewer tokens or choices",
 )
-"""A response that is not streamed is not complete in time, though its engine works."""
+"""A response is not complete, or a stream has not begun, in time, though its engine works."""
 
 ADAPTER_CHANGED = build_engine_error(
     HTTPStatus.BAD_GATEWAY,

@@ -180,11 +180,6 @@ class Attempt:
         """The instance that works on the request now."""
         return self.prefill or self.pick.decode
 
-    @property
-    def computes_answer(self) -> bool:
-        """Whether an engine computes an answer that is not streamed now."""
-        return self.prefill is None and not self._completion.stream
-
     # --- what the proxied request calls ---
 
     def start(self) -> None:
@@ -207,7 +202,23 @@ class Attempt:
                 fields = build_prefill_fields(completion, build_prefix_source_params(source))
             self._send(prefill, fields)
 
-    def has_stalled(self, now: float) -> bool:
+    def find_timeout(self, now: float) -> Failure | None:
+        """Whether its next bytes take too long. What takes a working engine longer would take any
+        other as long; but before its first bytes a decode engine may wait for KV in vain."""
+        if self.streaming and self._has_stalled(now):
+            return Failure.STALL
+        if now <= self.deadline:
+            return None
+        # Engines may hide the reasoning before an answer, or parse a call, after the role.
+        has_begun = self.streaming or bool(self._stream_start)
+        waits = self.prefill is None and self.pick.prefill is not None and self._completion.stream
+        if (waits and not has_begun) or not self.is_working(now):
+            return Failure.TIMEOUT
+        since = self.deadline if self.streaming else self.sent_at
+        is_late = now - since > self._context.config.timeouts.response_s
+        return None if has_begun and not is_late else Failure.TOO_LONG
+
+    def _has_stalled(self, now: float) -> bool:
         """Whether all streams of the engine are silent, and it reports no steps, for too long."""
         detector, timeout_s = self.stall_detector, self.stall_detector.compute_stall_timeout_s()
         self.is_working(now)

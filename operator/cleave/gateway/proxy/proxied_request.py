@@ -40,6 +40,7 @@ from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.proxy.retry_state import RetryDecision, RetryState, pick_for
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError, make_relay
 from cleave.gateway.proxy.token_charge import bound_unseen, count_charged
+from cleave.gateway.proxy.waiting_client import SILENCE_S, send_comment
 from cleave.gateway.upstream.answers import NoAnswerError, read_usage
 from cleave.gateway.upstream.collected_answer import AnswerBody, Pieces
 from cleave.gateway.upstream.connection_pool import UpstreamCall
@@ -100,7 +101,9 @@ class ProxiedRequest:
         """When the client last began to read more slowly than the stream came; 0: it never has."""
         self._max_model_len = -1
         """The largest of the model's instances, in tokens; below 0: not looked up yet."""
-        self._started_at = context.clock()
+        self._has_written = False
+        """Whether anything of a stream was sent since the sweeper looked last."""
+        self._silent_since = self._started_at = context.clock()
 
     @property
     def model(self) -> str:
@@ -153,9 +156,9 @@ class ProxiedRequest:
             self._attempt.set_paused(blocked)
 
     def check_deadline(self, now: float) -> None:
-        """Check the deadline, which moves with every piece of a stream. A stream may be silent
-        while its engine works: clients may ask for many tokens in an event, and engines hold the
-        arguments of tool calls back. Then it may take as long as an answer that is not streamed."""
+        """Check the deadline, which moves with every piece of a stream. While its engine works, as
+        on arguments of a tool call, it may be silent for as long as a whole answer may take."""
+        self._send_comment(now)
         attempt = self._attempt
         if attempt is None:
             if self._retry_state is not None and self._retry_state.check_retry_due(now):
@@ -170,19 +173,21 @@ class ProxiedRequest:
             if now > attempt.deadline:
                 self._release("cancelled")
                 self._client.drop()
-        elif not attempt.streaming:
-            if now > attempt.deadline:
-                # Another engine would need as long for the same answer.
-                is_slow = attempt.computes_answer and attempt.is_working(now)
-                error = errors.RESPONSE_TOO_SLOW if is_slow else None
-                failure = Failure.TOO_LONG if is_slow else Failure.TIMEOUT
-                self.on_attempt_failed(failure, "took too long", error)
-        elif attempt.has_stalled(now):
-            self.on_attempt_failed(Failure.STALL, "stopped in the middle of its streams")
-        elif now > attempt.deadline:
-            silence_s = now - attempt.deadline
-            if not attempt.is_working(now) or silence_s > self._context.config.timeouts.response_s:
-                self.on_attempt_failed(Failure.TIMEOUT, "took too long")
+        elif failure := attempt.find_timeout(now):
+            is_stall = failure is Failure.STALL
+            reason = "stopped in the middle of its streams" if is_stall else "took too long"
+            error = errors.RESPONSE_TOO_SLOW if failure is Failure.TOO_LONG else None
+            self.on_attempt_failed(failure, reason, error)
+
+    def _send_comment(self, now: float) -> None:
+        """Send a comment to the client of a stream who has received nothing for long."""
+        if self._has_written:
+            self._has_written, self._silent_since = False, now
+        elif now - self._silent_since > SILENCE_S and not self._client.blocked:
+            self._silent_since = now
+            if self._completion.stream and self._completion.report is not None:
+                has_begun = self._relay is not None
+                self._client = send_comment(self._client, self._request_id, has_begun)
 
     # --- what the attempt calls ---
 
@@ -227,8 +232,8 @@ class ProxiedRequest:
             fields += headers.CONNECTION_CLOSE
         first = headers.build_stream_head(call.status, fields, self._request_id, client.chunked)
         names = find_names(self._completion.model, attempt.pick.engine_model)
-        options = first, client.chunked, now, names, context.buffer_budget
-        self._relay = make_relay(self._completion, *options)
+        options = client.chunked, now, names, context.buffer_budget
+        self._relay = make_relay(self._completion, first, *options)
 
     def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """A piece of the stream."""
@@ -252,6 +257,7 @@ class ProxiedRequest:
             self._abort_stream(relay, errors.build_engine_error(HTTPStatus.BAD_GATEWAY, reason))
             return
         if data:
+            self._has_written = True
             self._client.write(data)
         if self._last_piece_at:
             self._record_gap()
@@ -359,16 +365,10 @@ class ProxiedRequest:
 
     def _request_admission(self) -> None:
         """Ask the admission controller, which may queue or refuse the request."""
-        completion = self._completion
+        body = self._completion
+        options = body.model, body.prompt_tokens, self._started_at, body.is_flex
         try:
-            self._ticket = self._context.admission.admit_or_queue(
-                self,
-                self._tenant,
-                completion.model,
-                completion.prompt_tokens,
-                self._started_at,
-                completion.is_flex,
-            )
+            self._ticket = self._context.admission.admit_or_queue(self, self._tenant, *options)
         except GatewayError as error:
             self._respond_error(error, "shed")
             return
@@ -456,9 +456,8 @@ class ProxiedRequest:
 
     def _get_retry_state(self) -> RetryState:
         if self._retry_state is None:
-            self._retry_state = RetryState(
-                self._context, self._path, self._completion, self._sender
-            )
+            options = self._path, self._completion, self._sender
+            self._retry_state = RetryState(self._context, *options)
         return self._retry_state
 
     def _record_gap(self) -> None:
@@ -578,8 +577,8 @@ class ProxiedRequest:
         output = self._output_tokens if relay is None else relay.limit_tokens()
         if self._max_model_len < 0:
             self._max_model_len = context.router.registry.find_longest_model_len(completion.model)
-        prompt, longest = self.count_prompt(), self._max_model_len
-        return count_charged(completion, prompt, output + unseen, longest)
+        options = self.count_prompt(), output + unseen, self._max_model_len
+        return count_charged(completion, *options)
 
     def _bound_unseen(self, attempt: Attempt | None, relay: SseRelay | None) -> int:
         """The most unread tokens that the engine has generated for an attempt that ends now."""
