@@ -41,7 +41,7 @@ from scoring import ReportedCounts, Result, Seen, join, read_result, read_seen, 
 from traffic import PHASES, Day, Lengths, draw_day, read_lengths  # noqa: E402
 
 from cleave.simulator.trace import Trace  # noqa: E402
-from cleave.traffic.history import HistoryError  # noqa: E402
+from cleave.traffic.recordings.history_error import HistoryError  # noqa: E402
 
 from e2e.cluster.cluster import has_addresses  # noqa: E402
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cleave.simulator.trace import Trace
 from cleave.traffic import history
-from cleave.traffic.history import HistoryError
+from cleave.traffic.recordings import request_table
+from cleave.traffic.recordings.history_error import HistoryError
 
 PLAIN = "arrival_s,prompt_tokens,output_tokens"
 
@@ -156,15 +157,15 @@ def test_missing_columns_are_named_with_those_there_are(tmp_path) -> None:
 
 
 def test_files_that_are_no_text_or_too_large_or_absent_are_refused(tmp_path, monkeypatch) -> None:
-    assert "is not UTF-8 text (byte 0)" in fault(tmp_path / "trace.csv", b"\xff\xfe\x00\x01")
+    assert "is not UTF-8 text; convert it" in fault(tmp_path / "trace.csv", b"\xff\xfe\x00\x01")
     assert "not CSV: " in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,{'9' * 200_000}\n")
     with pytest.raises(HistoryError, match="No such file"):
         history.read_trace(tmp_path / "absent.csv")
     with pytest.raises(HistoryError, match="Is a directory"):
         history.read_trace(tmp_path)
-    monkeypatch.setattr(history, "MAX_REQUESTS", 1)
-    assert "1 can be read" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n2,1,1\n")
-    monkeypatch.setattr(history, "MAX_BYTES", 10)
+    monkeypatch.setattr(request_table, "MAX_REQUESTS", 1)
+    assert "holds over 1 requests" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n2,1,1\n")
+    monkeypatch.setattr(request_table, "MAX_BYTES", 10)
     assert "has over 0 MiB" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n")
 
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from cleave.policy.output_length import ConditionalMean
 from cleave.traffic import length_file, length_training
-from cleave.traffic.history import HistoryError
 from cleave.traffic.length_file import LengthsError, Score
 from cleave.traffic.length_training import CompletedRequests, read_requests, train
+from cleave.traffic.recordings.history_error import HistoryError
 
 NUM = 3_000
 

@@ -134,6 +134,8 @@ class Trace:
     """Output tokens that dispatch and admission assume; None: the actual ones."""
     blocks: PromptBlocks | None = None
     """Which prompts begin alike; None: no prompt repeats, so that nothing is found in caches."""
+    remarks: tuple[str, ...] = ()
+    """What was assumed or left out when it was read from a file, one sentence each."""
 
     def __len__(self) -> int:
         return len(self.arrival_ms)

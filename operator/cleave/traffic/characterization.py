@@ -24,6 +24,8 @@ _MIN_REQUESTS = 200
 """With fewer requests, random variation resembles waves, drift and unusual lengths."""
 _MIN_WINDOWS = 20
 """Dispersion needs at least this many windows, with on average this many requests each."""
+_MIN_REUSE = 0.05
+"""Share of repeated tokens below which plans do not count on it."""
 MAX_BURSTINESS = 20.0
 _MAX_RATE = 1_000_000
 
@@ -92,6 +94,7 @@ def characterize(trace: Trace) -> TraceDescription:
     misfits = [
         *([] if arrivals is None else _list_arrival_misfits(arrivals, len(trace))),
         *_list_length_misfits(prompts, outputs, correlation),
+        *_list_reuse_misfits(trace),
     ]
     if len(trace) < _MIN_REQUESTS:
         misfits = []
@@ -103,14 +106,14 @@ def characterize(trace: Trace) -> TraceDescription:
         outputs,
         correlation,
         tuple((limit, float(np.mean(trace.prompt_tokens > limit))) for limit in THRESHOLDS),
-        (*_list_cautions(trace, arrivals), *verdict),
+        (*trace.remarks, *_list_cautions(trace, arrivals), *verdict),
         not misfits,
     )
 
 
 def list_remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
     """Warnings about a demand for a plan with a model of that length, one sentence each."""
-    messages = []
+    messages = [*demand.remarks]
     cut = demand.compute_share_longer_than(max_model_len)
     if cut > 0:
         share = "less than 0.1%" if cut < 0.001 else f"{cut:.1%}"
@@ -135,7 +138,7 @@ def fit_workload(
     arrivals = _summarize_arrivals(trace) if trace.rate else None
     if rate is None:
         if arrivals is None:
-            raise DemandError("rate: the requests have no arrival times; set it")
+            raise DemandError(f"rate: {_explain_missing_rate(trace)}; set it")
         rate = arrivals.rate
     if not 0 < rate <= _MAX_RATE:
         raise DemandError(f"rate {rate:g}: must be above 0 and at most {_MAX_RATE:,} per second")
@@ -222,7 +225,7 @@ def _list_cautions(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
             f"record {_RECOMMENDED_REQUESTS:,} or more"
         )
     if arrivals is None:
-        cautions.append("no arrival times: set a rate and a burstiness")
+        cautions.append(f"{_explain_missing_rate(trace)}: set a rate and a burstiness")
     elif arrivals.peak_to_mean > 1.5 and _is_peak(arrivals, len(trace)):
         cautions.append(
             f"the busiest tenth of the recording has {arrivals.peak_to_mean:.1f} times the mean "
@@ -230,6 +233,12 @@ def _list_cautions(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
             "req/s"
         )
     return cautions
+
+
+def _explain_missing_rate(trace: Trace) -> str:
+    if len(trace) == 1:
+        return "one request has no rate"
+    return "the requests have no arrival times (such as arrival_s), or all the same"
 
 
 def _is_peak(arrivals: ArrivalSummary, num: int) -> bool:
@@ -277,6 +286,13 @@ def _list_length_misfits(
             "draws independently"
         )
     return misfits
+
+
+def _list_reuse_misfits(trace: Trace) -> list[str]:
+    share = float(trace.bound_cached_tokens().sum() / trace.prompt_tokens.sum())
+    if share < _MIN_REUSE:
+        return []
+    return [f"prompts repeat (up to {share:.0%} of their tokens), which a fit does not"]
 
 
 def round_significant(value: float) -> float:

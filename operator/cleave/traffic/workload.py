@@ -20,6 +20,7 @@ from cleave.api import workload as api
 from cleave.simulator.trace import MAX_BLOCKS_PER_PROMPT, PromptBlocks, Trace
 from cleave.traffic import history
 from cleave.traffic.conversations import Conversations, Turns
+from cleave.traffic.recordings.history_error import HistoryError
 
 TokenCounts = NDArray[np.int64]
 Values = NDArray[np.float64]
@@ -295,6 +296,8 @@ class Demand:
     source: RequestSource
     max_model_len: int | None = None
     """Prompts are truncated below it, outputs to the rest; None: no limit."""
+    remarks: tuple[str, ...] = ()
+    """What was assumed or left out when its trace was read, one sentence each."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and self.rate > 0):
@@ -387,17 +390,21 @@ def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
     if spec.trace is not None:
         try:
             trace = history.read_trace(base_dir / spec.trace.path)
-        except history.HistoryError as error:
+        except HistoryError as error:
             raise DemandError(str(error)) from error
-        if spec.rate is None:
-            return build_from_trace(trace)
-        if trace.blocks is not None and spec.reuse is None:
-            return Demand(spec.rate, TraceReplay(_bound_blocks(trace), spec.gap_variation))
-        return _add_reuse(resample_trace(trace, spec.rate, spec.gap_variation), spec)
+        return replace(_build_from_recording(trace, spec), remarks=trace.remarks)
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
         raise DemandError("rate: set it with promptTokens and outputTokens, or set a trace")
     lengths = IndependentLengths(*map(_build_marginal, (spec.prompt_tokens, spec.output_tokens)))
     return _add_reuse(Demand(spec.rate, GeneratedRequests(lengths, spec.gap_variation)), spec)
+
+
+def _build_from_recording(trace: Trace, spec: api.Workload) -> Demand:
+    if spec.rate is None:
+        return build_from_trace(trace)
+    if trace.blocks is not None and spec.reuse is None:
+        return Demand(spec.rate, TraceReplay(_bound_blocks(trace), spec.gap_variation))
+    return _add_reuse(resample_trace(trace, spec.rate, spec.gap_variation), spec)
 
 
 def build_from_trace(trace: Trace) -> Demand:

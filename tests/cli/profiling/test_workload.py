@@ -9,8 +9,8 @@ from typer.testing import CliRunner, Result
 from cleave.api.workload import Workload
 from cleave.cli.main import app
 from cleave.traffic import history, prometheus, published
-from cleave.traffic.history import HistoryError
 from cleave.traffic.prometheus import PrometheusTraffic
+from cleave.traffic.recordings.history_error import HistoryError
 from cleave.traffic.workload import Quantiles
 
 

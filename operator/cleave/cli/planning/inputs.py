@@ -30,7 +30,7 @@ ClusterFile = Annotated[
 Rate = Annotated[float | None, Option(help="Requests per second. Overrides spec.workload.rate.")]
 TraceFile = Annotated[
     Path | None,
-    Option(help="CSV or JSONL file of requests. Overrides the lengths in spec.workload."),
+    Option(help="CSV or JSON file of requests. Overrides the lengths in spec.workload."),
 ]
 TtftTarget = Annotated[float | None, Option(help="TTFT target in ms. Overrides spec.slo.ttftMs.")]
 TpotTarget = Annotated[float | None, Option(help="TPOT target in ms. Overrides spec.slo.tpotMs.")]

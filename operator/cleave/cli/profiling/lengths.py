@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 lengths = typer.Typer(no_args_is_help=True)
 
 _Trace = Annotated[
-    Path, Argument(help="CSV or JSONL file of requests, as cleave workload reads them.")
+    Path, Argument(help="CSV or JSON file of requests, as cleave workload reads them.")
 ]
 _PromptError = Annotated[
     float,
@@ -55,7 +55,7 @@ def train(
       cleave lengths train requests.csv -O lengths.json
     """
     from cleave.traffic import length_file, length_training
-    from cleave.traffic.history import HistoryError
+    from cleave.traffic.recordings.history_error import HistoryError
 
     try:
         trained = length_training.train(trace, prompt_error)
@@ -85,7 +85,7 @@ def evaluate(
       cleave lengths evaluate today.jsonl --with lengths.json
     """
     from cleave.traffic import length_file, length_training
-    from cleave.traffic.history import HistoryError
+    from cleave.traffic.recordings.history_error import HistoryError
 
     try:
         trained = length_file.read_length_file(file)

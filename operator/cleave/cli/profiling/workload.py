@@ -43,7 +43,7 @@ def workload(
     source: Annotated[
         str | None,
         Argument(
-            help="CSV or JSONL file of requests, or a published workload such as chat-1m.",
+            help="CSV or JSON file of requests, or a published workload such as chat-1m.",
             autocompletion=lambda incomplete: complete_published(incomplete),
         ),
     ] = None,
@@ -97,7 +97,7 @@ def workload(
       # Generate 5000 similar requests
       cleave workload requests.csv --sample 5000 --rate 12 -O more.csv
     """
-    from cleave.traffic.history import HistoryError
+    from cleave.traffic.recordings.history_error import HistoryError
     from cleave.traffic.workload import DemandError
 
     if (source is None) == (prometheus is None):

@@ -1,0 +1,111 @@
+"""Times of arrival from the cells of a recording, in any unit, or as dates.
+
+Called by `history`. What is hard: a column rarely says its unit. Numbers that lie between 2001 and
+2065 in one unit are times since 1970 in that unit; small ones count from the start of the
+recording. Whatever is assumed is said in a remark, and what fits nothing is refused.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.traffic.recordings.request_fields import Field
+from cleave.traffic.recordings.request_numbers import read_numbers, try_parse
+from cleave.traffic.recordings.request_table import RequestTable, format_value
+
+_UNITS = {"seconds": 1.0, "milliseconds": 1e-3, "microseconds": 1e-6, "nanoseconds": 1e-9}
+_NAMES = {unit_s: name for name, unit_s in _UNITS.items()}
+_EPOCH_S = (1e9, 3e9)
+"""Times since 1970 in these seconds: from 2001 to 2065."""
+_LONGEST_S = 1e8
+"""Longer recordings, over three years, are taken for a wrong unit."""
+_REMEDY = "name the column by its unit: arrival_s, arrival_ms, arrival_us or arrival_ns"
+
+
+class Arrivals(NamedTuple):
+    """When requests arrived."""
+
+    ms: NDArray[np.float64]
+    """Since the first row, in the order of the file."""
+    is_clock: bool
+    """Whether the times are dates or count from 1970: then any order of rows is a recording."""
+    remarks: tuple[str, ...]
+
+
+def read_arrivals(table: RequestTable, field: Field, default_s: float) -> Arrivals:
+    """The arrivals of all requests. `default_s`: seconds per unit of small numbers where the name
+    of the column does not say the unit. Raises HistoryError."""
+    cells = table.cells[field.path]
+    if _is_date(cells[0]):
+        return Arrivals(_parse_dates(table, cells) * 1000, True, ())
+    numbers = read_numbers(table, field.path)
+    unit_s, remark = _choose_unit(table, field, numbers, default_s)
+    is_clock = _find_epoch_unit(float(numbers[0])) == unit_s
+    ms: NDArray[np.float64] = (numbers - numbers[0]) * (unit_s * 1000)
+    return Arrivals(ms, is_clock, (remark,) if remark else ())
+
+
+def _choose_unit(
+    table: RequestTable, field: Field, numbers: NDArray[np.float64], default_s: float
+) -> tuple[float, str]:
+    """Seconds per unit, and what to say about that. Raises HistoryError."""
+    first, last = float(numbers.min()), float(numbers.max())
+    epoch_s = _find_epoch_unit(first)
+    if epoch_s != _find_epoch_unit(last):
+        epoch_s = None
+    named_s = field.unit_s
+    if named_s is not None and last * named_s < _EPOCH_S[1]:
+        is_odd = epoch_s is not None and epoch_s > named_s
+        doubt = f"{field.path} is read as {_NAMES[named_s]}, as its name says"
+        return named_s, f"{doubt}, although it may be {_NAMES[epoch_s or 1]}" if is_odd else ""
+    if epoch_s is not None:
+        date = datetime.fromtimestamp(first * epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        read = f"{field.path} is read as {_NAMES[epoch_s]} since 1970"
+        return epoch_s, f"{read}: the first request arrived at {date}"
+    if named_s is None and last * default_s < _LONGEST_S:
+        why = "since its name has no unit" if default_s == 1 else "as in Mooncake's traces"
+        read = f"{field.path} is read as {_NAMES[default_s]}, {why}"
+        return default_s, f"{read}; if it is not, {_REMEDY}"
+    at = int(np.argmax(numbers))
+    value = format_value(table.cells[field.path][at])
+    what = f"{field.path} {value}: neither times since 1970 in one unit, nor since the start"
+    raise table.build_error(at, f"{what}; {_REMEDY}")
+
+
+def _find_epoch_unit(number: float) -> float | None:
+    """Seconds per unit in which it is a time since 1970; None: in no unit."""
+    units = (unit_s for unit_s in _NAMES if _EPOCH_S[0] <= number * unit_s < _EPOCH_S[1])
+    return next(units, None)
+
+
+def _is_date(cell: object) -> bool:
+    # Numbers first, as 20240131 would parse as a date too.
+    if not isinstance(cell, str) or try_parse(float, cell) is not None:
+        return False
+    return try_parse(_parse_date, cell) is not None
+
+
+def _parse_date(cell: object) -> datetime:
+    text = str(cell).strip()
+    return datetime.fromisoformat(text.removesuffix(" UTC") + "+00:00" * text.endswith(" UTC"))
+
+
+def _parse_dates(table: RequestTable, cells: Sequence[object]) -> NDArray[np.float64]:
+    """Seconds since the first date."""
+    try:
+        dates = [_parse_date(cell) for cell in cells]
+        offsets = [date - dates[0] for date in dates]
+    except (ValueError, TypeError):
+        first = _parse_date(cells[0])
+        at = next(
+            at
+            for at, cell in enumerate(cells)
+            if (date := try_parse(_parse_date, cell)) is None
+            or (date.tzinfo is None) != (first.tzinfo is None)
+        )
+        fault = f"{format_value(cells[at])}: no date and time as in line {table.lines[0]}"
+        raise table.build_error(at, fault) from None
+    return np.array([each / timedelta(seconds=1) for each in offsets])
