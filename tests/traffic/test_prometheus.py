@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cleave.traffic import prometheus
-from cleave.traffic.history import HistoryError
+from cleave.traffic.recordings.history_error import HistoryError
 
 END_S = 1_700_000_000.0
 PROMPTS = {"10": "0", "20": "20", "50": "20", "100": "80", "+Inf": "100"}
@@ -79,7 +79,8 @@ def test_lengths_come_from_the_buckets(server) -> None:
     drawn = demand.draw(20_000)
     assert drawn.prompt_tokens.min() >= 10
     assert drawn.prompt_tokens.max() == 100
-    assert np.mean(drawn.prompt_tokens <= 20) == pytest.approx(0.25, abs=0.01)
+    assert np.mean(drawn.prompt_tokens <= 20) == pytest.approx(0.2, abs=0.01)
+    assert np.mean(drawn.prompt_tokens == 100) == pytest.approx(0.2, abs=0.01), "beyond all buckets"
     assert not np.any((drawn.prompt_tokens > 21) & (drawn.prompt_tokens < 50)), "an empty bucket"
     assert np.mean(drawn.output_tokens) == pytest.approx(10, abs=0.5)
     assert observed.num_requests == 100
@@ -101,13 +102,79 @@ def test_queries_cover_the_window_in_at_most_a_thousand_steps(server) -> None:
     prompts, _, rates = server.queries
     chosen = '{model_name="my \\"model\\""}'
     assert prompts["query"] == (
-        f"sum by (le) (increase(vllm:request_prompt_tokens_bucket{chosen}[604800s]))"
+        "sum by (le, model_name, instance) "
+        f"(increase(vllm:request_prompt_tokens_bucket{chosen}[604800s]))"
     )
     assert float(prompts["time"]) == END_S
     assert rates["query"] == f"sum(rate(vllm:request_success_total{chosen}[605s]))"
     assert float(rates["end"]) - float(rates["start"]) == 604_800 - 605
     prometheus.read_traffic(server.url, END_S, 3600)
     assert server.queries[-1]["step"] == "60.0"
+
+
+def build_series(lengths: list[int], bounds: list[int], **labels: str) -> list[dict]:
+    """The histogram of one engine."""
+    counts = {str(float(each)): str(sum(n <= each for n in lengths)) for each in bounds}
+    series = vector({**counts, "+Inf": str(len(lengths))})
+    return [{**each, "metric": {**each["metric"], **labels}} for each in series]
+
+
+SHORT = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+LONG = [*SHORT, 5000, 10_000, 20_000, 50_000, 100_000]
+
+
+def test_several_models_are_refused_by_name(server) -> None:
+    server.prompts = build_series([300] * 1000, SHORT, model_name="chat", instance="a")
+    server.prompts += build_series([9000] * 110, LONG, model_name="code", instance="b")
+    line = fault(server)
+    assert "several models: chat (1,000 requests), code (110 requests)" in line
+    assert "choose one with --model" in line
+
+
+def test_sums_of_different_buckets_are_refused(server) -> None:
+    lengths = [300] * 1000 + [9000] * 110
+    series = build_series(lengths, LONG)
+    for each in series:
+        if float(each["metric"]["le"]) in map(float, LONG[len(SHORT) :]):
+            each["value"][1] = str(int(each["value"][1]) - 1000)
+    server.prompts = series
+    assert "has fewer requests in a larger bucket" in fault(server)
+    assert "--model" in fault(server)
+
+
+def test_engines_of_one_model_may_have_different_buckets(server) -> None:
+    long = [int(1000 + 900 * at) for at in range(110)]
+    for lengths, bounds, name in (([300] * 1000, SHORT, "a"), (long, LONG, "b")):
+        found = build_series(lengths, bounds, model_name="m", instance=name)
+        server.prompts = found if name == "a" else server.prompts + found
+    server.outputs = build_series([50] * 1110, SHORT, model_name="m", instance="a")
+    observed = prometheus.read_traffic(server.url, END_S, 3600)
+    assert observed.num_requests == 1110
+    drawn = observed.build_demand().draw(20_000).prompt_tokens
+    assert np.mean(drawn) == pytest.approx(np.mean([300] * 1000 + long), rel=0.1)
+    assert np.mean(drawn > 5000) == pytest.approx(sum(n > 5000 for n in long) / 1110, abs=0.01)
+
+
+def test_both_engines_of_split_requests_count_them_once(server) -> None:
+    lengths = [100, 400, 900, 1500] * 20
+    generated = [30, 60, 150, 300] * 20
+    server.prompts, server.outputs = [], []
+    for name, outputs in (("prefill-0", [1] * 80), ("decode-0", generated)):
+        labels = {"model_name": "m", "instance": name}
+        server.prompts += build_series(lengths, SHORT, **labels)
+        server.outputs += build_series(outputs, SHORT, **labels)
+    observed = prometheus.read_traffic(server.url, END_S, 3600)
+    assert observed.num_requests == 80
+    assert observed.rates.tolist() == [1.25, 1.75], "half of what both count"
+    assert observed.build_demand().draw(5000).output_tokens.mean() == pytest.approx(140, rel=0.15)
+    (remark,) = observed.remarks
+    assert remark.startswith("1 of 2 engines generate one token per request: as prefill engines")
+
+
+def test_sums_of_both_engines_are_doubted(server) -> None:
+    server.outputs = build_series([1] * 50 + [60] * 50, SHORT)
+    (remark,) = prometheus.read_traffic(server.url, END_S, 3600).remarks
+    assert remark.startswith("50% of requests generated one token: where prefill engines are")
 
 
 def test_a_path_before_the_api_is_kept(server) -> None:

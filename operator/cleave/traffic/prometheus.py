@@ -2,12 +2,14 @@
 
 Called by `cleave workload --prometheus`. What is hard: histograms have buckets instead of requests.
 Lengths are therefore drawn evenly inside a bucket, prompt and output independently, and burstiness
-is unknown.
+is unknown. And one server holds many engines: of several models, with buckets of their own, and
+with both engines of a split request, each of which counts it.
 """
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.traffic.history import HistoryError
+from cleave.traffic.recordings.history_error import HistoryError
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, Quantiles
 
 PROMPT_METRIC = "vllm:request_prompt_tokens_bucket"
@@ -30,6 +32,12 @@ MAX_RESPONSE_BYTES = 1 << 24
 _MAX_POINTS = 1000
 """Most points of the rate over time; Prometheus itself returns at most 11,000."""
 _MIN_STEP_S = 60.0
+_PREFILL_SHARE = 0.99
+"""Share of requests with one generated token from which on an engine only prefills."""
+_SPLIT_SHARE = 0.2
+"""Share of such requests from which on a remark says what they may be."""
+_SLIGHT_FALL = 0.02
+"""Share of the requests by which a larger bucket may have fewer: scrapes lie between."""
 _RATE_WINDOW_S = 240.0
 """Shorter windows contain too few scrapes, which are 15 to 60 seconds apart."""
 
@@ -48,6 +56,8 @@ class PrometheusTraffic:
     """Number of requests in the window, by the histogram of prompts."""
     share_beyond: float
     """Share of prompts or outputs above the last finite bucket; they are drawn at its bound."""
+    remarks: tuple[str, ...] = ()
+    """What was left out, one sentence each."""
 
     def build_demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
         """A demand with these lengths, arriving at `rate` (default: the mean of the window)."""
@@ -65,12 +75,19 @@ def read_traffic(
     # PromQL strings are quoted like JSON's.
     selector = f"{{model_name={msgspec.json.encode(model).decode()}}}" if model else ""
     with _open_client(url) as client:
-        prompts = _query_histogram(client, PROMPT_METRIC + selector, end_s, window_s)
-        outputs = _query_histogram(client, OUTPUT_METRIC + selector, end_s, window_s)
+        prompts = _query_histograms(client, PROMPT_METRIC + selector, end_s, window_s)
+        outputs = _query_histograms(client, OUTPUT_METRIC + selector, end_s, window_s)
         times_s, rates = _query_rates(client, SUCCESS_METRIC + selector, end_s, window_s)
-    lengths = (prompts.to_quantiles(), outputs.to_quantiles())
-    beyond = max(prompts.share_beyond, outputs.share_beyond)
-    return PrometheusTraffic(times_s, rates, *lengths, prompts.total, beyond)
+    _check_one_model(prompts)
+    prefilling = _find_prefilling(outputs)
+    counted = [each for engine, each in prompts.items() if engine not in prefilling]
+    prompt_lengths = _merge(counted or list(prompts.values()))
+    output_lengths = _merge([each for key, each in outputs.items() if key not in prefilling])
+    rates = rates * (prompt_lengths.total / sum(each.total for each in prompts.values()))
+    lengths = prompt_lengths.to_quantiles(), output_lengths.to_quantiles()
+    beyond = max(prompt_lengths.share_beyond, output_lengths.share_beyond)
+    remarks = tuple(_describe_split(prefilling, outputs, output_lengths))
+    return PrometheusTraffic(times_s, rates, *lengths, prompt_lengths.total, beyond, remarks)
 
 
 @contextmanager
@@ -91,48 +108,118 @@ def _open_client(url: str) -> Iterator[httpx.Client]:
         raise HistoryError(f"Prometheus at {server}: {error}") from error
 
 
+class _Engine(NamedTuple):
+    """Whose histogram it is."""
+
+    model: str
+    instance: str
+
+
 class _LengthHistogram(NamedTuple):
     bounds: NDArray[np.float64]
     """Finite upper bounds of the buckets."""
-    shares: NDArray[np.float64]
-    """Cumulative share of the requests up to each bound."""
+    counts: NDArray[np.float64]
+    """Number of requests up to each bound."""
     total: float
     """Number of requests."""
 
     @property
     def share_beyond(self) -> float:
-        return 1 - float(self.shares[-1])
+        return 1 - float(self.counts[-1]) / self.total
+
+    @property
+    def share_of_single(self) -> float:
+        """Share of requests of one token."""
+        return float(self.count_up_to(np.ones(1))[0]) / self.total
 
     def to_quantiles(self) -> Quantiles:
         """Linear inside each bucket; an empty bucket is a jump."""
-        levels = np.concatenate(([0.0], self.shares / self.shares[-1]))
-        tokens = np.maximum(np.concatenate(([1.0], self.bounds)), 1.0)
+        levels = np.concatenate(([0.0], self.counts / self.total, [1.0]))
+        tokens = np.maximum(np.concatenate(([1.0], self.bounds, self.bounds[-1:])), 1.0)
         return Quantiles(tuple(levels.tolist()), tuple(tokens.tolist()))
 
+    def count_up_to(self, bounds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Requests up to each of these bounds. Those above the last bucket have at most the next
+        bound: vLLM's buckets end at the last round number below the engine's longest request."""
+        ends = np.concatenate(([0.0], self.bounds))
+        counts: NDArray[np.float64] = np.interp(bounds, ends, np.concatenate(([0.0], self.counts)))
+        counts[bounds > self.bounds[-1]] = self.total
+        return counts
 
-def _query_histogram(
+
+def _check_one_model(histograms: Mapping[_Engine, _LengthHistogram]) -> None:
+    """Raise HistoryError if several models have served requests: each is a deployment."""
+    requests: Counter[str] = Counter()
+    for engine, each in histograms.items():
+        requests[engine.model] += round(each.total)
+    if len(requests) > 1:
+        found = ", ".join(f"{model} ({num:,} requests)" for model, num in requests.most_common(5))
+        raise HistoryError(f"Prometheus holds several models: {found}; choose one with --model")
+
+
+def _find_prefilling(outputs: Mapping[_Engine, _LengthHistogram]) -> set[_Engine]:
+    """The engines that generate one token for each request, if others generate more: requests that
+    these prefill are counted again where they are decoded."""
+    found = {key for key, each in outputs.items() if each.share_of_single >= _PREFILL_SHARE}
+    return found if len(found) < len(outputs) else set()
+
+
+def _describe_split(
+    prefilling: Collection[_Engine],
+    outputs: Mapping[_Engine, _LengthHistogram],
+    counted: _LengthHistogram,
+) -> Iterator[str]:
+    if prefilling:
+        what = f"{len(prefilling)} of {len(outputs)} engines generate one token per request"
+        yield f"{what}: as prefill engines of split requests they are not counted"
+    elif counted.share_of_single > _SPLIT_SHARE:
+        what = f"{counted.share_of_single:.0%} of requests generated one token"
+        yield f"{what}: where prefill engines are among them, each split request counts twice"
+
+
+def _merge(histograms: Sequence[_LengthHistogram]) -> _LengthHistogram:
+    """The requests of all of them, whose buckets may differ. Raises HistoryError."""
+    bounds = np.unique(np.concatenate([each.bounds for each in histograms]))
+    counts = sum(each.count_up_to(bounds) for each in histograms)
+    return _LengthHistogram(bounds, np.asarray(counts), sum(each.total for each in histograms))
+
+
+def _query_histograms(
     client: httpx.Client, metric: str, end_s: float, window_s: float
-) -> _LengthHistogram:
+) -> dict[_Engine, _LengthHistogram]:
+    """By engine. Raises HistoryError."""
     # `increase` handles counters that restart with their engine.
-    query = f"sum by (le) (increase({metric}[{int(window_s)}s]))"
+    query = f"sum by (le, model_name, instance) (increase({metric}[{int(window_s)}s]))"
     series = _query_series(client, "/api/v1/query", {"query": query, "time": str(end_s)})
-    buckets = sorted(
-        (_parse_number(each.metric.get("le")), _parse_number(each.value[1]))
-        for each in series
-        if each.value
-    )
-    if not buckets or not buckets[-1][1] > 0:
+    buckets: dict[_Engine, list[tuple[float, float]]] = defaultdict(list)
+    for each in series:
+        if each.value:
+            engine = _Engine(each.metric.get("model_name", ""), each.metric.get("instance", ""))
+            bucket = _parse_number(each.metric.get("le")), _parse_number(each.value[1])
+            buckets[engine].append(bucket)
+    found = {engine: sorted(each) for engine, each in buckets.items()}
+    found = {engine: each for engine, each in found.items() if each[-1][1] > 0}
+    if not found:
         raise HistoryError(
             f"Prometheus holds no {metric} in these {int(window_s)} s: choose a longer window or "
             "another model, or check whether vLLM is scraped"
         )
+    return {engine: _build_histogram(metric, each) for engine, each in found.items()}
+
+
+def _build_histogram(metric: str, buckets: Sequence[tuple[float, float]]) -> _LengthHistogram:
     total = buckets[-1][1]
     finite = np.array([each for each in buckets if math.isfinite(each[0])]).reshape(-1, 2)
     # Buckets are not scraped at one instant, so a cumulative count may decrease slightly.
-    shares = np.minimum(np.maximum.accumulate(finite[:, 1]) / total, 1.0)
-    if not shares.any():
+    counts = np.maximum.accumulate(finite[:, 1])
+    if not counts.any():
         raise HistoryError(f"Prometheus: no finite bucket of {metric} holds a request")
-    return _LengthHistogram(finite[:, 0], shares, total)
+    fall = float((counts - finite[:, 1]).max())
+    if fall > max(_SLIGHT_FALL * total, 2):
+        what = f"{metric} has fewer requests in a larger bucket"
+        why = "engines with different buckets, such as several models, are summed"
+        raise HistoryError(f"Prometheus: {what}: {why}; choose one with --model")
+    return _LengthHistogram(finite[:, 0], np.minimum(counts, total), total)
 
 
 def _query_rates(

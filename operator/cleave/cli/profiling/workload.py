@@ -160,7 +160,8 @@ def _read_prometheus(
         f"burstiness {_get_burstiness(burstiness):g}"
     )
     beyond = f"{observed.share_beyond:.1%} of requests are longer than the last bucket"
-    notes = (summary, assumed, *([beyond] if observed.share_beyond > 0.001 else []))
+    beyond_notes = [beyond] if observed.share_beyond > 0.001 else []
+    notes = (summary, assumed, *observed.remarks, *beyond_notes)
     return DescribedTraffic("Prometheus", demand.draw(_SAMPLE_REQUESTS), demand, None, notes)
 
 
