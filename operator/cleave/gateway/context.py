@@ -131,6 +131,8 @@ class GatewayContext:
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_bodies = SliceQueue(LARGE_BODY_SHARE, clock)
         """Large requests that are being read."""
+        self.system_first: set[str] = set()
+        """Models whose chat templates have refused a system message that was not the first."""
         self.translations = SliceQueue(TRANSLATION_SHARE, clock)
         """Smaller requests that are being translated."""
         self.public_pages = SliceQueue(PAGE_SHARE, clock)

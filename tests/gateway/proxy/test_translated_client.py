@@ -156,3 +156,56 @@ def test_an_answer_that_would_take_long_to_translate_is_an_error(whole: str) -> 
     head, _, body = client.data.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 502 ")
     assert ("stream it" in json.loads(body)["error"]["message"]) is (whole == "long")
+
+
+async def demand_system_first(engine, request, writer) -> None:
+    """As the templates of many models do."""
+    roles = [message["role"] for message in request.body["messages"]]
+    if "system" in roles[1:] or "impossible" in str(request.body["messages"]):
+        message = "System message must be at the beginning."
+        error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+        engine.send_json(writer, {"error": error}, status=400)
+    else:
+        message = {"role": "assistant", "content": request.body["messages"][0]["content"]}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
+        chat = {"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": usage}
+        engine.send_json(writer, chat)
+
+
+LATE = [
+    {"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "go on"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [MESSAGES, "/v1/responses"])
+async def test_where_a_template_demands_it_system_messages_are_merged(single, path: str) -> None:
+    engine = single.engines["x"]
+    engine.script = demand_system_first
+    ask = {"model": "m", "max_tokens": 9, "system": "be kind", "messages": LATE}
+    if path != MESSAGES:
+        ask = {"model": "m", "instructions": "be kind", "input": LATE}
+    client = await single.connect()
+    for number in (2, 3):
+        answer = (await client.ask(ask, path)).json()
+        content = (answer["content"] if path == MESSAGES else answer["output"][0]["content"])[0]
+        assert content["text"] == "be kind\n\nbe brief"
+        assert len(engine.requests) == number, "the second one is merged at once"
+    sent = [message["role"] for message in engine.requests[-1].body["messages"]]
+    assert sent == ["system", "user", "user"]
+    await single.until_idle()
+
+
+async def test_what_is_refused_for_another_reason_is_sent_twice_at_most(single) -> None:
+    engine = single.engines["x"]
+    engine.script = demand_system_first
+    refused = ASK | {"messages": [*LATE, {"role": "user", "content": "impossible"}]}
+    client = await single.connect()
+    for late, number in ((refused, 2), (ASK | {"system": "impossible"}, 1)):
+        engine.requests.clear()
+        answer = await client.ask(late, MESSAGES)
+        assert (answer.status, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert len(engine.requests) == number
+    assert not single.context.system_first
+    await single.until_idle()

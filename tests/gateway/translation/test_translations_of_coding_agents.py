@@ -104,7 +104,7 @@ CLAUDE_CODE = {
 
 
 def translate(path: bytes, body: dict, **fields: object) -> Translation:
-    return run_at_once(TRANSLATORS[path](json.dumps(body | fields).encode()))
+    return run_at_once(TRANSLATORS[path](json.dumps(body | fields).encode(), ()))
 
 
 def read(translation: Translation) -> dict:

@@ -25,7 +25,7 @@ PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 def translate(path: bytes = b"/v1/messages", **fields: object) -> dict:
     """The engine's fields for a request."""
     body = json.dumps(ASK | fields).encode()
-    translation = run_at_once(TRANSLATORS[path](body))
+    translation = run_at_once(TRANSLATORS[path](body, ()))
     return {name: json.loads(bytes(raw)) for name, raw in translation.completion.fields.items()}
 
 

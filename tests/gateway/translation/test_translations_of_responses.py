@@ -22,7 +22,7 @@ ASK = {"model": "m", "input": "hi"}
 def translate(**fields: object) -> dict:
     """The engine's fields for a request."""
     body = json.dumps(ASK | fields).encode()
-    translation = run_at_once(TRANSLATORS[b"/v1/responses"](body))
+    translation = run_at_once(TRANSLATORS[b"/v1/responses"](body, ()))
     return {name: json.loads(bytes(raw)) for name, raw in translation.completion.fields.items()}
 
 

@@ -38,7 +38,7 @@ from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.tracing.recorder import RequestRecorder
-from cleave.gateway.translation.translations import TRANSLATORS
+from cleave.gateway.translation.translations import TRANSLATORS, Translation
 from cleave.gateway.upstream.suspect_senders import get_sender
 from cleave.router.errors import UnknownModel
 from cleave.time_slices import Steps, run_at_once
@@ -203,10 +203,11 @@ class GatewayRequestHandler:
         stream: ClientStream = client
         translate = TRANSLATORS.get(path)
         if translate is not None:
-            translation = yield from translate(request.body)
+            translation = yield from translate(request.body, context.system_first)
             path, completion = translation.path, translation.completion
             count_prompt = partial(_count_prompt, client)
-            stream = TranslatedClient(client, translation.answer, count_prompt)
+            again = partial(self._merge_system, client, request, request_id, tenant, translation)
+            stream = TranslatedClient(client, translation.answer, count_prompt, again)
         elif path in _OTHER_PATHS:
             models = context.router.registry.models
             bases = [name for name, entry in models.items() if not entry.base]
@@ -229,6 +230,30 @@ class GatewayRequestHandler:
             )
         client.set_active_request(proxied)
         proxied.start()
+
+    def _merge_system(
+        self,
+        client: ClientConnection,
+        request: HttpRequest,
+        request_id: bytes,
+        tenant: Tenant,
+        translation: Translation,
+    ) -> bool:
+        """An engine has refused a translated request. If a system message is not the first, many
+        templates do: then send it again with one, and so from now on; returns whether it is."""
+        models, name = self._context.system_first, translation.completion.model
+        if not translation.system.is_late:
+            return False
+        if translation.system.is_merged:
+            # It was not the reason.
+            models.discard(name)
+            return False
+        models.add(name)
+        try:
+            self._start_request(client, request, request_id, tenant)
+        except GatewayError as refusal:
+            self._reject(client, request, request_id, refusal)
+        return True
 
     def _may_list_models(self, client: ClientConnection, request: HttpRequest) -> bool:
         """Whether the response on a public path may contain names of models. A wrong key counts as

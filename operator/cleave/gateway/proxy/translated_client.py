@@ -39,12 +39,18 @@ class TranslatedClient:
     """The proxied request writes plain events; chunks are made of what they become."""
 
     def __init__(
-        self, client: ClientStream, answer: Answer, count_prompt: Callable[[], int] = int
+        self,
+        client: ClientStream,
+        answer: Answer,
+        count_prompt: Callable[[], int] = int,
+        send_again: Callable[[], bool] = bool,
     ) -> None:
-        """`count_prompt`: counts the tokens of the prompt, once a stream has begun."""
+        """`count_prompt`: counts the tokens of the prompt, once a stream has begun. `send_again`:
+        translates a request that was refused in another way; returns whether there is one."""
         self._client = client
         self._answer = answer
         self._count_prompt = count_prompt
+        self._send_again = send_again
         self._head = b""
         """Of a response that is not streamed, without its length and its end."""
         self._body: list[bytes | memoryview] = []
@@ -76,6 +82,8 @@ class TranslatedClient:
     def end(self, reusable: bool) -> None:
         """The response is complete."""
         if self._translator is None:
+            if int(self._head[_STATUS]) == HTTPStatus.BAD_REQUEST and self._send_again():
+                return
             self._respond()
         elif self._client.chunked:
             self._client.write(LAST_CHUNK)

@@ -21,6 +21,7 @@ from cleave.gateway.translation.request_fields import (
     JsonText,
     ObjectReader,
     Piece,
+    SystemText,
     build_unsupported,
     check_text,
     copy_engine_fields,
@@ -120,11 +121,11 @@ _TOOL_CHOICE: msgspec.json.Decoder[MessagesToolChoice | None] = msgspec.json.Dec
 )
 
 
-def convert_messages_request(fields: Fields) -> Steps[Fields]:
+def convert_messages_request(fields: Fields, system: SystemText) -> Steps[Fields]:
     """The chat completion of a request to /v1/messages. Raises GatewayError (400)."""
     refuse_fields(fields, REFUSED)
     chat = copy_engine_fields(fields)
-    chat |= yield from _convert_prompt(fields)
+    chat |= yield from _convert_prompt(fields, system)
     if "max_tokens" not in fields:
         raise build_bad_request(
             "you must provide max_tokens: the limit of the answer", "max_tokens"
@@ -148,24 +149,25 @@ def convert_messages_request(fields: Fields) -> Steps[Fields]:
     return chat
 
 
-def convert_count_request(fields: Fields) -> Steps[Fields]:
+def convert_count_request(fields: Fields, system: SystemText) -> Steps[Fields]:
     """The request to /tokenize for one to /v1/messages/count_tokens. Raises GatewayError (400)."""
     refuse_fields(fields, REFUSED)
-    chat = yield from _convert_prompt(fields)
+    chat = yield from _convert_prompt(fields, system)
     for name in ("model", "chat_template_kwargs"):
         if name in fields:
             chat[name] = fields[name]
     return chat
 
 
-def _convert_prompt(fields: Fields) -> Steps[Fields]:
+def _convert_prompt(fields: Fields, system: SystemText) -> Steps[Fields]:
     """`messages` and `tools`, and how the prompt ends."""
     if "messages" not in fields:
         raise build_bad_request("you must provide messages: the conversation", "messages")
     chat, tools = JsonText(b"["), MessagesToolSet()
     if "tools" in fields:
         yield from tools.add_all(fields["tools"])
-    yield from _add_system(chat, fields.get("system", EMPTY_TEXT), "system")
+    text = yield from _read_system(fields.get("system", EMPTY_TEXT), "system")
+    yield from _add_system(chat, system, text)
     turns = yield from read_list(fields["messages"], "messages")
     if not turns:
         raise build_bad_request("messages is empty: send at least one", "messages")
@@ -175,10 +177,15 @@ def _convert_prompt(fields: Fields) -> Steps[Fields]:
         turn = _TURNS.read(turns[number], path) or (
             yield from _TURNS.read_long(turns[number], path)
         )
-        yield from _add_turn(chat, tools, turn, path)
-        role = turn.role
+        if turn.role == "system":
+            text = yield from _read_system(turn.content, f"{path}.content", tools)
+            system.is_late = system.is_late or bool(role)
+            yield from _add_system(chat, system, text)
+        else:
+            yield from _add_turn(chat, turn, path)
+            role = turn.role
         yield
-    prompt = {"messages": chat.end_list()}
+    prompt = {"messages": (yield from system.prepend(chat.end_list()))}
     if role == "assistant":
         # The answer goes on where the client's beginning of it ends.
         prompt |= {"continue_final_message": _TRUE, "add_generation_prompt": _FALSE}
@@ -186,32 +193,38 @@ def _convert_prompt(fields: Fields) -> Steps[Fields]:
     return prompt if functions is None else prompt | {"tools": functions}
 
 
-def _add_system(
-    chat: JsonText, content: msgspec.Raw, path: str, tools: MessagesToolSet | None = None
-) -> Steps[None]:
-    """Add the message of a text, or of blocks of text; none if they are empty. `tools`: those that
-    its blocks may change."""
-    text = JoinedText()
-    if not is_list(content):
-        yield from text.add(_drop_attribution(check_text(content, path)))
+def _add_system(chat: JsonText, system: SystemText, text: msgspec.Raw) -> Steps[None]:
+    """Add a message of the system, unless it is empty."""
+    if len(text) <= len(EMPTY_TEXT):
+        return
+    if system.is_merged:
+        yield from system.text.add(text)
     else:
-        blocks = yield from read_list(content, path)
-        for number in range(len(blocks)):
-            place = f"{path}[{number}]"
-            block = _BLOCKS.read(blocks[number], place) or (
-                yield from _BLOCKS.read_long(blocks[number], place)
-            )
-            if tools is not None and block.type in ("tool_addition", "tool_removal"):
-                is_added = block.type == "tool_addition"
-                yield from tools.change(block.tool, f"{place}.tool", is_added=is_added)
-            elif block.type == "text":
-                yield from text.add(_drop_attribution(check_text(block.text, f"{place}.text")))
-            else:
-                raise build_unsupported(f"{place}.type", block.type, "text")
-            yield
-    joined = text.to_raw()
-    if len(joined) > len(EMPTY_TEXT):
-        yield from chat.add(b'{"role":"system","content":', joined, b"},")
+        yield from chat.add(b'{"role":"system","content":', text, b"},")
+
+
+def _read_system(
+    content: msgspec.Raw, path: str, tools: MessagesToolSet | None = None
+) -> Steps[msgspec.Raw]:
+    """The text of a message of the system. `tools`: those that its blocks may change."""
+    if not is_list(content):
+        return _drop_attribution(check_text(content, path))
+    text = JoinedText()
+    blocks = yield from read_list(content, path)
+    for number in range(len(blocks)):
+        place = f"{path}[{number}]"
+        block = _BLOCKS.read(blocks[number], place) or (
+            yield from _BLOCKS.read_long(blocks[number], place)
+        )
+        if tools is not None and block.type in ("tool_addition", "tool_removal"):
+            is_added = block.type == "tool_addition"
+            yield from tools.change(block.tool, f"{place}.tool", is_added=is_added)
+        elif block.type == "text":
+            yield from text.add(_drop_attribution(check_text(block.text, f"{place}.text")))
+        else:
+            raise build_unsupported(f"{place}.type", block.type, "text")
+        yield
+    return text.to_raw()
 
 
 def _drop_attribution(text: msgspec.Raw) -> msgspec.Raw:
@@ -225,14 +238,10 @@ def _drop_attribution(text: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(b'"' + bytes(memoryview(text)[line.end() :]))
 
 
-def _add_turn(
-    chat: JsonText, tools: MessagesToolSet, turn: ConversationTurn, path: str
-) -> Steps[None]:
+def _add_turn(chat: JsonText, turn: ConversationTurn, path: str) -> Steps[None]:
     """Add the messages of one turn: results of tools are messages of their own."""
     content, place = turn.content, f"{path}.content"
-    if turn.role == "system":
-        yield from _add_system(chat, content, place, tools)
-    elif turn.role not in ("user", "assistant"):
+    if turn.role not in ("user", "assistant"):
         raise build_unsupported(f"{path}.role", turn.role, "user, assistant or system")
     elif not is_list(content):
         if not is_text(content):

@@ -6,7 +6,7 @@ written in time slices: lists element by element, and texts are copied as the cl
 decoded. What need not be read, such as schemas and arguments of tools, stays the client's bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -134,6 +134,27 @@ class JoinedText:
     def to_raw(self) -> msgspec.Raw:
         """The text; nothing can be appended afterwards."""
         return self._first if self._joined is None else self._joined.to_raw(b'"')
+
+
+class SystemText:
+    """The system messages of a conversation, if templates demand that there is one, at the
+    beginning."""
+
+    def __init__(self, fields: Fields, system_first: Container[str]) -> None:
+        """`system_first`: names of models with such templates."""
+        self.is_merged = decode_field(fields, "model", TEXT, "") in system_first
+        self.is_late = False
+        """Whether there is one that is not at the beginning."""
+        self.text = JoinedText(b"\\n\\n")
+
+    def prepend(self, messages: msgspec.Raw) -> Steps[msgspec.Raw]:
+        """The messages of a chat after what was merged."""
+        if not self.text.count:
+            return messages
+        written = JsonText(b'[{"role":"system","content":')
+        yield from written.add(self.text.to_raw(), b"}" if messages == b"[]" else b"},")
+        yield from written.add(memoryview(messages)[1:])
+        return written.to_raw()
 
 
 def read_request(body: Body) -> Steps[Fields]:

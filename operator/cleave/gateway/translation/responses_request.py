@@ -20,6 +20,7 @@ from cleave.gateway.translation.request_fields import (
     JsonText,
     ObjectReader,
     Piece,
+    SystemText,
     build_unsupported,
     check_text,
     copy_engine_fields,
@@ -109,14 +110,16 @@ _REASONING = msgspec.json.Decoder(Reasoning)
 _TEXT_CONFIG = msgspec.json.Decoder(TextConfig)
 
 
-def convert_responses_request(fields: Fields) -> Steps[tuple[Fields, ToolNames]]:
+def convert_responses_request(
+    fields: Fields, system: SystemText
+) -> Steps[tuple[Fields, ToolNames]]:
     """(the chat completion of a request to /v1/responses, the tools behind its functions). Raises
     GatewayError (400)."""
     refuse_fields(fields, REFUSED)
     chat, tools = copy_engine_fields(fields) | _convert_values(fields), ResponsesToolSet()
     if "tools" in fields:
         yield from tools.add_all(fields["tools"], "tools")
-    chat |= yield from _convert_input(fields, tools)
+    chat |= yield from _convert_input(fields, tools, system)
     choice = decode_field(fields, "tool_choice", TOOL_CHOICE, None, limit=MAX_CONFIG_BYTES)
     functions, chosen = yield from tools.write(choice)
     if functions is not None:
@@ -157,8 +160,9 @@ def _convert_values(fields: Fields) -> Fields:
 class _Conversation:
     """Writes the messages of a chat. Items of the model are collected until its turn ends."""
 
-    def __init__(self, tools: ResponsesToolSet) -> None:
+    def __init__(self, tools: ResponsesToolSet, system: SystemText) -> None:
         self.tools = tools
+        self.system = system
         self.messages = JsonText(b"[")
         self.role = ""
         """Of the open message; empty: there is none."""
@@ -195,14 +199,13 @@ class _Conversation:
         self.text, self.calls = JoinedText(), JsonText(b"[")
 
 
-def _convert_input(fields: Fields, tools: ResponsesToolSet) -> Steps[Fields]:
+def _convert_input(fields: Fields, tools: ResponsesToolSet, system: SystemText) -> Steps[Fields]:
     if "input" not in fields:
         raise build_bad_request("you must provide input: a text or a list of items", "input")
-    given, chat, ending = fields["input"], _Conversation(tools), Fields()
+    given, chat, ending = fields["input"], _Conversation(tools, system), Fields()
     instructions = check_text(fields.get("instructions", EMPTY_TEXT), "instructions")
     if instructions != EMPTY_TEXT:
-        yield from chat.begin("system")
-        yield from chat.text.add(instructions)
+        yield from _add_system(chat, instructions)
     if is_text(given):
         yield from _add_user_message(chat, given, "input")
     else:
@@ -220,7 +223,8 @@ def _convert_input(fields: Fields, tools: ResponsesToolSet) -> Steps[Fields]:
             # The answer goes on where the message was cut short, as vLLM does.
             ending = {"continue_final_message": _TRUE, "add_generation_prompt": _FALSE}
     yield from chat.end()
-    return ending | {"messages": chat.messages.end_list()}
+    messages = yield from system.prepend(chat.messages.end_list())
+    return ending | {"messages": messages}
 
 
 def _add_item(chat: _Conversation, item: Item, path: str) -> Steps[None]:
@@ -281,8 +285,18 @@ def _add_message(chat: _Conversation, item: Item, path: str) -> Steps[None]:
     text = yield from _read_text(item.content, f"{path}.content")
     if item.role == "assistant":
         yield from chat.begin_model_turn()
-    elif chat.role != "system":
+        yield from chat.text.add(text)
+    else:
+        yield from _add_system(chat, text)
+
+
+def _add_system(chat: _Conversation, text: msgspec.Raw) -> Steps[None]:
+    if chat.system.is_merged:
+        yield from chat.system.text.add(text)
+        return
+    if chat.role != "system":
         # Chat templates of many models accept one system message only.
+        chat.system.is_late = chat.system.is_late or bool(chat.role) or len(chat.messages) > 1
         yield from chat.begin("system")
     yield from chat.text.add(text)
 

@@ -1,6 +1,6 @@
 """The paths whose requests are translated, and how. Used by the handlers. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +20,7 @@ from cleave.gateway.translation.messages_request import (
     convert_count_request,
     convert_messages_request,
 )
-from cleave.gateway.translation.request_fields import read_request
+from cleave.gateway.translation.request_fields import SystemText, read_request
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.responses_request import convert_responses_request
 from cleave.time_slices import Steps
@@ -39,41 +39,46 @@ class Translation:
     completion: CompletionRequest
     answer: Answer
     """Translates the engine's response."""
+    system: SystemText
 
 
-Translator = Callable[[Body], Steps[Translation]]
+Translator = Callable[[Body, Container[str]], Steps[Translation]]
+"""Its arguments: the body, and names of models whose templates demand the system message first."""
 
 
-def _convert_messages(body: Body) -> Steps[Translation]:
+def _convert_messages(body: Body, system_first: Container[str]) -> Steps[Translation]:
     fields = yield from read_request(body)
-    chat = yield from convert_messages_request(fields)
-    return (yield from _build_chat(chat, MessagesAnswer()))
+    system = SystemText(fields, system_first)
+    chat = yield from convert_messages_request(fields, system)
+    return (yield from _build_chat(chat, MessagesAnswer(), system))
 
 
-def _convert_responses(body: Body) -> Steps[Translation]:
+def _convert_responses(body: Body, system_first: Container[str]) -> Steps[Translation]:
     fields = yield from read_request(body)
-    chat, names = yield from convert_responses_request(fields)
-    return (yield from _build_chat(chat, ResponsesAnswer(fields, names)))
+    system = SystemText(fields, system_first)
+    chat, names = yield from convert_responses_request(fields, system)
+    return (yield from _build_chat(chat, ResponsesAnswer(fields, names), system))
 
 
-def _convert_count(body: Body) -> Steps[Translation]:
+def _convert_count(body: Body, system_first: Container[str]) -> Steps[Translation]:
     fields = yield from read_request(body)
-    request = yield from convert_count_request(fields)
+    system = SystemText(fields, system_first)
+    request = yield from convert_count_request(fields, system)
     completion = yield from build_engine_request(TOKENIZE_PATH, request)
-    return Translation(TOKENIZE_PATH, completion, TokenCountAnswer())
+    return Translation(TOKENIZE_PATH, completion, TokenCountAnswer(), system)
 
 
-def _build_chat(chat: Fields, answer: Answer) -> Steps[Translation]:
+def _build_chat(chat: Fields, answer: Answer, system: SystemText) -> Steps[Translation]:
     completion = yield from build_completion(CHAT_PATH, chat)
-    return Translation(CHAT_PATH, completion, answer)
+    return Translation(CHAT_PATH, completion, answer, system)
 
 
 def _refuse_faults(convert: Translator) -> Translator:
     """The translation, which refuses with 400 what is malformed inside of a large body."""
 
-    def convert_or_refuse(body: Body) -> Steps[Translation]:
+    def convert_or_refuse(body: Body, system_first: Container[str]) -> Steps[Translation]:
         try:
-            return (yield from convert(body))
+            return (yield from convert(body, system_first))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise build_bad_request(f"the body is not a JSON object: {error}") from None
 
