@@ -253,6 +253,11 @@ def test_a_forced_call_of_a_tool_cannot_be_split(choice: object) -> None:
     assert not chat(tool_choice=choice).can_disaggregate
 
 
+def test_an_echoed_chat_cannot_be_split_as_its_prompt_has_log_probabilities() -> None:
+    assert not chat(echo=True).can_disaggregate
+    assert chat(echo=False).can_disaggregate
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -135,7 +135,7 @@ def test_a_turn_of_codex_becomes_a_chat() -> None:
         {"role": "assistant", "reasoning": "", "tool_calls": [
             make_call("c1", "shell", '{"command":["ls"]}'),
             make_call("c2", "mcp__docs__look", "{}"),
-            make_call("c3", "apply_patch", '{"input":"begin\\n\\"a\\"\\nend"}')]},
+            make_call("c3", "apply_patch", '{"input": "begin\\n\\"a\\"\\nend"}')]},
         {"role": "tool", "tool_call_id": "c1", "content": "a.py"},
         {"role": "tool", "tool_call_id": "c2", "content": "onetwo"},
         {"role": "tool", "tool_call_id": "c3", "content": "Done"},

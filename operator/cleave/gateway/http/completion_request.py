@@ -508,9 +508,11 @@ def _divide_prompts(name: str, raw: msgspec.Raw) -> Steps[list[msgspec.Raw]]:
 def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
     values = {key: decode_value(fields[key]) for key in _COLOCATING_FIELDS.intersection(fields)}
     min_tokens = values.get("min_tokens") or 0
+    # An echoed chat has log-probabilities of its prompt, which is then computed as a whole.
+    has_prompt_logprobs = values.get("echo") and ("logprobs" in fields or "messages" in fields)
     return (
         values.get("n") in (None, 1)
-        and not (values.get("echo") and "logprobs" in fields)
+        and not has_prompt_logprobs
         and values.get("prompt_logprobs") is None
         and not _is_list(fields.get(EMBEDS_KEY, _ONE))
         and values.get("tool_choice") in (None, "none", "auto")

@@ -270,7 +270,7 @@ def _add_call(chat: _Conversation, item: Item, path: str) -> Steps[None]:
         arguments = check_text(item.arguments, f"{path}.arguments")
         yield from chat.calls.add(b',"arguments":', arguments, b"}},")
     else:
-        given = JsonText(b'{"input":')
+        given = JsonText(b'{"input": ')
         yield from given.add(check_text(item.input, f"{path}.input"))
         yield from chat.calls.add_quoted(b',"arguments":', given.to_raw(b"}"), b"}},")
 
