@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cleave.simulator.trace import Trace
-from cleave.traffic import workload
+from cleave.api import workload as api
+from cleave.simulator.trace import PromptBlocks, Trace
+from cleave.traffic import history, workload
 from cleave.traffic.characterization import (
     TraceDescription,
     characterize,
@@ -142,6 +145,29 @@ def test_a_plan_contains_what_was_cut_and_what_its_recording_lacks() -> None:
     assert cut.endswith("of the requests are longer than the model's 1,000 tokens and were cut")
     assert few.startswith("only 200 requests")
     assert list_remarks(workload.build_fixed(10, 10, 1.0), 100) == ()
+
+
+@pytest.mark.parametrize("rate", [None, 5.0])
+def test_a_plan_says_what_was_assumed_about_its_recording(tmp_path, rate) -> None:
+    file = tmp_path / "t.csv"
+    rows = "".join(f"{1_790_000_000_000 + 500 * at},50,{at % 40}\n" for at in range(400))
+    file.write_text(f"timestamp,prompt_tokens,output_tokens\n{rows}")
+    spec = api.Workload(rate=rate, trace=api.TraceSource(path=str(file)))
+    demand = workload.build_from_spec(spec, tmp_path)
+    remarks = list_remarks(demand, 100_000)
+    assert demand.rate == (rate or pytest.approx(2, rel=0.03))
+    assert remarks[0].startswith("10 of 400 requests failed or generated nothing (10 with output_")
+    assert remarks[1].startswith("timestamp is read as milliseconds since 1970")
+    assert characterize(history.read_trace(file)).warnings[:2] == remarks[:2]
+
+
+def test_prompts_that_repeat_are_to_be_replayed() -> None:
+    trace = drawn()
+    same = PromptBlocks(128, np.arange(5001), np.zeros(5000, np.int64), 1)
+    diagnosis = characterize(replace(trace, blocks=same))
+    assert said(diagnosis, "prompts repeat (up to ")
+    assert not diagnosis.is_fit_good
+    assert characterize(trace).is_fit_good
 
 
 @example(lengths=[1] * 11 + [1_282_464, 4_455_736], gaps=[1.0] * 60)

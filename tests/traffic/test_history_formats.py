@@ -472,6 +472,7 @@ def test_columns_that_fit_no_unit_are_refused(tmp_path, header, rows, message) -
             ("1790000000", "1790000005"),
             "arrival_ms is read as milliseconds, as its name says, although it may be seconds",
         ),
+        ("start_s", ("9", "2"), "1 requests were not in order of start_s: all are sorted"),
         ("time", ("2026-05-02", "2026-05-01"), "1 requests were not in order of time: all are"),
         ("created,start_time", ("1,2", "3,4"), "requests arrived at start_time, not at created"),
     ],

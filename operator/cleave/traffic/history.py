@@ -146,7 +146,7 @@ def _sort_by_arrival(
     backwards = np.flatnonzero(np.diff(arrivals.ms) < 0)
     if not len(backwards):
         return table, arrivals.ms, remarks
-    if not arrivals.is_clock:
+    if not (arrivals.is_clock or field.is_start):
         at = int(backwards[0]) + 1
         fault = f"{format_value(table.cells[field.path][at])} is before the request above"
         raise table.build_error(at, f"{fault}; sort by {field.path}")

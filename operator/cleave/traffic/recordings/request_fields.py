@@ -53,6 +53,11 @@ class Field(NamedTuple):
     """Seconds per unit of an arrival, as its name says; None: it does not."""
 
     @property
+    def is_start(self) -> bool:
+        """Whether it is when a request began, as in logs that are written when requests end."""
+        return self.role is FieldRole.ARRIVAL and self.rank // _RANK_STEP == 1
+
+    @property
     def parent(self) -> str:
         """The path of the object that has this field."""
         return self.path.rpartition(".")[0]
@@ -87,6 +92,8 @@ _ARRIVAL_NAMES = (
     """timestamp timestamps time ts datetime""",
     """created createdat createdtime createtime creationtime requestcreatedat""",
 )
+_RANK_STEP = 10
+"""Above the depth of a field, which decides between names of one rank."""
 _RANKS = {name: rank for rank, names in enumerate(_ARRIVAL_NAMES) for name in names.split()}
 MOONCAKE_NAMES = ("inputlength", "timestamp")
 """Beside this name of the prompt the arrival of this name is in milliseconds."""
@@ -185,4 +192,4 @@ def _classify_arrival(path: str, name: str) -> Field | None:
     rank = _RANKS.get(base)
     if rank is None:
         return None
-    return Field(path, FieldRole.ARRIVAL, 10 * rank + path.count("."), unit)
+    return Field(path, FieldRole.ARRIVAL, _RANK_STEP * rank + path.count("."), unit)
