@@ -331,7 +331,7 @@ def build_requests(rows: list[tuple[int, int, int]], step_ms: int) -> list[Reque
 
 
 ROWS = st.lists(
-    st.tuples(st.integers(0, 5000), st.integers(2, 100_000), st.integers(0, 3000)),
+    st.tuples(st.integers(0, 50), st.integers(2, 100_000), st.integers(0, 3000)),
     min_size=1,
     max_size=12,
 ).filter(lambda rows: any(output for _, _, output in rows))
@@ -439,10 +439,20 @@ def test_what_is_not_understood_is_refused_with_what_to_write(tmp_path, name) ->
 @pytest.mark.parametrize(
     ("header", "rows", "message"),
     [
-        ("timestamp", ("5e12", "6e12"), "timestamp '6e12': neither times since 1970 in one unit"),
-        ("timestamp", ("1790000000", "1790000000000"), "'1790000000000': neither times since 1970"),
+        (
+            "timestamp",
+            ("5e12", "6e12"),
+            "timestamp '6e12': neither surely times since 1970 in one unit",
+        ),
+        (
+            "timestamp",
+            ("1790000000", "1790000000000"),
+            "'1790000000000': neither surely times since",
+        ),
         ("timestamp", ("0", "900000000"), "'900000000': neither .* arrival_s, arrival_ms, arrival"),
         ("arrival_s", ("0", "6e12"), "arrival_s '6e12': neither"),
+        ("arrival_ms", ("1790000000", "1790000005"), "neither surely .* and let it begin at 0"),
+        ("timestamp", tuple(str(500 * at) for at in range(30)), "timestamp '14500': neither"),
         ("timestamp", ("1 May 2026", "2 May 2026"), "timestamp '1 May 2026': not a number"),
         ("num_requests", ("1", "3"), "t.csv:3: num_requests '3': sums requests up"),
         ("output_tokens", ("1", "1"), "has two columns 'output_tokens'; rename or drop one"),
@@ -466,11 +476,6 @@ def test_columns_that_fit_no_unit_are_refused(tmp_path, header, rows, message) -
             "arrival_s",
             ("1790000000500", "1790000001000"),
             "arrival_s is read as milliseconds since 1970",
-        ),
-        (
-            "arrival_ms",
-            ("1790000000", "1790000005"),
-            "arrival_ms is read as milliseconds, as its name says, although it may be seconds",
         ),
         ("start_s", ("9", "2"), "1 requests were not in order of start_s: all are sorted"),
         ("time", ("2026-05-02", "2026-05-01"), "1 requests were not in order of time: all are"),

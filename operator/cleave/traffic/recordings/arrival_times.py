@@ -23,6 +23,10 @@ _EPOCH_S = (1e9, 3e9)
 _LONGEST_S = 1e8
 """Longer recordings, over three years, are taken for a wrong unit."""
 _REMEDY = "name the column by its unit: arrival_s, arrival_ms, arrival_us or arrival_ns"
+_LONGEST_GAP_S = 10.0
+"""A longer mean gap in a column without a unit is taken for milliseconds or smaller units."""
+_FEW = 20
+"""Fewer requests may have any gap."""
 
 
 class Arrivals(NamedTuple):
@@ -57,22 +61,22 @@ def _choose_unit(
     if epoch_s != _find_epoch_unit(last):
         epoch_s = None
     named_s = field.unit_s
-    if named_s is not None and last * named_s < _EPOCH_S[1]:
-        is_odd = epoch_s is not None and epoch_s > named_s
-        doubt = f"{field.path} is read as {_NAMES[named_s]}, as its name says"
-        return named_s, f"{doubt}, although it may be {_NAMES[epoch_s or 1]}" if is_odd else ""
-    if epoch_s is not None:
+    is_named = named_s is not None and last * named_s < _EPOCH_S[1]
+    if is_named and (epoch_s is None or epoch_s <= (named_s or 0)):
+        return named_s or 1, ""
+    if epoch_s is not None and not is_named:
         date = datetime.fromtimestamp(first * epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         read = f"{field.path} is read as {_NAMES[epoch_s]} since 1970"
         return epoch_s, f"{read}: the first request arrived at {date}"
-    if named_s is None and last * default_s < _LONGEST_S:
+    is_likely = len(numbers) < _FEW or last - first < _LONGEST_GAP_S * len(numbers)
+    if named_s is None and last * default_s < _LONGEST_S and (is_likely or default_s < 1):
         why = "since its name has no unit" if default_s == 1 else "as in Mooncake's traces"
         read = f"{field.path} is read as {_NAMES[default_s]}, {why}"
         return default_s, f"{read}; if it is not, {_REMEDY}"
     at = int(np.argmax(numbers))
     value = format_value(table.cells[field.path][at])
-    what = f"{field.path} {value}: neither times since 1970 in one unit, nor since the start"
-    raise table.build_error(at, f"{what}; {_REMEDY}")
+    what = f"{field.path} {value}: neither surely times since 1970 in one unit, nor since the start"
+    raise table.build_error(at, f"{what}; {_REMEDY}, and let it begin at 0")
 
 
 def _find_epoch_unit(number: float) -> float | None:
