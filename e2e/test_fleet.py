@@ -76,7 +76,7 @@ async def stream(
     async with session.post(f"{fleet.url}/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
         raw = await response.read()
-    *events, done, rest = raw.split(b"\n\n")
+    *events, done, rest = [e for e in raw.split(b"\n\n") if not e.startswith(b":")]
     assert (done, rest) == (b"data: [DONE]", b"")
     parsed = [json.loads(event.removeprefix(b"data: ")) for event in events]
     texts = [event["choices"][0]["text"] for event in parsed if event["choices"]]

@@ -110,7 +110,7 @@ async def stream(
             raw = await response.read()
     except aiohttp.ClientError:
         return None
-    *events, done, rest = raw.split(b"\n\n")
+    *events, done, rest = [e for e in raw.split(b"\n\n") if not e.startswith(b":")]
     assert (done, rest) == (b"data: [DONE]", b"")
     return sum(bool(json.loads(e.removeprefix(b"data: "))["choices"]) for e in events)
 

@@ -98,7 +98,7 @@ def _check_answer(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
         if not gateway_killed:
             raise WrongAnswerError(f"the gateway broke the connection: {seen.broken}")
         if ask.stream and seen.status == 200:
-            _check_events(ask, seen.body.split(b"\n\n")[:-1])
+            _check_events(ask, _split_events(seen.body)[:-1])
         return Verdict(Case.GATEWAY_LOST, seen.broken)
     if HAND_OFF.encode() in seen.body:
         raise WrongAnswerError("the hand-off leaked")
@@ -107,13 +107,18 @@ def _check_answer(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
     if not ask.stream:
         check(ask, read_whole(json.loads(seen.body)))
         return Verdict(Case.RIGHT)
-    *events, rest = seen.body.split(b"\n\n")
+    *events, rest = _split_events(seen.body)
     if rest:
         raise WrongAnswerError(f"half an event at the end: {rest[:200]!r}")
     verdict = _check_events(ask, events)
     if verdict is None:
         raise WrongAnswerError(f"no [DONE] at the end but {b''.join(events[-1:])[:200]!r}")
     return verdict
+
+
+def _split_events(body: bytes) -> list[bytes]:
+    """A stream's events, without the comments of one that was silent, and what is after them."""
+    return [event for event in body.split(b"\n\n") if not event.startswith(b":")]
 
 
 def _check_events(ask: Ask, events: list[bytes]) -> Verdict | None:

@@ -26,7 +26,8 @@ def read(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     answer = httpx.post(url + path, json=body, headers=headers_for(url), timeout=TIMEOUT_S)
     assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-500:]
     for event in answer.text.split("\n\n")[:-2]:
-        yield json.loads(event.removeprefix("data: "))
+        if not event.startswith(":"):
+            yield json.loads(event.removeprefix("data: "))
 
 
 def summarize(events: Iterator[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from cleave.gateway.http import headers
 from cleave.gateway.http.headers import LAST_CHUNK, encode_chunk
 from cleave.gateway.proxy.client_stream import ClientStream
 
-SILENCE_S = 10.0
+SILENCE_S = 13.0
 """After which a client of a stream gets a comment."""
 _COMMENT = b": keep-alive\n\n"
 _HEAD_END = b"\r\n\r\n"
