@@ -11,13 +11,13 @@ TWO = Cluster.model_validate({"nodes": [{"count": 2, "gpu": "H100", "gpusPerNode
 MIXED = Cluster.model_validate({"nodes": [{"gpu": "H100", "count": 2}, {"gpu": "B200"}]})
 
 
-def find(*pools, cluster=TWO, model="meta-llama/Llama-3.1-70B", **spec) -> list[str]:
+def find(*pools, cluster=TWO, model="meta-llama/Llama-3.1-70B", longest=8192, **spec) -> list[str]:
     document = {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
         "metadata": {"name": "chat"},
         "spec": {
-            "model": model,
+            "model": {"source": model, "maxModelLen": longest},
             "slo": {"ttftMs": 600, "tpotMs": 40},
             "placement": {"manual": list(pools)},
             **spec,
@@ -43,11 +43,11 @@ def test_data_parallel_ranks_share_the_experts_and_each_has_a_node() -> None:
     sparse = "Qwen/Qwen3-235B-A22B"
     size = {"tensor": 1, "data": 8, "expert": True}
     ranks = {"role": "mixed", "parallelism": size, "replicas": 2}
-    assert find(ranks, model=sparse) == []
+    assert find(ranks, model=sparse, longest=4096) == []
     (alone,) = find(pool(), model=sparse)
     assert "does not fit" in alone
     over_nodes = {"parallelism": size | {"tensor": 2}, "replicas": 1}
-    assert find(ranks | over_nodes, model=sparse) == []
+    assert find(ranks | over_nodes, model=sparse, longest=4096) == []
     large = {"parallelism": {"tensor": 4, "pipeline": 4, "data": 2}, "replicas": 1}
     four = Cluster.model_validate({"nodes": [{"count": 4, "gpu": "H100", "gpusPerNode": 8}]})
     (line,) = find(ranks | large, model=sparse, cluster=four)
@@ -60,6 +60,19 @@ def test_data_parallel_ranks_share_the_experts_and_each_has_a_node() -> None:
 def test_weights_that_exceed_a_gpu_are_a_misfit() -> None:
     (line,) = find(pool("prefill", 2), pool("decode"))
     assert line.startswith("spec.placement.manual[1].parallelism: llama-3.1-70b does not fit: 131")
+
+
+def test_a_context_whose_kv_has_no_room_beside_the_weights_is_a_misfit() -> None:
+    (line,) = find(pool("prefill", 4), pool("decode", 2), longest=131_072)
+    assert line.startswith(
+        "spec.placement.manual[1].parallelism: llama-3.1-70b does not fit: a request may have "
+        "131,072 tokens"
+    )
+    assert line.endswith("or set a smaller spec.model.maxModelLen")
+    more = {"engine": {"args": ["--gpu-memory-utilization=0.99"]}}
+    assert len(find(pool(tensor=2), longest=40_000)) == 1
+    assert not find(pool(tensor=2), longest=40_000, **more)
+    assert find(pool(tensor=2), longest=8192, engine={"args": ["--gpu-memory-utilization=0.85"]})
 
 
 @pytest.mark.parametrize(

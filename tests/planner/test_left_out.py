@@ -131,7 +131,7 @@ def test_nothing_is_left_out_of_one_gateway_with_fixed_roles() -> None:
     assert build(pools={"flipping": "Off"}, gateway={"replicas": 1})[1] == ()
 
 
-def test_manual_pools_have_the_step_limits_of_the_engines_arguments() -> None:
+def test_limits_of_one_role_are_left_out_and_those_of_all_engines_are_not() -> None:
     spec = LLMDeploymentSpec.model_validate(
         {
             "model": "facebook/opt-13b",
@@ -145,12 +145,12 @@ def test_manual_pools_have_the_step_limits_of_the_engines_arguments() -> None:
         }
     )
     assert left_out.describe(spec) == (
-        "not simulated: your limits of iterations (scheduling.limits); the search chooses its own; "
-        "engine.args --max-num-seqs, --long-prefill-token-threshold; the search chooses its own"
+        "not simulated: engine.args --long-prefill-token-threshold; your limits of iterations "
+        "(scheduling.limits); the search chooses its own"
     )
     assert left_out.describe_manual(spec) == (
-        "not simulated: your limits of iterations (scheduling.limits); engine.args "
-        "--long-prefill-token-threshold"
+        "not simulated: engine.args --long-prefill-token-threshold; your limits of iterations "
+        "(scheduling.limits)"
     )
 
 

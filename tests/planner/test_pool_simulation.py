@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from cleave.api.engine import EngineSpec
 from cleave.api.role import Parallelism, Role
 from cleave.perf.hardware.link import Link, LinkKind
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU, PlannedPool
 from cleave.planner.pool_simulation import (
     PlacementSimulator,
-    apply_engine_args,
     build_fleet,
     compute_mfu,
 )
@@ -56,19 +54,11 @@ def test_pools_without_limits_have_the_engines_defaults(problem) -> None:
     assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (7, 99)
 
 
-def test_what_the_engines_arguments_state_comes_first() -> None:
+def test_what_the_engines_arguments_state_comes_first(problem) -> None:
     pools = (PlannedPool(Role.MIXED, 1, max_num_seqs=64, max_num_batched_tokens=512),)
-    (pool,) = apply_engine_args(
-        pools, EngineSpec(args=["--max_num_seqs=8", "--max-num-seqs", "16"])
-    )
-    assert (pool.max_num_seqs, pool.max_num_batched_tokens) == (16, 512)
-    assert apply_engine_args(pools, EngineSpec()) == pools
-
-
-@pytest.mark.parametrize("args", [["--max-num-seqs", "many"], ["--max-num-seqs=0"]])
-def test_a_limit_that_is_no_number_is_one_line(args) -> None:
-    with pytest.raises(PlanError, match=r"^spec.engine.args: --max-num-seqs .*whole number"):
-        apply_engine_args((), EngineSpec(args=args))
+    limited = replace(problem, policies=replace(problem.policies, max_num_seqs=16))
+    engine = build_fleet(limited, pools).mixed[0].engine
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (16, 512)
 
 
 def test_parallelism_that_the_model_does_not_take_is_one_line(problem) -> None:

@@ -36,6 +36,7 @@ NO_PREFIX_CACHING = "--no-enable-prefix-caching"
 _FLAG_WITH_BLANK = re.compile("^--[^=]* ")
 _SHORT_OR_DOTTED_FLAG = re.compile("^(-[A-Za-z]|--[^=]*[.])")
 """vLLM takes `-sc` and `--speculative-config.method=eagle3` for parts of `--speculative-config`."""
+_PREFILL_CONTEXT = re.compile("^--prefill[-_]c")
 _SCHEDULER_FLAGS = ("--scheduler-cls", "--scheduling-policy")
 
 
@@ -262,6 +263,13 @@ class EngineSpec(ApiModel):
             message="must not hold --data-parallel-*: set parallelism.data in "
             "spec.placement.manual, so that each rank has an agent of its own; models without "
             "experts take replicas instead",
+            field="args",
+        ),
+        ValidationRule(
+            cel="!has(self.args) || self.args.all(a, !a.matches('^--prefill[-_]c'))",
+            is_valid=lambda e: not any(map(_PREFILL_CONTEXT.match, e.args)),
+            message="must not hold --prefill-context-parallel-size: pods request no GPUs for it; "
+            "set parallelism.tensor or pipeline in spec.placement.manual instead",
             field="args",
         ),
         ValidationRule(

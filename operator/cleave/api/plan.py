@@ -165,6 +165,10 @@ class SelectedPlan(ApiModel):
     connector: Annotated[Connector, Field(strict=False)] | None = None
     """KV connector that the plan chose because its cells are one pod each and spec.engine names
     none; absent: the deployment's own. It stays as long as the plan and its revisions do."""
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    """Longest request in tokens, prompt plus answer, that the plan set because its GPUs have no
+    room for the KV of the model's context and spec.model names no limit; absent: the deployment's
+    own. It stays as long as the plan and its revisions do."""
     inputs: str | None = None
     """Hash of the inputs of the plan: the plan stays as long as the hash does."""
     verdict: str | None = None

@@ -8,9 +8,10 @@ per node, and equal pipeline stages of a cell share a node.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from cleave.api.cluster import Cluster
-from cleave.api.deployment import LLMDeployment
+from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
 from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
 from cleave.api.plan import ManualPool
@@ -26,6 +27,7 @@ from cleave.perf import estimator
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.perf.model.model_shape import ModelShape
+from cleave.planner import memory_flags
 from cleave.planner.placement import to_planned_pool
 from cleave.planner.plan import PlannedPool
 from cleave.planner.search import packing
@@ -58,7 +60,7 @@ def list_misfits(
     yield from list_span_faults(deployment, NodeTopology.from_cluster(cluster))
     names = [str(kind) for kind in kinds]
     if shape is not None:
-        yield from _list_memory_faults(pools, names, cluster, shape)
+        yield from _list_memory_faults(spec, names, cluster, shape)
     if spec.template.has_whole_gpus:
         planned = [to_planned_pool(pool) for pool in pools]
         for kind in dict.fromkeys(names):
@@ -175,17 +177,31 @@ def _find_kind(pool: ManualPool, cluster: Cluster, kinds: Sequence[str]) -> str 
 
 
 def _list_memory_faults(
-    pools: Sequence[ManualPool], kinds: Sequence[str], cluster: Cluster, shape: ModelShape
+    spec: LLMDeploymentSpec, kinds: Sequence[str], cluster: Cluster, shape: ModelShape
 ) -> Iterator[str]:
-    found = estimator.build_estimator(shape, cluster)
+    """Pools whose engines would end at their start: for the weights, or for the KV of the longest
+    request."""
+    # What may start is not refused.
+    reserve = replace(memory_flags.build_reserve(spec.engine), start_margin=0.0)
+    longest = spec.model.max_model_len or shape.max_model_len
+    found = estimator.build_estimator(
+        shape, cluster, max_model_len=longest, reserve=reserve, least_context=longest
+    )
+    pools = spec.placement.manual if spec.placement else []
     for index, (pool, kind) in enumerate(zip(pools, kinds, strict=True)):
         size = pool.parallelism
         sizes, gpu = (size.tensor, size.pipeline), found.machines[kind].gpu
         # A profile may have measured that it fits; instances above a node are not estimated.
         if size.data > 1 or found.explain_unsupported(kind, *sizes) is not None:
-            why = memory.explain_unsupported(shape, gpu, *sizes, data=size.data, expert=size.expert)
+            why = memory.explain_unsupported(
+                *(shape, gpu, *sizes, reserve, size.data),
+                expert=size.expert,
+                context_tokens=longest,
+            )
             if why is not None:
-                yield f"{_FIELD}[{index}].parallelism: {why}; use more GPUs for an instance"
+                smaller = ", or set a smaller spec.model.maxModelLen" * (memory.NO_ROOM in why)
+                remedy = f"use more GPUs for an instance{smaller}"
+                yield f"{_FIELD}[{index}].parallelism: {why}; {remedy}"
 
 
 def _list_pieces(pools: Sequence[PlannedPool], kind: str, room: int) -> Counter[int]:

@@ -25,7 +25,7 @@ from cleave.manifests.topology import (
     fits_one_pod,
 )
 from cleave.planner.deployment_checks import describe_connector, resolve_connector
-from cleave.planner.placement import Placement, set_planned_connector
+from cleave.planner.placement import Placement, set_planned_fields
 from cleave.planner.plan import PlannedPool
 from cleave.planner.result.status import (
     build_kv_link,
@@ -44,7 +44,7 @@ def build_pools(
     machines: NodeTopology = NodeTopology(),  # noqa: B008 - a frozen value
 ) -> list[InstancePool]:
     """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
-    deployment = set_planned_connector(deployment, placement)
+    deployment = set_planned_fields(deployment, placement)
     deployment = resolve_connector(deployment, reads_files=False)
     revision_hash = hash_revision(deployment)
     kinds = _list_kinds(deployment, placement)
@@ -94,7 +94,7 @@ def build_selected_plan(
     """Return the current placement, for `status.plan`."""
     result = placement.result
     selected = result.selected if result else None
-    deployment = set_planned_connector(deployment, placement)
+    deployment = set_planned_fields(deployment, placement)
     chosen = describe_connector(deployment, reads_files=False)
     return SelectedPlan(
         revision=hash_revision(deployment),
@@ -103,6 +103,7 @@ def build_selected_plan(
         pools=to_manual_pools(placement.pools),
         algorithm=selected.algorithm if selected else "",
         connector=placement.connector,
+        max_model_len=placement.max_model_len,
         verdict=str(result.verdict) if result else None,
         whole_below_tokens=(selected.whole_below_tokens or None) if selected else None,
         ahead_from_tokens=(selected.ahead_from_tokens or None) if selected else None,

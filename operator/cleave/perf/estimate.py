@@ -47,7 +47,7 @@ class Estimate:
     prefill_saturation_tokens: int
     """DistServe's L_m: prompt tokens from which a prefill iteration is bound by compute."""
     max_model_len: int
-    """Longest prompt plus output."""
+    """Longest prompt plus output with which an instance starts: KV has room for such a request."""
     kv_bytes_per_token: int
     """Sum over all layers and all GPUs of an engine."""
     flops_per_token: float

@@ -85,8 +85,10 @@ class ModelEstimator:
         max_model_len: int | None = None,
         context_tokens: int | None = None,
         experts: ExpertSettings = VLLM_EXPERTS,
+        least_context: int = 0,
     ) -> None:
         """`machines`: by GPU name; `max_model_len`: limit, at most the model's own is used;
+        `least_context`: tokens of the longest request, for which an instance must have room;
         `context_tokens`: of a mean request, for caches that do not grow with it; None: the limit;
         `experts`: how engines exchange tokens for experts on several GPUs."""
         self.shape = shape
@@ -96,6 +98,7 @@ class ModelEstimator:
         self._max_model_len = min(max_model_len or shape.max_model_len, shape.max_model_len)
         self._context_tokens = context_tokens or self._max_model_len
         self._experts = experts
+        self._least_context = min(least_context, self._max_model_len)
         self._cache: dict[tuple[str, int, int, int, bool], Estimate | None] = {}
         self._unpipelined: dict[tuple[str, int], _TimingSource] = {}
 
@@ -124,10 +127,20 @@ class ModelEstimator:
         sizes = (tensor, pipeline)
         if (reason := self.shape.explain_unsupported(*sizes, data, expert=expert)) is not None:
             return f"{self.shape.name}: {reason}"
-        if data == 1 and self._find_measured_capacity(machine.gpu, *sizes) is not None:
-            return None
+        if data == 1 and (room := self._find_measured_capacity(machine.gpu, *sizes)) is not None:
+            return self._explain_short_room(room, gpu)
         return memory.explain_unsupported(
-            self.shape, machine.gpu, *sizes, self._reserve, data, expert=expert
+            *(self.shape, machine.gpu, *sizes, self._reserve, data),
+            expert=expert,
+            context_tokens=self._least_context,
+        )
+
+    def _explain_short_room(self, room: int, gpu: str) -> str | None:
+        if room >= self._least_context:
+            return None
+        return (
+            f"{self.shape.name} does not fit: {memory.NO_ROOM} {self._least_context:,} tokens, "
+            f"and there was room for the KV of {room:,} as measured on {gpu}"
         )
 
     def _build_estimate(
@@ -144,17 +157,18 @@ class ModelEstimator:
             # The roofline's FLOPs include the power cap; measurements were made without one.
             timing = scale_timing(timing, prompt=slowdown)
         sizes = (machine.gpu, tensor, stages)
-        capacity = self._find_measured_capacity(*sizes) if data == 1 else None
-        if capacity is None:
+        capacity = room = self._find_measured_capacity(*sizes) if data == 1 else None
+        if capacity is None or room is None:
             capacity = memory.compute_kv_capacity_tokens(
                 self.shape, *sizes, self._reserve, self._context_tokens, data
             )
+            room = memory.compute_max_context_tokens(self.shape, *sizes, self._reserve, data)
         gpus, longest = tensor * stages * data, self._max_model_len
         return Estimate(
             timing=timing,
             kv_capacity_tokens=capacity,
             prefill_saturation_tokens=find_prefill_saturation_tokens(timing, longest),
-            max_model_len=longest,
+            max_model_len=min(longest, room),
             kv_bytes_per_token=self.shape.copied_bytes_per_token,
             flops_per_token=self.shape.flops_per_token,
             power_watts=machine.gpu.power_watts * gpus,
@@ -249,10 +263,11 @@ def build_estimator(
     reserve: memory.MemoryReserve = memory.VLLM_RESERVE,
     context_tokens: int | None = None,
     experts: ExpertSettings = VLLM_EXPERTS,
+    least_context: int = 0,
 ) -> ModelEstimator:
     """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`;
-    `context_tokens`: of a mean request. Raises ManifestError with a line for each unknown GPU or
-    unusable profile."""
+    `context_tokens`: of a mean request; `least_context`: of the longest. Raises ManifestError with
+    a line for each unknown GPU or unusable profile."""
     gpus = inventory.list_gpus(cluster, choices)
     per_node: dict[str, int] = {}
     joined: dict[str, int] = {}
@@ -265,7 +280,8 @@ def build_estimator(
     }
     profiles = _read_profiles(cluster.profiles, folder)
     return ModelEstimator(
-        *(shape, machines, profiles, reserve, max_model_len, context_tokens, experts)
+        *(shape, machines, profiles, reserve, max_model_len, context_tokens, experts),
+        least_context=least_context,
     )
 
 

@@ -12,8 +12,17 @@ from cleave.api.engine import EngineSpec, TransferMode
 from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.scheduling import DecodeAdmission
 
-_STEP_LIMITS = ("--max-num-seqs", "--max-num-batched-tokens")
-"""`pool_simulation.apply_engine_args` gives them to manual placements."""
+UNCOUNTED = (
+    "--compilation-config", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size",
+    "--optimization-level", "--performance-mode", "--enable-lora", "--max-loras",
+    "--max-lora-rank", "--limit-mm-per-prompt", "--language-model-only", "--skip-mm-profiling",
+    "--mm-ipc-gpu-memory-gb", "--enable-dbo", "--ubatch-size", "--enable-eplb", "--eplb-config",
+    "--mamba-block-size", "--use-replayssm", "--replayssm-buffer-len", "--swa-bounded-replay",
+    "--kv-sharing-fast-prefill", "--enable-mamba-shared-prefix-checkpoint", "--max-num-active-seqs",
+    "--max-num-scheduled-tokens", "--prefix-match-unit",
+)  # fmt: skip
+"""Engine arguments that change memory or times by less than plans are wrong, or by what only an
+engine measures; `memory_flags` has the others."""
 _PROMPT_LIMIT = "--long-prefill-token-threshold"
 _PREDICTING = {DispatchPolicy.LEAST_HEAVY, DispatchPolicy.BEST_FIT}
 """Policies that compare predicted output lengths."""
@@ -23,22 +32,16 @@ _OWN_LIMITS = "your limits of iterations (scheduling.limits)"
 def describe(spec: LLMDeploymentSpec) -> str | None:
     """One line that names what plans for `spec` do not simulate; None: there is nothing."""
     parts = [*_list_routing(spec), *_list_engine(spec.engine)]
-    flags = [f for f in (*_STEP_LIMITS, _PROMPT_LIMIT) if _has_flag(spec.engine, f)]
     if _has_limits(spec.engine):
         parts.append(f"{_OWN_LIMITS}; the search chooses its own")
-    if flags:
-        parts.append(f"engine.args {', '.join(flags)}; the search chooses its own")
     return _join(parts)
 
 
 def describe_manual(spec: LLMDeploymentSpec) -> str | None:
-    """The same for a simulation of a manual placement; its pools have the step limits of
-    engine.args."""
+    """The same for a simulation of a manual placement."""
     parts = [*_list_routing(spec), *_list_engine(spec.engine)]
     if _has_limits(spec.engine):
         parts.append(_OWN_LIMITS)
-    if _has_flag(spec.engine, _PROMPT_LIMIT):
-        parts.append(f"engine.args {_PROMPT_LIMIT}")
     return _join(parts)
 
 
@@ -65,6 +68,8 @@ def _list_routing(spec: LLMDeploymentSpec) -> Iterator[str]:
 def _list_engine(engine: EngineSpec) -> Iterator[str]:
     if engine.transfer is not TransferMode.PULL:
         yield f"KV sent during the prefill (engine.transfer {engine.transfer}); all is pulled"
+    if flags := [flag for flag in (_PROMPT_LIMIT, *UNCOUNTED) if engine.has_flag(flag)]:
+        yield f"engine.args {', '.join(flags)}"
     scheduling = engine.scheduling
     if scheduling is not None:
         if scheduling.long_prompt_tokens is not None:
@@ -78,7 +83,3 @@ def _list_engine(engine: EngineSpec) -> Iterator[str]:
 
 def _has_limits(engine: EngineSpec) -> bool:
     return engine.scheduling is not None and bool(engine.scheduling.limits)
-
-
-def _has_flag(engine: EngineSpec, flag: str) -> bool:
-    return engine.get_flag_value(flag) is not None

@@ -40,6 +40,8 @@ class Placement:
     """The planner's result; None: set in spec.placement.manual, or not planned."""
     connector: Connector | None = None
     """KV connector that the plan needs instead of the deployment's; None: its own."""
+    max_model_len: int | None = None
+    """Longest request in tokens that the plan allows instead of the deployment; None: its own."""
     kv_link: PlannedKvLink | None = None
     """The link over which KV will go, of a placement that was not planned; None: not known."""
 
@@ -80,12 +82,22 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
     return Placement(tuple(map(to_planned_pool, pools)), reason="set in spec.placement.manual")
 
 
-def set_planned_connector(deployment: LLMDeployment, placement: Placement) -> LLMDeployment:
-    """The deployment with the connector that its plan needs as `engine.connector`."""
+def set_planned_fields(deployment: LLMDeployment, placement: Placement) -> LLMDeployment:
+    """The deployment with what its plan needs as `engine.connector` and `model.maxModelLen`."""
+    deployment = with_max_model_len(deployment, placement.max_model_len)
     if placement.connector is None:
         return deployment
     engine = deployment.spec.engine.model_copy(update={"connector": placement.connector})
     spec = deployment.spec.model_copy(update={"engine": engine})
+    return deployment.model_copy(update={"spec": spec})
+
+
+def with_max_model_len(deployment: LLMDeployment, tokens: int | None) -> LLMDeployment:
+    """The deployment with `model.maxModelLen`; None: its own."""
+    if tokens is None:
+        return deployment
+    model = deployment.spec.model.model_copy(update={"max_model_len": tokens})
+    spec = deployment.spec.model_copy(update={"model": model})
     return deployment.model_copy(update={"spec": spec})
 
 

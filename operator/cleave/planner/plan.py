@@ -112,6 +112,9 @@ class Plan:
     """Prompts of at least this many tokens gain from a layer-wise KV transfer; 0: none do."""
     connector: Connector | None = None
     """KV connector that the plan needs instead of the deployment's; None: its own."""
+    max_model_len: int | None = None
+    """Tokens of the longest request for which all instances have room, where that is less than the
+    deployment's limit; None: its own."""
 
     @property
     def gpus(self) -> int:

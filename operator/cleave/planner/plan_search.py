@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from cleave.api.engine import Connector
 from cleave.api.planning import Affinity, Objective
+from cleave.perf.hardware.memory import NO_ROOM
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlanningResult, PlanVerdict
 from cleave.planner.problem import Problem
@@ -32,6 +33,7 @@ from cleave.planner.search.candidates import (
     Candidate,
     explain_unsupported,
     list_candidates,
+    list_short_of_room,
     list_sizes,
 )
 from cleave.planner.search.context import SearchContext
@@ -182,6 +184,8 @@ def _explain_no_candidate(problem: Problem) -> str:
     for reason in reasons:
         if "does not fit" in reason:
             remedy = "the largest possible instance needs more or larger GPUs, or weights of 8 bits"
+            if NO_ROOM in reason:
+                remedy = f"{remedy}, or set a smaller spec.model.maxModelLen"
             return f"{reason}; {remedy}"
     return next(iter(reasons), "there are no GPUs")
 
@@ -237,6 +241,7 @@ def _list_warnings(
 ) -> tuple[str, ...]:
     return (
         *problem.notes,
+        *list_short_of_room(problem),
         *(warning for each in finalists for warning in _list_simulation_warnings(each)),
         *_list_rate_warnings(finalists, max_rate),
         *(warning for each in finalists[:1] for warning in md1.list_disagreements(each)),

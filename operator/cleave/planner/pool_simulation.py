@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cleave.api.engine import EngineSpec
 from cleave.api.role import Role
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.planner.placement import PlanError
@@ -102,30 +101,6 @@ def to_candidate_placement(
     return CandidatePlacement(cell, copies=cells, is_in_node=True)
 
 
-def apply_engine_args(pools: Iterable[PlannedPool], engine: EngineSpec) -> tuple[PlannedPool, ...]:
-    """The pools with the step limits of the engine's arguments, as their pods run them. Raises
-    PlanError when such an argument is not a number."""
-    seqs = _read_limit(engine, "--max-num-seqs")
-    tokens = _read_limit(engine, "--max-num-batched-tokens")
-    return tuple(
-        replace(
-            pool,
-            max_num_seqs=seqs or pool.max_num_seqs,
-            max_num_batched_tokens=tokens or pool.max_num_batched_tokens,
-        )
-        for pool in pools
-    )
-
-
-def _read_limit(engine: EngineSpec, flag: str) -> int | None:
-    value = engine.get_flag_value(flag)
-    if value is None:
-        return None
-    if not value.isdecimal() or int(value) < 1:
-        raise PlanError([f"spec.engine.args: {flag} {value}: must be a whole number above 0"])
-    return int(value)
-
-
 def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
     kinds = {supply.gpu: supply for supply in problem.supplies}
     gpu = _resolve_gpu(pool, list(kinds))
@@ -141,7 +116,7 @@ def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
         max_num_batched_tokens=pool.max_num_batched_tokens or candidates.MAX_NUM_BATCHED_TOKENS,
         policies=problem.policies,
         slo=problem.slo,
-    )
+    ).with_limits()
 
 
 def _resolve_gpu(pool: PlannedPool, kinds: list[str]) -> str:

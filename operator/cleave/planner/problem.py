@@ -15,6 +15,7 @@ from cleave.api.scheduling import DecodeAdmission, PromptOrder
 from cleave.perf.estimate import Estimator
 from cleave.perf.hardware.link import Link
 from cleave.perf.model.model_shape import ModelShape
+from cleave.planner import memory_flags
 from cleave.simulator.fleet import Admission, Batching, PrefillOrder
 from cleave.traffic.workload import Demand
 
@@ -78,6 +79,10 @@ class Policies:
     """KV connector; it limits which parallel sizes can be paired."""
     kv_offloading_gib: int | None = None
     """Host memory of an instance for KV; None: it has none."""
+    max_num_seqs: int | None = None
+    """Limit of requests per step of all engines; None: the search chooses them."""
+    max_num_batched_tokens: int | None = None
+    """The same of tokens per step."""
 
 
 DISTSERVE_POLICIES = Policies(
@@ -142,13 +147,16 @@ def limit_reuse(demand: Demand, engine: EngineSpec) -> Demand:
 
 
 def build_policies(spec: LLMDeploymentSpec) -> Policies:
-    """The policies of spec.routing and spec.engine.scheduling, else vLLM's defaults; what they do
-    not contain is listed by `left_out.describe`."""
+    """The policies of spec.routing, spec.engine.scheduling and spec.engine.args, else vLLM's
+    defaults; what they do not contain is listed by `left_out.describe`. Raises PlanError."""
     engine, scheduling = spec.engine, spec.engine.scheduling
     given = Policies(
         dispatch=spec.routing.policy,
         connector=engine.kv_connector,
         kv_offloading_gib=engine.kv_offloading_gib,
+        kv_block_size=memory_flags.read_count(engine, memory_flags.BLOCK_SIZE) or 16,
+        max_num_seqs=memory_flags.read_count(engine, memory_flags.SEQS),
+        max_num_batched_tokens=memory_flags.read_count(engine, memory_flags.BATCHED_TOKENS),
     )
     if scheduling is None:
         return given

@@ -14,14 +14,14 @@ from cleave.api.planning import GpuChoice
 from cleave.api.role import MAX_POD_ENGINES
 from cleave.perf import estimator
 from cleave.perf.estimate import Estimator
-from cleave.perf.hardware import inventory, memory
+from cleave.perf.hardware import inventory
 from cleave.perf.hardware.all_to_all import AllToAllBackend
 from cleave.perf.hardware.expert_group import BALANCED, UNBALANCED, ExpertSettings
 from cleave.perf.hardware.gpu import GPU_PRODUCT, Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_source
 from cleave.perf.speculation import SpeculatingEstimator
-from cleave.planner import deployment_checks, left_out
+from cleave.planner import deployment_checks, left_out, memory_flags
 from cleave.planner.deployment_shape import load_shape
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
@@ -34,11 +34,20 @@ _ALL_TO_ALL, _BALANCER = "--all2all-backend", "--enable-eplb"
 
 
 def build_problem(
-    deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
+    deployment: LLMDeployment,
+    cluster: Cluster,
+    folder: Path = Path(),
+    seed: int = 0,
+    *,
+    keeps_limit: bool = False,
 ) -> Problem:
-    """The problem of planning `deployment` on `cluster`; relative paths start at `folder`. Raises
-    PlanError or ManifestError."""
+    """The problem of planning `deployment` on `cluster`; relative paths start at `folder`.
+
+    Where the spec has no maxModelLen, plans may set it, as far as the traffic's requests fit;
+    `keeps_limit`: they may not. Raises PlanError or ManifestError.
+    """
     spec = deployment_checks.resolve_connector(deployment).spec
+    memory_flags.check_args(spec)
     shape = load_shape(deployment)
     choice = deployment_checks.choose_connector(deployment)
     if choice.fault:
@@ -46,10 +55,12 @@ def build_problem(
     kinds = _select_kinds(inventory.list_gpus(cluster, spec.planning.gpus), spec.template)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
     traffic = build_demand(deployment, folder)
-    reserve = memory.NCCL_RESERVE if spec.engine.uses_nccl else memory.VLLM_RESERVE
+    is_fixed = keeps_limit or spec.model.max_model_len is not None
     try:
         estimates: Estimator = estimator.build_estimator(
-            *(shape, cluster, spec.planning.gpus, folder, longest, reserve),
+            *(shape, cluster, spec.planning.gpus, folder, longest),
+            reserve=memory_flags.build_reserve(spec.engine),
+            least_context=longest if is_fixed else min(longest, traffic.longest_request),
             context_tokens=min(
                 longest, round(traffic.mean_prompt_tokens + traffic.mean_output_tokens)
             ),
@@ -83,6 +94,7 @@ def build_problem(
                     describe_speculation(spec),
                     _describe_all_to_all(spec.engine),
                     inventory.describe_assumed_network(cluster),
+                    memory_flags.describe(spec.engine),
                     left_out.describe(spec),
                 ],
             ),

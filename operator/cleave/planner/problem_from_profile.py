@@ -8,13 +8,14 @@ one GPU.
 from pathlib import Path
 
 from cleave.api.cluster import Cluster
-from cleave.api.deployment import LLMDeployment
+from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
 from cleave.perf import named_profiles, pipeline
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware.link import Link, LinkKind, build_host_link
+from cleave.perf.hardware.memory import NO_ROOM
 from cleave.perf.model import model_shape, model_source
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
-from cleave.planner import left_out
+from cleave.planner import left_out, memory_flags
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU
 from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
@@ -33,16 +34,20 @@ class ProfileEstimator:
     """Implements `cleave.perf.estimate.Estimator` with one profile, without parallelism."""
 
     def __init__(
-        self, profile: named_profiles.NamedProfile, shape: ModelShape, time_scale: float
+        self,
+        profile: named_profiles.NamedProfile,
+        shape: ModelShape,
+        time_scale: float,
+        kv_capacity_tokens: int,
     ) -> None:
         timing = pipeline.scale_timing(profile.timing, prompt=time_scale, decode=time_scale)
         saturation = pipeline.find_prefill_saturation_tokens(timing, shape.max_model_len)
         source = f"the emulated engine's own profile {profile.name}"
         self._estimate = Estimate(
             timing=timing,
-            kv_capacity_tokens=profile.kv_capacity_tokens,
+            kv_capacity_tokens=kv_capacity_tokens,
             prefill_saturation_tokens=saturation,
-            max_model_len=shape.max_model_len,
+            max_model_len=kv_capacity_tokens,
             kv_bytes_per_token=shape.copied_bytes_per_token,
             flops_per_token=shape.flops_per_token,
             power_watts=0.0,
@@ -98,21 +103,39 @@ def build_problem(
         instances = min(instances, cluster.total_gpus)
     link = _build_link(emulation.time_scale)
     longest = spec.model.max_model_len or shape.max_model_len
+    policies = build_policies(spec)
+    room = _count_room(spec, profile, policies.kv_block_size)
+    demand = limit_reuse(demand, spec.engine).with_max_model_len(longest)
+    needed = longest if spec.model.max_model_len else demand.longest_request
+    if needed > room:
+        fault = (
+            f"spec.model.maxModelLen: {NO_ROOM} {needed:,} tokens, and an emulated instance with "
+            f"the latency profile {profile.name} has room for the KV of {room:,}; set at most that"
+        )
+        raise PlanError([fault])
     return Problem(
-        demand=limit_reuse(demand, spec.engine).with_max_model_len(longest),
+        demand=demand,
         slo=spec.slo,
         supplies=(Supply(EMULATED_GPU, 1, instances, instances, link, link),),
         shape=shape,
         # Emulated engines need no GPU, so the allowed GPU types do not apply.
         planning=spec.planning.model_copy(update={"gpus": []}),
-        estimator=ProfileEstimator(profile, shape, emulation.time_scale),
-        policies=build_policies(spec),
+        estimator=ProfileEstimator(profile, shape, emulation.time_scale, room),
+        policies=policies,
         seed=seed,
         notes=(
             *filter(None, [left_out.describe(spec)]),
             *characterization.list_remarks(demand, longest),
         ),
     )
+
+
+def _count_room(
+    spec: LLMDeploymentSpec, profile: named_profiles.NamedProfile, block_tokens: int
+) -> int:
+    """Tokens of KV of an instance, in whole blocks as the emulated engine counts them."""
+    blocks = memory_flags.read_count(spec.engine, "--num-gpu-blocks-override")
+    return block_tokens * (blocks or profile.kv_capacity_tokens // block_tokens)
 
 
 def _load_shape(deployment: LLMDeployment) -> ModelShape:

@@ -355,6 +355,13 @@ class Demand:
         return float(np.mean(drawn.prompt_tokens + drawn.output_tokens > max_model_len))
 
     @property
+    def longest_request(self) -> int:
+        """Most tokens of prompt and output, estimated from a sample; of a trace, all of it."""
+        drawn = self.source.trace if isinstance(self.source, TraceReplay) else self._draw_survey()
+        longest = int(np.max(drawn.prompt_tokens + drawn.output_tokens))
+        return min(longest, self.max_model_len or longest)
+
+    @property
     def mean_prompt_tokens(self) -> float:
         """Estimated from a sample, as the limited distribution has no formula."""
         return float(np.mean(self._draw_survey().prompt_tokens))

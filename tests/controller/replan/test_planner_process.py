@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Connector
 from cleave.api.manifest import ManifestError, validate
 from cleave.api.replan_status import FittedPlanInputs
@@ -21,6 +22,7 @@ from cleave.controller.replan.planner_process import (
     PlanPutOffError,
     run_planner,
 )
+from cleave.manifests.pool import build_pools
 from cleave.planner import plan_search
 from cleave.planner.plan import PlanningResult
 from cleave.planner.problem import Problem
@@ -135,6 +137,45 @@ def test_a_plan_for_other_nodes_keeps_the_connector_of_the_plan_before() -> None
     # A plan from scratch chooses Nixl here, as the test above shows.
     assert "connector" not in plan(SLOW, None, **LONG_PROMPTS)
     assert plan(SLOW, Connector.NIXL, **LONG_PROMPTS)["connector"] == "Nixl"
+
+
+def test_a_limit_of_requests_stays_as_long_as_the_plan_and_its_revisions() -> None:
+    small = Cluster.model_validate({"nodes": [{"gpu": "L4", "count": 4, "gpusPerNode": 1}]})
+    traffic = {"rate": 1, "promptTokens": {"mean": 500}, "outputTokens": {"mean": 50}}
+    spec = {
+        "model": {"source": "meta-llama/Llama-3.1-8B"},
+        "slo": {"ttftMs": 2000, "tpotMs": 100},
+        "workload": traffic,
+        "engine": {"type": "vLLM"},
+    }
+    chosen = run_planner(text(**spec), PlanMachines(small), QUESTION).plan
+    assert chosen is not None
+    limit = chosen["maxModelLen"]
+    assert f"model.maxModelLen {limit:,} is set" in chosen["reason"]
+    deployment = LLMDeployment.model_validate_json(text(**spec))
+    placement = read_placement(chosen)
+    for pool in build_pools(deployment, placement):
+        assert pool.spec.model.max_model_len == limit
+        assert pool.spec.revision == chosen["revision"]
+    # With more memory, and where no limit was set: what runs would not start with another one.
+    more = Cluster.model_validate({"nodes": [{"gpu": "H100", "count": 1}]})
+    again = PlanJob("digest", "numbers", is_replan=True, max_model_len=limit)
+    kept = run_planner(text(**spec), PlanMachines(more), again).plan
+    assert kept is not None
+    assert (kept["maxModelLen"], kept["revision"]) == (limit, chosen["revision"])
+    unbounded = run_planner(text(**spec), PlanMachines(more), QUESTION).plan
+    assert unbounded is not None
+    assert "maxModelLen" not in unbounded
+    windows = tuple(draw(build_from_spec(Workload.model_validate(traffic), Path()), 40, 0.0))
+    look = PlanReview(
+        600.0, placement.pools, chosen["algorithm"], windows, ReplanSettings(settle_s=0.0),
+        max_model_len=limit,
+    )  # fmt: skip
+    observed = Workload.model_validate({**traffic, "rate": 3})
+    question = PlanJob("digest", "numbers", FittedPlanInputs(workload=observed, of="x"), look)
+    reviewed = run_planner(text(**spec), PlanMachines(small), question)
+    assert reviewed.faults == ()
+    assert reviewed.plan is None or reviewed.plan["revision"] == chosen["revision"]
 
 
 def test_another_connector_is_chosen_where_no_plan_with_the_one_before_is_feasible(

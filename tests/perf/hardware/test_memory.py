@@ -1,6 +1,7 @@
 """Memory of weights, activations and KV, against published capacities and start-up reports."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,7 @@ GIB = 2**30
 DISTSERVE = MemoryReserve(
     utilisation=0.94,
     runtime_gib=0,
+    graphs_gib=0,
     collective_gib=0,
     max_num_batched_tokens=0,
     max_num_seqs=0,
@@ -64,14 +66,18 @@ def test_with_tensor_parallelism_sharing_the_embedding_leaves_a_little_more(name
 def test_vllms_own_report_for_llama_3_8b_is_met() -> None:
     # vllm-project/vllm, pull request 10511, comment of 2024-12-14, H100 with 79.22 GiB:
     # weights 14.96 GiB, KV 53.29 GiB; with two GPUs weights 7.48 GiB and 58.97 GiB.
+    # It took 90 % and did not count graphs.
+    reserve = replace(VLLM_RESERVE, utilisation=0.9, graphs_gib=0)
     shape = model_shape.load_shape("Meta-Llama-3-8B")
     assert compute_weight_bytes(shape, 1, 1) / GIB == pytest.approx(14.96, rel=0.001)
     assert compute_weight_bytes(shape, 2, 1) / GIB == pytest.approx(7.48, rel=0.001)
-    alone = compute_kv_capacity_tokens(shape, H100, 1, 1) * shape.kv_bytes_per_token / GIB
-    assert alone == pytest.approx(53.29, rel=0.04)
-    shared = (
-        compute_kv_capacity_tokens(shape, H100, 2, 1) * shape.compute_kv_bytes_on_gpu(2, 1) / GIB
+    alone, shared = (
+        compute_kv_capacity_tokens(shape, H100, tensor, 1, reserve)
+        * shape.compute_kv_bytes_on_gpu(tensor, 1)
+        / GIB
+        for tensor in (1, 2)
     )
+    assert alone == pytest.approx(53.29, rel=0.04)
     assert shared == pytest.approx(58.97, rel=0.04)
 
 
@@ -156,7 +162,7 @@ def test_a_model_that_does_not_fit_has_no_capacity_and_a_reason() -> None:
     assert compute_kv_capacity_tokens(shape, A100, 1, 1) == 0
     assert memory.explain_unsupported(shape, A100, 1, 1) == (
         "llama-3.1-70b does not fit: 131.4 GiB of weights on each A100-SXM-80GB, "
-        "which has 68.7 GiB for weights and KV"
+        "which has 69.7 GiB for weights and KV"
     )
     assert memory.explain_unsupported(shape, A100, 4, 1) is None
 
@@ -176,7 +182,7 @@ def test_a_larger_share_of_the_device_holds_more() -> None:
 
 
 def test_communicators_of_nccl_take_kv_only_where_the_rest_of_the_gpu_is_too_small() -> None:
-    # A tenth of 24 GB is less than 8 communicators need.
+    # 8 % of 24 GB is less than 8 communicators need.
     for model, gpu, is_smaller in (
         ("llama-3.1-8b", "H100-SXM-80GB", False),
         ("qwen2.5-7b", "L4", True),
@@ -188,7 +194,7 @@ def test_communicators_of_nccl_take_kv_only_where_the_rest_of_the_gpu_is_too_sma
         )
         assert (nccl < own) is is_smaller
         if is_smaller:
-            missing = NCCL_RESERVE.outside_gib * 2**30 - 0.1 * device.memory_bytes
+            missing = NCCL_RESERVE.outside_gib * 2**30 - 0.08 * device.memory_bytes
             assert own - nccl == pytest.approx(missing / shape.kv_bytes_per_token, rel=0.01)
 
 

@@ -141,7 +141,10 @@ def _build_manifest(
         # The one that was planned with: without a name manual cells would choose it again.
         connector = resolve_connector(deployment).spec.engine.kv_connector
         spec.setdefault("engine", {})["connector"] = (chosen.connector or connector).value
-    placement = Placement(chosen.pools, result.reason, result, chosen.connector)
+    if chosen.max_model_len is not None:
+        spec["model"]["max_model_len"] = chosen.max_model_len
+    needed = chosen.connector, chosen.max_model_len
+    placement = Placement(chosen.pools, result.reason, result, *needed)
     status = build_selected_plan(deployment, placement)
     return {
         "apiVersion": deployment.api_version,

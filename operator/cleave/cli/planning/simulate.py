@@ -94,9 +94,7 @@ def _prepare(
 
     deployment, problem = planning_input.deployment, planning_input.problem
     with report_input_errors():
-        pools = pool_simulation.apply_engine_args(
-            choose_placement(deployment).pools, deployment.spec.engine
-        )
+        pools = choose_placement(deployment).pools
         pool_simulation.build_fleet(problem, pools)
         simulator = pool_simulation.PlacementSimulator(problem, num_requests)
         simulator.check_memory()

@@ -131,6 +131,8 @@ class PlanReview:
     """Plans that ran before the present one."""
     connector: Connector | None = None
     """KV connector that the running plan chose, which a new one keeps; None: the deployment's."""
+    max_model_len: int | None = None
+    """The same of the longest request in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +167,12 @@ class PlanJob:
     """Hash of what latencies depend on (model, engine, kinds of GPU)."""
     is_replan: bool = False
     """Whether the running plan was made from the same inputs, but other nodes: then its connector
-    stays if a plan with it is feasible, as another one would replace every instance."""
+    and longest request stay if a plan with them is feasible, as others would replace every
+    instance."""
     connector: Connector | None = None
     """That of the running plan; None: the deployment's own."""
+    max_model_len: int | None = None
+    """The same of the longest request in tokens."""
     plan: Manifest | None = None
     """The plan, in the form of `status.plan`."""
     faults: tuple[str, ...] = ()

@@ -71,6 +71,7 @@ def decide(
         fitted_inputs,
         is_replan=current is not None,
         connector=current.connector if current is not None else None,
+        max_model_len=current.max_model_len if current is not None else None,
     )
     unknown_model = inputs.unknown_model
     if is_manual or not has_traffic or (unknown_model is not None and not is_advisory):

@@ -127,7 +127,8 @@ def read_placement(written: Manifest) -> Placement:
     """Read the placement from `status.plan`. Raises ValueError when it is not readable."""
     selected = SelectedPlan.read_status(written)
     pools = tuple(map(to_planned_pool, selected.pools))
-    return Placement(pools, selected.reason, connector=selected.connector)
+    needed = selected.connector, selected.max_model_len
+    return Placement(pools, selected.reason, None, *needed)
 
 
 def to_correction(written: LatencyCorrection | None) -> Correction:

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
@@ -29,6 +29,9 @@ from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.inventory import PlanMachines
 from cleave.controller.replan.fair_lock import FairLock
 from cleave.controller.webhook.validation import list_unreadable_files
+
+if TYPE_CHECKING:
+    from cleave.planner.problem import Problem
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +56,9 @@ def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
     """Run the planner for a deployment (as JSON) and return `job` with its result. Runs in the
     planner's process; imports are local, as only that process needs these modules."""
     from cleave.controller.replan import review
-    from cleave.controller.replan.inputs import to_correction
     from cleave.manifests.pool import build_selected_plan
-    from cleave.perf.latency_correction import apply_correction
-    from cleave.planner import (
-        deployment_checks,
-        plan_search,
-        problem_from_cluster,
-        problem_from_profile,
-    )
-    from cleave.planner.placement import Placement, PlanError
+    from cleave.planner import deployment_checks, plan_search
+    from cleave.planner.placement import Placement, PlanError, with_max_model_len
     from cleave.planner.result.text import strip_verdict
     from cleave.planner.scaling_law import growth
 
@@ -74,44 +70,67 @@ def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
     if unknown_model is not None:
         field = deployment.spec.model.shape_field
         return replace(job, faults=(f"{field}: {unknown_model}",))
+    kept = None
     try:
-        if is_emulated:
-            # Emulated engines need no GPU, so nodes do not bound their number.
-            problem = problem_from_profile.build_problem(_without_folder(deployment))
-        elif machines.cluster is None:
-            raise PlanError(
-                [machines.taken or "no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"]
-            )
-        else:
-            deployment = _with_max_gpus(deployment, machines.max_gpus)
-            problem = problem_from_cluster.build_problem(deployment, machines.cluster)
         if job.review is not None:
-            # With another connector a new plan would replace every instance.
+            # With others a new plan would replace every instance.
+            deployment = with_max_model_len(deployment, job.review.max_model_len)
+            problem = _build_problem(deployment, machines, job, keeps_limit=True)
             problem = problem.with_connector(job.review.connector)
             return review.run_review(deployment, problem, job, job.review)
-        if job.fitted_inputs is not None:
-            correction = to_correction(job.fitted_inputs.correction)
-            problem = replace(problem, estimator=apply_correction(problem.estimator, correction))
-        kept = None
         if job.is_replan:
+            same = with_max_model_len(deployment, job.max_model_len)
             with suppress(PlanError):
-                kept = plan_search.plan(problem.with_connector(job.connector))
-        keeps_connector = kept is not None and kept.selected is not None
-        result = kept if kept is not None and keeps_connector else plan_search.plan(problem)
+                problem = _build_problem(same, machines, job, keeps_limit=True)
+                problem = problem.with_connector(job.connector)
+                kept = plan_search.plan(problem)
+        result = kept
+        if result is None or result.selected is None:
+            problem = _build_problem(deployment, machines, job)
+            result = plan_search.plan(problem)
     except (PlanError, ManifestError) as error:
         return replace(job, faults=error.faults)
     if result.selected is None:
         taken = "" if is_emulated else machines.taken
         return replace(job, infeasible="; ".join(filter(None, (strip_verdict(result), taken))))
     roles, selected = deployment.spec.scaling.roles, result.selected
-    connector = selected.connector
-    if keeps_connector:
-        problem, connector = problem.with_connector(job.connector), job.connector
+    needed = selected.connector, selected.max_model_len
+    if result is kept:
+        needed = job.connector, job.max_model_len
     scaling_law = growth.to_plan_growth(problem, selected) if roles else None
-    placement = Placement(selected.pools, result.reason, result, connector)
+    placement = Placement(selected.pools, result.reason, result, *needed)
     plan = build_selected_plan(deployment, placement, scaling_law)
     plan = plan.model_copy(update={"inputs": job.inputs_hash})
     return replace(job, plan=plan.model_dump(mode="json", exclude_none=True))
+
+
+def _build_problem(
+    deployment: LLMDeployment, machines: PlanMachines, job: PlanJob, *, keeps_limit: bool = False
+) -> "Problem":
+    """Build the problem of `job`, with its correction of the latency model unless that is under
+    review; `keeps_limit`: no plan may shorten the longest request. Raises PlanError."""
+    from cleave.controller.replan.inputs import to_correction
+    from cleave.perf.latency_correction import apply_correction
+    from cleave.planner import problem_from_cluster, problem_from_profile
+    from cleave.planner.placement import PlanError
+
+    if deployment.spec.engine.type is EngineType.EMULATED:
+        # Emulated engines need no GPU, so nodes do not bound their number.
+        problem = problem_from_profile.build_problem(_without_folder(deployment))
+    elif machines.cluster is None:
+        raise PlanError(
+            [machines.taken or "no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"]
+        )
+    else:
+        problem = problem_from_cluster.build_problem(
+            _with_max_gpus(deployment, machines.max_gpus),
+            machines.cluster,
+            keeps_limit=keeps_limit,
+        )
+    if job.review is not None or job.fitted_inputs is None:
+        return problem
+    correction = to_correction(job.fitted_inputs.correction)
+    return replace(problem, estimator=apply_correction(problem.estimator, correction))
 
 
 def prepare_process(memory_bytes: int) -> None:

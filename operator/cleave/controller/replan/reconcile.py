@@ -214,6 +214,7 @@ def _build_due_request(
         settings,
         tuple(_read_past_plans(recorded.plans)),
         Connector(plan["connector"]) if plan.get("connector") else None,
+        plan.get("maxModelLen"),
     )
     inputs_hash, model_hash = view.plan_inputs.hash_with(fitted), view.plan_inputs.model_hash
     return PlanJob(inputs_hash, view.inventory.node_counts_hash, fitted, review, model_hash)

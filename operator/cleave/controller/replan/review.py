@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector
 from cleave.api.enums import FlippingMode
 from cleave.api.plan import LatencyPercentiles
 from cleave.api.replan_status import CurrentPrediction
@@ -61,7 +60,7 @@ def run_review(
         prediction=_build_prediction(revision.assessment, review),
         correction=from_correction(revision.assessment.correction, job.model_hash),
     )
-    plan = _build_plan(deployment, problem, revision, review.connector)
+    plan = _build_plan(deployment, problem, revision, review)
     return replace(job, review_result=reviewed, plan=plan)
 
 
@@ -76,7 +75,7 @@ def _build_plan(
     deployment: LLMDeployment,
     problem: Problem,
     revision: Revision,
-    connector: Connector | None,
+    review: PlanReview,
 ) -> dict[str, object] | None:
     """Convert the new plan to the form of `status.plan`; None: the running plan stays."""
     if revision.proposal is None or revision.result is None:
@@ -90,7 +89,8 @@ def _build_plan(
         corrected = apply_correction(problem.estimator, revision.assessment.correction)
         problem = replace(problem, estimator=corrected)
         scaling_law = growth.to_plan_growth(problem, revision.proposal)
-    placement = Placement(revision.proposal.pools, reason, chosen, connector)
+    kept = review.connector, review.max_model_len
+    placement = Placement(revision.proposal.pools, reason, chosen, *kept)
     plan = build_selected_plan(deployment, placement, scaling_law)
     return plan.model_dump(mode="json", exclude_none=True)
 

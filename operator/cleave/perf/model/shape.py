@@ -387,21 +387,26 @@ class ModelShape:
         own = self.windowed.compute_layer_bytes(tensor, self.kv_dtype_bytes)
         return [(self.windowed.tokens, self.windowed.cached * own)]
 
-    def compute_context_bytes_on_gpu(self, tokens: int, tensor: int = 1, pipeline: int = 1) -> int:
+    def compute_context_bytes_on_gpu(
+        self, tokens: int, tensor: int = 1, pipeline: int = 1, *, beside: int = 0
+    ) -> int:
         """Bytes that a request with a context of `tokens` keeps on such a GPU: KV, in layers with a
-        window of the last tokens only, and states, which do not grow."""
+        window of the last tokens only and of `beside` others, and states, which do not grow."""
         window = self.sliding_window
-        ended = max(0, tokens - window.tokens) * window.layers if window else 0
+        ended = max(0, tokens - window.tokens - beside) * window.layers if window else 0
         own = tokens * self._compute_kv_bytes(tensor, 1)
         own -= ended * self._compute_layer_kv_bytes(tensor)
-        own += self.compute_bounded_bytes(tensor, tokens)
+        own += self.compute_bounded_bytes(tensor, tokens, beside=beside)
         return -(-own // pipeline)
 
-    def compute_bounded_bytes(self, tensor: int = 1, tokens: int | None = None) -> int:
-        """Bytes that one request keeps on one of `tensor` GPUs in the layers of `windowed` and as
-        states, with a context of `tokens`; None: one that fills the windows."""
+    def compute_bounded_bytes(
+        self, tensor: int = 1, tokens: int | None = None, *, beside: int = 0
+    ) -> int:
+        """Bytes that one request keeps on one of `tensor` GPUs in the layers of `windowed`, for the
+        window and `beside` others, and as states, with a context of `tokens`; None: one that fills
+        the windows."""
         kept = sum(
-            own * (window if tokens is None else min(tokens, window))
+            own * (window if tokens is None else min(tokens, window + beside))
             for window, own in self._list_windowed_bytes(tensor)
         )
         return kept + self.compute_state_bytes(tensor)

@@ -23,6 +23,7 @@ from cleave.planner.search.candidate_placement import (
     build_transfer,
     compute_ahead_from_tokens,
     find_needed_connector,
+    find_needed_limit,
     to_planned_pools,
 )
 from cleave.planner.search.context import SearchContext
@@ -84,6 +85,7 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
         whole_below_tokens=whole_below,
         ahead_from_tokens=compute_ahead_from_tokens(problem, placement),
         connector=find_needed_connector(problem, placement),
+        max_model_len=find_needed_limit(problem, placement),
     )
     return PredictedPlan(placement, plan, goodput_found.is_monotone, outcome, trace, span)
 

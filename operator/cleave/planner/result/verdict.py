@@ -70,6 +70,8 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
         f"{_format_gpus(plan.gpus)} ({format_percent(plan.prediction.attainment)} of requests in "
         "time)"
     )
+    if plan.max_model_len is not None:
+        summary = f"{summary}; {_explain_limit(problem, plan.max_model_len)}"
     requested = problem.planning.disaggregation
     if requested is not Disaggregation.AUTO:
         return f"{summary}; disaggregation: {requested.value} was requested"
@@ -81,6 +83,16 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
         return f"do not disaggregate: {summary}; {compared}"
     cells = _explain_connector(problem, ranking)
     return "; ".join(filter(None, (summary, compared, cells, why_affinity)))
+
+
+def _explain_limit(problem: Problem, tokens: int) -> str:
+    """That the plan bounds requests, and why."""
+    return (
+        f"model.maxModelLen {tokens:,} is set, as the KV of the model's "
+        f"{problem.demand.max_model_len:,} tokens has no room beside the weights (the longest "
+        f"request of the traffic has {problem.demand.longest_request:,}); name it in spec.model "
+        "for other plans"
+    )
 
 
 def _explain_connector(problem: Problem, ranking: Ranking) -> str | None:

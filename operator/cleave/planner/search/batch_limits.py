@@ -54,8 +54,9 @@ def _list_limits(group: InstanceGroup) -> list[PlannedInstance]:
         case Role.PREFILL if instance.batching is not Batching.VLLM:
             return []
         case Role.PREFILL:
-            return [replace(instance, max_num_batched_tokens=n) for n in NUM_BATCHED_TOKENS]
+            return [instance.with_limits(batched_tokens=n) for n in NUM_BATCHED_TOKENS]
         case Role.DECODE:
-            return [replace(instance, max_num_seqs=each) for each in seqs]
+            return [instance.with_limits(each) for each in seqs]
         case Role.MIXED:
-            return [instance.with_limits(n, tokens) for n in seqs for tokens in NUM_BATCHED_TOKENS]
+            found = [instance.with_limits(n, each) for n in seqs for each in NUM_BATCHED_TOKENS]
+            return list(dict.fromkeys(found))

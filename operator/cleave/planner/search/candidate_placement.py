@@ -186,6 +186,14 @@ def find_needed_connector(problem: Problem, placement: CandidatePlacement) -> Co
     return Connector.NIXL if needs_nixl else None
 
 
+def find_needed_limit(problem: Problem, placement: CandidatePlacement) -> int | None:
+    """The tokens of the longest request with which all instances start, where the deployment's
+    limit is higher; None: its own."""
+    room = min(group.instance.candidate.estimate.max_model_len for group in placement.groups)
+    limit = problem.demand.max_model_len
+    return room if limit is not None and room < limit else None
+
+
 def build_kv_link(placement: CandidatePlacement) -> PlannedKvLink | None:
     """The link that `build_transfer` assumes; None: either role is missing.
 

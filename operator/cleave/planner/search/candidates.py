@@ -7,7 +7,7 @@ their number. Sizes that others dominate are left out: uneven shares of the expe
 experts over ranks, which cost what whole experts do, and exchange more; pipeline stages of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cleave.api.deployment import Slo
@@ -15,6 +15,7 @@ from cleave.api.planning import Objective
 from cleave.api.pool import MAX_INSTANCE_NODES
 from cleave.api.role import MAX_PARALLEL_SIZE, MAX_POD_ENGINES, MAX_RANKS, Parallelism
 from cleave.perf.estimate import Estimate
+from cleave.perf.hardware.memory import NO_ROOM
 from cleave.planner.problem import Policies, Problem, Supply
 from cleave.simulator.fleet import Batching, SimulatedEngine
 
@@ -82,9 +83,18 @@ class PlannedInstance:
             host_token_ms=estimate.host_token_ms,
         )
 
-    def with_limits(self, seqs: int, batched_tokens: int) -> "PlannedInstance":
-        """A copy with other limits per step."""
-        return replace(self, max_num_seqs=seqs, max_num_batched_tokens=batched_tokens)
+    def with_limits(
+        self, seqs: int | None = None, batched_tokens: int | None = None
+    ) -> "PlannedInstance":
+        """A copy with other limits per step (None: the same), but those that arguments set."""
+        given = self.policies
+        return replace(
+            self,
+            max_num_seqs=given.max_num_seqs or seqs or self.max_num_seqs,
+            max_num_batched_tokens=(
+                given.max_num_batched_tokens or batched_tokens or self.max_num_batched_tokens
+            ),
+        )
 
 
 def list_candidates(problem: Problem) -> tuple[Candidate, ...]:
@@ -110,6 +120,18 @@ def explain_unsupported(problem: Problem, gpu: str, size: Parallelism) -> str | 
     return problem.estimator.explain_unsupported(
         gpu, size.tensor, size.pipeline, size.data, expert=size.expert
     )
+
+
+def list_short_of_room(problem: Problem) -> Iterator[str]:
+    """A line for each GPU type with sizes that are left out because they have no room for the KV of
+    the longest request."""
+    for supply in {each.gpu: each for each in problem.supplies}.values():
+        sizes = list_sizes(problem, supply)
+        reasons = (explain_unsupported(problem, supply.gpu, size) for size in sizes)
+        short = [reason for reason in reasons if reason and NO_ROOM in reason]
+        if short:
+            others = f"; so it is with {len(short) - 1} other sizes" if len(short) > 1 else ""
+            yield f"left out: {short[0]}{others}; a smaller spec.model.maxModelLen needs less"
 
 
 def list_sizes(problem: Problem, supply: Supply) -> list[Parallelism]:
@@ -173,7 +195,7 @@ def build_prefill(problem: Problem, candidate: Candidate) -> PlannedInstance:
 def build_decode(problem: Problem, candidate: Candidate) -> PlannedInstance:
     """An instance that decodes all requests that fit, by continuous batching."""
     instance = _build_instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
-    return replace(instance, max_num_seqs=DECODE_MAX_NUM_SEQS * candidate.parallelism.pipeline)
+    return instance.with_limits(DECODE_MAX_NUM_SEQS * candidate.parallelism.pipeline)
 
 
 def build_mixed(problem: Problem, candidate: Candidate, batching: Batching) -> PlannedInstance:
@@ -191,4 +213,4 @@ def _build_instance(
         max_num_batched_tokens=budget,
         policies=problem.policies,
         slo=problem.slo,
-    )
+    ).with_limits()

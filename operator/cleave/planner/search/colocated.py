@@ -5,7 +5,6 @@ coarse to fine.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
@@ -27,12 +26,11 @@ def optimize(
 
 
 def _list_coarse(problem: Problem, candidates: Sequence[Candidate]) -> list[CandidatePlacement]:
-    return [
-        CandidatePlacement(
-            (InstanceGroup(Role.MIXED, replace(instance, max_num_batched_tokens=tokens), 1),)
-        )
+    instances = (
+        build_mixed(problem, candidate, batching).with_limits(batched_tokens=tokens)
         for candidate in candidates
         for batching in problem.policies.mixed
-        for instance in (build_mixed(problem, candidate, batching),)
         for tokens in _COARSE_NUM_BATCHED_TOKENS
-    ]
+    )
+    groups = (InstanceGroup(Role.MIXED, instance, 1) for instance in dict.fromkeys(instances))
+    return [CandidatePlacement((group,)) for group in groups]
