@@ -1,6 +1,8 @@
 """Another engine's events as the rest of a stream."""
 
 import json
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -161,3 +163,24 @@ def test_an_error_stays_one() -> None:
     error = b'data: {"error": {"message": "no"}}'
     assert ReplayedStream(transcript()).rewrite(error) == error + b"\n\n"
     assert ContinuedStream(transcript(), chat=True, tokens=0).rewrite(error) == error + b"\n\n"
+
+
+UNITS = [b'"a"', b"{}", b"1", b"[]", b'{"a":0}', b'"a","b"']
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("kind", [ContinuedStream, ReplayedStream])
+def test_an_event_that_would_take_long_is_not_spliced_and_others_take_5_ms(kind, unit) -> None:
+    sent = transcript(event(chat("a")))
+    splice = ReplayedStream(sent) if kind is ReplayedStream else ContinuedStream(sent, True, 1)
+    for count in (200_000, 2_000, 500):
+        calls = b",".join([unit] * count)
+        long = b'data: {"choices":[{"index":0,"delta":{"content":"a","tool_calls":[%b]}}]}' % calls
+        costs = []
+        for _ in range(3):
+            begun = time.thread_time()
+            refused = pytest.raises(SpliceError, match="too long")
+            with refused if count > 500 else suppress(AttributeError):
+                splice.rewrite(long)
+            costs.append(time.thread_time() - begun)
+        assert min(costs) < 0.005

@@ -7,7 +7,7 @@ import pytest
 
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.stream_fields import MAX_INTERVAL, MAX_REPORTED_PROMPT, TokenReport
-from cleave.gateway.proxy.event_splitter import MAX_EVENT_BYTES
+from cleave.gateway.proxy.event_splitter import MAX_PROMPT_IDS_BYTES
 
 from tests.support.completions import build_colocated_body, parse_completion
 
@@ -124,7 +124,7 @@ def test_an_event_waits_for_a_limited_number_of_tokens(sent, passed, stream: boo
 
 
 def test_ids_of_a_prompt_that_fit_no_event_are_not_requested() -> None:
-    assert MAX_REPORTED_PROMPT * 7 * 1.4 < MAX_EVENT_BYTES
+    assert MAX_REPORTED_PROMPT * 7 * 1.4 < MAX_PROMPT_IDS_BYTES
     for extra in ({}, {"stop": ["x"]}, {"n": 1}):
         report, _ = read(prompt=[9] * MAX_REPORTED_PROMPT, **extra)
         assert report.has_ids

@@ -336,3 +336,35 @@ async def test_an_event_that_is_too_long_is_computed_once(make_stage, size: int)
     assert sum(len(engine.requests) for engine in stage.engines.values()) == 1
     assert stage.context.metrics.retries == {("decode", "too_long"): 1}
     assert not stage.context.circuit_breaker.failure_states
+
+
+HELD = {
+    "an answer in two pieces": (ASK, GOOD[:-1] + b" " * 8_000, b"application/json"),
+    "a long answer": (ASK, b'{"choices":[{"text":"' + b"x" * 100_000, b"application/json"),
+    "an error without an end": (
+        STREAM, b'data: {"error":{"message":"' + b"x" * 8_000, b"text/event-stream"
+    ),
+    "a long event": (STREAM, EVENT[:-4] + b"x" * 100_000, b"text/event-stream"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HELD)
+async def test_what_is_held_of_an_answer_is_reserved_and_given_back(single, kind: str) -> None:
+    ask, body, content_type = HELD[kind]
+    budget, seen = single.context.buffer_budget, asyncio.Event()
+
+    async def send_a_part(engine, request, writer) -> None:
+        writer.write(build(body, b"200 OK", content_type, length=1_000_000))
+        await seen.wait()
+        writer.close()
+
+    single.engines["x"].script = send_a_part
+    call = asyncio.create_task(single.ask(ask))
+    for _ in range(500):
+        if budget.used > len(body) - 5_000:
+            break
+        await asyncio.sleep(0.02)
+    assert budget.used > len(body) - 5_000
+    seen.set()
+    await call
+    assert budget.used == 0

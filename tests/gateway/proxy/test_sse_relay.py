@@ -14,7 +14,10 @@ from cleave.gateway.failover import transcript
 from cleave.gateway.failover.transcript import Transcript
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.errors import build_engine_error
+from cleave.gateway.http.stream_fields import TokenReport
+from cleave.gateway.proxy.event_splitter import MAX_EVENT_BYTES
 from cleave.gateway.proxy.sse_relay import MAX_SLOW_EVENTS, SseRelay, StreamLostError
+from cleave.gateway.proxy.usage_counts import UsageCounts
 from cleave.gateway.upstream.kv_transfer_params import HandoffError
 
 from tests.support.streams import Token, build_event
@@ -245,3 +248,124 @@ def test_events_of_any_form_are_relayed_and_end_nothing(event: bytes, data) -> N
     stream.read_transcript()
     assert stream.limit_tokens() >= 0
     assert stream.forward(DONE, True).endswith(DONE)
+
+
+TOKEN = event("one", finish_reason=None, token_ids=[5])
+
+
+@pytest.mark.parametrize("rest", [DONE, event("more") + DONE, b": ping\n\n", b"data: {"])
+def test_nothing_follows_the_end(rest: bytes) -> None:
+    assert pass_all(relay(), [TOKEN + DONE]) == TOKEN + DONE
+    stream = relay()
+    assert stream.forward(TOKEN + DONE + rest[: rest.rfind(b"\n") + 1], False) == TOKEN + DONE
+    stream = relay()
+    assert stream.forward(TOKEN + DONE, False) == TOKEN + DONE
+    with pytest.raises(StreamLostError) as lost:
+        stream.forward(rest, True)
+    assert lost.value.data == b""
+    assert stream.read_transcript().done
+    assert stream.build_error_end(build_engine_error(502, "x")) == b""
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        b'data:{"error":{"message":"boom","code":500}}\n\n',
+        b'data: { "error" : {"message":"boom"}}\n\n',
+        b'data: {"id":"c","error":{"message":"boom"}}\n\n',
+        b'data: {"err\\u006fr":{"message":"boom"}}\n\n',
+        b'data: {"error"\rdata: :{"message":"boom"}}\n\n',
+        event("", finish_reason="abort").replace(b":", b": "),
+        event("", finish_reason="abort").replace(b'"abort"', b'"\\u0061bort"'),
+        event("", finish_reason="abort").replace(b'"finish_reason":', b'"finish_reason"\ndata::'),
+    ],
+)
+@pytest.mark.parametrize("ids", [False, True])
+def test_an_engine_that_gives_up_is_noticed_however_it_spells_that(spelled: bytes, ids) -> None:
+    stream = relay(has_token_ids=ids)
+    stream.forward(TOKEN, False)
+    with pytest.raises(StreamLostError):
+        stream.forward(spelled, False)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("letter", range(len("kv_transfer_params")))
+def test_a_handoff_is_found_however_its_key_is_spelled(letter: int, opaque: bool) -> None:
+    name = "kv_transfer_params"
+    for form in ("%s\\u%04x%s", "%s\\u%04X%s"):
+        key = form % (name[:letter], ord(name[letter]), name[letter + 1 :])
+        text = b'data: {"choices":[{"index":0,"text":"a"}],"%b" : {"remote_host":"h"}}\n\n'
+        with pytest.raises(HandoffError):
+            relay(opaque=opaque).forward(text % key.encode(), False)
+
+
+def test_an_error_event_hands_no_handoff_over() -> None:
+    text = b'data: {"error":{"code":400},"type":"error","kv_transfer_params":{"a":1}}\n\n'
+    with pytest.raises(HandoffError):
+        relay().forward(text, False)
+
+
+def test_long_json_with_escaped_letters_is_not_searched() -> None:
+    long = event("one").replace(b'"one"', b'"\\u0061' + b"x" * (64 << 10) + b'"')
+    with pytest.raises(StreamLostError, match="escaped"):
+        relay().forward(long, False)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_long_prompts_ids_are_counted_and_shown_only_if_requested(shows: bool, ids) -> None:
+    prompt = list(range(100_000, 300_000))
+    first = event("one", finish_reason=None, token_ids=[5], prompt_token_ids=prompt)
+    assert len(first) > MAX_EVENT_BYTES
+    kept = Transcript(BufferBudget(1 << 26))
+    stream = SseRelay(b"", False, 0.0, ids, return_token_ids=shows, transcript=kept)
+    pieces = [first[at : at + 4_096] for at in range(0, len(first), 4_096)]
+    sent = pass_all(stream, [*pieces, DONE])
+    assert sent == (first if shows or not ids else event("one", finish_reason=None)) + DONE
+    if ids:
+        assert stream.prompt_tokens == len(prompt)
+        assert kept.prompt_ids.startswith(b"100000,100001,")
+
+
+DENSE = {
+    "keys": b'"kv_transfer_params"',
+    "errors": b'"error"',
+    "aborts": b'"finish_reason":"abort"'.replace(b'"a', b'"b'),
+    "objects": b"{}",
+    "lists": b"[]",
+    "texts": b'"a"',
+    "numbers": b"1",
+    "usage": b'1,"usage":{',
+    "ids": b'1,"token_ids":[',
+    "prompts": b'1,"prompt_token_ids":[',
+    "members": b'{"a":"b"}',
+}
+
+
+@pytest.mark.parametrize("unit", DENSE.values(), ids=DENSE)
+@pytest.mark.parametrize("place", ["logprobs", "tool_calls", "end"])
+def test_no_event_takes_longer_than_5_ms(unit: bytes, place: str) -> None:
+    """Least of some runs: the machine stalls at times."""
+    start, end = b'data: {"id":"c","choices":[{"index":0,', b"}]}\n\n"
+    places = {
+        "logprobs": b'"text":"x","logprobs":{"tokens":[%b]},"token_ids":[5]',
+        "tool_calls": b'"delta":{"content":"x","tool_calls":[%b]},"token_ids":[5]',
+        "end": b'"text":"x","token_ids":[5],"z":[%b]',
+    }
+    for size in (MAX_EVENT_BYTES - 300, 60 << 10, 900 * len(unit)):
+        whole = start + places[place] % b",".join([unit] * (size // (len(unit) + 1))) + end
+        for ids in (True, False):
+            usage = None if ids else UsageCounts(TokenReport(has_ids=False, num_choices=2))
+            assert min(measure_event(whole, ids, usage) for _ in range(3)) < 0.005
+
+
+def measure_event(whole: bytes, ids: bool, usage: UsageCounts | None) -> float:
+    """CPU seconds of the longest step."""
+    kept = Transcript(BufferBudget(1 << 26), num_choices=1)
+    stream, worst = SseRelay(b"", True, 0.0, ids, transcript=kept, usage=usage), 0.0
+    stream.forward(TOKEN, False)
+    for at in range(0, len(whole), 4_096):
+        begun = time.thread_time()
+        stream.forward(whole[at : at + 4_096], False)
+        worst = max(worst, time.thread_time() - begun)
+    return worst

@@ -127,3 +127,17 @@ def test_no_step_of_a_large_answer_takes_long() -> None:
         return max(steps)
 
     assert min(measure() for _ in range(3)) < 0.005
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 4_096])
+@pytest.mark.parametrize("filler", [0, 20_000, MAX_DECODED_BYTES])
+def test_an_escaped_handoff_is_refused_wherever_pieces_end(size: int, filler: int) -> None:
+    if filler > 20_000 > size * 1_000:
+        size = 4_000
+    key = b"".join(b"\\u%04x" % each for each in b"kv_transfer_params")
+    body = b'{"choices":[],"x":"%b","%b":{"a":1},"usage":{}}' % (b"x" * filler, key)
+    answer = collect(body, size).take()
+    with pytest.raises(HandoffError):
+        strip_answer(answer)
+    plain = body.replace(key, b"\\u0061bc")
+    assert b"".join(strip_answer(collect(plain, size).take())) == plain

@@ -1,6 +1,7 @@
 """Hand-offs are read from the right boot only and never reach a client."""
 
 import json
+import time
 
 import pytest
 
@@ -9,6 +10,7 @@ from cleave.gateway.upstream.kv_transfer_params import (
     HandoffError,
     build_prefix_source_params,
     contains_handoff,
+    contains_origin,
     count_blocks,
     read_handoff,
     strip_handoff,
@@ -117,3 +119,29 @@ def test_an_event_with_a_handoff_differs_from_text_that_mentions_one() -> None:
     for text in ('"kv_transfer_params":', "kv_transfer_params", 'x "kv_transfer_params": {}'):
         event = b"data: " + json.dumps({"text": text}).encode() + b"\n\n"
         assert not contains_handoff(event), text
+
+
+@pytest.mark.parametrize("key", ["kv_transf\\u0065r_params", "\\u006Bv\\u005ftransfer_params"])
+def test_a_handoff_is_taken_out_or_refused_however_its_key_is_spelled(key: str) -> None:
+    outside = b'{"choices":[],"%b":{"remote_host":"h"},"usage":{}}' % key.encode()
+    assert json.loads(strip_handoff(outside)) == {"choices": [], "usage": {}}
+    with pytest.raises(HandoffError):
+        strip_handoff(b'{"choices":[{"%b" :{"remote_host":"h"}}]}' % key.encode())
+
+
+def test_an_answer_of_very_many_members_is_refused_quickly() -> None:
+    members = b",".join(b'"%x":0' % each for each in range(48_000))
+    body, costs = b'{"kv_transfer_params":{"a":1},%b}' % members, []
+    for _ in range(3):
+        begun = time.thread_time()
+        with pytest.raises(HandoffError):
+            strip_handoff(body)
+        costs.append(time.thread_time() - begun)
+    assert min(costs) < 0.005
+
+
+def test_an_error_that_quotes_a_handoff_is_one_however_it_is_spelled() -> None:
+    assert contains_origin(b'{"message":"remote_engine_id"}')
+    assert contains_origin(b'{"message":"r\\u0065mote_engine_id"}')
+    assert contains_origin(b'{"message":"\\u0061' + b"x" * (1 << 15) + b'"}')
+    assert not contains_origin(b'{"message":"\\u0000 remote"}')

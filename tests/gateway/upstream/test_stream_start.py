@@ -1,12 +1,14 @@
 """A stream's first bytes: an answer, or a failure that came after the status."""
 
+import time
+
 import pytest
 
 from cleave.gateway.upstream.stream_start import (
     MAX_START_BYTES,
+    PendingStart,
     StreamStart,
     classify_start,
-    skip_role_deltas,
 )
 
 TOKEN = b'data: {"id":"c","choices":[{"index":0,"text":"one"}]}\n\n'
@@ -16,7 +18,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 def feed_start(start: bytes) -> StreamStart:
-    return classify_start(start, skip_role_deltas(start))
+    verdict = PendingStart().add(start)
+    # What the short way decides is decided in the same way in full.
+    assert classify_start(start) in (StreamStart.PENDING, verdict)
+    return verdict
 
 
 def error(code: object) -> bytes:
@@ -84,6 +89,24 @@ def test_what_is_held_is_limited() -> None:
 
 
 @pytest.mark.parametrize(
+    "event",
+    [
+        b'data:{"error":{"code":500}}\n\n',
+        b'data: { "error" : {"code":500}}\n\n',
+        b'data: {"id":"c","error":{"code":500}}\n\n',
+        b'data: {"err\\u006Fr":{"code":500}}\n\n',
+        b'data: {"error"\ndata: :{"code":500}}\n\n',
+        b'event: error\rdata: {"error":{"code":500}}\n\n',
+        b"data: " + b"\r" * 1_000 + b"\n\n",
+        b"data:[DONE]\n\n",
+    ],
+)
+@pytest.mark.parametrize("before", [b"", ROLE], ids=["first", "role"])
+def test_a_failure_is_one_however_it_is_spelled(before: bytes, event: bytes) -> None:
+    assert feed_start(before + event) is StreamStart.FAILED
+
+
+@pytest.mark.parametrize(
     "whole",
     [
         ROLE + WORD,
@@ -93,11 +116,31 @@ def test_what_is_held_is_limited() -> None:
     ],
     ids=["word", "failure", "role with a word", "role with a reason"],
 )
-def test_what_was_looked_at_need_not_be_looked_at_again(whole: bytes) -> None:
-    for first in range(len(whole)):
-        at = skip_role_deltas(whole[:first])
-        for second in range(first, len(whole)):
-            assert skip_role_deltas(whole[:second], at) == skip_role_deltas(whole[:second])
+def test_it_is_the_same_wherever_it_is_cut(whole: bytes) -> None:
+    for cut in range(1, len(whole)):
+        held = PendingStart()
+        first = held.add(whole[:cut])
+        if first is StreamStart.PENDING:
+            assert held.add(whole[cut:]) is feed_start(whole)
+            assert held.data == whole
+
+
+@pytest.mark.parametrize(
+    "piece", [ROLE, b'data: {"error": "x', b"x"], ids=["roles", "errors", "bytes of an error"]
+)
+def test_a_start_without_an_end_is_forwarded_and_each_byte_costs_the_same(piece: bytes) -> None:
+    costs, held = [], PendingStart()
+    held.add(b'data: {"error": "' if piece == b"x" else b"")
+    while True:
+        begun = time.thread_time()
+        verdict = held.add(piece)
+        costs.append(time.thread_time() - begun)
+        if verdict is not StreamStart.PENDING:
+            break
+    assert verdict is StreamStart.STARTED
+    assert len(held.data) <= MAX_START_BYTES + len(piece)
+    half = len(costs) // 2
+    assert sum(costs[half:]) < 10 * sum(costs[:half]) + 0.01
 
 
 def test_a_role_that_says_something_begins_the_stream() -> None:

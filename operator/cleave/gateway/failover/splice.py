@@ -25,6 +25,7 @@ from cleave.gateway.failover.transcript import (
     Transcript,
     decode_event,
     get_tool_call_key,
+    is_costly,
 )
 
 _encode = msgspec.json.Encoder().encode
@@ -50,6 +51,7 @@ class ContinuedStream:
 
     def rewrite(self, event: bytes) -> bytes:
         """One event in the first engine's form. Raises SpliceError as a replay does."""
+        _check_size(event)
         value = decode_event(event)
         if value is None or "error" in value:
             return event + EVENT_SEPARATOR
@@ -108,6 +110,7 @@ class ReplayedStream:
         """The new part of an event. Raises SpliceError when it differs from what was sent."""
         if event == DONE_EVENT[: -len(EVENT_SEPARATOR)]:
             return DONE_EVENT
+        _check_size(event)
         value = decode_event(event)
         if value is None or "error" in value:
             return event + EVENT_SEPARATOR
@@ -201,6 +204,11 @@ class _ReplayedChoice:
         if len(text) >= left and repeated.compute_digest() != self._digests[path]:
             raise SpliceError(_DIFFERS)
         return text[left:]
+
+
+def _check_size(event: bytes) -> None:
+    if is_costly(event):
+        raise SpliceError("sent an event that is too long for the rest of a stream")
 
 
 def build_event(value: Event) -> bytes:

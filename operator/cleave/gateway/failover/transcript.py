@@ -36,8 +36,12 @@ _PLAIN_PATHS = frozenset({("text",), ("delta", "content"), ("delta", "role")})
 
 MAX_PENDING_BYTES = 4 << 10
 """Events and texts that are kept as they are before they are read."""
-MAX_PARSED_BYTES = 256 << 10
-"""Of one event: parsing takes 2 ms for each MiB. A larger one cannot be compared with a replay."""
+MAX_PARSED_BYTES = 64 << 10
+MAX_PARSED_VALUES = 1_024
+"""Of one event: reading, comparing and writing 1,024 values takes 3 ms. A larger one is not read,
+so it cannot be compared with a replay. One with 20 log-probabilities a token may have 6 tokens."""
+MAX_TEXTS = 256
+"""Texts of one choice that are compared: 4 us each when they begin."""
 MAX_CHOICES = 1_024
 """Choices of a stream of which the number is not known."""
 ROOM_BYTES = 1 << 10
@@ -46,6 +50,7 @@ _CHOICE_BYTES = 512
 _TEXT_BYTES = 1 << 10
 """Memory of a choice and of one of its texts: Python's objects and the state of a digest."""
 _UNFINISHED = b'"finish_reason":null'
+_VALUE_BEGINS = (b",", b"[", b"{")
 
 
 class SentText:
@@ -224,7 +229,7 @@ class Transcript:
                 self._read_text(path, data)
             elif data == DONE_EVENT:
                 self.done = True
-            elif len(data) > MAX_PARSED_BYTES:
+            elif is_costly(data):
                 self._skip_event(data, place)
             else:
                 self._read_event(data, place)
@@ -334,6 +339,9 @@ class Transcript:
             return
         sent = choice.texts.get(path)
         if sent is None:
+            if len(choice.texts) == MAX_TEXTS:
+                self.keeps_text = False
+                return
             if not self._reserve(_TEXT_BYTES):
                 return
             sent = choice.texts[path] = SentText()
@@ -404,6 +412,14 @@ def get_tool_call_key(value: object, position: int) -> int:
     """A tool call's own index, which identifies it in every event; or else its position."""
     index = value.get("index") if isinstance(value, dict) else None
     return index if isinstance(index, int) else position
+
+
+def is_costly(event: bytes) -> bool:
+    """Whether reading an event would take too long."""
+    size = len(event)
+    if size <= MAX_PARSED_VALUES:
+        return False
+    return size > MAX_PARSED_BYTES or sum(map(event.count, _VALUE_BEGINS)) > MAX_PARSED_VALUES
 
 
 def decode_event(event: bytes) -> Event | None:

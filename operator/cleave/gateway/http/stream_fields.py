@@ -21,7 +21,7 @@ MAX_INTERVAL = 128
 what it has received cannot be continued in between."""
 MAX_REPORTED_PROMPT = 200_000
 """Tokens of a prompt, estimated, whose ids are requested: they come in one event, of at most
-`MAX_EVENT_BYTES`, with about seven bytes each."""
+`MAX_PROMPT_IDS_BYTES`, with about seven bytes each."""
 _MAX_OPTIONS_BYTES = 1_024
 _MAX_CHOICES = 1 << 17
 _USAGE_KEYS = ("include_usage", "continuous_usage_stats")

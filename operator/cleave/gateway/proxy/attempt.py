@@ -42,21 +42,23 @@ from cleave.gateway.upstream.kv_transfer_params import (
     build_prefix_source_params,
     read_handoff,
 )
-from cleave.gateway.upstream.stream_start import StreamStart, classify_start, skip_role_deltas
+from cleave.gateway.upstream.stream_start import PendingStart, StreamStart, classify_start
 from cleave.policy.prompt_order import HANDOFF_SHARE
 from cleave.router.instance import Target
 from cleave.router.router import Pick, RequestPhase
 
 MAX_RESPONSE_BYTES = 64 << 20
 """Of a response that is not streamed, which is buffered until it is complete."""
-SMALL_RESPONSE_BYTES = 256 << 10
-"""Larger responses count toward the buffer budget while they are collected."""
+SMALL_RESPONSE_BYTES = 16 << 10
+"""Responses of one piece that is no longer do not count toward the buffer budget."""
+SMALL_START_BYTES = 4 << 10
+"""Longer beginnings of streams count toward it while they are held."""
 KV_LEASE_S = 30.0
 """How long a prefill engine keeps KV for a decode engine that sends no heartbeats."""
 
 # Enum attribute look-ups cost as much as a call, and these are compared for every request.
 _OK = HTTPStatus.OK.value
-_STARTED = StreamStart.STARTED
+_PENDING, _STARTED = StreamStart.PENDING, StreamStart.STARTED
 _FAILED = StreamStart.FAILED
 _PREFILL = RequestPhase.PREFILL
 
@@ -101,19 +103,17 @@ class Attempt:
         "_buffered_bytes",
         "_call",
         "_completion",
-        "_content_offset",
         "_context",
         "_fields",
         "_handler",
         "_observer",
         "_overlapped_prefill",
         "_path",
+        "_pending_start",
         "_request_id",
         "_sends_targets",
-        "_stream_start",
         "deadline",
         "instance_headers",
-
         "pick",
         "prefill",
         "prompt_tokens",
@@ -157,10 +157,8 @@ class Attempt:
         """What has come of a response that is not streamed."""
         self._buffered_bytes = 0
         """What it has reserved of the buffer budget for it."""
-        self._stream_start = b""
-        """First bytes of a stream that may still turn out to be an error."""
-        self._content_offset = 0
-        """Offset in `_stream_start` of the first event that carries more than a role."""
+        self._pending_start: PendingStart | None = None
+        """The beginning of a stream that may still turn out to be an error."""
         self.stall_detector: StallDetector
         """Stall detection of the engine that works on the request."""
         self.streaming = False
@@ -210,7 +208,7 @@ class Attempt:
         if now <= self.deadline:
             return None
         # Engines may hide the reasoning before an answer, or parse a call, after the role.
-        has_begun = self.streaming or bool(self._stream_start)
+        has_begun = self.streaming or self._pending_start is not None
         waits = self.prefill is None and self.pick.prefill is not None and self._completion.stream
         if (waits and not has_begun) or not self.is_working(now):
             return Failure.TIMEOUT
@@ -250,9 +248,9 @@ class Attempt:
         if self._overlapped_prefill is not None:
             self._overlapped_prefill.abort()
         self._context.router.release(self.pick)
+        self._pending_start = None
         if self._buffered_bytes:
-            self._context.buffer_budget.release(self._buffered_bytes)
-            self._buffered_bytes = 0
+            self._release_buffered()
             if self._answer is not None:
                 self._context.own_work.start(self._answer.drop())
 
@@ -389,7 +387,7 @@ class Attempt:
         else:
             answer.add(piece)
         size = len(answer)
-        if size > SMALL_RESPONSE_BYTES and not self._reserve(size):
+        if not self._reserve(size):
             self._fail_as_too_long()
         elif complete:
             body = answer.take()
@@ -409,6 +407,10 @@ class Attempt:
         self._buffered_bytes = size
         return True
 
+    def _release_buffered(self) -> None:
+        self._context.buffer_budget.release(self._buffered_bytes)
+        self._buffered_bytes = 0
+
     def _handle_response(self, call: UpstreamCall, body: AnswerBody) -> None:
         status = call.status
         if 400 <= status < 500 and status != UNAUTHORIZED:
@@ -421,6 +423,7 @@ class Attempt:
                 self._fail_as_too_long()
             else:
                 self._answer = None
+                self._release_buffered()
                 self._start_decode(self.prefill, handoff)
         elif self._may_have_stale_kv():
             self._discard_response()
@@ -431,9 +434,15 @@ class Attempt:
 
     def _start_stream(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """The first bytes of a stream: its beginning, or an error that follows a status of 200."""
-        start = self._stream_start + piece
-        self._content_offset = skip_role_deltas(start, self._content_offset)
-        verdict = classify_start(start, self._content_offset)
+        held = self._pending_start
+        verdict = classify_start(piece) if held is None else _PENDING
+        if verdict is _PENDING:
+            if held is None:
+                self._pending_start = held = PendingStart()
+            verdict = held.add(piece)
+            if len(held.data) > SMALL_START_BYTES and not self._reserve(len(held.data)):
+                self._fail_as_too_long()
+                return
         if verdict is _FAILED or (complete and verdict is not _STARTED):
             self._record_failed_handoff()
             reason = "answered with an error in its stream, or with none"
@@ -441,14 +450,15 @@ class Attempt:
         elif self._may_have_stale_kv():
             self._discard_response()
         elif verdict is _STARTED:
-            self.streaming, self._stream_start = True, b""
+            if held is not None:
+                piece, self._pending_start = bytes(held.data), None
+                self._release_buffered()
+            self.streaming = True
             if not complete:
                 # The handler takes over the call, which saves a function call per token.
                 call.listener = self._handler
             self._handler.on_stream_started(call)
-            self._handler.on_data(call, start, complete)
-        else:
-            self._stream_start = start
+            self._handler.on_data(call, piece, complete)
 
     def _record_failed_handoff(self) -> None:
         """An error from the decode engine means that the handed-over KV did not arrive."""

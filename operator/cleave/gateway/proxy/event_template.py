@@ -75,6 +75,11 @@ class EventTemplate:
         return text, ids
 
 
+def are_ids(ids: bytes) -> bool:
+    """Whether it is a part of a list of ids, as engines write it."""
+    return not ids.translate(None, _ID_CHARACTERS)
+
+
 def _are_ids(ids: bytes) -> bool:
     return ids[:1].isdigit() and not ids.translate(None, _ID_CHARACTERS)
 

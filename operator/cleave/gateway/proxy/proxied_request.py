@@ -45,7 +45,7 @@ from cleave.gateway.upstream.answers import NoAnswerError, read_usage
 from cleave.gateway.upstream.collected_answer import AnswerBody, Pieces
 from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.engine_errors import convert_engine_error, is_rejection
-from cleave.gateway.upstream.kv_transfer_params import HandoffError, strip_answer
+from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_origin, strip_answer
 from cleave.gateway.upstream.model_names import find_names
 from cleave.router.errors import NoInstance, QueueFull, RouterError
 from cleave.router.router import Pick, RequestPhase
@@ -315,7 +315,7 @@ class ProxiedRequest:
             reason = f"answered with status {call.status} and no error of its API"
             self.on_attempt_failed(Failure.STATUS, reason)
             return
-        if b"remote_engine_id" in body and attempt.prefill is None:
+        if contains_origin(body) and attempt.prefill is None:
             self._respond_error(errors.REDACTED_REJECTION, "refused")
             return
         if names := find_names(self._completion.model, attempt.pick.engine_model):

@@ -8,6 +8,7 @@ into, as that would cost more than all the rest. A stream that ends in failure m
 every client notices: with an error event, a proper last chunk, and no `[DONE]`.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from cleave.gateway.proxy.event_template import (
     IDS,
     PROMPT_IDS,
     EventTemplate,
+    are_ids,
     find_template,
     learn_form,
 )
@@ -36,17 +38,28 @@ from cleave.gateway.proxy.usage_counts import UsageCounts
 from cleave.gateway.upstream.engine_errors import convert_error_event
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_handoff
 from cleave.gateway.upstream.model_names import ModelNames
-from cleave.gateway.upstream.stream_start import is_engine_fault
+from cleave.gateway.upstream.spellings import (
+    CARRIAGE_RETURN,
+    ESCAPE,
+    PLAIN,
+    SpellingError,
+    decode_letters,
+    normalize_event,
+)
+from cleave.gateway.upstream.stream_start import is_engine_fault, is_failure
 
 MAX_SLOW_EVENTS = 512
 """In one piece: more events that match no template are not written by vLLM, and are not read."""
+MAX_LEARNT_BYTES = 16 << 10
+"""Of an event whose form is learnt or recognized: of one token, or of some."""
 MAX_TRIES = 16
 """To learn the form of events, for each engine of a stream."""
 
 _EVENT_END = b"}\n\n"
 _KEY = b'"kv_transfer_params"'
-_FAILURE = b'data: {"error"'
-_ABORTED = b'"finish_reason":"abort"'
+_ERROR_KEY = b'"error"'
+_ABORT = b'"abort"'
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _EMPTY_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null'
 _NEWLINE = 10
 _SEPARATOR = EVENT_SEPARATOR
@@ -54,8 +67,10 @@ _SEPARATOR_BYTES = len(EVENT_SEPARATOR)
 _NUM_SIZE_LINES = 1_024
 _SIZE_LINES = [b"%x\r\n" % size for size in range(_NUM_SIZE_LINES)]
 """First lines of chunks, formatted once for nearly all sizes that occur."""
-_ID_CHARACTERS = b"0123456789,"
 _IDS_END = 93
+_IDS_WITHIN_BYTES = 16 << 10
+"""Of the end of an event: where the ids of its tokens lie."""
+_NO_PROMPT_IDS = PROMPT_IDS + b"]"
 
 
 class StreamLostError(Exception):
@@ -89,8 +104,8 @@ class SseRelay:
 
     __slots__ = (
         "_chunked", "_has_ids", "_head", "_hides_ids", "_is_counted", "_is_done", "_names",
-        "_num_slow", "_opaque", "_splice", "_splitter", "_template", "_tries_left", "_usage",
-        "num_events", "prompt_tokens", "started_at", "transcript",
+        "_num_slow", "_opaque", "_prompt_ids", "_splice", "_splitter", "_template", "_tries_left",
+        "_usage", "num_events", "prompt_tokens", "started_at", "transcript",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +144,8 @@ class SseRelay:
         """Whether the last event was `[DONE]`."""
         self._splitter: EventSplitter | None = None
         """Made when an event comes in several pieces."""
+        self._prompt_ids = b""
+        """Of the event that it completed last, in which they are missing."""
         self._splice: StreamSplice | None = None
         self._template: EventTemplate | None = None
         self._tries_left = MAX_TRIES
@@ -211,6 +228,8 @@ class SseRelay:
 
     def build_error_end(self, error: GatewayError) -> bytes:
         """The end of the stream when no engine can continue it."""
+        if self.transcript.done:
+            return self.build_end(b"")
         event = b"data: " + error.to_json() + EVENT_SEPARATOR
         return self.build_end(b"event: error\n" + event if self._opaque else event)
 
@@ -222,7 +241,8 @@ class SseRelay:
                 return piece
             splitter = self._splitter = EventSplitter(self.transcript.budget)
         if complete and self._opaque:
-            piece = bytes(splitter.partial) + piece
+            piece = splitter.take(piece) + bytes(splitter.partial)
+            self._prompt_ids = splitter.prompt_ids
             self._forget_partial()
             return piece
         try:
@@ -231,6 +251,7 @@ class SseRelay:
             self._splitter = None
             reason = "sent an event that is too long"
             raise StreamLostError(b"", reason, Failure.TOO_LONG, EVENT_TOO_LONG) from None
+        self._prompt_ids = splitter.prompt_ids
         if not splitter.partial:
             self._splitter = None
         return events
@@ -253,10 +274,16 @@ class SseRelay:
     def _forward_events(self, piece: bytes) -> tuple[bytes, str]:
         """(what the client gets of complete events, how the engine gave up in them)."""
         if self._opaque:
+            try:
+                piece = decode_letters(piece)
+            except SpellingError as error:
+                return b"", str(error)
             if piece.rpartition(_KEY)[1] and contains_handoff(piece):
                 raise HandoffError("lies in the stream")
             self.num_events += piece.count(_EVENT_END)
-            return piece, ""
+            return (self._restore_prompt_ids(piece) if self._prompt_ids else piece), ""
+        if self._is_done:
+            return b"", "sent more than its answer"
         self._num_slow = 0
         # An integer is found at once; `in` would first try to read bytes as one.
         if _NEWLINE not in piece[:-_SEPARATOR_BYTES]:
@@ -265,7 +292,7 @@ class SseRelay:
         for event in _split(piece):
             data, lost = self._forward_event(event)
             shown.append(data)
-            if lost:
+            if lost or self._is_done:
                 break
         return b"".join(shown), lost
 
@@ -273,24 +300,34 @@ class SseRelay:
         """The same for one event."""
         if self._template is not None and (known := self._forward_known(event)):
             return known, ""
-        if event.startswith(_FAILURE):
+        if event == DONE_EVENT:
+            return self._end(), ""
+        # `rpartition` copies only what it finds; `find` would parse its arguments.
+        if (
+            not event.startswith(PLAIN)
+            or CARRIAGE_RETURN in event
+            or _NEWLINE in event[:-_SEPARATOR_BYTES]
+            or event.rpartition(ESCAPE)[1]
+        ):
+            try:
+                event = normalize_event(event)
+            except SpellingError as error:
+                return b"", str(error)
+            if event == DONE_EVENT:
+                return self._end(), ""
+        if event.rpartition(_ERROR_KEY)[1] and is_failure(event):
             if is_engine_fault(event):
                 return b"", "reported an error"
             event = convert_error_event(event[:-_SEPARATOR_BYTES]) + EVENT_SEPARATOR
-        # `rpartition` copies only what it finds; `find` would parse its arguments.
-        elif event.rpartition(_KEY)[1] and contains_handoff(event):
+        if event.rpartition(_KEY)[1] and contains_handoff(event):
             raise HandoffError("lies in the stream")
-        self._is_done = event == DONE_EVENT
-        if self._is_done:
-            self.transcript.done = True
-            return event, ""
         if not event.endswith(_EVENT_END):
             if event != EVENT_SEPARATOR:
                 self._record(event)
             return event, ""
-        if event.rpartition(_ABORTED)[1]:
+        if event.rpartition(_ABORT)[1] and _ABORTED.search(event) is not None:
             return b"", "gave the request up"
-        if self._has_ids and self.num_events:
+        if self._has_ids and self.num_events and len(event) <= MAX_LEARNT_BYTES:
             # The first event is never like those that follow.
             self._template = find_template(event)
             if self._template is not None:
@@ -300,6 +337,12 @@ class SseRelay:
                 return self._forward_known(event), ""
         self.num_events += 1
         return self._forward_unknown(event), ""
+
+    def _end(self) -> bytes:
+        """The engine has said that nothing follows."""
+        self._is_done = self.transcript.done = True
+        self._template = None
+        return DONE_EVENT
 
     def _forward_known(self, event: bytes) -> bytes:
         """What the client gets of an event that matches the template; nothing: it does not."""
@@ -328,18 +371,19 @@ class SseRelay:
             self.prompt_tokens = self._usage.prompt_tokens or self.prompt_tokens
             if event:
                 self._record(event)
-            return event
+            return self._restore_prompt_ids(event) if self._prompt_ids else event
         if not self._has_ids:
             self._record(event)
-            return event
+            return self._restore_prompt_ids(event) if self._prompt_ids else event
         plain, ids = self._take_ids(event)
         self.transcript.end_run(ids)
         self._record(plain)
-        if ids and self._tries_left and self.num_events > 1:
+        is_short = len(event) <= MAX_LEARNT_BYTES
+        if ids and self._tries_left and self.num_events > 1 and is_short:
             self._tries_left -= 1
             learn_form(event)
         if not self._hides_ids:
-            return event
+            return self._restore_prompt_ids(event) if self._prompt_ids else event
         # Without ids vLLM sends no event for a token that it holds back.
         return b"" if plain.rpartition(_EMPTY_DELTA)[1] else plain
 
@@ -359,17 +403,23 @@ class SseRelay:
             # As long as the prompt, so removed before any search.
             at = start + len(PROMPT_IDS)
             end = event.find(b"]", at)
-            ids = event[at:end]
-            if not self.prompt_tokens and _are_ids(ids):
+            ids = event[at:end] or self._prompt_ids
+            if not self.prompt_tokens and ids and are_ids(ids):
                 self.prompt_tokens = ids.count(b",") + 1
                 self.transcript.set_prompt_ids(ids)
             event = event[:start] + event[end + 1 :]
-        before, found, rest = event.rpartition(IDS)
-        if not found:
+        start = event.rfind(IDS, -_IDS_WITHIN_BYTES)
+        if start < 0:
             return event, b""
-        ids, _, rest = rest.partition(b"]")
+        ids, _, rest = event[start + len(IDS) :].partition(b"]")
         self._is_counted = True
-        return before + rest, ids if _are_ids(ids) else b""
+        return event[:start] + rest, ids if are_ids(ids) else b""
+
+    def _restore_prompt_ids(self, data: bytes) -> bytes:
+        """Events for the client with the ids of a prompt that the splitter has taken out."""
+        before, found, after = data.partition(_NO_PROMPT_IDS)
+        ids, self._prompt_ids = self._prompt_ids, b""
+        return b"%b%b%b]%b" % (before, PROMPT_IDS, ids, after) if found else data
 
     def _prepend_head(self, data: bytes) -> bytes:
         head, self._head = self._head, b""
@@ -405,7 +455,3 @@ def _split(events: bytes) -> Sequence[bytes]:
     parts = events.split(EVENT_SEPARATOR)
     parts.pop()
     return [part + EVENT_SEPARATOR for part in parts]
-
-
-def _are_ids(ids: bytes) -> bool:
-    return bool(ids) and not ids.translate(None, _ID_CHARACTERS)

@@ -13,9 +13,11 @@ from cleave.gateway.upstream.answers import parse_usage
 
 _USAGE = b',"usage":'
 """Within a text of JSON the first quote would have a backslash."""
-_DETAILS = rb"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
-_VALUE = re.compile(rb"null|\{[^{}]*(?:%b[^{}]*)*\}" % _DETAILS)
+_DETAILS = rb"\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}"
+_VALUE = re.compile(rb"null|\{[^{}]*+(?:%b[^{}]*+)*+\}" % _DETAILS)
 """Tokens of a prompt are counted by kind of its media, three levels deep."""
+_END_BYTES = 16 << 10
+"""Of an event: where its usage lies, and at its beginning its choices."""
 _INDEX = re.compile(rb'"choices":\[\{"index":([0-9]{1,9})[,}]')
 _NO_CHOICES = b'"choices":[],'
 
@@ -37,11 +39,11 @@ class UsageCounts:
 
     def take(self, event: bytes) -> bytes:
         """Count the usage in an event; returns the event for the client, or nothing."""
-        start = event.rfind(_USAGE)
+        start = event.rfind(_USAGE, -_END_BYTES)
         value = _VALUE.match(event, start + len(_USAGE)) if start >= 0 else None
         if value is None:
             return event
-        report, is_final = self._report, _NO_CHOICES in event
+        report, is_final = self._report, _NO_CHOICES in event[:_END_BYTES]
         usage = parse_usage(value[0])
         if usage is not None:
             self.is_counted = True
@@ -58,7 +60,7 @@ class UsageCounts:
         return b"" if is_final else event[:start] + event[value.end() :]
 
     def _count(self, event: bytes, tokens: int) -> None:
-        found = _INDEX.search(event)
+        found = _INDEX.search(event, 0, _END_BYTES)
         if found is None:
             return
         index, limit = int(found[1]), self._report.num_choices

@@ -5,10 +5,12 @@ once would stop all other requests for up to 100 ms. So what the gateway looks f
 is found piece by piece while it arrives, and it is written to the client without being copied.
 """
 
+import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from cleave.gateway.http.byte_buffer import ByteBuffer
+from cleave.gateway.upstream.spellings import match_escapes
 from cleave.time_slices import Steps
 
 MAX_DECODED_BYTES = 512 << 10
@@ -20,13 +22,25 @@ USAGE_KEY = b'"usage":{'
 """As vLLM writes it. Within a text of JSON the quotes would have backslashes."""
 PART_BYTES = 4 << 20
 """About what lies in one piece of memory."""
+_ESCAPE = b"\\u00"
+_ESCAPED_KEY = re.compile(b'"%b"' % match_escapes(HANDOFF_KEY.strip(b'"')))
 _OVERLAP = len(HANDOFF_KEY) - 1
+_ESCAPED_OVERLAP = len(HANDOFF_KEY) * len(b"\\u0000")
 
 
 class CollectedAnswer:
     """`add` the pieces, `take` the body, and `drop` it."""
 
-    __slots__ = ("_end", "_parts", "_size", "_views", "handoff_at", "num_handoffs", "usage_at")
+    __slots__ = (
+        "_end",
+        "_parts",
+        "_size",
+        "_views",
+        "handoff_at",
+        "has_escaped_key",
+        "num_handoffs",
+        "usage_at",
+    )
 
     def __init__(self, first: bytes) -> None:
         self._parts = [ByteBuffer()]
@@ -39,6 +53,8 @@ class CollectedAnswer:
         """Where the last of these keys begins; below 0: there is none."""
         self.num_handoffs = 0
         """How often the key of a handoff occurs."""
+        self.has_escaped_key = False
+        """Whether it occurs with escapes, as no engine writes it."""
         self.add(first)
 
     def __len__(self) -> int:
@@ -49,18 +65,22 @@ class CollectedAnswer:
         begin, text = self._size - len(self._end), self._end + piece
         if (at := text.rfind(USAGE_KEY)) >= 0:
             self.usage_at = begin + at
-        if (at := text.rfind(HANDOFF_KEY)) >= 0:
-            self.num_handoffs += text.count(HANDOFF_KEY)
+        # Those that end in what came before are counted.
+        start = max(len(self._end) - _OVERLAP, 0)
+        if (at := text.rfind(HANDOFF_KEY, start)) >= 0:
+            self.num_handoffs += text.count(HANDOFF_KEY, start)
             self.handoff_at = begin + at
-        self._end = text[-_OVERLAP:]
+        if _ESCAPE in text and any(_ESCAPE in key for key in _ESCAPED_KEY.findall(text)):
+            self.has_escaped_key = True
+        self._end = text[-_ESCAPED_OVERLAP:]
         if len(self._parts[-1]) >= PART_BYTES:
             self._parts.append(ByteBuffer())
         self._parts[-1].add(piece)
         self._size += len(piece)
 
     def take(self) -> "bytes | CollectedAnswer":
-        """The body: bytes unless it is large. Nothing can be added after it."""
-        if self._size <= MAX_DECODED_BYTES:
+        """The body: bytes unless it is large, or hides a handoff. Nothing can be added after it."""
+        if self._size <= MAX_DECODED_BYTES and not self.has_escaped_key:
             return bytes(self._parts[0].take())
         self._views = [memoryview(part.take()) for part in self._parts]
         return self

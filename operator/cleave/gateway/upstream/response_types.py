@@ -101,6 +101,12 @@ class StreamEvent(msgspec.Struct):
     usage: TokenUsage | None = None
 
 
+class FailureEvent(msgspec.Struct):
+    """An event of a stream, decoded for whether it reports an error."""
+
+    error: msgspec.Raw = msgspec.Raw()
+
+
 class EngineErrorBody(msgspec.Struct):
     """An error as the engine reports it."""
 
@@ -120,10 +126,10 @@ decode_prefill_response = msgspec.json.Decoder(PrefillResponse).decode
 decode_kv_origin = msgspec.json.Decoder(KvOrigin | None).decode
 decode_kv_blocks = msgspec.json.Decoder(KvBlocksResponse).decode
 decode_completion = msgspec.json.Decoder(CompletionResponse).decode
+decode_failure = msgspec.json.Decoder(FailureEvent).decode
 decode_error_event = msgspec.json.Decoder(ErrorEvent).decode
 _decode_stream_event = msgspec.json.Decoder(StreamEvent).decode
 _decode_text = msgspec.json.Decoder(str).decode
-decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def decode_stream_event(data: bytes) -> StreamEvent | None:
