@@ -6,6 +6,7 @@ e2e/test_envoy.py has a real Envoy.
 import asyncio
 import contextlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from cleave.gateway.admission import controller
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.endpoint_picker import server
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
 from cleave.gateway.endpoint_picker.ext_proc import CHUNK_BYTES, ENDPOINT_KEY, NAMESPACE
 from cleave.gateway.endpoint_picker.server import EndpointPickerServer, format_gateway_address
@@ -418,6 +420,69 @@ async def test_a_request_that_does_not_go_on_is_given_up(make_picker_stage) -> N
     with pytest.raises(grpc.aio.AioRpcError) as given_up:
         await proxy.stream.read()
     assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.interpreted
+async def test_a_body_that_comes_too_slowly_is_given_up(make_picker_stage, monkeypatch) -> None:
+    monkeypatch.setattr(server, "MIN_BODY_RATE", 1 << 20)
+    stage = await make_picker_stage({"x": "mixed"}, idle_s=0.3)
+    proxy = stage.proxy()
+    await proxy.head()
+
+    async def drip() -> None:
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            while True:
+                for piece in (b"x", b""):
+                    await proxy.send(request_body=pb.HttpBody(body=piece))
+                    await asyncio.sleep(0.01)
+
+    dripping = asyncio.create_task(drip())
+    with pytest.raises(grpc.aio.AioRpcError) as given_up:
+        await proxy.stream.read()
+    assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await dripping
+    await stage.until(lambda: stage.context.buffer_budget.used == 0, "nothing is left")
+
+
+async def test_of_a_body_only_its_bytes_are_kept(make_picker_stage) -> None:
+    """However many messages it comes in."""
+    stage = await make_picker_stage({"x": "mixed"})
+    picker = server.EndpointPicker(stage.context, stage.address, True)
+    messages = [pb.ProcessingRequest(request_body=pb.HttpBody(body=each)) for each in (b"", b" ")]
+
+    class Stream:
+        num = 0
+
+        async def read(self) -> object:
+            self.num += 1
+            if not self.num % 50:
+                await asyncio.sleep(0)
+            return messages[self.num % 2] if self.num <= 4_000 else grpc.aio.EOF
+
+    tracemalloc.start()
+    try:
+        assert await picker._read_body(Stream()) is None
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+    assert stage.context.buffer_budget.used == 0
+
+
+@pytest.mark.parametrize("roles", [{"p": "prefill", "d": "decode"}, {"x": "mixed"}], ids=str)
+async def test_trailers_follow_a_body_in_many_pieces(make_picker_stage, roles) -> None:
+    stage = await make_picker_stage(roles)
+    proxy = stage.proxy()
+    await proxy.head()
+    raw = json.dumps(ASK).encode()
+    for at in range(len(raw)):
+        await proxy.send(request_body=pb.HttpBody(body=raw[at : at + 1]))
+        await proxy.send(request_body=pb.HttpBody())
+    await proxy.send(request_trailers=pb.HttpTrailers())
+    Placed(await proxy.hear())
+    streamed = (await proxy.hear()).request_body.response.body_mutation.streamed_response
+    assert json.loads(streamed.body) == ASK
+    assert not streamed.end_of_stream
+    assert (await proxy.hear()).HasField("request_trailers")
 
 
 async def test_without_response_events_a_request_ends_with_its_stream(make_picker_stage) -> None:

@@ -25,7 +25,7 @@ from cleave.gateway.http.errors import (
     GatewayError,
     build_error_headers,
 )
-from cleave.gateway.http.request_parser import HttpRequest, RequestParser
+from cleave.gateway.http.request_parser import MIN_BODY_RATE, HttpRequest, RequestParser
 from cleave.gateway.upstream.connection_pool import set_nodelay
 from cleave.time_slices import SLICE_S
 
@@ -50,8 +50,6 @@ TURN_BYTES = 1 << 20
 """Sent to one client at a time: copying and encrypting them takes up to 2 ms."""
 SMALL_BODY_BYTES = 16 << 10
 """Larger bodies count as buffered until their answer is complete."""
-MIN_BODY_RATE = 64 << 10
-"""Bytes per second; a body may take the idle timeout plus its transfer time at this rate."""
 
 _REQUEST_TIMEOUT = GatewayError(
     HTTPStatus.REQUEST_TIMEOUT, "the request was not received in time", code="request_timeout"

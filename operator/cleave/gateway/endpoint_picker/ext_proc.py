@@ -113,13 +113,22 @@ def build_endpoint_response_to_body(endpoint: str) -> pb.ProcessingResponse:
     return message
 
 
-def stream_request_body(body: bytes, end: bool) -> Iterator[pb.ProcessingResponse]:
+def stream_request_body(body: bytes | memoryview, end: bool) -> Iterator[pb.ProcessingResponse]:
     """A request's body in chunks, for full duplex."""
     for chunk, is_end in _split_body(body, end):
         message = pb.ProcessingResponse()
         streamed = message.request_body.response.body_mutation.streamed_response
         streamed.body, streamed.end_of_stream = chunk, is_end
         yield message
+
+
+def stream_whole_request(
+    body: bytes | memoryview, *, has_trailers: bool
+) -> Iterator[pb.ProcessingResponse]:
+    """The same to the end of the request."""
+    yield from stream_request_body(body, not has_trailers)
+    if has_trailers:
+        yield CONTINUE_REQUEST_TRAILERS
 
 
 def stream_response_body(piece: pb.HttpBody) -> list[pb.ProcessingResponse]:
@@ -132,10 +141,10 @@ def stream_response_body(piece: pb.HttpBody) -> list[pb.ProcessingResponse]:
     return messages
 
 
-def _split_body(body: bytes, end: bool) -> Iterator[tuple[bytes, bool]]:
+def _split_body(body: bytes | memoryview, end: bool) -> Iterator[tuple[bytes, bool]]:
     """Each chunk, and whether it ends the body."""
     for start in range(0, max(len(body), 1), CHUNK_BYTES):
-        yield body[start : start + CHUNK_BYTES], end and start + CHUNK_BYTES >= len(body)
+        yield bytes(body[start : start + CHUNK_BYTES]), end and start + CHUNK_BYTES >= len(body)
 
 
 def build_immediate_response(error: GatewayError) -> pb.ProcessingResponse:

@@ -11,7 +11,8 @@ early.
 import asyncio
 import dataclasses
 import ipaddress
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -39,6 +40,7 @@ from cleave.gateway.http.errors import (
     convert_router_error,
 )
 from cleave.gateway.http.headers import FORWARDED_FOR
+from cleave.gateway.http.request_parser import MIN_BODY_RATE
 from cleave.gateway.upstream.suspect_senders import get_sender
 from cleave.router.errors import NoInstance, RouterError
 from cleave.rpc.engine_key import build_headers
@@ -64,7 +66,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         self._context = context
         self._address = address
         self._routes_directly = direct
-        self._read_timeout_s = context.config.timeouts.idle_s
+        self._idle_s = context.config.timeouts.idle_s
 
     async def Process(  # type: ignore[override]  # noqa: N802 - reads and writes, and yields nothing
         self, request_iterator: object, context: _Stream
@@ -82,7 +84,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             if self._routes_directly and self._may_go_direct(head):
                 await self._route_completion(context, head)
             else:
-                await self._send_to_gateway(context, head, ())
+                await self._send_to_gateway(context, head, None)
         except GatewayError as error:
             await context.write(ext_proc.build_immediate_response(error))
         except TimeoutError:
@@ -91,24 +93,27 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     # --- to this gateway ---
 
     async def _send_to_gateway(
-        self, stream: _Stream, head: ExtProcRequest, read: Sequence[pb.ProcessingRequest]
+        self, stream: _Stream, head: ExtProcRequest, read: "_ReadBody | None"
     ) -> None:
-        """Name this gateway as the endpoint; `read`: messages of the body received so far.
-        Raises GatewayError (503) when the proxy does not allow this endpoint."""
+        """Name this gateway as the endpoint; `read`: the body, None: it is to come. Raises
+        GatewayError (503) when the proxy does not allow this endpoint."""
         if not self._may_name_itself(head):
             reason = f"{self._address} is not among the endpoints allowed"
             raise convert_router_error(NoInstance(reason))
         await stream.write(ext_proc.build_endpoint_response(self._address, {}))
         if head.request_mode == _DUPLEX and not head.has_no_body:
-            await self._echo_request(stream, read)
+            if read is None:
+                await self._echo_request(stream)
+            else:
+                for response in read.stream():
+                    await stream.write(response)
         if head.response_mode == _DUPLEX:
             # Closing the stream now would lose body bytes of which the proxy keeps no copy.
             await self._process_response(stream, head, None)
 
-    async def _echo_request(self, stream: _Stream, read: Sequence[pb.ProcessingRequest]) -> None:
+    async def _echo_request(self, stream: _Stream) -> None:
         """Send the request's body back as it comes."""
-        pieces = iter(read)
-        while (message := next(pieces, None) or await self._read_message(stream)) is not None:
+        while (message := await self._read_message(stream, self._idle_s)) is not None:
             if message.HasField("request_trailers"):
                 await stream.write(ext_proc.CONTINUE_REQUEST_TRAILERS)
                 return
@@ -143,18 +148,13 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         try:
             await self._route_body(stream, head, read)
         finally:
-            size = sum(len(message.request_body.body) for message in read)
-            self._context.buffer_budget.release(size)
+            self._context.buffer_budget.release(len(read.content))
 
-    async def _route_body(
-        self, stream: _Stream, head: ExtProcRequest, read: list[pb.ProcessingRequest]
-    ) -> None:
+    async def _route_body(self, stream: _Stream, head: ExtProcRequest, read: "_ReadBody") -> None:
         """Name the endpoint of a completion and process its response. Raises GatewayError."""
         try:
-            body = bytearray()
-            for each in read:
-                body += each.request_body.body
-            completion = await run_in_slices(parse_completion(head.path, body, is_relayed=False))
+            steps = parse_completion(head.path, read.content, is_relayed=False)
+            completion = await run_in_slices(steps)
         except GatewayError:
             self._context.metrics.requests["", "refused"] += 1
             raise
@@ -164,7 +164,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             else:
                 await stream.write(ext_proc.build_endpoint_response_to_body(self._address))
             return
-        await self._send_direct(stream, head, completion, read[-1].HasField("request_trailers"))
+        await self._send_direct(stream, head, completion, read.has_trailers)
 
     def _needs_gateway(self, head: ExtProcRequest, completion: CompletionRequest) -> bool:
         """Whether the request can be split, has to wait for an instance, or must be counted."""
@@ -209,9 +209,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             endpoint = target.endpoint
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"
-            body = b"".join(encode_fields(completion.fields))
             key = build_headers(target.engine_key)
-            for response in self._build_responses(head, endpoint, key, body, trailers):
+            for response in self._build_responses(head, endpoint, key, completion, trailers):
                 await stream.write(response)
             await self._process_response(stream, head, direct)
         except RouterError as error:
@@ -228,21 +227,20 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         head: ExtProcRequest,
         endpoint: str,
         key: dict[str, str],
-        body: bytes,
+        completion: CompletionRequest,
         trailers: bool,
-    ) -> list[pb.ProcessingResponse]:
+    ) -> Iterator[pb.ProcessingResponse]:
         """The messages that make the proxy send the request."""
         # A new id for each attempt, because engines mix up requests with equal ids.
         request_id = self._context.make_request_id().decode()
         headers = {"content-type": "application/json", "x-request-id": request_id, **key}
         removed = [name for name in CLIENT_HEADERS if name in head.headers]
+        body = b"".join(encode_fields(completion.fields))
         if head.request_mode != _DUPLEX:
-            return [ext_proc.build_endpoint_response_with_body(endpoint, headers, body, removed)]
-        responses = [ext_proc.build_endpoint_response(endpoint, headers, removed)]
-        responses += ext_proc.stream_request_body(body, not trailers)
-        if trailers:
-            responses.append(ext_proc.CONTINUE_REQUEST_TRAILERS)
-        return responses
+            yield ext_proc.build_endpoint_response_with_body(endpoint, headers, body, removed)
+            return
+        yield ext_proc.build_endpoint_response(endpoint, headers, removed)
+        yield from ext_proc.stream_whole_request(body, has_trailers=trailers)
 
     def _list_disallowed(self, head: ExtProcRequest) -> list[str]:
         """Instances that the proxy does not allow."""
@@ -288,36 +286,53 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     # --- reading ---
 
-    async def _read_body(self, stream: _Stream) -> list[pb.ProcessingRequest] | None:
-        """All messages of a request's body, perhaps with trailers; None: the proxy cancelled it.
-        Their bodies are reserved in the buffer budget. Raises GatewayError (413, 503) and
-        TimeoutError."""
-        limit, budget = self._context.config.max_body_bytes, self._context.buffer_budget
-        read: list[pb.ProcessingRequest] = []
-        size, is_complete = 0, False
+    async def _read_body(self, stream: _Stream) -> "_ReadBody | None":
+        """A request's body; None: the proxy cancelled it. Its bytes are reserved in the buffer
+        budget; messages are not kept, as many may be small or empty. Raises
+        GatewayError (413, 503) and TimeoutError."""
+        context, limit = self._context, self._context.config.max_body_bytes
+        began_at, content, is_complete = context.clock(), bytearray(), False
         try:
-            while not is_complete and (message := await self._read_message(stream)) is not None:
-                count = len(message.request_body.body)
-                if size + count > limit:
+            while True:
+                slowest_s = self._idle_s + len(content) / MIN_BODY_RATE
+                left_s = min(self._idle_s, began_at + slowest_s - context.clock())
+                message = await self._read_message(stream, left_s)
+                if message is None:
+                    return None
+                piece, has_trailers = message.request_body, message.HasField("request_trailers")
+                if len(content) + len(piece.body) > limit:
                     raise build_payload_too_large(limit)
-                if not budget.reserve(count):
-                    # A copy: its traceback refers to the messages.
+                is_last = piece.end_of_stream or has_trailers
+                if not context.buffer_budget.reserve(len(piece.body)):
+                    # A copy: its traceback refers to the body.
                     raise dataclasses.replace(RECEIVE_LIMIT_REACHED)
-                read.append(message)
-                size += count
-                is_complete = message.request_body.end_of_stream or message.HasField(
-                    "request_trailers"
-                )
+                content += piece.body
+                if is_last:
+                    is_complete = True
+                    return _ReadBody(content, has_trailers)
         finally:
             if not is_complete:
-                budget.release(size)
-        return read if is_complete else None
+                context.buffer_budget.release(len(content))
 
-    async def _read_message(self, stream: _Stream) -> pb.ProcessingRequest | None:
+    async def _read_message(self, stream: _Stream, timeout_s: float) -> pb.ProcessingRequest | None:
         """The next message; None at the end of the stream. Raises TimeoutError."""
-        async with asyncio.timeout(self._read_timeout_s):
+        async with asyncio.timeout(timeout_s):
             message = await stream.read()
         return None if _is_end(message) else message
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadBody:
+    """A whole body of a request, without the messages in which it came."""
+
+    content: bytearray
+    has_trailers: bool
+
+    def stream(self) -> Iterator[pb.ProcessingResponse]:
+        """The messages that send it back."""
+        return ext_proc.stream_whole_request(
+            memoryview(self.content), has_trailers=self.has_trailers
+        )
 
 
 class EndpointPickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

@@ -22,6 +22,8 @@ MAX_HEADERS = 1_024
 MAX_LENGTH_DIGITS = 19
 MAX_FRAMING_RUN_BYTES = 8 << 10
 """Limit of bytes of a chunked body without content: a chunk's extensions, or all trailers."""
+MIN_BODY_RATE = 64 << 10
+"""Bytes per second; a body may take the idle timeout plus its transfer time at this rate."""
 _OBJECT_BYTES = 128
 """Memory of a header's name and value, or of a piece of the path, besides their text."""
 
