@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cleave.gateway.http import stream_fields
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.stream_fields import MAX_INTERVAL, MAX_REPORTED_PROMPT, TokenReport
 from cleave.gateway.proxy.event_splitter import MAX_PROMPT_IDS_BYTES
@@ -133,3 +134,15 @@ def test_ids_of_a_prompt_that_fit_no_event_are_not_requested() -> None:
         assert (sent["stream_options"], report.shows_usage) == (BOTH, False)
     report, _ = read(prompt=[9] * (MAX_REPORTED_PROMPT + 1), return_token_ids=True)
     assert report.has_ids
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("key", ["n", "stream_interval"])
+def test_a_number_of_many_digits_is_refused_before_it_is_decoded(key: str, monkeypatch) -> None:
+    decoded: list[int] = []
+    monkeypatch.setattr(stream_fields, "_decode_int", lambda raw: decoded.append(len(raw)) or 1)
+    for digits in ("1" * 33, "1" * 300_000, "1e" + "9" * 300_000):
+        body = b'{"model":"m","prompt":"a","%b":%b}' % (key.encode(), digits.encode())
+        with pytest.raises(GatewayError, match=f"{key} must be an integer"):
+            parse_completion(b"/v1/completions", body)
+    assert decoded == []

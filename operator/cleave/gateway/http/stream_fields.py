@@ -7,6 +7,8 @@ ids of a prompt would come once for each choice. What the client itself requeste
 stream, everything else is removed from it.
 """
 
+import contextlib
+
 import msgspec
 
 from cleave.gateway.http.errors import build_bad_request
@@ -23,6 +25,7 @@ MAX_REPORTED_PROMPT = 200_000
 """Tokens of a prompt, estimated, whose ids are requested: they come in one event, of at most
 `MAX_PROMPT_IDS_BYTES`, with about seven bytes each."""
 _MAX_OPTIONS_BYTES = 1_024
+_MAX_INTEGER_BYTES = 32
 _MAX_CHOICES = 1 << 17
 _USAGE_KEYS = ("include_usage", "continuous_usage_stats")
 
@@ -141,11 +144,12 @@ def _is_json(fields: Fields, key: str, value: bytes, *, absent: bool = False) ->
 def _read_int(key: str, raw: msgspec.Raw | None) -> int | None:
     if raw is None:
         return None
-    try:
-        value: int | None = _decode_int(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise build_bad_request(f"{key} must be an integer", param=key) from None
-    return value
+    # Decoding a number takes as long as it has digits.
+    if len(raw) <= _MAX_INTEGER_BYTES:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            value: int | None = _decode_int(raw)
+            return value
+    raise build_bad_request(f"{key} must be an integer", param=key)
 
 
 def _read_options(fields: Fields) -> dict[str, object]:
