@@ -10,7 +10,6 @@ import pytest
 from cleave.gateway.http import completion_request
 from cleave.gateway.http.completion_request import (
     MAX_FIELDS,
-    MAX_PROMPTS,
     MAX_XARGS_BYTES,
     CompletionRequest,
     encode_fields,
@@ -21,6 +20,7 @@ from cleave.gateway.http.completion_request import (
 )
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.large_json import MIN_BYTES, SLICE_BYTES
+from cleave.gateway.http.prompt_tokens import MAX_PROMPTS
 from cleave.policy.prefix_cache import hash_blocks, hash_first_block
 from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
 from cleave.time_slices import Steps

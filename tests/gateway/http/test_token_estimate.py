@@ -12,8 +12,8 @@ from cleave.gateway.http.token_estimate import IMAGE_TOKENS
 from cleave.time_slices import run_at_once
 
 
-def estimate_tokens(text: bytes) -> int:
-    return run_at_once(token_estimate.estimate_tokens(text))
+def estimate_tokens(text: bytes, *, has_media: bool = False) -> int:
+    return run_at_once(token_estimate.estimate_tokens(text, has_media=has_media))
 
 
 def write(text: str, *, escaped: bool = False) -> bytes:
@@ -49,9 +49,35 @@ def test_a_picture_counts_as_one_however_large() -> None:
         {"type": "text", "text": "word" * 500},
     ]
     text = json.dumps([{"role": "user", "content": parts}]).encode()
-    assert estimate_tokens(text) == pytest.approx(IMAGE_TOKENS + 500, abs=60)
+    assert estimate_tokens(text, has_media=True) == pytest.approx(IMAGE_TOKENS + 500, abs=60)
     text = json.dumps([{"role": "user", "content": parts * 3}]).encode()
-    assert estimate_tokens(text) == pytest.approx(3 * (IMAGE_TOKENS + 500), abs=150)
+    assert estimate_tokens(text, has_media=True) == pytest.approx(3 * (IMAGE_TOKENS + 500), abs=150)
+
+
+@pytest.mark.parametrize("place", [b'{"image_url":{"url": %b}}', b'{"image_url" :%b}'])
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_picture_counts_wherever_it_is_fetched_from(place: bytes, times: int) -> None:
+    text = b"[%b]" % b",".join([place % b'"https://example.org/a.png"'] * times)
+    assert estimate_tokens(text, has_media=True) == pytest.approx(times * IMAGE_TOKENS, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ";base64," + "word" * 10_000,
+        'say "url":"data:image/png;base64,' + "word" * 10_000 + '" here',
+        '"data:;base64,' + "word" * 10_000,
+        "data:image/png;base64," + "word" * 10_000,
+        "\\u0" * 10_000,
+        "\\u" * 20_000,
+    ],
+    ids=lambda text: text[:20],
+)
+@pytest.mark.parametrize("has_media", [False, True])
+def test_a_text_that_looks_like_a_picture_or_escapes_counts(text: str, has_media: bool) -> None:
+    assert estimate_tokens(write(text), has_media=has_media) > len(text) / 16
+    message = json.dumps([{"role": "user", "content": text}]).encode()
+    assert estimate_tokens(message, has_media=has_media) > len(text) / 16
 
 
 def test_pictures_are_looked_for_a_bounded_number_of_times() -> None:

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from cleave.gateway.proxy.token_charge import MIN_TOKEN_S, bound_unseen, count_charged
+from cleave.gateway.proxy.token_charge import (
+    MIN_TOKEN_S,
+    bound_prompt,
+    bound_unseen,
+    count_charged,
+)
 from cleave.rpc.v1 import agent_pb2
 
 from tests.support.completions import parse_completion, parse_engine_request
@@ -45,6 +50,16 @@ def test_a_client_that_leaves_pays_what_its_engine_may_have_generated() -> None:
     assert bound_unseen(read(stream=True), 0.0, is_streamed=True) == 0
     assert bound_unseen(read(stream=True, stream_interval=50), 0.0, is_streamed=True) == 49
     assert bound_unseen(read(stream=True), 4 * MIN_TOKEN_S, is_streamed=True) == 4
+
+
+def test_a_prompt_that_no_engine_has_counted_has_a_token_for_each_four_bytes() -> None:
+    url = "data:image/png;base64," + "word" * 10_000
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    chat = parse_completion(b"/v1/chat/completions", json.dumps(body).encode())
+    assert chat.prompt_tokens < 1_100
+    assert bound_prompt(chat) > 10_000
+    assert bound_prompt(read(prompt="7" * 4_000)) == read(prompt="7" * 4_000).prompt_tokens > 4_000
 
 
 KEY = {"Authorization": "Bearer secret-of-tenant-a"}

@@ -10,7 +10,6 @@ more. And parsing blocks the event loop, so any body must cost only a few scans.
 """
 
 import hashlib
-import re
 from codecs import BOM_UTF8
 
 import msgspec
@@ -18,30 +17,28 @@ import msgspec
 from cleave.gateway.http import bounded_json
 from cleave.gateway.http.bounded_json import TooManyMembersError
 from cleave.gateway.http.engine_fields import (
-    MEDIA_KEY_BYTES,
     RESERVED_ARGUMENTS,
     TABLES,
     decode_arguments,
-    find_media_key,
-    has_medium_name,
 )
 from cleave.gateway.http.errors import GatewayError, build_bad_request
 from cleave.gateway.http.large_json import (
-    MAX_SPACE_BYTES,
     MIN_BYTES,
-    scan_elements,
     scan_members,
+)
+from cleave.gateway.http.prompt_tokens import (
+    EMBEDS_KEY,
+    SIDE_FIELDS,
+    is_list,
+    measure_prompt,
+    measure_short,
+    measure_sides,
+    measure_texts,
 )
 from cleave.gateway.http.stream_fields import (
     RETURN_IDS_KEY,
     TokenReport,
     request_report,
-)
-from cleave.gateway.http.token_estimate import (
-    SHORT_BYTES,
-    count_token_ids,
-    estimate_short,
-    estimate_tokens,
 )
 from cleave.policy.prefix_cache import MAX_PROMPT_BYTES
 from cleave.policy.request_targets import TPOT_KEY, TTFT_KEY
@@ -55,18 +52,13 @@ Piece = bytes | memoryview
 
 KV_PARAMS_KEY = "kv_transfer_params"
 XARGS_KEY = "vllm_xargs"
-EMBEDS_KEY = "prompt_embeds"
 
 MAX_FIELDS = 1_024
 """Limit of the fields of a request."""
-MAX_PROMPTS = 1_024
-"""Limit of the prompts of one request."""
 MAX_MODEL_BYTES = 4_096
 """Limit of a model's name as JSON; error messages quote unknown names."""
 MAX_XARGS_BYTES = 16 << 10
 """Limit of `vllm_xargs`, all of which is decoded."""
-_SEARCH_BYTES = 32 << 10
-"""Searched at a time for a member that is refused, in at most 0.2 ms."""
 _LARGE_BYTES = 16 << 10
 """Smaller bodies are decoded before their fields are counted: at most 3,300 fields, 1 ms."""
 MAX_COPIED_BYTES = 16 << 10
@@ -75,10 +67,8 @@ _VALUE_BYTES = 1_024
 """Longer values are not decoded: no value that allows a split or a continuation is so long."""
 MAX_SALT_BYTES = 1_024
 """Limit of `cache_salt` as JSON, which is hashed; vLLM recommends 43 characters, of 256 bits."""
-_TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
-_decode_prompts = bounded_json.BoundedListDecoder(MAX_PROMPTS).decode
 _decode_str = msgspec.json.Decoder(str).decode
 _decode_json = msgspec.json.Decoder().decode
 _decode_flag = msgspec.json.Decoder(bool | None).decode
@@ -106,10 +96,6 @@ _STATEFUL_FIELDS = frozenset((
 """Fields of which some values tie a response to the engine that began it."""
 _SPECIAL_FIELDS = _COLOCATING_FIELDS | _STATEFUL_FIELDS
 _TOO_MANY_FIELDS: tuple[str, str | None] = (f"the body has more than {MAX_FIELDS} fields", None)
-_TEXT_FIELDS = (
-    "messages", "prompt", "input", "instructions", "system", "tools", "documents", "text_2",
-)  # fmt: skip
-"""Fields whose text counts as the prompt of requests other than completions."""
 _STATELESS_VALUES: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
 """Values of `_STATEFUL_FIELDS` that do not tie a response to an engine."""
 
@@ -194,12 +180,9 @@ def build_completion(
     _admit_fields(path, fields)
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
-    prompts, prompt_tokens = _measure_short(fields) or (yield from _measure_prompt(fields))
-    if EMBEDS_KEY in fields:
-        num_embeds = yield from _count_embeds(fields[EMBEDS_KEY])
-        has_text = bytes(memoryview(fields.get("prompt", b"null"))[:4]) != b"null"
-        prompts = max(num_embeds + prompts * has_text, 1)
-        prompt_tokens += num_embeds
+    prompts, prompt_tokens = measure_short(fields) or (yield from measure_prompt(fields))
+    if not SIDE_FIELDS.isdisjoint(fields):
+        prompts, prompt_tokens = yield from measure_sides(fields, prompts, prompt_tokens)
     is_plain = _SPECIAL_FIELDS.isdisjoint(fields)
     can_continue = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
     report = request_report(fields, prompts, prompt_tokens, stream=stream, is_relayed=is_relayed)
@@ -241,19 +224,13 @@ def parse_engine_request(path: bytes, body: Body, fallback: str) -> Steps[Comple
 def build_engine_request(path: bytes, fields: Fields) -> Steps[CompletionRequest]:
     """A request to such a path from its fields. Raises GatewayError (400)."""
     _admit_fields(path, fields)
-    for name in TABLES[path].prompts:
-        if name in fields:
-            yield from _inspect_prompt(name, fields[name])
-    tokens = 0
-    for key in _TEXT_FIELDS:
-        if key in fields:
-            tokens += yield from estimate_tokens(fields[key])
+    tokens = yield from measure_texts(path, fields)
     return CompletionRequest(
         model=_read_model(fields),
         fields=fields,
         stream=_read_stream(fields),
         can_disaggregate=False,
-        prompt_tokens=tokens or 1,
+        prompt_tokens=tokens,
         output_tokens=_read_output_limit(fields) or 0,
     )
 
@@ -384,21 +361,6 @@ def _admit_fields(path: bytes, fields: Fields) -> None:
         raise build_bad_request(message, param="cache_salt")
 
 
-def _inspect_prompt(name: str, prompt: msgspec.Raw) -> Steps[None]:
-    """Refuse a field whose media have the member that engines take for a hash. Raises GatewayError
-    (400)."""
-    text = memoryview(prompt)
-    for start in range(0, len(text), _SEARCH_BYTES):
-        if find_media_key(text[start : start + _SEARCH_BYTES + MEDIA_KEY_BYTES]):
-            raise _build_media_error(name)
-        yield
-
-
-def _build_media_error(name: str) -> GatewayError:
-    message = f"{name} names a medium by `uuid`: leave it out, engines recognise media by content"
-    return build_bad_request(message, param=name)
-
-
 def _read_model(fields: Fields) -> str:
     if "model" not in fields:
         raise build_bad_request("you must provide a model parameter", param="model")
@@ -436,75 +398,6 @@ def _read_output_limit(fields: Fields) -> int | None:
     return limit
 
 
-def _measure_short(fields: Fields) -> tuple[int, int] | None:
-    """As `_measure_prompt`; None: the prompt is long, or a list."""
-    messages = fields.get("messages")
-    raw = messages or fields.get("prompt")
-    if raw is None:
-        return 1, 1
-    if len(raw) > SHORT_BYTES or (messages is None and _is_list(raw)):
-        return None
-    if messages is not None and has_medium_name(bytes(messages)):
-        raise _build_media_error("messages")
-    return 1, estimate_short(raw)
-
-
-def _measure_prompt(fields: Fields) -> Steps[tuple[int, int]]:
-    """(number of prompts, estimated tokens of all of them). Raises GatewayError (400)."""
-    raw = fields.get("messages")
-    if raw is not None:
-        yield from _inspect_prompt("messages", raw)
-        return 1, (yield from estimate_tokens(raw))
-    raw = fields["prompt"]
-    if _is_list_of_prompts(raw):
-        prompts = yield from _divide_prompts("prompt", raw)
-        tokens = 1
-        for prompt in prompts:
-            yield
-            tokens += yield from _measure_one_prompt(prompt)
-        return len(prompts), tokens
-    return 1, (yield from _measure_one_prompt(raw))
-
-
-def _is_list(raw: msgspec.Raw) -> bool:
-    return bytes(memoryview(raw)[:1]) == b"["
-
-
-def _measure_one_prompt(raw: msgspec.Raw) -> Steps[int]:
-    if _is_list(raw):
-        return (yield from count_token_ids(raw))
-    return (yield from estimate_tokens(raw))
-
-
-def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
-    """False: a text, or a list of token IDs."""
-    begin = bytes(memoryview(raw)[:MAX_SPACE_BYTES])
-    return begin.startswith(b"[") and _TOKEN_IDS.match(begin) is None
-
-
-def _count_embeds(raw: msgspec.Raw) -> Steps[int]:
-    """Prompts that are sent as embeddings: each element of a list is one, besides `prompt`."""
-    if _is_list(raw):
-        return len((yield from _divide_prompts(EMBEDS_KEY, raw)))
-    return int(bytes(memoryview(raw)[:4]) != b"null")
-
-
-def _divide_prompts(name: str, raw: msgspec.Raw) -> Steps[list[msgspec.Raw]]:
-    """The elements of a list of prompts in this field. Raises GatewayError (400)."""
-    try:
-        if len(raw) > MIN_BYTES:
-            return (yield from scan_elements(raw, MAX_PROMPTS))
-        return _decode_prompts(raw)
-    except TooManyMembersError:
-        message = f"{name} is a list of more than {MAX_PROMPTS} prompts: send several requests"
-        raise build_bad_request(message, param=name) from None
-    except RecursionError:
-        raise build_bad_request(f"{name} is nested too deeply", param=name) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        # Of a large body, whose values are only delimited.
-        raise build_bad_request(f"{name}: {error}", param=name) from None
-
-
 def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
     values = {key: decode_value(fields[key]) for key in _COLOCATING_FIELDS.intersection(fields)}
     min_tokens = values.get("min_tokens") or 0
@@ -514,7 +407,7 @@ def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
         values.get("n") in (None, 1)
         and not has_prompt_logprobs
         and values.get("prompt_logprobs") is None
-        and not _is_list(fields.get(EMBEDS_KEY, _ONE))
+        and not is_list(fields.get(EMBEDS_KEY, _ONE))
         and values.get("tool_choice") in (None, "none", "auto")
         and not values.get("use_beam_search")
         and (stream or values.get("stream_options") is None)

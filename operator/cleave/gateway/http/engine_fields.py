@@ -43,8 +43,7 @@ def _make_rule(treatment: Treatment, reason: str, names: str) -> FieldRule:
 
 _PASSES, _CHECKED, _REMOVED = Treatment.PASSES, Treatment.CHECKED, Treatment.REMOVED
 
-FIELD_RULES = (
-    _make_rule(_PASSES, "chooses the model; the gateway resolves it first", "model"),
+PROMPT_RULES = (
     _make_rule(
         _PASSES,
         "the prompt, but for members that are refused; embeddings need a configured engine",
@@ -53,10 +52,20 @@ FIELD_RULES = (
     ),
     _make_rule(
         _PASSES,
+        "values that templates may write into the prompt, of which they are counted as a part",
+        "chat_template_kwargs instruction",
+    ),
+)
+"""What becomes part of the prompt."""
+
+FIELD_RULES = (
+    _make_rule(_PASSES, "chooses the model; the gateway resolves it first", "model"),
+    *PROMPT_RULES,
+    _make_rule(
+        _PASSES,
         "how the prompt is written and cut; concerns this request only",
-        """add_generation_prompt add_special_tokens chat_template_kwargs continue_final_message
-        instruction max_tokens_per_doc max_tokens_per_query padding truncate_prompt_tokens
-        truncation_side""",
+        """add_generation_prompt add_special_tokens continue_final_message max_tokens_per_doc
+        max_tokens_per_query padding truncate_prompt_tokens truncation_side""",
     ),
     _make_rule(
         _PASSES,
@@ -195,6 +204,8 @@ class FieldTable:
     """What reaches engines once it is checked."""
     prompts: tuple[str, ...]
     """Those of `plain` that may contain media, whose members are checked."""
+    texts: tuple[str, ...]
+    """Those of `plain` that become part of the prompt."""
 
 
 def list_names(rules: Iterable[FieldRule], *treatments: Treatment) -> frozenset[str]:
@@ -215,6 +226,9 @@ READ_BY_GATEWAY = frozenset(("service_tier", "stream"))
 """These pass on every path."""
 
 
+PROMPT_NAMES = list_names(PROMPT_RULES)
+
+
 def _build_tables() -> Mapping[bytes, FieldTable]:
     passed = list_names(FIELD_RULES, Treatment.PASSES)
     checked = list_names(FIELD_RULES, Treatment.CHECKED)
@@ -222,7 +236,8 @@ def _build_tables() -> Mapping[bytes, FieldTable]:
     for path, names in VLLM_FIELDS.paths.items():
         media = VLLM_FIELDS.media[path]
         plain = passed & {*names, *READ_BY_GATEWAY}
-        tables[path.encode()] = FieldTable(plain, checked & {*names}, media)
+        texts = tuple(sorted(plain & PROMPT_NAMES))
+        tables[path.encode()] = FieldTable(plain, checked & {*names}, media, texts)
     return tables
 
 
@@ -245,6 +260,8 @@ _MEDIA_KEY = re.compile(
 as well, so that a match has a limit."""
 MEDIA_KEY_BYTES = 2_048
 """Limit of a match."""
+_SHORT_BYTES = 32 << 10
+_MANY_COLONS = 4_096
 
 
 def find_media_key(text: bytes | memoryview) -> bool:
@@ -253,7 +270,9 @@ def find_media_key(text: bytes | memoryview) -> bool:
     return _MEDIA_KEY.search(text) is not None
 
 
-def has_medium_name(prompt: bytes) -> bool:
-    """Whether a message of a whole prompt has a part with that member; faster, as most have no
-    parts, which are lists in objects."""
-    return prompt.find(b"[", 1) > 0 and bool(_PARTS.search(prompt)) and find_media_key(prompt)
+def may_have_parts(prompt: bytes) -> bool:
+    """Whether a message of a prompt may have parts, which are lists in objects; without them it
+    has no media."""
+    # Each colon takes time; most texts have few.
+    is_slow = len(prompt) > _SHORT_BYTES and prompt.count(b":") > _MANY_COLONS
+    return prompt.find(b"[", 1) > 0 and (is_slow or bool(_PARTS.search(prompt)))

@@ -39,7 +39,7 @@ from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.proxy.retry_state import RetryDecision, RetryState, pick_for
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError, make_relay
-from cleave.gateway.proxy.token_charge import bound_unseen, count_charged
+from cleave.gateway.proxy.token_charge import bound_prompt, bound_unseen, count_charged
 from cleave.gateway.proxy.waiting_client import SILENCE_S, send_comment
 from cleave.gateway.upstream.answers import NoAnswerError, read_usage
 from cleave.gateway.upstream.collected_answer import AnswerBody, Pieces
@@ -553,7 +553,7 @@ class ProxiedRequest:
         if ticket is not None:
             charged = ticket.charged_tokens
             if self._tenant.limits.tokens_per_minute:
-                charged = self._count_charged(unseen)
+                charged = self._count_charged(unseen, attempt if outcome == "cancelled" else None)
             context.admission.release(ticket, charged, context.clock(), is_ok=outcome == "ok")
         if relay is not None:
             context.metrics.streams_not_kept += relay.transcript.is_dropped
@@ -570,15 +570,17 @@ class ProxiedRequest:
             admission = self._context.admission
             admission.observe_stream(self._completion.model, began_at, tpot_s, now)
 
-    def _count_charged(self, unseen: int = 0) -> int:
+    def _count_charged(self, unseen: int = 0, left: Attempt | None = None) -> int:
         """Tokens of prompt and output to charge to a tenant with a limit; `unseen`: output tokens
-        besides those that the engine has reported."""
+        besides those that the engine has reported; `left`: the attempt that the client left."""
         context, completion, relay = self._context, self._completion, self._relay
         output = self._output_tokens if relay is None else relay.limit_tokens()
+        prompt, reported = self.count_prompt(), relay.prompt_tokens if relay is not None else 0
+        if left is not None and not (reported or left.prompt_tokens):
+            prompt = bound_prompt(completion)
         if self._max_model_len < 0:
             self._max_model_len = context.router.registry.find_longest_model_len(completion.model)
-        options = self.count_prompt(), output + unseen, self._max_model_len
-        return count_charged(completion, *options)
+        return count_charged(completion, prompt, output + unseen, self._max_model_len)
 
     def _bound_unseen(self, attempt: Attempt | None, relay: SseRelay | None) -> int:
         """The most unread tokens that the engine has generated for an attempt that ends now."""
