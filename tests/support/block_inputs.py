@@ -21,7 +21,7 @@ _TEXTS = (
     b"\\u0000", "\u00e9".encode(), "\U0001f600".encode(), b"{", b"[", b"}", b",", b"7", b"\xff",
     b"\xed\xa0\x80",
     b"kv_transfer_params", b'\\"kv_transfer_params\\"', b"data: ", b"data:image/png;base64,AAAA",
-    b'\\"uuid\\":',
+    b'\\"uuid\\":', b';base64,\\"', b";base64," * 64 + b"a" * 4_000, b"\\\\u0",
 )  # fmt: skip
 _ITEMS = (
     b"0", b"-1.5e3", b'""', b'"a"', b"{}", b"[]", b"null", b"[1,2]", b'{"a":0}', b'{"a":[{}]}',
@@ -40,6 +40,7 @@ _ITEMS = (
     b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":"b"}]}',
     b'{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{}}]}',
     b'{"type":"tool_use","id":"a","name":"f","input":{}}', b'"message.output_text.logprobs"',
+    b'"%b"' % (b"\\u0041" * 40), b'"%b"' % (b';base64,\\"' * 64), b'"u"', b'"url":"a"',
     b'"reasoning.encrypted_content"', b"NaN", b'{"kv_transfer_params":0}', b'{"uuid":"a"}',
 )  # fmt: skip
 _KEYS = (b'"%d"', b'"a"', b'"\\u0061%d"', b'"type"', b'"kv_transfer_param%d"', b'"%d\xc3\xa9"')
@@ -184,7 +185,8 @@ class InputGenerator:
         elif kind == "long":
             lines = b"%b: %b\r\n" % (choice.choice(_LONG_FIELDS), choice.choice(_TEXTS) * count)
         elif kind == "path":
-            path = choice.choice((b"/", b"/v1/models/", b"http://")) + b"%41a/" * count
+            unit = choice.choice((b"%41a/", b"%", b"%f0%9f%98%80"))
+            path = choice.choice((b"/", b"/v1/models/", b"http://")) + unit * count
         elif kind == "digits":
             lines = b"content-length: " + b"9" * count + b"\r\n"
         elif kind == "pipelined":

@@ -9,6 +9,9 @@ from cleave.router.instance import Connectivity, RoutedInstance
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
+_QUOTED_CHARACTERS = 256
+"""Of a name, in an error message."""
+
 
 class RouterError(Exception):
     """No instance can be selected for a request."""
@@ -18,7 +21,8 @@ class UnknownModel(RouterError):  # noqa: N818 - names the condition, as callers
     """No instance serves this model."""
 
     def __init__(self, model: str) -> None:
-        super().__init__(f"the model {model!r} does not exist")
+        shown = model if len(model) <= _QUOTED_CHARACTERS else f"{model[:_QUOTED_CHARACTERS]}..."
+        super().__init__(f"the model {shown!r} does not exist")
         self.model = model
 
 

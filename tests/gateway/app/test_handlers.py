@@ -5,8 +5,10 @@ import time
 import pytest
 
 from cleave import distribution
+from cleave.gateway.app import handlers
 
 PATIENCE_S = 600
+CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
 
@@ -82,6 +84,43 @@ async def test_an_unknown_path_is_an_openai_error(pair, body, path, status) -> N
     assert response.status == status
     assert set(response.error) == {"message", "type", "param", "code"}
     assert (await client.ask(None, "/health")).status == 200, "the connection goes on"
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("begin", ["/v1/models/", "/v1/completions/", "/"])
+async def test_no_long_path_exists_and_none_is_repeated(pair, begin: str, monkeypatch) -> None:
+    monkeypatch.setattr(handlers, "unquote", pytest.fail)
+    response = await pair.ask(None, begin + "%" * handlers.MAX_PATH_BYTES)
+    assert (response.status, response.error["code"]) == (404, "unknown_url")
+    assert len(response.error["message"]) < 400
+
+
+async def test_the_name_of_an_unknown_model_is_cut_in_the_error(pair) -> None:
+    response = await pair.ask(None, "/v1/models/" + "x" * 4_000)
+    assert (response.status, response.error["code"]) == (404, "model_not_found")
+    assert len(response.error["message"]) < 400
+
+
+@pytest.mark.interpreted
+async def test_a_small_request_that_takes_long_is_read_in_slices(single) -> None:
+    """A list of many prompts, or messages with many parts; others are read at once."""
+    started = []
+    queue = single.context.large_bodies
+    start = queue.start
+    queue.start = lambda steps: started.append(1) or start(steps)
+    part = {"type": "text", "text": "a b " * 100}
+    for body, path, slices in (
+        (ASK, "/v1/completions", 0),
+        (ASK | {"prompt": "a " * 50_000}, "/v1/completions", 0),
+        (ASK | {"prompt": ["a"] * 20}, "/v1/completions", 0),
+        (ASK | {"prompt": ["a"] * 1_000}, "/v1/completions", 1),
+        (ASK | {"prompt": ["a " * 5_000] * 10}, "/v1/completions", 1),
+        ({"model": "m", "messages": [{"role": "user", "content": [part]}]}, CHAT, 0),
+        ({"model": "m", "messages": [{"role": "user", "content": [part] * 200}]}, CHAT, 1),
+    ):
+        started.clear()
+        assert (await single.ask(body, path)).status == 200
+        assert len(started) == slices, path
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,15 @@ _UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
 """Paths that probes and scrapers request."""
 
 MAX_PATH_BYTES = 4_096
-"""Longer paths are not compared with known ones."""
+"""No longer path exists."""
+_QUOTED_BYTES = 256
+"""Of a path, in an error message."""
 LARGE_BODY_BYTES = 256 << 10
 """Larger requests are read in time slices."""
 SHORT_TRANSLATED_BYTES = 4 << 10
 """Of requests that are translated, larger ones are read in time slices."""
+_HAS_ENDED = True
+"""A computation that could be interrupted is one that takes long."""
 _ENCODED_BODY = GatewayError(
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     "bodies with Content-Encoding, such as gzip, are not supported: send JSON as it is",
@@ -156,6 +160,8 @@ class GatewayRequestHandler:
 
     def _resolve_path(self, request: HttpRequest) -> bytes:
         """The method of a path that is not in the table; empty: no such path."""
+        if len(request.path) > MAX_PATH_BYTES:
+            return b""
         request.path = _find_path(_parse_target_path(request.path), self._methods)
         if self._methods is _METHODS and request.path.startswith(routes.MODEL_PREFIX):
             return b"GET"
@@ -173,25 +179,28 @@ class GatewayRequestHandler:
     def _start_request(
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
     ) -> None:
-        """Read a request at once or, if it is large, in time slices; then proxy it to an engine.
-        Raises GatewayError."""
-        size, context, queue = len(request.body), self._context, None
-        if size > LARGE_BODY_BYTES:
-            queue = context.large_bodies
-        elif size > SHORT_TRANSLATED_BYTES and request.path in TRANSLATORS:
-            queue = context.translations
-        if queue is None:
-            run_at_once(self._proxy_to_engine(client, request, request_id, tenant))
-            return
-        task = queue.start(self._proxy_in_slices(client, request, request_id, tenant))
+        """Read a request at once or, if it is large or takes long, in time slices; then proxy it
+        to an engine. Raises GatewayError."""
+        size, context = len(request.body), self._context
+        queue = context.large_bodies
+        steps = self._proxy_to_engine(client, request, request_id, tenant)
+        if size <= LARGE_BODY_BYTES:
+            if request.path in TRANSLATORS:
+                queue = context.translations
+                if size <= SHORT_TRANSLATED_BYTES:
+                    run_at_once(steps)
+                    return
+            elif next(steps, _HAS_ENDED):
+                return
+        task = queue.start(self._proxy_in_slices(client, request, request_id, steps))
         if task is not None:
             client.set_active_request(task)
 
     def _proxy_in_slices(
-        self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
+        self, client: ClientConnection, request: HttpRequest, request_id: bytes, steps: Steps[None]
     ) -> Steps[None]:
         try:
-            yield from self._proxy_to_engine(client, request, request_id, tenant)
+            yield from steps
         except GatewayError as refusal:
             self._reject(client, request, request_id, refusal)
 
@@ -312,8 +321,6 @@ def _parse_target_path(target: bytes) -> bytes:
 def _find_path(path: bytes, known: Container[bytes]) -> bytes:
     """The known path that a client means whose base URL ends with a slash, has one `/v1` too many
     or none; otherwise the path as it is."""
-    if len(path) > MAX_PATH_BYTES:
-        return path
     parts = [part for part in path.split(b"/") if part]
     while parts[:2] == [b"v1", b"v1"]:
         del parts[0]
@@ -325,12 +332,17 @@ def _find_path(path: bytes, known: Container[bytes]) -> bytes:
 
 
 def _build_not_found(path: bytes) -> GatewayError:
-    message = f"no such path: {path.decode('ascii', 'replace')}; GET / lists the paths"
+    message = f"no such path: {_format_path(path)}; GET / lists the paths"
     return GatewayError(HTTPStatus.NOT_FOUND, message, code="unknown_url")
 
 
 def _build_method_not_allowed(path: bytes, method: bytes) -> GatewayError:
     allowed = method.decode() if method != b"GET" else "GET, HEAD"
-    message = f"{path.decode('ascii', 'replace')} accepts {allowed} only"
+    message = f"{_format_path(path)} accepts {allowed} only"
     lines = f"allow: {allowed}\r\n".encode()
     return GatewayError(HTTPStatus.METHOD_NOT_ALLOWED, message, header_lines=lines)
+
+
+def _format_path(path: bytes) -> str:
+    text = path[:_QUOTED_BYTES].decode("ascii", "replace")
+    return text if len(path) <= _QUOTED_BYTES else f"{text}..."
