@@ -18,11 +18,14 @@ from prometheus_client.metrics_core import Metric
 from cleave.api.cluster import Cluster
 from cleave.api.crd import Schema, build_structural_schema
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import RESERVED_FLAGS
+from cleave.api.pods.engine_flags import MANAGED, EngineFlag, load_parser
 from cleave.api.pool import InstancePool
 from cleave.api.resource import API_VERSION
 from cleave.cli.main import app
 from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics
+from cleave.controller.author_policy.engine_flags import find_risk
 from cleave.gateway import main as gateway
 from cleave.gateway.app import openapi
 from cleave.gateway.http.engine_fields import (
@@ -146,7 +149,7 @@ def worker() -> Lines:
     )
     yield from _parser(worker_node._build_parser())
     yield from ("", "## python -m cleave_worker.emulator.main", "", *_module(emulator.__doc__))
-    yield from _parser(emulator._build_parser())
+    yield from _parser(emulator.build_parser())
 
 
 def metrics() -> Lines:
@@ -212,6 +215,41 @@ def request_fields() -> Lines:
     yield from ("", "Other arguments pass, if they are scalars or lists of scalars.")
 
 
+def engine_flags() -> Lines:
+    """The page of what admission does with the flags of engines."""
+    vllm = load_parser("vLLM")
+    yield from ("# Flags of engines", "")
+    yield f"All flags of {vllm.engine}'s parser, and what becomes of them in `spec.engine.args`."
+    yield "Values are checked as the parser checks them, before a pod is created. Flags it does"
+    yield "not have are refused with the nearest name; with an `engine.image` of your own that is a"
+    yield "warning. With the chart's `policy.profile: Restricted` flags that could do what the last"
+    yield "column says have to be in `policy.allow.args`."
+    yield ""
+    rows = [
+        (f"`{name}`", _describe_value(flag), _describe_treatment(name), find_risk(name))
+        for name, flag in vllm.flags.items()
+    ]
+    yield from _table(("flag", "value", "in `spec.engine.args`", "profile Restricted"), rows)
+
+
+def _describe_value(flag: EngineFlag) -> str:
+    if flag.values == 0:
+        return "none, also `--no-...`" if flag.negated else "none"
+    kinds = {"": "text", "int": "whole number", "humanInt": "whole number, such as 8k"}
+    kinds |= {"float": "number", "json": "JSON", "object": "JSON object"}
+    kind = {**kinds, "objectOrText": "text or JSON object"}[flag.kind]
+    value = ", ".join(flag.choices) or kind
+    return f"one or more: {value}" if flag.values == "+" else value
+
+
+def _describe_treatment(name: str) -> str:
+    if name in RESERVED_FLAGS:
+        return "refused: Cleave sets it"
+    if name.startswith("--data-parallel"):
+        return "refused: `parallelism.data` sets it"
+    return f"refused: {MANAGED[name]}" if name in MANAGED else "taken"
+
+
 def _describe_rules(rules: Iterable[FieldRule], names: set[str]) -> Lines:
     rows = [
         (
@@ -232,6 +270,7 @@ PAGES: dict[str, Callable[[], Lines]] = {
     "worker": worker,
     "metrics": metrics,
     "request-fields": request_fields,
+    "engine-flags": engine_flags,
 }
 
 

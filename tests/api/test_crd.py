@@ -223,6 +223,7 @@ def test_the_full_example_sets_every_field() -> None:
         "spec.placement.manual[].perCell",  # mixed instances are in no cell
         "spec.engine.env[].valueFrom",  # one variable has a value, the other a source
         "spec.engine.env[].value",
+        *[f"spec.engine.roles.{role}.env[].valueFrom" for role in ("prefill", "decode", "mixed")],
         "spec.scaling.roles",  # what is placed by hand does not grow
     ]
 

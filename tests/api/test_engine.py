@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from cleave.api.engine import Connector, Resources
+from cleave.api.engine import Connector
+from cleave.api.pods.worker_template import Resources
 from cleave.api.role import Parallelism
 
 

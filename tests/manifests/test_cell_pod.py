@@ -81,7 +81,7 @@ def test_its_agents_have_names_roles_ports_and_a_cell_of_their_own(container) ->
     assert [each["--engine-port"] for each in agents] == ["9001", "9003", "9005"]
     assert {each["--cell"] for each in agents} == {"chat-mixed-x"}
     assert [each["--tensor-parallel-size"] for each in agents] == ["1", "1", "2"]
-    assert '"--max-num-seqs", "8", "--seed", "1"' in agents[0]["engine"]
+    assert '"--seed", "1", "--max-num-seqs", "8"' in agents[0]["engine"]
     assert "--max-num-seqs" not in agents[2]["engine"]
 
 

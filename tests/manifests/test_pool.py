@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 
 from cleave.api.engine import Connector, EngineSpec
+from cleave.api.enums import FlippingMode
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.pool import Colocation, InstancePool
 from cleave.api.role import Role
+from cleave.controller.cluster.apply import hash_template
+from cleave.controller.deployment.repurpose import are_compatible
 from cleave.manifests.pool import build_pools, build_selected_plan, hash_revision
 from cleave.manifests.topology import NodeTopology
 from cleave.planner.placement import Placement, choose_placement
@@ -33,7 +36,7 @@ def test_pools_carry_counts_parallelism_and_the_deployments_settings(deployment)
     )
     (mixed,) = build_pools(chat, choose_placement(chat))
     assert (mixed.spec.replicas, mixed.spec.parallelism.tensor) == (3, 2)
-    assert mixed.spec.engine == chat.spec.engine
+    assert mixed.spec.engine == chat.spec.engine.for_role(Role.MIXED)
     assert mixed.spec.template == chat.spec.template
     assert mixed.spec.model == chat.spec.model
 
@@ -42,6 +45,50 @@ def test_a_pool_survives_the_way_through_json(deployment) -> None:
     chat = deployment(placement={"manual": [{"role": "mixed"}]})
     (mixed,) = build_pools(chat, choose_placement(chat))
     assert InstancePool.model_validate_json(mixed.model_dump_json()) == mixed
+
+
+EAGER = {"args": ["--enforce-eager"], "env": [{"name": "A", "value": "own"}]}
+PAIR = {"manual": [{"role": "prefill", "maxNumSeqs": 4}, {"role": "decode"}]}
+
+
+def test_arguments_and_variables_of_a_role_follow_those_of_all(deployment) -> None:
+    env = [{"name": "A", "value": "all"}, {"name": "B", "value": "all"}]
+    engine = {"args": ["--seed", "1"], "env": env, "roles": {"prefill": EAGER}}
+    chat = deployment(placement=PAIR, engine=engine)
+    prefill, decode = (pool.spec.engine for pool in build_pools(chat, choose_placement(chat)))
+    assert prefill.args == ["--max-num-seqs", "4", "--seed", "1", "--enforce-eager"]
+    assert {each.name: each.value for each in prefill.env} == {"A": "own", "B": "all"}
+    assert decode.args == ["--seed", "1"]
+    assert {each.name: each.value for each in decode.env} == {"A": "all", "B": "all"}
+
+
+def test_what_a_role_has_replaces_the_instances_of_that_role_only(deployment) -> None:
+    before = deployment(placement=PAIR)
+    after = deployment(placement=PAIR, engine={"roles": {"prefill": EAGER}})
+    assert hash_revision(before) == hash_revision(after)
+    old, new = (build_pools(each, choose_placement(each)) for each in (before, after))
+    assert hash_template(old[0]) != hash_template(new[0])
+    assert hash_template(old[1]) == hash_template(new[1])
+    # Neither the operator nor gateways give a running instance the other role.
+    assert are_compatible(old[0], old[0])
+    assert not are_compatible(new[0], new[1])
+    assert (before.spec.flipping, after.spec.flipping) == (FlippingMode.AUTO, FlippingMode.OFF)
+
+
+def test_members_of_a_cell_have_the_arguments_of_their_role(deployment) -> None:
+    roles = {"decode": {"args": ["--enforce-eager"]}}
+    engine = {"connector": "Nixl", "args": ["--seed", "1"], "roles": roles}
+    chat = deployment(placement={"manual": CELL}, engine=engine)
+    (pool,) = build_pools(chat, choose_placement(chat), NODES)
+    prefill, decode = pool.spec.members
+    assert (prefill.args, decode.args) == (["--max-num-seqs", "8"], ["--enforce-eager"])
+    assert pool.spec.engine.args == ["--seed", "1"]
+
+
+def test_engines_with_variables_of_their_own_share_no_pod(deployment) -> None:
+    engine = {"connector": "Nixl", "roles": {"decode": EAGER}}
+    chat = deployment(placement={"manual": CELL}, engine=engine)
+    assert len(build_pools(chat, choose_placement(chat), NODES)) == 2
 
 
 def test_engines_with_scheduling_know_every_roles_limits_and_can_follow_them(deployment) -> None:
@@ -187,7 +234,7 @@ def test_engines_get_the_limits_that_the_plan_assumes(deployment) -> None:
     assert mixed.spec.revision == hash_revision(deployment())
 
 
-@pytest.mark.parametrize("limits", ["--max-num-seqs=7", "--max_num_seqs"])
+@pytest.mark.parametrize("limits", ["--max-num-seqs=7", "--max_num_seqs=7"])
 def test_limits_that_the_user_states_are_left_alone(deployment, limits) -> None:
     chat = deployment(
         placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]},

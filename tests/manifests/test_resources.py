@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.api.engine import Resources, WorkerTemplate
+from cleave.api.pods.worker_template import Resources, WorkerTemplate
 from cleave.local.kubelet.pod_spec import parse_pod
 from cleave.manifests.resources import (
     add_rdma_device,

@@ -10,7 +10,13 @@ from cleave.api.deployment import (
     ManualPlacement,
     Slo,
 )
-from cleave.api.engine import Connector, Emulation, EngineSpec, EngineType, TransferMode
+from cleave.api.engine import (
+    Connector,
+    DeploymentEngine,
+    Emulation,
+    EngineType,
+    TransferMode,
+)
 from cleave.api.model import ModelSpec
 from cleave.api.plan import ManualPool
 from cleave.api.resource import Metadata
@@ -23,7 +29,7 @@ from tests.support.fake_cluster import chat
 
 
 def deployment(
-    *manual: ManualPool, engine: EngineSpec | None = None, model: str = "org/model"
+    *manual: ManualPool, engine: DeploymentEngine | None = None, model: str = "org/model"
 ) -> LLMDeployment:
     return LLMDeployment(
         metadata=Metadata(name="chat"),
@@ -31,13 +37,13 @@ def deployment(
             model=ModelSpec(source=model),
             slo=Slo(ttft_ms=400, tpot_ms=40),
             placement=ManualPlacement(manual=list(manual)) if manual else None,
-            engine=engine or EngineSpec(),
+            engine=engine or DeploymentEngine(),
         ),
     )
 
 
-def emulated_by(profile: str) -> EngineSpec:
-    return EngineSpec(type=EngineType.EMULATED, emulated=Emulation(latency=profile))
+def emulated_by(profile: str) -> DeploymentEngine:
+    return DeploymentEngine(type=EngineType.EMULATED, emulated=Emulation(latency=profile))
 
 
 def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_reason_is_honest() -> (
@@ -52,16 +58,16 @@ def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_rea
 
 
 def test_a_model_with_windows_is_refused_with_the_connector_that_moves_one_kind_of_kv() -> None:
-    own_connector = EngineSpec(connector=Connector.CLEAVE)
+    own_connector = DeploymentEngine(connector=Connector.CLEAVE)
     for model in ("openai/gpt-oss-120b", "openai/gpt-oss-20b"):
         with pytest.raises(PlanError, match=r"spec\.engine\.connector: .* set it to Nixl"):
             choose_placement(deployment(model=model, engine=own_connector))
-        layers = EngineSpec(transfer=TransferMode.PER_LAYER)
+        layers = DeploymentEngine(transfer=TransferMode.PER_LAYER)
         with pytest.raises(PlanError, match=r"spec\.engine\.transfer: .* remove it"):
             choose_placement(deployment(model=model, engine=layers))
         choose_placement(deployment(model=model))
-        choose_placement(deployment(model=model, engine=EngineSpec(connector=Connector.NIXL)))
-        own = EngineSpec(args=['--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}'])
+        choose_placement(deployment(model=model, engine=DeploymentEngine(connector=Connector.NIXL)))
+        own = DeploymentEngine(args=['--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}'])
         choose_placement(deployment(model=model, engine=own))
 
 
@@ -84,7 +90,7 @@ def test_a_manual_placement_is_used_unchanged_in_the_order_of_roles() -> None:
 def test_parallel_sizes_that_the_model_does_not_take_are_faults() -> None:
     wide = ManualPool(role=Role.PREFILL, parallelism=Parallelism(tensor=8))
     narrow = ManualPool(role=Role.DECODE)
-    nixl = EngineSpec(connector=Connector.NIXL)
+    nixl = DeploymentEngine(connector=Connector.NIXL)
     assert choose_placement(deployment(wide, narrow, model="org/unknown", engine=nixl)).gpus == 9
     with pytest.raises(PlanError, match="1 cannot take KV from prefill instances with 8"):
         choose_placement(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B", engine=nixl))
@@ -107,7 +113,7 @@ def test_gpus_and_replicas_are_counted_over_all_pools() -> None:
 
 
 def test_an_unknown_latency_profile_is_one_fault_that_names_its_field_and_those_there_are() -> None:
-    unknown = EngineSpec(
+    unknown = DeploymentEngine(
         type=EngineType.EMULATED, emulated=Emulation(latency="distserve/opt-13b/tp3")
     )
     with pytest.raises(PlanError) as raised:

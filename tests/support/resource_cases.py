@@ -75,5 +75,18 @@ def _case(
     return Case(name, resource, tuple(faults or ()), server_message)
 
 
-REFUSED = _read("faults.yaml")
+_ANNOTATIONS_FAULT = (
+    "spec.template.annotations: must have at most 261,120 bytes together, keys included: "
+    "Kubernetes takes 262,144 bytes, and Cleave adds some"
+)
+REFUSED = [
+    *_read("faults.yaml"),
+    _case(
+        "annotations that no pod can have",
+        spec={"template": {"annotations": {"note": "x" * 262_144}}},
+        faults=[_ANNOTATIONS_FAULT],
+        # kubectl keeps a copy in an annotation of the resource.
+        server="Too long: may not be more than 262144 bytes",
+    ),
+]
 UNUSUAL = _read("unusual.yaml")

@@ -58,6 +58,11 @@ def build_unique_rule(field: str, key: str, noun: str) -> ValidationRule:
     )
 
 
+def format_cel_list(names: tuple[str, ...]) -> str:
+    """Write texts as a list of CEL."""
+    return "[" + ", ".join(f"'{name}'" for name in names) + "]"
+
+
 class ApiModel(BaseModel):
     """A part of a resource: camelCase in YAML, no unknown fields, no implicit conversions."""
 

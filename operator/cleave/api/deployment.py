@@ -11,14 +11,16 @@ from pydantic import Field
 from cleave.api import replan_status
 from cleave.api.adapters import AdapterList
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
-from cleave.api.engine import Connector, DeletionPolicy, EngineSpec, WorkerTemplate
+from cleave.api.engine import Connector, DeploymentEngine, ImageName
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.loaded_weights import LoadedWeights
 from cleave.api.model import ModelField
 from cleave.api.model_report import ReportedModel
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.planning import Planning, PlanningMode
-from cleave.api.resource import DNS_NAME, Conditions, Resource, build_name_rule
+from cleave.api.pods.names import DNS_NAME
+from cleave.api.pods.worker_template import DeletionPolicy, WorkerTemplate
+from cleave.api.resource import Conditions, Resource, build_name_rule
 from cleave.api.role import Role
 from cleave.api.scaling import Scaling
 from cleave.api.workload import Workload
@@ -187,7 +189,7 @@ class GatewaySpec(ApiModel):
     autoscalers change it."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes in each gateway pod, with one port and load account; each uses up to a core."""
-    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    image: ImageName | None = None
     """Container image of the gateway; absent: Cleave's own."""
     keys_secret: SecretName | None = None
     """Secret whose entry `keys` lists the accepted API keys, one per line; absent: no keys."""
@@ -253,7 +255,7 @@ class LLMDeploymentSpec(ApiModel):
     """How the gateway routes requests to instances."""
     pools: PoolsSpec = PoolsSpec()
     """How the prefill and decode pools exchange instances while traffic changes."""
-    engine: EngineSpec = EngineSpec()
+    engine: DeploymentEngine = DeploymentEngine()
     """The inference engine of every instance."""
     adapters: AdapterList = Field(default_factory=list)
     """LoRA adapters of the model. Running engines load and unload them as this list changes, with
@@ -326,9 +328,16 @@ class LLMDeploymentSpec(ApiModel):
     @property
     def can_share_gpu_memory(self) -> bool:
         """Whether engines of one pod move KV from GPU to GPU: NIXL reads by CUDA IPC, Cleave's
-        connector goes through host memory, and parts of GPUs and claims are not shared."""
+        connector goes through host memory, and parts of GPUs and claims are not shared. The engines
+        of a pod have the same variables."""
         is_nixl = self.engine.kv_connector is Connector.NIXL
-        return is_nixl and self.template.has_whole_gpus
+        return is_nixl and self.template.has_whole_gpus and not self.engine.has_role_env
+
+    @property
+    def flipping(self) -> FlippingMode:
+        """How running instances change roles: not at all where the roles' engines differ, as a
+        running one keeps the arguments and variables of its start."""
+        return self.pools.flipping if self.engine.can_change_roles else FlippingMode.OFF
 
 
 class RoleStatus(ApiModel):

@@ -1,19 +1,29 @@
-"""The inference engine, and overrides for its pods. Part of both resources."""
+"""The inference engine. Part of both resources."""
 
 import json
 import re
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import Field
 
-from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
-from cleave.api.resource import DNS_NAME
-from cleave.api.role import Parallelism
+from cleave.api.base import (
+    ApiModel,
+    ValidationRule,
+    build_unique_rule,
+    declare_list_map_key,
+    format_cel_list,
+)
+from cleave.api.pods.names import (
+    CONFIG_KEY,
+    DNS_NAME,
+)
+from cleave.api.role import Parallelism, Role
 from cleave.api.scheduling import Scheduling
 
 ArgumentText = Annotated[str, Field(max_length=4096)]
+ImageName = Annotated[str, Field(min_length=1, max_length=1024, pattern="^[!-~]+$")]
+"""The reference of a container image."""
 
 RESERVED_FLAGS = (
     "--host", "--port", "--model", "--served-model-name", "--dtype", "--tensor-parallel-size",
@@ -38,10 +48,6 @@ _SHORT_OR_DOTTED_FLAG = re.compile("^(-[A-Za-z]|--[^=]*[.])")
 """vLLM takes `-sc` and `--speculative-config.method=eagle3` for parts of `--speculative-config`."""
 _PREFILL_CONTEXT = re.compile("^--prefill[-_]c")
 _SCHEDULER_FLAGS = ("--scheduler-cls", "--scheduling-policy")
-
-
-def _format_cel_list(names: tuple[str, ...]) -> str:
-    return "[" + ", ".join(f"'{name}'" for name in names) + "]"
 
 
 def _normalize_flag(arg: str) -> str:
@@ -116,7 +122,7 @@ class SecretKey(ApiModel):
 
     name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
     """Name of the Secret."""
-    key: Annotated[str, Field(max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+    key: Annotated[str, Field(max_length=253, pattern=CONFIG_KEY)]
     """Name of the entry."""
 
 
@@ -161,12 +167,69 @@ class Emulation(ApiModel):
 MediaDomain = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 
 
+_ARGUMENT_RULES = (
+    ValidationRule(
+        cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]') || "
+        f"!{format_cel_list(RESERVED_FLAGS)}.exists(f, "
+        "f.startsWith(a.split('=')[0].replace('_', '-'))))",
+        is_valid=lambda e: not any(map(_is_reserved, e.args)),
+        message="must not hold a flag that Cleave sets itself: " + ", ".join(RESERVED_FLAGS),
+        field="args",
+        list_offenders=lambda e: [arg.split("=")[0] for arg in e.args if _is_reserved(arg)],
+    ),
+    ValidationRule(
+        cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]* '))",
+        is_valid=lambda e: not any(map(_FLAG_WITH_BLANK.match, e.args)),
+        message="must hold a flag and its value as two entries, or as one with =",
+        field="args",
+        list_offenders=lambda e: [arg.split()[0] for arg in e.args if _FLAG_WITH_BLANK.match(arg)],
+    ),
+    ValidationRule(
+        cel="!has(self.args) || !self.args.exists(a, a.startsWith('--data-parallel') || "
+        "a.startsWith('--data_parallel'))",
+        is_valid=lambda e: (
+            not any(arg.startswith(("--data-parallel", "--data_parallel")) for arg in e.args)
+        ),
+        message="must not hold --data-parallel-*: set parallelism.data in "
+        "spec.placement.manual, so that each rank has an agent of its own; models without "
+        "experts take replicas instead",
+        field="args",
+    ),
+    ValidationRule(
+        cel="!has(self.args) || self.args.all(a, !a.matches('^--prefill[-_]c'))",
+        is_valid=lambda e: not any(map(_PREFILL_CONTEXT.match, e.args)),
+        message="must not hold --prefill-context-parallel-size: pods request no GPUs for it; "
+        "set parallelism.tensor or pipeline in spec.placement.manual instead",
+        field="args",
+    ),
+    ValidationRule(
+        cel="!has(self.args) || self.args.all(a, !a.matches('^(-[A-Za-z]|--[^=]*[.])'))",
+        is_valid=lambda e: not any(map(_SHORT_OR_DOTTED_FLAG.match, e.args)),
+        message="must hold flags in full, such as --tensor-parallel-size instead of -tp, and "
+        '--name={"part": 1} instead of --name.part=1, so that they can be checked',
+        field="args",
+        list_offenders=lambda e: [
+            arg.split("=")[0] for arg in e.args if _SHORT_OR_DOTTED_FLAG.match(arg)
+        ],
+    ),
+    ValidationRule(
+        cel=f"!has(self.env) || self.env.all(v, !(v.name in {format_cel_list(RESERVED_ENV)}))",
+        is_valid=lambda e: not any(v.name in RESERVED_ENV for v in e.env),
+        message="must not hold a variable that Cleave sets itself: " + ", ".join(RESERVED_ENV),
+        field="env",
+        list_offenders=lambda e: [v.name for v in e.env if v.name in RESERVED_ENV],
+    ),
+    build_unique_rule("env", "name", "variable"),
+)
+"""Rules of `args` and `env`, of all engines and of those of one role."""
+
+
 class EngineSpec(ApiModel):
     """The inference engine of every instance."""
 
     type: Annotated[EngineType, Field(strict=False)] = EngineType.VLLM
     """vLLM, or Emulated: vLLM's API with timings from a latency profile, without a model."""
-    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    image: ImageName | None = None
     """Container image of the workers; absent: Cleave's own for this engine."""
     args: list[ArgumentText] = Field(default_factory=list, max_length=128)
     """Additional command-line arguments of the engine."""
@@ -229,67 +292,14 @@ class EngineSpec(ApiModel):
         ValidationRule(
             cel="!has(self.scheduling) || !has(self.args) || "
             "!self.args.exists(a, a.split('=')[0].replace('_', '-') in "
-            f"{_format_cel_list(_SCHEDULER_FLAGS)})",
+            f"{format_cel_list(_SCHEDULER_FLAGS)})",
             is_valid=lambda e: not (e.scheduling and any(map(e.has_flag, _SCHEDULER_FLAGS))),
             message="must not hold --scheduler-cls or --scheduling-policy with scheduling, which "
             "sets both; remove one of them",
             field="args",
             list_offenders=lambda e: [flag for flag in _SCHEDULER_FLAGS if e.has_flag(flag)],
         ),
-        ValidationRule(
-            cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]') || "
-            f"!{_format_cel_list(RESERVED_FLAGS)}.exists(f, "
-            "f.startsWith(a.split('=')[0].replace('_', '-'))))",
-            is_valid=lambda e: not any(map(_is_reserved, e.args)),
-            message="must not hold a flag that Cleave sets itself: " + ", ".join(RESERVED_FLAGS),
-            field="args",
-            list_offenders=lambda e: [arg.split("=")[0] for arg in e.args if _is_reserved(arg)],
-        ),
-        ValidationRule(
-            cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]* '))",
-            is_valid=lambda e: not any(map(_FLAG_WITH_BLANK.match, e.args)),
-            message="must hold a flag and its value as two entries, or as one with =",
-            field="args",
-            list_offenders=lambda e: [
-                arg.split()[0] for arg in e.args if _FLAG_WITH_BLANK.match(arg)
-            ],
-        ),
-        ValidationRule(
-            cel="!has(self.args) || !self.args.exists(a, a.startsWith('--data-parallel') || "
-            "a.startsWith('--data_parallel'))",
-            is_valid=lambda e: (
-                not any(arg.startswith(("--data-parallel", "--data_parallel")) for arg in e.args)
-            ),
-            message="must not hold --data-parallel-*: set parallelism.data in "
-            "spec.placement.manual, so that each rank has an agent of its own; models without "
-            "experts take replicas instead",
-            field="args",
-        ),
-        ValidationRule(
-            cel="!has(self.args) || self.args.all(a, !a.matches('^--prefill[-_]c'))",
-            is_valid=lambda e: not any(map(_PREFILL_CONTEXT.match, e.args)),
-            message="must not hold --prefill-context-parallel-size: pods request no GPUs for it; "
-            "set parallelism.tensor or pipeline in spec.placement.manual instead",
-            field="args",
-        ),
-        ValidationRule(
-            cel="!has(self.args) || self.args.all(a, !a.matches('^(-[A-Za-z]|--[^=]*[.])'))",
-            is_valid=lambda e: not any(map(_SHORT_OR_DOTTED_FLAG.match, e.args)),
-            message="must hold flags in full, such as --tensor-parallel-size instead of -tp, and "
-            '--name={"part": 1} instead of --name.part=1, so that they can be checked',
-            field="args",
-            list_offenders=lambda e: [
-                arg.split("=")[0] for arg in e.args if _SHORT_OR_DOTTED_FLAG.match(arg)
-            ],
-        ),
-        ValidationRule(
-            cel=f"!has(self.env) || self.env.all(v, !(v.name in {_format_cel_list(RESERVED_ENV)}))",
-            is_valid=lambda e: not any(v.name in RESERVED_ENV for v in e.env),
-            message="must not hold a variable that Cleave sets itself: " + ", ".join(RESERVED_ENV),
-            field="env",
-            list_offenders=lambda e: [v.name for v in e.env if v.name in RESERVED_ENV],
-        ),
-        build_unique_rule("env", "name", "variable"),
+        *_ARGUMENT_RULES,
     )
 
     @property
@@ -332,175 +342,63 @@ class EngineSpec(ApiModel):
         return value
 
 
-class Toleration(ApiModel):
-    """A toleration of the worker pods, as in a pod spec."""
+class RoleEngine(ApiModel):
+    """What the engines of one role get in addition."""
 
-    key: Annotated[str, Field(max_length=317)] | None = None
-    """Key of the taint; absent: every key."""
-    operator: Literal["Exists", "Equal"] = "Equal"
-    """Exists: the value is ignored. Equal: the value must match."""
-    value: Annotated[str, Field(max_length=63)] | None = None
-    """Value of the taint."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; absent: every effect."""
-    toleration_seconds: int | None = None
-    """Seconds for which a NoExecute taint is tolerated; absent: for ever."""
+    args: list[ArgumentText] = Field(default_factory=list, max_length=128)
+    """Arguments after those of engine.args; of a flag that is in both, this one counts."""
+    env: list[EnvVar] = declare_list_map_key("name", default_factory=list, max_length=128)
+    """Variables beside those of engine.env; of a name that is in both, this one counts."""
+
+    rules = _ARGUMENT_RULES
 
 
-QUANTITY_PATTERN = r"^([0-9]+|[0-9]*\.[0-9]+|[0-9]+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?$"
-"""Matches Kubernetes quantities that are not negative: "500m", "6Gi", 2."""
-_GPU_RESOURCE = r"^([a-z0-9.-]+/[A-Za-z0-9._-]+)?$"
-_QUANTITY_SCHEMA = {
-    "anyOf": [{"type": "integer"}, {"type": "string"}],
-    "x-kubernetes-int-or-string": True,
-    "pattern": QUANTITY_PATTERN,
-}
+class EngineRoles(ApiModel):
+    """What the engines of each role get in addition."""
+
+    prefill: RoleEngine | None = None
+    """Arguments and variables of prefill engines."""
+    decode: RoleEngine | None = None
+    """Arguments and variables of decode engines."""
+    mixed: RoleEngine | None = None
+    """Arguments and variables of mixed engines."""
+
+    def get(self, role: Role) -> RoleEngine:
+        """Return what a role has; empty: nothing of its own."""
+        return {
+            Role.PREFILL: self.prefill,
+            Role.DECODE: self.decode,
+            Role.MIXED: self.mixed,
+        }[role] or RoleEngine()
 
 
-def _check_quantity(value: object) -> str:
-    text = str(value)
-    if isinstance(value, bool | float) or not re.fullmatch(QUANTITY_PATTERN, text):
-        fault = 'must be a quantity: a whole number, or text such as "500m" or "6Gi"'
-        raise PydanticCustomError("quantity", fault)
-    return text
+class DeploymentEngine(EngineSpec):
+    """The inference engine of every instance."""
 
+    roles: EngineRoles | None = None
+    """Arguments and variables of the engines of one role, in addition to `args` and `env`; a change
+    replaces the instances of that role only. What decides KV, weights or answers belongs into
+    `args`, which all roles share. Where prefill and decode engines differ, no instance changes its
+    role while it runs."""
 
-Quantity = Annotated[str, BeforeValidator(_check_quantity), WithJsonSchema(_QUANTITY_SCHEMA)]
-"""A quantity; whole numbers are converted to text."""
+    def get_role(self, role: Role) -> RoleEngine:
+        """Return what engines of a role have in addition."""
+        return (self.roles or EngineRoles()).get(role)
 
-
-class Resources(ApiModel):
-    """Resources of one worker container; each one named here replaces its default."""
-
-    requests: dict[str, Quantity] = Field(default_factory=dict)
-    """Requested amounts, by resource name; absent: equal to the limit."""
-    limits: dict[str, Quantity] = Field(default_factory=dict)
-    """Maximum amounts, by resource name."""
-
-
-class DeletionPolicy(StrEnum):
-    """What happens to running requests when a resource is deleted."""
-
-    DRAIN = "Drain"
-    IMMEDIATE = "Immediate"
-
-
-class NamedObject(ApiModel):
-    """An object of a pod spec, which the API server checks when a pod is created."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(min_length=1, max_length=253)]
-    """Name within the pod; the other fields are those of a pod spec."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """Keep the other fields, which a structural schema would prune."""
-        schema = super().__get_pydantic_json_schema__(core_schema, handler)
-        target = handler.resolve_ref_schema(schema)
-        del target["additionalProperties"]
-        target["x-kubernetes-preserve-unknown-fields"] = True
-        return schema
-
-
-ObjectName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
-
-OWN_LABELS = "cleave.dev/"
-"""Prefix of Cleave's own labels and annotations of pods."""
-OWN_VOLUMES = ("tmp", "home", "shm", "model", "cleave-hub-token")
-"""Volumes that every worker has. A name that joins them makes stored resources that have it
-invalid, so it should be one that no user would choose."""
-
-
-def _build_own_keys_rule(field: str) -> ValidationRule:
-    return ValidationRule(
-        cel=f"!has(self.{field}) || self.{field}.all(k, !k.startsWith('{OWN_LABELS}'))",
-        is_valid=lambda t: not any(key.startswith(OWN_LABELS) for key in getattr(t, field)),
-        message=f"must not hold a key that begins with {OWN_LABELS}: Cleave sets these",
-        field=field,
-    )
-
-
-class WorkerTemplate(ApiModel):
-    """Overrides for the worker pods."""
-
-    labels: dict[str, str] = Field(default_factory=dict, max_length=64)
-    """Further labels of the pods, such as kueue.x-k8s.io/queue-name."""
-    annotations: dict[str, str] = Field(default_factory=dict, max_length=64)
-    """Annotations of the pods, such as k8s.v1.cni.cncf.io/networks for a network card."""
-
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels that a node must have."""
-    tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
-    """Taints that the pods tolerate."""
-    resources: Resources = Resources()
-    """CPU, memory and devices of one engine; a pod of several engines requests their sum. A whole
-    number of cores as limit gives it exclusive cores on nodes with the static CPU manager policy.
-    RDMA devices of the nodes are requested by default: rdma/*, and nvidia.com/hostdev where
-    annotations name k8s.v1.cni.cncf.io/networks. One named here replaces them."""
-    gpu_resource: Annotated[str, Field(max_length=253, pattern=_GPU_RESOURCE)] = "nvidia.com/gpu"
-    """Resource that a worker requests for each GPU: nvidia.com/mig-3g.40gb, amd.com/gpu, ... Empty:
-    none, as a claim of resourceClaims allocates the GPUs."""
-    resource_claims: list[NamedObject] = declare_list_map_key(
-        "name", default_factory=list, max_length=32
-    )
-    """Claims of dynamic resource allocation, as in a pod spec; the worker's container uses all of
-    them. With a ComputeDomain's claim GPUs of several nodes share NVLink (GB200)."""
-    volumes: list[NamedObject] = declare_list_map_key("name", default_factory=list, max_length=64)
-    """Further volumes, as in a pod spec."""
-    volume_mounts: Annotated[list[NamedObject], Field(max_length=64)] = Field(default_factory=list)
-    """Where the worker's container mounts them, as in a pod spec."""
-    image_pull_secrets: list[ObjectName] = Field(default_factory=list, max_length=16)
-    """Names of Secrets with which the images of workers and gateways are pulled."""
-    priority_class_name: ObjectName | None = None
-    """PriorityClass of the pods; absent: the cluster's default."""
-    scheduler_name: ObjectName | None = None
-    """Scheduler of the pods; absent: the cluster's default."""
-    host_network: bool = False
-    """Whether the pods use their node's network. Their ports are then the node's, so one worker of
-    any deployment fits on a node. NetworkPolicies do not protect such pods, and engines require no
-    key."""
-    runtime_class_name: ObjectName | None = None
-    """RuntimeClass of the pods, such as nvidia; absent: the node's default."""
-    drain_timeout_s: Annotated[int, Field(ge=0, le=86_400)] = 600
-    """Seconds that running requests may take to finish when a worker is stopped; then they are
-    aborted."""
-
-    rules = (
-        _build_own_keys_rule("labels"),
-        _build_own_keys_rule("annotations"),
-        ValidationRule(
-            cel=f"!has(self.volumes) || self.volumes.all(v, !(v.name in "
-            f"{_format_cel_list(OWN_VOLUMES)}))",
-            is_valid=lambda t: not any(volume.name in OWN_VOLUMES for volume in t.volumes),
-            message="must not name a volume that every worker has: " + ", ".join(OWN_VOLUMES),
-            field="volumes",
-        ),
-        ValidationRule(
-            cel="!has(self.volumeMounts) || size(self.volumeMounts) == 0 || has(self.volumes) && "
-            "self.volumeMounts.all(m, self.volumes.exists(v, v.name == m.name))",
-            is_valid=lambda t: {m.name for m in t.volume_mounts} <= {v.name for v in t.volumes},
-            message="must name volumes of template.volumes",
-            field="volumeMounts",
-        ),
-        ValidationRule(
-            cel="!has(self.gpuResource) || self.gpuResource != '' || "
-            "has(self.resourceClaims) && size(self.resourceClaims) > 0",
-            is_valid=lambda t: bool(t.gpu_resource or t.resource_claims),
-            message="needs a claim in resourceClaims when it is empty: no GPU would be allocated",
-            field="gpuResource",
-        ),
-        build_unique_rule("volumes", "name", "volume"),
-    )
+    def for_role(self, role: Role) -> EngineSpec:
+        """Return the engine of one role: with its arguments and variables among those of all."""
+        own = self.get_role(role)
+        shared = {name: getattr(self, name) for name in EngineSpec.model_fields}
+        env = {each.name: each for each in (*self.env, *own.env)}
+        merged = {"args": [*self.args, *own.args], "env": [*env.values()]}
+        return EngineSpec.model_construct(**{**shared, **merged})
 
     @property
-    def has_gpu_parts(self) -> bool:
-        """Whether workers request parts of NVIDIA's GPUs: MIG devices or time slices."""
-        return "/mig-" in self.gpu_resource or self.gpu_resource.endswith(".shared")
+    def can_change_roles(self) -> bool:
+        """Whether a running prefill engine is what a decode engine would be, and the reverse."""
+        return self.get_role(Role.PREFILL) == self.get_role(Role.DECODE)
 
     @property
-    def has_whole_gpus(self) -> bool:
-        """Whether workers request NVIDIA's GPUs as wholes, of which several engines share a pod."""
-        return self.gpu_resource == "nvidia.com/gpu" and not self.resource_claims
+    def has_role_env(self) -> bool:
+        """Whether engines of one role have variables of their own."""
+        return any(self.get_role(role).env for role in Role)

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandle
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from cleave.api.base import ApiModel
-from cleave.api.resource import DNS_NAME
+from cleave.api.pods.names import CONFIG_KEY, DNS_NAME
 
 _HF = "hf://"
 _SOURCE = r"^((hf://)?[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?|/[^:\n]+)$"
@@ -59,7 +59,7 @@ class ClaimCache(ApiModel):
 class ImageCache(ApiModel):
     """An OCI image with the model's files in its root folder."""
 
-    reference: Annotated[str, Field(min_length=1, max_length=1024)]
+    reference: Annotated[str, Field(min_length=1, max_length=1024, pattern="^[!-~]+$")]
     """Name of the image, as in a container. The nodes must support Kubernetes' image volumes."""
 
 
@@ -155,7 +155,7 @@ class ConfigMapKeyRef(ApiModel):
 
     name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
     """Name of the ConfigMap."""
-    key: Annotated[str, Field(max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = "config.json"
+    key: Annotated[str, Field(max_length=253, pattern=CONFIG_KEY)] = "config.json"
     """Key of the entry."""
 
 

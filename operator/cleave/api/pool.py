@@ -11,8 +11,9 @@ from pydantic import Field
 
 from cleave.api.adapters import AdapterList
 from cleave.api.base import ApiModel, ValidationRule
-from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
+from cleave.api.engine import EngineSpec
 from cleave.api.model import ModelField
+from cleave.api.pods.worker_template import DeletionPolicy, WorkerTemplate
 from cleave.api.resource import Conditions, Resource, build_name_rule
 from cleave.api.role import MAX_POD_ENGINES, Parallelism, Role
 
@@ -63,8 +64,8 @@ class CellMember(ApiModel):
     """Number of engines in each pod."""
     parallelism: Parallelism = Parallelism()
     """How one engine is distributed over GPUs."""
-    args: list[str] = Field(default_factory=list, max_length=64)
-    """Further arguments of these engines, before those of `engine.args`."""
+    args: list[str] = Field(default_factory=list, max_length=144)
+    """Further arguments of these engines, after those of `engine.args`."""
 
 
 class InstancePoolSpec(ApiModel):

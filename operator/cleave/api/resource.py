@@ -12,9 +12,6 @@ GROUP = "cleave.dev"
 VERSION = "v1alpha1"
 API_VERSION = "cleave.dev/v1alpha1"
 
-DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-"""Pattern of most object names."""
-
 ApiVersion = Literal["cleave.dev/v1alpha1"]
 
 

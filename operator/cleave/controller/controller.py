@@ -1,8 +1,7 @@
 """The controller: from cached objects to reconciles, and from reconciles to writes.
 
-Each object is reconciled by one worker at a time. Decisions are made by `deployment.reconcile` and
-`pool.reconcile`, writes by the executor. Workers run only while this operator leads; the cache is
-filled all the time, so that a new leader can start at once.
+Each object is reconciled by one worker at a time. `deployment.reconcile` and `pool.reconcile`
+decide, the executor writes. Workers run only while this operator leads; the cache is always filled.
 """
 
 import asyncio
@@ -15,7 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import EngineSpec, EngineType, WorkerTemplate
+from cleave.api.engine import EngineSpec, EngineType
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.api.pool import InstancePool
 from cleave.controller.author_policy.violations import list_violations
 from cleave.controller.cluster import conditions, gateway_client, inventory, objects

@@ -17,8 +17,9 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
 from cleave.api.engine import EngineType
 from cleave.api.planning import PlanningMode
+from cleave.api.pods.quantity import parse_quantity
 from cleave.api.pool import InstancePool
-from cleave.api.role import MAX_POD_ENGINES
+from cleave.api.role import MAX_POD_ENGINES, Role
 from cleave.local.errors import DeploymentStartError
 from cleave.local.kubelet.network import HOST_IP, find_internal_port
 from cleave.local.kubelet.node import LocalNode
@@ -26,7 +27,6 @@ from cleave.local.launch_plan import LaunchPlan
 from cleave.manifests.gateway import build_gateway_pod
 from cleave.manifests.labels import ROLE, Manifest
 from cleave.manifests.pool import build_pools, build_selected_plan
-from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import Device
 from cleave.perf.hardware import memory
 from cleave.perf.model import model_source
@@ -212,7 +212,8 @@ def find_unsupported(spec: LLMDeploymentSpec) -> Iterator[str]:
     if spec.routing.lengths_config_map:
         fault = "there are no ConfigMaps without a cluster"
         yield f"spec.routing.lengthsConfigMap: {fault}; {_start_with('--lengths FILE')}"
-    for variable in spec.engine.env:
+    of_roles = (each for role in Role for each in spec.engine.get_role(role).env)
+    for variable in (*spec.engine.env, *of_roles):
         if variable.value_from:
             remedy = "remove it and export the variable: workers get this terminal's environment"
             yield f"spec.engine.env.{variable.name}: {_NO_SECRETS}; {remedy}"

@@ -103,7 +103,7 @@ def _list_engines(pool: InstancePool) -> Iterator[InstancePool]:
     """For each engine of a cell the pool that it would be an instance of, if it had a pod."""
     spec = pool.spec
     for member in spec.members:
-        engine = spec.engine.model_copy(update={"args": [*member.args, *spec.engine.args]})
+        engine = spec.engine.model_copy(update={"args": [*spec.engine.args, *member.args]})
         own = {"role": member.role, "parallelism": member.parallelism, "engine": engine}
         same = pool.model_copy(update={"spec": spec.model_copy(update={**own, "members": []})})
         yield from [same] * member.replicas

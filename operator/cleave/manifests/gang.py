@@ -7,7 +7,7 @@ belongs to the leader's pod and is created once that exists; schedulers hold the
 then.
 """
 
-from cleave.api.engine import WorkerTemplate
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.api.pool import InstancePool
 from cleave.manifests.labels import Manifest, build_object, build_worker_labels
 

@@ -207,7 +207,7 @@ def _build_flags(
         "--send-targets": scheduling is not None and scheduling.uses_targets,
         "--late": routing.late,
         "--queue-limit": routing.queue_limit,
-        "--flipping": pools.flipping,
+        "--flipping": spec.flipping,
         "--min-prefill": pools.min_prefill,
         "--min-decode": pools.min_decode,
         "--drain-timeout": spec.template.drain_timeout_s,

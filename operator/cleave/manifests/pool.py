@@ -61,7 +61,8 @@ def hash_revision(deployment: LLMDeployment) -> str:
 
     The volume or image with the model's files belongs to the model; what they contain, engines find
     out. Parallelism is left out, as instances of different parallelism can exchange KV, and so are
-    where downloads are kept and spec.model.config, which engines do not read. Cleave's version is
+    where downloads are kept, spec.model.config, which engines do not read, and what the engines of
+    one role have in addition: it is part of their pool. Cleave's version is
     included through the default image, as it decides the version of vLLM.
     """
     spec = resolve_connector(deployment, reads_files=False).spec
@@ -70,7 +71,7 @@ def hash_revision(deployment: LLMDeployment) -> str:
         spec.model.model_dump_json(
             exclude_defaults=True, exclude={"config": True, "cache": _exclude_cache(spec.model)}
         ),
-        spec.engine.model_dump_json(exclude_defaults=True, exclude={"connector"}),
+        spec.engine.model_dump_json(exclude_defaults=True, exclude={"connector", "roles"}),
         # The one in use, so that pairs have the same after a later version changes the default.
         str(spec.engine.kv_connector),
         spec.engine.image or get_image("worker"),
@@ -194,7 +195,7 @@ def _build_pool(
             gpu=None if is_emulated else planned.gpu,
             revision=revision_hash,
             model=spec.model,
-            engine=_with_limits(spec.engine, planned, placement.pools),
+            engine=_with_limits(spec.engine.for_role(planned.role), planned, placement.pools),
             adapters=spec.adapters,
             template=spec.template,
             pending_timeout_s=spec.rollout.pending_timeout_s,
@@ -215,14 +216,17 @@ def _build_cell_pool(
 ) -> InstancePool:
     """The pool whose instances are the cells of a placement, each in one pod."""
     first, spec = placement.pools[0], deployment.spec
-    engines = [_with_limits(spec.engine, each, placement.pools) for each in placement.pools]
+    engines = [
+        _with_limits(spec.engine.for_role(each.role), each, placement.pools)
+        for each in placement.pools
+    ]
     shared = engines[0].model_copy(update={"args": spec.engine.args})
     members = [
         CellMember(
             role=planned.role,
             replicas=planned.per_cell or 1,
             parallelism=planned.parallelism,
-            args=engine.args[: len(engine.args) - len(spec.engine.args)],
+            args=_remove_shared(engine, spec.engine.args, spec.engine.get_role(planned.role).args),
         )
         for planned, engine in zip(placement.pools, engines, strict=True)
     ]
@@ -237,6 +241,11 @@ def _build_cell_pool(
             "spec": pool.spec.model_copy(update={**cells, **own}),
         }
     )
+
+
+def _remove_shared(engine: EngineSpec, shared: list[str], own: list[str]) -> list[str]:
+    """What an engine has beside the arguments that all members share: limits, and its role's."""
+    return [*engine.args[: len(engine.args) - len(shared) - len(own)], *own]
 
 
 def _build_colocation(planned: PlannedPool, cells: int | None, domain: str) -> Colocation | None:

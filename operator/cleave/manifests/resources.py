@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from cleave.api.engine import EngineType, Resources, WorkerTemplate
+from cleave.api.engine import EngineType
 from cleave.api.model import ModelSpec
+from cleave.api.pods.quantity import format_quantity, parse_quantity
+from cleave.api.pods.worker_template import Resources, WorkerTemplate
 from cleave.api.pool import InstancePoolSpec
 from cleave.manifests.labels import Manifest
-from cleave.manifests.quantity import format_quantity, parse_quantity
 from cleave.manifests.storage import is_downloaded
 from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import UnknownModelError

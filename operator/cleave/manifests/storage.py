@@ -7,8 +7,9 @@ each combination determines the path that the engine loads.
 import re
 from collections.abc import Iterable, Mapping
 
-from cleave.api.engine import EngineSpec, EnvVar, WorkerTemplate
+from cleave.api.engine import EngineSpec, EnvVar
 from cleave.api.model import ModelSpec
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.distribution import get_version
 from cleave.manifests.container import HOME_FOLDER, build_scratch_volume
 from cleave.manifests.labels import Manifest

@@ -7,7 +7,13 @@ agent: see `cleave.manifests.multi_node`.
 import json
 from enum import IntEnum
 
-from cleave.api.engine import Connector, EngineType, EnvVar, TransferMode, WorkerTemplate
+from cleave.api.engine import (
+    Connector,
+    EngineType,
+    EnvVar,
+    TransferMode,
+)
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.role import Role
 from cleave.api.scheduling import PromptOrder, Scheduling

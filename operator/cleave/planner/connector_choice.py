@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cleave.api.deployment import LLMDeploymentSpec
-from cleave.api.engine import Connector, EngineSpec, EngineType, TransferMode
+from cleave.api.engine import (
+    Connector,
+    EngineSpec,
+    EngineType,
+    TransferMode,
+)
 from cleave.api.plan import ManualPool
 from cleave.api.role import MAX_POD_ENGINES, Role
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu

@@ -6,30 +6,19 @@ have no weights to shard and stand in for any model.
 """
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 
 from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
-from cleave.api.engine import (
-    NO_PREFIX_CACHING,
-    Connector,
-    EngineSpec,
-    EngineType,
-    WorkerTemplate,
-)
+from cleave.api.engine import NO_PREFIX_CACHING, Connector, EngineType
 from cleave.api.model import Dtype
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.api.role import Role
 from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import UnknownModelError
-from cleave.planner import connector_choice
+from cleave.planner import argument_checks, connector_choice, template_checks
 from cleave.planner.connector_choice import ConnectorChoice
 
 _METHODS_WITH_FLOAT32 = ("compressed-tensors", "torchao", "bitsandbytes", "gguf")
 """Of vLLM's quantisation (`get_supported_act_dtypes`)."""
-_READ_FLAGS = (
-    "--kv-cache-dtype", "--quantization", "--max-num-seqs", "--max-num-batched-tokens",
-    "--gpu-memory-utilization", "--enable-expert-parallel", "--kv-transfer-config",
-)  # fmt: skip
-"""Engine flags on which plans, pods or the choice of the connector depend."""
 
 
 def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
@@ -45,7 +34,16 @@ def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True
     return None
 
 
-def find_model_fault(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
+def list_start_faults(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
+    """Settings with which no pod is created, no engine starts, or nothing could be requested."""
+    spec = deployment.spec
+    yield from template_checks.list_template_faults(spec.template)
+    yield from argument_checks.list_argument_faults(spec.engine)
+    if fault := _find_model_fault(deployment, reads_files=reads_files):
+        yield fault
+
+
+def _find_model_fault(deployment: LLMDeployment, *, reads_files: bool) -> str | None:
     """Why no engine starts with this model, or an adapter could never be requested; None: neither
     is known."""
     spec = deployment.spec
@@ -110,15 +108,6 @@ def describe_gpu_parts(template: WorkerTemplate) -> str | None:
         "the part under gpus in the cluster file and name it in nodes, or set instances in "
         "spec.placement.manual"
     )
-
-
-def _list_misspelt_flags(engine: EngineSpec) -> Iterator[str]:
-    """Flags that look like one that Cleave reads, which no engine has."""
-    for arg in engine.args:
-        flag = arg.split("=")[0].replace("_", "-")
-        close = get_close_matches(flag, _READ_FLAGS, n=1, cutoff=0.9)
-        if flag.startswith("--") and close and close != [flag]:
-            yield f"spec.engine.args: {flag}: did you mean {close[0]}?"
 
 
 def list_reuse_doubts(spec: LLMDeploymentSpec) -> Iterator[str]:
@@ -187,9 +176,14 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             f"spec.slo.{field}: {value:g} is {value:g} milliseconds; are these seconds? "
             f"{value:g} s is {1000 * value:g}"
         )
-    yield from _list_misspelt_flags(spec.engine)
+    yield from argument_checks.list_argument_warnings(spec.engine)
     yield from list_reuse_doubts(spec)
     yield from list_gpu_overrides(spec.template)
+    if spec.flipping is not spec.pools.flipping:
+        yield (
+            "spec.engine.roles: prefill and decode engines differ, so no instance changes its role "
+            "while it runs; set spec.pools.flipping to Off to leave out this warning"
+        )
     if chosen := describe_connector(deployment, reads_files=reads_files):
         yield f"spec.engine.connector: {chosen}; name it to leave out this warning"
     why = explain_unknown_model(deployment, reads_files=reads_files)

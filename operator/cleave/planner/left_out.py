@@ -59,8 +59,10 @@ def _list_routing(spec: LLMDeploymentSpec) -> Iterator[str]:
         yield f"the limit of waiting requests (routing.queueLimit {routing.queue_limit})"
     if routing.policy in _PREDICTING:
         yield f"errors of predicted output lengths (routing.policy {routing.policy})"
-    if spec.pools.flipping is FlippingMode.AUTO:
+    if spec.flipping is FlippingMode.AUTO:
         yield "instances that change roles (pools.flipping Auto)"
+    if spec.engine.roles is not None:
+        yield "arguments and variables of one role (engine.roles)"
     if (routers := gateway.replicas * gateway.processes) > 1:
         yield f"that {routers} gateway processes in a cluster see parts of the traffic"
 

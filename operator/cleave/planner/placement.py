@@ -66,8 +66,8 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
         _check_latency_profile(engine)
     if fault := model_source.find_config_fault(deployment.spec.model):
         raise PlanError([fault])
-    if fault := deployment_checks.find_model_fault(deployment, reads_files=reads_files):
-        raise PlanError([fault])
+    if faults := [*deployment_checks.list_start_faults(deployment, reads_files=reads_files)]:
+        raise PlanError(faults)
     choice = deployment_checks.choose_connector(deployment, reads_files=reads_files)
     if choice.fault:
         raise PlanError([choice.fault])
@@ -75,9 +75,9 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
     if manual is None:
         smallest = PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)
         return Placement(smallest, _explain_default(deployment, reads_files=reads_files))
-    faults = deployment_checks.list_parallelism_faults(deployment, reads_files=reads_files)
-    if found := list(faults):
-        raise PlanError(found)
+    faults = list(deployment_checks.list_parallelism_faults(deployment, reads_files=reads_files))
+    if faults:
+        raise PlanError(faults)
     pools = sorted(manual.manual, key=lambda pool: list(Role).index(pool.role))
     return Placement(tuple(map(to_planned_pool, pools)), reason="set in spec.placement.manual")
 

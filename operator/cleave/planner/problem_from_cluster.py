@@ -8,9 +8,10 @@ from pathlib import Path
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import EngineSpec, WorkerTemplate
+from cleave.api.engine import EngineSpec
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.api.role import MAX_POD_ENGINES
 from cleave.perf import estimator
 from cleave.perf.estimate import Estimator

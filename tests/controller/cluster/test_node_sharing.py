@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from cleave.api.cluster import Cluster
-from cleave.api.engine import WorkerTemplate
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.controller.cluster.inventory import Inventory, build_inventory, list_lost
 from cleave.controller.cluster.objects import parse_node
 from cleave.manifests.labels import Manifest

@@ -175,11 +175,40 @@ def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
     )
 
 
-def test_a_flag_that_is_nearly_one_that_plans_depend_on_is_a_warning() -> None:
-    (said,) = find(engine={"args": ["--kv-cache-dtyp", "fp8"]}).warnings
-    assert said == "spec.engine.args: --kv-cache-dtyp: did you mean --kv-cache-dtype?"
+def test_arguments_that_the_engine_does_not_take_are_faults() -> None:
+    (said,) = find(engine={"args": ["--kv-cache-dtyp", "fp8"]}).faults
+    assert said == (
+        "spec.engine.args: --kv-cache-dtyp: vLLM 0.32.0 has no such flag; did you mean "
+        "--kv-cache-dtype?"
+    )
+    (said,) = find(engine={"args": ["--kv-transfer-config", "{'a': 1}"]}).faults
+    assert said.startswith("spec.engine.args: --kv-transfer-config: is not JSON: ")
     fine = ["--kv_cache_dtype", "fp8", "--kv-cache-dtype-skip-layers=0", "--enforce-eager"]
     assert find(engine={"args": fine}) == ValidationFindings()
+
+
+def test_flags_that_an_image_of_the_user_may_have_are_a_warning() -> None:
+    found = find(engine={"args": ["--disable-log-requests"], "image": "example/vllm:1"})
+    assert found.faults == ()
+    (said,) = found.warnings
+    assert said.startswith("spec.engine.args: --disable-log-requests: vLLM 0.32.0 has no such flag")
+
+
+@pytest.mark.parametrize("flag", ["--uds=/data/x", "--config=/data/x", "--ssl_keyfile=x"])
+def test_flags_that_take_from_cleave_what_it_manages_are_faults(flag: str) -> None:
+    (said,) = find(engine={"args": [flag]}).faults
+    assert said.startswith(f"spec.engine.args: {flag.split('=')[0].replace('_', '-')}: ")
+
+
+def test_a_pool_is_checked_as_a_deployment_is() -> None:
+    spec = {"deployment": "chat", "role": "mixed", "revision": "r1", "model": LLAMA}
+    wrong = {"engine": {"args": ["--zzz"]}, "template": {"resources": {"limits": {"a/b": "1m"}}}}
+    document = {"metadata": {"name": "chat-mixed"}, "spec": {**spec, **wrong}}
+    found = check_pool(InstancePool.model_validate_json(json.dumps(document)), None)
+    assert [fault.split(":")[0] for fault in found.faults] == [
+        "spec.template.resources.limits",
+        "spec.engine.args",
+    ]
 
 
 def test_conversations_of_which_nothing_can_repeat_are_a_warning() -> None:
@@ -195,7 +224,7 @@ def test_conversations_of_which_nothing_can_repeat_are_a_warning() -> None:
 
 
 def test_gpus_beside_those_of_the_parallelism_are_a_warning_as_stored_resources_have_them() -> None:
-    amd = {"gpuResource": "amd.com/gpu", "resources": {"requests": {"amd.com/gpu": 1}}}
+    amd = {"gpuResource": "amd.com/gpu", "resources": {"limits": {"amd.com/gpu": 1}}}
     for template, name in (
         ({"resources": {"limits": {"nvidia.com/gpu": "1"}}}, "nvidia.com/gpu"),
         (amd, "amd.com/gpu"),

@@ -60,7 +60,7 @@ class EmulatorOptions:
 
 def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
     """Parse the command line. Raises EmulatorConfigError; exits for errors that argparse finds."""
-    args = _build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     shape = _load_shape(args.model, args.dtype)
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
     if args.block_size < 1:
@@ -198,7 +198,8 @@ def _load_kv_transfer(
     )
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line, which scripts/engine_flags.py also reads."""
     parser = EmulatorParser(
         prog="cleave_worker.emulator.main", description=__doc__, allow_abbrev=False
     )

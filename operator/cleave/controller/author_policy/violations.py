@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import DeploymentEngine, RoleEngine
 from cleave.api.model import ModelSpec
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
@@ -85,9 +86,17 @@ def build_pods(
         return
     yield build_gateway(resource, settings)["spec"]["template"]
     manual = resource.spec.placement.manual if resource.spec.placement else []
-    pools = tuple(map(to_planned_pool, manual)) or (PlannedPool(Role.MIXED, 1),)
+    pools = tuple(map(to_planned_pool, manual)) or tuple(_list_kinds(resource.spec.engine))
     for pool in build_pools(resource, Placement(pools, reason="")):
         yield from list_pods(pool, settings)
+
+
+def _list_kinds(engine: DeploymentEngine) -> Iterator[PlannedPool]:
+    """A pool of each kind that a plan may have: a role may have arguments of its own."""
+    yield PlannedPool(Role.MIXED, 1)
+    for role in (Role.PREFILL, Role.DECODE):
+        if engine.get_role(role) != RoleEngine():
+            yield PlannedPool(role, 1)
 
 
 def _describe(fault: PodFault) -> str:

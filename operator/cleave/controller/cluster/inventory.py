@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cleave.api.cluster import ASSUMED_NETWORK, Cluster, NetworkKind, NetworkSpec, NodeGroup
-from cleave.api.engine import WorkerTemplate
+from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.gpu_claims import FreeGpus, QuotaShare
 from cleave.controller.cluster.node_sharing import explain_unreachable

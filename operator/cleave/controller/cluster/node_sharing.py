@@ -6,7 +6,7 @@ Called for the inventory of a plan. Such nodes belong to other work, or to manua
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from cleave.api.engine import Toleration, WorkerTemplate
+from cleave.api.pods.worker_template import Toleration, WorkerTemplate
 from cleave.manifests.labels import Manifest
 
 _NO_PARTS = "all-disabled"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from cleave.api.pods.quantity import parse_quantity
 from cleave.api.role import MAX_POD_ENGINES, Role
 from cleave.controller.cluster.node_sharing import Taint, explain_shared, list_taints
 from cleave.manifests.labels import (
@@ -27,7 +28,6 @@ from cleave.manifests.labels import (
     get_agent_port,
     get_agent_port_name,
 )
-from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import (
     GPU,
     GPU_REQUESTS,

@@ -7,7 +7,7 @@ creates the same pods once; deletions name the pod's uid.
 
 from collections.abc import Iterator
 
-from cleave.api.engine import DeletionPolicy
+from cleave.api.pods.worker_template import DeletionPolicy
 from cleave.controller.cluster import apply, objects
 from cleave.controller.cluster.actions import Action, Delete, ObjectReference, Requeue
 from cleave.controller.cluster.apply import FINALIZER

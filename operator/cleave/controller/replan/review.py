@@ -36,9 +36,9 @@ def run_review(
     """Return `job` with the result of `review`. Raises PlanError. `problem` has the observed
     traffic, and the latency model without a correction."""
     pools = _complete_pools(problem, review.pools, review.algorithm)
-    flips = deployment.spec.pools
-    has_manager = flips.flipping is FlippingMode.AUTO and any(p.role is Role.PREFILL for p in pools)
-    manager = build_thresholds(deployment.spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
+    spec, flips = deployment.spec, deployment.spec.pools
+    has_manager = spec.flipping is FlippingMode.AUTO and any(p.role is Role.PREFILL for p in pools)
+    manager = build_thresholds(spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
     running_plan = RunningPlan(
         pools,
         review.algorithm,

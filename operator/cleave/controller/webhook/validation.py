@@ -21,7 +21,12 @@ from cleave.perf import named_profiles
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import ModelShape, UnknownModelError
-from cleave.planner import deployment_checks, problem_from_cluster
+from cleave.planner import (
+    argument_checks,
+    deployment_checks,
+    problem_from_cluster,
+    template_checks,
+)
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidates import explain_unsupported, list_sizes
@@ -43,8 +48,7 @@ def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Vali
     faults = [*_list_profile_faults(spec.engine), *list_unreadable_files(deployment)]
     if fault := model_source.find_config_fault(spec.model):
         return ValidationFindings((*faults, fault))
-    if fault := deployment_checks.find_model_fault(deployment, reads_files=False):
-        faults.append(fault)
+    faults += deployment_checks.list_start_faults(deployment, reads_files=False)
     warnings = tuple(deployment_checks.list_warnings(deployment, reads_files=False))
     if spec.engine.type is EngineType.EMULATED:
         # Emulated instances have no weights to split and run on any node.
@@ -62,10 +66,17 @@ def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Vali
 def check_pool(pool: InstancePool, cluster: Cluster | None) -> ValidationFindings:
     """Check a manually created pool. `cluster`: the present nodes; None: not known."""
     spec = pool.spec
-    faults = [*_list_profile_faults(spec.engine)]
+    faults = [
+        *_list_profile_faults(spec.engine),
+        *template_checks.list_template_faults(spec.template),
+        *argument_checks.list_argument_faults(spec.engine),
+    ]
     if fault := model_source.find_config_fault(spec.model):
         return ValidationFindings((*faults, fault))
-    warnings = tuple(deployment_checks.list_gpu_overrides(spec.template))
+    warnings = (
+        *deployment_checks.list_gpu_overrides(spec.template),
+        *argument_checks.list_argument_warnings(spec.engine),
+    )
     if spec.engine.type is EngineType.EMULATED:
         return ValidationFindings(tuple(faults), warnings)
     shape = _load_model_shape(spec.model)

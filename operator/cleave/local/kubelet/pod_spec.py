@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from cleave.api.pods.quantity import parse_quantity
 from cleave.manifests.labels import AGENT_PORT, Manifest
-from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import GPU
 
 DEFAULT_GRACE_S = 30

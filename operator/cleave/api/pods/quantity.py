@@ -6,7 +6,7 @@ Called for resources of pods and nodes. The API server rewrites quantities: 1000
 import math
 import re
 
-from cleave.api.engine import QUANTITY_PATTERN
+from cleave.api.pods.worker_template import QUANTITY_PATTERN
 
 _SCALE = {
     "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3,

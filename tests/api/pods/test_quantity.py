@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.manifests.quantity import format_quantity, parse_quantity
+from cleave.api.pods.quantity import format_quantity, parse_quantity
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What authors may say of pods, as Kubernetes checks it."""
