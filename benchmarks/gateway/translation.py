@@ -6,8 +6,9 @@ the relay is, and the translations are not.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.proxy.sse_relay import SseRelay
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.translation.messages_answer import MessagesAnswer
@@ -24,6 +25,9 @@ class Client:
     blocked = False
 
     def write(self, data: bytes) -> None:
+        """Take them."""
+
+    def write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Take them."""
 
     def end(self, reusable: bool) -> None:
@@ -62,7 +66,7 @@ def main() -> None:
         return lambda event: stream.forward(event, False)
 
     def translate(answer: MessagesAnswer | ResponsesAnswer) -> Callable[[bytes], object]:
-        client = TranslatedClient(Client(), answer)
+        client = TranslatedClient(Client(), answer, BufferBudget(64 << 20))
         client.write(b"HTTP/1.1 200 OK\r\nx: y\r\n\r\n")
         return client.write
 

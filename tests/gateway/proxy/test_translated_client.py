@@ -1,9 +1,11 @@
 """What a client of a translated request receives, byte by byte, and what it does to the engine."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
+from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.error_dialects import MESSAGES_PATH
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.translation.chat_types import MAX_TOOL_CALLS
@@ -29,6 +31,9 @@ class Recorded:
     def write(self, data: bytes) -> None:
         self.data += data
 
+    def write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
+        self.data += b"".join(pieces)
+
     def end(self, reusable: bool) -> None:
         self.ended.append(reusable)
 
@@ -51,7 +56,7 @@ def decode_chunks(body: bytes) -> bytes:
 @pytest.mark.parametrize("chunked", [True, False], ids=["HTTP/1.1", "HTTP/1.0"])
 def test_a_stream_is_framed_as_the_client_understands(chunked: bool) -> None:
     client = Recorded(chunked)
-    translated = TranslatedClient(client, MessagesAnswer())
+    translated = TranslatedClient(client, MessagesAnswer(), BufferBudget(1 << 20))
     assert not translated.chunked
     assert translated.keep_alive is chunked
     translated.write(HEAD + EVENT)
@@ -68,7 +73,7 @@ def test_a_stream_is_framed_as_the_client_understands(chunked: bool) -> None:
 
 def test_a_whole_response_may_come_in_pieces() -> None:
     client = Recorded(True)
-    translated = TranslatedClient(client, MessagesAnswer())
+    translated = TranslatedClient(client, MessagesAnswer(), BufferBudget(1 << 20))
     body = json.dumps({"choices": [{"message": {"content": "a" * 20_000}}]}).encode()
     translated.write(b"HTTP/1.1 200 OK\r\nx: y\r\ncontent-length: %d\r\n\r\n" % len(body))
     assert client.data == b""
@@ -83,7 +88,7 @@ def test_a_whole_response_may_come_in_pieces() -> None:
 
 def test_backpressure_and_drops_pass_through() -> None:
     client = Recorded(True)
-    translated = TranslatedClient(client, MessagesAnswer())
+    translated = TranslatedClient(client, MessagesAnswer(), BufferBudget(1 << 20))
     assert not translated.blocked
     client.blocked = True
     assert translated.blocked
@@ -149,7 +154,7 @@ def test_an_answer_that_would_take_long_to_translate_is_an_error(whole: str) -> 
         choice = {"message": {"tool_calls": [call] * (MAX_TOOL_CALLS + 1)}}
     body = json.dumps({"choices": [choice] * (1 + (whole == "choices"))}).encode()
     client = Recorded(chunked=True)
-    translated = TranslatedClient(client, MessagesAnswer())
+    translated = TranslatedClient(client, MessagesAnswer(), BufferBudget(1 << 20))
     head = b"HTTP/1.1 200 OK\r\nx-request-id: r\r\ncontent-length: %d\r\n\r\n"
     translated.write(head % len(body) + body)
     translated.end(reusable=True)

@@ -224,12 +224,21 @@ class ClientConnection(asyncio.Protocol):
     def write(self, data: bytes | memoryview) -> None:
         """Send bytes of the response; if they are many, as the client takes them."""
         if self._unsent or len(data) > PIECE_BYTES:
-            view = memoryview(data)
-            pieces = [view[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
-            self._own_unsent_bytes += len(data)
-            self._send_pieces(pieces)
+            self.write_pieces([data])
         else:
             self._write_batcher.write(self.transport, data)
+
+    def write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Send many bytes of the response, as the client takes them."""
+        self._own_unsent_bytes += sum(map(len, pieces))
+        views = [memoryview(piece) for piece in pieces]
+        self._send_pieces(
+            [
+                view[at : at + PIECE_BYTES]
+                for view in views
+                for at in range(0, len(view), PIECE_BYTES)
+            ]
+        )
 
     def _send_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
         is_sending = bool(self._unsent)

@@ -216,7 +216,8 @@ class GatewayRequestHandler:
             path, completion = translation.path, translation.completion
             count_prompt = partial(_count_prompt, client)
             again = partial(self._merge_system, client, request, request_id, tenant, translation)
-            stream = TranslatedClient(client, translation.answer, count_prompt, again)
+            options = context.buffer_budget, count_prompt, again
+            stream = TranslatedClient(client, translation.answer, *options)
         elif path in _OTHER_PATHS:
             models = context.router.registry.models
             bases = [name for name, entry in models.items() if not entry.base]

@@ -1,5 +1,6 @@
 """The client side of a proxied request: a connection, a translation before it, or a test."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -18,7 +19,11 @@ class ClientStream(Protocol):
         """Whether it takes bytes more slowly than they come."""
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send bytes of the response."""
+        """Send bytes of the response. Raises GatewayError, if they cannot be sent in the client's
+        API, in which the response has then ended with an error."""
+
+    def write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Send many bytes of the response, as the client takes them."""
 
     def end(self, reusable: bool) -> None:
         """The response is complete; `reusable` False: close the connection after it."""

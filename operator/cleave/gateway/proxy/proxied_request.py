@@ -145,8 +145,9 @@ class ProxiedRequest:
         self._respond_error(error, "shed")
 
     def cancel(self) -> None:
-        """The client has disconnected: stop the attempt."""
+        """The client has disconnected, or is given up: stop the attempt."""
         self._release("cancelled")
+        self._client.drop()
 
     def set_paused(self, blocked: bool) -> None:
         """Pause reading from the engine while the client takes no bytes."""
@@ -171,8 +172,7 @@ class ProxiedRequest:
                 self._context.admission.charge(self._ticket, self._count_charged(), now)
         elif self._client.blocked:
             if now > attempt.deadline:
-                self._release("cancelled")
-                self._client.drop()
+                self.cancel()
         elif failure := attempt.find_timeout(now):
             is_stall = failure is Failure.STALL
             reason = "stopped in the middle of its streams" if is_stall else "took too long"
@@ -186,8 +186,7 @@ class ProxiedRequest:
         elif now - self._silent_since > SILENCE_S and not self._client.blocked:
             self._silent_since = now
             if self._completion.stream and self._completion.report is not None:
-                has_begun = self._relay is not None
-                self._client = send_comment(self._client, self._request_id, has_begun)
+                self._client = send_comment(self._client, self._request_id, self._relay is not None)
 
     # --- what the attempt calls ---
 
@@ -243,22 +242,22 @@ class ProxiedRequest:
         self._progress += 1
         try:
             data = relay.forward(piece, complete)
-        except HandoffError:
-            self._abort_stream(relay, errors.HANDOFF_LEAK)
+            if data:
+                self._has_written = True
+                self._client.write(data)
+        except (GatewayError, HandoffError) as fault:
+            error = fault if isinstance(fault, GatewayError) else errors.HANDOFF_LEAK
+            self._abort_stream(relay, error)
             return
         except StreamLostError as lost:
-            if lost.data:
-                self._client.write(lost.data)
-            self.on_attempt_failed(lost.failure, str(lost), lost.error)
+            if self._write(relay, lost.data):
+                self.on_attempt_failed(lost.failure, str(lost), lost.error)
             return
         except SpliceError as error:
             assert self._attempt is not None
             reason = f"instance {self._attempt.target.instance} {error}"
             self._abort_stream(relay, errors.build_engine_error(HTTPStatus.BAD_GATEWAY, reason))
             return
-        if data:
-            self._has_written = True
-            self._client.write(data)
         if self._last_piece_at:
             self._record_gap()
         if complete:
@@ -308,8 +307,7 @@ class ProxiedRequest:
             self.on_attempt_failed(Failure.STATUS, reason)
             return
         if self._path not in RESUMABLE_PATHS and errors.is_unknown_route(call.status, body):
-            error = errors.build_not_offered(self._path, self._completion.model)
-            self._respond_error(error, "refused")
+            self._respond_error(errors.build_not_offered(self._path, self.model), "refused")
             return
         if not is_rejection(body):
             reason = f"answered with status {call.status} and no error of its API"
@@ -343,8 +341,8 @@ class ProxiedRequest:
         error = error or errors.build_engine_error(status, f"instance {name} {reason}")
         if timed_out or failure is Failure.TOO_LONG:
             self._unseen_tokens += self._bound_unseen(attempt, self._relay)
-        phase = "decode" if attempt.prefill is None else "prefill"
         context = self._context
+        phase = "decode" if attempt.prefill is None else "prefill"
         context.metrics.retries[phase, failure.value] += 1
         if failure not in (Failure.TOO_LONG, Failure.ADAPTER):
             is_stall = failure is Failure.STALL
@@ -450,8 +448,7 @@ class ProxiedRequest:
             return
         if ending is None:
             self._start_attempt()
-        else:
-            self._client.write(relay.build_end(ending.events))
+        elif self._write(relay, relay.build_end(ending.events)):
             self._finish_stream()
 
     def _get_retry_state(self) -> RetryState:
@@ -481,6 +478,14 @@ class ProxiedRequest:
             sample_handoff(samples, self._path, self._completion, attempt.pick, read)
         self._release("ok")
         self._client.end(reusable=True)
+
+    def _write(self, relay: SseRelay, data: bytes) -> bool:
+        """Send bytes of a stream; False: they cannot be sent in the client's API, so it ends."""
+        try:
+            self._client.write(data)
+        except GatewayError as error:
+            self._abort_stream(relay, error)
+        return self in self._context.active_requests
 
     def _abort_stream(self, relay: SseRelay, error: GatewayError) -> None:
         """End a stream that has begun, with an error event."""
@@ -567,8 +572,7 @@ class ProxiedRequest:
         if self._output_tokens > 1 and not self._paused_at:
             now, began_at = self._context.clock(), relay.started_at
             tpot_s = (now - began_at) / (self._output_tokens - 1)
-            admission = self._context.admission
-            admission.observe_stream(self._completion.model, began_at, tpot_s, now)
+            self._context.admission.observe_stream(self.model, began_at, tpot_s, now)
 
     def _count_charged(self, unseen: int = 0, left: Attempt | None = None) -> int:
         """Tokens of prompt and output to charge to a tenant with a limit; `unseen`: output tokens

@@ -7,24 +7,30 @@ is framed again, and a response that is not streamed is sent once all of it has 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import cast
 
-import msgspec
-
+from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.errors import RESPONSE_TOO_LONG, GatewayError, build_engine_error
 from cleave.gateway.http.headers import LAST_CHUNK, MAX_JOINED_BYTES, REASONS, encode_chunk
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.translation.answer import (
+    NO_ROOM,
     UNREADABLE,
     Answer,
     StreamedAnswer,
     StreamTranslator,
 )
+from cleave.gateway.translation.chat_types import UNTRANSLATABLE
 from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES
 
 log = logging.getLogger(__name__)
+
+FREE_BYTES = ROOM_BYTES = 16 << 10
+"""More kept bytes of a stream count toward the buffer budget, so many at a time."""
+PIECE_BYTES = 64 << 10
+"""Short pieces of events are joined to about so many bytes."""
 
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = b"\r\ncontent-length: "
@@ -42,15 +48,20 @@ class TranslatedClient:
         self,
         client: ClientStream,
         answer: Answer,
+        budget: BufferBudget,
         count_prompt: Callable[[], int] = int,
         send_again: Callable[[], bool] = bool,
     ) -> None:
-        """`count_prompt`: counts the tokens of the prompt, once a stream has begun. `send_again`:
-        translates a request that was refused in another way; returns whether there is one."""
+        """`budget`: for what a stream keeps. `count_prompt`: counts the tokens of the prompt, once
+        a stream has begun. `send_again`: translates a request that was refused in another way;
+        returns whether there is one."""
         self._client = client
         self._answer = answer
         self._count_prompt = count_prompt
         self._send_again = send_again
+        self._budget = budget
+        self._room = FREE_BYTES
+        """Bytes that may be kept without a further reservation."""
         self._head = b""
         """Of a response that is not streamed, without its length and its end."""
         self._body: list[bytes | memoryview] = []
@@ -76,8 +87,13 @@ class TranslatedClient:
             return
         if self._translator is None:
             self._body.append(data)
-        elif events := self._translator.convert(bytes(data)):
-            self._client.write(encode_chunk(events) if self._client.chunked else events)
+        else:
+            self._translate(self._translator, bytes(data))
+
+    def write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Take many bytes."""
+        for piece in pieces:
+            self.write(piece)
 
     def end(self, reusable: bool) -> None:
         """The response is complete."""
@@ -85,12 +101,16 @@ class TranslatedClient:
             if int(self._head[_STATUS]) == HTTPStatus.BAD_REQUEST and self._send_again():
                 return
             self._respond()
-        elif self._client.chunked:
-            self._client.write(LAST_CHUNK)
+        else:
+            self._send(self._translator.fail(UNREADABLE))
+            if self._client.chunked:
+                self._client.write(LAST_CHUNK)
+        self._release()
         self._client.end(reusable)
 
     def drop(self) -> None:
         """Close the connection at once."""
+        self._release()
         self._client.drop()
 
     def _begin(self, head: bytes) -> None:
@@ -100,6 +120,36 @@ class TranslatedClient:
             streamed = cast("StreamedAnswer", self._answer)
             self._translator = StreamTranslator(streamed, self._count_prompt)
             self._client.write(head + (_CHUNKED if self._client.chunked else b"") + _HEAD_END)
+
+    def _translate(self, translator: StreamTranslator, events: bytes) -> None:
+        """Raises GatewayError when the stream cannot go on."""
+        was_stopped = translator.fault is not None
+        pieces, growth = translator.convert(events), translator.kept_bytes - self._room
+        if growth > 0 and not translator.has_ended:
+            growth = max(growth, ROOM_BYTES)
+            if self._budget.reserve(growth):
+                self._room += growth
+            else:
+                pieces += translator.fail(NO_ROOM)
+        if pieces:
+            self._send(pieces)
+        if translator.fault is not None and not was_stopped:
+            raise build_engine_error(HTTPStatus.BAD_GATEWAY, translator.fault.message)
+
+    def _send(self, pieces: Sequence[bytes]) -> None:
+        """Send events as a chunk, long ones as the client takes them."""
+        size = sum(map(len, pieces))
+        if size <= MAX_JOINED_BYTES:
+            if events := b"".join(pieces):
+                self._client.write(encode_chunk(events) if self._client.chunked else events)
+            return
+        if self._client.chunked:
+            pieces = [b"%x\r\n" % size, *pieces, b"\r\n"]
+        self._client.write_pieces(_join_short(pieces))
+
+    def _release(self) -> None:
+        self._budget.release(self._room - FREE_BYTES)
+        self._room = FREE_BYTES
 
     def _respond(self) -> None:
         head, body = self._head, self._build_body()
@@ -111,8 +161,7 @@ class TranslatedClient:
         if len(body) <= MAX_JOINED_BYTES:
             self._client.write(head + body)
         else:
-            self._client.write(head)
-            self._client.write(body)
+            self._client.write_pieces([head, body])
 
     def _build_body(self) -> bytes | GatewayError:
         """The answer in the other API, or why there is none."""
@@ -124,6 +173,22 @@ class TranslatedClient:
             if status == HTTPStatus.OK:
                 return self._answer.build_body(body)
             return self._answer.build_error(status, body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNTRANSLATABLE as error:
             log.warning("an engine's response cannot be translated: %s", error)
             return build_engine_error(HTTPStatus.BAD_GATEWAY, UNREADABLE.message)
+
+
+def _join_short(pieces: Sequence[bytes]) -> Sequence[bytes]:
+    """The same bytes in few pieces: each costs a call of the kernel, and long ones a copy."""
+    joined: list[bytes] = []
+    short, size = list[bytes](), 0
+    for piece in pieces:
+        if size > PIECE_BYTES or len(piece) > MAX_JOINED_BYTES:
+            joined.append(b"".join(short))
+            short, size = [], 0
+        if len(piece) > MAX_JOINED_BYTES:
+            joined.append(piece)
+        else:
+            short.append(piece)
+            size += len(piece)
+    return [*joined, b"".join(short)]

@@ -6,6 +6,7 @@ comments, which clients of event streams skip. What is hard: with the head the s
 what the proxied request responds with afterwards, such as an error, becomes an event.
 """
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 from cleave.gateway.http import headers
@@ -58,6 +59,11 @@ class WaitingClient:
             self._body.append(data)
         elif data:
             self.client.write(data)
+
+    def write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Take many bytes of the response."""
+        for piece in pieces:
+            self.write(piece)
 
     def end(self, reusable: bool) -> None:
         """The response is complete."""

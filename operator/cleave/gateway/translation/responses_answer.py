@@ -4,12 +4,13 @@ Used by `translations` and, through `Answer`, by `proxy.translated_client`. Even
 OpenAI's reference of streaming events: response.created and response.in_progress, then items
 (reasoning, a message, calls of functions), each with its added, delta and done events, then
 response.completed, response.incomplete or response.failed. What is hard: the done events repeat the
-text of a block and the last one the whole answer, so both are kept until the end.
+text of a block and the last one the whole answer, so both are kept until the end, as they are sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import time
+from types import MappingProxyType
 
 import msgspec
 
@@ -24,19 +25,20 @@ from cleave.gateway.translation.chat_types import (
     FunctionCall,
     decode_complete,
 )
+from cleave.gateway.translation.response_items import (
+    TEXT,
+    CallBlock,
+    FreeTextBlock,
+    Item,
+    ItemBlock,
+    ReasoningBlock,
+    TextBlock,
+    insert_texts,
+)
 from cleave.gateway.translation.responses_tools import ToolName, ToolNames
 
-Item = dict[str, object]
-
-
-class FreeText(msgspec.Struct, gc=False):
-    """The arguments of a call of a tool that takes free text."""
-
-    input: str
-
-
-_decode_free_text = msgspec.json.Decoder(FreeText).decode
 _encode = msgspec.json.Encoder().encode
+_decode_text = msgspec.json.Decoder(str).decode
 _DEFAULTS: Item = {
     "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
     "parallel_tool_calls": True, "prompt_cache_key": None, "reasoning": None,
@@ -47,6 +49,13 @@ _DEFAULTS: Item = {
 """Fields of the request that the answer repeats, with their values if the request has none."""
 _MAX_REPEATED_BYTES = 32 << 10
 """Longer ones are not repeated: each answer would copy them up to three times."""
+PIECE_BYTES = 32 << 10
+"""Of a text that is kept."""
+ITEM_BYTES = 4 << 10
+"""Of text take as long to repeat as an item without text."""
+FREE_TEXT_WEIGHT = 4
+"""Text that is read when it is complete counts so many times."""
+_NO_TOOLS: ToolNames = MappingProxyType({})
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _ERROR_CODES = {
     "rate_limit_error": "rate_limit_exceeded",
@@ -57,7 +66,7 @@ _ERROR_CODES = {
 class ResponsesAnswer:
     """One answer to /v1/responses."""
 
-    def __init__(self, fields: Fields, tools: ToolNames) -> None:
+    def __init__(self, fields: Fields, tools: ToolNames = _NO_TOOLS) -> None:
         """`fields`: of the request; `tools`: by the names that the engine knows."""
         self._tools = tools
         self._request = _DEFAULTS | {
@@ -70,12 +79,15 @@ class ResponsesAnswer:
         self._model = ""
         self._sequence = 0
         """Number of the next event."""
-        self._output: list[Item] = []
+        self.kept_bytes = 0
+        self._output: list[ItemBlock] = []
         """Complete items."""
-        self._block: _ItemBlock | None = None
+        self._block: ItemBlock | None = None
         """The open one."""
-        self._text: list[str] = []
-        """Of the open block."""
+        self._text: list[bytes] = []
+        """Of the open block, as JSON without its quotes."""
+        self._text_end = bytearray()
+        """The end of that text."""
         self._delta_prefix = b""
         """A delta of the open block up to its text; empty: its text is sent when it is complete."""
 
@@ -85,8 +97,10 @@ class ResponsesAnswer:
         self._set_frame(chat)
         choice = chat.choices[0] if chat.choices else AnswerChoice()
         for block, text in self._list_blocks(choice.message or AnswerMessage()):
-            self._output.append(block.build_item(block.read_text(text), "completed"))
-        return _encode(self._build_ended(choice, chat.usage or AnswerUsage()))
+            block.text = (_encode(block.read_text(text))[1:-1],)
+            self._output.append(block)
+        data = _encode(self._build_ended(choice, chat.usage or AnswerUsage()))
+        return b"".join(insert_texts(data, [block.text for block in self._output]))
 
     def build_error(self, status: int, body: bytes) -> bytes:
         """Errors have OpenAI's form already."""
@@ -102,58 +116,78 @@ class ResponsesAnswer:
 
     def open_text(self) -> bytes:
         """A message begins."""
-        return self._open(_TextBlock(self._make_item_id("msg")))
+        return self._open(TextBlock(self._make_item_id("msg")))
 
     def open_reasoning(self) -> bytes:
         """Reasoning begins."""
-        return self._open(_ReasoningBlock(self._make_item_id("rs")))
+        return self._open(ReasoningBlock(self._make_item_id("rs")))
 
     def open_tool_call(self, call_id: str, name: str) -> bytes:
         """A call of a function begins."""
+        self.kept_bytes += len(call_id) + len(name)
         return self._open(self._make_call(self._make_item_id, call_id, name))
 
     def add_text(self, text: str) -> bytes:
         """More of the open block."""
-        self._text.append(text)
+        encoded = _encode(text)
+        self._text_end += encoded[1:-1]
+        self.kept_bytes += len(encoded)
+        if len(self._text_end) >= PIECE_BYTES:
+            self._text.append(bytes(self._text_end))
+            self._text_end = bytearray()
         if not self._delta_prefix:
+            self.kept_bytes += len(encoded) * (FREE_TEXT_WEIGHT - 1)
             return b""
         number, self._sequence = self._sequence, self._sequence + 1
-        return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_prefix, _encode(text), number)
+        return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_prefix, encoded, number)
 
-    def close_block(self) -> bytes:
+    def close_block(self) -> Sequence[bytes]:
         """The open block is complete."""
-        block, self._block = self._block, None
-        assert block is not None
-        text = block.read_text("".join(self._text))
-        place: Item = {"item_id": block.item_id, "output_index": len(self._output)}
+        block, place = self._complete_block(), len(self._output)
+        at: Item = {"item_id": block.item_id, "output_index": place}
         if block.part is not None:
-            place["content_index"] = 0
-        events = b""
-        if not self._delta_prefix and text:
-            events = self._build_event(f"{block.event}.delta", {**place, "delta": text})
-        events += self._build_event(f"{block.event}.done", {**place, **block.describe_text(text)})
+            at["content_index"] = 0
+        done: list[tuple[str, Item]] = []
+        if block.is_buffered and any(block.text):
+            done.append((f"{block.event}.delta", {**at, "delta": TEXT}))
+        done.append((f"{block.event}.done", {**at, **block.describe_text(TEXT)}))
         if block.part is not None:
-            part = block.build_part(text)
-            events += self._build_event("response.content_part.done", {**place, "part": part})
-        item = block.build_item(text, "completed")
-        done = {"output_index": len(self._output), "item": item}
-        self._output.append(item)
-        return events + self._build_event("response.output_item.done", done)
+            done.append(("response.content_part.done", {**at, "part": block.build_part(TEXT)}))
+        item = block.build_item(TEXT, block.status)
+        done.append(("response.output_item.done", {"output_index": place, "item": item}))
+        self._output.append(block)
+        pieces: list[bytes] = []
+        for name, payload in done:
+            pieces += insert_texts(self._build_event(name, payload), [block.text])
+        return pieces
 
-    def end(self, choice: AnswerChoice, usage: AnswerUsage) -> bytes:
+    def end(self, choice: AnswerChoice, usage: AnswerUsage) -> Sequence[bytes]:
         """The complete response."""
-        response = self._build_ended(choice, usage)
-        return self._build_event(f"response.{response['status']}", {"response": response})
+        return self._build_last(self._build_ended(choice, usage))
 
-    def fail(self, error: AnswerError) -> bytes:
+    def fail(self, error: AnswerError) -> Sequence[bytes]:
         """The response breaks off."""
         if self._block is not None:
-            text = self._block.read_text("".join(self._text))
-            self._output.append(self._block.build_item(text, "incomplete"))
+            block = self._complete_block()
+            block.status = "incomplete"
+            self._output.append(block)
         code = _ERROR_CODES.get(error.type, "server_error")
         failure = {"error": {"code": code, "message": error.message}}
-        response = self._build_response("failed") | failure
-        return self._build_event("response.failed", {"response": response})
+        return self._build_last(self._build_response("failed") | failure)
+
+    def _complete_block(self) -> ItemBlock:
+        block, self._block = self._block, None
+        assert block is not None
+        block.text = [*self._text, bytes(self._text_end)]
+        if block.is_buffered:
+            text = _decode_text(b'"%b"' % b"".join(block.text))
+            block.text = (_encode(block.read_text(text))[1:-1],)
+        self._text, self._text_end = [], bytearray()
+        return block
+
+    def _build_last(self, response: Item) -> Sequence[bytes]:
+        data = self._build_event(f"response.{response['status']}", {"response": response})
+        return insert_texts(data, [block.text for block in self._output])
 
     def _set_frame(self, chat: ChatAnswer) -> None:
         self._id, self._model = shorten_id(chat.id), chat.model
@@ -162,22 +196,20 @@ class ResponsesAnswer:
     def _make_item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._id}_{len(self._output)}"
 
-    def _make_call(
-        self, make_id: Callable[[str], str], call_id: str, function: str
-    ) -> "_ItemBlock":
+    def _make_call(self, make_id: Callable[[str], str], call_id: str, function: str) -> ItemBlock:
         tool = self._tools.get(function) or ToolName(function)
         if tool.is_free_text:
-            return _FreeTextBlock(make_id("ctc"), call_id, tool)
-        return _CallBlock(make_id("fc"), call_id, tool)
+            return FreeTextBlock(make_id("ctc"), call_id, tool)
+        return CallBlock(make_id("fc"), call_id, tool)
 
-    def _list_blocks(self, message: AnswerMessage) -> "list[tuple[_ItemBlock, str]]":
+    def _list_blocks(self, message: AnswerMessage) -> list[tuple[ItemBlock, str]]:
         """(block, its text) of a complete message."""
         name = f"{self._id}_%d"
-        blocks: list[tuple[_ItemBlock, str]] = []
+        blocks: list[tuple[ItemBlock, str]] = []
         if reasoning := message.reasoning or message.reasoning_content:
-            blocks.append((_ReasoningBlock(f"rs_{name % 0}"), reasoning))
+            blocks.append((ReasoningBlock(f"rs_{name % 0}"), reasoning))
         if message.content:
-            blocks.append((_TextBlock(f"msg_{name % len(blocks)}"), message.content))
+            blocks.append((TextBlock(f"msg_{name % len(blocks)}"), message.content))
         for at, call in enumerate(message.tool_calls or ()):
             function = call.function or FunctionCall()
             call_id, number = call.id or f"call_{at}", name % len(blocks)
@@ -186,9 +218,9 @@ class ResponsesAnswer:
             blocks.append((call_block, function.arguments or ""))
         return blocks
 
-    def _open(self, block: "_ItemBlock") -> bytes:
+    def _open(self, block: ItemBlock) -> bytes:
         self._block, index = block, len(self._output)
-        self._text.clear()
+        self.kept_bytes += ITEM_BYTES
         item = block.build_item("", "in_progress")
         payload: Item = {"output_index": index, "item": item}
         events = self._build_event("response.output_item.added", payload)
@@ -207,120 +239,26 @@ class ResponsesAnswer:
 
     def _build_ended(self, choice: AnswerChoice, usage: AnswerUsage) -> Item:
         reason = _INCOMPLETE_REASONS.get(choice.finish_reason or "")
+        if self._output and choice.finish_reason == "length":
+            self._output[-1].status = "incomplete"
         response = self._build_response("completed" if reason is None else "incomplete")
         if reason is None:
             response["completed_at"] = int(time())
         else:
             response["incomplete_details"] = {"reason": reason}
-            if self._output and choice.finish_reason == "length":
-                self._output[-1] |= {"status": "incomplete"}
         response["usage"] = _build_usage(usage)
         return response
 
     def _build_response(self, status: str) -> Item:
         frame: Item = {"id": f"resp_{self._id}", "object": "response", "status": status}
-        frame |= {"created_at": self._created_at, "model": self._model, "output": self._output}
+        frame |= {"created_at": self._created_at, "model": self._model}
+        frame["output"] = [block.build_item(TEXT, block.status) for block in self._output]
         frame |= {"background": False, "error": None, "incomplete_details": None}
         return frame | self._request | {"previous_response_id": None, "store": False, "usage": None}
 
     def _build_event(self, name: str, payload: Item) -> bytes:
         number, self._sequence = self._sequence, self._sequence + 1
         return build_event(name, {**payload, "sequence_number": number})
-
-
-class _ItemBlock:
-    """An item of the answer and how its events are named."""
-
-    event = ""
-    part: str | None = None
-    """Type of its content; None: it has no content."""
-    delta_fields: Item = {}  # noqa: RUF012 - never changed
-    is_buffered = False
-    """Whether its text is sent when it is complete."""
-
-    def __init__(self, item_id: str) -> None:
-        self.item_id = item_id
-
-    def build_item(self, text: str, status: str) -> Item:
-        """The item with so much text."""
-        raise NotImplementedError
-
-    def build_part(self, text: str) -> Item:
-        """Its content."""
-        return {"type": self.part, "text": text}
-
-    def describe_text(self, text: str) -> Item:
-        """Its text in a done event."""
-        return {"text": text}
-
-    def read_text(self, text: str) -> str:
-        """Its text, from what the engine wrote."""
-        return text
-
-
-class _TextBlock(_ItemBlock):
-    event = "response.output_text"
-    part = "output_text"
-    delta_fields: Item = {"logprobs": []}  # noqa: RUF012
-
-    def build_item(self, text: str, status: str) -> Item:
-        content = [] if status == "in_progress" else [self.build_part(text)]
-        item: Item = {"id": self.item_id, "type": "message", "status": status}
-        return item | {"role": "assistant", "content": content}
-
-    def build_part(self, text: str) -> Item:
-        return {"type": self.part, "text": text, "annotations": [], "logprobs": []}
-
-    def describe_text(self, text: str) -> Item:
-        return {"text": text, "logprobs": []}
-
-
-class _ReasoningBlock(_ItemBlock):
-    event = "response.reasoning_text"
-    part = "reasoning_text"
-
-    def build_item(self, text: str, status: str) -> Item:
-        content = [] if status == "in_progress" else [self.build_part(text)]
-        item: Item = {"id": self.item_id, "type": "reasoning", "status": status}
-        return item | {"summary": [], "content": content}
-
-
-class _CallBlock(_ItemBlock):
-    event = "response.function_call_arguments"
-
-    def __init__(self, item_id: str, call_id: str, tool: ToolName) -> None:
-        super().__init__(item_id)
-        self._call_id = call_id
-        self._tool = tool
-
-    def build_item(self, text: str, status: str) -> Item:
-        item: Item = {"id": self.item_id, "type": "function_call", "status": status}
-        if self._tool.namespace is not None:
-            item["namespace"] = self._tool.namespace
-        return item | {"call_id": self._call_id, "name": self._tool.name, "arguments": text}
-
-    def describe_text(self, text: str) -> Item:
-        return {"name": self._tool.name, "arguments": text}
-
-
-class _FreeTextBlock(_CallBlock):
-    """A call of a tool that takes free text, which the engine writes as an argument."""
-
-    event = "response.custom_tool_call_input"
-    is_buffered = True
-
-    def build_item(self, text: str, status: str) -> Item:
-        item: Item = {"id": self.item_id, "type": "custom_tool_call", "status": status}
-        return item | {"call_id": self._call_id, "name": self._tool.name, "input": text}
-
-    def describe_text(self, text: str) -> Item:
-        return {"input": text}
-
-    def read_text(self, text: str) -> str:
-        try:
-            return _decode_free_text(text).input
-        except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
-            return text
 
 
 def _build_usage(usage: AnswerUsage) -> Item:
