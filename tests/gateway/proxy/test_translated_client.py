@@ -1,5 +1,6 @@
 """What a client of a translated request receives, byte by byte, and what it does to the engine."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 
@@ -7,13 +8,16 @@ import pytest
 
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.error_dialects import MESSAGES_PATH
+from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.translation.chat_types import MAX_TOOL_CALLS
 from cleave.gateway.translation.messages_answer import MessagesAnswer
+from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: r\r\n\r\n"
 EVENT = b'data: {"id":"chatcmpl-1","model":"m","choices":[{"delta":{"content":"a"}}]}\n\n'
+NESTED = b"[" * 3_000, b"]" * 3_000
 ASK = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 MESSAGES = MESSAGES_PATH.decode()
 
@@ -214,3 +218,65 @@ async def test_what_is_refused_for_another_reason_is_sent_twice_at_most(single) 
         assert len(engine.requests) == number
     assert not single.context.system_first
     await single.until_idle()
+
+
+STREAMS = [(MESSAGES, ASK | {"stream": True}),
+           ("/v1/responses", {"model": "m", "input": "a", "stream": True})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_a_stream_that_cannot_be_translated_ends_at_once(single, path, body) -> None:
+    """Its engine is given up, which would go on."""
+
+    async def nest(engine, request, writer) -> None:
+        engine.send_stream_head(writer)
+        engine.send_chunk(writer, EVENT)
+        engine.send_chunk(writer, EVENT.replace(b'"delta"', b'"x":%b0%b,"delta"' % NESTED))
+        await writer.drain()
+        await asyncio.sleep(60)
+
+    single.engines["x"].script = nest
+    response = await single.ask(body, path)
+    assert response.status == 200
+    assert b"cannot be translated" in response.body
+    await single.until_idle()
+    assert single.context.buffer_budget.used == 0
+
+
+async def test_a_client_that_leaves_frees_what_its_stream_has_kept(single) -> None:
+    async def say_much(engine, request, writer) -> None:
+        engine.send_stream_head(writer)
+        for _ in range(30):
+            engine.send_chunk(writer, EVENT.replace(b'"a"', b'"%b"' % (b"a" * 3_000)))
+            await writer.drain()
+        await asyncio.sleep(60)
+
+    single.engines["x"].script = say_much
+    client = await single.connect()
+    client.send(STREAMS[1][1], STREAMS[1][0])
+    budget = single.context.buffer_budget
+    await single.until(lambda: budget.used >= 64 << 10, "kept")
+    client.writer.transport.abort()
+    await single.until_idle()
+    await single.until(lambda: budget.used == 0, "freed")
+
+
+def test_a_stream_for_whose_texts_there_is_no_room_fails() -> None:
+    client = Recorded(chunked=True)
+    translated = TranslatedClient(client, ResponsesAnswer({}, {}), BufferBudget(20 << 10))
+    translated.write(HEAD)
+    events = EVENT.replace(b'"a"', b'"%b"' % (b"a" * 1_000)) * 40
+    with pytest.raises(GatewayError, match="--max-buffered"):
+        translated.write(events)
+    translated.end(reusable=False)
+    assert b"event: response.failed" in client.data
+    decode_chunks(client.data.partition(b"\r\n\r\n")[2])
+
+
+@pytest.mark.parametrize("answer", [MessagesAnswer(), ResponsesAnswer({}, {})])
+def test_a_stream_whose_end_never_came_ends_with_an_error(answer) -> None:
+    client = Recorded(chunked=True)
+    translated = TranslatedClient(client, answer, BufferBudget(1 << 20))
+    translated.write(HEAD + EVENT)
+    translated.end(reusable=True)
+    assert b"cannot be translated" in client.data

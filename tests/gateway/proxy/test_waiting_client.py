@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.proxy import proxied_request
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.proxy.waiting_client import send_comment
@@ -133,7 +134,7 @@ def test_comments_are_framed_as_the_client_understands(chunked: bool) -> None:
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_translated_stream_has_comments_and_its_own_errors(chunked: bool, fails: bool) -> None:
     client = Recorded(chunked)
-    translated = TranslatedClient(client, MessagesAnswer())
+    translated = TranslatedClient(client, MessagesAnswer(), BufferBudget(1 << 20))
     waiting = send_comment(translated, b"r", has_begun=False)
     waiting.write(REFUSAL if fails else HEAD + EVENT)
     if not fails:

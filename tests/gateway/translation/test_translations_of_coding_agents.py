@@ -198,7 +198,8 @@ def stream(translation: Translation, *deltas: dict) -> list[dict]:
     """The data of the events for these deltas."""
     events = [{"id": "chatcmpl-1", "model": "m", "choices": [{"delta": each}]} for each in deltas]
     data = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events)
-    translated = StreamTranslator(translation.answer, int).convert(data + b"data: [DONE]\n\n")
+    pieces = StreamTranslator(translation.answer, int).convert(data + b"data: [DONE]\n\n")
+    translated = b"".join(pieces)
     return [json.loads(event.split(b"\ndata: ")[1]) for event in translated.split(b"\n\n") if event]
 
 
@@ -316,7 +317,7 @@ def test_a_stop_string_after_a_complete_call_does_not_keep_it_from_running() -> 
         call = {"choices": [{"delta": call_delta("look", arguments)}]}
         data = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in (call, last))
         translator = StreamTranslator(translation.answer, int)
-        events = translator.convert(data + b"data: [DONE]\n\n").split(b"\n\n")
+        events = b"".join(translator.convert(data + b"data: [DONE]\n\n")).split(b"\n\n")
         return json.loads(events[-3].split(b"\ndata: ")[1])["delta"]["stop_reason"]
 
     assert (end('{"at": 2}'), end('{"at": ')) == ("tool_use", "stop_sequence")

@@ -287,8 +287,8 @@ def test_a_message_starts_with_the_tokens_of_its_prompt() -> None:
 
 def test_a_comment_of_a_stream_stays_one() -> None:
     translator = StreamTranslator(MessagesAnswer(), int)
-    assert translator.convert(b": keep-alive\n\n") == b": keep-alive\n\n"
-    assert b"message_stop" in translator.convert(b"data: [DONE]\n\n")
+    assert b"".join(translator.convert(b": keep-alive\n\n")) == b": keep-alive\n\n"
+    assert b"message_stop" in b"".join(translator.convert(b"data: [DONE]\n\n"))
 
 
 @pytest.mark.parametrize(
