@@ -123,29 +123,31 @@ class TranslatedClient:
 
     def _translate(self, translator: StreamTranslator, events: bytes) -> None:
         """Raises GatewayError when the stream cannot go on."""
-        was_stopped = translator.fault is not None
-        pieces, growth = translator.convert(events), translator.kept_bytes - self._room
-        if growth > 0 and not translator.has_ended:
-            growth = max(growth, ROOM_BYTES)
-            if self._budget.reserve(growth):
-                self._room += growth
-            else:
-                pieces += translator.fail(NO_ROOM)
-        if pieces:
-            self._send(pieces)
-        if translator.fault is not None and not was_stopped:
+        if translator.has_ended:
+            return
+        pieces = translator.convert(events)
+        if translator.kept_bytes > self._room and not self._make_room(translator.kept_bytes):
+            pieces += translator.fail(NO_ROOM)
+        self._send(pieces)
+        if translator.fault is not None:
             raise build_engine_error(HTTPStatus.BAD_GATEWAY, translator.fault.message)
+
+    def _make_room(self, kept: int) -> bool:
+        growth = max(kept - self._room, ROOM_BYTES)
+        is_reserved = self._budget.reserve(growth)
+        self._room += growth if is_reserved else 0
+        return is_reserved
 
     def _send(self, pieces: Sequence[bytes]) -> None:
         """Send events as a chunk, long ones as the client takes them."""
-        size = sum(map(len, pieces))
+        client, size = self._client, sum(map(len, pieces))
         if size <= MAX_JOINED_BYTES:
             if events := b"".join(pieces):
-                self._client.write(encode_chunk(events) if self._client.chunked else events)
+                client.write(encode_chunk(events) if client.chunked else events)
             return
-        if self._client.chunked:
+        if client.chunked:
             pieces = [b"%x\r\n" % size, *pieces, b"\r\n"]
-        self._client.write_pieces(_join_short(pieces))
+        client.write_pieces(_join_short(pieces))
 
     def _release(self) -> None:
         self._budget.release(self._room - FREE_BYTES)

@@ -20,6 +20,7 @@ from cleave.gateway.translation.chat_types import (
     FunctionCall,
     ToolCall,
     decode_event,
+    decode_last_event,
 )
 
 MAX_EVENT_BYTES = 256 << 10
@@ -113,28 +114,31 @@ class StreamTranslator:
         self._num_tool_calls = 0
         self._last_choice = AnswerChoice()
         self._usage = AnswerUsage()
+        self.kept_bytes = 0
+        """What the answer keeps of the texts."""
         self._pieces: list[bytes] = []
         """Events for the client."""
 
     def convert(self, events: bytes) -> list[bytes]:
         """The client's events, in pieces, for complete events of the engine."""
         begin = 0
-        while begin < len(events) and not self.has_ended:
-            end = events.find(_SEPARATOR, begin, begin + _MAX_SEARCHED)
-            end = len(events) if end < 0 else end
-            if end - begin > MAX_EVENT_BYTES:
-                # Before it is copied.
-                self._stop(_EVENT_TOO_LONG)
-            elif end > begin:
-                self._convert(events[begin:end])
-            begin = end + len(_SEPARATOR)
+        try:
+            while begin < len(events) and not self.has_ended:
+                end = events.find(_SEPARATOR, begin, begin + _MAX_SEARCHED)
+                end = len(events) if end < 0 else end
+                if end - begin > MAX_EVENT_BYTES:
+                    # Before it is copied.
+                    self._stop(_EVENT_TOO_LONG)
+                elif end > begin:
+                    self._convert(events[begin:end])
+                begin = end + len(_SEPARATOR)
+        except UNTRANSLATABLE:
+            self._stop(UNREADABLE)
+        self.kept_bytes = kept = self._answer.kept_bytes
+        if kept > MAX_KEPT_BYTES and not self.has_ended:
+            self._stop(_ANSWER_TOO_LONG)
         pieces, self._pieces = self._pieces, []
         return pieces
-
-    @property
-    def kept_bytes(self) -> int:
-        """What the answer keeps of the texts."""
-        return self._answer.kept_bytes
 
     def fail(self, error: AnswerError) -> list[bytes]:
         """The last events of a stream that cannot go on; nothing if it has ended."""
@@ -143,14 +147,6 @@ class StreamTranslator:
         return self.convert(b"")
 
     def _convert(self, data: bytes) -> None:
-        try:
-            self._take(data)
-        except UNTRANSLATABLE:
-            self._stop(UNREADABLE)
-        if self._answer.kept_bytes > MAX_KEPT_BYTES and not self.has_ended:
-            self._stop(_ANSWER_TOO_LONG)
-
-    def _take(self, data: bytes) -> None:
         if data.startswith(_COMMENT):
             self._pieces += data, _SEPARATOR
             return
@@ -160,7 +156,10 @@ class StreamTranslator:
             self._close()
             self._pieces += self._answer.end(self._last_choice, self._usage)
             return
-        event = decode_event(data[len(_DATA) :])
+        try:
+            event = decode_event(data[len(_DATA) :])
+        except msgspec.ValidationError:
+            event = decode_last_event(data[len(_DATA) :])
         if event.error is not None:
             self._end_with(event.error)
             return

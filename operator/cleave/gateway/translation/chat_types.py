@@ -191,18 +191,8 @@ class TokenizeResponse(msgspec.Struct):
     count: int
 
 
-_decode_event = msgspec.json.Decoder(EventAnswer).decode
-_decode_last_event = msgspec.json.Decoder(LastEvent).decode
-
-
-def decode_event(data: bytes) -> ChatAnswer:
-    """An event of a stream. Raises one of UNTRANSLATABLE."""
-    try:
-        return _decode_event(data)
-    except msgspec.ValidationError:
-        return _decode_last_event(data)
-
-
+decode_event: Callable[[bytes], ChatAnswer] = msgspec.json.Decoder(EventAnswer).decode
+decode_last_event: Callable[[bytes], ChatAnswer] = msgspec.json.Decoder(LastEvent).decode
 decode_error = msgspec.json.Decoder(ErrorAnswer).decode
 decode_complete: Callable[[bytes], ChatAnswer] = msgspec.json.Decoder(CompleteAnswer).decode
 decode_tokenize = msgspec.json.Decoder(TokenizeResponse).decode
