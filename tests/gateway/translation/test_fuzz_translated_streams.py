@@ -17,7 +17,7 @@ from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.errors import EVENT_TOO_LONG, GatewayError
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
 from cleave.gateway.proxy.translated_client import FREE_BYTES, ROOM_BYTES, TranslatedClient
-from cleave.gateway.translation.answer import MAX_EVENT_BYTES, MAX_KEPT_BYTES
+from cleave.gateway.translation.answer import MAX_EVENT_BYTES, MAX_TEXT_BYTES
 from cleave.gateway.translation.messages_answer import MessagesAnswer
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.responses_tools import ToolName
@@ -197,7 +197,7 @@ def test_any_stream_ends_in_short_steps(path: str) -> None:
         for _ in range(NUM_STREAMS):
             stream = streams.build()
             answer, most = find_worst(path, stream, recorder)
-            assert most <= MAX_KEPT_BYTES + MAX_EVENT_BYTES + ROOM_BYTES
+            assert most <= MAX_TEXT_BYTES + MAX_EVENT_BYTES + ROOM_BYTES
             assert len(answer) <= MAX_GROWTH * len(stream) + (1 << 16), stream[:500]
             events = read_events(answer)
             last = [each["type"] for each in events if each["type"] in ENDS[path]]
@@ -211,11 +211,11 @@ def test_any_stream_ends_in_short_steps(path: str) -> None:
 @pytest.mark.parametrize("text", ["é\\n" * 333, "\\u0001" * 160])
 def test_a_long_answer_is_repeated_from_what_was_sent(text: str) -> None:
     """Reserved while it grows; its last events are written at once, and none takes long."""
-    num = MAX_KEPT_BYTES // (len(text.encode()) + 2) - 5
+    num = MAX_TEXT_BYTES // (len(text.encode()) + 2) - 5
     stream = say(f'"{text}"') * num + DONE
     with recorded_blocks() as recorder:
         answer, most = find_worst("/v1/responses", stream, recorder)
-    assert MAX_KEPT_BYTES - 3 * ROOM_BYTES < most + FREE_BYTES < MAX_KEPT_BYTES + ROOM_BYTES
+    assert MAX_TEXT_BYTES - 3 * ROOM_BYTES < most + FREE_BYTES < MAX_TEXT_BYTES + ROOM_BYTES
     events, whole = read_events(answer), json.loads(f'"{text}"') * num
     assert events[-1]["type"] == "response.completed"
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == whole

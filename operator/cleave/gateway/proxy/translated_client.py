@@ -126,7 +126,7 @@ class TranslatedClient:
         if translator.has_ended:
             return
         pieces = translator.convert(events)
-        if translator.kept_bytes > self._room and not self._make_room(translator.kept_bytes):
+        if translator.text_bytes > self._room and not self._make_room(translator.text_bytes):
             pieces += translator.fail(NO_ROOM)
         self._send(pieces)
         if translator.fault is not None:

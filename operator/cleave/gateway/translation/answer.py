@@ -25,7 +25,7 @@ from cleave.gateway.translation.chat_types import (
 
 MAX_EVENT_BYTES = 256 << 10
 """Of an event that is translated: it is decoded and written again in one go, 3 ms at most."""
-MAX_KEPT_BYTES = 2 << 20
+MAX_TEXT_BYTES = 2 << 20
 """Of a stream that is repeated when it ends."""
 
 _SEPARATOR = b"\n\n"
@@ -69,7 +69,7 @@ class StreamedAnswer(Answer, Protocol):
     those that may be long, in pieces."""
 
     @property
-    def kept_bytes(self) -> int:
+    def text_bytes(self) -> int:
         """What it keeps of the texts."""
 
     def begin(self, event: ChatAnswer) -> bytes:
@@ -114,7 +114,7 @@ class StreamTranslator:
         self._num_tool_calls = 0
         self._last_choice = AnswerChoice()
         self._usage = AnswerUsage()
-        self.kept_bytes = 0
+        self.text_bytes = 0
         """What the answer keeps of the texts."""
         self._pieces: list[bytes] = []
         """Events for the client."""
@@ -134,8 +134,8 @@ class StreamTranslator:
                 begin = end + len(_SEPARATOR)
         except UNTRANSLATABLE:
             self._stop(UNREADABLE)
-        self.kept_bytes = kept = self._answer.kept_bytes
-        if kept > MAX_KEPT_BYTES and not self.has_ended:
+        self.text_bytes = kept = self._answer.text_bytes
+        if kept > MAX_TEXT_BYTES and not self.has_ended:
             self._stop(_ANSWER_TOO_LONG)
         pieces, self._pieces = self._pieces, []
         return pieces

@@ -49,7 +49,7 @@ class MessagesAnswer:
         self._delta_prefix = b""
         """A delta of the open block up to its text."""
         self._has_tool_call = False
-        self.kept_bytes = 0
+        self.text_bytes = 0
         self._arguments: bytearray | None = None
         """Of the open tool call; None: the open block is none, or they are too long."""
         self._is_call_complete = False
@@ -97,9 +97,9 @@ class MessagesAnswer:
         """More of the open block."""
         if self._arguments is not None:
             self._arguments += text.encode()
-            self.kept_bytes = len(self._arguments)
-            if self.kept_bytes > MAX_ARGUMENTS_BYTES:
-                self._arguments, self.kept_bytes, self._is_call_complete = None, 0, False
+            self.text_bytes = len(self._arguments)
+            if self.text_bytes > MAX_ARGUMENTS_BYTES:
+                self._arguments, self.text_bytes, self._is_call_complete = None, 0, False
         return b"%b%b}}\n\n" % (self._delta_prefix, _encode(text))
 
     def close_block(self) -> Sequence[bytes]:
@@ -123,7 +123,7 @@ class MessagesAnswer:
 
     def _open(self, block: Mapping[str, object], delta: str, key: str) -> bytes:
         self._index += 1
-        self._arguments, self.kept_bytes = None, 0
+        self._arguments, self.text_bytes = None, 0
         # A delta is encoded for each token, so all of it but the text is built once.
         self._delta_prefix = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'

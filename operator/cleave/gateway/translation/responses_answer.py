@@ -79,7 +79,7 @@ class ResponsesAnswer:
         self._model = ""
         self._sequence = 0
         """Number of the next event."""
-        self.kept_bytes = 0
+        self.text_bytes = 0
         self._output: list[ItemBlock] = []
         """Complete items."""
         self._block: ItemBlock | None = None
@@ -124,19 +124,19 @@ class ResponsesAnswer:
 
     def open_tool_call(self, call_id: str, name: str) -> bytes:
         """A call of a function begins."""
-        self.kept_bytes += len(call_id) + len(name)
+        self.text_bytes += len(call_id) + len(name)
         return self._open(self._make_call(self._make_item_id, call_id, name))
 
     def add_text(self, text: str) -> bytes:
         """More of the open block."""
         encoded = _encode(text)
         self._text_end += encoded[1:-1]
-        self.kept_bytes += len(encoded)
+        self.text_bytes += len(encoded)
         if len(self._text_end) >= PIECE_BYTES:
             self._text.append(bytes(self._text_end))
             self._text_end = bytearray()
         if not self._delta_prefix:
-            self.kept_bytes += len(encoded) * (FREE_TEXT_WEIGHT - 1)
+            self.text_bytes += len(encoded) * (FREE_TEXT_WEIGHT - 1)
             return b""
         number, self._sequence = self._sequence, self._sequence + 1
         return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_prefix, encoded, number)
@@ -220,7 +220,7 @@ class ResponsesAnswer:
 
     def _open(self, block: ItemBlock) -> bytes:
         self._block, index = block, len(self._output)
-        self.kept_bytes += ITEM_BYTES
+        self.text_bytes += ITEM_BYTES
         item = block.build_item("", "in_progress")
         payload: Item = {"output_index": index, "item": item}
         events = self._build_event("response.output_item.added", payload)
