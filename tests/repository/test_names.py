@@ -110,7 +110,7 @@ test_later_messages test_length_predictors test_lifecycle test_logs test_main te
 test_published_results test_queries test_recovery_emulated test_recovery_rules test_role_change
 test_rollback test_rollout_histories test_same_picks test_scale_from_zero test_scaling_convergence
 test_scheduling_limits test_siblings_end_to_end test_skew test_smuggling test_vllm_interfaces
-test_weights_rollout test_parser_differences
+test_weights_rollout test_parser_differences test_fuzz_translated_streams
 """
 SCENARIOS = frozenset(_SCENARIOS.split())
 """Tests of what several modules do together; all others are named for the module they test."""

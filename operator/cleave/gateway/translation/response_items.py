@@ -27,7 +27,7 @@ TEXT = msgspec.Raw(b'"%b"' % _MARK)
 """In the place of a text; JSON never contains this byte."""
 
 
-def insert_texts(data: bytes, texts: Sequence[Sequence[bytes]]) -> list[bytes]:
+def fill_texts(data: bytes, texts: Sequence[Sequence[bytes]]) -> list[bytes]:
     """The data in pieces, with these texts, each in pieces, in the place of its first marks."""
     first, *rest = data.split(_MARK, len(texts))
     pieces = [first]

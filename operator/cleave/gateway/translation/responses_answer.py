@@ -33,7 +33,7 @@ from cleave.gateway.translation.response_items import (
     ItemBlock,
     ReasoningBlock,
     TextBlock,
-    insert_texts,
+    fill_texts,
 )
 from cleave.gateway.translation.responses_tools import ToolName, ToolNames
 
@@ -100,7 +100,7 @@ class ResponsesAnswer:
             block.text = (_encode(block.read_text(text))[1:-1],)
             self._output.append(block)
         data = _encode(self._build_ended(choice, chat.usage or AnswerUsage()))
-        return b"".join(insert_texts(data, [block.text for block in self._output]))
+        return b"".join(fill_texts(data, [block.text for block in self._output]))
 
     def build_error(self, status: int, body: bytes) -> bytes:
         """Errors have OpenAI's form already."""
@@ -158,7 +158,7 @@ class ResponsesAnswer:
         self._output.append(block)
         pieces: list[bytes] = []
         for name, payload in done:
-            pieces += insert_texts(self._build_event(name, payload), [block.text])
+            pieces += fill_texts(self._build_event(name, payload), [block.text])
         return pieces
 
     def end(self, choice: AnswerChoice, usage: AnswerUsage) -> Sequence[bytes]:
@@ -187,7 +187,7 @@ class ResponsesAnswer:
 
     def _build_last(self, response: Item) -> Sequence[bytes]:
         data = self._build_event(f"response.{response['status']}", {"response": response})
-        return insert_texts(data, [block.text for block in self._output])
+        return fill_texts(data, [block.text for block in self._output])
 
     def _set_frame(self, chat: ChatAnswer) -> None:
         self._id, self._model = shorten_id(chat.id), chat.model
