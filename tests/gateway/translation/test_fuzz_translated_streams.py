@@ -238,7 +238,7 @@ def test_an_answer_that_is_too_long_to_repeat_fails(part: bytes) -> None:
 
 @pytest.mark.parametrize("path", ENDS)
 @pytest.mark.parametrize(("slow", "message"), [
-    (say('"%s"' % ("\\u0041" * 43_700)), "above 256 KiB"),
+    (say('"%s"' % ("a" * 262_200)), "above 256 KiB"),
     (call(*['{"index":0,"function":{"name":"f"}}'] * 129), "cannot be translated"),
     (say('"a","x":' + "[" * 3_000 + "]" * 3_000), "cannot be translated"),
 ])  # fmt: skip
