@@ -88,7 +88,7 @@ class TranslatedClient:
         if self._translator is None:
             self._body.append(data)
         else:
-            self._translate(self._translator, bytes(data))
+            self._convert(self._translator, bytes(data))
 
     def write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Take many bytes."""
@@ -121,7 +121,7 @@ class TranslatedClient:
             self._translator = StreamTranslator(streamed, self._count_prompt)
             self._client.write(head + (_CHUNKED if self._client.chunked else b"") + _HEAD_END)
 
-    def _translate(self, translator: StreamTranslator, events: bytes) -> None:
+    def _convert(self, translator: StreamTranslator, events: bytes) -> None:
         """Raises GatewayError when the stream cannot go on."""
         if translator.has_ended:
             return
