@@ -1,8 +1,7 @@
 """One proxied completion request: admission, attempts at engines, one response to the client.
 
 Made by `GatewayRequestHandler` for each request. Events come from the client's connection, the
-admission controller, the attempt (`on_...`) and the sweeper (`check_deadline`, five times a
-second):
+admission controller, the attempt (`on_...`) and the sweeper (`check_deadline`, every 0.2 s):
 
     new        start: too many waiting -> ended (429); no limits -> picking; else -> queued
     queued     admit -> picking; reject -> ended (429)
@@ -321,8 +320,7 @@ class ProxiedRequest:
                 self.on_attempt_failed(Failure.ADAPTER, "has unloaded the adapter")
                 return
             body = names.restore_in_text(body)
-        refusal = convert_engine_error(call.status, body)
-        if refusal is not None:
+        if (refusal := convert_engine_error(call.status, body)) is not None:
             # Its message is not recorded: engines quote the request.
             body = refusal.to_json()
         self._respond(call.status, headers.JSON_CONTENT, [body], "refused")
