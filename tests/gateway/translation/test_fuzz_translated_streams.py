@@ -211,7 +211,7 @@ def test_any_stream_ends_in_short_steps(path: str) -> None:
 @pytest.mark.parametrize("text", ["é\\n" * 333, "\\u0001" * 160])
 def test_a_long_answer_is_repeated_from_what_was_sent(text: str) -> None:
     """Reserved while it grows; its last events are written at once, and none takes long."""
-    num = MAX_TEXT_BYTES // (len(text.encode()) + 2) - 5
+    num = MAX_TEXT_BYTES // (len(text.encode()) + 2) - 10
     stream = say(f'"{text}"') * num + DONE
     with recorded_blocks() as recorder:
         answer, most = find_worst("/v1/responses", stream, recorder)

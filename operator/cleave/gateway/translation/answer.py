@@ -43,7 +43,7 @@ _EVENT_TOO_LONG = AnswerError(
     *_ENGINE_ERROR,
 )
 _ANSWER_TOO_LONG = AnswerError(
-    "the answer is above 2 MiB of text, counting each item as 4 KiB: request fewer tokens, or use "
+    "the answer is above 2 MiB of text, counting each item as 8 KiB: request fewer tokens, or use "
     "/v1/chat/completions",
     *_ENGINE_ERROR,
 )

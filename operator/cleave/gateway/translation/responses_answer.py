@@ -51,7 +51,7 @@ _MAX_REPEATED_BYTES = 32 << 10
 """Longer ones are not repeated: each answer would copy them up to three times."""
 PIECE_BYTES = 32 << 10
 """Of a text that is kept."""
-ITEM_BYTES = 4 << 10
+ITEM_BYTES = 8 << 10
 """Of text take as long to repeat as an item without text."""
 FREE_TEXT_WEIGHT = 4
 """Text that is read when it is complete counts so many times."""
