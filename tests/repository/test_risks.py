@@ -20,10 +20,11 @@ def test_each_named_test_exists(file: str, test: str) -> None:
 
 def test_every_risk_of_clients_pods_and_the_cluster_has_a_row() -> None:
     rows = re.findall(
-        r"^\| ([CRS]\d+(?: C\d+)*) \|", (ROOT / "docs/risks.md").read_text(), re.MULTILINE
+        r"^\| ([CHRS]\d+(?: [CH]\d+)*) \|", (ROOT / "docs/risks.md").read_text(), re.MULTILINE
     )
     expected = {
         *(f"S{number}" for number in range(1, 21)),
+        *(f"H{number}" for number in range(1, 14)),
         *(f"R{number}" for number in range(1, 9)),
         # C18 has never been given.
         *(f"C{number:02}" for number in range(1, 22) if number != 18),
