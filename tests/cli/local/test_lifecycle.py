@@ -147,7 +147,7 @@ def test_engines_that_never_start_end_the_wait_with_their_last_words(
     cleave: Cleave, manifest: Path, port: str, tmp_path: Path
 ) -> None:
     content = yaml.safe_load(manifest.read_text())
-    content["spec"]["engine"]["args"] = ["--bogus"]
+    content["spec"]["engine"]["args"] = ["--block-size=0"]
     broken = tmp_path / "broken.yaml"
     broken.write_text(yaml.safe_dump(content))
     up = cleave("up", "-f", str(broken), "--port", port, "-d")
@@ -155,7 +155,7 @@ def test_engines_that_never_start_end_the_wait_with_their_last_words(
     assert up.returncode == 1
     assert f"chat-prefill-0: {failure}" in up.stdout
     assert f"has lost its engine 3 times: {failure}" in up.stderr
-    assert "unrecognized arguments: --bogus" in up.stderr
+    assert "--block-size must be at least 1" in up.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -53,7 +53,7 @@ def read_in_slices(path: bytes, body: bytes) -> Outcome:
 def read(path: bytes, body: bytes) -> Outcome:
     try:
         if translate := TRANSLATORS.get(path):
-            translation = run_at_once(translate(body))
+            translation = run_at_once(translate(body, ()))
             return translation.completion, translation.path
         if path in (CHAT, COMPLETIONS):
             return parse_completion(path, body), path

@@ -23,10 +23,11 @@ from cleave.gateway.translation.answer import (
     StreamTranslator,
 )
 from cleave.gateway.translation.chat_types import UNTRANSLATABLE
-from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES
 
 log = logging.getLogger(__name__)
 
+MAX_BODY_BYTES = 256 << 10
+"""Of an answer that is translated in one go; longer ones can be streamed."""
 FREE_BYTES = ROOM_BYTES = 16 << 10
 """More kept bytes of a stream count toward the buffer budget, so many at a time."""
 PIECE_BYTES = 64 << 10
@@ -168,7 +169,7 @@ class TranslatedClient:
     def _build_body(self) -> bytes | GatewayError:
         """The answer in the other API, or why there is none."""
         pieces, self._body = self._body, []
-        if sum(map(len, pieces)) > MAX_DECODED_BYTES:
+        if sum(map(len, pieces)) > MAX_BODY_BYTES:
             return RESPONSE_TOO_LONG
         status, body = int(self._head[_STATUS]), b"".join(pieces)
         try:

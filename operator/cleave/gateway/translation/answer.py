@@ -23,7 +23,7 @@ from cleave.gateway.translation.chat_types import (
     decode_last_event,
 )
 
-MAX_EVENT_BYTES = 256 << 10
+MAX_EVENT_BYTES = 128 << 10
 """Of an event that is translated: it is decoded and written again in one go, 3 ms at most."""
 MAX_TEXT_BYTES = 2 << 20
 """Of a stream that is repeated when it ends."""
