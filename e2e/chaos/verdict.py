@@ -145,7 +145,7 @@ def check_refusal(status: int, error: dict[str, Any]) -> Verdict:
         return Verdict(Case.NO_INSTANCE, message)
     if code == "receiving_too_much":
         return Verdict(Case.BUFFERS_FULL, message)
-    if code in ("engine_error", "engine_timeout", "suspect_request"):
+    if code in ("engine_error", "engine_timeout", "suspect_request", "suspect_sender"):
         if "otherwise than" in message:
             raise WrongAnswerError(message)
         return Verdict(Case.ENGINES_FAILED, message)
