@@ -1,4 +1,4 @@
-"""Whatever events an engine writes, a translated stream ends, in little memory and short steps.
+"""With any events of an engine, a translated stream ends, in little memory and short steps.
 
 A relay and a client, fed as engines' connections feed them. Only the client is measured, in CPU
 time, and a stream fails only if it is slow three times. For a long run:

@@ -1,7 +1,7 @@
 """Divides an engine's bytes into complete events; the beginning of one waits for its end. No I/O.
 
 Used by the relay when pieces do not end with an event. What is hard: an event may come in very many
-pieces, so each byte is searched and copied once, whatever its size. And the first event may list
+pieces, so each byte is searched and copied once at any size. And the first event may list
 every token id of a prompt, many times as long as any other event may be: these ids are taken out
 while they arrive, so that nothing else has to read them.
 """

@@ -2,7 +2,7 @@
 
 Called by `history`. What is hard: a column rarely says its unit. Numbers that lie between 2001 and
 2065 in one unit are times since 1970 in that unit; small ones count from the start of the
-recording. Whatever is assumed is said in a remark, and what fits nothing is refused.
+recording. What is assumed is said in a remark, and what fits nothing is refused.
 """
 
 from collections.abc import Sequence
