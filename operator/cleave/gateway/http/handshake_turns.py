@@ -65,9 +65,7 @@ class HandshakeTurns:
 
     def pay(self, address: str) -> None:
         """A new connection of this address has sent a request with a key."""
-        if len(self._debts) >= MAX_ADDRESSES:
-            self._forgive()
-        self._debts[address] = max(self._debts.get(address, 0) - PAID_TURNS, -MAX_CREDIT)
+        self._add_debt(address, -PAID_TURNS)
 
     def _take_turns(self) -> Steps[None]:
         try:
@@ -76,7 +74,7 @@ class HandshakeTurns:
                 begun, new = self._waiting[address]
                 handshake, _ = (begun or new).popitem()
                 self._forget_served(address)
-                self._charge(address)
+                self._add_debt(address, 1)
                 handshake.run_handshake()
                 yield
         finally:
@@ -89,16 +87,13 @@ class HandshakeTurns:
         if not any(self._waiting.get(address, (True,))):
             del self._waiting[address]
 
-    def _charge(self, address: str) -> None:
-        if len(self._debts) >= MAX_ADDRESSES:
-            self._forgive()
+    def _add_debt(self, address: str, turns: int) -> None:
         if self._clock() > self._halved_at + HALVING_S:
             self._halved_at = self._clock()
             halved = {other: int(debt / 2) for other, debt in self._debts.items()}
             self._debts = {other: debt for other, debt in halved.items() if debt}
-        self._debts[address] = self._debts.get(address, 0) + 1
-
-    def _forgive(self) -> None:
-        self._debts = {other: debt for other, debt in self._debts.items() if debt < 0}
+        if len(self._debts) >= MAX_ADDRESSES:
+            self._debts = {other: debt for other, debt in self._debts.items() if debt < 0}
         if len(self._debts) >= MAX_ADDRESSES:
             self._debts.clear()
+        self._debts[address] = max(self._get_debt(address) + turns, -MAX_CREDIT)
