@@ -10,7 +10,7 @@ from cleave.gateway.http.handshake_turns import (
     HALVING_S,
     MAX_ADDRESSES,
     MAX_CREDIT,
-    PAID_TURNS,
+    SETTLED_TURNS,
     HandshakeTurns,
 )
 
@@ -33,7 +33,7 @@ class Computing:
 
 class Broken:
     def run_handshake(self) -> None:
-        raise ValueError
+        raise ZeroDivisionError
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -54,16 +54,16 @@ async def test_an_address_that_owes_nothing_goes_before_many_that_do() -> None:
     await until(lambda: len(done) == NUM + 1)
 
 
-async def test_a_request_with_a_key_pays_for_its_handshake() -> None:
+async def test_a_request_with_a_key_settles_its_handshake() -> None:
     turns, done = HandshakeTurns(0.5, time.monotonic), []
     for _ in range(3):
         turns.add(Computing("x", done), "paid", has_begun=False)
         turns.add(Computing("x", done), "unpaid", has_begun=False)
     await until(lambda: len(done) == 6)
-    turns.pay("paid")
-    assert turns._debts == {"paid": 3 - PAID_TURNS, "unpaid": 3}
+    turns.settle("paid")
+    assert turns._debts == {"paid": 3 - SETTLED_TURNS, "unpaid": 3}
     for _ in range(MAX_CREDIT):
-        turns.pay("paid")
+        turns.settle("paid")
     assert turns._debts["paid"] == -MAX_CREDIT
 
 
@@ -105,7 +105,7 @@ async def test_a_connection_that_has_gone_takes_no_turn_and_is_forgotten() -> No
 
 async def test_a_handshake_that_fails_does_not_end_the_turns() -> None:
     turns, done = HandshakeTurns(0.5, time.monotonic), []
-    with pytest.raises(ValueError):
+    with pytest.raises(ZeroDivisionError):
         turns.add(Broken(), "a", has_begun=False)
     turns.add(Computing("next", done), "a", has_begun=False)
     await until(lambda: bool(done))
@@ -114,15 +114,15 @@ async def test_a_handshake_that_fails_does_not_end_the_turns() -> None:
 async def test_debts_of_any_number_of_addresses_take_bounded_memory_and_leave_credit() -> None:
     now = 0.0
     turns, done = HandshakeTurns(1.0, lambda: now), []
-    turns.pay("known")
+    turns.settle("known")
     for number in range(3 * MAX_ADDRESSES):
         turns._add_debt(str(number), 1)
         assert len(turns._debts) <= MAX_ADDRESSES
-    assert turns._debts["known"] == -PAID_TURNS
+    assert turns._debts["known"] == -SETTLED_TURNS
     for number in range(3 * MAX_ADDRESSES):
-        turns.pay(str(number))
+        turns.settle(str(number))
         assert len(turns._debts) <= MAX_ADDRESSES
     now = HALVING_S + 1
     turns._add_debt("x", 1)
-    assert turns._debts[str(number)] == -PAID_TURNS // 2
+    assert turns._debts[str(number)] == -SETTLED_TURNS // 2
     assert not done

@@ -127,7 +127,7 @@ class ClientConnection(asyncio.Protocol):
         None: the response is not complete, or nothing of it waits."""
         self.address = ""
         """Of the client, as it counts."""
-        self.has_paid = False
+        self.has_settled = False
         """Whether it has sent a request with a key."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -292,10 +292,10 @@ class ClientConnection(asyncio.Protocol):
         self._busy = False
         self._become_idle()
 
-    def pay_handshake(self) -> None:
+    def settle_handshake(self) -> None:
         """Its first request with a key has come."""
-        self.has_paid = True
-        self._context.handshake_turns.pay(self.address)
+        self.has_settled = True
+        self._context.handshake_turns.settle(self.address)
 
     def count_wrong_key(self) -> bool:
         """Count a wrong key of this client; False: it is one too many."""

@@ -3,10 +3,10 @@
 Used by `tls_connection`. What is hard: a first message of a client costs half a millisecond of
 computing and can be sent again and again, over any number of connections and from many addresses.
 Shares of equal size are no help: a busy client needs more than one of a hundred. So each turn is a
-debt of its address, which a request with a key pays; a client that uses the gateway is served at
-once, however many handshakes wait that lead to nothing. Of one address, as of a NAT with an attacker
-behind it, those that have begun go first, then the newest, as some are served in time then; first
-come, first served would let all of them wait too long ("adaptive LIFO": Maurer, Fail at Scale, 2015).
+debt of its address, which a request with a key settles; a client that uses the gateway is served at
+once, however many handshakes wait that lead to nothing. Of one address, as of a NAT with an
+attacker behind it, those that have begun go first, then the newest: some are in time then, while
+first come, first served makes all wait too long ("adaptive LIFO": Maurer, Fail at Scale, 2015).
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from typing import Protocol
 
 from cleave.time_slices import SliceQueue, Steps
 
-PAID_TURNS = 4
-"""A handshake takes two or three, so that who pays has credit ..."""
+SETTLED_TURNS = 4
+"""A handshake takes two or three, so that who settles has credit ..."""
 MAX_CREDIT = 32
 """... of so many turns."""
 HALVING_S = 60.0
@@ -63,9 +63,9 @@ class HandshakeTurns:
             waiting.pop(handshake, None)
         self._forget_served(address)
 
-    def pay(self, address: str) -> None:
+    def settle(self, address: str) -> None:
         """A new connection of this address has sent a request with a key."""
-        self._add_debt(address, -PAID_TURNS)
+        self._add_debt(address, -SETTLED_TURNS)
 
     def _take_turns(self) -> Steps[None]:
         try:
