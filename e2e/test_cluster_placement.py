@@ -20,6 +20,7 @@ from cleave.planner.placement import choose_placement
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.nodes import gpu_node
+from tests.support.node_terms import REQUIRED
 from tests.support.resource_cases import manifest
 
 pytestmark = pytest.mark.timeout(900)
@@ -53,10 +54,10 @@ def _are_open(cluster: Cluster, names: list[str]) -> bool:
 
 
 def build_pods(
-    namespace: str, machines: NodeTopology, *manual: dict[str, Any]
+    namespace: str, machines: NodeTopology, *manual: dict[str, Any], **spec: Any
 ) -> list[dict[str, Any]]:
     """All pods of a placement, in the order in which two pools' controllers might make them."""
-    document = manifest(placement={"manual": list(manual)}, engine={"connector": "Nixl"})
+    document = manifest(placement={"manual": list(manual)}, engine={"connector": "Nixl"}, **spec)
     document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate(document)
     pods = []
@@ -171,13 +172,19 @@ def test_without_cells_pods_keep_to_one_infiniband_domain_while_there_is_room(
     assert len({int(node[-1]) % 2 for node in where.values()}) == 1
 
 
-def test_roles_go_to_their_own_kinds_of_gpu(cluster: Cluster, nodes, namespace: str) -> None:
-    nodes(gpu_node("large"), gpu_node("small", product=L40S))
+def test_roles_go_to_their_own_kinds_of_gpu_where_the_affinity_lets_them(
+    cluster: Cluster, nodes, namespace: str
+) -> None:
+    nodes(gpu_node("large"), gpu_node("spare"), gpu_node("small", product=L40S))
+    not_spare = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["spare"]}
+    terms = [{"matchExpressions": [not_spare]}]
+    affinity = {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}}
     pods = build_pods(
         namespace,
         NodeTopology({H100: 8, L40S: 8}),
         {"role": "prefill", "replicas": 2, "gpu": "L40S"},
         {"role": "decode", "replicas": 2, "gpu": "H100"},
+        template={"affinity": affinity},
     )
     where = placed(cluster, namespace, pods)
     assert {name: node for name, node in where.items() if "prefill" in name} == {

@@ -176,6 +176,7 @@ def test_incompatible_kv_makes_another_revision(deployment, spec) -> None:
         {"placement": {"manual": [{"role": "mixed", "replicas": 9, "parallelism": {"tensor": 2}}]}},
         {"routing": {"fallback": "Never"}},
         {"template": {"nodeSelector": {"a": "b"}}},
+        {"template": {"affinity": {"nodeAffinity": {}}}},
         {"model": {"source": "org/model", "cache": {"hostPath": {"path": "/models"}}}},
     ],
 )

@@ -1,13 +1,15 @@
 """Which nodes workers must and had better run on."""
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cleave.manifests.scheduling import DRIVER_MAJOR, OLD_DRIVER_MAJOR, explain_unusable
 from cleave.manifests.topology import CLIQUE, NodeTopology
 from cleave.manifests.worker import build_worker_pod
 
-REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+from tests.support.node_terms import PREFERRED, REQUIRED, draw_affinities, is_selected
+
 NEAR = [
     (100, "cleave.dev/infiniband-domain"),
     (60, "network.topology.nvidia.com/spine"),
@@ -175,19 +177,6 @@ def test_a_cell_may_fill_an_nvlink_clique_instead_of_a_node(deployment, pools_of
     assert required(spec(prefill, cell=0))[0] == "nvidia.com/gpu.clique"
 
 
-def satisfies(requirement, node: dict[str, str]) -> bool:
-    """As the scheduler compares a requirement with a node's labels."""
-    value = node.get(requirement["key"])
-    match requirement["operator"]:
-        case "DoesNotExist":
-            return value is None
-        case "NotIn":
-            return value not in requirement["values"]
-        case "Gt":
-            return value is not None and int(value) > int(requirement["values"][0])
-    raise AssertionError(requirement)
-
-
 @pytest.mark.parametrize(
     ("labels", "is_usable"),
     [
@@ -201,11 +190,7 @@ def satisfies(requirement, node: dict[str, str]) -> bool:
     ],
 )
 def test_pods_with_cleaves_image_keep_to_nodes_that_can_run_it(pool, labels, is_usable) -> None:
-    terms = spec(pool())["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
-    is_admitted = any(
-        all(satisfies(each, labels) for each in term["matchExpressions"]) for term in terms
-    )
-    assert is_admitted is is_usable
+    assert is_selected(spec(pool())["affinity"], labels) is is_usable
     assert (explain_unusable(labels) == "") is is_usable
 
 
@@ -219,3 +204,23 @@ def test_pods_with_cleaves_image_keep_to_nodes_that_can_run_it(pool, labels, is_
 )
 def test_other_images_have_requirements_of_their_own(pool, fields, device) -> None:
     assert "nodeAffinity" not in spec(pool(**fields), device=device).get("affinity", {})
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pods_go_where_cleaves_image_and_the_template_both_allow(pool, data) -> None:
+    keys = ["rack", "kubernetes.io/arch", DRIVER_MAJOR, OLD_DRIVER_MAJOR]
+    values = ["arm64", "570", "590"]
+    affinity = data.draw(draw_affinities(st.sampled_from(keys), st.sampled_from(values)))
+    drivers = dict.fromkeys(keys[2:], st.sampled_from(values[1:]))
+    others = dict.fromkeys(keys[:2], st.sampled_from(values))
+    labels = data.draw(st.fixed_dictionaries({}, optional={**others, **drivers}))
+    found = spec(pool(template={"affinity": affinity}))["affinity"]
+    allows = is_selected(affinity, labels)
+    assert is_selected(found, labels) is (allows and explain_unusable(labels) == "")
+    preferred_nodes = affinity.get("nodeAffinity", {}).get(PREFERRED)
+    assert found["nodeAffinity"].get(PREFERRED) == preferred_nodes
+    # Beside Cleave's own affinity between pods; and with a user's image.
+    assert preferred({"affinity": found}) == NEAR
+    own = spec(pool(template={"affinity": affinity}, engine={"image": "own:1"}))["affinity"]
+    assert is_selected(own, labels) is allows

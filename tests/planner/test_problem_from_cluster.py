@@ -21,6 +21,7 @@ from cleave.simulator.fleet import Admission, PrefillOrder
 
 from tests.support import known_problems, wide_problems
 from tests.support.model_configs import HYBRID
+from tests.support.node_terms import REQUIRED
 
 SMALL = "Qwen/Qwen2.5-7B"
 WORKLOAD = {"rate": 4, "promptTokens": {"mean": 512}, "outputTokens": {"mean": 64}}
@@ -55,6 +56,32 @@ def test_the_question_carries_traffic_targets_and_machines() -> None:
     assert problem.seed == 3
     assert problem.shape.name == "opt-13b"
     assert problem.demand.max_model_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("operator", "products", "kept"),
+    [
+        ("In", ["NVIDIA-H100-80GB-HBM3", "NVIDIA-H200"], {"H100-SXM-80GB"}),
+        ("NotIn", ["NVIDIA-H100-80GB-HBM3"], {"A100-SXM-80GB", "L4"}),
+        ("In", ["NVIDIA-B200"], set()),
+    ],
+)
+def test_the_templates_affinity_leaves_the_kinds_that_it_selects(
+    operator: str, products: list[str], kept: set[str]
+) -> None:
+    rule = {"key": "nvidia.com/gpu.product", "operator": operator, "values": products}
+    terms = [{"matchExpressions": [rule]}]
+    template = {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}}}
+    chat = deployment(template=template)
+    machines = cluster("nodes: [{gpu: A100-SXM-80GB}, {gpu: H100}, {gpu: NVIDIA-L4}]")
+    if kept:
+        found = problem_from_cluster.build_problem(chat, machines).supplies
+        assert {supply.gpu for supply in found} == kept
+    else:
+        with pytest.raises(
+            PlanError, match=r"spec\.template\.affinity selects none of NVIDIA-A100"
+        ):
+            problem_from_cluster.build_problem(chat, machines)
 
 
 @pytest.mark.parametrize(

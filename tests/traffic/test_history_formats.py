@@ -488,14 +488,6 @@ def test_what_is_assumed_is_a_remark(tmp_path, header, rows, remark) -> None:
     assert any(each.startswith(remark) for each in trace.remarks), trace.remarks
 
 
-def test_nanoseconds_that_could_be_seconds_since_1970_keep_their_unit(tmp_path) -> None:
-    rows = [(10**9, 5, 6), (10**9 + 200_000_000, 5, 6)]
-    for count in (1, 2):
-        text = write_csv("arrival_ns,prompt_tokens,output_tokens", rows[:count])
-        trace = read(tmp_path, "t", "csv", text)
-        assert trace.arrival_ms.tolist() == pytest.approx([0, 200][:count])
-
-
 @pytest.mark.parametrize(
     ("header", "cells", "failed"),
     [

@@ -48,10 +48,8 @@ def build_scheduling(pool: InstancePool, labels: dict[str, str], device: Device)
             toleration.model_dump(mode="json", exclude_none=True)
             for toleration in template.tolerations
         ]
-    affinity = _build_affinity(pool, labels)
-    if device == "gpu" and needs_own_image(pool.spec.engine):
-        affinity = {**affinity, "nodeAffinity": {_REQUIRED: _build_node_requirements()}}
-    if affinity:
+    nodes = _build_node_affinity(pool, device)
+    if affinity := {**_build_affinity(pool, labels), **({"nodeAffinity": nodes} if nodes else {})}:
         fields["affinity"] = affinity
     if SEGMENT not in labels and pool.spec.nodes == 1:
         fields["topologySpreadConstraints"] = topology.build_topology_spread({POOL: pool.name})
@@ -73,7 +71,28 @@ def explain_unusable(node_labels: Mapping[str, str]) -> str:
     return ""
 
 
-def _build_node_requirements() -> Manifest:
+def _build_node_affinity(pool: InstancePool, device: Device) -> Manifest:
+    """Affinity to nodes that meet what Cleave's image requires, and what the template does.
+
+    A node must meet one term, and all of its expressions, so each term of one side is joined with
+    each of the other.
+    """
+    affinity: Manifest = pool.spec.template.affinity.node_affinity.model_dump(
+        mode="json", exclude_defaults=True
+    )
+    if device == "gpu" and needs_own_image(pool.spec.engine):
+        own = _build_driver_terms()
+        terms = affinity.get(_REQUIRED, {}).get("nodeSelectorTerms", [{"matchExpressions": []}])
+        joined = [
+            {"matchExpressions": [*each, *term["matchExpressions"]]}
+            for term in terms
+            for each in own
+        ]
+        affinity[_REQUIRED] = {"nodeSelectorTerms": joined}
+    return affinity
+
+
+def _build_driver_terms() -> list[list[Manifest]]:
     """The same as `explain_unusable`, for the scheduler, which may not find any of these labels."""
 
     def require(key: str, operator: str, *values: str) -> Manifest:
@@ -86,7 +105,7 @@ def _build_node_requirements() -> Manifest:
         require(label, "DoesNotExist") for label in (DRIVER_MAJOR, OLD_DRIVER_MAJOR)
     )
     drivers = [[known], [absent, old_known], [absent, old_absent]]
-    return {"nodeSelectorTerms": [{"matchExpressions": [machine, *each]} for each in drivers]}
+    return [[machine, *each] for each in drivers]
 
 
 def build_segment(pool: InstancePool, cell: int, rank: int) -> str:

@@ -138,16 +138,24 @@ def build_supplies(
 
 
 def _select_kinds(kinds: dict[str, Gpu], template: WorkerTemplate) -> dict[str, Gpu]:
-    """The kinds of GPU that the template's node selector leaves. Raises PlanError if none is."""
+    """The kinds of GPU that the template's node selector and affinity leave. Raises PlanError if
+    none is."""
     label = template.node_selector.get(GPU_PRODUCT)
+    left, field = kinds, "affinity"
+    if label is not None:
+        left = {name: gpu for name, gpu in kinds.items() if label in (name, *gpu.labels)}
+        field = field if left else f"nodeSelector: {GPU_PRODUCT} {label!r}"
+    affinity = template.affinity
     selected = {
-        name: gpu for name, gpu in kinds.items() if label is None or label in (name, *gpu.labels)
+        name: gpu
+        for name, gpu in left.items()
+        if affinity.may_select(GPU_PRODUCT, (name, *gpu.labels))
     }
     if not selected:
-        there = ", ".join(gpu.product for gpu in kinds.values())
+        there = ", ".join(gpu.product for gpu in (left or kinds).values())
         fault = (
-            f"spec.template.nodeSelector: {GPU_PRODUCT} {label!r} selects none of {there}, which "
-            "the nodes have and spec.planning.gpus allows; change one of them"
+            f"spec.template.{field} selects none of {there}, which the nodes have and "
+            "spec.planning.gpus allows; change one of them"
         )
         raise PlanError([fault])
     return selected

@@ -14,6 +14,7 @@ from cleave.controller.author_policy.violations import build_pods, list_pod_faul
 from cleave.controller.settings import OperatorSettings
 
 from tests.support.fake_cluster import chat
+from tests.support.node_terms import PREFERRED, REQUIRED
 from tests.support.pod_schema import add_field, list_fields
 
 SETTINGS = OperatorSettings(account="system:serviceaccount:cleave-system:cleave-operator")
@@ -29,8 +30,9 @@ SMALL = {
 FIELDS = list(list_fields())
 
 WHOLLY = (
-    # The scheduler's choice of nodes and when it is made; authors cannot set them.
-    "affinity", "topologySpreadConstraints", "schedulingGates", "schedulingGroup", "readinessGates",
+    # The scheduler's choice among nodes and when it is made; authors cannot set them.
+    "affinity.podAffinity", "affinity.podAntiAffinity", "topologySpreadConstraints",
+    "schedulingGates", "schedulingGroup", "readinessGates",
     # What the API server's plug-ins write: users cannot.
     "overhead", "priority", "preemptionPolicy",
     # Which account a pod may have is a rule of its own.
@@ -43,6 +45,10 @@ WHOLLY = (
 )  # fmt: skip
 """Fields of which everything is allowed, with all below them."""
 PARTLY = {
+    "affinity": "nodeAffinity",
+    "affinity.nodeAffinity": f"{REQUIRED} {PREFERRED}",
+    f"affinity.nodeAffinity.{REQUIRED}": "nodeSelectorTerms",
+    f"affinity.nodeAffinity.{PREFERRED}": "weight preference",
     "containers": "",
     "containers.livenessProbe": "failureThreshold grpc httpGet initialDelaySeconds periodSeconds "
     "successThreshold terminationGracePeriodSeconds timeoutSeconds",
@@ -71,8 +77,8 @@ ALLOWED = {
 OPENED = {
     "configMaps": "containers.volumeMounts volumes.configMap volumes.projected.sources.configMap",
     "env": "containers.env",
-    "fields": "containers.ports.hostPort hostNetwork nodeSelector resourceClaims runtimeClassName "
-    "schedulerName tolerations",
+    "fields": "affinity.nodeAffinity containers.ports.hostPort hostNetwork nodeSelector "
+    "resourceClaims runtimeClassName schedulerName tolerations",
     "images": "containers.image",
     "labels": "",
     "args": "",

@@ -24,6 +24,7 @@ from cleave.manifests.multi_node import build_leader_worker_set
 from cleave.manifests.network_policies import NetworkIsolation
 
 from tests.support.fake_cluster import chat
+from tests.support.node_terms import PREFERRED, REQUIRED
 from tests.support.resource_cases import REFUSED, UNUSUAL
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +34,9 @@ RESTRICTED = OperatorSettings(
 )
 OPEN = OperatorSettings(account=ACCOUNT)
 SECRET = {"secretKeyRef": {"name": "s", "key": "k"}}
+TERM = {
+    "matchExpressions": [{"key": "node-role.kubernetes.io/control-plane", "operator": "Exists"}]
+}
 
 
 def build_deployment(**spec: Any) -> LLMDeployment:
@@ -188,6 +192,20 @@ WAYS = [
         "labels",
     ),
     ({"template": {"nodeSelector": {"a": "b"}}}, "spec.template.nodeSelector", "fields"),
+    (
+        {"template": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [TERM]}}}}},
+        "spec.template.affinity.nodeAffinity",
+        "fields",
+    ),
+    (
+        {
+            "template": {
+                "affinity": {"nodeAffinity": {PREFERRED: [{"weight": 1, "preference": TERM}]}}
+            }
+        },
+        "spec.template.affinity.nodeAffinity",
+        "fields",
+    ),
     (
         {"template": {"tolerations": [{"operator": "Exists"}]}},
         "spec.template.tolerations",

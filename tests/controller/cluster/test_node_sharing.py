@@ -2,8 +2,11 @@
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cleave.api.cluster import Cluster
 from cleave.api.pods.worker_template import WorkerTemplate
@@ -11,6 +14,8 @@ from cleave.controller.cluster.inventory import Inventory, build_inventory, list
 from cleave.controller.cluster.objects import parse_node
 from cleave.manifests.labels import Manifest
 from cleave.perf.hardware.inventory import list_gpus
+
+from tests.support.node_terms import REQUIRED, draw_affinities, is_selected
 
 PRODUCT, REPLICAS = "nvidia.com/gpu.product", "nvidia.com/gpu.replicas"
 KNOWN = [
@@ -208,6 +213,35 @@ def test_the_node_selector_chooses_the_nodes_of_a_plan() -> None:
     assert count(found) == {"NVIDIA-L40S": 8}
     assert "h1, h2: lacks labels of template.nodeSelector (pool=b)" in found.unusable
     assert found.topology.gpus_per_node == {"NVIDIA-L40S": 8}
+
+
+def test_the_affinity_chooses_the_nodes_of_a_plan() -> None:
+    racks = {"key": "rack", "operator": "In", "values": ["a", "b"]}
+    terms = [{"matchExpressions": [racks]}]
+    affinity = {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}}
+    nodes = [read(f"x{rack}", "NVIDIA-L40S", rack=rack) for rack in "abc"]
+    found = beside(*nodes, affinity=affinity)
+    assert count(found) == {"NVIDIA-L40S": 16}
+    assert "xc, h1, h2: is not of those that template.affinity requires" in found.unusable
+    assert found.topology.gpus_per_node == {"NVIDIA-L40S": 8}
+
+
+@settings(max_examples=50)
+@given(
+    draw_affinities(st.sampled_from(["rack", PRODUCT]), st.sampled_from(["a", *KNOWN[:3]])),
+    st.lists(st.tuples(st.sampled_from(KNOWN[:3]), st.sampled_from(["a", "b", "7"])), max_size=6),
+)
+def test_plans_count_the_nodes_that_the_scheduler_would_choose(
+    affinity: dict[str, Any], machines: list[tuple[str, str]]
+) -> None:
+    nodes = [read(f"x{i}", product, rack=rack) for i, (product, rack) in enumerate(machines)]
+    found = beside(*nodes, affinity=affinity)
+    expected = {
+        each["metadata"]["name"]
+        for each in (*nodes, *HOSTS)
+        if is_selected(affinity, each["metadata"]["labels"])
+    }
+    assert {each.name for each in found.nodes} == expected
 
 
 def test_other_nodes_change_neither_the_network_nor_the_domain() -> None:

@@ -25,6 +25,7 @@ from cleave.api.pods.names import (
     build_key_rule,
     is_qualified_name,
 )
+from cleave.api.pods.node_affinity import WorkerAffinity
 
 
 class Toleration(ApiModel):
@@ -188,6 +189,9 @@ class WorkerTemplate(ApiModel):
 
     node_selector: dict[str, LabelValue] = Field(default_factory=dict, max_length=64)
     """Labels that a node must have."""
+    affinity: WorkerAffinity = WorkerAffinity()
+    """Nodes where one value of a label does not say it, as in a pod spec. Plans count the nodes
+    that both allow."""
     tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
     """Taints that the pods tolerate."""
     resources: Resources = Resources()

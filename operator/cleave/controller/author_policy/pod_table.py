@@ -23,6 +23,7 @@ from cleave.controller.author_policy.pod_rules import (
 )
 from cleave.controller.author_policy.volume_table import SECRET, VOLUME
 from cleave.manifests.labels import GATEWAY, NODE_WORKER, WORKER
+from cleave.manifests.scheduling import ARCHITECTURE, DRIVER_MAJOR, OLD_DRIVER_MAJOR
 from cleave.perf.hardware.gpu import GPU_PRODUCT
 
 FIELDS = (
@@ -49,9 +50,37 @@ _TOLERATIONS = Items(
     )
 )
 
+# Labels of nodes by which Cleave's own pods select them.
+_NODE_TERM = Fields({
+    "matchExpressions": Items(
+        Fields(
+            {
+                "key": Listed(own=(ARCHITECTURE, DRIVER_MAJOR, OLD_DRIVER_MAJOR, GPU_PRODUCT)),
+                "operator": ANY,
+                "values": ANY,
+            },
+            required=("key",),
+        )
+    )
+})  # fmt: skip
+_NODE_AFFINITY = Fields({
+    "requiredDuringSchedulingIgnoredDuringExecution": Fields({
+        "nodeSelectorTerms": Items(_NODE_TERM),
+    }),
+    "preferredDuringSchedulingIgnoredDuringExecution": Items(
+        Fields({"weight": ANY, "preference": _NODE_TERM})
+    ),
+})  # fmt: skip
+
 POD_SPEC = Fields(
     {
-        "affinity": ANY,
+        "affinity": Fields(
+            {
+                "nodeAffinity": _restrict("nodeSelector", _NODE_AFFINITY),
+                "podAffinity": ANY,
+                "podAntiAffinity": ANY,
+            }
+        ),
         "automountServiceAccountToken": ANY,
         "containers": Items(CONTAINER),
         "dnsPolicy": accept("ClusterFirst", "ClusterFirstWithHostNet"),

@@ -110,32 +110,14 @@ def build_inventory(
     name them, so the topology has them.
     """
     own = [to_gpu(description) for description in settings.gpus] if settings else []
-    left_out: dict[str, str] = {}
-    reachable: list[ObservedNode] = []
-    planned: list[ObservedNode] = []
-    gpu_nodes = [node for node in nodes if node.num_gpus]
-    kinds = {
-        gpu: _explain_unplannable(gpu, own, needs_own_image=needs_own_image)
-        for gpu in {node.gpu for node in gpu_nodes}
-    }
-    for node in gpu_nodes:
-        why = node.fault if needs_own_image else ""
-        why = why or (explain_unreachable(node.labels, node.taints, template) if template else "")
-        reachable += [] if why or not node.gpu else [node]
-        why = why or kinds[node.gpu] or ("" if explain_part(node.gpu) else node.shared)
-        if why:
-            left_out[node.name] = why
-        else:
-            planned.append(node)
+    reachable, planned, left_out = _sort_nodes(
+        [node for node in nodes if node.num_gpus], own, template, needs_own_image=needs_own_image
+    )
     counted = tuple(_select_countable(planned, lost))
     uncounted = {node.name for node in planned} - {node.name for node in counted}
     left_out |= dict.fromkeys(sorted(uncounted), _LOST)
     rows = _count_groups(counted)
-    has_cards = template is None or needs_whole_cards(template)
-    has_rdma = bool(planned) and all(node.has_rdma(needs_whole_cards=has_cards) for node in planned)
-    network = NetworkSpec(kind=NetworkKind.INFINIBAND) if has_rdma else ASSUMED_NETWORK
-    if settings is not None and settings.network is not None:
-        network = settings.network
+    network = (settings and settings.network) or _find_network(planned, template)
     cluster = None
     if rows:
         cluster = Cluster(
@@ -153,6 +135,41 @@ def build_inventory(
         unusable=_describe_left_out(left_out),
         nodes=counted,
     )
+
+
+def _sort_nodes(
+    nodes: Sequence[ObservedNode],
+    own: Sequence[Gpu],
+    template: WorkerTemplate | None,
+    *,
+    needs_own_image: bool,
+) -> tuple[list[ObservedNode], list[ObservedNode], dict[str, str]]:
+    """Return the GPU nodes where pods may be, those of them that plans count, and why, by name,
+    plans leave out each of the others."""
+    reachable: list[ObservedNode] = []
+    planned: list[ObservedNode] = []
+    left_out: dict[str, str] = {}
+    kinds = {
+        gpu: _explain_unplannable(gpu, own, needs_own_image=needs_own_image)
+        for gpu in {node.gpu for node in nodes}
+    }
+    for node in nodes:
+        why = node.fault if needs_own_image else ""
+        why = why or (explain_unreachable(node.labels, node.taints, template) if template else "")
+        reachable += [] if why or not node.gpu else [node]
+        why = why or kinds[node.gpu] or ("" if explain_part(node.gpu) else node.shared)
+        if why:
+            left_out[node.name] = why
+        else:
+            planned.append(node)
+    return reachable, planned, left_out
+
+
+def _find_network(planned: Sequence[ObservedNode], template: WorkerTemplate | None) -> NetworkSpec:
+    """The network between the nodes, for pods of the template."""
+    has_cards = template is None or needs_whole_cards(template)
+    has_rdma = bool(planned) and all(node.has_rdma(needs_whole_cards=has_cards) for node in planned)
+    return NetworkSpec(kind=NetworkKind.INFINIBAND) if has_rdma else ASSUMED_NETWORK
 
 
 def select_free(whole: Inventory, free: FreeGpus, quota: QuotaShare | None = None) -> PlanMachines:

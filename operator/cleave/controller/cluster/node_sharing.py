@@ -1,4 +1,4 @@
-"""What keeps a node's GPUs from a deployment: parts of GPUs, taints, the template's selector. Pure.
+"""What keeps a node's GPUs from a deployment: parts of GPUs, taints, the template's choice. Pure.
 
 Called for the inventory of a plan. Such nodes belong to other work, or to manual placements.
 """
@@ -72,6 +72,8 @@ def explain_unreachable(
     if lacking := sorted(template.node_selector.items() - labels):
         pairs = ", ".join(f"{key}={value}" for key, value in lacking)
         return f"lacks labels of template.nodeSelector ({pairs})"
+    if not template.affinity.is_met(dict(labels)):
+        return "is not of those that template.affinity requires"
     taints_left = ", ".join(_list_open_taints(taints, template.tolerations))
     return f"has taints that template.tolerations lacks ({taints_left})" if taints_left else ""
 

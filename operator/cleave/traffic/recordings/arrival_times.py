@@ -27,8 +27,6 @@ _LONGEST_GAP_S = 10.0
 """A longer mean gap in a column without a unit is taken for milliseconds or smaller units."""
 _FEW = 20
 """Fewer requests may have any gap."""
-_IDLE_GAP_S = 86_400.0
-"""With a longer mean gap, numbers that could be times since 1970 are in the unit of their name."""
 
 
 class Arrivals(NamedTuple):
@@ -64,9 +62,8 @@ def _choose_unit(
         epoch_s = None
     named_s = field.unit_s
     is_named = named_s is not None and last * named_s < _EPOCH_S[1]
-    is_idle = first == last or (last - first) * (epoch_s or 1) > _IDLE_GAP_S * len(numbers)
-    if named_s is not None and is_named and (epoch_s is None or epoch_s <= named_s or is_idle):
-        return named_s, ""
+    if is_named and (epoch_s is None or epoch_s <= (named_s or 0)):
+        return named_s or 1, ""
     if epoch_s is not None and not is_named:
         date = datetime.fromtimestamp(first * epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         read = f"{field.path} is read as {_NAMES[epoch_s]} since 1970"
