@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import os
-import signal
 
 import httpx
 import psutil
@@ -100,39 +99,3 @@ def test_requests_side_by_side_keep_their_own_tokens(vllm_pair: Deployment) -> N
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         together = list(pool.map(lambda case: ask(vllm_pair.url, case).tokens, cases))
     assert together == [ask(vllm_pair.url, case).tokens for case in cases]
-
-
-def test_a_killed_engine_and_a_killed_agent_are_replaced_and_the_service_comes_back(
-    vllm_pair: Deployment,
-) -> None:
-    before = vllm_pair.instances()
-    agent = vllm_pair.agent("tiny-decode-0")
-    children = agent.children(recursive=True)
-    assert len(children) >= 3, "subreaper, API server, engine core"
-    engine = vllm_pair.engine("tiny-prefill-0")
-    trees = [engine, *engine.children(recursive=True), agent, *children]
-    for victim in (engine, agent):
-        os.kill(victim.pid, signal.SIGKILL)
-        # A clear answer while it is away, whichever it is: served by what is left, or an error.
-        response = httpx.post(vllm_pair.url + CASES[0].path, json=CASES[0].body, timeout=TIMEOUT_S)
-        assert response.status_code == 200 or "message" in response.json()["error"]
-
-    _, alive = psutil.wait_procs(trees, timeout=30)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-    until(
-        lambda: all(
-            (now := vllm_pair.instances().get(instance))
-            and now.boot_id != known.boot_id
-            and now.kv_path.verified
-            for instance, known in before.items()
-        ),
-        240,
-        "the engines are back and their KV path is verified",
-    )
-    until(
-        lambda: httpx.get(f"{vllm_pair.url}/health", timeout=TIMEOUT_S).status_code == 200,
-        30,
-        "health",
-    )
-    colocated = ask(engine_url(vllm_pair, "prefill"), CASES[6])
-    assert ask(vllm_pair.url, CASES[6]).tokens == colocated.tokens
