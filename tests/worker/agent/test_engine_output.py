@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cleave_worker.agent import subreaper
 from cleave_worker.agent.engine_output import CASCADE_S, ExitReason, StartStage
 from cleave_worker.agent.launch import Launch
 from cleave_worker.agent.process import EngineProcess
@@ -194,7 +195,11 @@ time.sleep(60)
 """
 
 
-async def test_a_bar_is_read_before_its_line_ends(tmp_path: Path) -> None:
+async def test_a_bar_is_read_before_its_line_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This process is no agent: its other children belong to other tests.
+    monkeypatch.setattr(subreaper, "kill_descendants", lambda _: True)
     launch = Launch((sys.executable, "-c", BAR), {**os.environ})
     process = await EngineProcess.start(
         launch, cores=(), scratch=tmp_path, stop_grace=0.0, sink=lambda _: None
