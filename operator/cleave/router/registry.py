@@ -175,6 +175,13 @@ class InstanceRegistry:
         lengths = self._list_lengths(model)
         return max(lengths, default=0) if all(lengths) else 0
 
+    def always_thinks(self, model: str) -> bool:
+        """Whether an instance of a model reports that its template does not switch thinking off."""
+        served = self.models.get(model)
+        return (
+            any(each.registration.always_thinks for each in served.instances) if served else False
+        )
+
     def _list_lengths(self, model: str) -> list[int]:
         served = self.models.get(model)
         return [each.registration.max_model_len for each in served.instances] if served else []

@@ -206,6 +206,18 @@ async def test_where_a_template_demands_it_system_messages_are_merged(single, pa
     await single.until_idle()
 
 
+async def test_one_instance_says_that_the_template_does_not_switch_thinking_off(single) -> None:
+    engine = single.engines["x"]
+    engine.script = demand_system_first
+    client = await single.connect()
+    for always in (False, True):
+        single.state(engine, always_thinks=always)
+        answer = await client.ask(ASK | {"thinking": {"type": "disabled"}}, MESSAGES)
+        assert answer.status == 200
+    sent = [request.body["reasoning_effort"] for request in engine.requests]
+    assert sent == ["none", "low"]
+
+
 async def test_what_is_refused_for_another_reason_is_sent_twice_at_most(single) -> None:
     engine = single.engines["x"]
     engine.script = demand_system_first

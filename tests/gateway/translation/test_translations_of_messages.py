@@ -12,7 +12,7 @@ from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import messages_request
 from cleave.gateway.translation.answer import StreamTranslator
 from cleave.gateway.translation.messages_answer import MessagesAnswer
-from cleave.gateway.translation.request_fields import ENGINE_FIELDS, MAX_ELEMENTS
+from cleave.gateway.translation.request_fields import ENGINE_FIELDS, MAX_ELEMENTS, TemplateFacts
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import run_at_once
 
@@ -26,7 +26,7 @@ PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 def translate(path: bytes = b"/v1/messages", **fields: object) -> dict:
     """The engine's fields for a request."""
     body = json.dumps(ASK | fields).encode()
-    translation = run_at_once(TRANSLATORS[path](body, ()))
+    translation = run_at_once(TRANSLATORS[path](body, TemplateFacts()))
     return {name: json.loads(bytes(raw)) for name, raw in translation.completion.fields.items()}
 
 
@@ -135,10 +135,18 @@ def test_tools_become_functions(choice: dict, expected: dict) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 8192}}, "medium"),
         ({"thinking": {"type": "enabled", "budget_tokens": 32768}}, "high"),
         ({"output_config": {"effort": "max"}, "thinking": {"type": "adaptive"}}, "max"),
+        ({"output_config": {"effort": "max"}, "thinking": {"type": "disabled"}}, "none"),
     ],
 )
 def test_a_budget_of_thinking_becomes_an_effort(fields: dict, effort: str | None) -> None:
     assert translate(**fields).get("reasoning_effort") == effort
+
+
+def test_a_model_that_always_thinks_thinks_little_when_it_should_not() -> None:
+    body = json.dumps(ASK | {"thinking": {"type": "disabled"}}).encode()
+    convert = TRANSLATORS[b"/v1/messages"]
+    chat = run_at_once(convert(body, TemplateFacts((), "m".__eq__))).completion
+    assert bytes(chat.fields["reasoning_effort"]) == b'"low"'
 
 
 def test_a_schema_of_the_answer_becomes_a_response_format() -> None:

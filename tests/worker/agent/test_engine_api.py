@@ -38,7 +38,9 @@ async def served():
     """An engine that lists these models; its URL."""
     runners = []
 
-    async def serve(cards: object, page: str = PAGE, status: int = 200) -> str:
+    async def serve(
+        cards: object, page: str = PAGE, status: int = 200, template: object = repr
+    ) -> str:
         async def answer(request: web.Request) -> web.Response:
             pages = {
                 "/v1/models": json.dumps({"data": cards}),
@@ -47,7 +49,12 @@ async def served():
             }
             return web.Response(text=pages[request.path], status=status)
 
+        async def tokenize(request: web.Request) -> web.Response:
+            options = (await request.json())["chat_template_kwargs"]
+            return web.Response(text=template(options))
+
         app = web.Application()
+        app.router.add_post("/tokenize", tokenize)
         app.router.add_get("/{path:.*}", answer)
         runners.append(web.AppRunner(app))
         await runners[-1].setup()
@@ -70,6 +77,24 @@ async def test_adapters_are_the_models_that_have_a_parent(served) -> None:
 @pytest.mark.parametrize("cards", [[BASE], [], None])
 async def test_an_engine_without_adapters_has_none(served, cards: object) -> None:
     assert (await engine_api.fetch_info(await served(cards), "vllm", 16, 5.0)).adapters == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "always"),
+    [
+        (lambda options: str(options["enable_thinking"]), False),
+        (lambda options: options["reasoning_effort"], False),
+        (lambda _: "", True),
+        # It takes an effort that it does not know for the greatest.
+        (lambda options: options["reasoning_effort"].replace("none", "max"), True),
+    ],
+)
+async def test_a_template_whose_prompt_stays_the_same_does_not_switch_thinking_off(
+    served, template, always: bool
+) -> None:
+    url = await served([BASE], template=template)
+    assert (await engine_api.fetch_info(url, "vllm", 16, 5.0)).always_thinks is always
+    assert not (await engine_api.fetch_info(url, "emulated", 16, 5.0)).always_thinks
 
 
 @pytest.mark.parametrize(("page", "way"), [(NIXL, ""), (OWN, "gloo")])

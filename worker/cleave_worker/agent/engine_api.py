@@ -19,6 +19,8 @@ _MAX_SENTENCE = 500
 _OK, _NOT_FOUND = 200, 404
 _SAMPLING = {"temperature": 1, "top_p": 0.9, "top_k": 5, "logprobs": 1}
 
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
 _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
 
 
@@ -103,7 +105,21 @@ async def fetch_info(
         kv_block_size=int(match.group(1)) if match else block_size,
         adapters=_select_adapters(served),
         model_report=model_report,
+        always_thinks=engine == "vllm" and await _always_thinks(url, seconds, headers),
     )
+
+
+async def _always_thinks(url: str, seconds: float, headers: dict[str, str] | None) -> bool:
+    """Whether a chat without thinking has the prompt of one with some effort, or none at all: then
+    a parser of reasoning would take thoughts for the answer. As vLLM 0.32 finds it out for its own
+    Messages API (`entrypoints/anthropic/serving.py`). Raises HttpError."""
+    prompts = []
+    for effort in ("none", *_EFFORTS):
+        options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": options}
+        answer = await request("POST", f"{url}/tokenize", chat, seconds=seconds, headers=headers)
+        prompts.append(answer.body if answer.status == _OK else b"")
+    return not prompts[0] or prompts[0] in prompts[1:]
 
 
 async def warm_up(

@@ -87,6 +87,8 @@ class ServedEngineInfo:
     """LoRA adapters, by the names that clients use."""
     model_report: str = ""
     """What it reports about its model, see `cleave.perf.model.model_report`; empty: nothing."""
+    always_thinks: bool = False
+    """Whether its chat template ignores that a chat is to be answered without thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class WorkerInstance:
         state.kv_blocks_total = self.load.kv_blocks_total
         state.adapters[:] = info.adapters
         state.model_report = info.model_report
+        state.always_thinks = info.always_thinks
         memory = read_host_memory(info.model_report)
         state.host_kv_tokens, state.host_kv_token_ms = memory.tokens, memory.token_ms
         self._enter_state(agent_pb2.STATE_VERIFYING, "KV path is being tested")

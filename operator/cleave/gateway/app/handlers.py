@@ -38,6 +38,7 @@ from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.tracing.recorder import RequestRecorder
+from cleave.gateway.translation.request_fields import TemplateFacts
 from cleave.gateway.translation.translations import TRANSLATORS, Translation
 from cleave.gateway.upstream.suspect_senders import get_sender
 from cleave.router.errors import UnknownModel
@@ -88,6 +89,8 @@ class GatewayRequestHandler:
     ) -> None:
         """`recorder`: records requests for logs and traces; `internal`: for the internal port."""
         self._context = context
+        always_thinks = context.router.registry.always_thinks
+        self._templates = TemplateFacts(context.system_first, always_thinks)
         self._recorder = recorder
         self._methods = _INTERNAL_METHODS if internal else _METHODS
         self._internal = internal
@@ -212,7 +215,7 @@ class GatewayRequestHandler:
         stream: ClientStream = client
         translate = TRANSLATORS.get(path)
         if translate is not None:
-            translation = yield from translate(request.body, context.system_first)
+            translation = yield from translate(request.body, self._templates)
             path, completion = translation.path, translation.completion
             count_prompt = partial(_count_prompt, client)
             again = partial(self._merge_system, client, request, request_id, tenant, translation)

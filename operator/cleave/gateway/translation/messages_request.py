@@ -17,11 +17,13 @@ from cleave.gateway.translation.request_fields import (
     EMPTY_TEXT,
     INTEGER,
     MAX_CONFIG_BYTES,
+    TEXT,
     JoinedText,
     JsonText,
     ObjectReader,
     Piece,
     SystemText,
+    TemplateFacts,
     build_unsupported,
     check_text,
     copy_engine_fields,
@@ -121,7 +123,9 @@ _TOOL_CHOICE: msgspec.json.Decoder[MessagesToolChoice | None] = msgspec.json.Dec
 )
 
 
-def convert_messages_request(fields: Fields, system: SystemText) -> Steps[Fields]:
+def convert_messages_request(
+    fields: Fields, system: SystemText, templates: TemplateFacts
+) -> Steps[Fields]:
     """The chat completion of a request to /v1/messages. Raises GatewayError (400)."""
     refuse_fields(fields, REFUSED)
     chat = copy_engine_fields(fields)
@@ -140,7 +144,10 @@ def convert_messages_request(fields: Fields, system: SystemText) -> Steps[Fields
     output = decode_field(
         fields, "output_config", _OUTPUT_CONFIG, OutputConfig(), limit=MAX_CONFIG_BYTES
     )
-    effort = output.effort or _choose_effort(decode_field(fields, "thinking", _THINKING, None))
+    effort = _choose_effort(decode_field(fields, "thinking", _THINKING, None), output.effort)
+    if effort == "none" and templates.always_thinks(decode_field(fields, "model", TEXT, "")):
+        # The parser of reasoning would take the thought for the answer.
+        effort = "low"
     if effort is not None:
         chat["reasoning_effort"] = encode_raw(effort)
     if output.format is not None:
@@ -387,12 +394,12 @@ def _convert_tool_choice(choice: MessagesToolChoice | None) -> Fields:
     return chat | {"tool_choice": encode_raw(names[choice.type])}
 
 
-def _choose_effort(thinking: Thinking | None) -> str | None:
-    """The effort that stands for a budget of thinking; None: the model's own."""
-    if thinking is None or thinking.type == "adaptive":
-        return None
-    if thinking.type == "disabled":
+def _choose_effort(thinking: Thinking | None, effort: str | None) -> str | None:
+    """The effort that was requested or stands for a budget of thinking; None: the model's own."""
+    if thinking is not None and thinking.type == "disabled":
         return "none"
+    if effort or thinking is None or thinking.type == "adaptive":
+        return effort
     if thinking.type != "enabled":
         raise build_unsupported("thinking.type", thinking.type, "enabled, disabled or adaptive")
     if thinking.budget_tokens < _LOW_EFFORT_TOKENS:

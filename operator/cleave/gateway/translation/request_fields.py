@@ -6,7 +6,8 @@ written in time slices: lists element by element, and texts are copied as the cl
 decoded. What need not be read, such as schemas and arguments of tools, stays the client's bytes.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -136,13 +137,22 @@ class JoinedText:
         return self._first if self._joined is None else self._joined.to_raw(b'"')
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What is known of the chat templates of models, by the names of the models."""
+
+    system_first: Container[str] = ()
+    """They demand that the first message is the only one of the system."""
+    always_thinks: Callable[[str], bool] = lambda _: False
+    """They do not switch thinking off."""
+
+
 class SystemText:
     """The system messages of a conversation, if templates demand that there is one, at the
     beginning."""
 
-    def __init__(self, fields: Fields, system_first: Container[str]) -> None:
-        """`system_first`: names of models with such templates."""
-        self.is_merged = decode_field(fields, "model", TEXT, "") in system_first
+    def __init__(self, fields: Fields, templates: TemplateFacts) -> None:
+        self.is_merged = decode_field(fields, "model", TEXT, "") in templates.system_first
         self.is_late = False
         """Whether there is one that is not at the beginning."""
         self.text = JoinedText(b"\\n\\n")

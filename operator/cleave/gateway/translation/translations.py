@@ -1,6 +1,6 @@
 """The paths whose requests are translated, and how. Used by the handlers. Pure."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +20,7 @@ from cleave.gateway.translation.messages_request import (
     convert_count_request,
     convert_messages_request,
 )
-from cleave.gateway.translation.request_fields import SystemText, read_request
+from cleave.gateway.translation.request_fields import SystemText, TemplateFacts, read_request
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.responses_request import convert_responses_request
 from cleave.time_slices import Steps
@@ -42,27 +42,26 @@ class Translation:
     system: SystemText
 
 
-Translator = Callable[[Body, Container[str]], Steps[Translation]]
-"""Its arguments: the body, and names of models whose templates demand the system message first."""
+Translator = Callable[[Body, TemplateFacts], Steps[Translation]]
 
 
-def _convert_messages(body: Body, system_first: Container[str]) -> Steps[Translation]:
+def _convert_messages(body: Body, templates: TemplateFacts) -> Steps[Translation]:
     fields = yield from read_request(body)
-    system = SystemText(fields, system_first)
-    chat = yield from convert_messages_request(fields, system)
+    system = SystemText(fields, templates)
+    chat = yield from convert_messages_request(fields, system, templates)
     return (yield from _build_chat(chat, MessagesAnswer(), system))
 
 
-def _convert_responses(body: Body, system_first: Container[str]) -> Steps[Translation]:
+def _convert_responses(body: Body, templates: TemplateFacts) -> Steps[Translation]:
     fields = yield from read_request(body)
-    system = SystemText(fields, system_first)
+    system = SystemText(fields, templates)
     chat, names = yield from convert_responses_request(fields, system)
     return (yield from _build_chat(chat, ResponsesAnswer(fields, names), system))
 
 
-def _convert_count(body: Body, system_first: Container[str]) -> Steps[Translation]:
+def _convert_count(body: Body, templates: TemplateFacts) -> Steps[Translation]:
     fields = yield from read_request(body)
-    system = SystemText(fields, system_first)
+    system = SystemText(fields, templates)
     request = yield from convert_count_request(fields, system)
     completion = yield from build_engine_request(TOKENIZE_PATH, request)
     return Translation(TOKENIZE_PATH, completion, TokenCountAnswer(), system)
@@ -76,9 +75,9 @@ def _build_chat(chat: Fields, answer: Answer, system: SystemText) -> Steps[Trans
 def _refuse_faults(convert: Translator) -> Translator:
     """The translation, which refuses with 400 what is malformed inside of a large body."""
 
-    def convert_or_refuse(body: Body, system_first: Container[str]) -> Steps[Translation]:
+    def convert_or_refuse(body: Body, templates: TemplateFacts) -> Steps[Translation]:
         try:
-            return (yield from convert(body, system_first))
+            return (yield from convert(body, templates))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise build_bad_request(f"the body is not a JSON object: {error}") from None
 

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63leave/rpc/v1/agent.proto\x12\rcleave.rpc.v1\"3\n\x0cWatchRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\x12\x0e\n\x06router\x18\x02 \x01(\t\"\xa1\x01\n\nWatchEvent\x12\x33\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.cleave.rpc.v1.RegistrationH\x00\x12)\n\x04load\x18\x02 \x01(\x0b\x32\x19.cleave.rpc.v1.LoadReportH\x00\x12*\n\x05pairs\x18\x03 \x01(\x0b\x32\x19.cleave.rpc.v1.PairProofsH\x00\x42\x07\n\x05\x65vent\"\xc2\x01\n\tPairProof\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x17\n\x0fprefill_boot_id\x18\x02 \x01(\t\x12#\n\x05trust\x18\x03 \x01(\x0e\x32\x14.cleave.rpc.v1.Trust\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x05 \x01(\x01\x12\x0f\n\x07pull_ms\x18\x06 \x01(\x01\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0e\n\x06source\x18\x08 \x01(\t\x12\x10\n\x08sequence\x18\t \x01(\x04\"G\n\nPairProofs\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12(\n\x06proofs\x18\x02 \x03(\x0b\x32\x18.cleave.rpc.v1.PairProof\"\x15\n\x13RecordPairsResponse\"\xeb\x06\n\x0cRegistration\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ndeployment\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12!\n\x04role\x18\x06 \x01(\x0e\x32\x13.cleave.rpc.v1.Role\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12#\n\x05state\x18\x08 \x01(\x0e\x32\x14.cleave.rpc.v1.State\x12\x12\n\nengine_url\x18\t \x01(\t\x12\x0e\n\x06\x65ngine\x18\n \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x0b \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x0c \x01(\r\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\x15\n\rkv_block_size\x18\x0e \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x0f \x01(\r\x12\x10\n\x08restarts\x18\x10 \x01(\r\x12\x0e\n\x06reason\x18\x11 \x01(\t\x12&\n\x07kv_path\x18\x12 \x01(\x0b\x32\x15.cleave.rpc.v1.KvPath\x12\x0c\n\x04\x63\x65ll\x18\x13 \x01(\t\x12!\n\x04home\x18\x14 \x01(\x0e\x32\x13.cleave.rpc.v1.Role\x12\x10\n\x08\x61\x64\x61pters\x18\x15 \x03(\t\x12\x14\n\x0cmax_adapters\x18\x16 \x01(\r\x12\x0f\n\x07kv_port\x18\x17 \x01(\r\x12\x19\n\x11\x61head_from_tokens\x18\x18 \x01(\r\x12\x14\n\x0clast_failure\x18\x19 \x01(\t\x12\x14\n\x0cmodel_report\x18\x1a \x01(\t\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x1b \x01(\r\x12\x13\n\x0bprefix_port\x18\x1c \x01(\r\x12\x37\n\x10runtime_adapters\x18\x1d \x03(\x0b\x32\x1d.cleave.rpc.v1.RuntimeAdapter\x12\x17\n\x0f\x61\x64\x61pters_digest\x18\x1e \x01(\t\x12\x16\n\x0ehost_kv_tokens\x18\x1f \x01(\x04\x12\x18\n\x10host_kv_token_ms\x18  \x01(\x01\x12\x0f\n\x07weights\x18! \x01(\t\x12\x17\n\x0fweights_read_ms\x18\" \x01(\x04\x12\x15\n\rweights_fault\x18# \x01(\t\x12\x12\n\nengine_key\x18( \x01(\t\"f\n\x0eRuntimeAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x65ngine_name\x18\x02 \x01(\t\x12\x0e\n\x06loaded\x18\x03 \x01(\x08\x12\r\n\x05\x66\x61ult\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\"\x8a\x01\n\x06KvPath\x12\x10\n\x08verified\x18\x01 \x01(\x08\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x05 \x01(\x01\x12\x0f\n\x07pull_ms\x18\x06 \x01(\x01\x12\x10\n\x08token_ms\x18\x07 \x01(\x01\"\xb3\x03\n\nLoadReport\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x1d\n\x15pending_prompt_tokens\x18\x05 \x01(\x04\x12\x16\n\x0ekv_blocks_free\x18\x06 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x07 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x12\n\nsampled_ns\x18\t \x01(\x04\x12\x13\n\x0bnum_routers\x18\n \x01(\r\x12\x13\n\x0brouter_rank\x18\x0b \x01(\r\x12!\n\x14prefix_cache_queries\x18\x0c \x01(\x04H\x00\x88\x01\x01\x12\x1e\n\x11prefix_cache_hits\x18\r \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x0chost_kv_hits\x18\x0e \x01(\x04\x12\x17\n\x0fhost_kv_load_ms\x18\x0f \x01(\x01\x12\x14\n\x0coldest_kv_ms\x18\x10 \x01(\x04\x42\x17\n\x15_prefix_cache_queriesB\x14\n\x12_prefix_cache_hits\"d\n\x0eSetRoleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.cleave.rpc.v1.Role\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x0f\n\x07lasting\x18\x04 \x01(\x08\"X\n\x12SetAdaptersRequest\x12.\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x1c.cleave.rpc.v1.AdapterSource\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"-\n\rAdapterSource\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"\x15\n\x13SetAdaptersResponse\"X\n\x0fSetRoleResponse\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.cleave.rpc.v1.Role\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"0\n\rDrainResponse\x12\r\n\x05\x65mpty\x18\x01 \x01(\x08\x12\x10\n\x08num_left\x18\x02 \x01(\r\"\x0f\n\rHealthRequest\"\x96\x01\n\x0eHealthResponse\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.cleave.rpc.v1.Registration\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.cleave.rpc.v1.LoadReport\x12(\n\x05pairs\x18\x03 \x01(\x0b\x32\x19.cleave.rpc.v1.PairProofs*O\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03*l\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_STARTING\x10\x01\x12\x13\n\x0fSTATE_VERIFYING\x10\x02\x12\x0f\n\x0bSTATE_READY\x10\x03\x12\x12\n\x0eSTATE_DRAINING\x10\x04*U\n\x05Trust\x12\x15\n\x11TRUST_UNSPECIFIED\x10\x00\x12\x10\n\x0cTRUST_PROVEN\x10\x01\x12\x11\n\rTRUST_SUSPECT\x10\x02\x12\x10\n\x0cTRUST_FAILED\x10\x03\x32\xc3\x03\n\x05\x41gent\x12\x41\n\x05Watch\x12\x1b.cleave.rpc.v1.WatchRequest\x1a\x19.cleave.rpc.v1.WatchEvent0\x01\x12H\n\x07SetRole\x12\x1d.cleave.rpc.v1.SetRoleRequest\x1a\x1e.cleave.rpc.v1.SetRoleResponse\x12\x42\n\x05\x44rain\x12\x1b.cleave.rpc.v1.DrainRequest\x1a\x1c.cleave.rpc.v1.DrainResponse\x12\x45\n\x06Health\x12\x1c.cleave.rpc.v1.HealthRequest\x1a\x1d.cleave.rpc.v1.HealthResponse\x12L\n\x0bRecordPairs\x12\x19.cleave.rpc.v1.PairProofs\x1a\".cleave.rpc.v1.RecordPairsResponse\x12T\n\x0bSetAdapters\x12!.cleave.rpc.v1.SetAdaptersRequest\x1a\".cleave.rpc.v1.SetAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63leave/rpc/v1/agent.proto\x12\rcleave.rpc.v1\"3\n\x0cWatchRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\x12\x0e\n\x06router\x18\x02 \x01(\t\"\xa1\x01\n\nWatchEvent\x12\x33\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.cleave.rpc.v1.RegistrationH\x00\x12)\n\x04load\x18\x02 \x01(\x0b\x32\x19.cleave.rpc.v1.LoadReportH\x00\x12*\n\x05pairs\x18\x03 \x01(\x0b\x32\x19.cleave.rpc.v1.PairProofsH\x00\x42\x07\n\x05\x65vent\"\xc2\x01\n\tPairProof\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x17\n\x0fprefill_boot_id\x18\x02 \x01(\t\x12#\n\x05trust\x18\x03 \x01(\x0e\x32\x14.cleave.rpc.v1.Trust\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x05 \x01(\x01\x12\x0f\n\x07pull_ms\x18\x06 \x01(\x01\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0e\n\x06source\x18\x08 \x01(\t\x12\x10\n\x08sequence\x18\t \x01(\x04\"G\n\nPairProofs\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12(\n\x06proofs\x18\x02 \x03(\x0b\x32\x18.cleave.rpc.v1.PairProof\"\x15\n\x13RecordPairsResponse\"\x82\x07\n\x0cRegistration\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ndeployment\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12!\n\x04role\x18\x06 \x01(\x0e\x32\x13.cleave.rpc.v1.Role\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12#\n\x05state\x18\x08 \x01(\x0e\x32\x14.cleave.rpc.v1.State\x12\x12\n\nengine_url\x18\t \x01(\t\x12\x0e\n\x06\x65ngine\x18\n \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x0b \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x0c \x01(\r\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\x15\n\rkv_block_size\x18\x0e \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x0f \x01(\r\x12\x10\n\x08restarts\x18\x10 \x01(\r\x12\x0e\n\x06reason\x18\x11 \x01(\t\x12&\n\x07kv_path\x18\x12 \x01(\x0b\x32\x15.cleave.rpc.v1.KvPath\x12\x0c\n\x04\x63\x65ll\x18\x13 \x01(\t\x12!\n\x04home\x18\x14 \x01(\x0e\x32\x13.cleave.rpc.v1.Role\x12\x10\n\x08\x61\x64\x61pters\x18\x15 \x03(\t\x12\x14\n\x0cmax_adapters\x18\x16 \x01(\r\x12\x0f\n\x07kv_port\x18\x17 \x01(\r\x12\x19\n\x11\x61head_from_tokens\x18\x18 \x01(\r\x12\x14\n\x0clast_failure\x18\x19 \x01(\t\x12\x14\n\x0cmodel_report\x18\x1a \x01(\t\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x1b \x01(\r\x12\x13\n\x0bprefix_port\x18\x1c \x01(\r\x12\x37\n\x10runtime_adapters\x18\x1d \x03(\x0b\x32\x1d.cleave.rpc.v1.RuntimeAdapter\x12\x17\n\x0f\x61\x64\x61pters_digest\x18\x1e \x01(\t\x12\x16\n\x0ehost_kv_tokens\x18\x1f \x01(\x04\x12\x18\n\x10host_kv_token_ms\x18  \x01(\x01\x12\x0f\n\x07weights\x18! \x01(\t\x12\x17\n\x0fweights_read_ms\x18\" \x01(\x04\x12\x15\n\rweights_fault\x18# \x01(\t\x12\x15\n\ralways_thinks\x18$ \x01(\x08\x12\x12\n\nengine_key\x18( \x01(\t\"f\n\x0eRuntimeAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x65ngine_name\x18\x02 \x01(\t\x12\x0e\n\x06loaded\x18\x03 \x01(\x08\x12\r\n\x05\x66\x61ult\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\"\x8a\x01\n\x06KvPath\x12\x10\n\x08verified\x18\x01 \x01(\x08\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x05 \x01(\x01\x12\x0f\n\x07pull_ms\x18\x06 \x01(\x01\x12\x10\n\x08token_ms\x18\x07 \x01(\x01\"\xb3\x03\n\nLoadReport\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x1d\n\x15pending_prompt_tokens\x18\x05 \x01(\x04\x12\x16\n\x0ekv_blocks_free\x18\x06 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x07 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x12\n\nsampled_ns\x18\t \x01(\x04\x12\x13\n\x0bnum_routers\x18\n \x01(\r\x12\x13\n\x0brouter_rank\x18\x0b \x01(\r\x12!\n\x14prefix_cache_queries\x18\x0c \x01(\x04H\x00\x88\x01\x01\x12\x1e\n\x11prefix_cache_hits\x18\r \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x0chost_kv_hits\x18\x0e \x01(\x04\x12\x17\n\x0fhost_kv_load_ms\x18\x0f \x01(\x01\x12\x14\n\x0coldest_kv_ms\x18\x10 \x01(\x04\x42\x17\n\x15_prefix_cache_queriesB\x14\n\x12_prefix_cache_hits\"d\n\x0eSetRoleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.cleave.rpc.v1.Role\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x0f\n\x07lasting\x18\x04 \x01(\x08\"X\n\x12SetAdaptersRequest\x12.\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x1c.cleave.rpc.v1.AdapterSource\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"-\n\rAdapterSource\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"\x15\n\x13SetAdaptersResponse\"X\n\x0fSetRoleResponse\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.cleave.rpc.v1.Role\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"0\n\rDrainResponse\x12\r\n\x05\x65mpty\x18\x01 \x01(\x08\x12\x10\n\x08num_left\x18\x02 \x01(\r\"\x0f\n\rHealthRequest\"\x96\x01\n\x0eHealthResponse\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.cleave.rpc.v1.Registration\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.cleave.rpc.v1.LoadReport\x12(\n\x05pairs\x18\x03 \x01(\x0b\x32\x19.cleave.rpc.v1.PairProofs*O\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03*l\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_STARTING\x10\x01\x12\x13\n\x0fSTATE_VERIFYING\x10\x02\x12\x0f\n\x0bSTATE_READY\x10\x03\x12\x12\n\x0eSTATE_DRAINING\x10\x04*U\n\x05Trust\x12\x15\n\x11TRUST_UNSPECIFIED\x10\x00\x12\x10\n\x0cTRUST_PROVEN\x10\x01\x12\x11\n\rTRUST_SUSPECT\x10\x02\x12\x10\n\x0cTRUST_FAILED\x10\x03\x32\xc3\x03\n\x05\x41gent\x12\x41\n\x05Watch\x12\x1b.cleave.rpc.v1.WatchRequest\x1a\x19.cleave.rpc.v1.WatchEvent0\x01\x12H\n\x07SetRole\x12\x1d.cleave.rpc.v1.SetRoleRequest\x1a\x1e.cleave.rpc.v1.SetRoleResponse\x12\x42\n\x05\x44rain\x12\x1b.cleave.rpc.v1.DrainRequest\x1a\x1c.cleave.rpc.v1.DrainResponse\x12\x45\n\x06Health\x12\x1c.cleave.rpc.v1.HealthRequest\x1a\x1d.cleave.rpc.v1.HealthResponse\x12L\n\x0bRecordPairs\x12\x19.cleave.rpc.v1.PairProofs\x1a\".cleave.rpc.v1.RecordPairsResponse\x12T\n\x0bSetAdapters\x12!.cleave.rpc.v1.SetAdaptersRequest\x1a\".cleave.rpc.v1.SetAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cleave.rpc.v1.agent_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2723
-  _globals['_ROLE']._serialized_end=2802
-  _globals['_STATE']._serialized_start=2804
-  _globals['_STATE']._serialized_end=2912
-  _globals['_TRUST']._serialized_start=2914
-  _globals['_TRUST']._serialized_end=2999
+  _globals['_ROLE']._serialized_start=2746
+  _globals['_ROLE']._serialized_end=2825
+  _globals['_STATE']._serialized_start=2827
+  _globals['_STATE']._serialized_end=2935
+  _globals['_TRUST']._serialized_start=2937
+  _globals['_TRUST']._serialized_end=3022
   _globals['_WATCHREQUEST']._serialized_start=44
   _globals['_WATCHREQUEST']._serialized_end=95
   _globals['_WATCHEVENT']._serialized_start=98
@@ -48,31 +48,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECORDPAIRSRESPONSE']._serialized_start=531
   _globals['_RECORDPAIRSRESPONSE']._serialized_end=552
   _globals['_REGISTRATION']._serialized_start=555
-  _globals['_REGISTRATION']._serialized_end=1430
-  _globals['_RUNTIMEADAPTER']._serialized_start=1432
-  _globals['_RUNTIMEADAPTER']._serialized_end=1534
-  _globals['_KVPATH']._serialized_start=1537
-  _globals['_KVPATH']._serialized_end=1675
-  _globals['_LOADREPORT']._serialized_start=1678
-  _globals['_LOADREPORT']._serialized_end=2113
-  _globals['_SETROLEREQUEST']._serialized_start=2115
-  _globals['_SETROLEREQUEST']._serialized_end=2215
-  _globals['_SETADAPTERSREQUEST']._serialized_start=2217
-  _globals['_SETADAPTERSREQUEST']._serialized_end=2305
-  _globals['_ADAPTERSOURCE']._serialized_start=2307
-  _globals['_ADAPTERSOURCE']._serialized_end=2352
-  _globals['_SETADAPTERSRESPONSE']._serialized_start=2354
-  _globals['_SETADAPTERSRESPONSE']._serialized_end=2375
-  _globals['_SETROLERESPONSE']._serialized_start=2377
-  _globals['_SETROLERESPONSE']._serialized_end=2465
-  _globals['_DRAINREQUEST']._serialized_start=2467
-  _globals['_DRAINREQUEST']._serialized_end=2501
-  _globals['_DRAINRESPONSE']._serialized_start=2503
-  _globals['_DRAINRESPONSE']._serialized_end=2551
-  _globals['_HEALTHREQUEST']._serialized_start=2553
-  _globals['_HEALTHREQUEST']._serialized_end=2568
-  _globals['_HEALTHRESPONSE']._serialized_start=2571
-  _globals['_HEALTHRESPONSE']._serialized_end=2721
-  _globals['_AGENT']._serialized_start=3002
-  _globals['_AGENT']._serialized_end=3453
+  _globals['_REGISTRATION']._serialized_end=1453
+  _globals['_RUNTIMEADAPTER']._serialized_start=1455
+  _globals['_RUNTIMEADAPTER']._serialized_end=1557
+  _globals['_KVPATH']._serialized_start=1560
+  _globals['_KVPATH']._serialized_end=1698
+  _globals['_LOADREPORT']._serialized_start=1701
+  _globals['_LOADREPORT']._serialized_end=2136
+  _globals['_SETROLEREQUEST']._serialized_start=2138
+  _globals['_SETROLEREQUEST']._serialized_end=2238
+  _globals['_SETADAPTERSREQUEST']._serialized_start=2240
+  _globals['_SETADAPTERSREQUEST']._serialized_end=2328
+  _globals['_ADAPTERSOURCE']._serialized_start=2330
+  _globals['_ADAPTERSOURCE']._serialized_end=2375
+  _globals['_SETADAPTERSRESPONSE']._serialized_start=2377
+  _globals['_SETADAPTERSRESPONSE']._serialized_end=2398
+  _globals['_SETROLERESPONSE']._serialized_start=2400
+  _globals['_SETROLERESPONSE']._serialized_end=2488
+  _globals['_DRAINREQUEST']._serialized_start=2490
+  _globals['_DRAINREQUEST']._serialized_end=2524
+  _globals['_DRAINRESPONSE']._serialized_start=2526
+  _globals['_DRAINRESPONSE']._serialized_end=2574
+  _globals['_HEALTHREQUEST']._serialized_start=2576
+  _globals['_HEALTHREQUEST']._serialized_end=2591
+  _globals['_HEALTHRESPONSE']._serialized_start=2594
+  _globals['_HEALTHRESPONSE']._serialized_end=2744
+  _globals['_AGENT']._serialized_start=3025
+  _globals['_AGENT']._serialized_end=3476
 # @@protoc_insertion_point(module_scope)

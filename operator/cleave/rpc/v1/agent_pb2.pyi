@@ -279,6 +279,7 @@ class Registration(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     WEIGHTS_READ_MS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FAULT_FIELD_NUMBER: _builtins.int
+    ALWAYS_THINKS_FIELD_NUMBER: _builtins.int
     ENGINE_KEY_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """unique name, the pod's name"""
@@ -339,6 +340,8 @@ class Registration(_message.Message):
     """when that was read, since 1970"""
     weights_fault: _builtins.str
     """why the digest may be that of other weights, too; empty: it is not"""
+    always_thinks: _builtins.bool
+    """its chat template does not switch thinking off"""
     engine_key: _builtins.str
     """secret: what this boot's HTTP API asks for; empty: nothing"""
     @_builtins.property
@@ -391,11 +394,12 @@ class Registration(_message.Message):
         weights: _builtins.str = ...,
         weights_read_ms: _builtins.int = ...,
         weights_fault: _builtins.str = ...,
+        always_thinks: _builtins.bool = ...,
         engine_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_path", b"kv_path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "adapters_digest", b"adapters_digest", "ahead_from_tokens", b"ahead_from_tokens", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "host_kv_token_ms", b"host_kv_token_ms", "host_kv_tokens", b"host_kv_tokens", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "prefix_port", b"prefix_port", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "runtime_adapters", b"runtime_adapters", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size", "weights", b"weights", "weights_fault", b"weights_fault", "weights_read_ms", b"weights_read_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "adapters_digest", b"adapters_digest", "ahead_from_tokens", b"ahead_from_tokens", "always_thinks", b"always_thinks", "boot_id", b"boot_id", "cell", b"cell", "data_parallel_size", b"data_parallel_size", "deployment", b"deployment", "engine", b"engine", "engine_key", b"engine_key", "engine_url", b"engine_url", "epoch", b"epoch", "home", b"home", "host_kv_token_ms", b"host_kv_token_ms", "host_kv_tokens", b"host_kv_tokens", "instance", b"instance", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_path", b"kv_path", "kv_port", b"kv_port", "last_failure", b"last_failure", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_report", b"model_report", "pipeline_parallel_size", b"pipeline_parallel_size", "prefix_port", b"prefix_port", "reason", b"reason", "restarts", b"restarts", "revision", b"revision", "role", b"role", "runtime_adapters", b"runtime_adapters", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size", "weights", b"weights", "weights_fault", b"weights_fault", "weights_read_ms", b"weights_read_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
