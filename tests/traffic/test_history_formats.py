@@ -453,6 +453,8 @@ def test_what_is_not_understood_is_refused_with_what_to_write(tmp_path, name) ->
         ("arrival_s", ("0", "6e12"), "arrival_s '6e12': neither"),
         ("arrival_ms", ("1790000000", "1790000005"), "neither surely .* and let it begin at 0"),
         ("timestamp", tuple(str(500 * at) for at in range(30)), "timestamp '14500': neither"),
+        # 5 a second, or 200 a second in milliseconds.
+        ("arrival", tuple(str(5 * at) for at in range(30)), "arrival '145': neither .* arrival_ms"),
         ("timestamp", ("1 May 2026", "2 May 2026"), "timestamp '1 May 2026': not a number"),
         ("num_requests", ("1", "3"), "t.csv:3: num_requests '3': sums requests up"),
         ("output_tokens", ("1", "1"), "has two columns 'output_tokens'; rename or drop one"),
@@ -486,6 +488,14 @@ def test_what_is_assumed_is_a_remark(tmp_path, header, rows, remark) -> None:
     text = f"{header},prompt_tokens,output_tokens\n" + "".join(f"{each},5,6\n" for each in rows)
     trace = read(tmp_path, "t", "csv", text)
     assert any(each.startswith(remark) for each in trace.remarks), trace.remarks
+
+
+def test_whole_seconds_of_burstgpt_are_seconds(tmp_path) -> None:
+    rows = [(5 * at, 7, 8) for at in range(30)]
+    text = write_csv("Timestamp,Request tokens,Response tokens", rows)
+    trace = read(tmp_path, "t", "csv", text)
+    assert trace.arrival_ms[-1] == 145_000
+    assert trace.remarks[0].startswith("Timestamp is read as seconds, as in BurstGPT's traces")
 
 
 @pytest.mark.parametrize(

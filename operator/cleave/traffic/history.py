@@ -17,9 +17,10 @@ from cleave.traffic.recordings.failed_requests import find_failed
 from cleave.traffic.recordings.history_error import HistoryError
 from cleave.traffic.recordings.prompt_blocks import read_blocks
 from cleave.traffic.recordings.request_fields import (
-    MOONCAKE_NAMES,
+    PUBLISHED_FORMATS,
     Field,
     FieldRole,
+    PublishedFormat,
     list_words,
     normalize,
 )
@@ -138,7 +139,7 @@ def _sort_by_arrival(
     if not fields:
         return table, np.zeros(len(table)), ()
     field, *others = fields
-    arrivals = read_arrivals(table, field, _get_default_unit(table, field))
+    arrivals = read_arrivals(table, field, _find_published(table, field))
     remarks = arrivals.remarks
     if others:
         names = ", ".join(each.path for each in others)
@@ -155,10 +156,9 @@ def _sort_by_arrival(
     return table.take(order), arrivals.ms[order] - arrivals.ms[order[0]], remarks
 
 
-def _get_default_unit(table: RequestTable, field: Field) -> float:
-    """Seconds per unit of times since the start; in Mooncake's traces they are in milliseconds."""
+def _find_published(table: RequestTable, field: Field) -> PublishedFormat | None:
     names = {normalize(each.path) for each in (*table.select(FieldRole.PROMPT), field)}
-    return 0.001 if names.issuperset(MOONCAKE_NAMES) else 1.0
+    return next((each for each in PUBLISHED_FORMATS if names.issuperset(each.columns)), None)
 
 
 def _describe_cached(table: RequestTable) -> list[str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.traffic.recordings.request_fields import Field
+from cleave.traffic.recordings.request_fields import Field, PublishedFormat
 from cleave.traffic.recordings.request_numbers import read_numbers, try_parse
 from cleave.traffic.recordings.request_table import RequestTable, format_value
 
@@ -25,6 +25,8 @@ _LONGEST_S = 1e8
 _REMEDY = "name the column by its unit: arrival_s, arrival_ms, arrival_us or arrival_ns"
 _LONGEST_GAP_S = 10.0
 """A longer mean gap in a column without a unit is taken for milliseconds or smaller units."""
+_CLEAR_GAP_S = 1.0
+"""A longer one of whole numbers may be either: 5 are 0.2 requests a second, or 200."""
 _FEW = 20
 """Fewer requests may have any gap."""
 
@@ -39,21 +41,26 @@ class Arrivals(NamedTuple):
     remarks: tuple[str, ...]
 
 
-def read_arrivals(table: RequestTable, field: Field, default_s: float) -> Arrivals:
-    """The arrivals of all requests. `default_s`: seconds per unit of small numbers where the name
-    of the column does not say the unit. Raises HistoryError."""
+def read_arrivals(
+    table: RequestTable, field: Field, published: PublishedFormat | None = None
+) -> Arrivals:
+    """The arrivals of all requests. `published`: knows the unit of small numbers where the name of
+    the column does not say it. Raises HistoryError."""
     cells = table.cells[field.path]
     if _is_date(cells[0]):
         return Arrivals(_parse_dates(table, cells) * 1000, True, ())
     numbers = read_numbers(table, field.path)
-    unit_s, remark = _choose_unit(table, field, numbers, default_s)
+    unit_s, remark = _choose_unit(table, field, numbers, published)
     is_clock = _find_epoch_unit(float(numbers[0])) == unit_s
     ms: NDArray[np.float64] = (numbers - numbers[0]) * (unit_s * 1000)
     return Arrivals(ms, is_clock, (remark,) if remark else ())
 
 
 def _choose_unit(
-    table: RequestTable, field: Field, numbers: NDArray[np.float64], default_s: float
+    table: RequestTable,
+    field: Field,
+    numbers: NDArray[np.float64],
+    published: PublishedFormat | None,
 ) -> tuple[float, str]:
     """Seconds per unit, and what to say about that. Raises HistoryError."""
     first, last = float(numbers.min()), float(numbers.max())
@@ -68,15 +75,25 @@ def _choose_unit(
         date = datetime.fromtimestamp(first * epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         read = f"{field.path} is read as {_NAMES[epoch_s]} since 1970"
         return epoch_s, f"{read}: the first request arrived at {date}"
-    is_likely = len(numbers) < _FEW or last - first < _LONGEST_GAP_S * len(numbers)
-    if named_s is None and last * default_s < _LONGEST_S and (is_likely or default_s < 1):
-        why = "since its name has no unit" if default_s == 1 else "as in Mooncake's traces"
+    default_s = published.unit_s if published is not None else 1.0
+    is_known = published is not None or _is_likely_seconds(numbers)
+    if named_s is None and last * default_s < _LONGEST_S and is_known:
+        why = f"as in {published.name}'s traces" if published else "since its name has no unit"
         read = f"{field.path} is read as {_NAMES[default_s]}, {why}"
         return default_s, f"{read}; if it is not, {_REMEDY}"
     at = int(np.argmax(numbers))
     value = format_value(table.cells[field.path][at])
     what = f"{field.path} {value}: neither surely times since 1970 in one unit, nor since the start"
     raise table.build_error(at, f"{what}; {_REMEDY}, and let it begin at 0")
+
+
+def _is_likely_seconds(numbers: NDArray[np.float64]) -> bool:
+    """Whether times since the start can hardly be in a smaller unit."""
+    if len(numbers) < _FEW:
+        return True
+    is_whole = bool(np.all(numbers == np.floor(numbers)))
+    gap_s = float(numbers.max() - numbers.min()) / len(numbers)
+    return gap_s < (_CLEAR_GAP_S if is_whole else _LONGEST_GAP_S)
 
 
 def _find_epoch_unit(number: float) -> float | None:

@@ -95,8 +95,22 @@ _ARRIVAL_NAMES = (
 _RANK_STEP = 10
 """Above the depth of a field, which decides between names of one rank."""
 _RANKS = {name: rank for rank, names in enumerate(_ARRIVAL_NAMES) for name in names.split()}
-MOONCAKE_NAMES = ("inputlength", "timestamp")
-"""Beside this name of the prompt the arrival of this name is in milliseconds."""
+
+
+class PublishedFormat(NamedTuple):
+    """Published traces whose names of columns leave the unit of arrivals open."""
+
+    name: str
+    columns: tuple[str, str]
+    """Of the arrival and of the prompt."""
+    unit_s: float
+    """Seconds per unit of an arrival."""
+
+
+PUBLISHED_FORMATS = (
+    PublishedFormat("Mooncake", ("timestamp", "inputlength"), 1e-3),
+    PublishedFormat("BurstGPT", ("timestamp", "requesttokens"), 1.0),
+)
 
 _UNITS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
