@@ -1,6 +1,7 @@
 """Prefill and decode engine called at once: what each gets, and the effect of each loss."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -90,6 +91,51 @@ async def test_an_overlapped_prefill_is_counted_at_its_handoff(ahead) -> None:
     assert ahead.context.router.registry.instances["p"].in_flight.prompt.own == 0
     opened.set()
     assert (await asking).status == 200
+
+
+def count_cached(tokens: int) -> dict:
+    counts = {"prompt_tokens": 7, "total_tokens": 10, "completion_tokens": 3}
+    details = {"cached_tokens": tokens, "multimodal_tokens": {"a": 1}}
+    return counts | {"prompt_tokens_details": details}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("late", "cached"), [("d", 4), ("p", None)])
+async def test_cached_tokens_are_those_of_the_prefill_engine(
+    ahead, stream: bool, late: str, cached: int | None
+) -> None:
+    text = 'I said "prompt_tokens_details":{"cached_tokens":1}'
+    began = asyncio.Event()
+
+    async def prefill(engine, request, writer) -> None:
+        await began.wait()
+        engine.send_json(writer, engine.prefill_answer(request) | {"usage": count_cached(4)})
+
+    async def decode(engine, request, writer) -> None:
+        if late == "d":
+            began.set()
+            await ahead.until(lambda: ahead.context.metrics.handoffs, "the prefill is done")
+        choice, usage = {"index": 0, "text": text, "finish_reason": "stop"}, count_cached(7)
+        if not stream:
+            engine.send_json(writer, {"choices": [choice], "usage": usage})
+            return
+        engine.send_stream_head(writer)
+        for event in ({"choices": [choice]}, {"choices": [], "usage": usage}):
+            data = json.dumps(event, separators=(",", ":")).encode()
+            engine.send_chunk(writer, b"data: %b\n\n" % data)
+        engine.send_chunk(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+    ahead.engines["p"].script, ahead.engines["d"].script = prefill, decode
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    response = await ahead.ask(ASK | options)
+    bodies = response.events[:-1] if stream else [response.body]
+    bodies = [body.removeprefix(b"data: ") for body in bodies]
+    (usage,) = [value["usage"] for body in bodies if (value := json.loads(body)).get("usage")]
+    details = usage["prompt_tokens_details"]
+    assert (details and details["cached_tokens"]) == cached
+    assert json.loads(bodies[0])["choices"][0]["text"] == text
+    await ahead.until_idle()
 
 
 @pytest.mark.parametrize(

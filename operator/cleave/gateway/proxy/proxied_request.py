@@ -208,6 +208,7 @@ class ProxiedRequest:
             retry.pending_error = None
             retry.release_slot()
         if self._relay is not None:
+            self._relay.prompt_details = attempt.prompt_details
             assert retry is not None
             context.metrics.recoveries[self._completion.model, retry.recovery_mode] += 1
             attempt.set_paused(client.blocked)
@@ -232,6 +233,12 @@ class ProxiedRequest:
         names = find_names(self._completion.model, attempt.pick.engine_model)
         options = client.chunked, now, names, context.buffer_budget
         self._relay = make_relay(self._completion, first, *options)
+        self._relay.prompt_details = attempt.prompt_details
+
+    def on_prompt_details(self, details: bytes) -> None:
+        """What of the prompt of a stream that has begun was cached."""
+        if self._relay is not None:
+            self._relay.prompt_details = details
 
     def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """A piece of the stream."""

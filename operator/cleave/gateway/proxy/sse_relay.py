@@ -38,6 +38,7 @@ from cleave.gateway.proxy.usage_counts import UsageCounts
 from cleave.gateway.upstream.engine_errors import convert_error_event
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_handoff
 from cleave.gateway.upstream.model_names import ModelNames
+from cleave.gateway.upstream.prompt_details import replace_prompt_details
 from cleave.gateway.upstream.spellings import (
     CARRIAGE_RETURN,
     ESCAPE,
@@ -105,7 +106,7 @@ class SseRelay:
     __slots__ = (
         "_chunked", "_has_ids", "_head", "_hides_ids", "_is_counted", "_is_done", "_names",
         "_num_slow", "_opaque", "_prompt_ids", "_splice", "_splitter", "_template", "_tries_left",
-        "_usage", "num_events", "prompt_tokens", "started_at", "transcript",
+        "_usage", "num_events", "prompt_details", "prompt_tokens", "started_at", "transcript",
     )  # fmt: skip
 
     def __init__(
@@ -128,6 +129,8 @@ class SseRelay:
         """Seconds, when the first byte came."""
         self.num_events = 0
         """Events that match no template, `[DONE]` not counted."""
+        self.prompt_details = b""
+        """What is said in `usage` instead of the engine's details; empty: they are right."""
         self.prompt_tokens = 0
         """As the engine reported them; 0: it did not."""
         self.transcript = transcript if transcript is not None else Transcript()
@@ -366,6 +369,8 @@ class SseRelay:
 
     def _forward_unknown(self, event: bytes) -> bytes:
         """What the client gets of an event that matches no template."""
+        if self.prompt_details:
+            event = replace_prompt_details(event, self.prompt_details)
         if self._usage is not None:
             event = self._usage.take(event)
             self.prompt_tokens = self._usage.prompt_tokens or self.prompt_tokens
