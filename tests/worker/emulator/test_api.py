@@ -181,6 +181,8 @@ async def test_the_request_id_of_the_caller_is_in_the_answer(serve) -> None:
         ({"prompt": "a", "temperature": True}, "temperature"),
         ({"prompt": "a", "tools": {}}, "tools"),
         ({"prompt": "a", "stop": {"a": 1}}, "stop"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
+        ({"prompt": "a", "structured_outputs": "a"}, "structured_outputs"),
         ({"prompt": "a", "kv_transfer_params": 1}, "kv_transfer_params"),
         ({"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
     ],

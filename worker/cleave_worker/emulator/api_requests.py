@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cleave.policy.request_targets import read_targets
-from cleave_worker.emulator import tokenizer
+from cleave_worker.emulator import constraints, tokenizer
 from cleave_worker.emulator.sequence import EngineRequest, PrefixSource, RemotePrefill
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -25,6 +25,7 @@ _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "response_format": (dict,),
     "stream": (bool,),
     "stream_options": (dict,),
+    "structured_outputs": (dict,),
     "temperature": (int, float),
     "tool_choice": (str, dict),
     "tools": (list,),
@@ -107,6 +108,8 @@ def parse_call(
         fault = f"The model `{model}` does not exist."
         raise EmulatorApiError(404, fault, "NotFoundError", "model")
     _reject_unsupported(body)
+    if (fault := constraints.find_fault(body, chat)) is not None:
+        raise build_bad_request(*fault)
     prompt = _parse_chat_prompt(body) if chat else _parse_completion_prompt(body)
     stream = bool(body.get("stream"))
     external = headers.get("X-Request-Id") or uuid.uuid4().hex
