@@ -175,7 +175,7 @@ class InstanceRegistry:
         lengths = self._list_lengths(model)
         return max(lengths, default=0) if all(lengths) else 0
 
-    def always_thinks(self, model: str) -> bool:
+    def is_always_thinking(self, model: str) -> bool:
         """Whether an instance of a model reports that its template does not switch thinking off."""
         served = self.models.get(model)
         return (

@@ -105,11 +105,11 @@ async def fetch_info(
         kv_block_size=int(match.group(1)) if match else block_size,
         adapters=_select_adapters(served),
         model_report=model_report,
-        always_thinks=engine == "vllm" and await _always_thinks(url, seconds, headers),
+        always_thinks=engine == "vllm" and await _is_always_thinking(url, seconds, headers),
     )
 
 
-async def _always_thinks(url: str, seconds: float, headers: dict[str, str] | None) -> bool:
+async def _is_always_thinking(url: str, seconds: float, headers: dict[str, str] | None) -> bool:
     """Whether a chat without thinking has the prompt of one with some effort, or none at all: then
     a parser of reasoning would take thoughts for the answer. As vLLM 0.32 finds it out for its own
     Messages API (`entrypoints/anthropic/serving.py`). Raises HttpError."""

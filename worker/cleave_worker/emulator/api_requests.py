@@ -108,8 +108,8 @@ def parse_call(
         fault = f"The model `{model}` does not exist."
         raise EmulatorApiError(404, fault, "NotFoundError", "model")
     _reject_unsupported(body)
-    if (fault := constraints.find_fault(body, chat)) is not None:
-        raise build_bad_request(*fault)
+    if (wrong := constraints.find_fault(body, chat)) is not None:
+        raise build_bad_request(*wrong)
     prompt = _parse_chat_prompt(body) if chat else _parse_completion_prompt(body)
     stream = bool(body.get("stream"))
     external = headers.get("X-Request-Id") or uuid.uuid4().hex

@@ -89,7 +89,7 @@ class GatewayRequestHandler:
     ) -> None:
         """`recorder`: records requests for logs and traces; `internal`: for the internal port."""
         self._context = context
-        always_thinks = context.router.registry.always_thinks
+        always_thinks = context.router.registry.is_always_thinking
         self._templates = TemplateFacts(context.system_first, always_thinks)
         self._recorder = recorder
         self._methods = _INTERNAL_METHODS if internal else _METHODS

@@ -42,11 +42,7 @@ from cleave.gateway.upstream.kv_transfer_params import (
     build_prefix_source_params,
     read_handoff,
 )
-from cleave.gateway.upstream.prompt_details import (
-    UNKNOWN,
-    find_prompt_details,
-    replace_prompt_details,
-)
+from cleave.gateway.upstream.prompt_details import PromptDetails
 from cleave.gateway.upstream.stream_start import PendingStart, StreamStart, classify_start
 from cleave.policy.prompt_order import HANDOFF_SHARE
 from cleave.router.instance import Target
@@ -78,9 +74,6 @@ class ResponseHandler(Protocol):
 
     def on_response(self, call: UpstreamCall, body: AnswerBody) -> None:
         """The complete response."""
-
-    def on_prompt_details(self, details: bytes) -> None:
-        """An overlapped prefill that was done after the stream began counts cached tokens."""
 
     def on_rejection(self, call: UpstreamCall, body: bytes) -> None:
         """An engine rejected the request with a status below 500."""
@@ -177,8 +170,8 @@ class Attempt:
         """Computes the prompt now; None: the prompt is computed, or the decode instance does it."""
         self.prompt_tokens = 0
         """As the prefill engine counted them."""
-        self.prompt_details = b""
-        """Of an overlapped prefill, for `usage`; empty: it is none, so the answer's are right."""
+        self.prompt_details: PromptDetails | None = None
+        """Of an overlapped prefill; None: there is none, so the decode engine is right."""
         self.sent_at = self.deadline = 0.0
         """Seconds: when the newest call was sent, and until when the next bytes must come."""
         self.instance_headers = b""
@@ -292,9 +285,8 @@ class Attempt:
         """The overlapped prefill is done; the decode engine has its KV already, or soon."""
         if self._observer is not None:
             self._observer.on_prefill_done(body)
-        self.prompt_details = find_prompt_details(body)
-        if self.streaming:
-            self._handler.on_prompt_details(self.prompt_details)
+        assert self.prompt_details is not None
+        self.prompt_details.read(body)
         if self.prefill is None:
             self._context.metrics.handoffs["ahead"] += 1
         elif self._read_handoff(prefill, body, "ahead"):
@@ -338,7 +330,7 @@ class Attempt:
         first, second = build_overlapped_fields(self._with_targets(), prefill, self._request_id)
         payload = self._build_payload(pool, first)
         self._overlapped_prefill = OverlappedPrefill(self, prefill, pool, payload)
-        self.prompt_details = UNKNOWN
+        self.prompt_details = PromptDetails()
         self._send(decode, second)
 
     def _with_targets(self, reserved_share: float = 0.0) -> CompletionRequest:
@@ -445,8 +437,8 @@ class Attempt:
         elif self._completion.stream and self._path in RESUMABLE_PATHS:
             self._handler.on_attempt_failed(Failure.STATUS, "did not send the requested stream")
         else:
-            if self.prompt_details and isinstance(body, bytes):
-                body = replace_prompt_details(body, self.prompt_details)
+            if self.prompt_details is not None and isinstance(body, bytes):
+                body = self.prompt_details.replace(body)
             self._handler.on_response(call, body)
 
     def _start_stream(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:

@@ -217,12 +217,11 @@ class ProxiedRequest:
             context.num_awaiting_first_byte -= 1
         self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
         self._pick = attempt.pick
-        metrics = context.metrics
-        metrics.streams = number = metrics.streams + 1
+        context.metrics.streams = number = context.metrics.streams + 1
         if not number & ITL_SAMPLE_MASK:
             self._last_piece_at = now
         if attempt.pick.prefill is not None:
-            phases = metrics.models[self._completion.model].phases
+            phases = context.metrics.models[self._completion.model].phases
             phases["decode"].observe(now - attempt.sent_at)
         if self._ticket is not None:
             context.admission.observe_first_token(self._ticket, now)
@@ -231,14 +230,8 @@ class ProxiedRequest:
             fields += headers.CONNECTION_CLOSE
         first = headers.build_stream_head(call.status, fields, self._request_id, client.chunked)
         names = find_names(self._completion.model, attempt.pick.engine_model)
-        options = client.chunked, now, names, context.buffer_budget
+        options = client.chunked, now, names, context.buffer_budget, attempt.prompt_details
         self._relay = make_relay(self._completion, first, *options)
-        self._relay.prompt_details = attempt.prompt_details
-
-    def on_prompt_details(self, details: bytes) -> None:
-        """What of the prompt of a stream that has begun was cached."""
-        if self._relay is not None:
-            self._relay.prompt_details = details
 
     def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """A piece of the stream."""

@@ -38,7 +38,7 @@ from cleave.gateway.proxy.usage_counts import UsageCounts
 from cleave.gateway.upstream.engine_errors import convert_error_event
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_handoff
 from cleave.gateway.upstream.model_names import ModelNames
-from cleave.gateway.upstream.prompt_details import replace_prompt_details
+from cleave.gateway.upstream.prompt_details import PromptDetails
 from cleave.gateway.upstream.spellings import (
     CARRIAGE_RETURN,
     ESCAPE,
@@ -129,8 +129,8 @@ class SseRelay:
         """Seconds, when the first byte came."""
         self.num_events = 0
         """Events that match no template, `[DONE]` not counted."""
-        self.prompt_details = b""
-        """What is said in `usage` instead of the engine's details; empty: they are right."""
+        self.prompt_details: PromptDetails | None = None
+        """What `usage` says instead of the engine's details; None: they are right."""
         self.prompt_tokens = 0
         """As the engine reported them; 0: it did not."""
         self.transcript = transcript if transcript is not None else Transcript()
@@ -369,8 +369,8 @@ class SseRelay:
 
     def _forward_unknown(self, event: bytes) -> bytes:
         """What the client gets of an event that matches no template."""
-        if self.prompt_details:
-            event = replace_prompt_details(event, self.prompt_details)
+        if self.prompt_details is not None:
+            event = self.prompt_details.replace(event)
         if self._usage is not None:
             event = self._usage.take(event)
             self.prompt_tokens = self._usage.prompt_tokens or self.prompt_tokens
@@ -438,6 +438,7 @@ def make_relay(
     now: float,
     names: ModelNames | None,
     budget: BufferBudget,
+    prompt_details: PromptDetails | None = None,
 ) -> SseRelay:
     """The relay for a request; what it keeps is reserved in the budget."""
     report = completion.report
@@ -452,7 +453,9 @@ def make_relay(
     )
     usage = None if report.has_ids else UsageCounts(report)
     options = report.has_ids, False, report.shows_ids, names
-    return SseRelay(head, chunked, now, *options, transcript=transcript, usage=usage)
+    relay = SseRelay(head, chunked, now, *options, transcript=transcript, usage=usage)
+    relay.prompt_details = prompt_details
+    return relay
 
 
 def _split(events: bytes) -> Sequence[bytes]:

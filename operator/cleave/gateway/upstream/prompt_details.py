@@ -1,24 +1,29 @@
-"""How much of a prompt was cached, where the decode engine cannot know it. Pure.
+"""How much of a prompt was cached, where the decode engine cannot know it. No I/O.
 
-Used by attempts and relays. A decode engine that follows a prefill counts all that it pulls as
+Made by attempts, read by relays. A decode engine that follows a prefill counts all that it pulls as
 cached; the prefill engine's answer, which comes at about the same time, has the right number.
 """
 
 import re
-
-UNKNOWN = b"null"
 
 # Within a text of JSON the quotes would have backslashes.
 _KEY = b'"prompt_tokens_details":'
 _MEMBER = re.compile(rb"%b(null|\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\})" % _KEY)
 
 
-def find_prompt_details(body: bytes) -> bytes:
-    """The details of the prompt in an engine's answer."""
-    found = _MEMBER.search(body)
-    return UNKNOWN if found is None else found[1]
+class PromptDetails:
+    """The details of one prompt that the decode engine's `usage` should have."""
 
+    __slots__ = ("_value",)
 
-def replace_prompt_details(body: bytes, details: bytes) -> bytes:
-    """An answer, or events of one, with these details of the prompt."""
-    return _MEMBER.sub(lambda _: _KEY + details, body)
+    def __init__(self) -> None:
+        self._value = b"null"
+
+    def read(self, prefill: bytes) -> None:
+        """Take those of the prefill engine's answer."""
+        if (found := _MEMBER.search(prefill)) is not None:
+            self._value = found[1]
+
+    def replace(self, answer: bytes) -> bytes:
+        """The decode engine's answer, or events of one, with these details."""
+        return _MEMBER.sub(lambda _: _KEY + self._value, answer)
