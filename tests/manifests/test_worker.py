@@ -338,13 +338,16 @@ def test_pods_have_the_usual_labels_which_the_template_may_replace(pool) -> None
     assert labels(labels=own) == labels() | own
 
 
-def test_a_key_comes_from_a_secret(pool) -> None:
-    env = [{"name": "S3_KEY", "valueFrom": {"secretKeyRef": {"name": "s3", "key": "key"}}}]
+@pytest.mark.parametrize("own", [{}, {"optional": True}])
+def test_a_key_comes_from_a_secret_which_may_be_optional(pool, own) -> None:
+    env = [{"name": "S3_KEY", "valueFrom": {"secretKeyRef": {"name": "s3", "key": "key", **own}}}]
     assert container(build_worker_pod(pool(engine={"env": env}), 0))["env"][-1] == env[0]
 
 
-def test_the_token_of_hugging_face_is_a_file(pool) -> None:
-    env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "t.txt"}}}]
+@pytest.mark.parametrize("own", [{}, {"optional": True}])
+def test_the_token_of_hugging_face_is_a_file(pool, own) -> None:
+    reference = {"name": "hub", "key": "t.txt", **own}
+    env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}]
     pod = build_worker_pod(pool(engine={"env": env}), 0)
     found = {each["name"]: each.get("value") for each in container(pod)["env"]}
     assert "HF_TOKEN" not in found
@@ -353,6 +356,7 @@ def test_the_token_of_hugging_face_is_a_file(pool) -> None:
         "secretName": "hub",
         "items": [{"key": "t.txt", "path": "token"}],
         "defaultMode": 0o440,
+        **own,
     }
     mount = next(m for m in container(pod)["volumeMounts"] if m["name"] == "cleave-hub-token")
     assert found["HF_TOKEN_PATH"] == f"{mount['mountPath']}/token"

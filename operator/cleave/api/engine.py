@@ -124,6 +124,8 @@ class SecretKey(ApiModel):
     """Name of the Secret."""
     key: Annotated[str, Field(max_length=253, pattern=CONFIG_KEY)]
     """Name of the entry."""
+    optional: bool = False
+    """Whether pods start without the variable where the Secret or entry is missing."""
 
 
 class EnvSource(ApiModel):

@@ -71,6 +71,7 @@ def build_token_volume(engine: EngineSpec) -> VolumeAndMount | None:
             items = [{"key": key.key, "path": "token"}]
             # The group of the pod may read it.
             secret = {"secretName": key.name, "items": items, "defaultMode": 0o440}
+            secret |= {"optional": True} if key.optional else {}
             mount = {"name": _HUB_TOKEN_VOLUME, "mountPath": _HUB_TOKEN_FOLDER, "readOnly": True}
             return {"name": _HUB_TOKEN_VOLUME, "secret": secret}, mount
     return None

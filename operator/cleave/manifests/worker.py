@@ -289,7 +289,8 @@ def _build_variable(variable: EnvVar) -> Manifest:
         return {"name": variable.name, "value": variable.value}
     if file := convert_token_variable(variable):
         return file
-    return {"name": variable.name, "valueFrom": variable.value_from.model_dump(mode="json")}
+    source = variable.value_from.model_dump(mode="json", exclude_defaults=True)
+    return {"name": variable.name, "valueFrom": source}
 
 
 def _get_default_image(spec: InstancePoolSpec, device: Device, images: Images) -> str:
