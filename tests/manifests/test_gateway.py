@@ -1,5 +1,6 @@
 """The gateway's pod, and its Deployment and Service in a cluster."""
 
+import argparse
 from dataclasses import fields
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ import pytest
 from cleave.api.deployment import LLMDeploymentStatus, WitnessSpec
 from cleave.api.manifest import ManifestError
 from cleave.api.plan import SelectedPlan
-from cleave.gateway.config import GatewayConfig
+from cleave.gateway.config import GatewayConfig, add_options, build_config
 from cleave.manifests.container import LISTEN_ON, Images
 from cleave.manifests.gateway import (
     SHUTDOWN_DELAY_S,
@@ -18,6 +19,7 @@ from cleave.manifests.gateway import (
     build_url,
     get_thresholds,
 )
+from cleave.manifests.pool import hash_revision
 from cleave.manifests.worker import build_worker_pod
 from cleave.rpc.plan_thresholds import PlanThresholds
 
@@ -52,6 +54,17 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         *("--flipping", "Advisory", "--min-prefill", "1", "--min-decode", "2"),
         *("--drain-timeout", "600", "--allowed-hosts", "localhost"),
     ]
+
+
+def test_the_gateway_learns_all_names_of_the_model(deployment) -> None:
+    chat = deployment(gateway={"modelAliases": ["gpt-4o", "org/m"]})
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    options, _ = parser.parse_known_args(container(build_gateway_pod(chat))["command"][3:])
+    names = build_config("", options).model_names
+    assert names == (chat.spec.model.name, "gpt-4o", "org/m")
+    # Engines and plans have no part in them.
+    assert hash_revision(chat) == hash_revision(deployment())
 
 
 def test_shares_of_the_witness_are_given_only_where_they_differ_from_the_gateways(

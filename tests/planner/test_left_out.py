@@ -49,6 +49,7 @@ WITHOUT_EFFECT = {
     "pools.minDecode",
     # What clients and operators see of gateways, not which engines requests get.
     "gateway.image",
+    "gateway.modelAliases",
     "gateway.keysSecret",
     "gateway.tlsSecret",
     "gateway.cors",

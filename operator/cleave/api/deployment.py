@@ -14,7 +14,7 @@ from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare
 from cleave.api.engine import Connector, DeploymentEngine, ImageName
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.loaded_weights import LoadedWeights
-from cleave.api.model import ModelField
+from cleave.api.model import ModelField, ModelName
 from cleave.api.model_report import ReportedModel
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.planning import Planning, PlanningMode
@@ -191,6 +191,9 @@ class GatewaySpec(ApiModel):
     """Processes in each gateway pod, with one port and load account; each uses up to a core."""
     image: ImageName | None = None
     """Container image of the gateway; absent: Cleave's own."""
+    model_aliases: list[ModelName] = Field(default_factory=list, max_length=64)
+    """Further names of the model in requests. /v1/models lists them, and a response has the name of
+    its request. A change replaces no engine."""
     keys_secret: SecretName | None = None
     """Secret whose entry `keys` lists the accepted API keys, one per line; absent: no keys."""
     tls_secret: SecretName | None = None

@@ -16,6 +16,8 @@ _HF = "hf://"
 _SOURCE = r"^((hf://)?[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?|/[^:\n]+)$"
 _CACHES = ("host_path", "persistent_volume_claim", "image")
 _WORD = r"^[A-Za-z0-9][A-Za-z0-9_./:@-]*$"
+ModelName = Annotated[str, Field(max_length=256, pattern=_WORD)]
+"""The name of a model in requests."""
 MAX_CONFIG_LENGTH = 1 << 16
 """Characters of a config.json; the longest ones list each layer that is not quantised."""
 _MAX_CONFIG_DEPTH = 32
@@ -192,8 +194,9 @@ class ModelSpec(ApiModel):
     """Number format of weights and KV cache; absent: the engine decides."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Maximum length of prompt plus output in tokens; absent: the model's own limit."""
-    served_name: Annotated[str, Field(max_length=256, pattern=_WORD)] | None = None
-    """Model name that clients request; absent: the Hugging Face id, or the folder's name."""
+    served_name: ModelName | None = None
+    """Model name that clients request; absent: the Hugging Face id, or the folder's name. Further
+    names are those of spec.gateway.modelAliases."""
     cache: ModelCache | None = None
     """Where workers store or find the model's files; absent: each pod downloads them, or reads the
     folder on its node."""

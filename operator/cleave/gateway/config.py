@@ -174,6 +174,14 @@ class GatewayConfig:
     deployment: str = _declare(
         "--deployment", "", "the LLMDeployment whose agents are accepted; default: of any"
     )
+    model_names: tuple[str, ...] = _declare(
+        "--model-names",
+        (),
+        "a model's name, and further ones by which clients may request it; default: those alone "
+        "that engines have",
+        parse=lambda text: tuple(text.split(",")),
+        metavar="NAME,...",
+    )
     hosts: tuple[str, ...] = _declare(
         "--host",
         ("127.0.0.1",),

@@ -64,7 +64,7 @@ class GatewayServer:
 
         Raises ApiKeysError, LengthsError and TlsError when a configured file cannot be read."""
         load = shared.open_load_accounting() if shared else None
-        registry = InstanceRegistry(config.policy, load)
+        registry = InstanceRegistry(config.policy, load, config.model_names)
         ttft_ms, tpot_ms = config.ttft_slo_ms or math.inf, config.tpot_slo_ms or math.inf
         thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
         headroom_ms = thresholds.headroom_ms if config.flipping is FlippingMode.AUTO else 0.0

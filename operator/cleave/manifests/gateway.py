@@ -191,12 +191,14 @@ def _build_flags(
     spec = deployment.spec
     gateway, routing, slo, pools = spec.gateway, spec.routing, spec.slo, spec.pools
     scheduling = spec.engine.scheduling
+    names = [spec.model.name, *gateway.model_aliases]
     return {
         "--host": host,
         "--port": port,
         "--internal-port": internal_port,
         "--agents": "$(CLEAVE_AGENTS)",
         "--deployment": deployment.name,
+        "--model-names": ",".join(names) if len(names) > 1 else None,
         "--processes": gateway.processes if gateway.processes > 1 else None,
         "--fallback": routing.fallback,
         "--policy": routing.policy,

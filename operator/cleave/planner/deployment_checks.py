@@ -5,6 +5,7 @@ admission webhook and by the command line, so that all of them report the same. 
 have no weights to shard and stand in for any model.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
@@ -47,9 +48,11 @@ def _find_model_fault(deployment: LLMDeployment, *, reads_files: bool) -> str | 
     """Why no engine starts with this model, or an adapter could never be requested; None: neither
     is known."""
     spec = deployment.spec
-    if any(each.name == spec.model.name for each in spec.adapters):
-        name = spec.model.name
-        return f"spec.adapters: {name} is the name of the model itself; choose another name"
+    names = Counter([spec.model.name, *spec.gateway.model_aliases])
+    if twice := [name for name, count in names.items() if count > 1]:
+        return f"spec.gateway.modelAliases: {twice[0]} names the model already; remove it"
+    if taken := [each.name for each in spec.adapters if each.name in names]:
+        return f"spec.adapters: {taken[0]} is the name of the model itself; choose another name"
     if spec.model.dtype != Dtype.FLOAT32 or spec.engine.type is EngineType.EMULATED:
         return None
     if explain_unknown_model(deployment, reads_files=reads_files):

@@ -10,14 +10,20 @@ table, and tables are built again for the rest.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from cleave.api.enums import DispatchPolicy
 from cleave.router.errors import NoInstance, RouterError, UnknownModel
 from cleave.router.instance import Connectivity, RoutedInstance, Target
 from cleave.router.pair_proofs import PairResult
 from cleave.router.score_table import ScoreTable
-from cleave.router.served_models import ServedModel, build_models, get_group, knows_adapters
+from cleave.router.served_models import (
+    ServedModel,
+    add_aliases,
+    build_models,
+    get_group,
+    knows_adapters,
+)
 from cleave.router.shared_load import SharedLoad
 from cleave.router.shared_score_table import build_shared_table
 from cleave.rpc.boot_ids import is_boot_of
@@ -42,14 +48,17 @@ class InstanceRegistry:
         self,
         policy: DispatchPolicy = DispatchPolicy.PREFIX_AWARE,
         shared_load: SharedLoad | None = None,
+        model_names: Sequence[str] = (),
     ) -> None:
-        """`shared_load`: accounting shared with the other processes; None: a single process."""
+        """`shared_load`: accounting shared with the other processes; None: a single process.
+        `model_names`: of a model, its engines' own first; none: only those of the engines."""
         self.policy = policy
         """The policy that determines the scores."""
         self.shared_load = shared_load
         self.instances: dict[str, RoutedInstance] = {}
         self.listed: Collection[str] | None = None
         """Addresses of the agents that the source lists now; None: of all that have registered."""
+        self._model_names = model_names
         self._models: dict[str, ServedModel] = {}
         self._is_stale = False
         """Whether instances have come or gone since the tables were built."""
@@ -323,6 +332,7 @@ class InstanceRegistry:
         self._is_stale = False
         instances = [self.instances[name] for name in sorted(self.instances)]
         self._models, self._pending_adapters = build_models(instances, self._build_table)
+        add_aliases(self._models, self._model_names)
         self._has_runtime_adapters = any(e.registration.runtime_adapters for e in instances)
         new = sorted(self._models.keys() - self._known_models.keys())
         room = MAX_KNOWN_MODELS - len(self._known_models)

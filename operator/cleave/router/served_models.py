@@ -21,13 +21,14 @@ class ServedModel:
     score_tables: list[ScoreTable]
     instances: list[RoutedInstance]
     base: str = ""
-    """Base model of an adapter; empty: this is not an adapter."""
+    """Model of which this is an adapter or a further name; empty: it is neither."""
     adapter: int | None = None
     """Key of an adapter; None: this is not an adapter."""
     is_crowded: bool = False
     """Whether instances serve more adapters than they can hold in memory at a time."""
     engine_name: str = ""
-    """By which engines know an adapter that was loaded at run time; empty: by the model's name."""
+    """By which engines know an adapter that was loaded at run time, or a model by a further name;
+    empty: by the name that clients request."""
     lacking: frozenset[str] = frozenset()
     """Instances in the score tables that have not loaded the adapter: they get none of its
     requests."""
@@ -59,6 +60,17 @@ def build_models(
             crowded = any(map(_is_crowded, members))
             models[name] = ServedModel(score_tables, members, tables[0][0], to_key(name), crowded)
     return models, _add_runtime_adapters(models)
+
+
+def add_aliases(models: dict[str, ServedModel], names: Sequence[str]) -> None:
+    """Add the model that has the first of these names by the others. What engines themselves have
+    by such a name stays: while a deployment's model is renamed, its former name may be both."""
+    if names and (served := models.get(names[0])) is not None and not served.base:
+        for alias in names[1:]:
+            further = ServedModel(
+                served.score_tables, served.instances, names[0], engine_name=names[0]
+            )
+            models.setdefault(alias, further)
 
 
 def _add_runtime_adapters(models: dict[str, ServedModel]) -> frozenset[str]:

@@ -437,5 +437,16 @@ def test_an_adapter_with_the_name_of_its_model_could_never_be_requested(kind: st
     model = {"source": "facebook/opt-13b", "servedName": "sql"}
     adapters = [{"name": "law", "source": "/data/law"}, {"name": "sql", "source": "/data/sql"}]
     faults = find(model=model, engine=engine, adapters=adapters).faults
-    assert "spec.adapters: sql is the name of the model itself; choose another name" in faults
+    taken = "spec.adapters: sql is the name of the model itself; choose another name"
+    assert taken in faults
     assert not find(model=model, engine=engine, adapters=adapters[:1]).faults
+    aliased = {"adapters": adapters, "gateway": {"modelAliases": ["a/b", "sql"]}}
+    assert taken in find(model="facebook/opt-13b", engine=engine, **aliased).faults
+
+
+@pytest.mark.parametrize("aliases", [["chat"], ["a", "b", "a"]])
+def test_a_name_of_the_model_is_there_once(aliases: list[str]) -> None:
+    model = {"source": "facebook/opt-13b", "servedName": "chat"}
+    fault = f"spec.gateway.modelAliases: {aliases[0]} names the model already; remove it"
+    assert find(model=model, gateway={"modelAliases": aliases}).faults == (fault,)
+    assert not find(model=model, gateway={"modelAliases": ["a", "facebook/opt-13b"]}).faults

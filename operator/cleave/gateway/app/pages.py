@@ -123,12 +123,13 @@ class Pages:
 
     def _describe_model(self, name: str) -> dict[str, object]:
         registry = self._context.router.registry
+        served = registry.models[name]
         return {
             "id": name,
             "object": "model",
             "created": self._compute_created(name),
             "owned_by": "cleave",
-            "parent": registry.models[name].base or None,
+            "parent": served.base if served.adapter is not None else None,
             "max_model_len": registry.find_max_model_len(name),
         }
 

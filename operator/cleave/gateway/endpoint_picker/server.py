@@ -179,7 +179,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             return True
         models = router.registry.models
         if model in models and models[model].engine_name:
-            # The engine's name of the adapter would stand in its response.
+            # The engine's name of the adapter or model would stand in its response.
             return True
         if self._context.config.timeouts.wake_s <= 0:
             return False

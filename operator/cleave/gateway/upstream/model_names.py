@@ -1,7 +1,8 @@
 """Gives responses the model's name that the client sent, where engines know it by another. Pure.
 
-Used by proxied requests for adapters that were loaded at run time (`cleave.policy.adapters`). Both
-names are ASCII without characters that JSON escapes, and engines write JSON without blanks.
+Used by proxied requests for adapters that were loaded at run time (`cleave.policy.adapters`), and
+for further names of a model. All names are ASCII without characters that JSON escapes, and engines
+write JSON without blanks.
 """
 
 from cleave.gateway.upstream.collected_answer import MAX_DECODED_BYTES, Pieces
@@ -33,5 +34,5 @@ class ModelNames:
 
 
 def find_names(client_name: str, engine_name: str) -> ModelNames | None:
-    """The names of an adapter that was loaded at run time; None: engines use the client's."""
+    """The names of a model that engines have by another name; None: they use the client's."""
     return ModelNames(client_name, engine_name) if engine_name else None
