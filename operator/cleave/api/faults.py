@@ -42,6 +42,14 @@ _MESSAGES = {
     "list_type": "must be a list",
 }
 """What is wrong, by pydantic's type of error; the value is added."""
+_ELSEWHERE = {
+    ("manual", "args"): "; set spec.engine.roles.ROLE.args",
+    ("manual", "env"): "; set spec.engine.roles.ROLE.env",
+    ("affinity", "podAffinity"): ": Cleave sets affinity between pods itself",
+    ("affinity", "podAntiAffinity"): ": Cleave sets affinity between pods itself",
+    ("model", "servedName"): "; list further names in spec.gateway.modelAliases",
+}
+"""Where something belongs that others write here, by the last names of its path."""
 
 
 def format_faults(error: ValidationError, root: type[BaseModel]) -> list[str]:
@@ -88,7 +96,11 @@ def _explain(
     kind = detail["type"]
     if kind in _MESSAGES:
         is_number = kind.startswith("int")
-        hint = _explain_text(detail) if is_number else _explain_reference(kind, detail["input"])
+        hint = (
+            _explain_text(detail)
+            if is_number
+            else _explain_reference(kind, detail["input"], detail["loc"])
+        )
         return _MESSAGES[kind] + got + hint
     match kind:
         case "missing":
@@ -155,11 +167,16 @@ def _format_number(number: float) -> str:
     return f"{digits}.0e{power}" if exponent and "." not in digits else digits + exponent + power
 
 
-def _explain_reference(kind: str, value: object) -> str:
+def _explain_reference(kind: str, value: object, path: Sequence[str | int]) -> str:
     """Explain that a name is written as text where a pod spec has an object with it."""
     if kind != "string_type" or not isinstance(value, Mapping) or [*value] != ["name"]:
-        return ""
+        return _find_other_place(path) if isinstance(value, list) else ""
     return f"; write {value['name']} alone"
+
+
+def _find_other_place(path: Sequence[str | int]) -> str:
+    names = [step for step in path if isinstance(step, str)]
+    return _ELSEWHERE.get((names[-2], names[-1]), "") if len(names) > 1 else ""
 
 
 def _is_secret(path: Sequence[str | int]) -> bool:
@@ -176,6 +193,8 @@ def _explain_unknown_field(
     path: tuple[str | int, ...], root: type[BaseModel], listed: set[tuple[str | int, ...]]
 ) -> str:
     parent, names = path[:-1], _list_fields_at(path[:-1], root)
+    if elsewhere := _find_other_place(path):
+        return f"unknown field{elsewhere}"
     if suggestion := _suggest(path[-1], names):
         return f"unknown field{suggestion}"
     if not names or parent in listed:
