@@ -138,8 +138,7 @@ class GatewayContext:
         self.public_pages = SliceQueue(PAGE_SHARE, clock)
         """Pages for clients that are being built."""
         self.own_work = SliceQueue(OWN_SHARE, clock)
-        """Pages of the internal port that are being built, counters that are being saved, and
-        large answers whose memory is given back."""
+        """Pages of the internal port that are being built, and counters that are being saved."""
         self.last_tick_at = clock()
         """When the sweeper ran last."""
         self.active_requests: set[RunningRequest] = set()

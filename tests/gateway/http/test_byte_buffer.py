@@ -1,6 +1,8 @@
 """Bytes that grow without being copied."""
 
+import asyncio
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -41,3 +43,29 @@ def test_no_append_takes_long() -> None:
         return longest_s
 
     assert min(measure() for _ in range(3)) < 0.005
+
+
+async def test_memory_is_given_back_in_steps_once_nothing_refers_to_it() -> None:
+    buffer = ByteBuffer()
+    for _ in range(256):
+        buffer.add(b"x" * (64 << 10))
+    body = memoryview(buffer.take())[5:]
+    del buffer
+    before = read_resident_mib()
+    del body
+    assert before - read_resident_mib() < 4, "it would take 2 ms here"
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert before - read_resident_mib() > 12
+
+
+def test_without_an_event_loop_memory_is_given_back_at_once() -> None:
+    buffer = ByteBuffer()
+    buffer.add(b"x" * (16 << 20))
+    before = read_resident_mib()
+    del buffer
+    assert before - read_resident_mib() > 12
+
+
+def read_resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) / 256

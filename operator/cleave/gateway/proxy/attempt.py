@@ -252,11 +252,9 @@ class Attempt:
         if self._overlapped_prefill is not None:
             self._overlapped_prefill.abort()
         self._context.router.release(self.pick)
-        self._pending_start = None
+        self._pending_start = self._answer = None
         if self._buffered_bytes:
             self._release_buffered()
-            if self._answer is not None:
-                self._context.own_work.start(self._answer.drop())
 
     # --- callbacks of engine calls ---
 

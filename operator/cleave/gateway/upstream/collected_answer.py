@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 from cleave.gateway.http.byte_buffer import ByteBuffer
 from cleave.gateway.upstream.spellings import match_escapes
-from cleave.time_slices import Steps
 
 MAX_DECODED_BYTES = 512 << 10
 """Larger answers are not decoded as a whole: 1 MiB can take 7 ms."""
@@ -21,7 +20,7 @@ HANDOFF_KEY = b'"kv_transfer_params"'
 USAGE_KEY = b'"usage":{'
 """As vLLM writes it. Within a text of JSON the quotes would have backslashes."""
 PART_BYTES = 4 << 20
-"""About what lies in one piece of memory."""
+"""About what lies in one piece of memory, which is given back once a client has it."""
 _ESCAPE = b"\\u00"
 _ESCAPED_KEY = re.compile(b'"%b"' % match_escapes(HANDOFF_KEY.strip(b'"')))
 _OVERLAP = len(HANDOFF_KEY) - 1
@@ -29,7 +28,7 @@ _ESCAPED_OVERLAP = len(HANDOFF_KEY) * len(b"\\u0000")
 
 
 class CollectedAnswer:
-    """`add` the pieces, `take` the body, and `drop` it."""
+    """`add` the pieces, then `take` the body."""
 
     __slots__ = (
         "_end",
@@ -96,14 +95,6 @@ class CollectedAnswer:
     def read(self, begin: int, end: int) -> bytes:
         """These bytes of a large answer, which are few."""
         return b"".join(self.slice(begin, end))
-
-    def drop(self) -> Steps[None]:
-        """Give the memory back, as far as the client does not have it: 64 MiB take 6 ms."""
-        while self._parts:
-            self._parts.pop()
-            if self._views:
-                self._views.pop()
-            yield
 
 
 AnswerBody: TypeAlias = bytes | CollectedAnswer
