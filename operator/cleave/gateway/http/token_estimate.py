@@ -80,6 +80,7 @@ def _estimate_parts(text: memoryview, has_media: bool) -> Steps[int]:
     if has_media:
         parts, images = yield from _drop_data_urls(text)
         images += yield from _count_urls(parts)
+    yield
     size = sum(map(len, parts))
     step = _choose_step(size)
     sample = b"".join([part[::step].tobytes() for part in parts])
