@@ -28,6 +28,7 @@ class Cycle:
 @pytest.fixture(autouse=True)
 def thresholds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(garbage_collection, "FREEZE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(garbage_collection, "YOUNG_INTERVAL_S", 0.01)
     monkeypatch.setattr(garbage_collection, "COUNT_INTERVAL_S", 0.05)
     before = gc.get_threshold()
     gc.collect()
@@ -54,6 +55,37 @@ async def run(build) -> object:
 def test_what_lives_long_is_in_no_collection() -> None:
     lists = asyncio.run(run(lambda: [[number] for number in range(20_000)]))
     assert len(gc.get_objects()) < 1_000 < len(lists)
+
+
+def test_many_young_objects_are_in_no_collection_while_as_many_old_ones_end(monkeypatch) -> None:
+    """Python's own count, of those made less those freed, stays as it is."""
+    monkeypatch.setattr(garbage_collection, "FREEZE_INTERVAL_S", 60.0)
+    looked_at = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations = range(info["generation"] + 1)
+            looked_at.append(sum(len(gc.get_objects(number)) for number in generations))
+
+    async def replace() -> list[list[int]]:
+        old, new = [[number] for number in range(50_000)], []
+        collecting = asyncio.create_task(collect_in_steps())
+        await asyncio.sleep(0)
+        gc.callbacks.append(look)
+        while old:
+            for _ in range(2_500):
+                new.append([old.pop()[0]])
+            await asyncio.sleep(0.02)
+        new += [[number] for number in range(2_000)]
+        collecting.cancel()
+        return new
+
+    try:
+        asyncio.run(replace())
+    finally:
+        gc.callbacks.remove(look)
+    assert looked_at
+    assert max(looked_at) < 20_000
 
 
 def test_young_garbage_is_collected_at_once() -> None:

@@ -42,7 +42,7 @@ DISCARD_BYTES = 1 << 20
 DISCARD_PAUSE_S = 0.1
 WRITE_BUFFER_BYTES = 4 << 10
 """Unread bytes in memory at which a client counts as blocked. Sockets of the kernel hold more."""
-FEED_BYTES = 8 << 10
+FEED_BYTES = 4 << 10
 """Bytes parsed at a time, which limits the pipelined requests that one read creates."""
 PIECE_BYTES = 64 << 10
 """More bytes of a response are sent in pieces of so many, as the client takes them."""
