@@ -363,6 +363,13 @@ ATTACKS = {
         MANY_ADDRESSES,
         is_tls=True,
     ),
+    "tls-nat": Attack(
+        "4,000 stalled handshakes of the other clients' address",
+        4_000,
+        stall_handshake,
+        ("127.0.0.1",),
+        is_tls=True,
+    ),
     "descriptors": Attack(
         "1,000 silent connections, 400 descriptors", 1_000, idle, MANY_ADDRESSES, open_files=400
     ),

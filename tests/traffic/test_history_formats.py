@@ -498,6 +498,14 @@ def test_whole_seconds_of_burstgpt_are_seconds(tmp_path) -> None:
     assert trace.remarks[0].startswith("Timestamp is read as seconds, as in BurstGPT's traces")
 
 
+def test_nanoseconds_that_could_be_seconds_since_1970_keep_their_unit(tmp_path) -> None:
+    rows = [(10**9, 5, 6), (10**9 + 200_000_000, 5, 6)]
+    for count in (1, 2):
+        text = write_csv("arrival_ns,prompt_tokens,output_tokens", rows[:count])
+        trace = read(tmp_path, "t", "csv", text)
+        assert trace.arrival_ms.tolist() == pytest.approx([0, 200][:count])
+
+
 @pytest.mark.parametrize(
     ("header", "cells", "failed"),
     [

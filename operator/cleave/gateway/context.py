@@ -35,8 +35,10 @@ MIN_INTERNAL_CLIENTS = 8
 INTERNAL_BYTES = 4 << 20
 """Memory of the internal port's clients, so that there is always room for them."""
 MAX_HANDSHAKES = 2_048
-HANDSHAKE_SHARE = 1 / 4
-"""Of the memory of all clients, and of the event loop's time, for TLS handshakes."""
+HANDSHAKE_MEMORY_SHARE = 1 / 4
+"""Of the memory of all clients, for TLS handshakes."""
+HANDSHAKE_SHARE = 1 / 2
+"""Of the event loop's time, for TLS handshakes."""
 LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
 TRANSLATION_SHARE = 1 / 4
@@ -123,7 +125,7 @@ class GatewayContext:
             budget=internal,
         )
         """Separate, so that clients cannot lock out probes and the operator."""
-        share = HANDSHAKE_SHARE * config.max_buffered_bytes
+        share = HANDSHAKE_MEMORY_SHARE * config.max_buffered_bytes
         self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock, share)
         """They count as clients, too."""
         self.handshake_turns = HandshakeTurns(HANDSHAKE_SHARE, clock)

@@ -24,6 +24,7 @@ from cleave.gateway.app.tls_connection import (
     TURN_BYTES,
     TlsConnection,
 )
+from cleave.gateway.http.handshake_turns import SETTLED_TURNS
 
 from tests.support.certificates import NAME, Files
 from tests.support.ports import find_free_port
@@ -403,6 +404,21 @@ async def test_first_messages_that_arrive_at_once_are_not_handled_at_once(
     await stage.until(lambda: not stage.context.clients, "they have gone")
     await stage.until(lambda: not stage.context.handshake_turns._waiting, "no turn is left")
     assert len(began) < 200
+
+
+async def test_a_completion_settles_the_handshake_of_its_connection_and_a_page_does_not(
+    stage, make_client
+) -> None:
+    turns = stage.context.handshake_turns
+    client = await make_client(stage.gateway.port)
+    await client.send(client.encrypt(b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n"), 1 << 16)
+    assert await client.read_statuses(1) == [200]
+    (debt,) = turns._debts.values()
+    assert debt > 0
+    for _ in range(2):
+        await client.send(client.encrypt(build(ASK)), 1 << 16)
+        assert await client.read_statuses(1) == [200]
+        assert list(turns._debts.values()) == [debt - SETTLED_TURNS], "once for a connection"
 
 
 async def test_a_client_that_may_send_a_second_first_message_counts_with_its_length(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -171,6 +172,20 @@ def test_suspects_are_forgotten_after_some_minutes() -> None:
     suspects.expire(MEMORY_S)
     assert not suspects.contains(PATH, parse("a"))
     assert not suspects.shapes
+
+
+def test_a_large_suspect_is_known_again_without_reading_all_of_it() -> None:
+    suspects, text = SuspectRequests(), "word " * 3_000_000
+    request = parse(text)
+    suspects.add(PATH, request, 0.0)
+    for other in ("W" + text[1:], text[:-2] + "D "):
+        assert not suspects.contains(PATH, parse(other))
+    times = []
+    for _ in range(5):
+        began = time.thread_time()
+        assert suspects.contains(PATH, request)
+        times.append(time.thread_time() - began)
+    assert min(times) < 0.005
 
 
 def test_a_limited_number_of_suspects_is_remembered() -> None:

@@ -127,6 +127,8 @@ class ClientConnection(asyncio.Protocol):
         None: the response is not complete, or nothing of it waits."""
         self.address = ""
         """Of the client, as it counts."""
+        self.has_settled = False
+        """Whether it has sent a request with a key."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
@@ -289,6 +291,11 @@ class ClientConnection(asyncio.Protocol):
             return
         self._busy = False
         self._become_idle()
+
+    def settle_handshake(self) -> None:
+        """Its first request with a key has come."""
+        self.has_settled = True
+        self._context.handshake_turns.settle(self.address)
 
     def count_wrong_key(self) -> bool:
         """Count a wrong key of this client; False: it is one too many."""

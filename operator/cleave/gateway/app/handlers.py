@@ -135,6 +135,8 @@ class GatewayRequestHandler:
         else:
             try:
                 if request.method == b"POST":
+                    if not client.has_settled:
+                        client.settle_handshake()
                     self._start_request(client, request, request_id, tenant)
                 else:
                     self._send_page(client, request, request_id)

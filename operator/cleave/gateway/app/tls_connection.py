@@ -123,6 +123,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection was closed by either side."""
         self._end_handshake()
+        self._context.handshake_turns.remove(self, self._address)
         client, self._client = self._client, None
         self._tls, self._handshake_bytes = None, b""
         if client is not None:

@@ -29,6 +29,8 @@ _CLEAR_GAP_S = 1.0
 """A longer one of whole numbers may be either: 5 are 0.2 requests a second, or 200."""
 _FEW = 20
 """Fewer requests may have any gap."""
+_IDLE_GAP_S = 86_400.0
+"""With a longer mean gap, numbers that could be times since 1970 are in the unit of their name."""
 
 
 class Arrivals(NamedTuple):
@@ -69,8 +71,9 @@ def _choose_unit(
         epoch_s = None
     named_s = field.unit_s
     is_named = named_s is not None and last * named_s < _EPOCH_S[1]
-    if is_named and (epoch_s is None or epoch_s <= (named_s or 0)):
-        return named_s or 1, ""
+    is_idle = first == last or (last - first) * (epoch_s or 1) > _IDLE_GAP_S * len(numbers)
+    if named_s is not None and is_named and (epoch_s is None or epoch_s <= named_s or is_idle):
+        return named_s, ""
     if epoch_s is not None and not is_named:
         date = datetime.fromtimestamp(first * epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         read = f"{field.path} is read as {_NAMES[epoch_s]} since 1970"
