@@ -11,7 +11,7 @@ PARALLEL = -n $(or $(TEST_WORKERS),3) --dist loadfile --no-loadscope-reorder
 
 LANES = fast-tests engine-tests cluster-tests operator-tests static-checks
 # With many engines; what they show changes with vLLM's version, or is shown with emulated engines, too.
-LONG_ENGINE_TESTS = e2e/vllm_pair/test_kills.py $(foreach name,cell data_parallel data_parallel_nixl multi_node offloading recovery version_skew weights witness,e2e/test_vllm_$(name).py) tests/benchmarks/models/test_vllm_allocations.py
+LONG_ENGINE_TESTS = e2e/vllm_pair/test_kills.py $(foreach name,cell data_parallel data_parallel_nixl multi_node offloading recovery version_skew weights witness,e2e/test_vllm_$(name).py) tests/benchmarks/models/test_vllm_allocations.py tests/worker/vllm/test_flashinfer.py
 ENGINE_TESTS = $(filter-out $(LONG_ENGINE_TESTS),$(wildcard e2e/vllm_pair/test_*.py e2e/test_vllm*.py))
 LONG_CLUSTER_TESTS = e2e/test_cluster_vllm_model.py e2e/test_cluster_weights_kinds.py
 CLUSTER_TESTS = $(filter-out $(LONG_CLUSTER_TESTS),$(wildcard e2e/test_cluster*.py))
@@ -74,7 +74,7 @@ e2e: setup ## on a real control plane with process nodes, or on the cluster of K
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
 
-e2e-vllm: setup ## the longest tests with vLLM on CPU, not in `make test`: kills, cells, ranks, nodes, checkpoints, the witness, KV in host memory, the version before, changed weights, an unknown model, what models allocate
+e2e-vllm: setup ## the longest tests with vLLM on CPU, not in `make test`: kills, cells, ranks, nodes, checkpoints, the witness, KV in host memory, the version before, changed weights, an unknown model, what models allocate, kernels chosen without nvcc
 	.venv/bin/pytest $(LONG_ENGINE_TESTS) $(ARGS)
 	@$(MAKE) --no-print-directory e2e CLUSTER_TESTS="$(LONG_CLUSTER_TESTS)"
 
