@@ -136,6 +136,7 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
         ({"max_output_tokens": "7"}, "max_output_tokens"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "some"}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"previous_response_id": "r"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),

@@ -47,6 +47,7 @@ _ATTRIBUTION = b'"x-anthropic-billing-header'
 _ATTRIBUTION_LINE = re.compile(rb'"(?:[^"\\]|\\(?!n|u000[aA]).)*\\(?:n|u000[aA])')
 _ATTRIBUTION_BYTES = 4_096
 """Longer lines are text."""
+_MIN_THINKING_TOKENS = 1_024
 _LOW_EFFORT_TOKENS = 4_096
 _MEDIUM_EFFORT_TOKENS = 16_384
 """Budgets of thinking below these become efforts of low and medium; larger ones high."""
@@ -402,6 +403,9 @@ def _choose_effort(thinking: Thinking | None, effort: str | None) -> str | None:
         return effort
     if thinking.type != "enabled":
         raise build_unsupported("thinking.type", thinking.type, "enabled, disabled or adaptive")
+    if thinking.budget_tokens < _MIN_THINKING_TOKENS:
+        fault = f"is {thinking.budget_tokens}: it must be at least {_MIN_THINKING_TOKENS}"
+        raise build_bad_request(f"thinking.budget_tokens {fault}", "thinking.budget_tokens")
     if thinking.budget_tokens < _LOW_EFFORT_TOKENS:
         return "low"
     return "medium" if thinking.budget_tokens < _MEDIUM_EFFORT_TOKENS else "high"

@@ -34,6 +34,12 @@ _FREE_TEXT = msgspec.Raw(
     b'{"type":"object","properties":{"input":{"type":"string","description":"The freeform text '
     b'payload for this tool."}},"required":["input"],"additionalProperties":false}'
 )
+_FORCED_TOOLS = frozenset((
+    "apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "custom",
+    "file_search", "function", "image_generation", "local_shell", "mcp", "shell", "tool_search",
+    "web_search", "web_search_preview", "web_search_preview_2025_03_11",
+))  # fmt: skip
+"""Kinds of tools that a client may choose."""
 _GRAMMAR = msgspec.Raw(b'"\\n\\nThe text must match this grammar:\\n"')
 
 
@@ -220,7 +226,8 @@ def _read_mode(choice: str | ResponsesToolChoice | None) -> str | None:
     """Whether functions may or must be called; None: the client does not say. Tools that OpenAI's
     servers run cannot be forced."""
     if isinstance(choice, ResponsesToolChoice):
-        choice = choice.mode if choice.type == "allowed_tools" else "auto"
+        choice = choice.mode if choice.type == "allowed_tools" else choice.type
+        choice = "auto" if choice in _FORCED_TOOLS else choice
     if choice not in (None, "auto", "none", "required"):
         raise build_unsupported("tool_choice", choice, "auto, none, required or a function")
     return choice
