@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--field", help="only this field")
     parser.add_argument("--answers", type=Path, help="write all answers to this file, as JSON")
     args = parser.parse_args()
+    reasons = yaml.safe_load(REASONS.read_text())
     cases = [
         case
         for path in BASES
@@ -73,7 +74,7 @@ def main() -> None:
         answers = collect(Path(folder), cases)
     if args.answers:
         args.answers.write_text(json.dumps(answers))
-    table = "\n".join(build_tables(cases, answers, yaml.safe_load(REASONS.read_text())))
+    table = "\n".join(build_tables(cases, answers, reasons))
     print(table)
     if args.path is None and args.field is None:
         write_tables(table)
@@ -137,13 +138,16 @@ def build_tables(
         counts = len(fields), len(own), accepted, split, len(differ), len(unknown)
         yield f"| `{path}` | {' | '.join(map(str, counts))} |"
     yield ""
-    yield "| path | what differs | of requests with | reason |"
+    yield "| path | what differs | in requests with | reason |"
     yield "|---|---|---|---|"
-    rows: dict[tuple[str, str, str], dict[str, None]] = collections.defaultdict(dict)
+    rows: dict[tuple[str, str], list[Difference]] = collections.defaultdict(list)
     for each, why in found:
-        rows[each.case.path, each.what, why][describe_case(each)] = None
-    for (path, what, why), names in rows.items():
-        yield f"| `{path}` | {what} | {shorten([*names])} | {why or '**none**'} |"
+        rows[each.case.path, why].append(each)
+    for (path, why), differences in sorted(rows.items()):
+        # A stream has the whole answer in its last event.
+        whats = dict.fromkeys(each.what.removeprefix("response.") for each in differences)
+        names = [*dict.fromkeys(map(describe_case, differences))]
+        yield f"| `{path}` | {', '.join(whats)} | {shorten(names)} | {why or '**none**'} |"
 
 
 def describe_case(each: Difference) -> str:

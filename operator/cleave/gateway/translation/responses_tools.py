@@ -37,7 +37,8 @@ _FREE_TEXT = msgspec.Raw(
 _FORCED_TOOLS = frozenset((
     "apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "custom",
     "file_search", "function", "image_generation", "local_shell", "mcp", "shell", "tool_search",
-    "web_search", "web_search_preview", "web_search_preview_2025_03_11",
+    "programmatic_tool_calling", "web_search", "web_search_preview",
+    "web_search_preview_2025_03_11",
 ))  # fmt: skip
 """Kinds of tools that a client may choose."""
 _GRAMMAR = msgspec.Raw(b'"\\n\\nThe text must match this grammar:\\n"')
