@@ -12,6 +12,8 @@ from cleave.api.role import Role
 from cleave.perf.hardware.memory import VLLM_RESERVE
 from cleave.planner import left_out, memory_flags, plan_search, problem_from_cluster
 from cleave.planner.placement import PlanError
+from cleave.planner.plan import PlannedPool
+from cleave.planner.pool_simulation import build_fleet
 from cleave.planner.problem import Problem
 from cleave.planner.search import batch_limits, colocated
 from cleave.planner.search.candidate_placement import (
@@ -19,7 +21,14 @@ from cleave.planner.search.candidate_placement import (
     InstanceGroup,
     find_needed_limit,
 )
-from cleave.planner.search.candidates import build_decode, list_candidates, list_short_of_room
+from cleave.planner.search.candidates import (
+    build_decode,
+    build_mixed,
+    build_prefill,
+    list_candidates,
+    list_short_of_room,
+)
+from cleave.simulator.fleet import Batching
 
 L4 = Cluster.model_validate({"nodes": [{"gpu": "L4", "count": 8, "gpusPerNode": 1}]})
 H100 = Cluster.model_validate({"nodes": [{"gpu": "H100", "count": 1}]})
@@ -169,6 +178,39 @@ def test_limits_of_steps_are_those_of_the_arguments() -> None:
     assert limits == (48, 4000, 32)
     (placement,) = colocated._list_coarse(problem, [candidate])
     assert batch_limits.list_variants(placement) == []
+
+
+def test_limits_of_steps_are_those_of_the_role() -> None:
+    roles = {
+        "prefill": {"args": ["--max-num-batched-tokens=16k", "--enforce-eager"]},
+        "decode": {"args": ["--max-num-seqs", "96"]},
+    }
+    engine = {"args": ["--max-num-seqs=48"], "roles": roles}
+    problem = build(engine=engine)
+    assert any("engine.roles.prefill.args --enforce-eager; " in note for note in problem.notes)
+    candidate, *_ = list_candidates(problem)
+    built = (
+        build_prefill(problem, candidate),
+        build_decode(problem, candidate),
+        build_mixed(problem, candidate, Batching.VLLM),
+    )
+    limits = [(each.engine.max_num_seqs, each.engine.max_num_batched_tokens) for each in built]
+    assert limits == [(48, 16_000), (96, 2048), (48, 2048)]
+    fleet = build_fleet(problem, [PlannedPool(role, 1) for role in (Role.PREFILL, Role.DECODE)])
+    given = [each.engine.max_num_seqs for each in (*fleet.prefill, *fleet.decode)]
+    assert given == [48, 96]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--gpu-memory-utilization=0.5"], ["--max-num-batched-tokens=64k"], ["--max-num-seqs=2048"]],
+)
+def test_memory_is_kept_for_the_role_that_takes_most(args: list[str]) -> None:
+    (usual, _), (shared, _) = get_room(), get_room(*args)
+    problem = build(engine={"roles": {"decode": {"args": args}}})
+    found = problem.estimator.estimate("H100-SXM-80GB", 1, 1)
+    assert found is not None
+    assert found.kv_capacity_tokens == shared < usual
 
 
 def test_gpus_of_prefill_context_parallelism_are_refused_at_admission() -> None:

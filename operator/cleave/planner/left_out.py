@@ -8,9 +8,11 @@ through the fields of the API and fails for one that is in neither.
 from collections.abc import Iterator, Sequence
 
 from cleave.api.deployment import LLMDeploymentSpec, Routing
-from cleave.api.engine import EngineSpec, TransferMode
+from cleave.api.engine import EngineSpec, RoleEngine, TransferMode
 from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
+from cleave.api.role import Role
 from cleave.api.scheduling import DecodeAdmission
+from cleave.planner import memory_flags
 
 UNCOUNTED = (
     "--compilation-config", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size",
@@ -61,8 +63,9 @@ def _list_routing(spec: LLMDeploymentSpec) -> Iterator[str]:
         yield f"errors of predicted output lengths (routing.policy {routing.policy})"
     if spec.flipping is FlippingMode.AUTO:
         yield "instances that change roles (pools.flipping Auto)"
-    if spec.engine.roles is not None:
-        yield "arguments and variables of one role (engine.roles)"
+    for role in Role:
+        if flags := _list_own_flags(spec.engine.get_role(role)):
+            yield f"engine.roles.{role}.args {', '.join(flags)}"
     if (routers := gateway.replicas * gateway.processes) > 1:
         yield f"that {routers} gateway processes in a cluster see parts of the traffic"
 
@@ -81,6 +84,13 @@ def _list_engine(engine: EngineSpec) -> Iterator[str]:
         if scheduling.admission is not DecodeAdmission.GREEDY:
             admission = f"scheduling.admission {scheduling.admission}"
             yield f"errors of predicted output lengths ({admission})"
+
+
+def _list_own_flags(own: RoleEngine) -> list[str]:
+    """Flags of one role but those of its limits, which simulations have."""
+    flags = (arg.split("=")[0] for arg in own.args if arg.startswith("--"))
+    simulated = (memory_flags.SEQS, memory_flags.BATCHED_TOKENS)
+    return [flag for flag in flags if flag.replace("_", "-") not in simulated]
 
 
 def _has_limits(engine: EngineSpec) -> bool:

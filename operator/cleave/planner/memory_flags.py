@@ -8,7 +8,8 @@ import re
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeploymentSpec
-from cleave.api.engine import EngineSpec
+from cleave.api.engine import DeploymentEngine, EngineSpec
+from cleave.api.role import Role
 from cleave.perf.hardware.memory import NCCL_RESERVE, VLLM_RESERVE, MemoryReserve
 from cleave.planner.placement import PlanError
 
@@ -70,6 +71,21 @@ def check_args(spec: LLMDeploymentSpec) -> None:
     ]
     if faults:
         raise PlanError(faults)
+
+
+def build_shared_reserve(engine: DeploymentEngine) -> MemoryReserve:
+    """The memory that engines of any role keep: the most of each kind. Raises PlanError."""
+    if engine.roles is None:
+        return build_reserve(engine)
+    reserves = [build_reserve(engine.for_role(role)) for role in Role]
+    return replace(
+        reserves[0],
+        utilisation=min(each.utilisation for each in reserves),
+        graphs_gib=max(each.graphs_gib for each in reserves),
+        kv_bytes=min((each.kv_bytes for each in reserves if each.kv_bytes), default=None),
+        max_num_seqs=max(each.max_num_seqs for each in reserves),
+        max_num_batched_tokens=max(each.max_num_batched_tokens for each in reserves),
+    )
 
 
 def build_reserve(engine: EngineSpec) -> MemoryReserve:

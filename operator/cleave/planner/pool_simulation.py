@@ -114,7 +114,7 @@ def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
         batching=Batching[pool.batching] if pool.batching else Batching.VLLM,
         max_num_seqs=pool.max_num_seqs or candidates.MAX_NUM_SEQS,
         max_num_batched_tokens=pool.max_num_batched_tokens or candidates.MAX_NUM_BATCHED_TOKENS,
-        policies=problem.policies,
+        policies=problem.policies.for_role(pool.role),
         slo=problem.slo,
     ).with_limits()
 

@@ -7,11 +7,11 @@ deployment and a cluster. Value classes only; every part of the search takes a `
 from dataclasses import dataclass, replace
 
 from cleave.api.deployment import LLMDeploymentSpec, Slo
-from cleave.api.engine import NO_PREFIX_CACHING, Connector, EngineSpec
+from cleave.api.engine import NO_PREFIX_CACHING, Connector, DeploymentEngine, EngineSpec
 from cleave.api.enums import DispatchPolicy
 from cleave.api.planning import Planning
-from cleave.api.role import Parallelism
-from cleave.api.scheduling import DecodeAdmission, PromptOrder
+from cleave.api.role import Parallelism, Role
+from cleave.api.scheduling import DecodeAdmission, PromptOrder, RoleLimits
 from cleave.perf.estimate import Estimator
 from cleave.perf.hardware.link import Link
 from cleave.perf.model.model_shape import ModelShape
@@ -83,6 +83,16 @@ class Policies:
     """Limit of requests per step of all engines; None: the search chooses them."""
     max_num_batched_tokens: int | None = None
     """The same of tokens per step."""
+    role_limits: tuple[RoleLimits, ...] = ()
+    """Both limits of each role, where its engines have arguments of their own; empty: as above."""
+
+    def for_role(self, role: Role) -> "Policies":
+        """The policies of the engines of one role."""
+        for own in self.role_limits:
+            if own.role is role:
+                seqs, tokens = own.max_num_seqs, own.max_num_batched_tokens
+                return replace(self, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        return self
 
 
 DISTSERVE_POLICIES = Policies(
@@ -157,6 +167,7 @@ def build_policies(spec: LLMDeploymentSpec) -> Policies:
         kv_block_size=memory_flags.read_count(engine, memory_flags.BLOCK_SIZE) or 16,
         max_num_seqs=memory_flags.read_count(engine, memory_flags.SEQS),
         max_num_batched_tokens=memory_flags.read_count(engine, memory_flags.BATCHED_TOKENS),
+        role_limits=tuple(_read_limits(engine, role) for role in Role if engine.roles),
     )
     if scheduling is None:
         return given
@@ -165,4 +176,13 @@ def build_policies(spec: LLMDeploymentSpec) -> Policies:
         order=ORDERS[scheduling.order],
         prefill_sched_batch=scheduling.sorted_prompts,
         admission=ADMISSIONS[scheduling.admission],
+    )
+
+
+def _read_limits(engine: DeploymentEngine, role: Role) -> RoleLimits:
+    own = engine.for_role(role)
+    return RoleLimits(
+        role=role,
+        max_num_seqs=memory_flags.read_count(own, memory_flags.SEQS),
+        max_num_batched_tokens=memory_flags.read_count(own, memory_flags.BATCHED_TOKENS),
     )

@@ -60,7 +60,7 @@ def build_problem(
     try:
         estimates: Estimator = estimator.build_estimator(
             *(shape, cluster, spec.planning.gpus, folder, longest),
-            reserve=memory_flags.build_reserve(spec.engine),
+            reserve=memory_flags.build_shared_reserve(spec.engine),
             least_context=longest if is_fixed else min(longest, traffic.longest_request),
             context_tokens=min(
                 longest, round(traffic.mean_prompt_tokens + traffic.mean_output_tokens)

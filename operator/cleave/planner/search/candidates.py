@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cleave.api.deployment import Slo
 from cleave.api.planning import Objective
 from cleave.api.pool import MAX_INSTANCE_NODES
-from cleave.api.role import MAX_PARALLEL_SIZE, MAX_POD_ENGINES, MAX_RANKS, Parallelism
+from cleave.api.role import MAX_PARALLEL_SIZE, MAX_POD_ENGINES, MAX_RANKS, Parallelism, Role
 from cleave.perf.estimate import Estimate
 from cleave.perf.hardware.memory import NO_ROOM
 from cleave.planner.problem import Policies, Problem, Supply
@@ -189,28 +189,29 @@ def build_prefill(problem: Problem, candidate: Candidate) -> PlannedInstance:
     budget = candidate.estimate.prefill_saturation_tokens
     if problem.policies.prefill is not Batching.PREFILL_FIRST:
         budget = max(budget, MAX_NUM_BATCHED_TOKENS)
-    return _build_instance(problem, candidate, problem.policies.prefill, budget)
+    return _build_instance(problem, candidate, Role.PREFILL, problem.policies.prefill, budget)
 
 
 def build_decode(problem: Problem, candidate: Candidate) -> PlannedInstance:
     """An instance that decodes all requests that fit, by continuous batching."""
-    instance = _build_instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
+    batching, budget = problem.policies.decode, MAX_NUM_BATCHED_TOKENS
+    instance = _build_instance(problem, candidate, Role.DECODE, batching, budget)
     return instance.with_limits(DECODE_MAX_NUM_SEQS * candidate.parallelism.pipeline)
 
 
 def build_mixed(problem: Problem, candidate: Candidate, batching: Batching) -> PlannedInstance:
     """An instance that serves both phases."""
-    return _build_instance(problem, candidate, batching, MAX_NUM_BATCHED_TOKENS)
+    return _build_instance(problem, candidate, Role.MIXED, batching, MAX_NUM_BATCHED_TOKENS)
 
 
 def _build_instance(
-    problem: Problem, candidate: Candidate, batching: Batching, budget: int
+    problem: Problem, candidate: Candidate, role: Role, batching: Batching, budget: int
 ) -> PlannedInstance:
     return PlannedInstance(
         candidate=candidate,
         batching=batching,
         max_num_seqs=MAX_NUM_SEQS * candidate.parallelism.pipeline,
         max_num_batched_tokens=budget,
-        policies=problem.policies,
+        policies=problem.policies.for_role(role),
         slo=problem.slo,
     ).with_limits()
