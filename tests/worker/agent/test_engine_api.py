@@ -97,6 +97,20 @@ async def test_a_template_whose_prompt_stays_the_same_does_not_switch_thinking_o
     assert not (await engine_api.fetch_info(url, "emulated", 16, 5.0)).always_thinks
 
 
+async def test_an_engine_that_is_slow_to_render_a_chat_still_says_what_it_serves(
+    served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(method: str, url: str, *args: object, **options: object) -> object:
+        if url.endswith("/tokenize"):
+            raise HttpError("no answer within 5 s")
+        return await request(method, url, *args, **options)
+
+    request = engine_api.request
+    monkeypatch.setattr(engine_api, "request", ask)
+    facts = await engine_api.fetch_info(await served([BASE]), "vllm", 16, 5.0)
+    assert (facts.engine, facts.always_thinks) == ("vllm 1.2", False)
+
+
 @pytest.mark.parametrize(("page", "way"), [(NIXL, ""), (OWN, "gloo")])
 async def test_what_was_pulled_is_counted_whichever_the_connector(served, page, way) -> None:
     found = await engine_api.fetch_pull_counters(await served([BASE], page), 5.0)

@@ -112,12 +112,17 @@ async def fetch_info(
 async def _is_always_thinking(url: str, seconds: float, headers: dict[str, str] | None) -> bool:
     """Whether a chat without thinking has the prompt of one with some effort, or none at all: then
     a parser of reasoning would take thoughts for the answer. As vLLM 0.32 finds it out for its own
-    Messages API (`entrypoints/anthropic/serving.py`). Raises HttpError."""
+    Messages API (`entrypoints/anthropic/serving.py`). False where it does not answer in time."""
     prompts = []
     for effort in ("none", *_EFFORTS):
         options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         chat = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": options}
-        answer = await request("POST", f"{url}/tokenize", chat, seconds=seconds, headers=headers)
+        try:
+            answer = await request(
+                "POST", f"{url}/tokenize", chat, seconds=seconds, headers=headers
+            )
+        except HttpError:
+            return False
         prompts.append(answer.body if answer.status == _OK else b"")
     return not prompts[0] or prompts[0] in prompts[1:]
 
