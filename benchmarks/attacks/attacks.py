@@ -363,6 +363,13 @@ ATTACKS = {
         MANY_ADDRESSES,
         is_tls=True,
     ),
+    "tls-addresses": Attack(
+        "4,000 stalled handshakes of 9,600 addresses",
+        4_000,
+        stall_handshake,
+        tuple(f"127.{a}.{b}.9" for a in range(2, 50) for b in range(200)),
+        is_tls=True,
+    ),
     "tls-nat": Attack(
         "4,000 stalled handshakes of the other clients' address",
         4_000,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import socket
 import ssl
 import subprocess
@@ -364,6 +365,44 @@ async def test_handshakes_have_a_share_of_the_memory_and_one_address_not_all_of_
     other = await make_client(stage.gateway.port)
     await other.send(other.encrypt(build(ASK)), 1 << 16)
     assert await other.read_statuses(1) == [200]
+
+
+async def test_handshakes_of_a_client_with_credit_are_not_closed_for_others(
+    make_stage, files: Files
+) -> None:
+    """Though its address has most of them."""
+    stage = await make_stage(
+        {"x": "mixed"},
+        tls_certificate=files.certificate,
+        tls_key=files.key,
+        max_buffered_bytes=4 << 20,
+        max_body_bytes=1 << 20,
+    )
+    context, fits = stage.context, (1 << 20) // HANDSHAKE_BYTES
+    for _ in range(3):
+        context.handshake_turns.settle("127.0.0.1")
+    own, others = [await stage.connect() for _ in range(3)], []
+    for client in own[:2]:
+        client.writer.write(FIRST_BYTES)
+
+    def list_kept() -> set[TlsConnection]:
+        return {client for client in context.clients if client.get_idle_since() == math.inf}
+
+    await stage.until(lambda: len(list_kept()) == 2, "they have begun")
+    known = list_kept()
+    for number in range(3 * fits):
+        local = f"127.0.1.{number + 1}", 0
+        others.append(
+            await asyncio.open_connection("127.0.0.1", stage.gateway.port, local_addr=local)
+        )
+        others[-1][1].write(FIRST_BYTES)
+    await asyncio.sleep(0.2)
+    own[2].writer.write(FIRST_BYTES)
+    await stage.until(lambda: len(list_kept()) == 3, "others are closed for it")
+    assert known <= context.clients
+    assert len(context.handshake_limiter) <= fits
+    for _, writer in others:
+        writer.transport.abort()
 
 
 async def test_clients_that_connect_at_once_are_all_served(

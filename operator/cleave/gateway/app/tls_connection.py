@@ -14,6 +14,7 @@ itself, also when the client reads none of its answers.
 import asyncio
 import contextlib
 import hashlib
+import math
 import ssl
 from collections.abc import Callable
 from typing import Any, cast
@@ -86,7 +87,11 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         """Count the connection; nothing else is needed before its first byte."""
         self._transport = cast("asyncio.Transport", transport)
         context = self._context
-        address = self._address = get_address_group(transport.get_extra_info("peername"))
+        peer = transport.get_extra_info("peername")
+        address = self._address = get_address_group(peer)
+        if context.handshake_turns.has_credit(address):
+            # Each counts by itself: a client that connects often takes more than each of thousands.
+            address = str(peer)
         context.clients.add(self)
         if not (
             context.handshake_limiter.admit(self, address, CONNECTION_BYTES)
@@ -154,8 +159,11 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._resume_transport()
 
     def get_idle_since(self) -> float:
-        """Since it was opened, because it has not sent a request."""
-        return self._started_at
+        """Since it was opened, because it has not sent a request; infinite if it has begun and its
+        address has credit: it is not closed for addresses that nothing is known of."""
+        turns = self._context.handshake_turns
+        is_known = self._tls is not None and turns.has_credit(self._address)
+        return math.inf if is_known else self._started_at
 
     def is_receiving(self) -> bool:
         """No part of a request has come."""

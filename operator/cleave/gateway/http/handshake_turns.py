@@ -67,6 +67,10 @@ class HandshakeTurns:
         """A new connection of this address has sent a request with a key."""
         self._add_debt(address, -SETTLED_TURNS)
 
+    def has_credit(self, address: str) -> bool:
+        """Whether its requests have settled more than its handshakes have cost."""
+        return self._get_debt(address) < 0
+
     def _take_turns(self) -> Steps[None]:
         try:
             while self._waiting:
