@@ -50,3 +50,24 @@ def test_a_plan_without_margin_is_said_to_have_none_and_no_lower_rate_needs_more
         assert "1M tp1 just holds 1.00 req/s" in reason
         (warning,) = warnings
         assert "serves 0.965 req/s (0.936-0.994 req/s, 95 % confidence), below" in warning
+
+
+def test_plans_that_need_as_much_and_serve_as_much_are_said_to_be_either(
+    problem: Problem, finalists: tuple[PredictedPlan, PredictedPlan]
+) -> None:
+    whole, split = finalists
+    double = replace(with_goodput(whole, 2.0), placement=whole.placement.with_copies(2))
+    ranking = Ranking(PlanVerdict.COLOCATE, (double, with_goodput(split, 2.04)))
+    reason = verdict.explain_selection(problem, ranking, "")
+    assert "either would do: the best disaggregated plan needs as much, and its goodput" in reason
+    assert "within 2 %" in reason
+
+
+def test_of_plans_that_take_as_much_the_one_with_most_goodput_comes_first(
+    problem: Problem, finalists: tuple[PredictedPlan, PredictedPlan]
+) -> None:
+    less, more, larger = (
+        with_goodput(replace(finalists[0], placement=finalists[0].placement.with_copies(n)), rate)
+        for n, rate in ((1, 2.0), (1, 4.0), (2, 9.0))
+    )
+    assert verdict.rank_plans(problem, [larger, less, more]).ordered == (more, less, larger)

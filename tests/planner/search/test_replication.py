@@ -161,7 +161,11 @@ def test_whole_cells_are_the_rate_by_the_goodput_rounded_up() -> None:
     exact = replication.replicate_cell(problem, cell, 2.5)
     assert exact is not None
     assert exact.copies == 4
-    assert replication.replicate_cell(problem, cell, 0.1) is None
+    most = replication.replicate_cell(problem, cell, 0.1)
+    assert most is not None
+    assert most.gpus == problem.max_gpus
+    none = replace(problem, planning=Planning(max_gpus=1))
+    assert replication.replicate_cell(none, cell, 0.1) is None
 
 
 def test_a_cell_has_room_for_an_instance_of_each_role() -> None:

@@ -15,7 +15,7 @@ from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Plan, Prediction
 from cleave.planner.problem import Problem
 from cleave.planner.result.simulation_summary import compute_percentiles
-from cleave.planner.search import goodput
+from cleave.planner.search import capacity_bound, goodput
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     build_cell,
@@ -65,14 +65,16 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
     short prompts that it is deployed with."""
     problem, trials, targets = search.problem, search.trials, search.targets
     fleet, rate = build_cell(problem, placement), problem.rate / placement.copies
-    span = trials.compute_span(rate, targets)
+    # Far above what the fleet can serve, the requests of that rate show the same.
+    near = min(rate, capacity_bound.compute_fleet_rate(fleet, trials.get_lengths()))
+    span = trials.compute_span(near, targets)
     outcome, trace = trials.simulate(fleet, rate, span), trials.build_trace(span.total, rate)
     whole_below = compute_whole_below_tokens(problem, placement, outcome, trace)
     if whole_below:
         fleet = replace(fleet, short_prompt_tokens=whole_below)
         outcome = trials.simulate(fleet, rate, span)
     seeds = _SEEDS if span.counted < _LONG_TRIAL_REQUESTS else _FEW_SEEDS
-    goodput_found = goodput.confirm_goodput(trials, fleet, targets, Goodput(rate, 0.0), seeds)
+    goodput_found = goodput.confirm_goodput(trials, fleet, targets, Goodput(near, 0.0), seeds)
     plan = Plan(
         pools=to_planned_pools(placement),
         prediction=_build_prediction(placement, outcome, span, targets, goodput_found),

@@ -35,14 +35,16 @@ class Ranking:
 
 
 def rank_plans(problem: Problem, finalists: Sequence[PredictedPlan]) -> Ranking:
-    """Sort plans that serve the rate first; then by score, then by goodput per resource."""
+    """Sort plans that serve the rate by resources, then goodput; the others come last, those that
+    serve most first."""
     objective = problem.planning.objective
 
     def key(each: PredictedPlan) -> tuple[bool, float, float]:
-        per_resource = each.plan.prediction.goodput / each.placement.get_resources(objective)
-        return each.holds(problem.slo.attainment), each.plan.score, per_resource
+        holds = each.holds(problem.slo.attainment)
+        taken = float(f"{each.placement.get_resources(objective):.6g}") if holds else 0.0
+        return not holds, taken, -each.plan.prediction.goodput
 
-    ordered = sorted(finalists, key=key, reverse=True)
+    ordered = sorted(finalists, key=key)
     allowed = [each for each in ordered if _is_allowed(problem, each)]
     if not allowed or not allowed[0].holds(problem.slo.attainment):
         return Ranking(PlanVerdict.INFEASIBLE, tuple(ordered))
@@ -176,7 +178,7 @@ def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float
     """One sentence: the runner-up, and what would make it the selected plan.
 
     `switch_tpot_ms`: TPOT target from which the best colocated plan needs no more than the selected
-    disaggregated one; None: not computed.
+    disaggregated one; None: one of its instances takes more.
     """
     if len(ranking.ordered) < 2:
         return "there is no other plan that meets this SLO"
@@ -186,7 +188,9 @@ def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float
     runner_up = f"the runner-up is {_format_plan(problem, other)}"
     if ranking.verdict is PlanVerdict.COLOCATE:
         return f"{runner_up}; {_describe_limit(problem, ranking.ordered[0])}"
-    if switch_tpot_ms is None or math.isinf(switch_tpot_ms):
+    if switch_tpot_ms is None:
+        return runner_up
+    if math.isinf(switch_tpot_ms):
         return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
     return (
         f"{runner_up}; from a TPOT target of {format_ms(switch_tpot_ms)} on it needs "
@@ -258,9 +262,11 @@ def _compare(
             f"the best {kind} needs as much and serves less: this one's goodput is "
             f"{format_percent(gain)} higher"
         )
+    ratio = other.plan.prediction.goodput / selected.plan.prediction.goodput
     return (
-        f"the best {kind} needs as much and is not significantly better: goodput "
-        f"{_format_interval(other)} against {_format_interval(selected)} (95 % confidence)"
+        f"either would do: the best {kind} needs as much, and its goodput is within "
+        f"{format_percent(abs(ratio - 1))}: {_format_interval(other)} against "
+        f"{_format_interval(selected)} (95 % confidence)"
     )
 
 

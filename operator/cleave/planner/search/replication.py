@@ -51,10 +51,12 @@ def confirm_fit(search: SearchContext, placement: CandidatePlacement) -> Candida
 def replicate_cell(
     problem: Problem, cell: CandidatePlacement, served: float
 ) -> CandidatePlacement | None:
-    """Complete cells for the rate, n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
+    """Complete cells for the rate, n = ceil(R / goodput), as Algorithm 2 replicates, or as many as
+    the nodes have room for: behind one dispatcher fewer may be enough. None: no room for one.
     `served` is the goodput of one cell."""
-    replicated = cell.with_copies(math.ceil(problem.rate / served * (1 - 1e-9)))
-    return replicated if packing.has_room(problem, replicated) else None
+    needed = math.ceil(problem.rate / served * (1 - 1e-9))
+    copies = packing.count_copies(problem, cell, needed)
+    return cell.with_copies(copies) if copies else None
 
 
 def fill_gpus(
