@@ -4,11 +4,11 @@
 emulated instances serve behind it. Victims stream short completions with a key, each on a
 connection of its own, first alone and then beside the attack, which is a process of its own. Run
 it on a quiet machine: attacker, gateway and engines share its cores. Exit status 1: a limit was
-missed. `--gateway PYTHON`: the interpreter of another checkout, whose gateway is attacked instead.
+missed twice. `--gateway PYTHON`: attack the gateway of another checkout, whose interpreter it is.
 
 Each callback of the gateway's event loop is measured (measured_gateway.py): the longest one, in CPU
-time, is a column. The parts of it that this machine causes (other work, its collector of garbage)
-count as well.
+time, is a column. Parts of it that this machine causes count as well, so an attack that misses a
+limit is tried once more.
 """
 
 import argparse
@@ -120,13 +120,18 @@ def main() -> None:
     parser.add_argument("--gateway", default=sys.executable, metavar="PYTHON")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args()
-    rows = []
+    rows, missed = [], []
     for name in given.names or ATTACKS:
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(measure(name, given.seconds, given.gateway, Path(folder)))
-        print(f"{name}: {rows[-1]['verdict']}", file=sys.stderr)
+        for _ in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(measure(name, given.seconds, given.gateway, Path(folder)))
+            print(f"{name}: {rows[-1]['verdict']}", file=sys.stderr)
+            if rows[-1]["verdict"] == "holds":
+                break
+        else:
+            missed.append(name)
     show({"attacks": rows}, given.output, 150, lambda _, value: str(value))
-    sys.exit(any(row["verdict"] != "holds" for row in rows))
+    sys.exit(f"limits missed twice: {', '.join(missed)}" if missed else 0)
 
 
 def measure(name: str, seconds: float, python: str, folder: Path) -> dict[str, object]:

@@ -124,7 +124,7 @@ class SecretKey(ApiModel):
     """Name of the Secret."""
     key: Annotated[str, Field(max_length=253, pattern=CONFIG_KEY)]
     """Name of the entry."""
-    optional: bool = False
+    optional: bool | None = None
     """Whether pods start without the variable where the Secret or entry is missing."""
 
 
