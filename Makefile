@@ -13,7 +13,7 @@ LANES = fast-tests engine-tests cluster-tests operator-tests static-checks
 # With many engines; what they show changes with vLLM's version, or is shown with emulated engines, too.
 LONG_ENGINE_TESTS = e2e/vllm_pair/test_kills.py $(foreach name,cell data_parallel data_parallel_nixl multi_node offloading recovery version_skew weights witness,e2e/test_vllm_$(name).py) tests/benchmarks/models/test_vllm_allocations.py tests/worker/vllm/test_flashinfer.py
 ENGINE_TESTS = $(filter-out $(LONG_ENGINE_TESTS),$(wildcard e2e/vllm_pair/test_*.py e2e/test_vllm*.py))
-LONG_CLUSTER_TESTS = e2e/test_cluster_vllm_model.py e2e/test_cluster_weights_kinds.py
+LONG_CLUSTER_TESTS = $(foreach name,models vllm_model weights_kinds,e2e/test_cluster_$(name).py)
 CLUSTER_TESTS = $(filter-out $(LONG_CLUSTER_TESTS),$(wildcard e2e/test_cluster*.py))
 # The others of them run beside these, on a control plane of their own.
 OPERATOR_TESTS = $(foreach name,operator placement prometheus replan resources scaling,e2e/test_cluster_$(name).py)
@@ -21,7 +21,7 @@ NODE_TESTS ?= e2e/test_real_nodes.py e2e/test_node_policies.py e2e/test_cluster_
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu cluster-tools tools node-tools node-images e2e e2e-vllm e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) pictures scan site generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
+.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu caches cluster-tools tools node-tools node-images e2e e2e-vllm e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(LANES) pictures scan site generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -40,11 +40,15 @@ quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 check: $(if $(ARGS),lint,setup) ## what CI runs: lint, types, layers, generated files, the site of docs/, tests
 	@scripts/bootstrap --tests
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
-	$(if $(ARGS),,@.venv/bin/python -m cleave.simulator.warmup --caches)
-	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j5 $(LANES))
+	$(if $(ARGS),,@$(MAKE) --no-print-directory caches)
+	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j3 $(LANES))
 
-# These run side by side. The first shows its progress, the others print their output at the end. It is
-# as nice as agents make their engines, which would otherwise starve: those tests take longest.
+caches: # bytecode of vLLM and machine code of Cleave, once, before many processes need them
+	@.venv/bin/python -m cleave_worker.vllm.api_server --help >/dev/null & .venv/bin/python -m cleave.simulator.warmup --caches; wait
+
+# Three at a time: with five on two cores, engines took seven minutes to start. The first shows its
+# progress, the others print their output at the end. It is as nice as agents make their engines, which
+# would otherwise starve.
 fast-tests: # all but those below; end-to-end tests first, as they wait
 	nice -n 10 .venv/bin/pytest $(RERUN) -o faulthandler_timeout=720 --durations=20 $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(CLUSTER_TESTS) $(LONG_CLUSTER_TESTS)) e2e tests
 
