@@ -24,7 +24,7 @@ def test_a_killed_engine_and_a_killed_agent_are_replaced_and_the_service_comes_b
     trees = [engine, *engine.children(recursive=True), agent, *children]
     for victim in (engine, agent):
         os.kill(victim.pid, signal.SIGKILL)
-        # A clear answer while it is away, whichever it is: served by what is left, or an error.
+        # A clear answer while either is away: served by what is left, or an error.
         response = httpx.post(vllm_pair.url + CASES[0].path, json=CASES[0].body, timeout=TIMEOUT_S)
         assert response.status_code == 200 or "message" in response.json()["error"]
 

@@ -345,16 +345,22 @@ async def test_a_handshake_has_a_deadline(stage, files: Files, monkeypatch, byte
     assert len(stage.context.handshake_limiter) == len(stage.context.client_limiter) == 0
 
 
-async def test_handshakes_have_a_share_of_the_memory_and_one_address_not_all_of_it(
-    make_stage, make_client, files: Files
-) -> None:
-    stage = await make_stage(
+@pytest.fixture
+async def small_stage(make_stage, files: Files):
+    """A gateway with TLS and a quarter of 4 MiB for handshakes."""
+    return await make_stage(
         {"x": "mixed"},
         tls_certificate=files.certificate,
         tls_key=files.key,
         max_buffered_bytes=4 << 20,
         max_body_bytes=1 << 20,
     )
+
+
+async def test_handshakes_have_a_share_of_the_memory_and_one_address_not_all_of_it(
+    small_stage, make_client
+) -> None:
+    stage = small_stage
     fits = (1 << 20) // HANDSHAKE_BYTES
     for _ in range(3 * fits):
         (await stage.connect()).writer.write(FIRST_BYTES)
@@ -367,17 +373,9 @@ async def test_handshakes_have_a_share_of_the_memory_and_one_address_not_all_of_
     assert await other.read_statuses(1) == [200]
 
 
-async def test_handshakes_of_a_client_with_credit_are_not_closed_for_others(
-    make_stage, files: Files
-) -> None:
+async def test_handshakes_of_a_client_with_credit_are_not_closed_for_others(small_stage) -> None:
     """Though its address has most of them."""
-    stage = await make_stage(
-        {"x": "mixed"},
-        tls_certificate=files.certificate,
-        tls_key=files.key,
-        max_buffered_bytes=4 << 20,
-        max_body_bytes=1 << 20,
-    )
+    stage = small_stage
     context, fits = stage.context, (1 << 20) // HANDSHAKE_BYTES
     for _ in range(3):
         context.handshake_turns.settle("127.0.0.1")
@@ -405,17 +403,9 @@ async def test_handshakes_of_a_client_with_credit_are_not_closed_for_others(
         writer.transport.abort()
 
 
-async def test_clients_that_connect_at_once_are_all_served(
-    make_stage, make_client, files: Files
-) -> None:
+async def test_clients_that_connect_at_once_are_all_served(small_stage, make_client) -> None:
     """Their handshakes wait for their turns before they take memory."""
-    stage = await make_stage(
-        {"x": "mixed"},
-        tls_certificate=files.certificate,
-        tls_key=files.key,
-        max_buffered_bytes=4 << 20,
-        max_body_bytes=1 << 20,
-    )
+    stage = small_stage
     num = 5 * ((1 << 20) // HANDSHAKE_BYTES)
     async with asyncio.timeout(30):
         await asyncio.gather(*(make_client(stage.gateway.port) for _ in range(num)))
