@@ -63,11 +63,11 @@ abandon abort accept accepts account accumulate acquire add admit adopt advance 
 allows annotate applies apply are assess assign attribute authenticate batch become begin bind
 bisect blur bound buffer build call can cancel carry change changes characterize charge check
 choose chunk claim clamp classify clean clear clip clone close collect color compare
-compile complete compute computes configure confirm connect construct consume contains convert
-copy correct count create cross cut decide declare decline decode defer delete delimit deliver
-depends describe detach detect dial disable discard discount discover dispatch divide do drain draw
-drop dump echo emit enable encode end ends enqueue enter enumerate estimate evaluate evict
-exchange exclude execute exit expand expect expire explain export extend extract fail feed fetch
+compile complete compute computes configure confirm connect construct consume contain contains
+convert copy correct count create cross cut decide declare decline decode defer delete delimit
+deliver depends describe detach detect dial disable discard discount discover dispatch divide do
+drain draw drop dump echo emit enable encode end ends enqueue enter enumerate estimate evaluate
+evict exchange exclude execute exit expand expect expire explain export extend extract fail feed fetch
 fill filter find finish fit fits flush fold force forecast forget form format forward free freeze
 generate get give goes grant group grow guess handle has hash holds ignore import index
 inspect interpolate interrupt intersect invalidate invoke is issue iter iterate join keep keeps

@@ -54,6 +54,9 @@ class Expirable(Protocol):
     def check_deadline(self, now: float) -> None:
         """Act if the deadline has passed; `now` is the context's clock."""
 
+    def fail(self) -> None:
+        """End with an error, or close, after a fault of this program."""
+
 
 class RunningRequest(Expirable, Protocol):
     """A request that is being served."""

@@ -1,9 +1,11 @@
-"""Faults of this program in callbacks of the event loop: a line in the log for each, once a minute.
+"""Faults of this program: each ends its own client, and is a line in the log, once a minute.
 
-The event loop calls `EventLoopFaults.handle` with each exception that a protocol, a callback or a
-task lets through. What is hard: a client that finds such a fault can repeat it thousands of times a
-second, and tracebacks would fill the disk. And the text of an exception may contain what the client
-has sent, so only its type and its places in the code are logged.
+Where code of all clients calls that of one, it does so through `contain`: a fault there ends what
+it serves, and the caller goes on. The event loop calls `EventLoopFaults.handle` with these and with
+each other exception that a protocol, a callback or a task lets through. What is hard: a client that
+finds such a fault can repeat it thousands of times a second, and tracebacks would fill the disk.
+And the text of an exception may contain what the client has sent, so only its type and its places
+in the code are logged.
 """
 
 import asyncio
@@ -22,6 +24,24 @@ MAX_PLACES = 64
 _FRAMES = 4
 
 
+def contain(end: Callable[[], None], work: Callable[..., None], *arguments: object) -> None:
+    """Do what serves one client; `end`: ends that with an error after a fault."""
+    try:
+        work(*arguments)
+    except Exception as error:  # noqa: BLE001 - of any kind
+        end_after(error, end)
+
+
+def end_after(error: Exception, end: Callable[[], None]) -> None:
+    """Report a fault, and end what it has interrupted."""
+    loop = asyncio.get_running_loop()
+    loop.call_exception_handler({"exception": error})
+    try:
+        end()
+    except Exception as second:  # noqa: BLE001 - of any kind
+        loop.call_exception_handler({"exception": second})
+
+
 class EventLoopFaults:
     """The faults of one process."""
 
@@ -31,8 +51,10 @@ class EventLoopFaults:
         """By description: when it was logged, and how often it has occurred since."""
 
     def handle(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log a fault; an exception handler of event loops."""
-        error = context.get("exception")
+        """Log a fault, and close the connection that the event loop names; an exception handler."""
+        error, transport = context.get("exception"), context.get("transport")
+        if transport is not None:
+            transport.abort()
         description = _describe(error) if error is not None else str(context.get("message"))
         now = self._clock()
         logged_at, count = self._logged.get(description, (-INTERVAL_S, 0))

@@ -25,7 +25,7 @@ from cleave.gateway.app.tls_connection import TlsConnection
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import ClientSlot, GatewayContext
 from cleave.gateway.endpoint_picker.server import EndpointPickerServer
-from cleave.gateway.event_loop_faults import EventLoopFaults
+from cleave.gateway.event_loop_faults import EventLoopFaults, contain
 from cleave.gateway.http.connection_limiter import ConnectionLimiter
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsCertificate
@@ -276,10 +276,10 @@ class GatewayServer:
         active = self.context.active_requests
         for request in tuple(active):
             if request in active:
-                request.check_deadline(now)
+                contain(request.fail, request.check_deadline, now)
                 yield
         for client in self._take_clients():
-            client.check_deadline(now)
+            contain(client.fail, client.check_deadline, now)
             yield
         yield from self.context.admission.expire_waiting(now)
 

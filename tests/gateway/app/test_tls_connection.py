@@ -133,6 +133,26 @@ def build(body: dict) -> bytes:
     return head % len(raw) + raw
 
 
+@pytest.mark.parametrize("name", ["_enter", "_begin", "buffer_updated"])
+async def test_a_fault_in_a_handshake_ends_it_alone(stage, make_client, monkeypatch, name) -> None:
+    original, failed = getattr(TlsConnection, name), []
+
+    def fail_once(self, *arguments):
+        if not failed:
+            failed.append(self)
+            raise ValueError
+        return original(self, *arguments)
+
+    monkeypatch.setattr(TlsConnection, name, fail_once)
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.gateway.port)
+    writer.write(FIRST_BYTES)
+    with suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+    writer.close()
+    assert failed
+    await make_client(stage.gateway.port)
+
+
 async def test_bytes_may_come_in_any_pieces(stage, make_client) -> None:
     for size in (1, 7, 5_000):
         client = await make_client(stage.gateway.port, pieces=size)

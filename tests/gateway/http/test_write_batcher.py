@@ -63,6 +63,24 @@ def test_what_is_for_a_connection_that_was_cut_is_dropped_and_nothing_else() -> 
     assert sent == [("there", b"2")]
 
 
+async def test_a_fault_in_a_connection_keeps_nothing_from_others() -> None:
+    class Failing(Wire):
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            raise ValueError
+
+        def abort(self) -> None:
+            self.cut = True
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    batcher, sent, _ = build()
+    failing = Failing("failing", sent)
+    for wire in (failing, Wire("a", sent), failing):
+        batcher.write(wire, b"1")
+    batcher.flush()
+    assert sent == [("a", b"1")]
+    assert failing.cut
+
+
 async def test_an_event_loop_ends_its_turn_by_itself() -> None:
     sent: Sent = []
     WriteBatcher().write(Wire("a", sent), b"1")

@@ -24,6 +24,7 @@ from cleave.gateway.admission.rate_limit import SharedTenantUsage, TenantLimits,
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.admission.ticket import AdmissionTicket, TicketQueue, Waiter
 from cleave.gateway.config import GatewayConfig
+from cleave.gateway.event_loop_faults import contain
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
 from cleave.gateway.shared_state import SharedGatewayState
@@ -190,7 +191,8 @@ class AdmissionController:
                     continue
                 reason = "late" if self._rejects_late(ticket.tenant) else "waited_too_long"
                 message = f"it has waited {now - ticket.arrived_at:.1f} s"
-                waiter.reject(self._build_rejection(ticket.tenant, reason, message))
+                error = self._build_rejection(ticket.tenant, reason, message)
+                contain(waiter.fail, waiter.reject, error)
                 yield
             self.admit_waiting(model, now)
             if not len(queue):
@@ -201,7 +203,8 @@ class AdmissionController:
             if not ticket.is_waiting:
                 continue
             message = f"no capacity was idle for {now - ticket.arrived_at:.0f} s"
-            waiter.reject(self._build_rejection(ticket.tenant, "no_idle_capacity", message))
+            error = self._build_rejection(ticket.tenant, "no_idle_capacity", message)
+            contain(waiter.fail, waiter.reject, error)
             yield
 
     def count_waiting(self) -> dict[str, int]:
@@ -236,7 +239,7 @@ class AdmissionController:
             waiter, ticket = queued
             ticket.admitted_at, ticket.backlog_tokens = now, backlog
             self._record_wait(model, now - ticket.arrived_at)
-            waiter.admit()
+            contain(waiter.fail, waiter.admit)
 
     def _create_usage(self, tenant: Tenant, now: float) -> TenantUsage:
         if self._shared_state is not None:

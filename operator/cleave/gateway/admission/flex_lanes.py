@@ -8,6 +8,7 @@ import math
 
 from cleave.gateway.admission.flex_capacity import FlexWindow, has_idle_capacity, has_seats
 from cleave.gateway.admission.ticket import AdmissionTicket, TicketQueue, Waiter
+from cleave.gateway.event_loop_faults import contain
 from cleave.router.instance import RoutedInstance
 from cleave.router.registry import InstanceRegistry
 from cleave.rpc.v1.agent_pb2 import ROLE_PREFILL
@@ -71,7 +72,7 @@ class FlexLanes:
             waiter, ticket = queued
             ticket.admitted_at = now
             lane.window.start()
-            waiter.admit()
+            contain(waiter.fail, waiter.admit)
 
     def release(self, ticket: AdmissionTicket, now: float, *, is_ok: bool) -> None:
         """A request has ended; `is_ok`: not cancelled, refused or failed."""

@@ -16,6 +16,9 @@ class Waiter(Protocol):
     def reject(self, error: GatewayError) -> None:
         """Called when a queued request is refused."""
 
+    def fail(self) -> None:
+        """Called after a fault of this program in one of these."""
+
 
 class AdmissionTicket:
     """A request that was admitted or is queued, until `AdmissionController.release`."""

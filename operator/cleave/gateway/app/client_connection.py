@@ -9,16 +9,19 @@ and nothing arrives, reading stays enabled, because only reading detects a disco
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from time import monotonic
 from typing import Protocol, cast
 
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.event_loop_faults import contain
 from cleave.gateway.http import headers
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, get_address_group
 from cleave.gateway.http.error_dialects import encode_error
 from cleave.gateway.http.errors import (
+    INTERNAL_FAULT,
     RECEIVE_LIMIT_REACHED,
     TOO_MANY_WRONG_KEYS,
     WRONG_KEY,
@@ -133,14 +136,18 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
         self.transport = cast("asyncio.Transport", transport)
-        set_nodelay(self.transport)
-        self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        contain(self.transport.abort, self._begin)
+
+    def _begin(self) -> None:
+        transport = self.transport
+        set_nodelay(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._become_idle()
         self._context.clients.add(self)
         self.address = get_address_group(transport.get_extra_info("peername"))
         weight = transport.get_extra_info("weight", CONNECTION_BYTES)
         if not self._limiter.admit(self, self.address, weight):
-            self.transport.abort()
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse, or buffer while a request is being answered or the write buffer is full."""
@@ -181,7 +188,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_full = False
         if self._unsent or self._ending is not None:
             # Not from here: the event loop would close the connection twice.
-            asyncio.get_running_loop().call_soon(self._send_unsent)
+            self._call_soon(self._send_unsent)
         else:
             self._send_unsent()
 
@@ -207,7 +214,7 @@ class ClientConnection(asyncio.Protocol):
         if self._is_full:
             return
         if self._unsent:
-            asyncio.get_running_loop().call_soon(self._send_unsent)
+            self._call_soon(self._send_unsent)
             return
         self.blocked = False
         self._context.buffer_budget.remove_blocked(self)
@@ -327,6 +334,15 @@ class ClientConnection(asyncio.Protocol):
         """Close the connection at once."""
         self.transport.abort()
 
+    def fail(self, request: HttpRequest | None = None) -> None:
+        """A fault of this program has interrupted it: respond with an error if it waits for a
+        response of which nothing has been sent, or else close. `request`: its current one."""
+        is_waiting = self._busy or self._receiving
+        if is_waiting and self.active_request is None and not (self._unsent or self._discarding):
+            self.reject(INTERNAL_FAULT, request)
+        else:
+            self.transport.abort()
+
     def get_idle_since(self) -> float:
         """When it became idle or began to send a body; infinite while a request is answered."""
         if self._busy and self._ending is None:
@@ -358,6 +374,9 @@ class ClientConnection(asyncio.Protocol):
         if not self._busy:
             self._close()
 
+    def _call_soon(self, work: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(contain, self.fail, work)
+
     def _close(self) -> None:
         self._write_batcher.flush()
         self.transport.close()
@@ -370,7 +389,7 @@ class ClientConnection(asyncio.Protocol):
                 break
             if start and monotonic() > slice_ends_at:
                 self._buffer_input(data[start:])
-                asyncio.get_running_loop().call_soon(self._resume_parsing)
+                self._call_soon(self._resume_parsing)
                 break
             reader.feed(data[start : start + FEED_BYTES])
         if reader.ready:
@@ -393,7 +412,7 @@ class ClientConnection(asyncio.Protocol):
     def _yield_reading(self) -> None:
         """Pause reading until the next iteration: the event loop reads up to 32 times in a row."""
         self.transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._resume_reading)
+        self._call_soon(self._resume_reading)
 
     def _resume_reading(self) -> None:
         if not self._backlog:
@@ -433,7 +452,7 @@ class ClientConnection(asyncio.Protocol):
         if self._backlog and not self._discarding:
             backlog = b"".join(self._backlog)
             self._backlog.clear()
-            asyncio.get_running_loop().call_soon(self._resume_reading)
+            self._call_soon(self._resume_reading)
             self._feed(backlog)
 
     def _dispatch(self) -> None:
@@ -446,7 +465,7 @@ class ClientConnection(asyncio.Protocol):
         if is_counted and not self._reserve_body(size):
             self.reject(RECEIVE_LIMIT_REACHED, request)
         else:
-            self._handler.handle(self, request)
+            contain(partial(self.fail, request), self._handler.handle, self, request)
 
     def _reserve_body(self, size: int) -> bool:
         """Reserve room for the body of a complete request until its answer is complete."""
@@ -475,7 +494,8 @@ class ClientConnection(asyncio.Protocol):
         context.discarded_bytes += count
         if context.discarded_bytes > DISCARD_BYTES:
             self.transport.pause_reading()
-            asyncio.get_running_loop().call_later(DISCARD_PAUSE_S, self._resume_discarding)
+            resume = partial(contain, self.fail, self._resume_discarding)
+            asyncio.get_running_loop().call_later(DISCARD_PAUSE_S, resume)
 
     def _resume_discarding(self) -> None:
         if self.transport.is_closing():
@@ -490,7 +510,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = now + self._context.config.timeouts.keep_alive_s
         has_request = reader.ready or reader.error is not None or reader.expects_continue
         if (self._backlog or has_request) and not self.blocked:
-            asyncio.get_running_loop().call_soon(self._resume_parsing)
+            self._call_soon(self._resume_parsing)
 
     def _set_deadline(self, seconds: float) -> None:
         self._deadline = self._context.clock() + seconds

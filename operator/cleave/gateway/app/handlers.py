@@ -18,6 +18,7 @@ from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.app.pages import Pages
 from cleave.gateway.app.shared_page import BuiltPage, PageRequest
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.event_loop_faults import contain, end_after
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import (
     parse_completion,
@@ -208,6 +209,9 @@ class GatewayRequestHandler:
             yield from steps
         except GatewayError as refusal:
             self._reject(client, request, request_id, refusal)
+        except Exception as fault:  # noqa: BLE001 - as `contain`
+            client.active_request = None
+            end_after(fault, partial(client.fail, request))
 
     def _proxy_to_engine(
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
@@ -244,7 +248,7 @@ class GatewayRequestHandler:
                 context, stream, request, path, request_id, completion, tenant, session, sender
             )
         client.set_active_request(proxied)
-        proxied.start()
+        contain(proxied.fail, proxied.start)
 
     def _merge_system(
         self,

@@ -8,6 +8,7 @@ number of clients causes one build at a time.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cleave.gateway.event_loop_faults import contain
 from cleave.time_slices import SliceQueue, Steps
 
 
@@ -78,7 +79,7 @@ class SharedPage:
                         each.drop()
                     raise
                 for each in requests:
-                    each.respond(page)
+                    contain(each.drop, each.respond, page)
                     yield
         finally:
             self._is_building = False

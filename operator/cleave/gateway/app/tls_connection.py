@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from cleave.gateway.app.client_connection import CONNECTION_BYTES, ClientConnection
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.event_loop_faults import contain
 from cleave.gateway.http.connection_limiter import get_address_group
 from cleave.gateway.tls import TlsCertificate
 
@@ -86,6 +87,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Count the connection; nothing else is needed before its first byte."""
         self._transport = cast("asyncio.Transport", transport)
+        contain(self.fail, self._enter)
+
+    def _enter(self) -> None:
+        transport = self._transport
         context = self._context
         peer = transport.get_extra_info("peername")
         address = self._address = get_address_group(peer)
@@ -115,7 +120,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         if nbytes == TURN_BYTES:
             # The event loop would read on, up to 32 times in a row.
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._resume_transport)
+            asyncio.get_running_loop().call_soon(contain, self.fail, self._resume_transport)
         if not self._has_sent_end:
             self._read_records(encrypted)
         else:
@@ -180,6 +185,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def drop(self) -> None:
         """Close at once."""
+        self.abort()
+
+    def fail(self) -> None:
+        """Close after a fault of this program."""
         self.abort()
 
     # --- the transport of the client ---

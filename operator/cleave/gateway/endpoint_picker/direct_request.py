@@ -19,7 +19,12 @@ from cleave.gateway.http.completion_request import (
     get_prompt_text,
     set_engine_model,
 )
-from cleave.gateway.http.errors import GatewayError, build_engine_error, convert_router_error
+from cleave.gateway.http.errors import (
+    INTERNAL_FAULT,
+    GatewayError,
+    build_engine_error,
+    convert_router_error,
+)
 from cleave.gateway.metrics.gateway_metrics import record_completed
 from cleave.router.errors import QueueFull
 from cleave.router.instance import Target
@@ -121,6 +126,11 @@ class DirectRequest:
             status = HTTPStatus.GATEWAY_TIMEOUT
             self.reject(build_engine_error(status, "no instance could take it in time"))
             self.end("broken")
+
+    def fail(self) -> None:
+        """A fault of this program has interrupted it."""
+        self.reject(INTERNAL_FAULT)
+        self.end("failed")
 
     # --- called with messages of the response ---
 

@@ -79,6 +79,13 @@ RECEIVE_LIMIT_REACHED = GatewayError(
 )
 """The buffer budget has no room for the request."""
 
+INTERNAL_FAULT = GatewayError(
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    "a fault of the gateway has ended this request: its log says where",
+    "server_error",
+    code="internal_error",
+)
+
 
 def build_engine_error(status: HTTPStatus, message: str) -> GatewayError:
     """502 or 504: an engine failed."""

@@ -12,6 +12,7 @@ first come, first served makes all wait too long ("adaptive LIFO": Maurer, Fail 
 from collections.abc import Callable
 from typing import Protocol
 
+from cleave.gateway.event_loop_faults import contain
 from cleave.time_slices import SliceQueue, Steps
 
 SETTLED_TURNS = 4
@@ -29,6 +30,9 @@ class Handshake(Protocol):
 
     def run_handshake(self) -> None:
         """Handle what has come; nothing if the connection has closed."""
+
+    def fail(self) -> None:
+        """Close after a fault of this program."""
 
 
 Waiting = dict[Handshake, None]
@@ -79,7 +83,7 @@ class HandshakeTurns:
                 handshake, _ = (begun or new).popitem()
                 self._forget_served(address)
                 self._add_debt(address, 1)
-                handshake.run_handshake()
+                contain(handshake.fail, handshake.run_handshake)
                 yield
         finally:
             self._is_running = False

@@ -14,7 +14,12 @@ import httptools
 
 from cleave.gateway.http.byte_buffer import ByteBuffer
 from cleave.gateway.http.completion_request import Body
-from cleave.gateway.http.errors import GatewayError, build_bad_request, build_payload_too_large
+from cleave.gateway.http.errors import (
+    INTERNAL_FAULT,
+    GatewayError,
+    build_bad_request,
+    build_payload_too_large,
+)
 from cleave.gateway.http.headers import FORWARDED_FOR
 
 MAX_HEAD_BYTES = 64 << 10
@@ -152,6 +157,7 @@ class RequestParser:
         except httptools.HttpParserError as error:
             self.error = build_bad_request("the request is not valid HTTP")
             if isinstance(error, httptools.HttpParserCallbackError):
+                self.error = INTERNAL_FAULT
                 asyncio.get_running_loop().call_exception_handler({"exception": error})
         self._data = b""
         if self.error is None:

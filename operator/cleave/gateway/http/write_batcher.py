@@ -9,6 +9,8 @@ pending data is sent.
 import asyncio
 from collections.abc import Callable
 
+from cleave.gateway.event_loop_faults import end_after
+
 MAX_BATCH = 32
 """Pieces per batch; with more, the first one would wait too long."""
 
@@ -40,4 +42,7 @@ class WriteBatcher:
         pending, self._pending = self._pending, []
         for transport, data in pending:
             if not transport.is_closing():
-                transport.write(data)
+                try:
+                    transport.write(data)
+                except Exception as error:  # noqa: BLE001 - as `contain`, without a call
+                    end_after(error, transport.abort)

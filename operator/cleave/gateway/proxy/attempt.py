@@ -93,6 +93,9 @@ class ResponseHandler(Protocol):
         """The attempt failed; the reason continues `instance NAME ...`. `error`: for the client;
         None: names the instance and the reason."""
 
+    def fail(self) -> None:
+        """End the request with an error, after a fault of this program."""
+
 
 class Attempt:
     """Calls to one or two engines: one after the other, or both at once where the decode engine
@@ -276,6 +279,10 @@ class Attempt:
         if self._overlapped_prefill is not None:
             self.prefill = None
         self._handler.on_attempt_failed(Failure.LOST if call.sent else Failure.UNREACHED, reason)
+
+    def fail(self) -> None:
+        """A fault of this program has interrupted a call."""
+        self._handler.fail()
 
     # --- callbacks of an overlapped prefill ---
 

@@ -45,6 +45,9 @@ class PrefillListener(Protocol):
     def on_prefill_rejected(self, call: UpstreamCall, body: bytes) -> None:
         """The engine rejected the request."""
 
+    def fail(self) -> None:
+        """A fault of this program has interrupted the call."""
+
 
 def can_overlap(context: GatewayContext, pick: Pick, prompt_tokens: int) -> bool:
     """Whether to call the decode engine at once instead of after the prefill.
@@ -123,3 +126,7 @@ class OverlappedPrefill:
         """The call failed."""
         self._call = None
         self._listener.on_prefill_failed(Failure.LOST if call.sent else Failure.UNREACHED, reason)
+
+    def fail(self) -> None:
+        """A fault of this program has interrupted the call."""
+        self._listener.fail()

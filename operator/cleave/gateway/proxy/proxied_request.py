@@ -13,7 +13,7 @@ admission controller, the attempt (`on_...`) and the sweeper (`check_deadline`, 
     streaming  on_data -> streaming, after the last piece ended;
                on_call_failed, on_attempt_failed -> resuming
     resuming   the rest can be generated -> picking, keeping the relay; else -> ended
-    any        cancel -> ended; check_deadline after the deadline or a stall -> as on_attempt_failed
+    any        cancel, fail -> ended; check_deadline at the deadline, a stall -> on_attempt_failed
 
 What is hard: until the first byte has gone to the client, all of it can be tried again elsewhere;
 after it, another engine has to continue the stream. Load accounting, the admission ticket and
@@ -25,6 +25,7 @@ from http import HTTPStatus
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.admission.ticket import AdmissionTicket
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.event_loop_faults import contain
 from cleave.gateway.failover.handoff_sampling import sample_handoff
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableError
 from cleave.gateway.failover.retry_policy import Failure
@@ -148,6 +149,14 @@ class ProxiedRequest:
         self._release("cancelled")
         self._client.drop()
 
+    def fail(self) -> None:
+        """A fault of this program has interrupted it: end it with an error, or close."""
+        relay, active = self._relay, self._context.active_requests
+        if self not in active or (relay is not None and relay.transcript.done):
+            self._client.drop()
+        else:
+            contain(self._client.drop, self._give_up, errors.INTERNAL_FAULT, "failed")
+
     def set_paused(self, blocked: bool) -> None:
         """Pause reading from the engine while the client takes no bytes."""
         if blocked:
@@ -213,8 +222,7 @@ class ProxiedRequest:
             context.metrics.recoveries[self._completion.model, retry.recovery_mode] += 1
             attempt.set_paused(client.blocked)
             return
-        if not self._completion.is_flex:
-            context.num_awaiting_first_byte -= 1
+        context.num_awaiting_first_byte -= not self._completion.is_flex
         self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
         self._pick = attempt.pick
         context.metrics.streams = number = context.metrics.streams + 1
@@ -392,7 +400,7 @@ class ProxiedRequest:
         context.metrics.dispatches[completion.model, pick.reason] += 1
         observer = self._observer
         if observer is not None:
-            observer.on_attempt(pick, self._recovery_mode)
+            observer.on_attempt(pick, retry.recovery_mode if retry is not None else "again")
         arrived_at = self._started_at if self._relay is None else None
         sends_targets = context.config.sends_targets and path in RESUMABLE_PATHS
         self._attempt = Attempt(
@@ -409,12 +417,6 @@ class ProxiedRequest:
         elif decision is RetryDecision.GIVE_UP:
             assert retry.last_error is not None
             self._give_up(retry.last_error, "failed")
-
-    @property
-    def _recovery_mode(self) -> str:
-        """How an attempt after the first relates to those before: again, continued, replayed."""
-        retry = self._retry_state
-        return retry.recovery_mode if retry is not None and self._relay is not None else "again"
 
     def _handle_no_instance(self, error: RouterError) -> None:
         """No instance can take the request now: wait for one, or respond with an error."""
@@ -450,9 +452,8 @@ class ProxiedRequest:
             self._finish_stream()
 
     def _get_retry_state(self) -> RetryState:
-        if self._retry_state is None:
-            options = self._path, self._completion, self._sender
-            self._retry_state = RetryState(self._context, *options)
+        options = self._context, self._path, self._completion, self._sender
+        self._retry_state = self._retry_state or RetryState(*options)
         return self._retry_state
 
     def _record_gap(self) -> None:
@@ -522,8 +523,7 @@ class ProxiedRequest:
         attempt, relay, stream_s = self._attempt, self._relay, None
         is_flex = self._completion.is_flex
         if relay is None:
-            if not is_flex:
-                context.num_awaiting_first_byte -= 1
+            context.num_awaiting_first_byte -= not is_flex
         else:
             self._output_tokens = relay.num_tokens
             self._prompt_tokens = relay.prompt_tokens or self._prompt_tokens

@@ -63,8 +63,8 @@ class RetryState:
         self.next_request = path, completion
         """The path and body of the next attempt: the request, or the rest of it."""
         self.history: FailureHistory | None = None
-        self.recovery_mode = ""
-        """How another engine continues the stream: continued or replayed; empty before."""
+        self.recovery_mode = "again"
+        """How another engine continues the stream: continued or replayed; again: none does."""
         self.pending_error: GatewayError | None = None
         """The error to report if no instance takes the request in time; None when one has."""
         self.last_error: GatewayError | None = None

@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 import httptools
 
+from cleave.gateway.event_loop_faults import contain, end_after
 from cleave.gateway.http.headers import (
     ENGINE_HEADERS,
     Headers,
@@ -53,6 +54,9 @@ class CallListener(Protocol):
 
     def on_call_failed(self, call: "UpstreamCall", reason: str) -> None:
         """The call failed: no connection, or it broke before the response was complete."""
+
+    def fail(self) -> None:
+        """End with an error: a fault of this program has interrupted the call."""
 
 
 class UpstreamCall:
@@ -92,7 +96,7 @@ class UpstreamCall:
         """Report the failure to the owner, once."""
         owner, self.listener = self.listener, None
         if owner is not None:
-            owner.on_call_failed(self, reason)
+            contain(owner.fail, owner.on_call_failed, self, reason)
 
     def pause(self) -> None:
         """Stop reading the response until `resume`."""
@@ -186,15 +190,29 @@ class EngineConnection(asyncio.Protocol):
         return False
 
     def _parse(self, data: bytes) -> None:
-        """Parse, and give the body bytes to the owner in one piece."""
+        """Parse, and give the body bytes to the owner; a fault of this program ends both."""
         call, parser = self._call, self._parser
         if call is None or parser is None:
             self._unread.clear()
             self.transport.abort()
             return
+        owner = call.listener
+        try:
+            self._parse_for(call, parser, data)
+        except Exception as error:  # noqa: BLE001 - as `contain`, without a call per token
+            if self._call is call:
+                self.abort()
+            if owner is not None:
+                end_after(error, owner.fail)
+
+    def _parse_for(
+        self, call: UpstreamCall, parser: httptools.HttpResponseParser, data: bytes
+    ) -> None:
         self._received_any = True
         try:
             parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail_call("sent an answer that is not HTTP")
             return
@@ -332,7 +350,7 @@ class EnginePool:
     def send_on_new_connection(self, call: UpstreamCall) -> None:
         """Begin, or repeat, a call on a new connection."""
         call.on_new_connection = True
-        task = asyncio.get_running_loop().create_task(self._connect(call))
+        task = asyncio.get_running_loop().create_task(self._connect_or_end(call))
         call.connecting = task
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -359,6 +377,15 @@ class EnginePool:
             task.cancel()
         for connection in tuple(self._open):
             connection.abort()
+
+    async def _connect_or_end(self, call: UpstreamCall) -> None:
+        owner = call.listener
+        try:
+            await self._connect(call)
+        except Exception as error:  # noqa: BLE001 - as `contain`
+            call.abort()
+            if owner is not None:
+                end_after(error, owner.fail)
 
     async def _connect(self, call: UpstreamCall) -> None:
         if len(self._open) + len(self._connecting) > self._limit:

@@ -59,6 +59,11 @@ class _AnswerListener:
         if not self.done.done():
             self.done.set_exception(EngineCallError(reason))
 
+    def fail(self) -> None:
+        """A fault of this program has interrupted the call."""
+        if not self.done.done():
+            self.done.set_exception(EngineCallError("was called by a gateway with a fault"))
+
 
 async def post(
     context: GatewayContext,
