@@ -1,9 +1,11 @@
-"""How much of a request is buffered at most; test_smuggling.py tests the framing."""
+"""How much of a request is buffered, and which line counts; test_smuggling.py tests the framing."""
 
 import tracemalloc
 from http import HTTPStatus
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.request_parser import MAX_FRAMING_RUN_BYTES, HttpRequest, RequestParser
@@ -137,3 +139,31 @@ def test_the_body_of_a_rejected_request_is_freed(reader: RequestParser) -> None:
     reader.feed(b"%x\r\n%b\r\n0\r\n\r\n" % (MAX_BODY_BYTES + 1, b"x" * (MAX_BODY_BYTES + 1)))
     assert reader.error.status == 413
     assert reader.rejected.body == b""
+
+
+@given(
+    lines=st.lists(
+        st.tuples(
+            st.sampled_from([b"X-Forwarded-For", b"x-forwarded-for", b"X-API-Key", b"x-api-key"]),
+            st.sampled_from([b"a", b"b, c", b"d"]),
+        ),
+        max_size=6,
+    ),
+    cut=st.integers(0, 200),
+)
+def test_a_proxys_line_counts_and_of_other_headers_the_first(lines, cut: int) -> None:
+    reader = RequestParser(MAX_BODY_BYTES, accept)
+    head = b"".join(b"%b: %b\r\n" % line for line in lines)
+    raw = b"GET / HTTP/1.1\r\nhost: x\r\n%b\r\n" % head
+    reader.feed(raw[:cut])
+    reader.feed(raw[cut:])
+    (request,) = reader.ready
+    of = {key: [v for name, v in lines if name.lower() == key] for key in request.headers}
+    assert request.headers.get(b"x-forwarded-for") == (of.get(b"x-forwarded-for") or [None])[-1]
+    assert request.headers.get(b"x-api-key") == (of.get(b"x-api-key") or [None])[0]
+    assert len(request.headers) == len({name.lower() for name, _ in lines})
+
+
+def test_a_trailer_counts_for_no_request(reader: RequestParser) -> None:
+    reader.feed(CHUNKED + b"0\r\nx-forwarded-for: a\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert [b"x-forwarded-for" in request.headers for request in reader.ready] == [False, False]

@@ -1,6 +1,7 @@
 """A sender whose requests have ended engines gets one engine at a time, however they differ."""
 
 import asyncio
+import json
 import random
 from types import SimpleNamespace
 
@@ -139,6 +140,33 @@ def test_a_tenant_or_an_address_is_a_sender() -> None:
     assert get_sender("", "192.0.2.1", None) == "192.0.2.1"
     assert get_sender("", "192.0.2.1", b"10.0.0.1, 198.51.100.4") == "192.0.2.1 198.51.100.4"
     assert len(get_sender("", "", b"\xff" * 10_000)) < 100
+
+
+@pytest.mark.parametrize(
+    ("entries", "is_same"),
+    [
+        ([b"198.51.100.4", b"forged, 198.51.100.4:1234", b"::ffff:198.51.100.4"], True),
+        ([b"2001:db8::1", b"2001:db8::2", b"[2001:db8::3]", b"[2001:db8::4]:80"], True),
+        ([b"2001:db8::1", b"2001:db8:0:1::1"], False),
+        ([b"", b"unknown", b"_hidden", b"a\0b", b"::", b"\xff\xfe"], False),
+    ],
+)
+def test_a_port_or_an_address_of_the_same_network_is_no_other_sender(entries, is_same) -> None:
+    senders = {get_sender("", "192.0.2.1", entry) for entry in entries}
+    assert len(senders) == (1 if is_same else len(entries))
+
+
+async def test_a_client_behind_a_proxy_that_appends_a_line_keeps_its_address(single) -> None:
+    """It would otherwise choose it in a line of its own, and have others confined."""
+    client, body = await single.connect(), json.dumps(ASK).encode()
+    for forged in ("192.0.2.1", "192.0.2.2"):
+        client.writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nX-Forwarded-For: %b\r\n"
+            b"x-forwarded-for: 198.51.100.4\r\ncontent-length: %d\r\n\r\n%b"
+            % (forged.encode(), len(body), body)
+        )
+        assert (await client.read()).status == 200
+    assert list(single.context.suspect_senders._starts) == ["127.0.0.1 198.51.100.4"]
 
 
 def build_registry(*names: str, size: int = 1) -> SimpleNamespace:

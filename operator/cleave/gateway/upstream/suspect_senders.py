@@ -14,6 +14,7 @@ engine that ends, but most of its requests were answered.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from cleave.gateway.http.connection_limiter import get_address_group
 from cleave.gateway.upstream.suspect_requests import RECENT_S
 from cleave.router.instance import Target
 from cleave.router.registry import InstanceRegistry
@@ -36,13 +37,25 @@ _MAX_ADDRESS_BYTES = 64
 
 def get_sender(tenant: str, address: str, forwarded_for: bytes | None) -> str:
     """The sender of a request: its tenant or, without tenants, the client's address and the last
-    entry of X-Forwarded-For. A proxy adds that; a client may invent it, so only keys identify."""
+    entry of the last X-Forwarded-For. The nearest proxy adds that, and a client can only choose
+    those before it; one that no proxy is before may invent it, so only keys identify."""
     if tenant:
         return tenant
     if forwarded_for is None:
         return address
     last = forwarded_for.rpartition(b",")[2].strip()[:_MAX_ADDRESS_BYTES]
-    return f"{address} {last.decode('latin-1')}"
+    return f"{address} {_group_forwarded(last.decode('latin-1'))}"
+
+
+def _group_forwarded(entry: str) -> str:
+    """The address under which an entry counts; some proxies add the port."""
+    host = entry[1:].partition("]")[0] if entry.startswith("[") else entry
+    if host.count(":") == 1:
+        host = host.partition(":")[0]
+    try:
+        return get_address_group((host, 0))
+    except (OSError, ValueError):
+        return host
 
 
 @dataclass(slots=True)
