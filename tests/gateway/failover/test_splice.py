@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.gateway.failover.splice import ContinuedStream, ReplayedStream, SpliceError
-from cleave.gateway.failover.transcript import DONE_EVENT, Transcript
+from cleave.gateway.failover.transcript import DONE_EVENT, TooDeepError, Transcript
 
 HEAD = {"id": "first", "created": 1, "model": "m"}
 
@@ -163,6 +163,14 @@ def test_an_error_stays_one() -> None:
     error = b'data: {"error": {"message": "no"}}'
     assert ReplayedStream(transcript()).rewrite(error) == error + b"\n\n"
     assert ContinuedStream(transcript(), chat=True, tokens=0).rewrite(error) == error + b"\n\n"
+
+
+def test_a_value_that_is_nested_deep_is_not_spliced() -> None:
+    """It would be walked in a Python call for each level."""
+    deep = b'{"a":' * 400 + b'"b"' + b"}" * 400
+    long = b'data: {"choices":[{"index":0,"delta":{"tool_calls":[%b]}}]}' % deep
+    with pytest.raises(TooDeepError):
+        ReplayedStream(transcript(event(chat("a")))).rewrite(long)
 
 
 UNITS = [b'"a"', b"{}", b"1", b"[]", b'{"a":0}', b'"a","b"']

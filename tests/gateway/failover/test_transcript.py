@@ -1,6 +1,10 @@
 """What is kept of a stream is enough to continue it, and little."""
 
 import json
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from cleave.gateway.failover.transcript import (
     MAX_CHOICES,
     MAX_PARSED_BYTES,
     MAX_PENDING_BYTES,
+    MAX_TEXTS,
     Transcript,
 )
 from cleave.gateway.http.buffer_budget import KEPT_SHARE, BufferBudget
@@ -204,3 +209,56 @@ def test_a_stream_of_several_choices_is_finished_when_all_of_them_are() -> None:
         sent.add_event(build_event([], ids=False, index=index, finish="stop"))
         sent.read()
     assert sent.finished
+
+
+def nest(number: int, depth: int) -> dict[str, Any]:
+    return {"a": nest(number, depth - 1)} if depth else {"b": f"text {number}"}
+
+
+def make_any_call(number: int) -> dict[str, Any]:
+    rng = random.Random(number)
+    names = [rng.choice("aé中😀") * rng.choice([1, 20, 90, 200]) for _ in range(3)]
+    values = [rng.choice(["x", [1], {"y": [2]}, nest(number, 3)]) for _ in names]
+    return {"index": number, **dict(zip(names, values, strict=True))}
+
+
+CALLS: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
+    "calls": (
+        6_000,
+        lambda n: {"index": n, "id": "i", "function": {"name": "f", "arguments": "a"}},
+    ),
+    "lists": (20_000, lambda n: {"index": n, "x": [1]}),
+    "long names": (200, lambda n: {"index": n, str(n) + "x" * 60_000: "a"}),
+    "long names of lists": (200, lambda n: {"index": n, str(n) + "x" * 60_000: [1]}),
+    "deep values": (200, lambda n: nest(n, 400)),
+    "any": (2_000, make_any_call),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_any_number_of_tool_calls_takes_a_bounded_memory_in_short_steps(kind: str) -> None:
+    """Least of some runs: the machine stalls at times."""
+    count, make = CALLS[kind]
+    calls = [json.dumps(make(number), ensure_ascii=False).encode() for number in range(count)]
+    events = [
+        b'data: {"choices":[{"index":0,"delta":{"tool_calls":[%b]}}]}\n\n'
+        % b",".join(calls[at : at + count // 200])
+        for at in range(0, count, count // 200)
+    ]
+
+    def read_all() -> tuple[Transcript, BufferBudget, float]:
+        budget, worst = BufferBudget(1 << 26), 0.0
+        kept = Transcript(budget, keeps_ids=False, num_choices=1)
+        for each in events:
+            begun = time.thread_time()
+            kept.add_event(each)
+            worst = max(worst, time.thread_time() - begun)
+        return kept, budget, worst
+
+    assert min(read_all()[2] for _ in range(3)) < 0.005
+    tracemalloc.start()
+    _kept, budget, _ = read_all()
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken <= budget.used + (32 << 10)
+    assert budget.used <= (MAX_TEXTS + 1) << 10

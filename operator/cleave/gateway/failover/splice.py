@@ -18,10 +18,12 @@ from cleave.gateway.failover.transcript import (
     DATA_PREFIX,
     DONE_EVENT,
     EVENT_SEPARATOR,
+    MAX_DEPTH,
     ChoiceTranscript,
     Event,
     JsonPath,
     SentText,
+    TooDeepError,
     Transcript,
     decode_event,
     get_tool_call_key,
@@ -163,7 +165,9 @@ class _ReplayedChoice:
         )
 
     def trim(self, value: object, path: JsonPath) -> object:
-        """The new part of a value."""
+        """The new part of a value. Raises TooDeepError."""
+        if len(path) > MAX_DEPTH:
+            raise TooDeepError
         if isinstance(value, str):
             return self._trim_text(value, path)
         if isinstance(value, dict):
@@ -177,7 +181,8 @@ class _ReplayedChoice:
         if path[-1] == "tool_calls":
             return self._trim_calls(value, path)
         left = self._counts.get(path, 0)
-        self._counts[path] = max(left - len(value), 0)
+        if left:
+            self._counts[path] = max(left - len(value), 0)
         return value[left:]
 
     def _trim_calls(self, calls: list[Event], path: JsonPath) -> list[Event]:

@@ -41,7 +41,11 @@ MAX_PARSED_VALUES = 1_024
 """Of one event: reading, comparing and writing 1,024 values takes 3 ms. A larger one is not read,
 so it cannot be compared with a replay. One with 20 log-probabilities a token may have 6 tokens."""
 MAX_TEXTS = 256
-"""Texts of one choice that are compared: 4 us each when they begin."""
+"""Texts and lists of one choice that are compared: 4 us each when they begin."""
+MAX_PATH_CHARS = 128
+"""Of the path of one of them, in Python's form."""
+MAX_DEPTH = 16
+"""Parts of a path; walking deeper values takes long."""
 MAX_CHOICES = 1_024
 """Choices of a stream of which the number is not known."""
 ROOM_BYTES = 1 << 10
@@ -51,6 +55,10 @@ _TEXT_BYTES = 1 << 10
 """Memory of a choice and of one of its texts: Python's objects and the state of a digest."""
 _UNFINISHED = b'"finish_reason":null'
 _VALUE_BEGINS = (b",", b"[", b"{")
+
+
+class TooDeepError(ValueError):
+    """A value is nested deeper than `MAX_DEPTH`."""
 
 
 class SentText:
@@ -298,8 +306,11 @@ class Transcript:
         choices = event.choices or []
         if not choices and event.usage:
             self.usage = True
-        for choice in choices:
-            self._read_choice(choice, place)
+        try:
+            for choice in choices:
+                self._read_choice(choice, place)
+        except TooDeepError:
+            self._skip_event(data, place)
 
     def _read_choice(self, new: StreamChoice, place: int) -> None:
         choice = self._find_choice(new.index)
@@ -311,7 +322,7 @@ class Transcript:
             if isinstance(value, str):
                 has_text = has_text or bool(value and path[-1] not in CONSTANT_KEYS)
                 self._add_text(choice, path, value)
-            elif value and self.keeps_text:
+            elif value and self.keeps_text and (path in choice.counts or self._add(choice, path)):
                 choice.counts[path] = choice.counts.get(path, 0) + len(value)
         if has_text:
             self._settle(place)
@@ -339,13 +350,17 @@ class Transcript:
             return
         sent = choice.texts.get(path)
         if sent is None:
-            if len(choice.texts) == MAX_TEXTS:
-                self.keeps_text = False
-                return
-            if not self._reserve(_TEXT_BYTES):
+            if not self._add(choice, path):
                 return
             sent = choice.texts[path] = SentText()
         sent.add(text)
+
+    def _add(self, choice: ChoiceTranscript, path: JsonPath) -> bool:
+        """Make room for another text or list; False: there is none."""
+        if len(choice.texts) + len(choice.counts) == MAX_TEXTS or len(repr(path)) > MAX_PATH_CHARS:
+            self.keeps_text = False
+            return False
+        return self._reserve(_TEXT_BYTES)
 
     def _find_choice(self, index: int) -> ChoiceTranscript | None:
         """The choice with this number; None: there can be none."""
@@ -384,7 +399,8 @@ class Transcript:
 
 
 def walk_choice(choice: StreamChoice) -> Iterator[tuple[JsonPath, str | list[Any]]]:
-    """Every text and every list with an entry per token of a choice, with its path."""
+    """Every text and every list with an entry per token of a choice, with its path.
+    Raises TooDeepError."""
     if choice.text is not None:
         yield ("text",), choice.text
     if choice.delta is not None:
@@ -395,6 +411,8 @@ def walk_choice(choice: StreamChoice) -> Iterator[tuple[JsonPath, str | list[Any
 
 
 def _walk_value(path: JsonPath, value: object) -> Iterator[tuple[JsonPath, str | list[Any]]]:
+    if len(path) > MAX_DEPTH:
+        raise TooDeepError
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
