@@ -269,7 +269,10 @@ def served(python: str, folder: Path, attack: Attack) -> Iterator[Gateway]:
         tls = trust_all() if attack.is_tls else None
         gateway = Gateway(process, port, internal_port, blocks, tls)
         deadline = time.monotonic() + START_S
-        while '"ok"' not in gateway.page("/health"):
+        # Agents check the KV paths when they start, which takes time of the engines.
+        while log.read_text().count("KV path verified") < 4 or '"ok"' not in gateway.page(
+            "/health"
+        ):
             if time.monotonic() > deadline:
                 sys.exit(f"not healthy within {START_S:.0f} s:\n{log.read_text()[-3000:]}")
             time.sleep(0.2)
