@@ -286,12 +286,13 @@ class GatewayRequestHandler:
 
     def _send_page(self, client: ClientConnection, request: HttpRequest, request_id: bytes) -> None:
         """Send one of the gateway's own pages, now or once it is built. Raises GatewayError."""
-        path, names_models = request.path, self._may_list_models(client, request)
+        path = request.path
         has_tenants = len(self._context.api_keys.tenants) > 1
         if path == routes.METRICS_PATH and has_tenants and not self._internal:
             raise _INTERNAL_ONLY
         respond = partial(self._send_response, client, request, request_id)
-        shared = self._pages.find_shared(path, names_models=names_models)
+        may_list = self._may_list_models(client, request)
+        shared = self._pages.find_shared(path, names_models=may_list)
         if shared is not None:
             waiting = PageRequest(respond, client.drop)
             client.set_active_request(waiting)
@@ -302,7 +303,7 @@ class GatewayRequestHandler:
                 raise convert_router_error(UnknownModel(name))
             respond(self._pages.build_model(name))
         else:
-            respond(self._pages.build_small(path, names_models=names_models))
+            respond(self._pages.build_small(path))
 
 
 def _count_prompt(client: ClientConnection) -> int:

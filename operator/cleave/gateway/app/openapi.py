@@ -4,7 +4,7 @@ Used by handlers.py and by the generator of docs/reference. Bodies are described
 level only, because the gateway reads no further and relays all other fields that engines accept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cleave import distribution
@@ -81,8 +81,8 @@ _HEADERS: Schema = {"x-request-id": {"$ref": "#/components/headers/RequestId"}}
 _SECURITY: list[Schema] = [{}, {"key": []}]
 
 
-def build_openapi(models: Sequence[str] = ()) -> Schema:
-    """The document as JSON values; `models`: those served now, as examples."""
+def build_openapi() -> Schema:
+    """The document as JSON values."""
     paths = {}
     for route in (*routes.COMPLETION_ROUTES, *routes.TRANSLATED_ROUTES, *routes.OTHER_ROUTES):
         paths[route.path.decode()] = {"post": _describe_engine_operation(route)}
@@ -108,7 +108,7 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
                 "AnthropicError": _build_anthropic_error_schema(),
                 "Error": _build_error_schema(),
                 "Model": _build_model_schema(),
-                "ModelName": _TEXT | ({"examples": list(models)} if models else {}),
+                "ModelName": _TEXT,
             },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },

@@ -2,8 +2,7 @@
 
 Used by the handlers. All but the smallest grow with the fleet, so they are built in time slices.
 What is hard: if the gateway has API keys, a client without one must not learn names of models,
-instances or tenants, but probes send no key. So /health and /openapi.json need none and then
-contain less.
+instances or tenants, but probes send no key. So /health needs none and then contains less.
 """
 
 import os
@@ -26,7 +25,6 @@ from cleave.gateway.metrics.multiprocess import sum_counters
 from cleave.gateway.metrics.process_metrics import measure_processes
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.router.instance import RoutedInstance
-from cleave.router.served_models import ServedModel
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 from cleave.time_slices import Steps
@@ -43,8 +41,6 @@ class Pages:
 
     def __init__(self, context: GatewayContext, *, internal: bool) -> None:
         self._context = context
-        self._openapi_cache: dict[bool, tuple[dict[str, ServedModel], BuiltPage]] = {}
-        """(models, page), by whether it names them."""
         self._cache_hits = CacheHitPage(context.router.registry)
         queue = context.own_work if internal else context.public_pages
         self._status = SharedPage(context.own_work, self._build_status)
@@ -61,12 +57,12 @@ class Pages:
             return self._status
         return self._pages.get(path)
 
-    def build_small(self, path: bytes, *, names_models: bool) -> BuiltPage:
+    def build_small(self, path: bytes) -> BuiltPage:
         """A page that is not shared."""
         if path == routes.LIVEZ_PATH:
             return self._build_liveness()
         if path == routes.OPENAPI_PATH:
-            return self._build_openapi(names_models)
+            return _OPENAPI
         return _build_json(HTTPStatus.OK, describe_server())
 
     def build_model(self, name: str) -> BuiltPage:
@@ -79,16 +75,6 @@ class Pages:
             return BuiltPage(HTTPStatus.OK, headers.TEXT_CONTENT, [b"ok\n"])
         message = f"deadlines have not been checked for {late_s:.1f} s\n"
         return BuiltPage(HTTPStatus.SERVICE_UNAVAILABLE, headers.TEXT_CONTENT, [message.encode()])
-
-    def _build_openapi(self, names_models: bool) -> BuiltPage:
-        """Built once with the models' names and once without, until the models change."""
-        models = self._context.router.registry.models
-        cached = self._openapi_cache.get(names_models)
-        if cached is None or (names_models and cached[0] is not models):
-            names = sorted(models) if names_models else []
-            cached = models, _build_json(HTTPStatus.OK, build_openapi(names))
-            self._openapi_cache[names_models] = cached
-        return cached[1]
 
     def _build_metrics(self) -> Steps[BuiltPage]:
         context, pids = self._context, [os.getpid()]
@@ -189,6 +175,9 @@ class Pages:
 
 def _build_json(status: int, value: object) -> BuiltPage:
     return BuiltPage(status, headers.JSON_CONTENT, [_encode(value)])
+
+
+_OPENAPI = _build_json(HTTPStatus.OK, build_openapi())
 
 
 def _describe_hung_processes(shared_state: SharedGatewayState, now: float) -> list[str]:
