@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cleave.time_slices import SLICE_S, SliceQueue, Steps, run_at_once, run_in_slices
+from cleave.time_slices import SLICE_S, SliceQueue, Steps, TurnQueue, run_at_once, run_in_slices
 
 
 def count(steps: int, result: list[str], name: str = "") -> Steps[int]:
@@ -101,3 +101,22 @@ async def test_a_fault_in_the_first_slice_is_the_callers() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         SliceQueue(0.5, time.monotonic).start(fail())
+
+
+async def test_each_key_has_one_turn_in_order_and_those_removed_have_none() -> None:
+    taken: list[int] = []
+
+    def take(key: int) -> None:
+        taken.append(key)
+        if key == 0:
+            for later in (1, 2, 1, 0, 3):
+                queue.add(later)
+            queue.remove(2)
+        if taken.count(0) == 2:
+            queue.remove(0)
+
+    queue = TurnQueue(SliceQueue(0.5, time.monotonic), take)
+    queue.add(0)
+    await until(lambda: taken == [0, 1, 0, 3, 1])
+    queue.add(4)
+    await until(lambda: taken == [0, 1, 0, 3, 1, 4])

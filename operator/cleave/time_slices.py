@@ -9,9 +9,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Generator
 from time import monotonic
-from typing import TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 Steps: TypeAlias = Generator[None, None, T]
 """A computation of a T."""
@@ -90,6 +91,38 @@ class SliceQueue:
                 if self._waiting:
                     self._schedule()
             return
+
+
+class TurnQueue(Generic[K]):
+    """Keys, each of which has one turn: first come, first served, in slices."""
+
+    def __init__(self, slices: SliceQueue, take_turn: Callable[[K], None]) -> None:
+        """`slices`: in which turns are taken; `take_turn`: takes about a millisecond at most."""
+        self._slices = slices
+        self._take_turn = take_turn
+        self._waiting: dict[K, None] = {}
+        self._is_running = False
+
+    def add(self, key: K) -> None:
+        """Its turn is now, if none waits, or later; nothing if it waits already."""
+        self._waiting[key] = None
+        if not self._is_running:
+            self._is_running = True
+            self._slices.start(self._take_turns())
+
+    def remove(self, key: K) -> None:
+        """It takes no turn; it may wait or not."""
+        self._waiting.pop(key, None)
+
+    def _take_turns(self) -> Steps[None]:
+        try:
+            while self._waiting:
+                key = next(iter(self._waiting))
+                del self._waiting[key]
+                self._take_turn(key)
+                yield
+        finally:
+            self._is_running = False
 
 
 class SlicedTask:

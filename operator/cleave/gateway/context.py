@@ -27,7 +27,7 @@ from cleave.gateway.upstream.suspect_senders import SuspectSenders
 from cleave.router.instance import Target
 from cleave.router.router import Router
 from cleave.rpc.plan_thresholds import PlanThresholds
-from cleave.time_slices import SliceQueue, Steps, run_at_once
+from cleave.time_slices import SliceQueue, Steps, TurnQueue, run_at_once
 
 MAX_INTERNAL_CLIENTS = 256
 """And at most a quarter of other clients, because open files may be few."""
@@ -43,6 +43,7 @@ LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
 TRANSLATION_SHARE = 1 / 4
 PAGE_SHARE = 1 / 16
+KEYLESS_SHARE = 1 / 8
 OWN_SHARE = 1 / 8
 SAVE_INTERVAL_S = 1.0
 """Interval at which a process saves its counters."""
@@ -71,6 +72,13 @@ class ClientSlot(Expirable, LimitedConnection, Protocol):
 
     def close_if_idle(self) -> None:
         """Close unless a request is being read or answered."""
+
+
+class Keyless(Protocol):
+    """A connection that has brought a request, and none to an engine."""
+
+    def take_turn(self) -> None:
+        """Handle the next one; nothing if the connection has closed."""
 
 
 class GatewayContext:
@@ -142,6 +150,10 @@ class GatewayContext:
         """Smaller requests that are being translated."""
         self.public_pages = SliceQueue(PAGE_SHARE, clock)
         """Pages for clients that are being built."""
+        self.keyless_turns: TurnQueue[Keyless] = TurnQueue(
+            SliceQueue(KEYLESS_SHARE, clock), lambda client: client.take_turn()
+        )
+        """Clients that send request after request, and none to an engine."""
         self.own_work = SliceQueue(OWN_SHARE, clock)
         """Pages of the internal port that are being built, and counters that are being saved."""
         self.last_tick_at = clock()

@@ -379,6 +379,30 @@ async def test_clients_cannot_keep_others_from_the_internal_port(make_stage, int
     opened.set()
 
 
+async def test_clients_without_a_key_take_turns_in_a_share_of_the_time(
+    make_stage, tmp_path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-of-a-client-with-one\n")
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    clients = [await stage.connect() for _ in range(20)]
+    for client in clients:
+        client.writer.write(b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n" * 100)
+    waiting = stage.context.keyless_turns._waiting
+    await stage.until(lambda: len(waiting) >= 19, "all have had an answer and wait")
+    answer = await stage.ask(ASK, Authorization="Bearer key-of-a-client-with-one")
+    assert answer.status == 200
+    assert waiting, "it did not wait for them"
+    for client in clients:
+        for _ in range(100):
+            assert (await client.read()).status == 401
+    client = clients[0]
+    for _ in range(3):
+        assert (await client.ask(ASK)).status == 401
+    clients[1].writer.close()
+    await stage.until(lambda: not waiting, "none is left")
+
+
 async def test_a_full_port_closes_who_is_idle_longest(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, max_clients=3)
     opened = stage.hold()

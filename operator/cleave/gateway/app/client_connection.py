@@ -130,8 +130,10 @@ class ClientConnection(asyncio.Protocol):
         None: the response is not complete, or nothing of it waits."""
         self.address = ""
         """Of the client, as it counts."""
-        self.has_settled = False
-        """Whether it has sent a request with a key."""
+        self.has_settled = limiter is context.internal_limiter
+        """Whether it has sent a request to an engine, with a key; on the internal port always."""
+        self._takes_turns = False
+        """Whether it has sent a request, and has not settled: it may do so thousands of times."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
@@ -158,8 +160,11 @@ class ClientConnection(asyncio.Protocol):
             self._yield_reading()
         if self._busy or self.blocked or self._backlog:
             self._buffer_input(data)
-            return
-        self._feed(data)
+        elif self._takes_turns:
+            self._buffer_input(data)
+            self._context.keyless_turns.add(self)
+        else:
+            self._feed(data)
 
     def eof_received(self) -> None:
         """A client that has closed its sending side counts as gone."""
@@ -169,6 +174,7 @@ class ClientConnection(asyncio.Protocol):
         del exc
         self._context.clients.discard(self)
         self._limiter.remove(self)
+        self._context.keyless_turns.remove(self)
         self._reader.close()
         self._backlog.clear()
         self._body_bytes = 0
@@ -440,6 +446,10 @@ class ClientConnection(asyncio.Protocol):
         self._buffered_bytes = size
         return is_reserved
 
+    def take_turn(self) -> None:
+        """Handle the next request of a client that has sent none to an engine."""
+        contain(self.fail, self._resume_parsing)
+
     def _resume_parsing(self) -> None:
         """Parse the data that arrived while the previous request was being answered."""
         if self._busy or self._discarding or self.blocked or self.transport.is_closing():
@@ -466,6 +476,7 @@ class ClientConnection(asyncio.Protocol):
             self.reject(RECEIVE_LIMIT_REACHED, request)
         else:
             contain(partial(self.fail, request), self._handler.handle, self, request)
+        self._takes_turns = not self.has_settled
 
     def _reserve_body(self, size: int) -> bool:
         """Reserve room for the body of a complete request until its answer is complete."""
@@ -510,7 +521,10 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = now + self._context.config.timeouts.keep_alive_s
         has_request = reader.ready or reader.error is not None or reader.expects_continue
         if (self._backlog or has_request) and not self.blocked:
-            self._call_soon(self._resume_parsing)
+            if self.has_settled:
+                self._call_soon(self._resume_parsing)
+            else:
+                self._context.keyless_turns.add(self)
 
     def _set_deadline(self, seconds: float) -> None:
         self._deadline = self._context.clock() + seconds
