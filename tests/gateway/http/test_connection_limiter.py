@@ -253,6 +253,16 @@ def test_a_share_limits_a_kind(clock) -> None:
     assert not limiter.update_weight(silent[0], TLS), "it has gone"
 
 
+def test_a_known_one_grows_beyond_those_that_fill_the_share_with_less_each(clock) -> None:
+    limiter = ConnectionLimiter("TLS handshakes", 100, clock, max_bytes=64 * KIB)
+    others = [open_many(limiter, f"1.1.1.{n}", 1, PLAIN)[0] for n in range(15)]
+    (known,) = open_many(limiter, "2.2.2.2", 1, PLAIN)
+    assert not limiter.update_weight(known, TLS), "each of the others takes less than it would"
+    assert limiter.update_weight(known, TLS, is_known=True)
+    assert not known.dropped
+    assert sum(one.dropped for one in others) == 9
+
+
 def test_a_connection_that_goes_frees_all_it_took(weighed, budget) -> None:
     (one,) = open_many(weighed, "1.1.1.1", 1, TLS)
     assert weighed.resize(one, 100 * KIB)

@@ -334,8 +334,9 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def _reserve(self, weight: int) -> bool:
         """Count so many bytes for the handshake; False: there is no room for them."""
         context = self._context
+        is_known = context.handshake_turns.has_credit(self._address)
         limiters = context.handshake_limiter, context.client_limiter
-        return all(limiter.update_weight(self, weight) for limiter in limiters)
+        return all(each.update_weight(self, weight, is_known=is_known) for each in limiters)
 
     def _finish_handshake(self) -> None:
         self._end_handshake()

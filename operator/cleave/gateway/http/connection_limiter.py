@@ -3,8 +3,9 @@
 Clients of each port and TLS handshakes register here with what they take of memory. When there are
 too many, an idle connection is closed rather than the new one refused: one of the address that
 takes most memory, the one that has been idle longest. So one machine cannot keep the others out:
-nothing is closed for an address that takes more than the others do, but connections of its own. And
-while there is room an address may have any number, as a load balancer or NAT does.
+nothing is closed for an address that takes more than the others do, but connections of its own;
+only TLS handshakes of known clients go before all others. And while there is room an address may
+have any number, as a load balancer or NAT does.
 
 What is hard: this runs for each new connection while thousands of hostile ones arrive each second,
 so it costs the same with sixteen thousand open connections as with ten. Connections do not report
@@ -101,13 +102,16 @@ class ConnectionLimiter:
         self._take(weight, 0, address)
         return True
 
-    def update_weight(self, connection: LimitedConnection, weight: int) -> bool:
-        """A connection itself takes another amount of memory; False: there is no room for it."""
+    def update_weight(
+        self, connection: LimitedConnection, weight: int, *, is_known: bool = False
+    ) -> bool:
+        """A connection itself takes another amount of memory; False: there is no room for it.
+        `is_known`: it goes before those of addresses that take less, too."""
         member = self._members.get(connection)
         if member is None:
             return False
         growth = weight - member.weight
-        if not self._make_room(growth, 0, member.address, connection):
+        if not self._make_room(growth, 0, member.address, connection, is_known=is_known):
             return False
         member.weight = weight
         self._take(growth, 0, member.address)
@@ -141,17 +145,24 @@ class ConnectionLimiter:
         return self._close_idle(0, "", None)
 
     def _make_room(
-        self, weight: int, buffered: int, address: str, connection: LimitedConnection | None
+        self,
+        weight: int,
+        buffered: int,
+        address: str,
+        connection: LimitedConnection | None,
+        *,
+        is_known: bool = False,
     ) -> bool:
         """Close idle connections until there is room for so many bytes; False: there is none.
         `connection`: the open one of `address` that grows; None: a new one."""
         budget = self._budget
+        size = 0 if is_known else self._address_bytes.get(address, 0) + weight + buffered
         for _ in range(MAX_CLOSED):
             if self._has_room(weight, buffered, connection is None):
                 return True
             if budget is not None and budget.is_above_limit(buffered):
                 break
-            if not self._close_idle(weight + buffered, address, connection):
+            if not self._close_idle(size, address, connection):
                 break
         if budget is None or not budget.evict_blocked(buffered, weight):
             return False
@@ -186,10 +197,10 @@ class ConnectionLimiter:
         if after:
             self._by_units.setdefault(after, OrderedDict())[address] = None
 
-    def _close_idle(self, growth: int, address: str, connection: LimitedConnection | None) -> bool:
-        """Close one idle connection, so that `address` can take `growth` bytes more. False: none
-        was idle among those that were examined. `connection`: the one that grows, None: a new one.
-        """
+    def _close_idle(self, size: int, address: str, connection: LimitedConnection | None) -> bool:
+        """Close one idle connection of an address that takes at least `size` bytes, so that
+        `address` can take so many. False: none was idle among those that were examined.
+        `connection`: the one that grows, None: a new one."""
         now = self._clock()
         if now >= self._next_warning_at:
             self._next_warning_at = now + WARNING_INTERVAL_S
@@ -198,7 +209,7 @@ class ConnectionLimiter:
                 "closed", len(self._members), self._kind, self._bytes >> 20,
             )  # fmt: skip
         examined = 0
-        for other in self._list_larger(address, self._address_bytes.get(address, 0) + growth):
+        for other in self._list_larger(address, size):
             queue = self._queues[other]
             # Twice, because one that was busy is known to be idle only at the second look.
             looks = min(2 * len(queue), MAX_EXAMINED_PER_ADDRESS)
