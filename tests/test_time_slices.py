@@ -103,20 +103,48 @@ async def test_a_fault_in_the_first_slice_is_the_callers() -> None:
         SliceQueue(0.5, time.monotonic).start(fail())
 
 
-async def test_each_key_has_one_turn_in_order_and_those_removed_have_none() -> None:
-    taken: list[int] = []
+class Worker:
+    """Takes so many turns of 0.5 ms, one after the other."""
 
-    def take(key: int) -> None:
-        taken.append(key)
-        if key == 0:
-            for later in (1, 2, 1, 0, 3):
-                queue.add(later)
-            queue.remove(2)
-        if taken.count(0) == 2:
-            queue.remove(0)
+    def __init__(self, name: str, queue: TurnQueue, log: list[str], count: int) -> None:
+        self._name, self._queue, self._log, self._left = name, queue, log, count
 
-    queue = TurnQueue(SliceQueue(0.5, time.monotonic), take)
-    queue.add(0)
-    await until(lambda: taken == [0, 1, 0, 3, 1])
-    queue.add(4)
-    await until(lambda: taken == [0, 1, 0, 3, 1, 4])
+    def take_turn(self) -> None:
+        self._log.append(self._name)
+        ends_at = time.monotonic() + SLICE_S / 2
+        while time.monotonic() < ends_at:
+            pass
+        self._left -= 1
+        if self._left:
+            self._queue.add(self)
+            self._queue.add(self)
+
+
+class Failing:
+    def take_turn(self) -> None:
+        raise ZeroDivisionError
+
+
+async def test_hundreds_of_turns_leave_the_event_loop_to_others() -> None:
+    queue, log, taken = TurnQueue(0.5, time.monotonic), [], []
+    for number in range(200):
+        queue.add(Worker(str(number), queue, log, 3))
+    while len(log) < 600:
+        before = len(log)
+        await asyncio.sleep(0)
+        taken.append(len(log) - before)
+    assert max(taken) <= 3, "in an iteration"
+    assert log == [str(number) for number in range(200)] * 3
+
+
+async def test_a_turn_that_fails_keeps_no_other_from_its_own() -> None:
+    queue, log, faults = TurnQueue(0.5, time.monotonic), [], []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    removed = Worker("removed", queue, log, 1)
+    for taker in (removed, Failing(), Worker("a", queue, log, 2)):
+        queue.add(taker)
+    queue.remove(removed)
+    await until(lambda: log == ["a", "a"])
+    assert [type(each["exception"]) for each in faults] == [ZeroDivisionError]
+    queue.add(Worker("later", queue, log, 1))
+    await until(lambda: log == ["a", "a", "later"])

@@ -9,10 +9,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Generator
 from time import monotonic
-from typing import Generic, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
-K = TypeVar("K")
 
 Steps: TypeAlias = Generator[None, None, T]
 """A computation of a T."""
@@ -93,36 +92,47 @@ class SliceQueue:
             return
 
 
-class TurnQueue(Generic[K]):
-    """Keys, each of which has one turn: first come, first served, in slices."""
+class TurnTaker(Protocol):
+    """What waits for a turn."""
 
-    def __init__(self, slices: SliceQueue, take_turn: Callable[[K], None]) -> None:
-        """`slices`: in which turns are taken; `take_turn`: takes about a millisecond at most."""
-        self._slices = slices
-        self._take_turn = take_turn
-        self._waiting: dict[K, None] = {}
+    def take_turn(self) -> None:
+        """Do a part of the work, of a millisecond at most; nothing if there is none."""
+
+
+class TurnQueue:
+    """Turns in a share of the event loop's time: first come, first served."""
+
+    def __init__(self, share: float, clock: Callable[[], float]) -> None:
+        """As SliceQueue's."""
+        self._slices = SliceQueue(share, clock)
+        self._waiting: dict[TurnTaker, None] = {}
         self._is_running = False
 
-    def add(self, key: K) -> None:
-        """Its turn is now, if none waits, or later; nothing if it waits already."""
-        self._waiting[key] = None
-        if not self._is_running:
-            self._is_running = True
-            self._slices.start(self._take_turns())
+    def add(self, taker: TurnTaker) -> None:
+        """It has one turn, soon; nothing if it waits already."""
+        self._waiting[taker] = None
+        self._start()
 
-    def remove(self, key: K) -> None:
+    def remove(self, taker: TurnTaker) -> None:
         """It takes no turn; it may wait or not."""
-        self._waiting.pop(key, None)
+        self._waiting.pop(taker, None)
+
+    def _start(self) -> None:
+        if self._waiting and not self._is_running:
+            self._is_running = True
+            asyncio.get_running_loop().call_soon(lambda: self._slices.start(self._take_turns()))
 
     def _take_turns(self) -> Steps[None]:
         try:
             while self._waiting:
-                key = next(iter(self._waiting))
-                del self._waiting[key]
-                self._take_turn(key)
+                taker = next(iter(self._waiting))
+                del self._waiting[taker]
+                taker.take_turn()
                 yield
         finally:
             self._is_running = False
+            # Some still wait if a turn has failed.
+            self._start()
 
 
 class SlicedTask:

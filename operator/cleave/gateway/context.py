@@ -20,7 +20,6 @@ from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
 from cleave.gateway.upstream.handoff_samples import HandoffSamples
-from cleave.gateway.upstream.read_turns import ReadTurns
 from cleave.gateway.upstream.retry_budget import RetryBudget
 from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.gateway.upstream.suspect_senders import SuspectSenders
@@ -39,6 +38,8 @@ HANDSHAKE_MEMORY_SHARE = 1 / 4
 """Of the memory of all clients, for TLS handshakes."""
 HANDSHAKE_SHARE = 1 / 2
 """Of the event loop's time, for TLS handshakes."""
+READ_SHARE = 1 / 2
+"""For engines' answers that come in large pieces; tokens of streams do not."""
 LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
 TRANSLATION_SHARE = 1 / 4
@@ -72,13 +73,6 @@ class ClientSlot(Expirable, LimitedConnection, Protocol):
 
     def close_if_idle(self) -> None:
         """Close unless a request is being read or answered."""
-
-
-class Keyless(Protocol):
-    """A connection that has brought a request, and none to an engine."""
-
-    def take_turn(self) -> None:
-        """Handle the next one; nothing if the connection has closed."""
 
 
 class GatewayContext:
@@ -121,7 +115,8 @@ class GatewayContext:
         self.write_batcher = WriteBatcher()
         self.certificates: dict[str, TlsCertificate] = {}
         """By port: https, endpoint_picker. Set by the server."""
-        self.read_turns = ReadTurns()
+        self.read_turns = TurnQueue(READ_SHARE, clock)
+        """Connections to engines of which much has been read: hundreds may have at once."""
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""
         self.buffer_budget = budget = BufferBudget(config.max_buffered_bytes)
@@ -150,9 +145,7 @@ class GatewayContext:
         """Smaller requests that are being translated."""
         self.public_pages = SliceQueue(PAGE_SHARE, clock)
         """Pages for clients that are being built."""
-        self.keyless_turns: TurnQueue[Keyless] = TurnQueue(
-            SliceQueue(KEYLESS_SHARE, clock), lambda client: client.take_turn()
-        )
+        self.keyless_turns = TurnQueue(KEYLESS_SHARE, clock)
         """Clients that send request after request, and none to an engine."""
         self.own_work = SliceQueue(OWN_SHARE, clock)
         """Pages of the internal port that are being built, and counters that are being saved."""

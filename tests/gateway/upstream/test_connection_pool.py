@@ -9,8 +9,8 @@ import pytest
 
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.upstream.connection_pool import FEED_BYTES, EnginePool
-from cleave.gateway.upstream.read_turns import ReadTurns
 from cleave.router.instance import Target
+from cleave.time_slices import TurnQueue
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -161,7 +161,9 @@ async def test_an_engine_that_talks_unasked_loses_its_connection(single) -> None
 )
 def test_the_host_header_brackets_an_ipv6_address(host: str, expected: bytes) -> None:
     target = Target("x", host, 9001, "", "boot", 1)
-    pool = EnginePool(target, 1, 2.0, time.monotonic, WriteBatcher(), ReadTurns())
+    pool = EnginePool(
+        target, 1, 2.0, time.monotonic, WriteBatcher(), TurnQueue(0.5, time.monotonic)
+    )
     assert pool.host == expected
 
 

@@ -27,10 +27,10 @@ from cleave.gateway.http.headers import (
 )
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.upstream.circuit_breaker import StallDetector
-from cleave.gateway.upstream.read_turns import ReadTurns
 from cleave.router.instance import Target
 from cleave.router.watchdog import is_overdue
 from cleave.rpc.engine_key import HEADER
+from cleave.time_slices import TurnQueue
 
 IDLE_S = 4.0
 """uvicorn, vLLM's HTTP server, closes idle connections after 5 s; the gateway closes them first."""
@@ -129,7 +129,7 @@ class EngineConnection(asyncio.Protocol):
         """What is wrong with the response, found while it is parsed."""
         self._unread: deque[bytes] = deque()
         """What was read and not parsed, in pieces."""
-        self._is_paused = self._takes_turns = False
+        self._is_paused = False
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -160,7 +160,7 @@ class EngineConnection(asyncio.Protocol):
         if paused:
             self.transport.pause_reading()
         elif self._unread:
-            self._take_turns()
+            self._pool.read_turns.add(self)
         else:
             self.transport.resume_reading()
 
@@ -169,25 +169,20 @@ class EngineConnection(asyncio.Protocol):
         if self._unread or len(data) > FEED_BYTES:
             self._unread += [data[at : at + FEED_BYTES] for at in range(0, len(data), FEED_BYTES)]
             self.transport.pause_reading()
-            self._take_turns()
+            self._pool.read_turns.add(self)
         else:
             self._parse(data)
 
-    def _take_turns(self) -> None:
-        if not self._takes_turns:
-            self._takes_turns = True
-            self._pool.read_turns.add(self)
-
-    def parse_next(self) -> bool:
-        """Parse a piece of what was read; whether more can be parsed now."""
+    def take_turn(self) -> None:
+        """Parse a piece of what was read."""
         if self._unread and not self._is_paused:
             self._parse(self._unread.popleft())
-        if self._unread and not self._is_paused:
-            return True
-        self._takes_turns = False
-        if not self._is_paused and not self.transport.is_closing():
+        if self._is_paused:
+            return
+        if self._unread:
+            self._pool.read_turns.add(self)
+        elif not self.transport.is_closing():
             self.transport.resume_reading()
-        return False
 
     def _parse(self, data: bytes) -> None:
         """Parse, and give the body bytes to the owner; a fault of this program ends both."""
@@ -311,7 +306,7 @@ class EnginePool:
         connect_s: float,
         clock: Callable[[], float],
         write_batcher: WriteBatcher,
-        read_turns: ReadTurns,
+        read_turns: TurnQueue,
     ) -> None:
         self.write_batcher = write_batcher
         self.read_turns = read_turns
