@@ -21,7 +21,6 @@ from cleave.planner.plan import (
 
 from tests.support.doubles import Answering, Clock
 from tests.support.pytest_hooks import pytest_collection as pytest_collection
-from tests.support.pytest_hooks import pytest_configure as pytest_configure
 from tests.support.pytest_hooks import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.pytest_hooks import (
     pytest_xdist_make_scheduler as pytest_xdist_make_scheduler,

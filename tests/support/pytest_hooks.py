@@ -1,5 +1,5 @@
-"""Hooks of all test runs: one that hangs after its last test ends, and neither reruns nor garbage
-collection cost time; of several processes, one imports vLLM.
+"""Hooks of all test runs: one that hangs after its last test ends, garbage collection costs no
+time, and of several processes one imports vLLM.
 
 `timeout` in pyproject.toml ends a test that waits in Python, `faulthandler_timeout` one that hangs
 in compiled code or in its cleanup.
@@ -8,7 +8,6 @@ in compiled code or in its cleanup.
 import faulthandler
 import gc
 import signal
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -51,15 +50,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     no test is left for them, and then wait for the others."""
     if not hasattr(session.config, "workerinput"):
         faulthandler.dump_traceback_later(_LEAVE_S, exit=True)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_configure(config: pytest.Config) -> None:
-    """Send each message of pytest-rerunfailures at once.
-
-    With pytest-xdist, its processes count reruns over TCP. Two short messages in a row, as before
-    each test, otherwise wait 40 ms for an acknowledgement.
-    """
-    connection = getattr(getattr(config, "failures_db", None), "sock", None)
-    if connection is not None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
