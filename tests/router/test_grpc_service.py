@@ -1,12 +1,14 @@
 """The Router service over a real gRPC channel."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
 from cleave.api.enums import FallbackPolicy
-from cleave.router.grpc_service import RouterServer, RouterService
+from cleave.router import grpc_service
+from cleave.router.grpc_service import MAX_LEASE_S, RouterServer, RouterService
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2, router_pb2, router_pb2_grpc
 
@@ -91,6 +93,42 @@ async def test_a_ticket_that_is_never_released_lapses(fleet_of) -> None:
     service.expire(101.0)
     assert registry.instances["p"].in_flight.prompt.own == 0
     assert registry.instances["d"].in_flight.num_requests == 0
+
+
+async def test_no_caller_has_a_lease_of_days(fleet_of) -> None:
+    registry = fleet_of(p="prefill", d="decode")
+    service = RouterService(Router(registry), lambda: 0.0)
+    await service.Pick(router_pb2.PickRequest(model="m", lease_ms=(1 << 32) - 1), None)
+    service.expire(MAX_LEASE_S)
+    assert registry.instances["d"].in_flight.num_requests == 0
+
+
+@pytest.mark.interpreted
+async def test_a_fault_in_a_release_keeps_no_other_lease(fleet_of, monkeypatch) -> None:
+    registry = fleet_of(p="prefill", d="decode")
+    router = Router(registry)
+    monkeypatch.setattr(grpc_service, "EXPIRY_PERIOD_S", 0.01)
+    server, released = RouterServer(router, lambda: 1e9), []
+    release = router.release
+
+    def fail_once(pick) -> None:
+        released.append(pick)
+        if len(released) == 1:
+            raise ValueError
+        release(pick)
+
+    monkeypatch.setattr(router, "release", fail_once)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    await server.start("127.0.0.1:0")
+    for _ in range(2):
+        server._service._leases[len(server._service._leases)] = grpc_service._TicketLease(
+            router.pick("m", 1, 1), 0.0
+        )
+    async with asyncio.timeout(30):
+        while len(released) < 2:  # noqa: ASYNC110 - as the event loop does it
+            await asyncio.sleep(0.01)
+    assert not server._service._leases
+    await server.stop()
 
 
 async def test_callers_learn_the_engines_name_of_an_adapter(stub, registry, make_event) -> None:

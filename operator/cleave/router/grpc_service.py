@@ -16,9 +16,11 @@ from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownMode
 from cleave.router.instance import RoutedInstance, Target
 from cleave.router.router import Pick as RoutedPick
 from cleave.router.router import RequestPhase, Router
+from cleave.rpc.channel import SERVER_OPTIONS
 from cleave.rpc.v1 import agent_pb2, router_pb2, router_pb2_grpc
 
 DEFAULT_LEASE_S = 600.0
+MAX_LEASE_S = 3_600.0
 MAX_TICKETS = 65_536
 EXPIRY_PERIOD_S = 1.0
 STOP_GRACE_S = 1.0
@@ -62,7 +64,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         except RouterError as error:
             await context.abort(_STATUS_CODES[type(error)], str(error))
         ticket = next(self._tickets)
-        lease_s = request.lease_ms / 1_000 or DEFAULT_LEASE_S
+        lease_s = min(request.lease_ms / 1_000 or DEFAULT_LEASE_S, MAX_LEASE_S)
         self._leases[ticket] = _TicketLease(pick, self._clock() + lease_s)
         return router_pb2.PickResponse(
             ticket=ticket,
@@ -103,8 +105,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Release every ticket whose lease has expired."""
         for ticket, lease in tuple(self._leases.items()):
             if now >= lease.ends_at:
-                self._router.release(lease.pick)
                 del self._leases[ticket]
+                self._router.release(lease.pick)
 
     def _pick(self, request: router_pb2.PickRequest) -> RoutedPick:
         if len(self._leases) >= MAX_TICKETS:
@@ -135,7 +137,7 @@ class RouterServer:
 
     async def start(self, address: str) -> int:
         """Listen on host:port; returns the port. Raises OSError."""
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         router_pb2_grpc.add_RouterServicer_to_server(self._service, self._server)
         try:
             port = self._server.add_insecure_port(address)
@@ -155,7 +157,8 @@ class RouterServer:
     async def _expire_leases(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_PERIOD_S)
-            self._service.expire(self._clock())
+            # Not from here: a fault would end this task, and no lease after it.
+            asyncio.get_running_loop().call_soon(self._service.expire, self._clock())
 
 
 def _to_message(target: Target) -> router_pb2.Target:

@@ -60,7 +60,7 @@ async def make_picker_stage(make_stage):
             )
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
             await stack.enter_async_context(channel)
-            stage.channel = channel
+            stage.channel, stage.picker = channel, f"127.0.0.1:{port}"
             stage.address = f"127.0.0.1:{stage.gateway.port}"
             stage.proxy = lambda *modes: Proxy(stage, channel, *modes)
             stage.endpoint_of = lambda name: f"127.0.0.1:{stage.engines[name].port}"
@@ -420,6 +420,67 @@ async def test_a_request_that_does_not_go_on_is_given_up(make_picker_stage) -> N
     with pytest.raises(grpc.aio.AioRpcError) as given_up:
         await proxy.stream.read()
     assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_call_without_a_message_is_given_up(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, idle_s=0.2)
+    with pytest.raises(grpc.aio.AioRpcError) as given_up:
+        await asyncio.wait_for(stage.proxy().stream.read(), PATIENCE_S)
+    assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_a_response_of_which_nothing_comes_gives_its_place_back(
+    make_picker_stage, direct: bool
+) -> None:
+    waits = {"response_s": 0.2, "first_byte_s": 0.2}
+    stage = await make_picker_stage({"x": "mixed"}, direct=direct, **waits)
+    proxy = stage.proxy()
+    await proxy.ask()
+    assert await proxy.is_left_alone()
+    assert not stage.context.buffer_budget.used
+    await stage.until_idle()
+
+
+async def stop_reading(stage) -> grpc.aio.Channel:
+    """A call whose proxy sends a body and reads nothing of what is sent back."""
+    channel = grpc.aio.insecure_channel(stage.picker, options=(("grpc.http2.bdp_probe", 0),))
+    proxy = Proxy(stage, channel)
+    raw = json.dumps(ASK | {"prompt": "long " * 200_000}).encode()
+    await proxy.head()
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        async with asyncio.timeout(0.2):
+            await proxy.body(
+                *(raw[at : at + CHUNK_BYTES] for at in range(0, len(raw), CHUNK_BYTES))
+            )
+    return channel
+
+
+async def test_what_is_kept_for_a_proxy_that_reads_nothing_is_given_back(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, idle_s=0.2)
+    channel, counted = await stop_reading(stage), stage.context.metrics.requests
+    await stage.until(lambda: counted["m", "cancelled"] == 1, "it has ended")
+    await stage.until_idle()
+    await stage.until(lambda: not stage.context.buffer_budget.used, "its body is forgotten")
+    await channel.close()
+
+
+@pytest.mark.interpreted
+async def test_the_place_of_a_proxy_that_reads_nothing_ends_with_its_connection(
+    make_picker_stage, monkeypatch
+) -> None:
+    ages = {"grpc.max_connection_age_ms": 200, "grpc.max_connection_age_grace_ms": 200}
+    options = [(name, ages.get(name, value)) for name, value in server.SERVER_OPTIONS]
+    monkeypatch.setattr(server, "SERVER_OPTIONS", tuple(options))
+    stage = await make_picker_stage({"x": "mixed"}, direct=False, idle_s=0.1, max_clients=1)
+    channel = await stop_reading(stage)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                assert (await stage.proxy().ask()).endpoints
+                break
+            await asyncio.sleep(0.02)
+    await channel.close()
 
 
 @pytest.mark.interpreted

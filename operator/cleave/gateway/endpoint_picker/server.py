@@ -43,6 +43,7 @@ from cleave.gateway.http.headers import FORWARDED_FOR
 from cleave.gateway.http.request_parser import MIN_BODY_RATE
 from cleave.gateway.upstream.suspect_senders import get_sender
 from cleave.router.errors import NoInstance, RouterError
+from cleave.rpc.channel import SERVER_OPTIONS
 from cleave.rpc.engine_key import build_headers
 from cleave.rpc.v1 import external_processor_pb2 as pb
 from cleave.rpc.v1 import external_processor_pb2_grpc
@@ -66,29 +67,39 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         self._context = context
         self._address = address
         self._routes_directly = direct
-        self._idle_s = context.config.timeouts.idle_s
+        timeouts = context.config.timeouts
+        self._idle_s = timeouts.idle_s
+        self._response_s = timeouts.wake_s + timeouts.first_byte_s + timeouts.response_s
+        """Between two messages of a response: as long as the gateway may be silent."""
 
     async def Process(  # type: ignore[override]  # noqa: N802 - reads and writes, and yields nothing
         self, request_iterator: object, context: _Stream
     ) -> None:
         """Process one HTTP request."""
         del request_iterator
-        first = await context.read()
-        if _is_end(first) or first.observability_mode:
+        try:
+            first = await self._read_message(context, self._idle_s)
+            if first is None or first.observability_mode:
+                return
+            if not first.HasField("request_headers"):
+                # Without them there is no message to which the endpoint could be the response.
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "send the request's headers")
+            await self._process_request(context, ext_proc.read_request(first))
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request stalled")
+        except _UnreadError:
+            # A status would have to wait, too. The call ends with the proxy's connection.
             return
-        if not first.HasField("request_headers"):
-            # Without them there is no message to which the endpoint could be the response.
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "send the request's headers")
-        head = ext_proc.read_request(first)
+
+    async def _process_request(self, stream: _Stream, head: ExtProcRequest) -> None:
+        """Raises TimeoutError and _UnreadError."""
         try:
             if self._routes_directly and self._may_go_direct(head):
-                await self._route_completion(context, head)
+                await self._route_completion(stream, head)
             else:
-                await self._send_to_gateway(context, head, None)
+                await self._send_to_gateway(stream, head, None)
         except GatewayError as error:
-            await context.write(ext_proc.build_immediate_response(error))
-        except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request body stalled")
+            await self._write(stream, ext_proc.build_immediate_response(error))
 
     # --- to this gateway ---
 
@@ -100,13 +111,13 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         if not self._may_name_itself(head):
             reason = f"{self._address} is not among the endpoints allowed"
             raise convert_router_error(NoInstance(reason))
-        await stream.write(ext_proc.build_endpoint_response(self._address, {}))
+        await self._write(stream, ext_proc.build_endpoint_response(self._address, {}))
         if head.request_mode == _DUPLEX and not head.has_no_body:
             if read is None:
                 await self._echo_request(stream)
             else:
                 for response in read.stream():
-                    await stream.write(response)
+                    await self._write(stream, response)
         if head.response_mode == _DUPLEX:
             # Closing the stream now would lose body bytes of which the proxy keeps no copy.
             await self._process_response(stream, head, None)
@@ -115,11 +126,11 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         """Send the request's body back as it comes."""
         while (message := await self._read_message(stream, self._idle_s)) is not None:
             if message.HasField("request_trailers"):
-                await stream.write(ext_proc.CONTINUE_REQUEST_TRAILERS)
+                await self._write(stream, ext_proc.CONTINUE_REQUEST_TRAILERS)
                 return
             piece = message.request_body
             for response in ext_proc.stream_request_body(piece.body, piece.end_of_stream):
-                await stream.write(response)
+                await self._write(stream, response)
             if piece.end_of_stream:
                 return
 
@@ -141,7 +152,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     async def _route_completion(self, stream: _Stream, head: ExtProcRequest) -> None:
         """Read a completion, name its endpoint and process its response. Raises GatewayError."""
         if head.request_mode != _DUPLEX:
-            await stream.write(ext_proc.CONTINUE_REQUEST_HEADERS)
+            await self._write(stream, ext_proc.CONTINUE_REQUEST_HEADERS)
         read = await self._read_body(stream)
         if read is None:
             return
@@ -162,7 +173,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             if head.request_mode == _DUPLEX:
                 await self._send_to_gateway(stream, head, read)
             else:
-                await stream.write(ext_proc.build_endpoint_response_to_body(self._address))
+                await self._write(stream, ext_proc.build_endpoint_response_to_body(self._address))
             return
         await self._send_direct(stream, head, completion, read.has_trailers)
 
@@ -211,7 +222,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
                 endpoint = f"{endpoint},{self._address}"
             key = build_headers(target.engine_key)
             for response in self._build_responses(head, endpoint, key, completion, trailers):
-                await stream.write(response)
+                await self._write(stream, response)
             await self._process_response(stream, head, direct)
         except RouterError as error:
             outcome = "unavailable" if isinstance(error, NoInstance) else "refused"
@@ -252,8 +263,9 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     async def _process_response(
         self, stream: _Stream, head: ExtProcRequest, direct: DirectRequest | None
     ) -> None:
-        """Process the response's messages to their end; `direct` None: it is the gateway's."""
-        while not _is_end(message := await stream.read()):
+        """Process the response's messages to their end, or until none comes for too long;
+        `direct` None: it is the gateway's."""
+        while (message := await self._read_response(stream)) is not None:
             responses = [ext_proc.CONTINUE_REQUEST_TRAILERS]
             ends = False
             match message.WhichOneof("request"):
@@ -278,7 +290,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
                 # Before the proxy gets the response, after which it resets the stream at once.
                 direct.on_response_complete()
             for response in responses:
-                await stream.write(response)
+                await self._write(stream, response)
             if ends:
                 return
         if head.response_mode == pb.NONE and direct is not None:
@@ -314,11 +326,32 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             if not is_complete:
                 context.buffer_budget.release(len(content))
 
+    async def _read_response(self, stream: _Stream) -> pb.ProcessingRequest | None:
+        """The next message of a response; None: the stream has ended, or is silent."""
+        try:
+            return await self._read_message(stream, self._response_s)
+        except TimeoutError:
+            # Where proxies need no more messages they go on.
+            return None
+
     async def _read_message(self, stream: _Stream, timeout_s: float) -> pb.ProcessingRequest | None:
         """The next message; None at the end of the stream. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            message = await stream.read()
-        return None if _is_end(message) else message
+            message: object = await stream.read()
+        # The type stubs lack grpc.aio.EOF.
+        return message if isinstance(message, pb.ProcessingRequest) else None
+
+    async def _write(self, stream: _Stream, response: pb.ProcessingResponse) -> None:
+        """Raises _UnreadError."""
+        try:
+            async with asyncio.timeout(self._idle_s):
+                await stream.write(response)
+        except TimeoutError:
+            raise _UnreadError from None
+
+
+class _UnreadError(Exception):
+    """The proxy does not read what is sent to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +431,7 @@ class EndpointPickerServer:
         address = format_gateway_address(config.host, gateway_port)
         credentials = make_credentials(config, self._context.certificates.get("endpoint_picker"))
         limit = "grpc.max_receive_message_length", config.max_body_bytes + (1 << 20)
-        options = ("grpc.so_reuseport", 0), limit
+        options = (*SERVER_OPTIONS, limit)
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=config.max_clients)
         picker = EndpointPicker(self._context, address, config.endpoint_picker_direct)
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, self._server)
@@ -419,11 +452,6 @@ class EndpointPickerServer:
         """Accept no more requests, and let running ones finish within so many seconds."""
         if self._server is not None:
             await self._server.stop(drain_s)
-
-
-def _is_end(message: object) -> bool:
-    """Whether the stream has ended; the type stubs lack grpc.aio.EOF."""
-    return message is grpc.aio.EOF
 
 
 def format_gateway_address(host: str, port: int) -> str:

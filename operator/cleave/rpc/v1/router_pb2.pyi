@@ -57,7 +57,7 @@ class PickRequest(_message.Message):
     single_instance: _builtins.bool
     """the request cannot be split (n > 1, prompt log-probabilities, ...)"""
     lease_ms: _builtins.int
-    """0: 600,000"""
+    """0: 600,000; at most 3,600,000"""
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """instances that failed this request already"""
