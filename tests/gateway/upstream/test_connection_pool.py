@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cleave.gateway.http.write_batcher import WriteBatcher
+from cleave.gateway.upstream import connection_pool
 from cleave.gateway.upstream.connection_pool import FEED_BYTES, EnginePool
 from cleave.router.instance import Target
 from cleave.time_slices import TurnQueue
@@ -51,6 +52,21 @@ async def test_a_fresh_connection_that_breaks_is_a_failure(single) -> None:
     response = await single.ask(ASK)
     assert response.status in (502, 503)
     assert single.context.metrics.retries[("decode", "lost")] == 1
+
+
+def fail_to_set(transport: asyncio.Transport) -> None:
+    raise ValueError
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("work", [asyncio.Transport.abort, fail_to_set])
+async def test_a_connection_that_is_gone_before_its_call_is_a_failure(
+    single, monkeypatch, work
+) -> None:
+    monkeypatch.setattr(connection_pool, "detect_dead_peer", lambda transport: work(transport))
+    response = await single.ask(ASK)
+    assert response.status == 502
+    assert response.error["message"] == "instance x closed the connection"
 
 
 async def test_connections_that_engines_close_while_idle_are_not_used(single) -> None:

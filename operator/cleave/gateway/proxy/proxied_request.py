@@ -520,7 +520,7 @@ class ProxiedRequest:
         if self not in context.active_requests:
             return
         context.active_requests.discard(self)
-        attempt, relay, stream_s = self._attempt, self._relay, None
+        attempt, relay, self._attempt, stream_s = self._attempt, self._relay, None, None
         is_flex = self._completion.is_flex
         if relay is None:
             context.num_awaiting_first_byte -= not is_flex
@@ -534,11 +534,11 @@ class ProxiedRequest:
         if outcome == "cancelled":
             unseen += self._bound_unseen(attempt, relay)
         if attempt is not None:
-            self._attempt = None
             if outcome in ("ok", "refused"):
                 context.suspect_senders.record_answer(self._sender, attempt.pick)
             if outcome == "ok" and self._path in RESUMABLE_PATHS:
-                context.router.observe_completion(attempt.pick, self._output_tokens)
+                observed = attempt.pick, self._output_tokens
+                contain(attempt.end, context.router.observe_completion, *observed)
             attempt.end()
         metrics, model = context.metrics, self._completion.model
         if self._retry_state is not None:

@@ -135,6 +135,9 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up by the event loop."""
         self.transport = cast("asyncio.Transport", transport)
+        contain(self.transport.abort, self._set_options)
+
+    def _set_options(self) -> None:
         set_nodelay(self.transport)
         limit_reads(self.transport)
         detect_dead_peer(self.transport)
@@ -290,8 +293,9 @@ class EngineConnection(asyncio.Protocol):
         call.connection = None
         call.sent = True
         self.transport.abort()
-        if not self._received_any and not call.on_new_connection and call.listener is not None:
-            self._pool.send_on_new_connection(call)
+        owner = call.listener
+        if not self._received_any and not call.on_new_connection and owner is not None:
+            contain(owner.fail, self._pool.send_on_new_connection, call)
         else:
             call.report_failure(reason)
 
@@ -403,6 +407,10 @@ class EnginePool:
                 call.report_failure(f"cannot be reached: {reason}")
                 return
         call.connecting = None
+        if connection.transport.is_closing():
+            # It has not heard of the call, and will not report its end.
+            call.report_failure("closed the connection")
+            return
         self._open.add(connection)
         if call.listener is None:
             self.return_idle(connection)
