@@ -38,8 +38,8 @@ HANDSHAKE_MEMORY_SHARE = 1 / 4
 """Of the memory of all clients, for TLS handshakes."""
 HANDSHAKE_SHARE = 1 / 2
 """Of the event loop's time, for TLS handshakes."""
-READ_SHARE = 1 / 2
-"""For engines' answers that come in large pieces; tokens of streams do not."""
+ENGINE_SHARE = 1 / 2
+"""For large requests to engines and large pieces of answers; tokens of streams are none."""
 LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
 TRANSLATION_SHARE = 1 / 4
@@ -115,8 +115,8 @@ class GatewayContext:
         self.write_batcher = WriteBatcher()
         self.certificates: dict[str, TlsCertificate] = {}
         """By port: https, endpoint_picker. Set by the server."""
-        self.read_turns = TurnQueue(READ_SHARE, clock)
-        """Connections to engines of which much has been read: hundreds may have at once."""
+        self.engine_turns = TurnQueue(ENGINE_SHARE, clock)
+        """Connections to engines with much to send, or of which much has been read."""
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""
         self.buffer_budget = budget = BufferBudget(config.max_buffered_bytes)
@@ -233,7 +233,7 @@ class GatewayContext:
         if pool is None:
             limit, connect_s = self.config.engine_connections, self.config.timeouts.connect_s
             pool = EnginePool(
-                target, limit, connect_s, self.clock, self.write_batcher, self.read_turns
+                target, limit, connect_s, self.clock, self.write_batcher, self.engine_turns
             )
             self._pools[key] = pool
         return pool

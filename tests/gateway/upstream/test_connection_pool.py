@@ -4,12 +4,19 @@ import asyncio
 import socket
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.upstream import connection_pool
-from cleave.gateway.upstream.connection_pool import FEED_BYTES, EnginePool
+from cleave.gateway.upstream.connection_pool import (
+    FEED_BYTES,
+    SENT_BYTES,
+    EngineConnection,
+    EnginePool,
+    UpstreamCall,
+)
 from cleave.router.instance import Target
 from cleave.time_slices import TurnQueue
 
@@ -99,6 +106,28 @@ async def test_idle_connections_are_closed_before_the_engine_does(single) -> Non
     pool.close_idle(single.context.clock() + 100)
     await single.until(lambda: pool.is_empty, "closed")
     assert (await client.ask(ASK)).status == 200
+
+
+@pytest.mark.parametrize("size", [SENT_BYTES - 400, SENT_BYTES + 1, 20 * SENT_BYTES])
+async def test_a_large_call_arrives_as_it_is_in_pieces(single, size: int) -> None:
+    body = ASK | {"prompt": "".join(map(str, range(size)))[:size]}
+    client = await single.connect()
+    for _ in range(3):
+        assert (await client.ask(body)).status == 200
+    assert [each.body for each in single.engines["x"].requests] == [body] * 3
+    assert single.engines["x"].connections == 1
+
+
+async def test_a_connection_whose_engine_answers_before_the_end_is_not_used_again() -> None:
+    turns = TurnQueue(0.5, time.monotonic)
+    target = Target("x", "127.0.0.1", 9001, "", "boot", 1)
+    pool = EnginePool(target, 1, 2.0, time.monotonic, WriteBatcher(), turns)
+    connection, transport = EngineConnection(pool), Mock()
+    connection.transport, transport.is_closing.return_value = transport, False
+    for body in (b"a" * 20, b"a" * (2 * SENT_BYTES)):
+        connection.send(UpstreamCall(pool, Mock(), [b"head", body]))
+        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        assert transport.close.called == (len(body) > SENT_BYTES)
 
 
 async def test_engines_that_report_the_same_boot_share_no_connections(pair) -> None:

@@ -43,6 +43,8 @@ FEED_BYTES = 4 << 10
 """Bytes of an answer that are parsed and relayed at a time: hundreds of tiny events."""
 READ_BYTES = 64 << 10
 """About what is read at a time."""
+SENT_BYTES = 256 << 10
+"""More bytes of a call are sent in pieces of so many: the kernel copies up to megabytes at once."""
 _TOO_MUCH = "sent more than its answer"
 
 
@@ -129,6 +131,8 @@ class EngineConnection(asyncio.Protocol):
         """What is wrong with the response, found while it is parsed."""
         self._unread: deque[bytes] = deque()
         """What was read and not parsed, in pieces."""
+        self._unsent: deque[memoryview] = deque()
+        """What is to be sent of a large call, in pieces."""
         self._is_paused = False
         self.idle_since = 0.0
 
@@ -148,6 +152,12 @@ class EngineConnection(asyncio.Protocol):
         call.connection = self
         self._head_done = self._complete = self._received_any = False
         self._framing_bytes = 0
+        if sum(map(len, call.payload)) > SENT_BYTES:
+            for piece in call.payload:
+                view, size = memoryview(piece), len(piece)
+                self._unsent += [view[at : at + SENT_BYTES] for at in range(0, size, SENT_BYTES)]
+            self._pool.turns.add(self)
+            return
         write_batcher = self._pool.write_batcher
         for piece in call.payload:
             write_batcher.write(self.transport, piece)
@@ -163,7 +173,7 @@ class EngineConnection(asyncio.Protocol):
         if paused:
             self.transport.pause_reading()
         elif self._unread:
-            self._pool.read_turns.add(self)
+            self._pool.turns.add(self)
         else:
             self.transport.resume_reading()
 
@@ -172,18 +182,22 @@ class EngineConnection(asyncio.Protocol):
         if self._unread or len(data) > FEED_BYTES:
             self._unread += [data[at : at + FEED_BYTES] for at in range(0, len(data), FEED_BYTES)]
             self.transport.pause_reading()
-            self._pool.read_turns.add(self)
+            self._pool.turns.add(self)
         else:
             self._parse(data)
 
     def take_turn(self) -> None:
-        """Parse a piece of what was read."""
+        """Send a piece of a large call, or parse one of what was read."""
+        if self._unsent and not self.transport.is_closing():
+            self.transport.write(self._unsent.popleft())
+            self._pool.turns.add(self)
+            return
         if self._unread and not self._is_paused:
             self._parse(self._unread.popleft())
         if self._is_paused:
             return
         if self._unread:
-            self._pool.read_turns.add(self)
+            self._pool.turns.add(self)
         elif not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -270,6 +284,7 @@ class EngineConnection(asyncio.Protocol):
         of one: engines send none."""
         del exc
         self._unread.clear()
+        self._unsent.clear()
         self._pool.remove(self)
         self._fail_call("closed the connection")
         self._parser = None
@@ -281,7 +296,7 @@ class EngineConnection(asyncio.Protocol):
 
     def _finish_call(self, call: UpstreamCall) -> None:
         self._call = call.connection = None
-        if self._reusable:
+        if self._reusable and not self._unsent:
             self._pool.return_idle(self)
         else:
             self.transport.close()
@@ -310,10 +325,10 @@ class EnginePool:
         connect_s: float,
         clock: Callable[[], float],
         write_batcher: WriteBatcher,
-        read_turns: TurnQueue,
+        turns: TurnQueue,
     ) -> None:
         self.write_batcher = write_batcher
-        self.read_turns = read_turns
+        self.turns = turns
         self.host = target.endpoint.encode()
         key = target.engine_key
         self.key_header = build_header_line(HEADER, key) if key else b""
