@@ -44,6 +44,8 @@ LARGE_BODY_SHARE = 1 / 8
 """Share of the event loop's time for reading large requests."""
 TRANSLATION_SHARE = 1 / 4
 PAGE_SHARE = 1 / 16
+CLIENT_SHARE = 1 / 2
+"""For what clients send in large pieces."""
 KEYLESS_SHARE = 1 / 8
 OWN_SHARE = 1 / 8
 SAVE_INTERVAL_S = 1.0
@@ -145,6 +147,8 @@ class GatewayContext:
         """Smaller requests that are being translated."""
         self.public_pages = SliceQueue(PAGE_SHARE, clock)
         """Pages for clients that are being built."""
+        self.client_turns = TurnQueue(CLIENT_SHARE, clock)
+        """Clients of which much has been read, or more than a request."""
         self.keyless_turns = TurnQueue(KEYLESS_SHARE, clock)
         """Clients that send request after request, and none to an engine."""
         self.own_work = SliceQueue(OWN_SHARE, clock)

@@ -47,6 +47,8 @@ WRITE_BUFFER_BYTES = 4 << 10
 """Unread bytes in memory at which a client counts as blocked. Sockets of the kernel hold more."""
 FEED_BYTES = 4 << 10
 """Bytes parsed at a time, which limits the pipelined requests that one read creates."""
+LARGE_READ_BYTES = 32 << 10
+"""Of what is read at once above this, all but the beginning is parsed in turns with others."""
 PIECE_BYTES = 64 << 10
 """More bytes of a response are sent in pieces of so many, as the client takes them."""
 TURN_BYTES = 1 << 20
@@ -156,15 +158,13 @@ class ClientConnection(asyncio.Protocol):
         if self._discarding:
             self._discard(len(data))
             return
-        if len(data) > FEED_BYTES:
-            self._yield_reading()
         if self._busy or self.blocked or self._backlog:
             self._buffer_input(data)
         elif self._takes_turns:
             self._buffer_input(data)
-            self._context.keyless_turns.add(self)
+            self._wait_for_turn()
         else:
-            self._feed(data)
+            self._feed(data, SLICE_S if len(data) <= LARGE_READ_BYTES else 0.0)
 
     def eof_received(self) -> None:
         """A client that has closed its sending side counts as gone."""
@@ -175,6 +175,7 @@ class ClientConnection(asyncio.Protocol):
         self._context.clients.discard(self)
         self._limiter.remove(self)
         self._context.keyless_turns.remove(self)
+        self._context.client_turns.remove(self)
         self._reader.close()
         self._backlog.clear()
         self._body_bytes = 0
@@ -387,15 +388,15 @@ class ClientConnection(asyncio.Protocol):
         self._write_batcher.flush()
         self.transport.close()
 
-    def _feed(self, data: bytes) -> None:
-        reader, slice_ends_at = self._reader, monotonic() + SLICE_S
+    def _feed(self, data: bytes, slice_s: float = SLICE_S) -> None:
+        reader, slice_ends_at = self._reader, monotonic() + slice_s
         for start in range(0, len(data), FEED_BYTES):
             if reader.ready or reader.error is not None:
                 self._buffer_input(data[start:])
                 break
             if start and monotonic() > slice_ends_at:
                 self._buffer_input(data[start:])
-                self._call_soon(self._resume_parsing)
+                self._wait_for_turn()
                 break
             reader.feed(data[start : start + FEED_BYTES])
         if reader.ready:
@@ -414,11 +415,6 @@ class ClientConnection(asyncio.Protocol):
         elif self._reader.reading_body:
             slowest_s = idle_s + self._reader.body_bytes / MIN_BODY_RATE
             self._deadline = min(now + idle_s, self._request_started_at + slowest_s)
-
-    def _yield_reading(self) -> None:
-        """Pause reading until the next iteration: the event loop reads up to 32 times in a row."""
-        self.transport.pause_reading()
-        self._call_soon(self._resume_reading)
 
     def _resume_reading(self) -> None:
         if not self._backlog:
@@ -446,8 +442,12 @@ class ClientConnection(asyncio.Protocol):
         self._buffered_bytes = size
         return is_reserved
 
+    def _wait_for_turn(self) -> None:
+        context = self._context
+        (context.keyless_turns if self._takes_turns else context.client_turns).add(self)
+
     def take_turn(self) -> None:
-        """Handle the next request of a client that has sent none to an engine."""
+        """Parse what waits."""
         contain(self.fail, self._resume_parsing)
 
     def _resume_parsing(self) -> None:
@@ -521,10 +521,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = now + self._context.config.timeouts.keep_alive_s
         has_request = reader.ready or reader.error is not None or reader.expects_continue
         if (self._backlog or has_request) and not self.blocked:
-            if self.has_settled:
-                self._call_soon(self._resume_parsing)
-            else:
-                self._context.keyless_turns.add(self)
+            self._wait_for_turn()
 
     def _set_deadline(self, seconds: float) -> None:
         self._deadline = self._context.clock() + seconds
