@@ -85,7 +85,6 @@ show shrink shutdown sign signal simulate skip sleep slice solve sort spawn spli
 store stream strip submit subtract suggest sum summarize supervise supports swap sync synchronize
 tabulate tail take terminate test tick time train transfer trim truncate try
 unpack unwrap update upsert validate verify view wait wake walk warm was watch work write
-yield
 """
 VERBS = frozenset(_VERBS.split())
 """First words of functions. A new verb is added here; a noun is a property or a variable."""
