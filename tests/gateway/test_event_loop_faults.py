@@ -47,7 +47,6 @@ PLACES: dict[str, tuple[type, str, dict[str, Any] | None, str]] = {
     "an attempt": (Attempt, "start", STREAM, "/v1/completions"),
     "a new connection": (EnginePool, "_open_connection", STREAM, "/v1/completions"),
     "sending": (EngineConnection, "send", STREAM, "/v1/completions"),
-    "reading": (EngineConnection, "_parse_for", STREAM, "/v1/completions"),
     "the head of an answer": (EngineConnection, "on_headers_complete", STREAM, "/v1/completions"),
     "the end of an answer": (EngineConnection, "_finish_call", WHOLE, "/v1/completions"),
     "data of an answer": (Attempt, "on_data", WHOLE, "/v1/completions"),

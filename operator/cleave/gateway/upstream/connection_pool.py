@@ -46,6 +46,7 @@ READ_BYTES = 64 << 10
 SENT_BYTES = 256 << 10
 """More bytes of a call are sent in pieces of so many: the kernel copies up to megabytes at once."""
 _TOO_MUCH = "sent more than its answer"
+_NOT_HTTP = httptools.HttpParserError, httptools.HttpParserUpgrade
 
 
 class CallListener(Protocol):
@@ -208,45 +209,34 @@ class EngineConnection(asyncio.Protocol):
             self._unread.clear()
             self.transport.abort()
             return
-        owner = call.listener
+        owner, self._received_any = call.listener, True
         try:
-            self._parse_for(call, parser, data)
+            parser.feed_data(data)
+            if self._complete and self._unread:
+                self._fault = _TOO_MUCH
+            if self._fault:
+                self._fail_call(self._fault)
+                return
+            parts, complete = self._parts, self._complete
+            piece = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            if complete:
+                self._finish_call(call)
+            elif not (piece and self._head_done):
+                # Of a head, a chunk's frame or trailers.
+                self._count_framing(len(data))
+                return
+            if call.listener is not None:
+                call.listener.on_data(call, piece, complete)
         except Exception as error:  # noqa: BLE001 - as `contain`, without a call per token
+            is_fault = isinstance(error, httptools.HttpParserCallbackError)
+            if isinstance(error, _NOT_HTTP) and not is_fault:
+                self._fail_call("sent an answer that is not HTTP")
+                return
             if self._call is call:
                 self.abort()
             if owner is not None:
                 end_after(error, owner.fail)
-
-    def _parse_for(
-        self, call: UpstreamCall, parser: httptools.HttpResponseParser, data: bytes
-    ) -> None:
-        self._received_any = True
-        try:
-            parser.feed_data(data)
-        except httptools.HttpParserCallbackError:
-            raise
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._fail_call("sent an answer that is not HTTP")
-            return
-        if self._complete and self._unread:
-            self._fault = _TOO_MUCH
-        if self._fault:
-            self._fail_call(self._fault)
-            return
-        if not self._head_done:
-            self._count_framing(len(data))
-            return
-        parts = self._parts
-        piece = parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        complete = self._complete
-        if complete:
-            self._finish_call(call)
-        elif not piece:
-            self._count_framing(len(data))
-            return
-        if call.listener is not None:
-            call.listener.on_data(call, piece, complete)
 
     def on_message_begin(self) -> None:
         """A response, or an interim one, begins."""
