@@ -43,10 +43,28 @@ def test_an_environment_that_has_vllm_keeps_it(clone) -> None:
 
 def test_the_linters_run_beside_the_tests() -> None:
     text = (ROOT / "Makefile").read_text()
-    (lanes,) = re.findall(r"^LANES = (.*)$", text, re.MULTILINE)
-    assert "static-checks" in lanes.split()
+    assert re.findall(r"-j3 \$\(GROUPS\) (.*)\)$", text, re.MULTILINE) == ["static-checks"]
     (recipe,) = re.findall(r"^static-checks:.*\n\t(.*)$", text, re.MULTILINE)
     assert re.findall(r"\) --no-print-directory (\w+)", recipe) == ["lint", "site"]
+
+
+@pytest.mark.parametrize(("status", "first", "again"), [(0, 0, 0), (1, 0, 2), (2, 2, 2), (3, 2, 2)])
+def test_what_fails_beside_other_groups_is_judged_when_it_runs_again(
+    clone, status: int, first: int, again: int
+) -> None:
+    """`status`: pytest's, 1 if tests have failed; `first`, `again`: make's."""
+    fake = clone / ".venv/bin/pytest"
+    fake.parent.mkdir(parents=True)
+    fake.write_text(f"#!/bin/sh\necho $@ >> seen\nexit {status}\n")
+    fake.chmod(0o755)
+    (clone / "build").mkdir()
+    for group in ("fast-tests", "engine-tests"):
+        for words, expected in ([], first), (["AGAIN=1"], again):
+            done = subprocess.run(["make", group, *words], cwd=clone, capture_output=True)
+            assert done.returncode == expected
+        assert (clone / f"build/{group}.failed").exists() == (status == 1)
+    lines = (clone / "seen").read_text().splitlines()
+    assert ["--last-failed" in line for line in lines] == [False, True] * 2
 
 
 def test_help_has_every_rule_that_says_what_it_does(clone) -> None:
