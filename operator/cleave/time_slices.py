@@ -129,10 +129,11 @@ class TurnQueue:
                 del self._waiting[taker]
                 taker.take_turn()
                 yield
-        finally:
+        except Exception:
             self._is_running = False
-            # Some still wait if a turn has failed.
             self._start()
+            raise
+        self._is_running = False
 
 
 class SlicedTask:

@@ -3,9 +3,10 @@
 import random
 import socket
 
-_PORTS = range(15_000, 32_000)
+_PORTS = range(12_000, 22_000)
 """Below those that the kernel gives to connections (`ip_local_port_range`, from 32,768 on), which
-may take a port between this look and the server's start."""
+may take a port between this look and the server's start; so are a gateway's internal ports, 10,000
+above."""
 
 
 def find_free_port() -> int:

@@ -315,7 +315,7 @@ def test_a_cell_of_which_a_gateway_knows_some_members_takes_no_requests() -> Non
 def test_a_page_that_no_gateway_writes_is_ignored(body: bytes) -> None:
     started = time.thread_time()
     assert gateway_client.decode_page(body) is None
-    assert time.thread_time() - started < 0.1
+    assert time.thread_time() - started < 0.5
 
 
 def test_the_largest_page_of_a_gateway_is_read() -> None:

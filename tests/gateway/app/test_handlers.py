@@ -240,10 +240,13 @@ async def test_a_probe_needs_no_key_and_gets_no_details(locked) -> None:
     assert (response.status, response.json()) == (503, {"status": "unavailable"})
 
 
-async def test_metrics_are_for_those_with_a_key(locked) -> None:
+async def test_metrics_and_names_are_for_those_with_a_key(locked) -> None:
     response = await locked.ask(None, "/metrics")
     assert (response.status, response.error["code"]) == (401, "invalid_api_key")
     assert b'model="m"' in (await locked.ask(None, "/metrics", **KEY)).body
+    for path, options, names in (("/openapi.json", {}, None), ("/openapi.json", KEY, ["m"])):
+        answer = (await locked.ask(None, path, **options)).json()
+        assert answer["components"]["schemas"]["ModelName"].get("examples") == names
 
 
 @pytest.mark.parametrize(("tenants", "status"), [(["one"], 200), (["one", "two"], 403)])

@@ -21,6 +21,7 @@ from cleave.gateway.server import GatewayServer
 from cleave.gateway.tls import TlsError
 
 from tests.support.certificates import NAME, Files
+from tests.support.ports import find_free_port
 
 PATIENCE_S = 60.0
 HOST = "127.0.0.1"
@@ -29,9 +30,7 @@ PEM = serialization.Encoding.PEM
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return free.getsockname()[1]
+    return find_free_port()
 
 
 @pytest.fixture

@@ -303,7 +303,7 @@ class GatewayRequestHandler:
                 raise convert_router_error(UnknownModel(name))
             respond(self._pages.build_model(name))
         else:
-            respond(self._pages.build_small(path))
+            respond(self._pages.build_small(path, names_models=may_list))
 
 
 def _count_prompt(client: ClientConnection) -> int:

@@ -19,6 +19,7 @@ _DESCRIPTION = (
     "may be used. kv_transfer_params is removed from requests and responses."
 )
 _TEXT: Schema = {"type": "string"}
+MODEL_NAME: Schema = _TEXT
 _FLAG: Schema = {"type": ["boolean", "null"]}
 _COUNT: Schema = {"type": ["integer", "null"], "minimum": 1}
 _OBJECT: Schema = {"type": "object"}
@@ -108,7 +109,7 @@ def build_openapi() -> Schema:
                 "AnthropicError": _build_anthropic_error_schema(),
                 "Error": _build_error_schema(),
                 "Model": _build_model_schema(),
-                "ModelName": _TEXT,
+                "ModelName": MODEL_NAME,
             },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
