@@ -308,7 +308,7 @@ class ClientConnection(asyncio.Protocol):
 
     def settle_handshake(self) -> None:
         """Its first request with a key has come."""
-        self.has_settled = True
+        self.has_settled, self._takes_turns = True, False
         self._context.handshake_turns.settle(self.address)
 
     def count_wrong_key(self) -> bool:
@@ -468,6 +468,7 @@ class ClientConnection(asyncio.Protocol):
     def _dispatch(self) -> None:
         request = self._reader.ready.pop(0)
         self._busy, self._receiving = True, False
+        self._takes_turns = not self.has_settled
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
         size = len(request.body)
@@ -476,7 +477,6 @@ class ClientConnection(asyncio.Protocol):
             self.reject(RECEIVE_LIMIT_REACHED, request)
         else:
             contain(partial(self.fail, request), self._handler.handle, self, request)
-        self._takes_turns = not self.has_settled
 
     def _reserve_body(self, size: int) -> bool:
         """Reserve room for the body of a complete request until its answer is complete."""
