@@ -19,7 +19,7 @@ def parse_completion(path: bytes, body: bytes) -> CompletionRequest:
 
 
 def parse_engine_request(path: bytes, body: bytes, fallback: str) -> CompletionRequest:
-    return run_at_once(completion_request.parse_engine_request(path, body, fallback))
+    return run_at_once(completion_request.parse_engine_request(path, body, lambda: fallback))
 
 
 def encode(fields: Fields) -> bytes:

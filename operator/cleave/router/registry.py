@@ -191,6 +191,12 @@ class InstanceRegistry:
             any(each.registration.always_thinks for each in served.instances) if served else False
         )
 
+    def find_only_model(self) -> str:
+        """The only model that is served, adapters and further names apart; empty: there are none,
+        or several."""
+        bases = [name for name, served in self.models.items() if not served.base]
+        return bases[0] if len(bases) == 1 else ""
+
     def _list_lengths(self, model: str) -> list[int]:
         served = self.models.get(model)
         return [each.registration.max_model_len for each in served.instances] if served else []

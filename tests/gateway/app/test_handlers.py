@@ -48,6 +48,27 @@ async def test_an_unknown_path_is_refused_with_where_the_known_ones_are(pair) ->
     assert "GET / lists" in response.error["message"]
 
 
+@pytest.mark.parametrize("name", [{}, {"model": None}, {"model": ""}])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+    ],
+)
+async def test_the_only_model_answers_requests_that_name_none(
+    make_fleet, path, prompt, name
+) -> None:
+    fleet, _ = await make_fleet({"p": "prefill", "d": "decode"}, adapters=("an-adapter",))
+    response = await fleet.ask(prompt | name, path)
+    assert (response.status, response.json().get("model", "m")) == (200, "m")
+    fleet.state(await fleet.add("x", "mixed"), model="another")
+    response = await fleet.ask(prompt | name, path)
+    assert (response.status, response.error["param"]) == (400, "model")
+
+
 async def test_a_model_is_as_old_as_its_first_instance(make_stage, monkeypatch) -> None:
     stage = await make_stage({})
     began = stage.context.clock() - 3_600

@@ -405,7 +405,7 @@ def test_no_step_of_reading_a_body_takes_long(name: str) -> None:
     body = HOSTILE[name]
     for read_it in (
         lambda: completion_request.parse_completion(get_path(body), body),
-        lambda: completion_request.parse_engine_request(b"/tokenize", body, "m"),
+        lambda: completion_request.parse_engine_request(b"/tokenize", body, str),
     ):
         # The least of three times, as the machine may interrupt any.
         longest = [measure_longest_step(read_it()) for _ in range(3)]

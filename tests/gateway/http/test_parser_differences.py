@@ -17,7 +17,7 @@ from cleave.gateway.http import completion_request, large_json
 from cleave.gateway.http.completion_request import CompletionRequest
 from cleave.gateway.http.engine_fields import RESERVED_ARGUMENTS, TABLES
 from cleave.gateway.http.errors import GatewayError
-from cleave.gateway.translation.request_fields import TemplateFacts
+from cleave.gateway.translation.request_fields import ModelFacts
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import run_at_once
 
@@ -54,7 +54,7 @@ def read_in_slices(path: bytes, body: bytes) -> Outcome:
 def read(path: bytes, body: bytes) -> Outcome:
     try:
         if translate := TRANSLATORS.get(path):
-            translation = run_at_once(translate(body, TemplateFacts()))
+            translation = run_at_once(translate(body, ModelFacts()))
             return translation.completion, translation.path
         if path in (CHAT, COMPLETIONS):
             return parse_completion(path, body), path

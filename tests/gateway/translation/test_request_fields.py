@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import request_fields
-from cleave.gateway.translation.request_fields import JsonText, TemplateFacts
+from cleave.gateway.translation.request_fields import JsonText, ModelFacts
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import Steps, run_at_once
 
@@ -86,7 +86,7 @@ def everything_is_long() -> Iterator[None]:
 
 def translate(path: bytes, body: bytes) -> dict[str, Any] | tuple[int, str | None]:
     try:
-        completion = run_at_once(TRANSLATORS[path](body, TemplateFacts())).completion
+        completion = run_at_once(TRANSLATORS[path](body, ModelFacts())).completion
     except GatewayError as refusal:
         return refusal.status, refusal.param
     return {name: json.loads(bytes(raw)) for name, raw in completion.fields.items()}
@@ -181,7 +181,7 @@ def test_no_step_of_a_translation_takes_long(name: str) -> None:
     for path in paths:
         # The least of three times, as the machine may interrupt any.
         assert (
-            min(measure_longest_step(TRANSLATORS[path](body, TemplateFacts())) for _ in range(3))
+            min(measure_longest_step(TRANSLATORS[path](body, ModelFacts())) for _ in range(3))
             < MAX_STEP_S
         )
 

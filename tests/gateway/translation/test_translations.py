@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import messages_request, responses_request
-from cleave.gateway.translation.request_fields import ENGINE_FIELDS, TemplateFacts
+from cleave.gateway.translation.request_fields import ENGINE_FIELDS, ModelFacts
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import run_at_once
 
@@ -67,12 +67,12 @@ def test_every_request_is_translated_or_refused(
         del complete["messages"]
     body = complete | data.draw(make_bodies(known))
     with contextlib.suppress(GatewayError):
-        run_at_once(TRANSLATORS[path](json.dumps(body).encode(), TemplateFacts()))
+        run_at_once(TRANSLATORS[path](json.dumps(body).encode(), ModelFacts()))
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b'{"model": "m"}', b'{"input": ' * 5_000])
 @pytest.mark.parametrize("translate", TRANSLATORS.values(), ids=map(bytes.decode, TRANSLATORS))
 def test_what_is_no_request_is_refused(translate: Callable, body: bytes) -> None:
     with pytest.raises(GatewayError) as refusal:
-        run_at_once(translate(body, TemplateFacts()))
+        run_at_once(translate(body, ModelFacts()))
     assert refusal.value.status == 400

@@ -7,7 +7,7 @@ import pytest
 
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation.answer import StreamTranslator
-from cleave.gateway.translation.request_fields import MAX_TOOLS, TemplateFacts
+from cleave.gateway.translation.request_fields import MAX_TOOLS, ModelFacts
 from cleave.gateway.translation.translations import TRANSLATORS, Translation
 from cleave.time_slices import run_at_once
 
@@ -104,7 +104,7 @@ CLAUDE_CODE = {
 
 
 def translate(path: bytes, body: dict, **fields: object) -> Translation:
-    return run_at_once(TRANSLATORS[path](json.dumps(body | fields).encode(), TemplateFacts()))
+    return run_at_once(TRANSLATORS[path](json.dumps(body | fields).encode(), ModelFacts()))
 
 
 def read(translation: Translation) -> dict:

@@ -12,7 +12,7 @@ from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import messages_request
 from cleave.gateway.translation.answer import StreamTranslator
 from cleave.gateway.translation.messages_answer import MessagesAnswer
-from cleave.gateway.translation.request_fields import ENGINE_FIELDS, MAX_ELEMENTS, TemplateFacts
+from cleave.gateway.translation.request_fields import ENGINE_FIELDS, MAX_ELEMENTS, ModelFacts
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import run_at_once
 
@@ -26,7 +26,7 @@ PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 def translate(path: bytes = b"/v1/messages", **fields: object) -> dict:
     """The engine's fields for a request."""
     body = json.dumps(ASK | fields).encode()
-    translation = run_at_once(TRANSLATORS[path](body, TemplateFacts()))
+    translation = run_at_once(TRANSLATORS[path](body, ModelFacts()))
     return {name: json.loads(bytes(raw)) for name, raw in translation.completion.fields.items()}
 
 
@@ -145,7 +145,7 @@ def test_a_budget_of_thinking_becomes_an_effort(fields: dict, effort: str | None
 def test_a_model_that_always_thinks_thinks_little_when_it_should_not() -> None:
     body = json.dumps(ASK | {"thinking": {"type": "disabled"}}).encode()
     convert = TRANSLATORS[b"/v1/messages"]
-    chat = run_at_once(convert(body, TemplateFacts((), "m".__eq__))).completion
+    chat = run_at_once(convert(body, ModelFacts((), "m".__eq__))).completion
     assert bytes(chat.fields["reasoning_effort"]) == b'"low"'
 
 
@@ -242,6 +242,21 @@ def test_tokens_are_counted_with_the_tools() -> None:
     counted = translate(b"/v1/messages/count_tokens", tools=[{"name": "look"}], system="be kind")
     assert counted.keys() == {"model", "messages", "tools"}
     assert counted["messages"][0] == {"role": "system", "content": "be kind"}
+
+
+def test_tokens_are_counted_with_the_effort_of_thinking() -> None:
+    def count(**fields: object) -> object:
+        return translate(b"/v1/messages/count_tokens", **fields).get("chat_template_kwargs")
+
+    disabled, budget = {"type": "disabled"}, {"type": "enabled", "budget_tokens": 2_000}
+    assert count() is None
+    assert count(thinking={"type": "adaptive"}, chat_template_kwargs={"a": 1}) == {"a": 1}
+    assert count(thinking=disabled) == {"enable_thinking": False, "reasoning_effort": "none"}
+    assert count(thinking=budget) == {"enable_thinking": True, "reasoning_effort": "low"}
+    # As in a chat: a client's own switch counts, its own effort gives way.
+    own = {"a": 1, "enable_thinking": True, "reasoning_effort": "max"}
+    assert count(thinking=disabled, chat_template_kwargs=own) == own | {"reasoning_effort": "none"}
+    assert count(output_config={"effort": "high"})["reasoning_effort"] == "high"
 
 
 def test_parallel_calls_are_blocks_one_after_the_other() -> None:

@@ -9,7 +9,7 @@ from openai.types.responses import response_create_params
 
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.translation import responses_request
-from cleave.gateway.translation.request_fields import ENGINE_FIELDS, TemplateFacts, read_request
+from cleave.gateway.translation.request_fields import ENGINE_FIELDS, ModelFacts, read_request
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.translations import TRANSLATORS
 from cleave.time_slices import run_at_once
@@ -22,7 +22,7 @@ ASK = {"model": "m", "input": "hi"}
 def translate(**fields: object) -> dict:
     """The engine's fields for a request."""
     body = json.dumps(ASK | fields).encode()
-    translation = run_at_once(TRANSLATORS[b"/v1/responses"](body, TemplateFacts()))
+    translation = run_at_once(TRANSLATORS[b"/v1/responses"](body, ModelFacts()))
     return {name: json.loads(bytes(raw)) for name, raw in translation.completion.fields.items()}
 
 

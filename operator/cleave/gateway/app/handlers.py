@@ -39,7 +39,7 @@ from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.proxy.translated_client import TranslatedClient
 from cleave.gateway.tracing.recorder import RequestRecorder
-from cleave.gateway.translation.request_fields import TemplateFacts
+from cleave.gateway.translation.request_fields import ModelFacts
 from cleave.gateway.translation.translations import TRANSLATORS, Translation
 from cleave.gateway.upstream.suspect_senders import get_sender
 from cleave.router.errors import UnknownModel
@@ -90,8 +90,9 @@ class GatewayRequestHandler:
     ) -> None:
         """`recorder`: records requests for logs and traces; `internal`: for the internal port."""
         self._context = context
-        always_thinks = context.router.registry.is_always_thinking
-        self._templates = TemplateFacts(context.system_first, always_thinks)
+        registry = context.router.registry
+        find_only = registry.find_only_model
+        self._models = ModelFacts(context.system_first, registry.is_always_thinking, find_only)
         self._recorder = recorder
         self._methods = _INTERNAL_METHODS if internal else _METHODS
         self._internal = internal
@@ -221,19 +222,16 @@ class GatewayRequestHandler:
         stream: ClientStream = client
         translate = TRANSLATORS.get(path)
         if translate is not None:
-            translation = yield from translate(request.body, self._templates)
+            translation = yield from translate(request.body, self._models)
             path, completion = translation.path, translation.completion
             count_prompt = partial(_count_prompt, client)
             again = partial(self._merge_system, client, request, request_id, tenant, translation)
             options = context.buffer_budget, count_prompt, again
             stream = TranslatedClient(client, translation.answer, *options)
         elif path in _OTHER_PATHS:
-            models = context.router.registry.models
-            bases = [name for name, entry in models.items() if not entry.base]
-            fallback = bases[0] if len(bases) == 1 else ""
-            completion = yield from parse_engine_request(path, request.body, fallback)
+            completion = yield from parse_engine_request(path, request.body, self._models.find_only)
         else:
-            completion = yield from parse_completion(path, request.body)
+            completion = yield from parse_completion(path, request.body, self._models.find_only)
         if tenant.min_request_priority is not None:
             raise_priority(completion, tenant.min_request_priority)
         session = request.headers.get(context.session_header)

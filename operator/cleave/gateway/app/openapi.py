@@ -35,6 +35,7 @@ _FIELDS: Mapping[str, Schema] = {
     "min_tokens": {"type": ["integer", "null"], "minimum": 0},
     "model": {"$ref": "#/components/schemas/ModelName"},
     "n": _COUNT,
+    "output_config": {"type": ["object", "null"]},
     "prompt": {
         "description": "A text, its token ids, or a list of either.",
         "type": ["string", "array"],

@@ -52,9 +52,9 @@ _SCORE_FIELDS = ("text_1", "text_2")
 
 COMPLETION_ROUTES = (
     EngineRoute(
-        CHAT_PATH, "Complete a chat", ("model", "messages"), _SAMPLING_FIELDS + _CHAT_FIELDS
+        CHAT_PATH, "Complete a chat", ("messages",), ("model", *_SAMPLING_FIELDS, *_CHAT_FIELDS)
     ),
-    EngineRoute(COMPLETIONS_PATH, "Complete a text", ("model", "prompt"), _SAMPLING_FIELDS),
+    EngineRoute(COMPLETIONS_PATH, "Complete a text", ("prompt",), ("model", *_SAMPLING_FIELDS)),
 )
 """Requests that can be split over two instances and continued on another when an engine is lost."""
 
@@ -62,8 +62,9 @@ TRANSLATED_ROUTES = (
     EngineRoute(
         b"/v1/responses",
         "Create a response; nothing is stored",
-        ("model", "input"),
+        ("input",),
         (
+            "model",
             "instructions",
             "max_output_tokens",
             "reasoning",
@@ -83,7 +84,7 @@ TRANSLATED_ROUTES = (
         COUNT_TOKENS_PATH,
         "Count a chat's tokens, in Anthropic's form",
         ("model", "messages"),
-        ("system", "tools"),
+        ("output_config", "system", "thinking", "tools"),
     ),
 )
 """Requests that are translated: engines get completions of chats, or /tokenize."""

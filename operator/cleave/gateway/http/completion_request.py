@@ -11,6 +11,7 @@ more. And parsing blocks the event loop, so any body must cost only a few scans.
 
 import hashlib
 from codecs import BOM_UTF8
+from collections.abc import Callable
 
 import msgspec
 
@@ -49,6 +50,7 @@ Body = bytes | bytearray | memoryview
 """Of a client's request; nothing changes it."""
 Piece = bytes | memoryview
 """Of a body for an engine."""
+FindModel = Callable[[], str]
 
 KV_PARAMS_KEY = "kv_transfer_params"
 XARGS_KEY = "vllm_xargs"
@@ -69,12 +71,12 @@ MAX_SALT_BYTES = 1_024
 """Limit of `cache_salt` as JSON, which is hashed; vLLM recommends 43 characters, of 256 bits."""
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
-_decode_str = msgspec.json.Decoder(str).decode
+_decode_name = msgspec.json.Decoder(str | None).decode
 _decode_json = msgspec.json.Decoder().decode
 _decode_flag = msgspec.json.Decoder(bool | None).decode
 _encode = msgspec.json.Encoder().encode
 
-_FALSE = msgspec.Raw(b"false")
+_FALSE, _NULL = msgspec.Raw(b"false"), msgspec.Raw(b"null")
 _ONE = msgspec.Raw(b"1")
 KV_REQUEST_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -157,24 +159,39 @@ def get_cache_salt(completion: CompletionRequest) -> bytes:
     return bytes(fields["cache_salt"]) if "cache_salt" in fields else b""
 
 
+def _find_no_model() -> str:
+    return ""
+
+
 def parse_completion(
-    path: bytes, body: Body, *, is_relayed: bool = True
+    path: bytes,
+    body: Body,
+    find_only_model: FindModel = _find_no_model,
+    *,
+    is_relayed: bool = True,
 ) -> Steps[CompletionRequest]:
     """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400).
-    `is_relayed`: its answer passes through the gateway."""
+    `find_only_model`: see `read_model`; `is_relayed`: its answer passes through the gateway."""
     # Each generator costs as much as several calls: small requests get by with one.
     if len(body) <= MIN_BYTES:
-        return build_completion(path, decode_fields(body), is_relayed=is_relayed)
-    return _parse_large(path, body, is_relayed)
+        fields = decode_fields(body)
+        return build_completion(path, fields, find_only_model, is_relayed=is_relayed)
+    return _parse_large(path, body, find_only_model, is_relayed)
 
 
-def _parse_large(path: bytes, body: Body, is_relayed: bool) -> Steps[CompletionRequest]:
+def _parse_large(
+    path: bytes, body: Body, find_only_model: FindModel, is_relayed: bool
+) -> Steps[CompletionRequest]:
     fields = yield from scan_fields(body)
-    return (yield from build_completion(path, fields, is_relayed=is_relayed))
+    return (yield from build_completion(path, fields, find_only_model, is_relayed=is_relayed))
 
 
 def build_completion(
-    path: bytes, fields: Fields, *, is_relayed: bool = True
+    path: bytes,
+    fields: Fields,
+    find_only_model: FindModel = _find_no_model,
+    *,
+    is_relayed: bool = True,
 ) -> Steps[CompletionRequest]:
     """A request to one of these paths from its fields. Raises GatewayError (400)."""
     _admit_fields(path, fields)
@@ -187,7 +204,7 @@ def build_completion(
     can_continue = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
     report = request_report(fields, prompts, prompt_tokens, stream=stream, is_relayed=is_relayed)
     return CompletionRequest(
-        model=_read_model(fields),
+        model=read_model(fields, find_only_model),
         fields=fields,
         stream=stream,
         can_disaggregate=prompts == 1
@@ -212,21 +229,23 @@ def set_cache_salt(completion: CompletionRequest, tenant_salt: str) -> None:
     fields["cache_salt"] = msgspec.Raw(b'"%b"' % salt.encode())
 
 
-def parse_engine_request(path: bytes, body: Body, fallback: str) -> Steps[CompletionRequest]:
+def parse_engine_request(
+    path: bytes, body: Body, find_only_model: FindModel
+) -> Steps[CompletionRequest]:
     """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
-    `fallback`: model of a request that names none, as /tokenize allows; empty: none."""
+    `find_only_model`: see `read_model`."""
     fields = decode_fields(body) if len(body) <= MIN_BYTES else (yield from scan_fields(body))
-    if fallback:
-        fields.setdefault("model", msgspec.Raw(_encode(fallback)))
-    return (yield from build_engine_request(path, fields))
+    return (yield from build_engine_request(path, fields, find_only_model))
 
 
-def build_engine_request(path: bytes, fields: Fields) -> Steps[CompletionRequest]:
+def build_engine_request(
+    path: bytes, fields: Fields, find_only_model: FindModel = _find_no_model
+) -> Steps[CompletionRequest]:
     """A request to such a path from its fields. Raises GatewayError (400)."""
     _admit_fields(path, fields)
     tokens = yield from measure_texts(path, fields)
     return CompletionRequest(
-        model=_read_model(fields),
+        model=read_model(fields, find_only_model),
         fields=fields,
         stream=_read_stream(fields),
         can_disaggregate=False,
@@ -361,16 +380,22 @@ def _admit_fields(path: bytes, fields: Fields) -> None:
         raise build_bad_request(message, param="cache_salt")
 
 
-def _read_model(fields: Fields) -> str:
-    if "model" not in fields:
-        raise build_bad_request("you must provide a model parameter", param="model")
-    raw = fields["model"]
+def read_model(fields: Fields, find_only_model: FindModel) -> str:
+    """The model of a request. One that names none, as engines allow, gets the only one there is
+    (`find_only_model`; empty: there are several). Raises GatewayError (400)."""
+    raw = fields.get("model", _NULL)
     if len(raw) > MAX_MODEL_BYTES:
         raise build_bad_request(f"model is longer than {MAX_MODEL_BYTES} bytes", param="model")
     try:
-        return _decode_str(raw)
+        name: str | None = _decode_name(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise build_bad_request("model must be a string", param="model") from None
+    if not name:
+        name = find_only_model()
+        if not name:
+            raise build_bad_request("you must provide a model parameter", param="model")
+        fields["model"] = msgspec.Raw(_encode(name))
+    return name
 
 
 def _read_stream(fields: Fields) -> bool:

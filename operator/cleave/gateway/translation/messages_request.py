@@ -20,10 +20,10 @@ from cleave.gateway.translation.request_fields import (
     TEXT,
     JoinedText,
     JsonText,
+    ModelFacts,
     ObjectReader,
     Piece,
     SystemText,
-    TemplateFacts,
     build_unsupported,
     check_text,
     copy_engine_fields,
@@ -119,13 +119,14 @@ _BLOCKS, _SOURCES = ObjectReader(Block), ObjectReader(ImageSource)
 _TURNS = ObjectReader(ConversationTurn)
 _OUTPUT_CONFIG = msgspec.json.Decoder(OutputConfig)
 _THINKING: msgspec.json.Decoder[Thinking | None] = msgspec.json.Decoder(Thinking | None)
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TOOL_CHOICE: msgspec.json.Decoder[MessagesToolChoice | None] = msgspec.json.Decoder(
     MessagesToolChoice | None
 )
 
 
 def convert_messages_request(
-    fields: Fields, system: SystemText, templates: TemplateFacts
+    fields: Fields, system: SystemText, facts: ModelFacts
 ) -> Steps[Fields]:
     """The chat completion of a request to /v1/messages. Raises GatewayError (400)."""
     refuse_fields(fields, REFUSED)
@@ -142,13 +143,8 @@ def convert_messages_request(
     if "stop_sequences" in fields:
         chat["stop"] = fields["stop_sequences"]
     chat |= _convert_tool_choice(decode_field(fields, "tool_choice", _TOOL_CHOICE, None))
-    output = decode_field(
-        fields, "output_config", _OUTPUT_CONFIG, OutputConfig(), limit=MAX_CONFIG_BYTES
-    )
-    effort = _choose_effort(decode_field(fields, "thinking", _THINKING, None), output.effort)
-    if effort == "none" and templates.always_thinks(decode_field(fields, "model", TEXT, "")):
-        # The parser of reasoning would take the thought for the answer.
-        effort = "low"
+    output = _read_output_config(fields)
+    effort = _choose_effort(fields, output, facts)
     if effort is not None:
         chat["reasoning_effort"] = encode_raw(effort)
     if output.format is not None:
@@ -157,13 +153,19 @@ def convert_messages_request(
     return chat
 
 
-def convert_count_request(fields: Fields, system: SystemText) -> Steps[Fields]:
+def convert_count_request(fields: Fields, system: SystemText, facts: ModelFacts) -> Steps[Fields]:
     """The request to /tokenize for one to /v1/messages/count_tokens. Raises GatewayError (400)."""
     refuse_fields(fields, REFUSED)
     chat = yield from _convert_prompt(fields, system)
     for name in ("model", "chat_template_kwargs"):
         if name in fields:
             chat[name] = fields[name]
+    effort = _choose_effort(fields, _read_output_config(fields), facts)
+    if effort is not None:
+        # What engines make of the effort of a chat; their /tokenize has no field for it.
+        own = decode_field(fields, "chat_template_kwargs", _MEMBERS, {})
+        options = {"enable_thinking": effort != "none"} | own | {"reasoning_effort": effort}
+        chat["chat_template_kwargs"] = encode_raw(options)
     return chat
 
 
@@ -395,10 +397,19 @@ def _convert_tool_choice(choice: MessagesToolChoice | None) -> Fields:
     return chat | {"tool_choice": encode_raw(names[choice.type])}
 
 
-def _choose_effort(thinking: Thinking | None, effort: str | None) -> str | None:
+def _read_output_config(fields: Fields) -> OutputConfig:
+    return decode_field(
+        fields, "output_config", _OUTPUT_CONFIG, OutputConfig(), limit=MAX_CONFIG_BYTES
+    )
+
+
+def _choose_effort(fields: Fields, output: OutputConfig, facts: ModelFacts) -> str | None:
     """The effort that was requested or stands for a budget of thinking; None: the model's own."""
+    thinking, effort = decode_field(fields, "thinking", _THINKING, None), output.effort
     if thinking is not None and thinking.type == "disabled":
-        return "none"
+        # Else the parser of reasoning would take the thought for the answer.
+        is_always = facts.always_thinks(decode_field(fields, "model", TEXT, ""))
+        return "low" if is_always else "none"
     if effort or thinking is None or thinking.type == "adaptive":
         return effort
     if thinking.type != "enabled":

@@ -14,7 +14,13 @@ import msgspec
 
 from cleave.gateway.http.bounded_json import TooManyMembersError
 from cleave.gateway.http.byte_buffer import ByteBuffer
-from cleave.gateway.http.completion_request import Body, Fields, decode_fields, scan_fields
+from cleave.gateway.http.completion_request import (
+    Body,
+    Fields,
+    FindModel,
+    decode_fields,
+    scan_fields,
+)
 from cleave.gateway.http.errors import GatewayError, build_bad_request
 from cleave.gateway.http.large_json import MIN_BYTES, locate_elements, scan_members
 from cleave.time_slices import Steps
@@ -138,21 +144,23 @@ class JoinedText:
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateFacts:
-    """What is known of the chat templates of models, by the names of the models."""
+class ModelFacts:
+    """What is known of models, by their names."""
 
     system_first: Container[str] = ()
-    """They demand that the first message is the only one of the system."""
+    """Their chat templates demand that the first message is the only one of the system."""
     always_thinks: Callable[[str], bool] = lambda _: False
-    """They do not switch thinking off."""
+    """Their chat templates do not switch thinking off."""
+    find_only: FindModel = lambda: ""
+    """The only model that is served; empty: there are several."""
 
 
 class SystemText:
     """The system messages of a conversation, if templates demand that there is one, at the
     beginning."""
 
-    def __init__(self, fields: Fields, templates: TemplateFacts) -> None:
-        self.is_merged = decode_field(fields, "model", TEXT, "") in templates.system_first
+    def __init__(self, fields: Fields, facts: ModelFacts) -> None:
+        self.is_merged = decode_field(fields, "model", TEXT, "") in facts.system_first
         self.is_late = False
         """Whether there is one that is not at the beginning."""
         self.text = JoinedText(b"\\n\\n")

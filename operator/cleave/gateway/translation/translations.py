@@ -11,6 +11,7 @@ from cleave.gateway.http.completion_request import (
     Fields,
     build_completion,
     build_engine_request,
+    read_model,
 )
 from cleave.gateway.http.error_dialects import COUNT_TOKENS_PATH, MESSAGES_PATH
 from cleave.gateway.http.errors import build_bad_request
@@ -20,7 +21,7 @@ from cleave.gateway.translation.messages_request import (
     convert_count_request,
     convert_messages_request,
 )
-from cleave.gateway.translation.request_fields import SystemText, TemplateFacts, read_request
+from cleave.gateway.translation.request_fields import ModelFacts, SystemText, read_request
 from cleave.gateway.translation.responses_answer import ResponsesAnswer
 from cleave.gateway.translation.responses_request import convert_responses_request
 from cleave.time_slices import Steps
@@ -42,27 +43,28 @@ class Translation:
     system: SystemText
 
 
-Translator = Callable[[Body, TemplateFacts], Steps[Translation]]
+Translator = Callable[[Body, ModelFacts], Steps[Translation]]
 
 
-def _convert_messages(body: Body, templates: TemplateFacts) -> Steps[Translation]:
+def _convert_messages(body: Body, facts: ModelFacts) -> Steps[Translation]:
     fields = yield from read_request(body)
-    system = SystemText(fields, templates)
-    chat = yield from convert_messages_request(fields, system, templates)
+    system = SystemText(fields, facts)
+    chat = yield from convert_messages_request(fields, system, facts)
     return (yield from _build_chat(chat, MessagesAnswer(), system))
 
 
-def _convert_responses(body: Body, templates: TemplateFacts) -> Steps[Translation]:
+def _convert_responses(body: Body, facts: ModelFacts) -> Steps[Translation]:
     fields = yield from read_request(body)
-    system = SystemText(fields, templates)
+    read_model(fields, facts.find_only)
+    system = SystemText(fields, facts)
     chat, names = yield from convert_responses_request(fields, system)
     return (yield from _build_chat(chat, ResponsesAnswer(fields, names), system))
 
 
-def _convert_count(body: Body, templates: TemplateFacts) -> Steps[Translation]:
+def _convert_count(body: Body, facts: ModelFacts) -> Steps[Translation]:
     fields = yield from read_request(body)
-    system = SystemText(fields, templates)
-    request = yield from convert_count_request(fields, system)
+    system = SystemText(fields, facts)
+    request = yield from convert_count_request(fields, system, facts)
     completion = yield from build_engine_request(TOKENIZE_PATH, request)
     return Translation(TOKENIZE_PATH, completion, TokenCountAnswer(), system)
 
@@ -75,9 +77,9 @@ def _build_chat(chat: Fields, answer: Answer, system: SystemText) -> Steps[Trans
 def _refuse_faults(convert: Translator) -> Translator:
     """The translation, which refuses with 400 what is malformed inside of a large body."""
 
-    def convert_or_refuse(body: Body, templates: TemplateFacts) -> Steps[Translation]:
+    def convert_or_refuse(body: Body, facts: ModelFacts) -> Steps[Translation]:
         try:
-            return (yield from convert(body, templates))
+            return (yield from convert(body, facts))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise build_bad_request(f"the body is not a JSON object: {error}") from None
 
