@@ -452,9 +452,18 @@ def test_what_is_not_understood_is_refused_with_what_to_write(tmp_path, name) ->
         ("timestamp", ("0", "900000000"), "'900000000': neither .* arrival_s, arrival_ms, arrival"),
         ("arrival_s", ("0", "6e12"), "arrival_s '6e12': neither"),
         ("arrival_ms", ("1790000000", "1790000005"), "neither surely .* and let it begin at 0"),
-        ("timestamp", tuple(str(500 * at) for at in range(30)), "timestamp '14500': neither"),
-        # 5 a second, or 200 a second in milliseconds.
-        ("arrival", tuple(str(5 * at) for at in range(30)), "arrival '145': neither .* arrival_ms"),
+        ("timestamp", tuple(str(500 * at) for at in range(30)), "timestamp '14500': may be"),
+        # A request in 5 seconds, or 200 a second in milliseconds.
+        (
+            "arrival",
+            tuple(str(5 * at) for at in range(30)),
+            "arrival '145': may be .* arrival_ms",
+        ),
+        (
+            "time",
+            tuple(f"{5.37 * at:.2f}" for at in range(30)),
+            "time '155.73': may be .* arrival_ms",
+        ),
         ("timestamp", ("1 May 2026", "2 May 2026"), "timestamp '1 May 2026': not a number"),
         ("num_requests", ("1", "3"), "t.csv:3: num_requests '3': sums requests up"),
         ("output_tokens", ("1", "1"), "has two columns 'output_tokens'; rename or drop one"),

@@ -23,10 +23,9 @@ _EPOCH_S = (1e9, 3e9)
 _LONGEST_S = 1e8
 """Longer recordings, over three years, are taken for a wrong unit."""
 _REMEDY = "name the column by its unit: arrival_s, arrival_ms, arrival_us or arrival_ns"
-_LONGEST_GAP_S = 10.0
-"""A longer mean gap in a column without a unit is taken for milliseconds or smaller units."""
-_CLEAR_GAP_S = 1.0
-"""A longer one of whole numbers may be either: 5 are 0.2 requests a second, or 200."""
+_LONGEST_GAP_S = 1.0
+"""A longer mean gap in a column without a unit may be one in milliseconds: 5 is 0.2 requests a
+second, or 200."""
 _FEW = 20
 """Fewer requests may have any gap."""
 _IDLE_GAP_S = 86_400.0
@@ -85,18 +84,20 @@ def _choose_unit(
         read = f"{field.path} is read as {_NAMES[default_s]}, {why}"
         return default_s, f"{read}; if it is not, {_REMEDY}"
     at = int(np.argmax(numbers))
-    value = format_value(table.cells[field.path][at])
-    what = f"{field.path} {value}: neither surely times since 1970 in one unit, nor since the start"
-    raise table.build_error(at, f"{what}; {_REMEDY}, and let it begin at 0")
+    what, remedy = f"{field.path} {format_value(table.cells[field.path][at])}", _REMEDY
+    if named_s is None and last < _LONGEST_S:
+        what += ": may be seconds or milliseconds since the start"
+    else:
+        what += ": neither surely times since 1970 in one unit, nor since the start"
+        remedy += ", and let it begin at 0"
+    raise table.build_error(at, f"{what}; {remedy}")
 
 
 def _is_likely_seconds(numbers: NDArray[np.float64]) -> bool:
     """Whether times since the start can hardly be in a smaller unit."""
     if len(numbers) < _FEW:
         return True
-    is_whole = bool(np.all(numbers == np.floor(numbers)))
-    gap_s = float(numbers.max() - numbers.min()) / len(numbers)
-    return gap_s < (_CLEAR_GAP_S if is_whole else _LONGEST_GAP_S)
+    return float(numbers.max() - numbers.min()) / len(numbers) < _LONGEST_GAP_S
 
 
 def _find_epoch_unit(number: float) -> float | None:
