@@ -99,12 +99,13 @@ def count_cached(tokens: int) -> dict:
     return counts | {"prompt_tokens_details": details}
 
 
-@pytest.mark.parametrize("stream", [True, False])
+# A large answer is not decoded.
+@pytest.mark.parametrize(("stream", "repeats"), [(True, 1), (False, 1), (False, 12_000)])
 @pytest.mark.parametrize(("late", "cached"), [("d", 4), ("p", None)])
 async def test_cached_tokens_are_those_of_the_prefill_engine(
-    ahead, stream: bool, late: str, cached: int | None
+    ahead, stream: bool, repeats: int, late: str, cached: int | None
 ) -> None:
-    text = 'I said "prompt_tokens_details":{"cached_tokens":1}'
+    text = 'I said "usage":{"prompt_tokens_details":{"cached_tokens":1}}' * repeats
     began = asyncio.Event()
 
     async def prefill(engine, request, writer) -> None:
@@ -117,7 +118,8 @@ async def test_cached_tokens_are_those_of_the_prefill_engine(
             await ahead.until(lambda: ahead.context.metrics.handoffs, "the prefill is done")
         choice, usage = {"index": 0, "text": text, "finish_reason": "stop"}, count_cached(7)
         if not stream:
-            engine.send_json(writer, {"choices": [choice], "usage": usage})
+            answer = {"choices": [choice], "usage": usage, "kv_transfer_params": None}
+            engine.send_json(writer, answer)
             return
         engine.send_stream_head(writer)
         for event in ({"choices": [choice]}, {"choices": [], "usage": usage}):
@@ -135,6 +137,7 @@ async def test_cached_tokens_are_those_of_the_prefill_engine(
     details = usage["prompt_tokens_details"]
     assert (details and details["cached_tokens"]) == cached
     assert json.loads(bodies[0])["choices"][0]["text"] == text
+    assert b"kv_transfer_params" not in response.body
     await ahead.until_idle()
 
 

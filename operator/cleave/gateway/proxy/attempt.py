@@ -442,8 +442,8 @@ class Attempt:
         elif self._completion.stream and self._path in RESUMABLE_PATHS:
             self._handler.on_attempt_failed(Failure.STATUS, "did not send the requested stream")
         else:
-            if self.prompt_details is not None and isinstance(body, bytes):
-                body = self.prompt_details.replace(body)
+            if self.prompt_details is not None:
+                body = self.prompt_details.replace_in_answer(body)
             self._handler.on_response(call, body)
 
     def _start_stream(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:

@@ -92,6 +92,14 @@ class CollectedAnswer:
             begin, end = begin - len(view), end - len(view)
         return pieces
 
+    def replace(self, begin: int, end: int, value: bytes) -> None:
+        """Put other bytes in the place of these, in a large answer."""
+        self._views = [*self.slice(0, begin), memoryview(value), *self.slice(end, self._size)]
+        growth = len(value) - (end - begin)
+        self._size += growth
+        if self.handoff_at >= end:
+            self.handoff_at += growth
+
     def read(self, begin: int, end: int) -> bytes:
         """These bytes of a large answer, which are few."""
         return b"".join(self.slice(begin, end))

@@ -6,6 +6,9 @@ cached; the prefill engine's answer, which comes at about the same time, has the
 
 import re
 
+from cleave.gateway.upstream.collected_answer import AnswerBody
+
+_USAGE_BYTES = 4 << 10
 # Within a text of JSON the quotes would have backslashes.
 _KEY = b'"prompt_tokens_details":'
 _MEMBER = re.compile(rb"%b(null|\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\})" % _KEY)
@@ -24,6 +27,16 @@ class PromptDetails:
         if (found := _MEMBER.search(prefill)) is not None:
             self._value = found[1]
 
-    def replace(self, answer: bytes) -> bytes:
-        """The decode engine's answer, or events of one, with these details."""
-        return _MEMBER.sub(lambda _: _KEY + self._value, answer)
+    def replace(self, events: bytes) -> bytes:
+        """Complete events of the decode engine, or its answer, with these details."""
+        return _MEMBER.sub(lambda _: _KEY + self._value, events)
+
+    def replace_in_answer(self, answer: AnswerBody) -> AnswerBody:
+        """The decode engine's answer, which may be large, with these details."""
+        if isinstance(answer, bytes):
+            return self.replace(answer)
+        at = answer.usage_at
+        found = _MEMBER.search(answer.read(at, at + _USAGE_BYTES)) if at >= 0 else None
+        if found is not None:
+            answer.replace(at + found.start(), at + found.end(), _KEY + self._value)
+        return answer
