@@ -159,6 +159,9 @@ class ConfigMapKeyRef(ApiModel):
     """Name of the ConfigMap."""
     key: Annotated[str, Field(max_length=253, pattern=CONFIG_KEY)] = "config.json"
     """Key of the entry."""
+    optional: bool | None = None
+    """Whether plans do without it where the ConfigMap or entry is missing, as if config were
+    absent."""
 
 
 class ModelConfig(_OneOfSeveral):

@@ -305,6 +305,25 @@ def test_a_config_map_that_is_gone_takes_the_config_with_it() -> None:
     assert get_fault(cache) == ""
 
 
+def test_without_an_optional_config_map_a_deployment_is_one_without_a_config() -> None:
+    cache, text = ObjectCache(), json.dumps(CONFIGS["qwen3-8b"])
+    config = {"configMapKeyRef": {"name": "new", "optional": True}}
+    declared = build_object(chat(model={"source": "org/new", "config": config}))
+    report = {"source": "org/new", "instance": "p", "maxModelLen": 4096, "blockSize": 16}
+    report["config"] = CONFIGS["llama-3.1-70b"]
+    gone = ReadConfigMap("new", fault="it does not exist", is_missing=True)
+    for read in (gone, ReadConfigMap("new", {"another": text})):
+        cache.upsert(declared)
+        cache.set_config_map(CHAT, read)
+        assert (get_fault(cache), get_model(cache).config) == ("", None)
+        cache.upsert({**declared, "status": {"reportedModel": report}})
+        assert model_source.load_shape(get_model(cache), reads_files=False).num_layers == 80
+        cache.set_config_map(CHAT, ReadConfigMap("new", {"config.json": text}))
+        assert model_source.load_shape(get_model(cache), reads_files=False).num_layers == 36
+    cache.set_config_map(CHAT, ReadConfigMap("new", fault="it may not be read"))
+    assert get_fault(cache) == "it may not be read"
+
+
 def test_a_deployment_gets_the_config_that_an_engine_has_reported() -> None:
     cache = ObjectCache()
     report = {"source": "org/new", "instance": "p", "maxModelLen": 4096, "blockSize": 16}

@@ -82,6 +82,8 @@ class ReadConfigMap:
     data: Mapping[str, str] = field(default_factory=dict)
     fault: str = ""
     """Why there is none; empty: it was read."""
+    is_missing: bool = False
+    """It does not exist, which is no fault where it is optional."""
 
 
 class _HubConfig(NamedTuple):
@@ -181,6 +183,7 @@ class ObjectCache:
         if deployment in self._resources:
             self._config_maps[deployment] = read
             self._resources[deployment] = _with_config_map(self._resources[deployment], read)
+            self._apply_hub_config(deployment)
 
     def set_hub_config(self, deployment: ResourceKey, config: Mapping[str, object]) -> None:
         """Give a deployment the config.json that Hugging Face has of its model."""
@@ -474,16 +477,17 @@ def _parse(manifest: Manifest) -> CachedResource:
 
 def _with_config_map(cached: CachedResource, read: ReadConfigMap) -> CachedResource:
     """The deployment with its model's config.json from the ConfigMap; without, where it is not
-    usable."""
+    usable; with what an engine has reported, where it is optional and missing."""
     if cached.config_reference is None or not isinstance(cached.resource, LLMDeployment):
         return cached
     spec = cached.resource.spec
     declared = ModelConfig(config_map_key_ref=cached.config_reference)
     model, fault = spec.model.model_copy(update={"config": declared}), read.fault
-    if not fault:
+    if not fault or (read.is_missing and cached.config_reference.optional):
+        fault = ""
         try:
             model = model_source.with_config_map(model, read.data)
         except ModelConfigError as error:
             fault = str(error)
     changed = cached.resource.model_copy(update={"spec": spec.model_copy(update={"model": model})})
-    return replace(cached, resource=changed, model_fault=fault)
+    return replace(cached, resource=apply_report(changed, cached.status), model_fault=fault)

@@ -17,7 +17,7 @@ async def read_config_map(kube: KubeClient, namespace: str, name: str) -> ReadCo
     except KubeApiError as error:
         where = f"ConfigMap {name} of namespace {namespace}"
         if error.status == _NOT_FOUND:
-            return ReadConfigMap(name, fault=f"{where} does not exist; create it")
+            return ReadConfigMap(name, fault=f"{where} does not exist; create it", is_missing=True)
         if error.status == _FORBIDDEN:
             why = "may not be read by the operator, whose role needs get of configmaps"
             return ReadConfigMap(name, fault=f"{where} {why}")

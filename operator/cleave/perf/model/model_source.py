@@ -76,12 +76,15 @@ def find_config_fault(model: ModelSpec) -> str | None:
 
 def with_config_map(model: ModelSpec, data: Mapping[str, str]) -> ModelSpec:
     """The model with the content of the ConfigMap that its config refers to (`data`) as
-    `config.inline`. Raises ModelConfigError, which names the ConfigMap and its key."""
+    `config.inline`, or without a config where that is optional and missing. Raises
+    ModelConfigError, which names the ConfigMap and its key."""
     reference = model.config.config_map_key_ref if model.config else None
     if reference is None:
         return model
     where = f"ConfigMap {reference.name}"
     if reference.key not in data:
+        if reference.optional:
+            return model.model_copy(update={"config": None})
         raise ModelConfigError(f"{where} has no key {reference.key}; add it")
     key = beside = config_parts.QUANTIZATION_FILE
     try:
