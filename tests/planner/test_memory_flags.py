@@ -187,7 +187,8 @@ def test_limits_of_steps_are_those_of_the_role() -> None:
     }
     engine = {"args": ["--max-num-seqs=48"], "roles": roles}
     problem = build(engine=engine)
-    assert any("engine.roles.prefill.args --enforce-eager; " in note for note in problem.notes)
+    eager = "longer iterations without CUDA graphs (engine.roles.prefill.args --enforce-eager)"
+    assert any(eager in note for note in problem.notes)
     candidate, *_ = list_candidates(problem)
     built = (
         build_prefill(problem, candidate),
@@ -211,6 +212,17 @@ def test_memory_is_kept_for_the_role_that_takes_most(args: list[str]) -> None:
     found = problem.estimator.estimate("H100-SXM-80GB", 1, 1)
     assert found is not None
     assert found.kv_capacity_tokens == shared < usual
+
+
+def test_the_plan_says_which_roles_have_more_memory_and_longer_times_than_planned() -> None:
+    decode = {"args": ["--gpu-memory-utilization", "0.95", "--enforce-eager", "--dbo-x=1"]}
+    args = ["--gpu-memory-utilization=0.8", "--enforce_eager"]
+    notes = build(engine={"args": args, "roles": {"decode": decode}}).notes
+    more = "least memory that one has (--gpu-memory-utilization 0.95 of decode); engines of the"
+    assert sum(more in note for note in notes) == 1
+    (line,) = [note for note in notes if note.startswith("not simulated")]
+    assert line.count("longer iterations without CUDA graphs (engine.args --enforce-eager)") == 1
+    assert "engine.roles.decode.args --dbo-x;" in line
 
 
 def test_gpus_of_prefill_context_parallelism_are_refused_at_admission() -> None:

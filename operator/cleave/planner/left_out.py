@@ -28,6 +28,9 @@ engine measures; `memory_flags` has the others."""
 _PROMPT_LIMIT = "--long-prefill-token-threshold"
 _PREDICTING = {DispatchPolicy.LEAST_HEAVY, DispatchPolicy.BEST_FIT}
 """Policies that compare predicted output lengths."""
+_EAGER_TIMES = (
+    "longer iterations without CUDA graphs ({} --enforce-eager), unless a profile has them"
+)
 _OWN_LIMITS = "your limits of iterations (scheduling.limits)"
 
 
@@ -63,9 +66,13 @@ def _list_routing(spec: LLMDeploymentSpec) -> Iterator[str]:
         yield f"errors of predicted output lengths (routing.policy {routing.policy})"
     if spec.flipping is FlippingMode.AUTO:
         yield "instances that change roles (pools.flipping Auto)"
+    is_eager = spec.engine.has_flag(memory_flags.EAGER)
     for role in Role:
+        path = f"engine.roles.{role}.args"
         if flags := _list_own_flags(spec.engine.get_role(role)):
-            yield f"engine.roles.{role}.args {', '.join(flags)}"
+            yield f"{path} {', '.join(flags)}"
+        if spec.engine.for_role(role).has_flag(memory_flags.EAGER) and not is_eager:
+            yield _EAGER_TIMES.format(path)
     if (routers := gateway.replicas * gateway.processes) > 1:
         yield f"that {routers} gateway processes in a cluster see parts of the traffic"
 
@@ -75,6 +82,8 @@ def _list_engine(engine: EngineSpec) -> Iterator[str]:
         yield f"KV sent during the prefill (engine.transfer {engine.transfer}); all is pulled"
     if flags := [flag for flag in (_PROMPT_LIMIT, *UNCOUNTED) if engine.has_flag(flag)]:
         yield f"engine.args {', '.join(flags)}"
+    if engine.has_flag(memory_flags.EAGER):
+        yield _EAGER_TIMES.format("engine.args")
     scheduling = engine.scheduling
     if scheduling is not None:
         if scheduling.long_prompt_tokens is not None:
@@ -87,10 +96,9 @@ def _list_engine(engine: EngineSpec) -> Iterator[str]:
 
 
 def _list_own_flags(own: RoleEngine) -> list[str]:
-    """Flags of one role but those of its limits, which simulations have."""
+    """Flags of one role but those that plans count."""
     flags = (arg.split("=")[0] for arg in own.args if arg.startswith("--"))
-    simulated = (memory_flags.SEQS, memory_flags.BATCHED_TOKENS)
-    return [flag for flag in flags if flag.replace("_", "-") not in simulated]
+    return [flag for flag in flags if flag.replace("_", "-") not in memory_flags.COUNTED]
 
 
 def _has_limits(engine: EngineSpec) -> bool:

@@ -5,6 +5,7 @@ name, or listed in `left_out`; a test goes through vLLM's settings of caches and
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeploymentSpec
@@ -16,9 +17,10 @@ from cleave.planner.placement import PlanError
 SEQS, BATCHED_TOKENS, BLOCK_SIZE = "--max-num-seqs", "--max-num-batched-tokens", "--block-size"
 _SHARES = ("--gpu-memory-utilization", "--device-memory-utilization")
 _KV_BYTES = "--kv-cache-memory-bytes"
-_EAGER = "--enforce-eager"
-COUNTED = (*_SHARES, _KV_BYTES, _EAGER, SEQS, BATCHED_TOKENS, BLOCK_SIZE)
-"""What `build_reserve` and `problem.build_policies` read."""
+EAGER = "--enforce-eager"
+COUNTED = (*_SHARES, _KV_BYTES, EAGER, SEQS, BATCHED_TOKENS, BLOCK_SIZE)
+"""What `build_reserve` and `problem.build_policies` read; `describe` and `left_out` say what plans
+do not make of it."""
 _CONFIG = "put a config.json with these values into spec.model.config as well"
 _WITHOUT = "remove it, or set the instances in spec.placement.manual without a prediction"
 REFUSED = {
@@ -95,7 +97,7 @@ def build_reserve(engine: EngineSpec) -> MemoryReserve:
     return replace(
         reserve,
         utilisation=shares[-1] if shares else reserve.utilisation,
-        graphs_gib=0.0 if engine.has_flag(_EAGER) else reserve.graphs_gib,
+        graphs_gib=0.0 if engine.has_flag(EAGER) else reserve.graphs_gib,
         kv_bytes=read_count(engine, _KV_BYTES),
         max_num_seqs=read_count(engine, SEQS) or reserve.max_num_seqs,
         max_num_batched_tokens=read_count(engine, BATCHED_TOKENS) or reserve.max_num_batched_tokens,
@@ -103,14 +105,21 @@ def build_reserve(engine: EngineSpec) -> MemoryReserve:
     )
 
 
-def describe(engine: EngineSpec) -> str | None:
-    """A sentence about the arguments of memory that plans count; None: there are none."""
-    given = [
-        f"{flag} {engine.get_flag_value(flag)}"
-        for flag in (*_SHARES, _KV_BYTES)
-        if engine.has_flag(flag)
+def describe(engine: DeploymentEngine) -> Iterator[str]:
+    """A sentence about the arguments of memory that plans count, and one about those of roles."""
+    flags = (*_SHARES, _KV_BYTES)
+    given = [f"{flag} {engine.get_flag_value(flag)}" for flag in flags if engine.has_flag(flag)]
+    if given:
+        yield f"spec.engine.args: the plan counts with {', '.join(given)}"
+    own = [
+        f"{flag} {value} of {role}"
+        for role in Role
+        for flag in flags
+        if (value := engine.for_role(role).get_flag_value(flag)) != engine.get_flag_value(flag)
     ]
-    return f"spec.engine.args: the plan counts with {', '.join(given)}" if given else None
+    if own:
+        least = f"all roles are planned with the least memory that one has ({', '.join(own)})"
+        yield f"spec.engine.roles: {least}; engines of the others have more KV than planned"
 
 
 def read_count(engine: EngineSpec, flag: str) -> int | None:

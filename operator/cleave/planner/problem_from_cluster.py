@@ -95,7 +95,7 @@ def build_problem(
                     describe_speculation(spec),
                     _describe_all_to_all(spec.engine),
                     inventory.describe_assumed_network(cluster),
-                    memory_flags.describe(spec.engine),
+                    *memory_flags.describe(spec.engine),
                     left_out.describe(spec),
                 ],
             ),
