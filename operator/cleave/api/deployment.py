@@ -12,7 +12,13 @@ from cleave.api import replan_status
 from cleave.api.adapters import AdapterList
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.engine import Connector, DeploymentEngine, ImageName
-from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
+from cleave.api.enums import (
+    ORIGIN,
+    DispatchPolicy,
+    FallbackPolicy,
+    FlippingMode,
+    LateRequestPolicy,
+)
 from cleave.api.loaded_weights import LoadedWeights
 from cleave.api.model import ModelField, ModelName
 from cleave.api.model_report import ReportedModel
@@ -161,11 +167,6 @@ class TracingSpec(ApiModel):
     """URL of an OpenTelemetry collector (gRPC), such as http://collector.observability:4317."""
     share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of requests without a traceparent header that are traced."""
-
-
-ORIGIN = r"^(\*|[a-z][-a-z0-9+.]*://([-a-z0-9._]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?)$"
-"""SCHEME://HOST or SCHEME://HOST:PORT as browsers send it, or `*` for all origins. Browsers send no
-host with `*` and encode letters of other alphabets (xn--), so neither would ever be equal."""
 
 
 class CorsSpec(ApiModel):

@@ -1,4 +1,5 @@
-"""Choices of the API that other packages act on, each defined once. Standard library only."""
+"""Choices and patterns of the API that other packages act on, each defined once. Standard library
+only."""
 
 from enum import StrEnum
 
@@ -44,3 +45,8 @@ class FlippingMode(StrEnum):
     ADVISORY = "Advisory"
     """Flips are logged and counted, but not executed."""
     AUTO = "Auto"
+
+
+ORIGIN = r"^(\*|[a-z][-a-z0-9+.]*://([-a-z0-9._]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?)$"
+"""SCHEME://HOST or SCHEME://HOST:PORT as browsers send it, or `*` for all origins. Browsers send no
+host with `*` and encode letters of other alphabets (xn--), so neither would ever be equal."""

@@ -13,8 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cleave.api.deployment import ORIGIN
-from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
+from cleave.api.enums import (
+    ORIGIN,
+    DispatchPolicy,
+    FallbackPolicy,
+    FlippingMode,
+    LateRequestPolicy,
+)
 from cleave.rpc.listen_addresses import parse_hosts, parse_port
 
 MAX_PROCESSES = 64
