@@ -15,6 +15,11 @@ GROUPS = fast-tests engine-tests cluster-tests operator-tests
 # With many engines; what they show changes with vLLM's version, or is shown with emulated engines, too.
 LONG_ENGINE_TESTS = e2e/vllm_pair/test_kills.py $(foreach name,cell data_parallel data_parallel_nixl multi_node offloading recovery version_skew weights witness,e2e/test_vllm_$(name).py) tests/benchmarks/models/test_vllm_allocations.py tests/worker/vllm/test_flashinfer.py
 ENGINE_TESTS = $(filter-out $(LONG_ENGINE_TESTS),$(wildcard e2e/vllm_pair/test_*.py e2e/test_vllm*.py))
+# Import vLLM, torch or a client's library. One process runs them, after engines: the three that run the
+# others collect all of those, so each would import all of it, 10 s.
+LIBRARIES = ^(import|from) (agents|anthropic|openai|cleave_worker\.vllm)|importorskip\("(torch|vllm)|stolen_credentials
+LIBRARY_FOLDERS = tests/worker/profiler tests/worker/transfer
+LIBRARY_TESTS = $(LIBRARY_FOLDERS) $(filter-out $(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(addsuffix /%,$(LIBRARY_FOLDERS)),$(sort $(shell grep -rlEs '$(LIBRARIES)' e2e tests --include=test_*.py)))
 LONG_CLUSTER_TESTS = $(foreach name,models vllm_model weights_kinds,e2e/test_cluster_$(name).py)
 CLUSTER_TESTS = $(filter-out $(LONG_CLUSTER_TESTS),$(wildcard e2e/test_cluster*.py))
 # The others of them run beside these, on a control plane of their own.
@@ -57,10 +62,10 @@ caches: # bytecode of vLLM and machine code of Cleave, once, before many process
 # progress, the others print their output at the end. It is as nice as agents make their engines, which
 # would otherwise starve.
 fast-tests: # all but those below; end-to-end tests first, as they wait
-	@nice -n 10 .venv/bin/pytest $(GROUP) -o faulthandler_timeout=720 --durations=20 $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(CLUSTER_TESTS) $(LONG_CLUSTER_TESTS)) e2e tests; $(JUDGE)
+	@nice -n 10 .venv/bin/pytest $(GROUP) -o faulthandler_timeout=720 --durations=20 $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(LIBRARY_TESTS) $(LONG_ENGINE_TESTS) $(CLUSTER_TESTS) $(LONG_CLUSTER_TESTS)) e2e tests; $(JUDGE)
 
 engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines. Kernels are compiled once
-	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(GROUP) $(ENGINE_TESTS) $(IN_LOG); $(JUDGE)
+	@export TMPDIR=$$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$${XDG_CACHE_HOME:-$$HOME/.cache}/cleave-inductor; trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(GROUP) $(ENGINE_TESTS) $(LIBRARY_TESTS) $(IN_LOG); $(JUDGE)
 
 cluster-tests: SUITE = $(filter-out $(OPERATOR_TESTS),$(CLUSTER_TESTS))
 operator-tests: SUITE = $(OPERATOR_TESTS)

@@ -13,9 +13,6 @@ from e2e.real_nodes.sandbox import FOLDER_VARIABLE
 from e2e.support.clients_environment import set_up
 from tests.support.pytest_hooks import pytest_collection as pytest_collection
 from tests.support.pytest_hooks import pytest_sessionfinish as pytest_sessionfinish
-from tests.support.pytest_hooks import (
-    pytest_xdist_make_scheduler as pytest_xdist_make_scheduler,
-)
 
 
 @pytest.fixture(scope="session")

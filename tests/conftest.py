@@ -22,9 +22,6 @@ from cleave.planner.plan import (
 from tests.support.doubles import Answering, Clock
 from tests.support.pytest_hooks import pytest_collection as pytest_collection
 from tests.support.pytest_hooks import pytest_sessionfinish as pytest_sessionfinish
-from tests.support.pytest_hooks import (
-    pytest_xdist_make_scheduler as pytest_xdist_make_scheduler,
-)
 
 # A busy machine is slow, not wrong. Inputs are the same in each run, so a change is judged by what
 # it changed.
