@@ -11,7 +11,7 @@ import yaml
 ROOT = Path(__file__).parent.parent.parent
 
 
-class StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.CSafeLoader):
     """Refuses a key that a mapping has twice, as Flux and `kubectl apply --server-side` do."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
