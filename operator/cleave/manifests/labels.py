@@ -1,12 +1,16 @@
 """Names and labels that connect pools, pods and Services, and the frame of every manifest."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cleave.api.pool import InstancePool
+if TYPE_CHECKING:
+    from cleave.api.pool import InstancePool
 
 Manifest = dict[str, Any]
 """A Kubernetes object as decoded from YAML."""
+
+GPU = "nvidia.com/gpu"
+"""Resource of pods and nodes."""
 
 DEPLOYMENT = "cleave.dev/deployment"
 POOL = "cleave.dev/pool"
@@ -75,7 +79,7 @@ def get_gateway_name(deployment: str) -> str:
 
 
 def build_worker_labels(
-    pool: InstancePool, instance: str, component: str = WORKER
+    pool: "InstancePool", instance: str, component: str = WORKER
 ) -> dict[str, str]:
     """Labels of an instance's pods, the template's included, which may replace the usual ones."""
     return {

@@ -15,7 +15,7 @@ from cleave.api.model import ModelSpec
 from cleave.api.pods.quantity import format_quantity, parse_quantity
 from cleave.api.pods.worker_template import Resources, WorkerTemplate
 from cleave.api.pool import InstancePoolSpec
-from cleave.manifests.labels import Manifest
+from cleave.manifests.labels import GPU, Manifest
 from cleave.manifests.storage import is_downloaded
 from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import UnknownModelError
@@ -23,7 +23,6 @@ from cleave.perf.model.model_shape import UnknownModelError
 Device = Literal["gpu", "cpu"]
 """What the nodes compute on."""
 
-GPU = "nvidia.com/gpu"
 GPU_REQUESTS = f"requests.{GPU}"
 """Their name in a ResourceQuota."""
 _SHARED_RDMA = "rdma/"

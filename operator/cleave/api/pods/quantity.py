@@ -6,8 +6,8 @@ Called for resources of pods and nodes. The API server rewrites quantities: 1000
 import math
 import re
 
-from cleave.api.pods.worker_template import QUANTITY_PATTERN
-
+QUANTITY_PATTERN = r"^([0-9]+|[0-9]*\.[0-9]+|[0-9]+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?$"
+"""Matches Kubernetes quantities that are not negative: "500m", "6Gi", 2."""
 _SCALE = {
     "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3,
     "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,

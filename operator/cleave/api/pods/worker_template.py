@@ -26,6 +26,7 @@ from cleave.api.pods.names import (
     is_qualified_name,
 )
 from cleave.api.pods.node_affinity import WorkerAffinity
+from cleave.api.pods.quantity import QUANTITY_PATTERN
 
 
 class Toleration(ApiModel):
@@ -71,8 +72,6 @@ class Toleration(ApiModel):
     )
 
 
-QUANTITY_PATTERN = r"^([0-9]+|[0-9]*\.[0-9]+|[0-9]+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?$"
-"""Matches Kubernetes quantities that are not negative: "500m", "6Gi", 2."""
 _GPU_RESOURCE = f"^({DNS_NAME.strip('^$')}/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 _OWN_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 _QUANTITY_SCHEMA = {

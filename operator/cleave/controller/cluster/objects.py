@@ -17,6 +17,7 @@ from cleave.manifests.labels import (
     CELL,
     COMPONENT,
     DEPLOYMENT,
+    GPU,
     INSTANCE,
     NODE_WORKER,
     POOL,
@@ -29,7 +30,6 @@ from cleave.manifests.labels import (
     get_agent_port_name,
 )
 from cleave.manifests.resources import (
-    GPU,
     GPU_REQUESTS,
     find_rdma_device,
     has_rdma_devices,

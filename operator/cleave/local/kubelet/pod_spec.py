@@ -11,8 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from cleave.api.pods.quantity import parse_quantity
-from cleave.manifests.labels import AGENT_PORT, Manifest
-from cleave.manifests.resources import GPU
+from cleave.manifests.labels import AGENT_PORT, GPU, Manifest
 
 DEFAULT_GRACE_S = 30
 
