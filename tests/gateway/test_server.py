@@ -17,7 +17,7 @@ from cleave.api.enums import FlippingMode
 from cleave.cli.main import app as cleave
 from cleave.gateway.config import GatewayConfig, parse_size
 from cleave.gateway.main import main
-from cleave.gateway.server import GatewayServer
+from cleave.gateway.server import ACCEPTS_PER_TURN, GatewayServer
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
 
 from tests.support.fake_api_server import build_slice, serve_slices
@@ -46,6 +46,20 @@ async def test_running_answers_are_finished_before_the_end(single) -> None:
     assert count >= 30
     assert await client.is_closed()
     await stopping
+
+
+async def test_many_connections_are_accepted_in_one_turn_of_the_event_loop(single) -> None:
+    """Otherwise a flood of them makes others wait for a turn for each."""
+    count = 8 * ACCEPTS_PER_TURN
+    address = "127.0.0.1", single.gateway.port
+    connections = [socket.create_connection(address) for _ in range(count)]
+    turns = 0
+    while len(single.context.clients) < count:
+        turns += 1
+        await asyncio.sleep(0)
+    for connection in connections:
+        connection.close()
+    assert turns < count / 2
 
 
 async def test_health_says_that_the_gateway_drains(single) -> None:

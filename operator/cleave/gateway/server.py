@@ -9,8 +9,9 @@ import asyncio
 import logging
 import math
 import os
+import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ TICKS_PER_CLIENT_CYCLE = 20
 MIN_CLIENTS_PER_TICK = 64
 FILE_CHECK_INTERVAL_S = 5.0
 BACKLOG = 4_096
+ACCEPTS_PER_TURN = 8
+"""Of the event loop, which accepts one connection at a time from each listening descriptor: with
+one of them, a flood of connections makes others wait for many turns to be accepted."""
 
 
 class GatewayServer:
@@ -215,16 +219,16 @@ class GatewayServer:
         def make_tls(secret: TlsCertificate) -> TlsConnection:
             return TlsConnection(self.context, secret, make_client)
 
+        loop, shares = asyncio.get_running_loop(), self._shared_state is not None
+        make: Callable[[], asyncio.BaseProtocol]
+        make = partial(make_tls, certificate) if certificate else make_client
         for host in self._config.hosts:
-            server = await asyncio.get_running_loop().create_server(
-                partial(make_tls, certificate) if certificate else make_client,
-                host,
-                port,
-                backlog=BACKLOG,
-                reuse_port=self._shared_state is not None,
-            )
+            server = await loop.create_server(make, host, port, backlog=BACKLOG, reuse_port=shares)
             self._servers.append(server)
             port = server.sockets[0].getsockname()[1]
+            for listener in server.sockets * (ACCEPTS_PER_TURN - 1):
+                again = socket.socket(fileno=os.dup(listener.fileno()))
+                self._servers.append(await loop.create_server(make, sock=again, backlog=BACKLOG))
         return port
 
     def _close_idle_clients(self) -> None:
