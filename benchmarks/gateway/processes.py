@@ -90,8 +90,10 @@ def build_tools() -> None:
         target = BUILD / source.stem
         newest = max(source.stat().st_mtime, (HERE / "net.h").stat().st_mtime)
         if not target.exists() or target.stat().st_mtime < newest:
-            command = [compiler, "-O2", "-std=gnu17", "-o", str(target), str(source), "-lm"]
+            new = target.with_suffix(f".{os.getpid()}")  # others may run or build it meanwhile
+            command = [compiler, "-O2", "-std=gnu17", "-o", str(new), str(source), "-lm"]
             subprocess.run(command, check=True, timeout=120)
+            new.replace(target)
 
 
 def build_gateway() -> Path:
