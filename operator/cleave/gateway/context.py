@@ -8,6 +8,7 @@ from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.admission.controller import AdmissionController
 from cleave.gateway.admission.wrong_keys import WrongKeys
 from cleave.gateway.config import GatewayConfig
+from cleave.gateway.http.address_debts import AddressDebts
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
 from cleave.gateway.http.handshake_turns import HandshakeTurns
@@ -136,7 +137,8 @@ class GatewayContext:
         share = HANDSHAKE_MEMORY_SHARE * config.max_buffered_bytes
         self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock, share)
         """They count as clients, too."""
-        self.handshake_turns = HandshakeTurns(HANDSHAKE_SHARE, clock)
+        self.address_debts = AddressDebts(clock)
+        self.handshake_turns = HandshakeTurns(HANDSHAKE_SHARE, clock, self.address_debts)
         self.discarded_bytes = 0
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_bodies = SliceQueue(LARGE_BODY_SHARE, clock)

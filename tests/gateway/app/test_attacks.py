@@ -410,6 +410,7 @@ async def test_a_full_port_closes_who_is_idle_longest(make_stage) -> None:
     busy = await stage.connect()
     busy.send(ASK)
     await stage.until(lambda: bool(stage.engines["x"].requests), "it runs")
+    stage.context.address_debts.add("127.0.0.1", 9)  # as a stranger's
     silent, used = await stage.connect(), await stage.connect()
     await used.ask(None, "/health")
     assert (await stage.ask(None, "/health")).status == 200
@@ -417,6 +418,54 @@ async def test_a_full_port_closes_who_is_idle_longest(make_stage) -> None:
     assert (await used.ask(None, "/health")).status == 200
     opened.set()
     assert (await busy.read()).status == 200
+
+
+async def test_a_connection_of_a_known_client_waits_for_its_request(make_stage) -> None:
+    """Silent ones of other addresses are closed for it, though each of these has fewer."""
+    stage = await make_stage({"x": "mixed"}, max_clients=3)
+    assert (await stage.ask(ASK)).status == 200
+    others = [
+        await asyncio.open_connection(
+            "127.0.0.1", stage.gateway.port, local_addr=(f"127.0.2.{number}", 0)
+        )
+        for number in range(1, 4)
+    ]
+    await stage.until(lambda: len(stage.context.clients) == 3, "all places are taken")
+    own = [await stage.connect() for _ in range(2)]
+    for reader, _ in others[:2]:
+        assert await reader.read() == b""
+    for number in range(4, 9):
+        others.append(
+            await asyncio.open_connection(
+                "127.0.0.1", stage.gateway.port, local_addr=(f"127.0.2.{number}", 0)
+            )
+        )
+    for reader, _ in others[2:7]:
+        assert await reader.read() == b""
+    for each in own:
+        assert (await each.ask(ASK)).status == 200
+    for _, writer in others:
+        writer.close()
+
+
+async def test_an_answer_is_sent_whole_to_a_client_that_is_closed_to_make_room(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_clients=1)
+    client = await stage.connect()
+    await stage.until(lambda: len(stage.context.clients) == 1, "it is connected")
+    (connection,) = stage.context.clients
+    end, ended = connection.end, []
+
+    def end_and_drop(reusable: bool) -> None:
+        end(reusable)
+        connection.drop()
+        ended.append(reusable)
+
+    connection.end = end_and_drop
+    response = await client.ask(ASK)
+    assert ended == [True]
+    assert response.status == 200
+    assert response.json()["usage"]
+    assert await client.is_closed()
 
 
 async def test_half_a_head_does_not_keep_a_place(make_stage) -> None:

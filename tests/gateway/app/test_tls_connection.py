@@ -25,7 +25,7 @@ from cleave.gateway.app.tls_connection import (
     TURN_BYTES,
     TlsConnection,
 )
-from cleave.gateway.http.handshake_turns import SETTLED_TURNS
+from cleave.gateway.http.address_debts import SETTLED
 
 from tests.support.certificates import NAME, Files
 from tests.support.ports import find_free_port
@@ -398,7 +398,7 @@ async def test_handshakes_of_a_client_with_credit_are_not_closed_for_others(smal
     stage = small_stage
     context, fits = stage.context, (1 << 20) // HANDSHAKE_BYTES
     for _ in range(3):
-        context.handshake_turns.settle("127.0.0.1")
+        context.address_debts.settle("127.0.0.1")
     own, others = [await stage.connect() for _ in range(3)], []
     for client in own[:2]:
         client.writer.write(FIRST_BYTES)
@@ -458,16 +458,16 @@ async def test_first_messages_that_arrive_at_once_are_not_handled_at_once(
 async def test_a_completion_settles_the_handshake_of_its_connection_and_a_page_does_not(
     stage, make_client
 ) -> None:
-    turns = stage.context.handshake_turns
+    debts = stage.context.address_debts
     client = await make_client(stage.gateway.port)
     await client.send(client.encrypt(b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n"), 1 << 16)
     assert await client.read_statuses(1) == [200]
-    (debt,) = turns._debts.values()
+    (debt,) = debts._debts.values()
     assert debt > 0
     for _ in range(2):
         await client.send(client.encrypt(build(ASK)), 1 << 16)
         assert await client.read_statuses(1) == [200]
-        assert list(turns._debts.values()) == [debt - SETTLED_TURNS], "once for a connection"
+        assert list(debts._debts.values()) == [debt - SETTLED], "once for a connection"
 
 
 async def test_a_client_that_may_send_a_second_first_message_counts_with_its_length(

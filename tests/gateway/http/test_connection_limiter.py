@@ -111,6 +111,15 @@ def test_a_busy_connection_is_never_closed(limiter: ConnectionLimiter) -> None:
     assert [one.dropped for one in running] == [False, False, True, False]
 
 
+def test_a_known_client_goes_before_addresses_that_take_less(limiter: ConnectionLimiter) -> None:
+    own = connect(limiter, "2.2.2.2", math.inf, math.inf)
+    others = [connect(limiter, f"1.1.1.{n}", n)[0] for n in range(2)]
+    assert not limiter.admit(Fake(9), "2.2.2.2", PLAIN)
+    assert limiter.admit(Fake(9), "2.2.2.2", PLAIN, is_known=True)
+    assert [one.dropped for one in others] == [True, False]
+    assert not any(one.dropped for one in own)
+
+
 def test_who_has_left_leaves_room(limiter: ConnectionLimiter) -> None:
     first = connect(limiter, "1.1.1.1", 1, 2, 3, 4)
     limiter.remove(first[3])
@@ -272,7 +281,7 @@ def test_a_connection_that_goes_frees_all_it_took(weighed, budget) -> None:
     assert not weighed.resize(one, 1)
     assert (budget.connection_bytes, budget.used) == (0, 0)
     assert not weighed._address_bytes
-    assert not weighed._by_units
+    assert not len(weighed._ranked)
 
 
 class Limited(RuleBasedStateMachine):
@@ -352,8 +361,9 @@ class Limited(RuleBasedStateMachine):
         for address, weight, size in self.open.values():
             by_address[address] = by_address.get(address, 0) + weight + size
         assert self.limiter._address_bytes == by_address
-        units = {a: u for u, names in self.limiter._by_units.items() for a in names}
-        assert units == {a: -(-size // UNIT_BYTES) for a, size in by_address.items()}
+        assert self.limiter._ranked._ranks == {
+            a: -size // UNIT_BYTES for a, size in by_address.items()
+        }
 
 
 TestLimited = Limited.TestCase

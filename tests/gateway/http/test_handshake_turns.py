@@ -4,13 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from cleave.gateway.http.handshake_turns import (
-    HALVING_S,
-    MAX_ADDRESSES,
-    MAX_CREDIT,
-    SETTLED_TURNS,
-    HandshakeTurns,
-)
+from cleave.gateway.http.address_debts import SETTLED, AddressDebts
+from cleave.gateway.http.handshake_turns import HandshakeTurns
 
 NUM = 200
 
@@ -37,6 +32,10 @@ class Broken(Computing):
         raise ZeroDivisionError
 
 
+def make_turns(share: float) -> HandshakeTurns:
+    return HandshakeTurns(share, time.monotonic, AddressDebts(time.monotonic))
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not is_true():  # noqa: ASYNC110 - as the event loop does it
@@ -44,7 +43,7 @@ async def until(is_true: Callable[[], bool]) -> None:
 
 
 async def test_an_address_that_owes_nothing_goes_before_many_that_do() -> None:
-    turns, done = HandshakeTurns(0.5, time.monotonic), []
+    turns, done = make_turns(0.5), []
     for number in range(NUM):
         turns.add(Computing("many", done), f"10.0.0.{number % 50}", has_begun=False)
     await until(lambda: len(done) > 60)
@@ -55,21 +54,22 @@ async def test_an_address_that_owes_nothing_goes_before_many_that_do() -> None:
     await until(lambda: len(done) == NUM + 1)
 
 
-async def test_a_request_with_a_key_settles_its_handshake() -> None:
-    turns, done = HandshakeTurns(0.5, time.monotonic), []
-    for _ in range(3):
-        turns.add(Computing("x", done), "paid", has_begun=False)
-        turns.add(Computing("x", done), "unpaid", has_begun=False)
-    await until(lambda: len(done) == 6)
-    turns.settle("paid")
-    assert turns._debts == {"paid": 3 - SETTLED_TURNS, "unpaid": 3}
-    for _ in range(MAX_CREDIT):
-        turns.settle("paid")
-    assert turns._debts["paid"] == -MAX_CREDIT
+async def test_who_has_credit_goes_first_and_each_turn_is_a_debt() -> None:
+    debts = AddressDebts(time.monotonic)
+    turns, done = HandshakeTurns(0.5, time.monotonic, debts), []
+    debts.settle("known")
+    for _ in range(50):
+        for address in ("a", "b", "known"):
+            turns.add(Computing(address, done), address, has_begun=False)
+    await until(lambda: len(done) == 150)
+    begin = done[1 : SETTLED + 1]
+    assert begin == ["known"] * SETTLED, "the first one ran at once"
+    assert [debts.get(each) for each in ("a", "b", "known")] == [50, 50, 50 - SETTLED]
+    assert not len(turns._ranked)
 
 
 async def test_of_one_address_those_that_have_begun_and_the_newest_go_first() -> None:
-    turns, done = HandshakeTurns(0.25, time.monotonic), []
+    turns, done = make_turns(0.25), []
     for _ in range(NUM):
         turns.add(Computing("many", done), "a", has_begun=False)
     assert len(done) < NUM / 4, "the others wait"
@@ -82,7 +82,7 @@ async def test_of_one_address_those_that_have_begun_and_the_newest_go_first() ->
 
 
 async def test_computing_has_a_share_of_the_time() -> None:
-    turns, done = HandshakeTurns(0.25, time.monotonic), []
+    turns, done = make_turns(0.25), []
     began = time.monotonic()
     for number in range(NUM):
         turns.add(Computing("x", done), f"10.0.0.{number}", has_begun=False)
@@ -91,7 +91,7 @@ async def test_computing_has_a_share_of_the_time() -> None:
 
 
 async def test_a_connection_that_has_gone_takes_no_turn_and_is_forgotten() -> None:
-    turns, done = HandshakeTurns(0.25, time.monotonic), []
+    turns, done = make_turns(0.25), []
     waiting = [Computing(str(number), done) for number in range(NUM)]
     for number, handshake in enumerate(waiting):
         turns.add(handshake, f"10.0.0.{number % 7}", has_begun=number % 2 == 0)
@@ -105,26 +105,9 @@ async def test_a_connection_that_has_gone_takes_no_turn_and_is_forgotten() -> No
 
 
 async def test_a_handshake_with_a_fault_does_not_end_the_turns() -> None:
-    turns, done = HandshakeTurns(0.5, time.monotonic), []
+    turns, done = make_turns(0.5), []
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     for handshake in (Computing("first", done), Broken("", done), Computing("next", done)):
         turns.add(handshake, "a", has_begun=True)
     await until(lambda: len(done) == 3)
     assert sorted(done) == ["failed", "first", "next"]
-
-
-async def test_debts_of_any_number_of_addresses_take_bounded_memory_and_leave_credit() -> None:
-    now = 0.0
-    turns, done = HandshakeTurns(1.0, lambda: now), []
-    turns.settle("known")
-    for number in range(3 * MAX_ADDRESSES):
-        turns._add_debt(str(number), 1)
-        assert len(turns._debts) <= MAX_ADDRESSES
-    assert turns._debts["known"] == -SETTLED_TURNS
-    for number in range(3 * MAX_ADDRESSES):
-        turns.settle(str(number))
-        assert len(turns._debts) <= MAX_ADDRESSES
-    now = HALVING_S + 1
-    turns._add_debt("x", 1)
-    assert turns._debts[str(number)] == -SETTLED_TURNS // 2
-    assert not done

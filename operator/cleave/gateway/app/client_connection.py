@@ -40,6 +40,8 @@ REQUEST_BYTES = 400
 """Memory of a request that waits for its turn, besides its bytes."""
 LINGERING_CLOSE_S = 5.0
 """How long data of a rejected client is discarded, so that it can read the error response."""
+END_S = 0.1
+"""How long the end of an answer may take to be sent to a client that is closed to make room."""
 DISCARD_BYTES = 1 << 20
 """Limit of discarded data of all rejected clients between two ticks of the sweeper."""
 DISCARD_PAUSE_S = 0.1
@@ -150,7 +152,10 @@ class ClientConnection(asyncio.Protocol):
         self._context.clients.add(self)
         self.address = get_address_group(transport.get_extra_info("peername"))
         weight = transport.get_extra_info("weight", CONNECTION_BYTES)
-        if not self._limiter.admit(self, self.address, weight):
+        is_known = self._is_awaited()
+        if not self.has_settled:
+            self._context.address_debts.add(self.address, 1)
+        if not self._limiter.admit(self, self.address, weight, is_known=is_known):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -306,10 +311,10 @@ class ClientConnection(asyncio.Protocol):
         self._busy = False
         self._become_idle()
 
-    def settle_handshake(self) -> None:
+    def settle_debt(self) -> None:
         """Its first request with a key has come."""
         self.has_settled, self._takes_turns = True, False
-        self._context.handshake_turns.settle(self.address)
+        self._context.address_debts.settle(self.address)
 
     def count_wrong_key(self) -> bool:
         """Count a wrong key of this client; False: it is one too many."""
@@ -338,7 +343,13 @@ class ClientConnection(asyncio.Protocol):
             self._send_last(response)
 
     def drop(self) -> None:
-        """Close the connection at once."""
+        """Close at once; if it is idle, once the end of its last answer has been sent."""
+        if not (self._busy or self.blocked):
+            self._write_batcher.flush()
+            if self.transport.get_write_buffer_size():
+                self.transport.close()
+                asyncio.get_running_loop().call_later(END_S, self.transport.abort)
+                return
         self.transport.abort()
 
     def fail(self, request: HttpRequest | None = None) -> None:
@@ -351,10 +362,16 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
 
     def get_idle_since(self) -> float:
-        """When it became idle or began to send a body; infinite while a request is answered."""
+        """When it became idle or began to send a body; infinite while a request is answered, or
+        while the first one of a known client is awaited."""
         if self._busy and self._ending is None:
             return math.inf
-        return self._request_started_at if self._reader.reading_body else self._idle_since
+        if self._reader.reading_body:
+            return self._request_started_at
+        return math.inf if self._is_awaited() else self._idle_since
+
+    def _is_awaited(self) -> bool:
+        return not self.has_settled and self._context.address_debts.has_credit(self.address)
 
     def is_receiving(self) -> bool:
         """Whether a part of a request has come, and not all of it."""

@@ -138,7 +138,7 @@ class GatewayRequestHandler:
             try:
                 if request.method == b"POST":
                     if not client.has_settled:
-                        client.settle_handshake()
+                        client.settle_debt()
                     self._start_request(client, request, request_id, tenant)
                 else:
                     self._send_page(client, request, request_id)

@@ -94,7 +94,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         context = self._context
         peer = transport.get_extra_info("peername")
         address = self._address = get_address_group(peer)
-        if context.handshake_turns.has_credit(address):
+        if context.address_debts.has_credit(address):
             # Each counts by itself: a client that connects often takes more than each of thousands.
             address = str(peer)
         context.clients.add(self)
@@ -166,8 +166,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def get_idle_since(self) -> float:
         """Since it was opened, because it has not sent a request; infinite if it has begun and its
         address has credit: it is not closed for addresses that nothing is known of."""
-        turns = self._context.handshake_turns
-        is_known = self._tls is not None and turns.has_credit(self._address)
+        debts = self._context.address_debts
+        is_known = self._tls is not None and debts.has_credit(self._address)
         return math.inf if is_known else self._started_at
 
     def is_receiving(self) -> bool:
@@ -334,7 +334,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def _reserve(self, weight: int) -> bool:
         """Count so many bytes for the handshake; False: there is no room for them."""
         context = self._context
-        is_known = context.handshake_turns.has_credit(self._address)
+        is_known = context.address_debts.has_credit(self._address)
         limiters = context.handshake_limiter, context.client_limiter
         return all(each.update_weight(self, weight, is_known=is_known) for each in limiters)
 

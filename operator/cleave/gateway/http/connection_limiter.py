@@ -4,8 +4,8 @@ Clients of each port and TLS handshakes register here with what they take of mem
 too many, an idle connection is closed rather than the new one refused: one of the address that
 takes most memory, the one that has been idle longest. So one machine cannot keep the others out:
 nothing is closed for an address that takes more than the others do, but connections of its own;
-only TLS handshakes of known clients go before all others. And while there is room an address may
-have any number, as a load balancer or NAT does.
+only new connections and TLS handshakes of known clients go before all others. And while there is
+room an address may have any number, as a load balancer or NAT does.
 
 What is hard: this runs for each new connection while thousands of hostile ones arrive each second,
 so it costs the same with sixteen thousand open connections as with ten. Connections do not report
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from cleave.gateway.http.buffer_budget import MAX_CLOSED, BufferBudget
+from cleave.gateway.http.ranked_addresses import RankedAddresses
 
 log = logging.getLogger(__name__)
 
@@ -84,17 +85,20 @@ class ConnectionLimiter:
         self._queues: dict[str, Queue] = {}
         """By address: its connections with their `get_idle_since` when they were last examined."""
         self._address_bytes: dict[str, int] = {}
-        self._by_units: dict[int, OrderedDict[str, None]] = {}
-        """The addresses that take so many units of memory."""
+        self._ranked = RankedAddresses()
+        """By units of memory, negative: who takes most is first."""
         self._next_warning_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def admit(self, connection: LimitedConnection, address: str, weight: int) -> bool:
+    def admit(
+        self, connection: LimitedConnection, address: str, weight: int, *, is_known: bool = False
+    ) -> bool:
         """Register a new connection; False: there is no room and none can be made.
-        `address`: as `get_address_group` returns it; `weight`: bytes of the connection itself."""
-        if not self._make_room(weight, 0, address, None):
+        `address`: as `get_address_group` returns it; `weight`: bytes of the connection itself;
+        `is_known`: it goes before those of addresses that take less, too."""
+        if not self._make_room(weight, 0, address, None, is_known=is_known):
             return False
         self._members[connection] = _Member(address, weight)
         queue = self._queues.setdefault(address, OrderedDict())
@@ -106,7 +110,7 @@ class ConnectionLimiter:
         self, connection: LimitedConnection, weight: int, *, is_known: bool = False
     ) -> bool:
         """A connection itself takes another amount of memory; False: there is no room for it.
-        `is_known`: it goes before those of addresses that take less, too."""
+        `is_known`: as in `admit`."""
         member = self._members.get(connection)
         if member is None:
             return False
@@ -183,19 +187,11 @@ class ConnectionLimiter:
             self._budget.used += buffered
         before = self._address_bytes.get(address, 0)
         after = self._address_bytes[address] = before + weight + buffered
-        if address not in self._queues:
+        if address in self._queues:
+            self._ranked.rank(address, -_count_units(after))
+        else:
             del self._address_bytes[address]
-        self._update_units(address, _count_units(before), _count_units(after))
-
-    def _update_units(self, address: str, before: int, after: int) -> None:
-        if before == after:
-            return
-        if before:
-            del self._by_units[before][address]
-            if not self._by_units[before]:
-                del self._by_units[before]
-        if after:
-            self._by_units.setdefault(after, OrderedDict())[address] = None
+            self._ranked.remove(address)
 
     def _close_idle(self, size: int, address: str, connection: LimitedConnection | None) -> bool:
         """Close one idle connection of an address that takes at least `size` bytes, so that
@@ -227,15 +223,7 @@ class ConnectionLimiter:
     def _list_larger(self, address: str, size: int) -> Iterator[str]:
         """The addresses that take at least so many bytes, largest first, then this one. Of equal
         ones each is the first in turn."""
-        least = _count_units(size)
-        for units in sorted(self._by_units, reverse=True):
-            if units < least:
-                break
-            addresses = self._by_units[units]
-            for _ in range(len(addresses)):
-                other = next(iter(addresses))
-                addresses.move_to_end(other)
-                yield other
+        yield from self._ranked.take_turns(-_count_units(size))
         if address in self._queues:
             yield address
 
