@@ -151,7 +151,7 @@ async def test_a_request_to_go_on_gets_no_origin_but_its_response_does(stage) ->
         "Content-Length: 2\r\n\r\n".encode()
     )
     assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-    client.writer.write(b"{}")
+    client.writer.write(b"[]")
     response = await client.read()
     assert (response.status, response.headers[ALLOWED]) == (400, CHAT)
 

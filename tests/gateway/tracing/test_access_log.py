@@ -57,7 +57,7 @@ async def test_it_is_off_by_default(pair, lines) -> None:
 async def test_a_request_that_reached_no_engine_is_logged_too(make_stage, lines) -> None:
     stage = await make_stage(PAIR, access_log=True)
     await stage.ask(path="/v1/models")
-    await stage.ask({"prompt": PROMPT})
+    await stage.ask({"model": 1, "prompt": PROMPT})
     await stage.ask({}, path="/v1/unknown")
     client = await stage.connect()
     client.writer.write(b"not HTTP at all\r\n\r\n")
