@@ -1,5 +1,6 @@
 """What engines are given by role, and in which fields a fault is."""
 
+import json
 from typing import Any
 
 import pytest
@@ -30,6 +31,21 @@ def test_arguments_of_a_role_are_checked_as_those_of_all() -> None:
 def test_what_decides_kv_weights_or_answers_is_the_same_for_all_roles(args: list[str]) -> None:
     (fault,) = find(roles={"prefill": {"args": args}})
     assert fault.endswith("must be the same for all roles; write it into spec.engine.args")
+
+
+def test_a_role_may_draft_another_number_of_tokens_in_the_same_way() -> None:
+    def find_own(**changes: object) -> list[str]:
+        args = ["--speculative-config", json.dumps(shared | changes)]
+        return find(args=given, roles={"prefill": {"args": args}})
+
+    shared = {"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 3}
+    given = ["--speculative-config", json.dumps(shared)]
+    assert not find_own(num_speculative_tokens=1)
+    for changes in ({"model": "org/other"}, {"method": "mtp"}, {"num_speculative_tokens": None}):
+        (fault,) = find_own(**changes)
+        assert "--speculative-config: must be the same for all roles" in fault
+    given = []
+    assert find_own()
 
 
 def test_scheduling_and_a_roles_scheduler_exclude_each_other() -> None:

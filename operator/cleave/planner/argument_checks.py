@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from cleave.api.engine import DeploymentEngine, EngineSpec
 from cleave.api.pods import engine_flags
 from cleave.api.role import Role
+from cleave.planner.connector_choice import SPECULATION_FLAG, read_speculation
 
 _FIELD = "spec.engine.args"
 _MAX_MERGED = 120
@@ -21,11 +22,14 @@ _SHARED = frozenset((
     "--mamba-ssm-cache-dtype", "--max-lora-rank", "--model-class-overrides", "--model-impl",
     "--override-generation-config", "--quantization", "--quantization-config",
     "--reasoning-parser", "--revision", "--runner", "--spec-method", "--spec-model",
-    "--spec-tokens", "--speculative-config", "--tokenizer", "--tokenizer-mode",
+    SPECULATION_FLAG, "--tokenizer", "--tokenizer-mode",
     "--tokenizer-revision", "--tool-call-parser", "--trust-remote-code",
 ))  # fmt: skip
 """Flags that decide KV, weights, adapters or answers. Engines that exchange KV, and those that
 take over each other's requests, must have the same."""
+_DRAFTED = "num_speculative_tokens"
+"""Of speculation a role's own: KV is the same with any. (States of linear attention are not; their
+engines refuse each other's.)"""
 _SCHEDULERS = ("--scheduler-cls", "--scheduling-policy")
 
 
@@ -62,6 +66,8 @@ def _list_fields(engine: EngineSpec) -> Iterator[tuple[str, Sequence[str]]]:
 def _list_role_faults(engine: DeploymentEngine, role: Role) -> Iterator[str]:
     field, own, merged = f"spec.engine.roles.{role}", engine.get_role(role), engine.for_role(role)
     for name in engine_flags.list_names(own.args):
+        if name == SPECULATION_FLAG and _has_same_drafts(engine, merged):
+            continue
         if name in _SHARED or f"--{name.removeprefix('--no-')}" in _SHARED:
             yield f"{field}.args: {name}: must be the same for all roles; write it into {_FIELD}"
         elif engine.scheduling is not None and name in _SCHEDULERS:
@@ -69,6 +75,12 @@ def _list_role_faults(engine: DeploymentEngine, role: Role) -> Iterator[str]:
     for part, count in (("args", len(merged.args)), ("env", len(merged.env))):
         if count > _MAX_MERGED and getattr(own, part):
             yield f"{field}.{part}: at most {_MAX_MERGED} with those of all roles (got {count})"
+
+
+def _has_same_drafts(shared: EngineSpec, own: EngineSpec) -> bool:
+    """Whether the engines of one role speculate as all do, but for how many tokens they draft."""
+    configs = [dict(read_speculation(each) or {}) for each in (shared, own)]
+    return all(each.pop(_DRAFTED, None) for each in configs) and configs[0] == configs[1]
 
 
 def _format_lines(field: str, lines: Iterator[str]) -> Iterator[str]:
