@@ -499,6 +499,20 @@ def test_what_is_assumed_is_a_remark(tmp_path, header, rows, remark) -> None:
     assert any(each.startswith(remark) for each in trace.remarks), trace.remarks
 
 
+def test_bailians_traces_are_in_seconds_and_their_blocks_have_16_tokens(tmp_path) -> None:
+    # As github.com/alibaba-edu/qwen-bailian-usagetraces-anon has them.
+    rows = [
+        {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 41,
+         "output_length": 132, "type": "text", "turn": 2, "hash_ids": [1089, 1090, 6326]},
+        {"chat_id": 160, "parent_chat_id": -1, "timestamp": 62.5, "input_length": 20,
+         "output_length": 8, "type": "search", "turn": 1, "hash_ids": [7, 8]},
+    ]  # fmt: skip
+    trace = read(tmp_path, "t", "jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert trace.arrival_ms.tolist() == pytest.approx([0, 1386])
+    assert trace.blocks.block_tokens == 16
+    assert trace.remarks[0].startswith("timestamp is read as seconds, as in Bailian's traces")
+
+
 def test_whole_seconds_of_burstgpt_are_seconds(tmp_path) -> None:
     rows = [(5 * at, 7, 8) for at in range(30)]
     text = write_csv("Timestamp,Request tokens,Response tokens", rows)

@@ -18,7 +18,6 @@ from cleave.traffic.recordings.history_error import HistoryError
 from cleave.traffic.recordings.prompt_blocks import read_blocks
 from cleave.traffic.recordings.request_fields import (
     PUBLISHED_FORMATS,
-    Field,
     FieldRole,
     PublishedFormat,
     list_words,
@@ -74,7 +73,7 @@ def read_trace_with_columns(
     table, arrival_ms, arrival_remarks = _sort_by_arrival(table)
     prompt_tokens = read_tokens(table, find_tokens(table, *_PROMPT))
     output_tokens = read_tokens(table, find_tokens(table, *_OUTPUT))
-    blocks, block_remarks = read_blocks(table, prompt_tokens)
+    blocks, block_remarks = read_blocks(table, prompt_tokens, _find_published(table))
     remarks = (*failed.remarks, *arrival_remarks, *_describe_cached(table), *block_remarks)
     trace = Trace(arrival_ms, prompt_tokens, output_tokens, blocks=blocks, remarks=remarks)
     return trace, [_read_optional_counts(table, names) for names in named]
@@ -139,7 +138,8 @@ def _sort_by_arrival(
     if not fields:
         return table, np.zeros(len(table)), ()
     field, *others = fields
-    arrivals = read_arrivals(table, field, _find_published(table, field))
+    published = _find_published(table) if normalize(field.path) == "timestamp" else None
+    arrivals = read_arrivals(table, field, published)
     remarks = arrivals.remarks
     if others:
         names = ", ".join(each.path for each in others)
@@ -156,8 +156,8 @@ def _sort_by_arrival(
     return table.take(order), arrivals.ms[order] - arrivals.ms[order[0]], remarks
 
 
-def _find_published(table: RequestTable, field: Field) -> PublishedFormat | None:
-    names = {normalize(each.path) for each in (*table.select(FieldRole.PROMPT), field)}
+def _find_published(table: RequestTable) -> PublishedFormat | None:
+    names = set(map(normalize, table.names))
     return next((each for each in PUBLISHED_FORMATS if names.issuperset(each.columns)), None)
 
 

@@ -9,23 +9,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.simulator.trace import PromptBlocks
-from cleave.traffic.recordings.request_fields import FieldRole
+from cleave.traffic.recordings.request_fields import (
+    MOONCAKE_BLOCK_TOKENS,
+    FieldRole,
+    PublishedFormat,
+)
 from cleave.traffic.recordings.request_numbers import read_counts
 from cleave.traffic.recordings.request_table import RequestTable, format_value
 
-MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens per block of Mooncake's traces, which do not state it (FAST 2025)."""
-
 
 def read_blocks(
-    table: RequestTable, prompt_tokens: NDArray[np.int64]
+    table: RequestTable,
+    prompt_tokens: NDArray[np.int64],
+    published: PublishedFormat | None = None,
 ) -> tuple[PromptBlocks | None, tuple[str, ...]]:
-    """The blocks that prompts share, None if the file has no hashes; and remarks. Raises
-    HistoryError."""
+    """The blocks that prompts share, None if the file has no hashes; and remarks. `published`:
+    knows their size where the file does not state it. Raises HistoryError."""
     fields = table.select(FieldRole.HASHES)
     if not fields:
         return None, ()
-    path, block_tokens = fields[0].path, _read_block_tokens(table)
+    path, block_tokens = fields[0].path, _read_block_tokens(table, published)
     # In order of appearance: the blocks of a prompt lie side by side in the simulator's memory.
     found: dict[object, int] = {}
     numbers: list[int] = []
@@ -59,10 +62,10 @@ def _parse_hashes(cell: object) -> list[object] | None:
     return hashes if isinstance(hashes, list) else None
 
 
-def _read_block_tokens(table: RequestTable) -> int:
+def _read_block_tokens(table: RequestTable, published: PublishedFormat | None) -> int:
     fields = table.select(FieldRole.BLOCK_TOKENS)
     if not fields:
-        return MOONCAKE_BLOCK_TOKENS
+        return published.block_tokens if published else MOONCAKE_BLOCK_TOKENS
     name = fields[0].path
     rows = [at for at, cell in enumerate(table.cells[name]) if cell not in (None, "")]
     tokens = read_counts(table.take(np.array(rows, np.int64)), name)

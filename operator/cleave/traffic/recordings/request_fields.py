@@ -97,19 +97,26 @@ _RANK_STEP = 10
 _RANKS = {name: rank for rank, names in enumerate(_ARRIVAL_NAMES) for name in names.split()}
 
 
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens per block of Mooncake's traces, which do not state it (FAST 2025)."""
+
+
 class PublishedFormat(NamedTuple):
-    """Published traces whose names of columns leave the unit of arrivals open."""
+    """Published traces whose names of columns leave units open."""
 
     name: str
-    columns: tuple[str, str]
-    """Of the arrival and of the prompt."""
+    columns: frozenset[str]
+    """Which it has in any case."""
     unit_s: float
-    """Seconds per unit of an arrival."""
+    """Seconds per unit of `timestamp`."""
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    """Tokens per hash of a block."""
 
 
 PUBLISHED_FORMATS = (
-    PublishedFormat("Mooncake", ("timestamp", "inputlength"), 1e-3),
-    PublishedFormat("BurstGPT", ("timestamp", "requesttokens"), 1.0),
+    PublishedFormat("Bailian", frozenset(("inputlength", "parentchatid")), 1.0, 16),
+    PublishedFormat("Mooncake", frozenset(("inputlength",)), 1e-3),
+    PublishedFormat("BurstGPT", frozenset(("requesttokens",)), 1.0),
 )
 
 _UNITS = {
