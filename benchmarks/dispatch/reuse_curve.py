@@ -32,6 +32,7 @@ from cleave.rpc.v1 import agent_pb2
 from cleave.simulator.trace import Trace
 from cleave.traffic import history, workload
 from cleave.traffic.counters import Buckets
+from cleave.traffic.recordings.request_fields import MOONCAKE_BLOCK_TOKENS
 from cleave.traffic.refit import refit, to_demand
 from cleave.traffic.reuse_curve import build_curve, measure_reuse
 from cleave.traffic.window import TrafficWindow
@@ -66,7 +67,7 @@ def count_reuse(path: Path, trace: Trace) -> tuple[Buckets, float]:
 
 def _list_texts(path: Path) -> Iterator[bytes]:
     drawn, blocks = random.Random(1), dict[int, bytes]()
-    size = history.MOONCAKE_BLOCK_TOKENS * BYTES_PER_TOKEN
+    size = MOONCAKE_BLOCK_TOKENS * BYTES_PER_TOKEN
     for line in path.open():
         request = json.loads(line)
         for each in request["hash_ids"]:

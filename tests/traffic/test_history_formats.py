@@ -513,6 +513,18 @@ def test_bailians_traces_are_in_seconds_and_their_blocks_have_16_tokens(tmp_path
     assert trace.remarks[0].startswith("timestamp is read as seconds, as in Bailian's traces")
 
 
+def test_requests_of_several_models_are_a_remark(tmp_path) -> None:
+    rows = [
+        {"arrival_s": at, "model": f"m{at % 2}", "prompt_tokens": 5, "output_tokens": 6}
+        for at in range(3)
+    ]
+    for count, remarks in ((1, ()), (3, ("model names 2 models ('m0' 2, 'm1' 1): requests of",))):
+        text = "".join(json.dumps(row) + "\n" for row in rows[:count])
+        trace = read(tmp_path, "t", "jsonl", text)
+        assert len(trace.remarks) == len(remarks)
+        assert all(map(str.startswith, trace.remarks, remarks))
+
+
 def test_whole_seconds_of_burstgpt_are_seconds(tmp_path) -> None:
     rows = [(5 * at, 7, 8) for at in range(30)]
     text = write_csv("Timestamp,Request tokens,Response tokens", rows)

@@ -5,6 +5,7 @@ so nothing about them is certain. What can be read in one way only is read; what
 remark of the trace; the rest is an error with line, value and remedy.
 """
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,7 @@ _TEXTS = list_words(
     """
 )
 _SUMMARIES = ("totalinput", "totaloutput", "inputsequencelength", "outputsequencelength", "mean")
-_SHOWN_NAMES = 12
+_SHOWN_NAMES, _SHOWN_MODELS = 12, 3
 
 
 def read_trace(path: Path) -> Trace:
@@ -74,7 +75,8 @@ def read_trace_with_columns(
     prompt_tokens = read_tokens(table, find_tokens(table, *_PROMPT))
     output_tokens = read_tokens(table, find_tokens(table, *_OUTPUT))
     blocks, block_remarks = read_blocks(table, prompt_tokens, _find_published(table))
-    remarks = (*failed.remarks, *arrival_remarks, *_describe_cached(table), *block_remarks)
+    remarks = *failed.remarks, *arrival_remarks, *_describe_cached(table), *block_remarks
+    remarks += _describe_models(table)
     trace = Trace(arrival_ms, prompt_tokens, output_tokens, blocks=blocks, remarks=remarks)
     return trace, [_read_optional_counts(table, names) for names in named]
 
@@ -167,6 +169,17 @@ def _describe_cached(table: RequestTable) -> list[str]:
         for path in (field.path for field in table.select(FieldRole.PROMPT))
         if (names := [each.path for each in select_cached(table, path)])
     ]
+
+
+def _describe_models(table: RequestTable) -> tuple[str, ...]:
+    """A remark where requests of several models count as one's traffic."""
+    for field in table.select(FieldRole.MODEL):
+        counts = Counter(str(cell) for cell in table.cells[field.path] if cell not in (None, ""))
+        if len(counts) > 1:
+            most = (f"{format_value(name)} {n:,}" for name, n in counts.most_common(_SHOWN_MODELS))
+            which = f"{field.path} names {len(counts)} models ({', '.join(most)})"
+            return (f"{which}: requests of all count; keep those of one",)
+    return ()
 
 
 def _read_optional_counts(table: RequestTable, names: tuple[str, ...]) -> NDArray[np.int64] | None:

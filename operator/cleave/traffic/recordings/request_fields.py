@@ -35,6 +35,8 @@ class FieldRole(Enum):
     TOKEN_UNIT = auto()
     REQUESTS = auto()
     """How many requests a line sums up."""
+    MODEL = auto()
+    """Which model the request was for."""
     HASHES = auto()
     BLOCK_TOKENS = auto()
     OTHER = auto()
@@ -152,6 +154,7 @@ _REQUESTS_NAMES = list_words(
     successfulrequests
     """
 )
+_MODEL_NAMES = list_words("model modelname modelid requestmodel genairequestmodel")
 _ROLES = {
     **dict.fromkeys(PROMPT_NAMES, FieldRole.PROMPT),
     **dict.fromkeys(OUTPUT_NAMES, FieldRole.OUTPUT),
@@ -160,6 +163,7 @@ _ROLES = {
     **dict.fromkeys(_ERROR_NAMES, FieldRole.ERROR),
     **dict.fromkeys(_SUCCESS_NAMES, FieldRole.SUCCESS),
     **dict.fromkeys(_REQUESTS_NAMES, FieldRole.REQUESTS),
+    **dict.fromkeys(_MODEL_NAMES, FieldRole.MODEL),
     "hashids": FieldRole.HASHES,
     "hashblocktokens": FieldRole.BLOCK_TOKENS,
 }
