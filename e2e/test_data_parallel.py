@@ -90,7 +90,7 @@ def test_streams_of_all_ranks_go_on_when_one_engine_dies_and_all_are_restarted(
 
         def do_all_answer() -> bool:
             prompts = [f"question {uuid.uuid4()} " * 20 for _ in range(STREAMS)]
-            assert all(pool.map(partial(ask, ranks), prompts))
+            assert all(pool.map(partial(ask, ranks, max_tokens=20), prompts))
             return all(count_answers(ranks).values())
 
         until(do_all_answer, TIMEOUT_S, "all have taken part")

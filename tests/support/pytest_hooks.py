@@ -1,18 +1,23 @@
-"""Hooks of all test runs: one that hangs after its last test ends, and garbage collection costs no
-time.
+"""Hooks of all test runs: one that hangs after its last test ends, and neither garbage collection
+nor the certificates of public servers cost time.
 
 `timeout` in pyproject.toml ends a test that waits in Python, `faulthandler_timeout` one that hangs
 in compiled code or in its cleanup.
 """
 
 import faulthandler
+import functools
 import gc
 import signal
 from collections.abc import Iterator
 
+import httpx._transports.default as transport
 import pytest
 
 _LEAVE_S = 120
+
+# `httpx.get` and its like read all certificates each time: 30 ms of processor time.
+transport.create_ssl_context = functools.cache(transport.create_ssl_context)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As under nohup. Child processes of tests would inherit it and ignore SIGINT.
