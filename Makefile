@@ -17,9 +17,9 @@ LONG_ENGINE_TESTS = e2e/vllm_pair/test_kills.py $(foreach name,cell data_paralle
 ENGINE_TESTS = $(filter-out $(LONG_ENGINE_TESTS),$(wildcard e2e/vllm_pair/test_*.py e2e/test_vllm*.py))
 # Import vLLM, torch or a client's library. One process runs them, after engines: the three that run the
 # others collect all of those, so each would import all of it, 10 s.
-LIBRARIES = ^(import|from) (agents|anthropic|openai|cleave_worker\.vllm)|importorskip\("(torch|vllm)|stolen_credentials
+LIBRARIES = ^(import|from) (agents|anthropic|openai|cleave_worker\.vllm)|mark\.vllm|importorskip\("(torch|vllm)|stolen_credentials
 LIBRARY_FOLDERS = tests/worker/profiler tests/worker/transfer
-LIBRARY_TESTS = $(LIBRARY_FOLDERS) $(filter-out $(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(addsuffix /%,$(LIBRARY_FOLDERS)),$(sort $(shell grep -rlEs '$(LIBRARIES)' e2e tests --include=test_*.py)))
+LIBRARY_TESTS = $(LIBRARY_FOLDERS) $(filter-out $(ENGINE_TESTS) $(LONG_ENGINE_TESTS) $(addsuffix /%,$(LIBRARY_FOLDERS)) e2e/test_cluster%,$(sort $(shell grep -rlEs '$(LIBRARIES)' e2e tests --include=test_*.py)))
 LONG_CLUSTER_TESTS = $(foreach name,models vllm_model weights_kinds,e2e/test_cluster_$(name).py)
 CLUSTER_TESTS = $(filter-out $(LONG_CLUSTER_TESTS),$(wildcard e2e/test_cluster*.py))
 # The others of them run beside these, on a control plane of their own.
