@@ -53,19 +53,18 @@ def test_the_standard_operator_module_is_not_shadowed() -> None:
     assert operator.add(1, 1) == 2
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_every_module_says_what_it_is() -> None:
+    begin = re.compile(r'(#.*\n)*"""')
+    assert [name(path) for path in SOURCES if not begin.match(path.read_text())] == []
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.name == "__init__.py"], ids=name)
-def test_packages_hold_a_docstring_and_nothing_else(path: Path) -> None:
-    assert len(ast.parse(path.read_text()).body) == 1
+def test_packages_hold_a_docstring_and_nothing_else() -> None:
+    packages = [path for path in SOURCES if path.name == "__init__.py"]
+    assert [name(p) for p in packages if len(ast.parse(p.read_text()).body) != 1] == []
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.name != "__init__.py"], ids=name)
-def test_files_stay_one_noun_long(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 600
+def test_files_stay_one_noun_long() -> None:
+    assert [name(path) for path in SOURCES if len(path.read_text().splitlines()) > 600] == []
 
 
 def test_every_documented_module_and_test_exists() -> None:
