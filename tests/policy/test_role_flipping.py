@@ -196,7 +196,7 @@ def test_instances_return_after_a_while_when_flipping_stops() -> None:
     assert role_flipping.return_flipped(manager.members, soon + 9e9) == (3, DECODE)
 
 
-@pytest.mark.parametrize("period_s", [1, 2, 3, 5, 8, 13, 30, 60, 120, 300, 600])
+@pytest.mark.parametrize("period_s", [1, 3, 8, 30, 120, 600])
 @pytest.mark.parametrize("side", [0, 1])
 def test_square_waves_of_any_period_do_not_make_it_flap(period_s: int, side: int) -> None:
     manager = Manager(fleet())

@@ -132,29 +132,30 @@ async def test_every_pair_is_proven_and_the_agents_of_decode_instances_keep_it(
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"),
+    ("fleet", "fault", "kind"),
     [
-        (PairFault.EMPTY, "bytes"),
-        (PairFault.LOST, "bytes"),
-        (PairFault.LAYOUT, "tokens"),
-        (PairFault.STALE, "tokens"),
-        (PairFault.SWAPPED, "tokens"),
+        (SIXTEEN, PairFault.EMPTY, "bytes"),
+        (FOUR, PairFault.LOST, "bytes"),
+        (SIXTEEN, PairFault.LAYOUT, "tokens"),
+        (FOUR, PairFault.STALE, "tokens"),
+        (FOUR, PairFault.SWAPPED, "tokens"),
     ],
 )
-async def test_one_bad_pair_of_sixteen_is_taken_out_and_comes_back(
-    make_fleet, emulate, fault: PairFault, kind: str
+async def test_one_bad_pair_is_taken_out_and_comes_back(
+    make_fleet, emulate, fleet: dict[str, str], fault: PairFault, kind: str
 ) -> None:
-    stage, engines = await make_fleet(SIXTEEN, recomputes=True)
-    engines["d2"].engine.faults.pairs = {"boot-p1": fault}
+    stage, engines = await make_fleet(fleet, recomputes=True)
+    num_pairs = (len(fleet) // 2) ** 2
+    engines["d1"].engine.faults.pairs = {"boot-p1": fault}
     async with witnessed(stage):
         await stage.until(lambda: failed(stage), "the fault is found")
-        await stage.until(lambda: len(trusts(stage)) == 16, "all pairs are tested")
-        assert failed(stage) == {"p1-d2"} <= closed(stage)
+        await stage.until(lambda: len(trusts(stage)) == num_pairs, "all pairs are tested")
+        assert failed(stage) == {"p1-d1"} <= closed(stage)
         assert stage.context.metrics.canaries[kind] >= 2
         served = await ask_all(stage, emulate)
-        assert "p1-d2" not in served
-        engines["d2"].engine.faults.clear()
-        await stage.until(lambda: "p1-d2" not in closed(stage), "the pair is back")
+        assert "p1-d1" not in served
+        engines["d1"].engine.faults.clear()
+        await stage.until(lambda: "p1-d1" not in closed(stage), "the pair is back")
 
 
 async def test_a_handoff_that_hangs_takes_its_pair_out_and_frees_the_prefill_engine(
