@@ -141,6 +141,16 @@ async def idle(target: Target, reader: asyncio.StreamReader, _: asyncio.StreamWr
     await _hold(target, reader)
 
 
+async def idle_with_key(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Silent, but for a request on each fifth connection, so that this address stays known."""
+    if writer.get_extra_info("sockname")[1] % 5:
+        await _hold(target, reader)
+    writer.write(_post(target, b"/v1/completions", b'{"model":"x","prompt":"a"}'))
+    await _read_answer(reader)
+
+
 def send_body(body: bytes, path: bytes = b"/v1/completions") -> Act:
     """The same request, whole, again and again."""
 
@@ -300,6 +310,12 @@ ATTACKS = {
     "keyless": Attack("64 clients without a key, request after request", 64, send_without_key),
     "idle": Attack("17,000 silent connections of one address", 17_000, idle),
     "idle-many": Attack("17,000 silent connections of 64 addresses", 17_000, idle, MANY_ADDRESSES),
+    "idle-key": Attack(
+        "2,000 silent ones and few requests with a key, 1,000 descriptors",
+        2_000,
+        idle_with_key,
+        open_files=1_000,
+    ),
     "prompts": Attack(
         "16 MiB of prompts", 1, send_body(_full(_MODEL + b'"prompt":["a"', b',""', b"]}"))
     ),

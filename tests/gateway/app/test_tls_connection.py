@@ -398,7 +398,7 @@ async def test_handshakes_of_a_client_with_credit_are_not_closed_for_others(smal
     stage = small_stage
     context, fits = stage.context, (1 << 20) // HANDSHAKE_BYTES
     for _ in range(3):
-        context.address_debts.settle("127.0.0.1")
+        context.address_debts.add("127.0.0.1", -SETTLED)
     own, others = [await stage.connect() for _ in range(3)], []
     for client in own[:2]:
         client.writer.write(FIRST_BYTES)

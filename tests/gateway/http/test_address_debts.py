@@ -3,37 +3,60 @@
 from cleave.gateway.http.address_debts import (
     HALVING_S,
     MAX_ADDRESSES,
+    MAX_AWAITED,
     MAX_CREDIT,
     SETTLED,
     AddressDebts,
 )
 
 
+def settle(debts: AddressDebts, address: str) -> None:
+    debts.expect_request(address)
+    debts.settle(address)
+
+
 def test_a_request_with_a_key_settles_a_connection_and_its_handshake() -> None:
     debts = AddressDebts(lambda: 0.0)
     for address in ("paid", "unpaid"):
         debts.add(address, 4)
-    debts.settle("paid")
+    settle(debts, "paid")
     assert (debts.get("paid"), debts.get("unpaid"), debts.get("other")) == (4 - SETTLED, 4, 0)
     assert debts.has_credit("paid")
     assert not debts.has_credit("unpaid")
     assert not debts.has_credit("other")
     for _ in range(MAX_CREDIT):
-        debts.settle("paid")
+        settle(debts, "paid")
     assert debts.get("paid") == -MAX_CREDIT
 
 
 def test_any_number_of_addresses_takes_bounded_memory_and_leaves_credit() -> None:
     now = 0.0
     debts = AddressDebts(lambda: now)
-    debts.settle("known")
+    settle(debts, "known")
     for number in range(3 * MAX_ADDRESSES):
         debts.add(str(number), 1)
         assert len(debts._debts) <= MAX_ADDRESSES
     assert debts.has_credit("known")
     for number in range(3 * MAX_ADDRESSES):
-        debts.settle(str(number))
+        settle(debts, str(number))
         assert len(debts._debts) <= MAX_ADDRESSES
     now = HALVING_S + 1
     debts.add("x", 1)
     assert debts.get(str(number)) == -SETTLED // 2
+
+
+def test_credit_counts_for_few_silent_connections() -> None:
+    """A request now and then would make any number of them places that are never given up."""
+    debts = AddressDebts(lambda: 0.0)
+    settle(debts, "a")
+    for _ in range(MAX_AWAITED + 1):
+        assert debts.has_credit("a")
+        debts.expect_request("a")
+    assert not debts.has_credit("a")
+    settle(debts, "b")
+    assert debts.has_credit("b"), "each address by itself"
+    debts.forget("a")
+    assert debts.has_credit("a")
+    for _ in range(MAX_AWAITED):
+        debts.forget("a")
+    assert not debts._awaited

@@ -57,7 +57,7 @@ async def test_an_address_that_owes_nothing_goes_before_many_that_do() -> None:
 async def test_who_has_credit_goes_first_and_each_turn_is_a_debt() -> None:
     debts = AddressDebts(time.monotonic)
     turns, done = HandshakeTurns(0.5, time.monotonic, debts), []
-    debts.settle("known")
+    debts.add("known", -SETTLED)
     for _ in range(50):
         for address in ("a", "b", "known"):
             turns.add(Computing(address, done), address, has_begun=False)

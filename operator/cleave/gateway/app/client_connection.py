@@ -136,6 +136,8 @@ class ClientConnection(asyncio.Protocol):
         """Of the client, as it counts."""
         self.has_settled = limiter is context.internal_limiter
         """Whether it has sent a request to an engine, with a key; on the internal port always."""
+        self._is_awaited = False
+        """Whether it counts as one that is still to send such a request."""
         self._takes_turns = False
         """Whether it has sent a request, and has not settled: it may do so thousands of times."""
 
@@ -152,9 +154,12 @@ class ClientConnection(asyncio.Protocol):
         self._context.clients.add(self)
         self.address = get_address_group(transport.get_extra_info("peername"))
         weight = transport.get_extra_info("weight", CONNECTION_BYTES)
-        is_known = self._is_awaited()
+        debts = self._context.address_debts
+        is_known = not self.has_settled and debts.has_credit(self.address)
         if not self.has_settled:
-            self._context.address_debts.add(self.address, 1)
+            debts.add(self.address, 1)
+            debts.expect_request(self.address)
+            self._is_awaited = True
         if not self._limiter.admit(self, self.address, weight, is_known=is_known):
             transport.abort()
 
@@ -179,6 +184,8 @@ class ClientConnection(asyncio.Protocol):
         del exc
         self._context.clients.discard(self)
         self._limiter.remove(self)
+        if self._is_awaited:
+            self._context.address_debts.forget(self.address)
         self._context.keyless_turns.remove(self)
         self._context.client_turns.remove(self)
         self._reader.close()
@@ -313,7 +320,7 @@ class ClientConnection(asyncio.Protocol):
 
     def settle_debt(self) -> None:
         """Its first request with a key has come."""
-        self.has_settled, self._takes_turns = True, False
+        self.has_settled, self._takes_turns, self._is_awaited = True, False, False
         self._context.address_debts.settle(self.address)
 
     def count_wrong_key(self) -> bool:
@@ -368,10 +375,8 @@ class ClientConnection(asyncio.Protocol):
             return math.inf
         if self._reader.reading_body:
             return self._request_started_at
-        return math.inf if self._is_awaited() else self._idle_since
-
-    def _is_awaited(self) -> bool:
-        return not self.has_settled and self._context.address_debts.has_credit(self.address)
+        is_known = self._is_awaited and self._context.address_debts.has_credit(self.address)
+        return math.inf if is_known else self._idle_since
 
     def is_receiving(self) -> bool:
         """Whether a part of a request has come, and not all of it."""

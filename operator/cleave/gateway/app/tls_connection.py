@@ -98,6 +98,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             # Each counts by itself: a client that connects often takes more than each of thousands.
             address = str(peer)
         context.clients.add(self)
+        context.address_debts.expect_request(self._address)
         if not (
             context.handshake_limiter.admit(self, address, CONNECTION_BYTES)
             and context.client_limiter.admit(self, address, CONNECTION_BYTES)
@@ -345,7 +346,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _end_handshake(self) -> None:
         context = self._context
-        context.clients.discard(self)
+        if self not in context.clients:
+            return
+        context.clients.remove(self)
+        context.address_debts.forget(self._address)
         context.handshake_limiter.remove(self)
         context.client_limiter.remove(self)
 

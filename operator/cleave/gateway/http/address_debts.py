@@ -11,6 +11,9 @@ SETTLED = 6
 """A connection counts 1 and its handshake 2 or 3, so that who settles has credit ..."""
 MAX_CREDIT = 32
 """... of so much."""
+MAX_AWAITED = 16
+"""With more connections that have led to nothing, credit does not count: else one key would be
+enough to take all places with silent ones."""
 HALVING_S = 60.0
 """Debt and credit are halved so often."""
 MAX_ADDRESSES = 4_096
@@ -25,6 +28,8 @@ class AddressDebts:
         self._clock = clock
         self._debts: dict[str, int] = {}
         """Negative: credit."""
+        self._awaited: dict[str, int] = {}
+        """Open connections that have led to nothing yet."""
         self._halved_at = clock()
 
     def get(self, address: str) -> int:
@@ -32,11 +37,25 @@ class AddressDebts:
         return self._debts.get(address, 0)
 
     def has_credit(self, address: str) -> bool:
-        """Whether its requests have settled more than its connections have cost."""
-        return self._debts.get(address, 0) < 0
+        """Whether its requests have settled more than its connections have cost, and few of these
+        are still to send one."""
+        return self._debts.get(address, 0) < 0 and self._awaited.get(address, 0) <= MAX_AWAITED
+
+    def expect_request(self, address: str) -> None:
+        """A connection, or its handshake, begins; `forget` or `settle` follows."""
+        self._awaited[address] = self._awaited.get(address, 0) + 1
+
+    def forget(self, address: str) -> None:
+        """A connection ends without a request, or its handshake has ended."""
+        left = self._awaited[address] - 1
+        if left:
+            self._awaited[address] = left
+        else:
+            del self._awaited[address]
 
     def settle(self, address: str) -> None:
-        """A new connection of this address has sent a request with a key."""
+        """A connection has sent a request with a key."""
+        self.forget(address)
         self.add(address, -SETTLED)
 
     def add(self, address: str, cost: int) -> None:
