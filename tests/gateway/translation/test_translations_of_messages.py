@@ -178,7 +178,7 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
     ("fields", "path"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": "9"}, "max_tokens"),
+        ({"max_tokens": "9a"}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
@@ -236,6 +236,14 @@ def test_braces_in_texts_are_no_objects() -> None:
     text = "{" * 200_000
     chat = translate(messages=[{"role": "user", "content": text}])
     assert chat["messages"] == [{"role": "user", "content": text}]
+
+
+def test_whole_numbers_may_be_written_as_engines_take_them() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2000.0}
+    for limit in (4096.0, "4096"):
+        chat = translate(max_tokens=limit, thinking=thinking)
+        assert (chat["max_completion_tokens"], chat["reasoning_effort"]) == (4096, "low")
+    assert refuse(max_tokens=4.5).param == "max_tokens"
 
 
 def test_tokens_are_counted_with_the_tools() -> None:

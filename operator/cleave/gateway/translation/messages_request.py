@@ -118,7 +118,9 @@ class OutputConfig(msgspec.Struct, gc=False):
 _BLOCKS, _SOURCES = ObjectReader(Block), ObjectReader(ImageSource)
 _TURNS = ObjectReader(ConversationTurn)
 _OUTPUT_CONFIG = msgspec.json.Decoder(OutputConfig)
-_THINKING: msgspec.json.Decoder[Thinking | None] = msgspec.json.Decoder(Thinking | None)
+_THINKING: msgspec.json.Decoder[Thinking | None] = msgspec.json.Decoder(
+    Thinking | None, strict=False
+)
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TOOL_CHOICE: msgspec.json.Decoder[MessagesToolChoice | None] = msgspec.json.Decoder(
     MessagesToolChoice | None

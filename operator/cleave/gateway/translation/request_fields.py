@@ -62,7 +62,8 @@ EMPTY_TEXT = msgspec.Raw(b'""')
 _FAULTS = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 
 FLAG = msgspec.json.Decoder(bool)
-INTEGER = msgspec.json.Decoder(int)
+INTEGER = msgspec.json.Decoder(int, strict=False)
+"""As vLLM reads one: 4.0 and "4" are, 4.5 is not."""
 TEXT = msgspec.json.Decoder(str)
 TEXTS = msgspec.json.Decoder(list[str])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
