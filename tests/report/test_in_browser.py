@@ -50,17 +50,23 @@ class Opened:
 
 
 @pytest.fixture
-def file(tmp_path: Path, study: LoadStudy) -> Path:
-    path = tmp_path / "report.html"
+def file(tmp_path_factory: pytest.TempPathFactory, study: LoadStudy) -> Path:
+    path = tmp_path_factory.getbasetemp() / "report.html"
     path.write_text(render_page(study), encoding="utf-8")
     return path
 
 
+@pytest.fixture(scope="module")
+def opened_pages() -> dict[Path, Opened]:
+    return {}
+
+
 @pytest.fixture
-def opened(browser: Browser, file: Path) -> Iterator[Opened]:
-    each = Opened(browser, file)
-    yield each
-    each.context.close()
+def opened(browser: Browser, file: Path, opened_pages: dict[Path, Opened]) -> Opened:
+    """The page, opened once: drawing it takes 5 s. Tests leave its figures as they were."""
+    if file not in opened_pages:
+        opened_pages[file] = Opened(browser, file)
+    return opened_pages[file]
 
 
 def test_the_page_opens_offline_asks_for_nothing_and_complains_of_nothing(opened, file) -> None:
