@@ -55,7 +55,7 @@ TICKS_PER_CLIENT_CYCLE = 20
 MIN_CLIENTS_PER_TICK = 64
 FILE_CHECK_INTERVAL_S = 5.0
 BACKLOG = 4_096
-ACCEPTS_PER_TURN = 8
+ACCEPTS_PER_TURN = 4
 """Of the event loop, which accepts one connection at a time from each listening descriptor: with
 one of them, a flood of connections makes others wait for many turns to be accepted."""
 
