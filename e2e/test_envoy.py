@@ -286,7 +286,10 @@ def test_when_an_instance_dies_the_gateway_takes_over(tmp_path: Path) -> None:
         url = f"{stage.envoy.url}/v1/completions"
         assert httpx.post(url, json=PROMPT, timeout=30).status_code == 200
         (instance,) = stage.deployment.instances()
-        stage.deployment.engine(instance).kill()
+        engine = stage.deployment.engine(instance)
+        engine.kill()
+        # Envoy repeats no request that it has sent over a connection that ends.
+        engine.wait(60)
         answer = httpx.post(url, json=PROMPT, timeout=150)
         assert answer.status_code == 200, answer.text
         until(stage.is_empty, 60, "everything has left the books")
