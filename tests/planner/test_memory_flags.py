@@ -176,7 +176,7 @@ def test_limits_of_steps_are_those_of_the_arguments() -> None:
     engine = build_decode(problem, candidate).engine
     limits = engine.max_num_seqs, engine.max_num_batched_tokens, engine.kv_block_size
     assert limits == (48, 4000, 32)
-    (placement,) = colocated._list_coarse(problem, [candidate])
+    (placement,) = colocated.list_instances(problem, [candidate])
     assert batch_limits.list_variants(placement) == []
 
 

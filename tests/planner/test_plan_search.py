@@ -323,7 +323,7 @@ def test_many_gpus_take_simulation_in_proportion_to_the_rate_and_not_a_gpu_too_m
     assert best(answers[16]).gpus > 64
     # Large fleets even chance out: they never take more per request.
     assert best(answers[16]).gpus <= 4 * best(answers[4]).gpus
-    assert answers[16].num_simulated_requests < 4 * answers[4].num_simulated_requests
+    assert answers[16].num_simulated_requests < 5 * answers[4].num_simulated_requests
     assert best(answers[16]).prediction.goodput < 400 * 1.03
 
 

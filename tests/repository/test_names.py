@@ -77,7 +77,7 @@ notify number observe open optimize order pack pair parse patch pause peek pick 
 predict preempt prefer prefers prefill prepare prepend print probe process profile promote propose
 provision proxy prune publish pull push query raise rank read reap rebuild receive reclaim
 recompute reconcile record reduce refer refit refresh refuse register reject rejects renew
-release relist reload remove render replace replicate report repurpose request requeue require
+release relist reload remove render replace report repurpose request requeue require
 resample reserve reset resign resize resolve respond restart restore restrict resume resync retain
 retire retry return review revise rewrite rotate round route run sample sanitize save scale
 scan schedule score scrape select send separate serve serves set settle share shorten should

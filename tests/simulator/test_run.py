@@ -318,7 +318,7 @@ def test_a_request_that_fits_no_memory_is_left_out_and_the_others_are_served() -
 def test_measuring_gives_what_simulating_gives() -> None:
     trace = draw_trace(300, 6)
     prepared = prepare_fleet(disaggregated())
-    ttft, tpot, num_arrived = measure_latencies(prepared, trace)
+    ttft, tpot, num_arrived, _ = measure_latencies(prepared, trace)
     outcome = simulate(prepared, trace)
     assert (ttft == outcome.ttft_ms).all()
     assert (tpot == outcome.tpot_ms).all()

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from cleave.api.role import Role
 from cleave.perf.latency_correction import NO_CORRECTION, Correction, apply_correction
 from cleave.planner import plan_search
+from cleave.planner.plan import EMULATED_GPU, PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.replan.replay import RunningPlan, build_fleet, build_placement
 from cleave.planner.replan.revision import (
@@ -22,6 +24,18 @@ from tests.support.emulated_chat import chat
 from tests.support.traffic_windows import observe
 
 MIN_REQUESTS, MIN_S = 3_000, 250.0
+TWO_PAIRS = RunningPlan(
+    (
+        PlannedPool(
+            Role.PREFILL, 2, gpu=EMULATED_GPU, batching="VLLM", max_num_batched_tokens=8192
+        ),
+        PlannedPool(Role.DECODE, 2, gpu=EMULATED_GPU, batching="VLLM", max_num_seqs=1024),
+    ),
+    "Algorithm 1",
+    whole_below_tokens=512,
+)
+"""Larger than the plan for `ask("Always")`: full at 18 req/s; decode instances take short prompts.
+"""
 
 
 def ask(disaggregation: str = "Auto", rate: float = 12.0, **spec) -> Problem:

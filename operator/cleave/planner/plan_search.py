@@ -13,9 +13,10 @@ from cleave.api.engine import Connector
 from cleave.api.planning import Affinity, Objective
 from cleave.perf.hardware.memory import NO_ROOM
 from cleave.planner.placement import PlanError
-from cleave.planner.plan import PlanningResult, PlanVerdict
+from cleave.planner.plan import PlanningResult, PlanVerdict, ReuseWorth
 from cleave.planner.problem import Problem
 from cleave.planner.result import md1, verdict
+from cleave.planner.result.margins import list_close_calls
 from cleave.planner.result.nearest_slo import find_nearest_slo
 from cleave.planner.result.prediction import PredictedPlan, predict
 from cleave.planner.result.reuse import compare_with_blind, estimate_host_memory
@@ -25,7 +26,6 @@ from cleave.planner.search import affinity, enumeration
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     build_cell,
-    find_needed_connector,
     is_one_pod,
     to_planned_pools,
 )
@@ -43,9 +43,6 @@ from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
 
 PlanProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, total steps and a text for the current step."""
-
-_MAX_DISAGGREGATED = 3
-"""Number of disaggregated placements that are predicted in long trials."""
 
 
 @dataclass(slots=True)
@@ -87,15 +84,9 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         switch_ms = _compute_switch_tpot_ms(search, ranking)
         reason = verdict.explain_selection(problem, ranking, choice.reason)
         change = verdict.describe_runner_up(problem, ranking, switch_ms)
-        warnings = *verdict.list_margin_warnings(problem, ranking), *warnings
-        if problem.demand.has_reuse:
-            blind = _find_smallest_blind(search, feasible, ranking.ordered[0].placement)
-            pools = None if blind is None else to_planned_pools(blind)
-            best, has_own = ranking.ordered[0], problem.policies.kv_offloading_gib is not None
-            host_memory = None
-            if not has_own:
-                host_memory = estimate_host_memory(best.placement, best.trace, best.span.warmup)
-            reuse = compare_with_blind(plans[0], pools, host_memory, has_host_memory=has_own)
+        best = ranking.ordered[0]
+        warnings = *list_close_calls(problem, best, search.close_calls), *warnings
+        reuse = _explain_reuse(search, feasible, best) if problem.demand.has_reuse else None
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],
@@ -109,6 +100,18 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         elapsed_s=time.perf_counter() - started,
         reuse=reuse,
     )
+
+
+def _explain_reuse(
+    search: SearchContext, feasible: Sequence[Candidate], best: PredictedPlan
+) -> ReuseWorth:
+    """What prompts that repeat save the selected plan."""
+    blind = _find_smallest_blind(search, feasible, best.placement)
+    pools = None if blind is None else to_planned_pools(blind)
+    has_own, host_memory = search.problem.policies.kv_offloading_gib is not None, None
+    if not has_own:
+        host_memory = estimate_host_memory(best.placement, best.trace, best.span.warmup)
+    return compare_with_blind(best.plan, pools, host_memory, has_host_memory=has_own)
 
 
 def list_feasible(problem: Problem) -> tuple[Candidate, ...]:
@@ -148,7 +151,7 @@ def _find_smallest_blind(
     of the time of a plan: the search's own trials are enough to compare sizes."""
     problem = replace(search.problem, demand=search.problem.demand.without_reuse())
     trials = Trials(problem.demand, problem.seed, tally=search.trials.tally)
-    blind = replace(search, problem=problem, trials=trials)
+    blind = replace(search, problem=problem, trials=trials, close_calls=[])
     blind.tick("what reuse is worth")
     chosen = affinity.choose_affinity(blind, feasible).affinity
     options = _list_options(blind, feasible, chosen)
@@ -191,29 +194,11 @@ def _explain_no_candidate(problem: Problem) -> str:
 
 
 def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> list[PredictedPlan]:
-    """Predict the most promising placements, the best of each kind among them."""
+    """Predict all placements, those that need least first."""
     get_resources = search.get_resources
     ordered = sorted(options, key=lambda each: (not each.holds_rate, get_resources(each.placement)))
-    disaggregated = [each for each in ordered if each.placement.is_disaggregated]
-    if disaggregated:
-        max_resources = enumeration.MAX_RESOURCE_RATIO * get_resources(disaggregated[0].placement)
-        # Cells over NIXL are compared with the best plan without them, at any number of GPUs.
-        needed = [find_needed_connector(search.problem, each.placement) for each in disaggregated]
-        first_of_kind = {needed.index(each) for each in set(needed)}
-        disaggregated = [
-            each
-            for i, each in enumerate(disaggregated)
-            if i in first_of_kind
-            or (i < _MAX_DISAGGREGATED and get_resources(each.placement) <= max_resources)
-        ]
-    # Of each GPU type: users compare the machines that they have.
-    colocated: dict[str, PlacementOption] = {}
-    for each in ordered:
-        if not each.placement.is_disaggregated:
-            supply = each.placement.groups[0].instance.candidate.supply
-            colocated.setdefault(supply.gpu, each)
     finalists = []
-    for each in (*disaggregated, *colocated.values()):
+    for each in ordered:
         search.tick("predictions")
         long = search.with_precision(CONFIRMATION_PRECISION)
         finalists.append(predict(long, each.placement, each.algorithm))

@@ -152,10 +152,16 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     if not _has_room(state, i, s, r, cached + count):
         return False
     _pop_waiting(state, i, queue)
-    inst.running += 1
+    _count_running(state, i)
     _take_cached(state, i, r, cached, now)
     _add_chunk(state, i, s, r, count, now, begin)
     return True
+
+
+def _count_running(state: State, i: int) -> None:
+    inst = get_instance(state, i)
+    inst.running += 1
+    inst.running_peak = max(inst.running_peak, inst.running)
 
 
 def _batch_prompts(state: State, i: int, s: int, now: float, begin: float) -> bool:
@@ -201,7 +207,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
         if not _has_room(state, i, s, r, request.to_compute):
             break
         _pop_waiting(state, i, queue)
-        inst.running += 1
+        _count_running(state, i)
         _take_cached(state, i, r, cached, now)
         _add_chunk(state, i, s, r, count, now, begin)
 
@@ -282,7 +288,7 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
     r = pop(state, state.num_instances + i)
     inst.pulling -= 1
     request = get_request(state, r)
-    inst.running += 1
+    _count_running(state, i)
     if has_caches() and request.computed < request.to_compute and _computes(state, i, r):
         left = inst.max_tokens - slot.tokens - slot.rows
         count = compute_chunk_size(request.to_compute - request.computed, left)

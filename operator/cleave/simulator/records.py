@@ -154,8 +154,8 @@ INSTANCE = _build_dtype(
     # late: number of requests at the end of its queue that IN_TIME has deferred; last_in_time: the
     # last request before them, NONE if there is none.
     "first_slot in_flight oldest newest partial free running pulling window late last_in_time "
-    "kv_tokens kv_peak iterations decode_iterations batch_peak prompt_tokens decode_tokens "
-    "preemptions",
+    "kv_tokens kv_peak iterations decode_iterations batch_peak running_peak "
+    "prompt_tokens decode_tokens preemptions",
 )
 """One instance."""
 

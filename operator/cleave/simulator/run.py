@@ -47,8 +47,11 @@ class Latencies(NamedTuple):
     tpot_ms: Times
     num_arrived: int
     """Requests that the simulation reached."""
+    running_peaks: tuple[int, int, int]
+    """Most requests that ran on a prefill, a decode and a mixed instance at once."""
 
 
+_ROLES = (records.PREFILL, records.DECODE, records.MIXED)
 _MAX_EVENTS_PER_TOKEN = 64
 """A simulation that needs more thrashes: requests preempt each other and never end."""
 
@@ -73,7 +76,11 @@ def measure_latencies(
     first = requests["first_token"]
     gaps = np.maximum(requests["output"] - 1, 1)
     tpot_ms = (requests["end"] - first) / gaps
-    return Latencies(first - requests["arrival"], tpot_ms, int(state["num_arrived"][0]))
+    peaks = np.zeros(3, np.int64)
+    np.maximum.at(peaks, arrays["instances"]["role"], arrays["instances"]["running_peak"])
+    prefill, decode, mixed = (int(peaks[role]) for role in _ROLES)
+    ttft_ms, num_arrived = first - requests["arrival"], int(state["num_arrived"][0])
+    return Latencies(ttft_ms, tpot_ms, num_arrived, (prefill, decode, mixed))
 
 
 def is_compiled(has_blocks: bool = False) -> bool:

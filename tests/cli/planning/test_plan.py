@@ -154,7 +154,7 @@ def test_cells_that_are_one_pod_are_planned_without_a_named_connector(cli, file)
     document = yaml.safe_load(MANIFEST)
     document["spec"] |= {
         "model": "meta-llama/Llama-3.1-8B",
-        "slo": {"ttftMs": 400, "tpotMs": 12},
+        "slo": {"ttftMs": 400, "tpotMs": 7.1},
         "workload": {"rate": 12, "promptTokens": {"mean": 4000}, "outputTokens": {"mean": 300}},
         "engine": {"type": "vLLM"},
     }

@@ -93,7 +93,7 @@ SLOW = Cluster.model_validate(
 )
 LONG_PROMPTS = {
     "model": {"source": "meta-llama/Llama-3.1-8B"},
-    "slo": {"ttftMs": 400, "tpotMs": 12},
+    "slo": {"ttftMs": 400, "tpotMs": 7},
     "workload": {"rate": 12, "promptTokens": {"mean": 4000}, "outputTokens": {"mean": 300}},
 }
 

@@ -13,7 +13,7 @@ from cleave.policy.role_flipping import build_thresholds
 from cleave.traffic.conversations import Conversations
 from cleave.traffic.refit import to_demand
 
-from tests.support.simulated_traffic import Play, ask
+from tests.support.simulated_traffic import TWO_PAIRS, Play, ask
 
 
 def assess_play(play: Play, **more) -> ModelAssessment:
@@ -54,8 +54,7 @@ def test_a_wrong_model_is_reported_and_corrected_at_the_first_review(
 
 
 def test_short_prompts_on_decode_instances_do_not_look_like_fast_prefill_instances() -> None:
-    play = Play(ask("Always"))
-    assert play.running.whole_below_tokens > 0
+    play = Play(ask("Always"), running=TWO_PAIRS)
     windows = play.serve()
     problem = replace(play.problem, demand=to_demand(windows).with_max_model_len(2048))
     assert assess(problem, play.running, windows).correction == NO_CORRECTION
@@ -84,7 +83,7 @@ def test_part_of_a_window_is_simulated_where_its_prompts_have_too_many_blocks(mo
 
 
 def test_each_figure_is_shown_with_its_error() -> None:
-    play = Play(ask("Always"), Correction(2.0, 1.0))
+    play = Play(ask("Always"), Correction(2.0, 1.0), running=TWO_PAIRS)
     found = assess_play(play)
     ttft, tpot = found.comparisons[:2], found.comparisons[2:]
     assert [each.name for each in found.comparisons] == [
@@ -105,7 +104,7 @@ def test_where_decode_is_overloaded_prefill_is_left_alone() -> None:
 
 
 def test_queues_of_an_overload_that_was_foreseen_are_no_error_of_the_model() -> None:
-    play = Play(ask("Always"))
+    play = Play(ask("Always"), running=TWO_PAIRS)
     found = assess_play(play, demand=play.problem.demand.with_rate(40.0))
     assert found.attainment < 0.5
     assert found.holds
@@ -154,7 +153,7 @@ def test_latencies_beside_a_batch_say_nothing_of_the_model() -> None:
 @pytest.mark.parametrize("start_s", [0.0, 5.0, 10.0, 15.0])
 def test_reviews_near_saturation_stay_where_they_are_right(start_s: float) -> None:
     """Decode instances are full for a while and free again: that is no error of prompts' times."""
-    play = Play(ask("Always"), correction=Correction(1.3, 1.3), now_s=start_s)
+    play = Play(ask("Always"), running=TWO_PAIRS, correction=Correction(1.3, 1.3), now_s=start_s)
     for _ in range(3):
         found = assess_play(play, demand=play.problem.demand.with_rate(18.0))
         play.correction = found.correction
@@ -163,7 +162,7 @@ def test_reviews_near_saturation_stay_where_they_are_right(start_s: float) -> No
 
 
 def test_pools_that_lend_are_foreseen_to_lend() -> None:
-    play = Play(ask("Always"))
+    play = Play(ask("Always"), running=TWO_PAIRS)
     windows = play.serve(play.problem.demand.with_rate(24.0))
     problem = replace(play.problem, demand=play.problem.demand.with_rate(24.0))
     lending = replace(play.running, flipping=build_thresholds(800))
@@ -184,9 +183,8 @@ def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(
     lends: bool, rate: float
 ) -> None:
     """Else it would find every plan failing, the one that runs among them, and stay."""
-    play = Play(ask("Always"))
+    play = Play(ask("Always"), running=TWO_PAIRS)
     flipping = build_thresholds(800) if lends else None
-    assert play.running.whole_below_tokens > 0
     play.running = replace(play.running, flipping=flipping)
     play.correction = Correction(1.3, 1.3)
     found = assess_play(play, demand=play.problem.demand.with_rate(rate))

@@ -23,7 +23,7 @@ from cleave.traffic.published import get_workload
 from cleave.traffic.refit import RefitError
 from cleave.traffic.workload import build_from_trace
 
-from tests.support.simulated_traffic import Play, ask, count, plan
+from tests.support.simulated_traffic import TWO_PAIRS, Play, ask, count, plan
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_when_traffic_changes_the_plan_follows_and_the_model_stays() -> None:
 
 def test_instances_that_serve_as_well_keep_the_limits_that_they_were_started_with() -> None:
     problem = ask("Always")
-    play = Play(problem)
+    play = Play(problem, running=TWO_PAIRS)
     own = [replace(pool, max_num_seqs=200) for pool in play.running.pools]
     play.running = replace(play.running, pools=tuple(own))
     found = play.look(problem.demand.with_rate(30.0))

@@ -6,7 +6,7 @@ import pytest
 
 from cleave.planner.plan import PlanVerdict
 from cleave.planner.problem import Problem
-from cleave.planner.result import verdict
+from cleave.planner.result import margins, verdict
 from cleave.planner.result.prediction import PredictedPlan, predict
 from cleave.planner.result.verdict import Ranking
 
@@ -41,7 +41,7 @@ def test_a_plan_without_margin_is_said_to_have_none_and_no_lower_rate_needs_more
 ) -> None:
     ranking = Ranking(PlanVerdict.COLOCATE, (with_goodput(finalists[0], goodput), finalists[1]))
     reason = verdict.explain_selection(problem, ranking, "")
-    warnings = list(verdict.list_margin_warnings(problem, ranking))
+    warnings = list(margins.list_close_calls(problem, ranking.ordered[0], []))
     assert f"or above {limit} req/s the" in verdict.describe_runner_up(problem, ranking, None)
     if goodput > 1:
         assert "1M tp1 holds 1.00 req/s" in reason

@@ -3,7 +3,7 @@
 import pytest
 
 from cleave.planner.problem import Policies
-from cleave.planner.search import colocated, goodput, ranking
+from cleave.planner.search import colocated, goodput
 from cleave.planner.search.batch_limits import NUM_BATCHED_TOKENS, NUM_SEQS
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
 from cleave.planner.search.candidates import build_mixed, list_candidates
@@ -40,12 +40,3 @@ def test_every_requested_policy_is_tried() -> None:
         assert rated is not None
         best[policies.mixed] = rated.per_resource
     assert best[paged.mixed] == pytest.approx(max(best[(each,)] for each in paged.mixed), rel=0.02)
-
-
-def test_at_a_low_rate_one_small_instance_is_enough() -> None:
-    problem = known_problems.blog(rate=1.0)
-    rated = colocated.optimize(
-        known_problems.search(problem), list_candidates(problem), ranking.find_smallest
-    )
-    assert rated is not None
-    assert rated.placement.gpus == 1

@@ -153,7 +153,7 @@ class Scripted(Trials):
 
     def measure_shares(self, fleet, rate, targets, span, least=0.0) -> Shares:
         met = 1.0 if any(low <= rate <= high for low, high in self.bands) else 0.0
-        return Shares(met, met, met)
+        return Shares(met, met, met, 0.0, (0, 0, 0))
 
 
 @pytest.mark.parametrize("goodput_", [0.5, 2.0, 2.7, 3.3, 7.0])

@@ -1,12 +1,11 @@
 """Algorithm 1: phases apart, then replicas."""
 
-import math
 from dataclasses import replace
 
 import pytest
 
-from cleave.api.role import Parallelism, Role
-from cleave.planner.search import goodput, high_affinity, ranking
+from cleave.api.role import Role
+from cleave.planner.search import goodput, high_affinity
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.context import SearchContext
@@ -54,15 +53,6 @@ def test_tight_ttft_takes_tensor_parallel_prefill_and_lax_ttft_does_not() -> Non
     assert sizes[1] == 1
 
 
-def test_replicas_are_the_rate_by_the_goodput_of_each_phase_rounded_up() -> None:
-    problem = known_problems.blog(rate=50.0)
-    phases = high_affinity.optimize(known_problems.search(problem), list_candidates(problem))
-    ((prefill, decode),) = high_affinity.list_pairs(problem, phases)
-    draft = high_affinity.replicate(prefill, decode, 50.0)
-    assert draft.count_replicas(Role.PREFILL) == math.ceil(50 / prefill.goodput.rate)
-    assert draft.count_replicas(Role.DECODE) == math.ceil(50 / decode.goodput.rate)
-
-
 def test_a_phase_whose_target_no_instance_meets_has_no_instance() -> None:
     problem = known_problems.blog()
     search = known_problems.search(problem, Targets(400, 5, 0.9))
@@ -88,17 +78,6 @@ def test_different_kinds_of_gpu_are_paired_in_every_way() -> None:
         for pair in pairs
     }
     assert kinds == {("A100", "A100"), ("A100", "H100"), ("H100", "A100"), ("H100", "H100")}
-
-
-def test_at_a_low_rate_small_instances_take_least_even_if_large_ones_serve_more_per_gpu() -> None:
-    problem = known_problems.blog(rate=1.0)
-    search, found = known_problems.search(problem), list_candidates(problem)
-    (efficient,) = high_affinity.optimize(search, found)
-    (least,) = high_affinity.optimize(search, found, ranking.find_smallest)
-    assert least.prefill is not None
-    assert efficient.prefill is not None
-    assert least.prefill.placement.groups[0].instance.candidate.parallelism == Parallelism()
-    assert efficient.prefill.placement.gpus >= least.prefill.placement.gpus
 
 
 def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:

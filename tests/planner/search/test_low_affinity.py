@@ -7,7 +7,7 @@ import pytest
 from cleave.api.engine import Connector
 from cleave.api.role import Parallelism
 from cleave.planner.problem import DISTSERVE_POLICIES, Problem
-from cleave.planner.search import goodput, low_affinity, ranking
+from cleave.planner.search import goodput, low_affinity
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.candidates import Candidate, list_candidates
 from cleave.planner.search.context import SearchContext
@@ -91,15 +91,6 @@ def test_kv_never_crosses_the_network() -> None:
         assert rated is not None
         rates.append(rated.goodput.rate)
     assert rates[0] == rates[1]
-
-
-def test_at_a_low_rate_the_smallest_cell_takes_least() -> None:
-    problem = known_problems.problem(known_problems.chat(rate=1.0))
-    rated = low_affinity.optimize(
-        known_problems.search(problem), list_candidates(problem), ranking.find_smallest
-    )
-    assert rated is not None
-    assert rated.placement.gpus == 2
 
 
 def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:

@@ -1,7 +1,5 @@
 """Branch and bound: what is skipped would not have won."""
 
-import math
-
 import pytest
 
 from cleave.planner.problem import Problem
@@ -45,23 +43,6 @@ def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, floa
     )
 
 
-@pytest.mark.parametrize("rate", [1.0, 7.0, 40.0])
-@pytest.mark.parametrize("slo", SLOS)
-def test_the_fewest_gpus_for_a_rate_are_those_of_an_exhaustive_search(
-    rate: float, slo: tuple[float, float]
-) -> None:
-    problem = known_problems.problem(known_problems.chat(rate))
-    trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
-    search = SearchContext(problem, trials, targets)
-    found = ranking.find_smallest(search, ranking.bound_placements(search, drafts(problem)))
-    rates = everything(problem, trials, targets)
-    least = min(
-        math.ceil(rate / served / 1.01) * draft.gpus for draft, served in rates.items() if served
-    )
-    assert found is not None
-    assert round(rate / found.goodput.rate) * found.placement.gpus == pytest.approx(least, rel=0.02)
-
-
 def test_skipping_saves_most_simulations() -> None:
     problem = known_problems.problem()
     targets = Targets(200, 100, 0.9)
@@ -77,4 +58,3 @@ def test_where_no_draft_meets_the_targets_there_is_no_best() -> None:
     search = known_problems.search(problem, Targets(10, 5, 0.9))
     entries = ranking.bound_placements(search, drafts(problem))
     assert ranking.find_best(search, entries) is None
-    assert ranking.find_smallest(search, entries) is None

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Sequence
 
+from cleave.api.planning import Objective
 from cleave.api.role import Role
 from cleave.perf.estimate import Confidence, LatencySource
-from cleave.planner.plan import Plan, PlannedPool, PlanningResult, PlanVerdict
+from cleave.planner.plan import Plan, PlannedPool, PlanningResult, PlanVerdict, Prediction
 
 VERDICT_TEXTS = {
     PlanVerdict.DISAGGREGATE: "disaggregate",
     PlanVerdict.COLOCATE: "do not disaggregate",
     PlanVerdict.INFEASIBLE: "infeasible",
 }
+_UNITS = {Objective.COST: "US dollars per hour", Objective.POWER: "W"}
 _LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.MIXED: "M"}
 
 
@@ -96,3 +98,21 @@ def _format_error(trust: Confidence) -> str:
     if trust.kind is LatencySource.FITTED:
         return "published, residuals not stated"
     return "never compared with measured steps"
+
+
+def format_interval(prediction: Prediction) -> str:
+    """The confidence interval of a goodput."""
+    low, high = prediction.goodput_interval
+    return f"{format_number(low)}-{format_number(high)} req/s"
+
+
+def format_resources(resources: float, objective: Objective) -> str:
+    """Resources in the unit of the objective."""
+    if objective is Objective.GOODPUT_PER_GPU:
+        return format_gpus(round(resources))
+    return f"{format_number(resources)} {_UNITS[objective]}"
+
+
+def format_gpus(count: int) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"

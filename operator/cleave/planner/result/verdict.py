@@ -7,21 +7,29 @@ disaggregated, and the deployment's connector before another.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cleave.api.deployment import Slo
-from cleave.api.planning import Disaggregation, Objective
+from cleave.api.planning import Disaggregation
 from cleave.planner.plan import NearestSlo, PlanVerdict
 from cleave.planner.problem import Problem
+from cleave.planner.result.margins import has_margin
 from cleave.planner.result.prediction import PredictedPlan
-from cleave.planner.result.text import format_ms, format_number, format_percent, format_plan
+from cleave.planner.result.text import (
+    format_gpus,
+    format_interval,
+    format_ms,
+    format_number,
+    format_percent,
+    format_plan,
+    format_resources,
+)
 from cleave.planner.search.trials import TrialSpan
 from cleave.simulator.outcome import SimulationResult, compute_quantile
 
-_UNITS = {Objective.COST: "US dollars per hour", Objective.POWER: "W"}
 _RELATIVE_TOLERANCE = 1e-6
 
 
@@ -66,10 +74,10 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
     """One sentence: why the selected plan."""
     selected, other = ranking.ordered[0], find_rival(ranking)
     plan = selected.plan
-    holds = "holds" if _has_margin(problem, selected) else "just holds"
+    holds = "holds" if has_margin(problem, selected) else "just holds"
     summary = (
         f"{format_plan(plan)} {holds} {format_number(problem.rate)} req/s with "
-        f"{_format_gpus(plan.gpus)} ({format_percent(plan.prediction.attainment)} of requests in "
+        f"{format_gpus(plan.gpus)} ({format_percent(plan.prediction.attainment)} of requests in "
         "time)"
     )
     if plan.max_model_len is not None:
@@ -111,20 +119,6 @@ def _explain_connector(problem: Problem, ranking: Ranking) -> str | None:
     )
 
 
-def list_margin_warnings(problem: Problem, ranking: Ranking) -> Iterator[str]:
-    """A warning if the selected plan serves the rate in one simulation, and less with other
-    requests."""
-    selected = ranking.ordered[0]
-    if not _has_margin(problem, selected):
-        goodput = format_number(selected.plan.prediction.goodput)
-        yield (
-            f"no margin: over several samples of requests {format_plan(selected.plan)} serves "
-            f"{goodput} req/s ({_format_interval(selected)}, 95 % confidence), below the "
-            f"{format_number(problem.rate)} req/s that are asked for; plan for a higher rate to "
-            "have some"
-        )
-
-
 def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
     """One sentence: why there is no plan, and what SLO is feasible."""
     slo = problem.slo
@@ -137,7 +131,7 @@ def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo |
         f"{format_ms(nearest.tpot_ms)} ({format_number(nearest.scale)} times the "
         f"requested {_name_longer(slo, nearest)}), with {nearest.plan}"
         if nearest
-        else f"no multiple of this SLO was found that {_format_gpus(problem.max_gpus)} "
+        else f"no multiple of this SLO was found that {format_gpus(problem.max_gpus)} "
         "hold at this rate"
     )
     if short := slo.suspicious_targets:
@@ -148,7 +142,7 @@ def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo |
         return f"infeasible: no plan meets {target} at any rate; {would}"
     served = best.plan.prediction.goodput
     return (
-        f"infeasible: {target} is more than {_format_gpus(problem.max_gpus)} serve; "
+        f"infeasible: {target} is more than {format_gpus(problem.max_gpus)} serve; "
         f"{format_plan(best.plan)} serves {format_number(served)} req/s within it; {would}"
     )
 
@@ -163,7 +157,7 @@ def describe_remedies(problem: Problem, ranking: Ranking, nearest: NearestSlo | 
     best = _find_max_goodput(ranking)
     if best is not None and best.plan.prediction.goodput > 0:
         needed = math.ceil(best.plan.gpus * problem.rate / best.plan.prediction.goodput)
-        remedies.append(f"about {_format_gpus(needed)} in the proportion of the best plan")
+        remedies.append(f"about {format_gpus(needed)} in the proportion of the best plan")
         remedies.append(f"a rate of {format_number(best.plan.prediction.goodput)} req/s")
     if not remedies:
         # Neither this SLO at any rate nor any SLO at this rate was found feasible.
@@ -177,8 +171,8 @@ def describe_remedies(problem: Problem, ranking: Ranking, nearest: NearestSlo | 
 def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float | None) -> str:
     """One sentence: the runner-up, and what would make it the selected plan.
 
-    `switch_tpot_ms`: TPOT target from which the best colocated plan needs no more than the selected
-    disaggregated one; None: one of its instances takes more.
+    `switch_tpot_ms`: TPOT target from which instances of the best colocated plan need no more than
+    the selected disaggregated one; None: one of them takes more.
     """
     if len(ranking.ordered) < 2:
         return "there is no other plan that meets this SLO"
@@ -193,7 +187,7 @@ def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float
     if math.isinf(switch_tpot_ms):
         return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
     return (
-        f"{runner_up}; from a TPOT target of {format_ms(switch_tpot_ms)} on it needs "
+        f"{runner_up}; from a TPOT target of {format_ms(switch_tpot_ms)} on its instances need "
         "no more resources"
     )
 
@@ -253,8 +247,8 @@ def _compare(
         return f"the best {kind} serves {served} req/s with all the GPUs it can have"
     if abs(ours - theirs) > _RELATIVE_TOLERANCE * ours:
         return (
-            f"the best {kind} takes {_format_resources(theirs, objective)} instead of "
-            f"{_format_resources(ours, objective)}"
+            f"the best {kind} takes {format_resources(theirs, objective)} instead of "
+            f"{format_resources(ours, objective)}"
         )
     if _is_surely_better(selected, other):
         gain = selected.plan.prediction.goodput / other.plan.prediction.goodput - 1
@@ -265,33 +259,18 @@ def _compare(
     ratio = other.plan.prediction.goodput / selected.plan.prediction.goodput
     return (
         f"either would do: the best {kind} needs as much, and its goodput is within "
-        f"{format_percent(abs(ratio - 1))}: {_format_interval(other)} against "
-        f"{_format_interval(selected)} (95 % confidence)"
+        f"{format_percent(abs(ratio - 1))}: {format_interval(other.plan.prediction)} against "
+        f"{format_interval(selected.plan.prediction)} (95 % confidence)"
     )
-
-
-def _format_interval(finalist: PredictedPlan) -> str:
-    low, high = finalist.plan.prediction.goodput_interval
-    return f"{format_number(low)}-{format_number(high)} req/s"
 
 
 def _format_plan(problem: Problem, finalist: PredictedPlan) -> str:
     plan, objective = finalist.plan, problem.planning.objective
-    taken = _format_resources(finalist.placement.get_resources(objective), objective)
+    taken = format_resources(finalist.placement.get_resources(objective), objective)
     return (
         f"{format_plan(plan)} ({plan.algorithm}, {taken}, "
         f"{format_number(plan.prediction.goodput)} req/s at most)"
     )
-
-
-def _format_resources(resources: float, objective: Objective) -> str:
-    if objective is Objective.GOODPUT_PER_GPU:
-        return _format_gpus(round(resources))
-    return f"{format_number(resources)} {_UNITS[objective]}"
-
-
-def _format_gpus(count: int) -> str:
-    return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
 def _describe_limit(problem: Problem, selected: PredictedPlan) -> str:
@@ -302,11 +281,6 @@ def _describe_limit(problem: Problem, selected: PredictedPlan) -> str:
         f"below a TPOT target of {format_ms(tpot_ms)} or above {format_number(rate)} req/s the "
         "colocated plan needs more GPUs and the choice is open again"
     )
-
-
-def _has_margin(problem: Problem, selected: PredictedPlan) -> bool:
-    """Whether the goodput, which is a mean over several samples, is at least the rate."""
-    return selected.plan.prediction.goodput >= problem.rate
 
 
 def _name_longer(slo: Slo, nearest: NearestSlo) -> str:

@@ -13,7 +13,7 @@ from cleave.planner.search import ranking
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
 from cleave.planner.search.candidates import PlannedInstance
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.ranking import Choice, RankedPlacement
+from cleave.planner.search.ranking import RankedPlacement
 from cleave.simulator.fleet import Batching, SimulatedFleet
 
 NUM_SEQS = (64, 128, 256, 512, 1024)
@@ -25,15 +25,14 @@ NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
 def choose_refined(
     search: SearchContext,
     coarse: Sequence[CandidatePlacement],
-    choose: Choice,
     lay_out: Callable[[Problem, CandidatePlacement], SimulatedFleet] = build_cell,
 ) -> RankedPlacement | None:
-    """The choice of `choose` among `coarse`, then among the first choice and its variants."""
-    first = choose(search, ranking.bound_placements(search, coarse, lay_out))
+    """The best of `coarse` by goodput per resource, then of that one and its variants."""
+    first = ranking.find_best(search, ranking.bound_placements(search, coarse, lay_out))
     if first is None:
         return None
     finer = [first.placement, *list_variants(first.placement)]
-    return choose(search, ranking.bound_placements(search, finer, lay_out)) or first
+    return ranking.find_best(search, ranking.bound_placements(search, finer, lay_out)) or first
 
 
 def list_variants(placement: CandidatePlacement) -> list[CandidatePlacement]:
@@ -58,5 +57,7 @@ def _list_limits(group: InstanceGroup) -> list[PlannedInstance]:
         case Role.DECODE:
             return [instance.with_limits(each) for each in seqs]
         case Role.MIXED:
-            found = [instance.with_limits(n, each) for n in seqs for each in NUM_BATCHED_TOKENS]
-            return list(dict.fromkeys(found))
+            return [
+                *(instance.with_limits(each) for each in seqs),
+                *(instance.with_limits(batched_tokens=each) for each in NUM_BATCHED_TOKENS),
+            ]

@@ -8,24 +8,22 @@ from collections.abc import Sequence
 
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
-from cleave.planner.search import ranking
 from cleave.planner.search.batch_limits import choose_refined
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
 from cleave.planner.search.candidates import Candidate, build_mixed
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.ranking import Choice, RankedPlacement
+from cleave.planner.search.ranking import RankedPlacement
 
 _COARSE_NUM_BATCHED_TOKENS = (512, 2048)
 
 
-def optimize(
-    search: SearchContext, candidates: Sequence[Candidate], choose: Choice = ranking.find_best
-) -> RankedPlacement | None:
-    """The mixed instance that `choose` prefers; None: none meets the targets."""
-    return choose_refined(search, _list_coarse(search.problem, candidates), choose)
+def optimize(search: SearchContext, candidates: Sequence[Candidate]) -> RankedPlacement | None:
+    """The mixed instance with most goodput per resource; None: none meets the targets."""
+    return choose_refined(search, list_instances(search.problem, candidates))
 
 
-def _list_coarse(problem: Problem, candidates: Sequence[Candidate]) -> list[CandidatePlacement]:
+def list_instances(problem: Problem, candidates: Sequence[Candidate]) -> list[CandidatePlacement]:
+    """A mixed instance of every candidate and batching, with few and many tokens per step."""
     instances = (
         build_mixed(problem, candidate, batching).with_limits(batched_tokens=tokens)
         for candidate in candidates

@@ -1,13 +1,23 @@
 """What every step of one search shares: the problem, its simulations and targets."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from cleave.api.planning import Disaggregation
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.trials import Precision, Shares, Targets, Trials
+
+
+@dataclass(frozen=True, slots=True)
+class CloseCall:
+    """A placement that misses the attainment target by so little that other requests may decide
+    otherwise."""
+
+    placement: CandidatePlacement
+    share: float
+    """Share of requests in time in a long trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,8 @@ class SearchContext:
     """Called for each unit of work, with a text for the current step."""
     step: str = ""
     """The text of the step that tries instances."""
+    close_calls: list[CloseCall] = field(default_factory=list)
+    """Filled by the search."""
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Self:
@@ -44,8 +56,11 @@ class SearchContext:
         """The resources of a placement in the unit of the objective."""
         return placement.get_resources(self.problem.planning.objective)
 
-    def measure_shares(self, placement: CandidatePlacement, rate: float) -> Shares:
-        """Simulate one cell of `placement` at `rate`, the cell's own share."""
+    def measure_shares(
+        self, placement: CandidatePlacement, rate: float, least: float = 0.0
+    ) -> Shares:
+        """Simulate one cell of `placement` at `rate`, the cell's own share; below `least` the share
+        of both targets may be any."""
         span = self.trials.compute_span(rate, self.targets)
         fleet = build_cell(self.problem, placement)
-        return self.trials.measure_shares(fleet, rate, self.targets, span)
+        return self.trials.measure_shares(fleet, rate, self.targets, span, least)

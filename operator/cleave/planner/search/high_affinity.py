@@ -4,18 +4,18 @@ DistServe, section 4.1, for networks on which KV transfers are cheap: any prefil
 with any decode instance, also with one on another GPU type.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from cleave.api.role import Parallelism, Role
 from cleave.planner.problem import Problem
-from cleave.planner.search import ranking
 from cleave.planner.search.batch_limits import choose_refined
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
 from cleave.planner.search.candidates import Candidate, build_decode, build_prefill, group_by_gpu
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.ranking import Choice, RankedPlacement
+from cleave.planner.search.goodput import can_meet_targets
+from cleave.planner.search.ranking import RankedPlacement
 from cleave.planner.search.trials import Targets
 from cleave.simulator.fleet import SimulatedFleet
 
@@ -32,14 +32,12 @@ class BestPhases:
     decode: RankedPlacement | None
 
 
-def optimize(
-    search: SearchContext, candidates: Sequence[Candidate], choose: Choice = ranking.find_best
-) -> tuple[BestPhases, ...]:
+def optimize(search: SearchContext, candidates: Sequence[Candidate]) -> tuple[BestPhases, ...]:
     """Algorithm 1's loops (simu_prefill, simu_decode), for each GPU type."""
 
     def find(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> RankedPlacement | None:
         singles = [build_single(search.problem, each, role) for each in of_kind]
-        return choose_refined(replace(search, targets=alone), singles, choose, _build_phase_fleet)
+        return choose_refined(replace(search, targets=alone), singles, _build_phase_fleet)
 
     return tuple(
         BestPhases(
@@ -61,14 +59,25 @@ def list_pairs(problem: Problem, phases: Sequence[BestPhases]) -> list[Pair]:
     ]
 
 
-def replicate(prefill: RankedPlacement, decode: RankedPlacement, rate: float) -> CandidatePlacement:
-    """Replicas of both such that each phase serves `rate`: n = ceil(R / goodput)."""
-    groups = [
-        InstanceGroup(group.role, group.instance, math.ceil(rate / rated.goodput.rate))
-        for rated in (prefill, decode)
-        for group in rated.placement.groups
-    ]
-    return CandidatePlacement(tuple(groups))
+def list_units(
+    search: SearchContext, candidates: Sequence[Candidate]
+) -> Iterator[CandidatePlacement]:
+    """One prefill and one decode instance of every two sizes, on any GPU types, that can pair and
+    meet their phase's target alone."""
+    problem = search.problem
+    sizes = [each for of_kind in group_by_gpu(candidates).values() for each in of_kind]
+    prefills, decodes = (
+        [
+            single.groups[0]
+            for single in (build_single(problem, each, role) for each in sizes)
+            if can_meet_targets(search.trials, build_cell(problem, single), search.targets)
+        ]
+        for role in (Role.PREFILL, Role.DECODE)
+    )
+    for prefill, decode in product(prefills, decodes):
+        pair = prefill.instance.candidate, decode.instance.candidate
+        if problem.can_pair(*(each.parallelism for each in pair)):
+            yield CandidatePlacement((prefill, decode))
 
 
 def build_single(problem: Problem, candidate: Candidate, role: Role) -> CandidatePlacement:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
-from cleave.planner.search import packing, ranking
+from cleave.planner.search import packing
 from cleave.planner.search.batch_limits import choose_refined
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
 from cleave.planner.search.candidates import Candidate, build_decode, build_prefill
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.ranking import Choice, RankedPlacement
+from cleave.planner.search.ranking import RankedPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,12 @@ UNLIMITED = MaxReplicas(prefill=1 << 10, decode=1 << 10)
 def optimize(
     search: SearchContext,
     candidates: Sequence[Candidate],
-    choose: Choice = ranking.find_best,
     max_replicas: MaxReplicas = UNLIMITED,
 ) -> RankedPlacement | None:
-    """The intra-node configuration that `choose` prefers; both phases are simulated jointly. The
-    bound of a pair is that of its slower phase, since every request passes through both."""
+    """The intra-node configuration with most goodput per resource; both phases are simulated
+    jointly. The bound of a pair is that of its slower phase: every request passes through both."""
     configurations = list_configurations(search.problem, candidates, max_replicas)
-    return choose_refined(search, configurations, choose)
+    return choose_refined(search, configurations)
 
 
 def list_configurations(

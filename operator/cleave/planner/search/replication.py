@@ -1,11 +1,7 @@
-"""The fewest instances of each role whose simulation, as one fleet, serves a rate.
+"""Placements of as many instances as the nodes have room for, and their division into equal cells.
 
-DistServe replicates each phase by its own goodput (section 4.1). Many instances behind one
-dispatcher serve more than the same instances with separate queues, and one phase delays the other.
-Starting with the paper's replicas, instances are therefore added, removed and exchanged as long as
-the fleet serves the rate with less. What is hard: cost. Above CELL_GPUS equal cells are fitted
-first, each simulated at its share of the rate; only the instances that rounding added are then
-removed in simulations of the complete fleet.
+Called where the nodes cannot serve the rate, and for the nearest SLO. What is hard: cost. Above
+CELL_GPUS equal cells are filled, and one of them is simulated at its share of the rate.
 """
 
 import math
@@ -17,46 +13,10 @@ from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, packing
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.fitting import ReplicaFitter
-from cleave.planner.search.trials import CONFIRMATION_PRECISION
 
 CELL_GPUS = 32
 """Larger plans are simulated in cells of about this many GPUs."""
 _MAX_EXCHANGES = 64
-
-
-def fit_replicas(
-    search: SearchContext, placement: CandidatePlacement, mixed_group: InstanceGroup | None = None
-) -> CandidatePlacement | None:
-    """The smallest plan close to `placement` that serves the rate; None: the nodes have no room.
-    `mixed_group` is a mixed instance that may replace one prefill and one decode instance."""
-    if placement.is_in_node:
-        return _grow_and_shrink(ReplicaFitter(search), placement, mixed_group)
-    start = divide_into_cells(placement)
-    cell = _grow_and_shrink(ReplicaFitter(search), start, mixed_group)
-    if start.copies == 1:
-        return cell
-    # Equal cells round every count up, so try to remove instances of the complete fleet. Its trials
-    # are long in any case, and `confirm_fit` would have to restore what short ones removed.
-    fitter = ReplicaFitter(search.with_precision(CONFIRMATION_PRECISION))
-    return _grow_and_shrink(fitter, merge_cells(cell) if cell else placement, mixed_group)
-
-
-def confirm_fit(search: SearchContext, placement: CandidatePlacement) -> CandidatePlacement | None:
-    """`placement` with the instances added that trials show to be missing; None: no room."""
-    fitter = ReplicaFitter(search)
-    return placement if fitter.holds(placement) else _grow_and_shrink(fitter, placement)
-
-
-def replicate_cell(
-    problem: Problem, cell: CandidatePlacement, served: float
-) -> CandidatePlacement | None:
-    """Complete cells for the rate, n = ceil(R / goodput), as Algorithm 2 replicates, or as many as
-    the nodes have room for: behind one dispatcher fewer may be enough. None: no room for one.
-    `served` is the goodput of one cell."""
-    needed = math.ceil(problem.rate / served * (1 - 1e-9))
-    copies = packing.count_copies(problem, cell, needed)
-    return cell.with_copies(copies) if copies else None
 
 
 def fill_gpus(
@@ -101,13 +61,6 @@ def divide_into_cells(placement: CandidatePlacement) -> CandidatePlacement:
     cells = max(1, round(placement.gpus / max(CELL_GPUS, smallest)))
     groups = tuple(replace(g, replicas=math.ceil(g.replicas / cells)) for g in placement.groups)
     return CandidatePlacement(groups, cells, placement.is_in_node)
-
-
-def _grow_and_shrink(
-    fitter: ReplicaFitter, start: CandidatePlacement, mixed_group: InstanceGroup | None = None
-) -> CandidatePlacement | None:
-    grown = fitter.grow(start)
-    return fitter.shrink(grown, mixed_group) if grown else None
 
 
 def _fill_cell(

@@ -34,6 +34,10 @@ MIN_TTFT_TARGETS = 100.0
 _MAX_SAMPLE_FACTOR = 4
 """A trial need not cover `Precision.lifetimes` when it has this many times the minimum number of
 requests: with many concurrent requests the variance is small anyway."""
+_FIRST_REQUESTS = 4000
+"""Of long trials this many counted requests are tried first: most fleets are far too small ..."""
+_FIRST_SLACK = 2.0
+"""... which is certain where this share of what may be late is late as well."""
 _MAX_RAMP_FACTOR = 4
 """Most requests before the counted ones, as a multiple of them. Wide instances of data-parallel
 ranks serve thousands at once, and seem better while they fill."""
@@ -119,6 +123,10 @@ class Shares:
     """Both targets."""
     ttft: float
     tpot: float
+    slow: float
+    """Requests that ended and missed TPOT; those of a trial that was cut short are not all."""
+    running_peaks: tuple[int, int, int]
+    """Most requests that ran on a prefill, a decode and a mixed instance at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +212,26 @@ class Trials:
         Below `least` the share of both may be any, because the trial ends as soon as that is
         certain: an overloaded fleet takes the longest to simulate.
         """
+        if span.counted > 4 * _FIRST_REQUESTS:
+            first = replace(span, counted=_FIRST_REQUESTS)
+            enough = least - _FIRST_SLACK * (1 - least)
+            if enough > 0:
+                shares = self.measure_shares(fleet, rate, targets, first, enough)
+                if shares.both < enough:
+                    return shares
         max_missed = math.ceil((1 - least) * span.counted)
         counted = range(span.window.start, span.window.stop)
         verdict = EarlyVerdict(counted, targets.ttft_ms, targets.tpot_ms, max_missed)
         trace = self.build_trace(span.total, rate)
-        ttft_ms, tpot_ms, num_arrived = measure_latencies(fleet, trace, self.seed, verdict)
-        self._record(num_arrived)
+        ttft_ms, tpot_ms, arrived, peaks = measure_latencies(fleet, trace, self.seed, verdict)
+        self._record(arrived)
         # nan (an unfinished request) compares as missing its target.
         is_ttft_met = ttft_ms[span.window] <= targets.ttft_ms
         is_tpot_met = tpot_ms[span.window] <= targets.tpot_ms
-        outcomes = (is_ttft_met & is_tpot_met, is_ttft_met, is_tpot_met)
-        return Shares(*(float(np.count_nonzero(met)) / len(met) for met in outcomes))
+        is_slow = tpot_ms[span.window] > targets.tpot_ms
+        outcomes = (is_ttft_met & is_tpot_met, is_ttft_met, is_tpot_met, is_slow)
+        both, ttft, tpot, slow = (float(np.count_nonzero(x)) / len(x) for x in outcomes)
+        return Shares(both, ttft, tpot, slow, peaks)
 
     def holds(self, fleet: Fleet, rate: float, targets: Targets, span: TrialSpan) -> bool:
         """Simulate `fleet` at `rate`: whether the attainment target is met."""

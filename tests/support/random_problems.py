@@ -1,0 +1,152 @@
+"""Random planning problems on a few GPUs, what the search chooses, and all placements there are."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cleave.api.deployment import Slo
+from cleave.api.planning import Affinity, Planning
+from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem
+from cleave.planner.search import colocated, enumeration, goodput, high_affinity, low_affinity
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    build_cell,
+    describe,
+)
+from cleave.planner.search.candidates import list_candidates
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.low_affinity import UNLIMITED
+from cleave.planner.search.packing import count_copies, has_room
+from cleave.planner.search.trials import CONFIRMATION_PRECISION
+
+from tests.support import known_problems
+
+MARGIN = 0.015
+"""Trials of 10,000 requests differ by this much in attainment between samples ..."""
+_GOODPUT_MARGIN = 0.05
+"""... and by this much in goodput."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the search would select, with its goodput in long trials; None: nothing serves."""
+
+    placement: CandidatePlacement | None
+    gpus: float
+    goodput: float
+
+    def __str__(self) -> str:
+        """Without the instances' timings."""
+        name = describe(self.placement) if self.placement else "nothing"
+        return f"{name}, {self.gpus} GPUs, {self.goodput:.2f} req/s"
+
+
+def draw_problem(number: int) -> Problem:
+    """The problem of this number: lengths, rate, targets, network and policies at random."""
+    rng = np.random.default_rng(number)
+    prompt, output = rng.uniform(100, 900), rng.uniform(20, 300)
+    rate = float(np.exp(rng.uniform(np.log(1), np.log(25))))
+    slo = Slo(
+        ttft_ms=round(float(np.exp(rng.uniform(np.log(120), np.log(1500))))),
+        tpot_ms=round(float(np.exp(rng.uniform(np.log(22), np.log(120))))),
+        attainment=float(rng.choice([0.9, 0.9, 0.95, 0.99])),
+    )
+    is_slow = bool(rng.integers(2))
+    network = known_problems.SLOW_NETWORK if is_slow else known_problems.INFINIBAND
+    return known_problems.problem(
+        known_problems.chat(rate, prompt, output),
+        slo,
+        supplies=(known_problems.nodes(1, network, int(rng.choice([4, 8]))),),
+        policies=Policies() if rng.integers(2) else DISTSERVE_POLICIES,
+        planning=Planning(affinity=Affinity.LOW if is_slow else Affinity.HIGH),
+    )
+
+
+def choose(problem: Problem) -> Choice:
+    """The smallest placement of all algorithms, with most goodput among equals."""
+    search = SearchContext.from_problem(problem)
+    options = enumeration.enumerate_placements(
+        search, list_candidates(problem), problem.planning.affinity
+    )
+    held = [each.placement for each in options if each.holds_rate]
+    if not held:
+        return Choice(None, float("inf"), 0.0)
+    least = min(each.gpus for each in held)
+    rates = {each: measure_goodput(search, each) for each in held if each.gpus == least}
+    best = max(rates, key=rates.__getitem__)
+    return Choice(best, least, rates[best])
+
+
+def measure_goodput(search: SearchContext, placement: CandidatePlacement) -> float:
+    """Of all cells, in long trials."""
+    trials = search.trials.with_precision(CONFIRMATION_PRECISION)
+    fleet = build_cell(search.problem, placement)
+    return placement.copies * goodput.find_goodput(trials, fleet, search.targets).rate
+
+
+def measure_share(search: SearchContext, placement: CandidatePlacement) -> float:
+    """Share of requests in time at the rate, in a long trial."""
+    long = search.with_precision(CONFIRMATION_PRECISION)
+    return long.measure_shares(placement, search.problem.rate / placement.copies).both
+
+
+def list_all(problem: Problem, max_gpus: int) -> Iterator[CandidatePlacement]:
+    """Every placement with at most so many GPUs: sizes, numbers and cells, with default limits."""
+    search, found = SearchContext.from_problem(problem), list_candidates(problem)
+    for unit in colocated.list_instances(problem, found):
+        for copies in range(1, count_copies(problem, unit) + 1):
+            yield CandidatePlacement(tuple(replace(g, replicas=copies) for g in unit.groups))
+    if problem.planning.affinity is Affinity.LOW:
+        for cell in low_affinity.list_configurations(problem, found, UNLIMITED):
+            for copies in range(1, min(max_gpus // cell.gpus, count_copies(problem, cell)) + 1):
+                yield cell.with_copies(copies)
+        return
+    for unit in high_affinity.list_units(search, found):
+        for numbers in itertools.product(range(max_gpus), repeat=2):
+            added = zip(unit.groups, numbers, strict=True)
+            placement = unit.change_replicas({group.role: number for group, number in added})
+            if placement.gpus <= max_gpus and has_room(problem, placement):
+                yield placement
+
+
+def loosen(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """The problem with one thing made easier, each with a name."""
+    slo, (supply,) = problem.slo, problem.supplies
+    yield "TTFT", replace(problem, slo=slo.model_copy(update={"ttft_ms": 1.3 * slo.ttft_ms}))
+    yield "TPOT", replace(problem, slo=slo.model_copy(update={"tpot_ms": 1.2 * slo.tpot_ms}))
+    yield "rate", replace(problem, demand=problem.demand.with_rate(0.8 * problem.rate))
+    more = replace(supply, num_nodes=2 * supply.num_nodes, max_gpus=2 * supply.max_gpus)
+    yield "GPUs", replace(problem, supplies=(more,))
+    fast = replace(supply.network_link, gb_per_s=2 * supply.network_link.gb_per_s)
+    yield "link", replace(problem, supplies=(replace(supply, network_link=fast),))
+
+
+def is_worse(other: Choice, chosen: Choice, problem: Problem) -> bool:
+    """Whether `other`, of a looser problem, takes more or serves less than `chosen` beyond what
+    trials may err."""
+    if chosen.placement is None or other.gpus < chosen.gpus:
+        return False
+    if other.gpus == chosen.gpus:
+        return other.goodput < chosen.goodput * (1 - _GOODPUT_MARGIN)
+    share = measure_share(SearchContext.from_problem(problem), chosen.placement)
+    return share > problem.slo.attainment + MARGIN
+
+
+def list_better(problem: Problem, chosen: Choice, max_gpus: int = 8) -> Iterator[str]:
+    """Placements that serve the rate with fewer GPUs than the chosen one, or as many and more
+    goodput, beyond what trials may err."""
+    search = SearchContext.from_problem(problem)
+    for placement in list_all(problem, int(min(max_gpus, chosen.gpus))):
+        if not goodput.can_meet_targets(
+            search.trials, build_cell(problem, placement), search.targets
+        ):
+            continue
+        share = measure_share(search, placement)
+        if placement.gpus < chosen.gpus and share > problem.slo.attainment + MARGIN:
+            yield f"{describe(placement)}: {share:.3f} in time, against {chosen}"
+        elif share > problem.slo.attainment and placement.gpus == chosen.gpus:
+            rate = measure_goodput(search, placement)
+            if rate * (1 - _GOODPUT_MARGIN) > chosen.goodput:
+                yield f"{describe(placement)}: {rate:.2f} req/s, against {chosen}"
