@@ -298,7 +298,7 @@ def test_it_is_ready_at_the_first_look_at_which_all_is_there() -> None:
     assert both(serving()) == [("True", "Serving")] * 2
 
 
-def test_a_pool_that_has_not_looked_at_its_spec_yet_is_awaited() -> None:
+def test_a_pool_that_has_not_looked_at_its_spec_yet_is_silent() -> None:
     here = serving()
     prefill, *others = here.pools
     meta = prefill.metadata.model_copy(update={"generation": 5})

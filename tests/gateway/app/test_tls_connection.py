@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import math
 import socket
 import ssl
 import subprocess
@@ -404,7 +403,7 @@ async def test_handshakes_of_a_client_with_credit_are_not_closed_for_others(smal
         client.writer.write(FIRST_BYTES)
 
     def list_kept() -> set[TlsConnection]:
-        return {client for client in context.clients if client.get_idle_since() == math.inf}
+        return {client for client in context.clients if client.is_expected()}
 
     await stage.until(lambda: len(list_kept()) == 2, "they have begun")
     known = list_kept()
@@ -467,7 +466,7 @@ async def test_a_completion_settles_the_handshake_of_its_connection_and_a_page_d
     for _ in range(2):
         await client.send(client.encrypt(build(ASK)), 1 << 16)
         assert await client.read_statuses(1) == [200]
-        assert list(debts._debts.values()) == [debt - SETTLED], "once for a connection"
+        assert debts.get("127.0.0.1") == debt - SETTLED, "once for a connection"
 
 
 async def test_a_client_that_may_send_a_second_first_message_counts_with_its_length(

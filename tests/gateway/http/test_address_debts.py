@@ -3,8 +3,8 @@
 from cleave.gateway.http.address_debts import (
     HALVING_S,
     MAX_ADDRESSES,
-    MAX_AWAITED,
     MAX_CREDIT,
+    MAX_EXPECTED,
     SETTLED,
     AddressDebts,
 )
@@ -29,27 +29,34 @@ def test_a_request_with_a_key_settles_a_connection_and_its_handshake() -> None:
     assert debts.get("paid") == -MAX_CREDIT
 
 
-def test_any_number_of_addresses_takes_bounded_memory_and_leaves_credit() -> None:
+def test_any_number_of_addresses_takes_bounded_memory_and_leaves_the_credit_of_who_uses_it() -> (
+    None
+):
     now = 0.0
     debts = AddressDebts(lambda: now)
     settle(debts, "known")
     for number in range(3 * MAX_ADDRESSES):
         debts.add(str(number), 1)
-        assert len(debts._debts) <= MAX_ADDRESSES
-    assert debts.has_credit("known")
+    assert debts.get("known") == -SETTLED
     for number in range(3 * MAX_ADDRESSES):
         settle(debts, str(number))
-        assert len(debts._debts) <= MAX_ADDRESSES
+        if number % 1_000 == 0:
+            settle(debts, "known")
+    assert debts.has_credit("known")
+    assert not debts.has_credit("0"), "it has not been used for long"
+    assert len(debts._debts) <= MAX_ADDRESSES
+    assert len(debts._credits) == MAX_ADDRESSES
     now = HALVING_S + 1
     debts.add("x", 1)
-    assert debts.get(str(number)) == -SETTLED // 2
+    assert debts.get("known") == -MAX_CREDIT // 2
+    assert debts.get("x") == 1
 
 
 def test_credit_counts_for_few_silent_connections() -> None:
     """A request now and then would make any number of them places that are never given up."""
     debts = AddressDebts(lambda: 0.0)
     settle(debts, "a")
-    for _ in range(MAX_AWAITED + 1):
+    for _ in range(MAX_EXPECTED + 1):
         assert debts.has_credit("a")
         debts.expect_request("a")
     assert not debts.has_credit("a")
@@ -57,6 +64,6 @@ def test_credit_counts_for_few_silent_connections() -> None:
     assert debts.has_credit("b"), "each address by itself"
     debts.forget("a")
     assert debts.has_credit("a")
-    for _ in range(MAX_AWAITED):
+    for _ in range(MAX_EXPECTED):
         debts.forget("a")
-    assert not debts._awaited
+    assert not debts._expected

@@ -34,13 +34,16 @@ class Fake:
     def __init__(self, since: float, receives: bool = False) -> None:
         self.since = since
         self.receives = receives
-        self.dropped = False
+        self.dropped = self.expected = False
 
     def get_idle_since(self) -> float:
         return self.since
 
     def is_receiving(self) -> bool:
         return self.receives
+
+    def is_expected(self) -> bool:
+        return self.expected
 
     def drop(self) -> None:
         self.dropped = True
@@ -118,6 +121,18 @@ def test_a_known_client_goes_before_addresses_that_take_less(limiter: Connection
     assert limiter.admit(Fake(9), "2.2.2.2", PLAIN, is_known=True)
     assert [one.dropped for one in others] == [True, False]
     assert not any(one.dropped for one in own)
+
+
+def test_one_whose_request_is_expected_is_closed_once_it_is_not(limiter: ConnectionLimiter) -> None:
+    awaited = [Fake(number) for number in range(4)]
+    for one in awaited:
+        one.expected = True
+        assert limiter.admit(one, "1.1.1.1", PLAIN)
+    assert not limiter.admit(Fake(1), "2.2.2.2", PLAIN, is_known=True)
+    for one in awaited:
+        one.expected = False
+    assert limiter.admit(Fake(1), "2.2.2.2", PLAIN), "at the first look"
+    assert sum(one.dropped for one in awaited) == 1
 
 
 def test_who_has_left_leaves_room(limiter: ConnectionLimiter) -> None:

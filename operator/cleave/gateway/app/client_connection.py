@@ -18,6 +18,7 @@ from typing import Protocol, cast
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.event_loop_faults import contain
 from cleave.gateway.http import headers
+from cleave.gateway.http.address_debts import EXPECTED_S
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, get_address_group
 from cleave.gateway.http.error_dialects import encode_error
 from cleave.gateway.http.errors import (
@@ -136,7 +137,7 @@ class ClientConnection(asyncio.Protocol):
         """Of the client, as it counts."""
         self.has_settled = limiter is context.internal_limiter
         """Whether it has sent a request to an engine, with a key; on the internal port always."""
-        self._is_awaited = False
+        self._is_silent = False
         """Whether it counts as one that is still to send such a request."""
         self._takes_turns = False
         """Whether it has sent a request, and has not settled: it may do so thousands of times."""
@@ -159,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
         if not self.has_settled:
             debts.add(self.address, 1)
             debts.expect_request(self.address)
-            self._is_awaited = True
+            self._is_silent = True
         if not self._limiter.admit(self, self.address, weight, is_known=is_known):
             transport.abort()
 
@@ -184,7 +185,7 @@ class ClientConnection(asyncio.Protocol):
         del exc
         self._context.clients.discard(self)
         self._limiter.remove(self)
-        if self._is_awaited:
+        if self._is_silent:
             self._context.address_debts.forget(self.address)
         self._context.keyless_turns.remove(self)
         self._context.client_turns.remove(self)
@@ -320,7 +321,7 @@ class ClientConnection(asyncio.Protocol):
 
     def settle_debt(self) -> None:
         """Its first request with a key has come."""
-        self.has_settled, self._takes_turns, self._is_awaited = True, False, False
+        self.has_settled, self._takes_turns, self._is_silent = True, False, False
         self._context.address_debts.settle(self.address)
 
     def count_wrong_key(self) -> bool:
@@ -369,14 +370,18 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
 
     def get_idle_since(self) -> float:
-        """When it became idle or began to send a body; infinite while a request is answered, or
-        while the first one of a known client is awaited."""
+        """When it became idle or began to send a body; infinite while a request is answered."""
         if self._busy and self._ending is None:
             return math.inf
-        if self._reader.reading_body:
-            return self._request_started_at
-        is_known = self._is_awaited and self._context.address_debts.has_credit(self.address)
-        return math.inf if is_known else self._idle_since
+        return self._request_started_at if self._reader.reading_body else self._idle_since
+
+    def is_expected(self) -> bool:
+        """Whether it is a new connection of a known client, of which nothing has come."""
+        if not self._is_silent or self._receiving:
+            return False
+        context = self._context
+        is_new = context.clock() < self._idle_since + EXPECTED_S
+        return is_new and context.address_debts.has_credit(self.address)
 
     def is_receiving(self) -> bool:
         """Whether a part of a request has come, and not all of it."""

@@ -14,7 +14,6 @@ itself, also when the client reads none of its answers.
 import asyncio
 import contextlib
 import hashlib
-import math
 import ssl
 from collections.abc import Callable
 from typing import Any, cast
@@ -22,6 +21,7 @@ from typing import Any, cast
 from cleave.gateway.app.client_connection import CONNECTION_BYTES, ClientConnection
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.event_loop_faults import contain
+from cleave.gateway.http.address_debts import EXPECTED_S
 from cleave.gateway.http.connection_limiter import get_address_group
 from cleave.gateway.tls import TlsCertificate
 
@@ -165,11 +165,14 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._resume_transport()
 
     def get_idle_since(self) -> float:
-        """Since it was opened, because it has not sent a request; infinite if it has begun and its
-        address has credit: it is not closed for addresses that nothing is known of."""
-        debts = self._context.address_debts
-        is_known = self._tls is not None and debts.has_credit(self._address)
-        return math.inf if is_known else self._started_at
+        """Since it was opened, because it has not sent a request."""
+        return self._started_at
+
+    def is_expected(self) -> bool:
+        """Whether it has begun a moment ago, and its address has credit."""
+        context = self._context
+        is_new = self._tls is not None and context.clock() < self._started_at + EXPECTED_S
+        return is_new and context.address_debts.has_credit(self._address)
 
     def is_receiving(self) -> bool:
         """No part of a request has come."""

@@ -5,19 +5,22 @@ no help: a busy client needs more than one of a hundred. So each is a debt of it
 request with a key settles; a client that uses the gateway has credit and goes first.
 """
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 
 SETTLED = 6
 """A connection counts 1 and its handshake 2 or 3, so that who settles has credit ..."""
 MAX_CREDIT = 32
 """... of so much."""
-MAX_AWAITED = 16
+MAX_EXPECTED = 16
 """With more connections that have led to nothing, credit does not count: else one key would be
 enough to take all places with silent ones."""
 HALVING_S = 60.0
 """Debt and credit are halved so often."""
 MAX_ADDRESSES = 4_096
-"""With more of them debts are forgiven; credit, which takes a key, is kept if it can be."""
+"""With debt, and with credit; those that have changed longest ago are forgotten."""
+EXPECTED_S = 2.0
+"""So long a connection with credit is kept for its first request."""
 
 
 class AddressDebts:
@@ -26,32 +29,33 @@ class AddressDebts:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: seconds."""
         self._clock = clock
-        self._debts: dict[str, int] = {}
-        """Negative: credit."""
-        self._awaited: dict[str, int] = {}
+        self._debts: OrderedDict[str, int] = OrderedDict()
+        self._credits: OrderedDict[str, int] = OrderedDict()
+        """Negative."""
+        self._expected: dict[str, int] = {}
         """Open connections that have led to nothing yet."""
         self._halved_at = clock()
 
     def get(self, address: str) -> int:
         """What it owes; negative: its credit."""
-        return self._debts.get(address, 0)
+        return self._debts.get(address) or self._credits.get(address, 0)
 
     def has_credit(self, address: str) -> bool:
         """Whether its requests have settled more than its connections have cost, and few of these
         are still to send one."""
-        return self._debts.get(address, 0) < 0 and self._awaited.get(address, 0) <= MAX_AWAITED
+        return address in self._credits and self._expected.get(address, 0) <= MAX_EXPECTED
 
     def expect_request(self, address: str) -> None:
         """A connection, or its handshake, begins; `forget` or `settle` follows."""
-        self._awaited[address] = self._awaited.get(address, 0) + 1
+        self._expected[address] = self._expected.get(address, 0) + 1
 
     def forget(self, address: str) -> None:
         """A connection ends without a request, or its handshake has ended."""
-        left = self._awaited[address] - 1
+        left = self._expected[address] - 1
         if left:
-            self._awaited[address] = left
+            self._expected[address] = left
         else:
-            del self._awaited[address]
+            del self._expected[address]
 
     def settle(self, address: str) -> None:
         """A connection has sent a request with a key."""
@@ -62,10 +66,17 @@ class AddressDebts:
         """Count the cost of a connection, or of a turn of its handshake."""
         if self._clock() > self._halved_at + HALVING_S:
             self._halved_at = self._clock()
-            halved = {other: int(debt / 2) for other, debt in self._debts.items()}
-            self._debts = {other: debt for other, debt in halved.items() if debt}
-        if len(self._debts) >= MAX_ADDRESSES:
-            self._debts = {other: debt for other, debt in self._debts.items() if debt < 0}
-        if len(self._debts) >= MAX_ADDRESSES:
-            self._debts.clear()
-        self._debts[address] = max(self.get(address) + cost, -MAX_CREDIT)
+            self._debts, self._credits = map(_halve, (self._debts, self._credits))
+        owed = max(self.get(address) + cost, -MAX_CREDIT)
+        for accounts in (self._debts, self._credits):
+            accounts.pop(address, None)
+        if owed:
+            accounts = self._credits if owed < 0 else self._debts
+            accounts[address] = owed
+            if len(accounts) > MAX_ADDRESSES:
+                accounts.popitem(last=False)
+
+
+def _halve(accounts: Mapping[str, int]) -> OrderedDict[str, int]:
+    halved = ((address, int(owed / 2)) for address, owed in accounts.items())
+    return OrderedDict((address, owed) for address, owed in halved if owed)

@@ -42,6 +42,9 @@ class LimitedConnection(Protocol):
     def is_receiving(self) -> bool:
         """Whether a part of a request has come."""
 
+    def is_expected(self) -> bool:
+        """Whether a first request is expected from it, so that it is not closed for others."""
+
     def drop(self) -> None:
         """Close at once."""
 
@@ -240,7 +243,7 @@ def _find_idle(
     for _ in range(looks):
         connection, known_since = next(iter(queue.items()))
         since = connection.get_idle_since()
-        is_idle = since == known_since and since != math.inf
+        is_idle = since == known_since and since != math.inf and not connection.is_expected()
         if is_idle and (spared is None or not (connection is spared or connection.is_receiving())):
             return connection
         queue[connection] = since

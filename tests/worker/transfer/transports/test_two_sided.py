@@ -72,7 +72,7 @@ def connect(theirs: Memory, ours: Memory) -> tuple[two_sided.TwoSidedLink, two_s
     return sender, two_sided.TwoSidedLink(ours, QueueChannel(other, one))
 
 
-def test_kv_of_a_gpu_goes_through_host_memory_and_every_copy_is_awaited(waits: list[str]) -> None:
+def test_kv_of_a_gpu_goes_through_host_memory_and_every_copy_is_silent(waits: list[str]) -> None:
     theirs = DeviceMemory(torch.randint(0, 255, (SIZE,), dtype=torch.uint8))
     ours = DeviceMemory(torch.zeros(SIZE, dtype=torch.uint8))
     sender, receiver = connect(theirs, ours)
