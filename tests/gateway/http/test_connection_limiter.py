@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import (
     MAX_EXAMINED,
+    STALLED_S,
     UNIT_BYTES,
     ConnectionLimiter,
     get_address_group,
@@ -244,6 +245,27 @@ def test_a_gateway_full_of_bodies_closes_nothing_for_another_and_takes_connectio
     assert not any(one.dropped for one in idle)
     assert open_many(weighed, "2.2.2.2", 1, TLS)
     assert not any(one.dropped for one in idle)
+
+
+@pytest.mark.parametrize("is_answer", [False, True])
+def test_a_gateway_full_of_parts_of_requests_closes_those_that_came_long_ago(
+    weighed, budget, clock, is_answer: bool
+) -> None:
+    """Of the address that takes most. Those of the last seconds may be requests of anyone."""
+    parts = open_many(weighed, "1.1.1.1", 8, PLAIN, since=clock.now)
+    (other,) = open_many(weighed, "2.2.2.2", 1, PLAIN, since=clock.now)
+    for each in parts:
+        each.receives = True
+        assert weighed.resize(each, 100 * KIB)
+
+    def ask() -> bool:
+        return budget.reserve(50 * KIB) if is_answer else weighed.resize(other, 50 * KIB)
+
+    assert not ask()
+    clock.now += 1.1 * STALLED_S
+    assert ask()
+    assert [each.dropped for each in parts] == [True] + [False] * 7
+    assert not other.dropped
 
 
 def test_bodies_and_answers_of_all_others_close_idle_connections(weighed, budget) -> None:

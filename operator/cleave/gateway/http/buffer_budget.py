@@ -28,7 +28,8 @@ class BlockedConnection(Protocol):
         """Close at once."""
 
 
-def _close_none() -> bool:
+def _close_none(is_full: bool) -> bool:
+    del is_full
     return False
 
 
@@ -41,8 +42,9 @@ class BufferBudget:
         """Of requests and answers."""
         self.connection_bytes = 0
         """Of the connections themselves."""
-        self.close_idle: Callable[[], bool] = _close_none
-        """Closes an idle connection; returns whether there was one."""
+        self.close_idle: Callable[[bool], bool] = _close_none
+        """Closes an idle connection; returns whether there was one. Takes whether requests and
+        answers alone are too much, so that only one with a part of a request is of use."""
         self._limit = limit
         self._kept = 0
         """What is kept of streams; a part of `used`."""
@@ -56,7 +58,7 @@ class BufferBudget:
         """Reserve bytes of a request or an answer; False: there is no room, not even without idle
         connections and unread answers."""
         for _ in range(MAX_CLOSED):
-            if self.has_room(count) or self.is_above_limit(count) or not self.close_idle():
+            if self.has_room(count) or not self.close_idle(self.is_above_limit(count)):
                 break
         if not self.evict_blocked(count):
             return False

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_EXAMINED = 64
 """Connections that are examined for one that can be closed, 0.3 us each."""
 MAX_EXAMINED_PER_ADDRESS = 16
+STALLED_S = 5.0
+"""A request of which a part came so long ago makes room for those of others."""
 WARNING_INTERVAL_S = 60.0
 UNIT_BYTES = 4 << 10
 """Addresses are compared in these units."""
@@ -147,9 +149,9 @@ class ConnectionLimiter:
             del self._queues[member.address]
         self._take(-member.weight, -member.buffered, member.address)
 
-    def close_one(self) -> bool:
-        """Close an idle connection, for an answer; False: as `_close_idle`."""
-        return self._close_idle(0, "", None)
+    def close_one(self, is_full: bool) -> bool:
+        """Close an idle connection, for an answer; as `_close_idle`."""
+        return self._close_idle(0, "", None, is_full)
 
     def _make_room(
         self,
@@ -167,9 +169,8 @@ class ConnectionLimiter:
         for _ in range(MAX_CLOSED):
             if self._has_room(weight, buffered, connection is None):
                 return True
-            if budget is not None and budget.is_above_limit(buffered):
-                break
-            if not self._close_idle(size, address, connection):
+            is_full = budget is not None and budget.is_above_limit(buffered)
+            if not self._close_idle(size, address, connection, is_full):
                 break
         if budget is None or not budget.evict_blocked(buffered, weight):
             return False
@@ -196,11 +197,15 @@ class ConnectionLimiter:
             del self._address_bytes[address]
             self._ranked.remove(address)
 
-    def _close_idle(self, size: int, address: str, connection: LimitedConnection | None) -> bool:
+    def _close_idle(
+        self, size: int, address: str, connection: LimitedConnection | None, is_full: bool
+    ) -> bool:
         """Close one idle connection of an address that takes at least `size` bytes, so that
         `address` can take so many. False: none was idle among those that were examined.
-        `connection`: the one that grows, None: a new one."""
+        `connection`: the one that grows, None: a new one; `is_full`: only one with a part of a
+        request that has been coming for long, as others free too little."""
         now = self._clock()
+        latest = now - STALLED_S if is_full else now
         if now >= self._next_warning_at:
             self._next_warning_at = now + WARNING_INTERVAL_S
             log.warning(
@@ -213,7 +218,8 @@ class ConnectionLimiter:
             # Twice, because one that was busy is known to be idle only at the second look.
             looks = min(2 * len(queue), MAX_EXAMINED_PER_ADDRESS)
             # A request does not end another one of its address, as it may be a load balancer's.
-            idle = _find_idle(queue, looks, connection if other == address else None)
+            spared = connection if other == address else None
+            idle = self._find_idle(queue, looks, latest, spared, is_full)
             if idle is not None:
                 self.remove(idle)
                 idle.drop()
@@ -222,6 +228,31 @@ class ConnectionLimiter:
             if examined >= MAX_EXAMINED:
                 break
         return False
+
+    def _find_idle(
+        self,
+        queue: Queue,
+        looks: int,
+        latest: float,
+        spared: LimitedConnection | None,
+        is_full: bool,
+    ) -> LimitedConnection | None:
+        """The first connection that has been idle since it was last examined, and since `latest`;
+        the others move back. `spared`: neither this one nor any that has a part of a request;
+        `is_full`: only one that has."""
+        for _ in range(looks):
+            connection, known_since = next(iter(queue.items()))
+            since = connection.get_idle_since()
+            is_idle = since == known_since and since <= latest and not connection.is_expected()
+            if is_idle and is_full:
+                is_idle = self._members[connection].buffered > 0
+            if is_idle and (
+                spared is None or not (connection is spared or connection.is_receiving())
+            ):
+                return connection
+            queue[connection] = since
+            queue.move_to_end(connection)
+        return None
 
     def _list_larger(self, address: str, size: int) -> Iterator[str]:
         """The addresses that take at least so many bytes, largest first, then this one. Of equal
@@ -233,22 +264,6 @@ class ConnectionLimiter:
 
 def _count_units(size: int) -> int:
     return -(-size // UNIT_BYTES)
-
-
-def _find_idle(
-    queue: Queue, looks: int, spared: LimitedConnection | None
-) -> LimitedConnection | None:
-    """The first connection that has been idle since it was last examined; the others move back.
-    `spared`: neither this one nor any that has a part of a request."""
-    for _ in range(looks):
-        connection, known_since = next(iter(queue.items()))
-        since = connection.get_idle_since()
-        is_idle = since == known_since and since != math.inf and not connection.is_expected()
-        if is_idle and (spared is None or not (connection is spared or connection.is_receiving())):
-            return connection
-        queue[connection] = since
-        queue.move_to_end(connection)
-    return None
 
 
 def get_address_group(peer: object) -> str:
