@@ -110,7 +110,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "empty": put(b""),
     "truncated": cut,
     "no JSON": put(b"\xff\x00\xfe"),
-    "a list": put(b"[]"),
+    "lists in lists": put(b'{"deployment":"chat","plan":' + b"[" * 100_000),
     "of another version": put(b'{"deployment": "chat", "pods": [{"of": "later"}]}'),
     "of another deployment": put(json.dumps(FOREIGN).encode()),
     "a folder": replace_by_folder,

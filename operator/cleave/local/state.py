@@ -118,7 +118,7 @@ class StateFolder:
             if self.has_state:
                 raise self._build_damage_error("it is a link to nothing") from error
             return None
-        except (msgspec.MsgspecError, OSError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:
             raise self._build_damage_error(str(error)) from error
         if snapshot.deployment != self.name:
             raise self._build_damage_error(f"it is of the deployment {snapshot.deployment}")

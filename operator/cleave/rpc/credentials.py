@@ -107,7 +107,11 @@ def sign_with_token(token_file: Path, address: str) -> Metadata:
 
 def read_token(file: Path) -> bytes:
     """The token of a deployment on this machine. Raises OSError."""
-    return file.read_bytes().strip()
+    token = file.read_bytes().strip()
+    if not token:
+        # Every caller could sign with it.
+        raise OSError(f"{file} has no token: remove it, and start what needs it again")
+    return token
 
 
 def compute_mac(token: bytes, address: str, issued_ms: int) -> str:

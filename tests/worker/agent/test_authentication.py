@@ -226,6 +226,15 @@ async def test_a_strange_signature_is_refused_in_one_line(tmp_path: Path, creden
     assert "\n" not in str(error.value)
 
 
+def test_an_empty_token_file_opens_no_agent(tmp_path) -> None:
+    """Everyone could sign with it."""
+    for text in ("", " \n"):
+        (tmp_path / "token").write_text(text)
+        with pytest.raises(OSError, match="has no token"):
+            TokenSignatures(tmp_path / "token", "127.0.0.1:9000")
+        assert sign_with_token(tmp_path / "token", "127.0.0.1:9000") == ()
+
+
 def test_what_is_sent_does_not_contain_the_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("very-secret\n")
     ((name, text),) = sign_with_token(tmp_path / "token", "127.0.0.1:9000")

@@ -104,3 +104,21 @@ def test_every_option_of_vllm_that_may_load_something_is_read_or_decides_no_kv()
     }
     unread = {option.removeprefix("--") for option in risky - read}
     assert unread == {*OTHER_OPTIONS.split(), *LIMITS, *REFUSED}
+
+
+def test_a_folder_of_speculators_lists_the_model_that_is_loaded_in_its_place(tmp_path) -> None:
+    """As vLLM does (`maybe_override_with_speculators`); what it cannot read is not ours to say."""
+    config = tmp_path / "config.json"
+    config.write_text('{"speculators_config": {"verifier": {"name_or_path": "org/base"}}}')
+    names = [name for _, name, _, _ in list_names(model=str(tmp_path))]
+    assert names == [str(tmp_path), "org/base"]
+    for text in (
+        "{",
+        "[]",
+        '{"speculators_config": 1}',
+        '{"speculators_config": {"verifier": {}}}',
+    ):
+        config.write_text(text)
+        assert [name for _, name, _, _ in list_names(model=str(tmp_path))] == [str(tmp_path)]
+    config.write_bytes(b"\xff" + b"[" * 100_000)
+    assert [name for _, name, _, _ in list_names(model=str(tmp_path))] == [str(tmp_path)]

@@ -1,12 +1,14 @@
-"""Lists what an engine loads that decides what its KV means, by its command line. Pure.
+"""Lists what an engine loads that decides what its KV means, by its command line.
 
-Besides the model that are a tokenizer or chat template of its own, the model that speculates, and
-the LoRA adapters of the command line. What is part of the arguments themselves belongs to the
-deployment's revision.
+Besides the model that are the one that its config names in its place, a tokenizer or chat template
+of its own, the model that speculates, and the LoRA adapters of the command line. What is part of
+the arguments themselves belongs to the deployment's revision.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cleave_worker.agent.weights.engine_arguments import (
     decode_object,
@@ -29,6 +31,7 @@ _FORMATS = (
     *("dummy", "runai_streamer", "runai_streamer_sharded", "sharded_state", "gguf", "bitsandbytes"),
 )
 """Load formats that read the files of the model; others read elsewhere, such as from a daemon."""
+_VERIFIER = "speculators_config.verifier"
 _FILES = ("--chat-template", "--mm-encoder-fp8-scale-path")
 _LORA_MODULES, _MEDIA_LORAS = "--lora-modules", "--default-mm-loras"
 
@@ -57,6 +60,7 @@ def list_sources(model: str, arguments: Sequence[str]) -> list[WeightSource]:
     # vLLM looks for the commit in the repository of the config as well.
     pin = "" if config_path not in (None, model) else _REVISION
     sources = [WeightSource(MODEL, model, revision, pin)]
+    sources += _list_verifier(model)
     its_revision = get_option(arguments, _TOKENIZER_REVISION)
     if tokenizer := get_option(arguments, _TOKENIZER) or (model if its_revision else ""):
         sources.append(
@@ -73,6 +77,18 @@ def list_sources(model: str, arguments: Sequence[str]) -> list[WeightSource]:
         if name := get_option(arguments, option):
             sources.append(WeightSource(option, name, is_file=True))
     return [*sources, *_list_adapters(arguments)]
+
+
+def _list_verifier(model: str) -> Iterator[WeightSource]:
+    """What vLLM loads in the place of a folder in the format of speculators, which then drafts."""
+    # The engine reports what it cannot read.
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        config = decode_object((Path(model) / "config.json").read_text())
+        named = config.get("speculators_config")
+        verifier = named.get("verifier") if isinstance(named, Mapping) else None
+        name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+        if isinstance(name, str) and name:
+            yield WeightSource(_VERIFIER, name)
 
 
 def _list_loader(
