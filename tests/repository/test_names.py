@@ -69,7 +69,7 @@ deliver depends describe detach detect dial disable discard discount discover di
 drain draw drop dump echo emit enable encode end ends enqueue enter enumerate estimate evaluate
 evict exchange exclude execute exit expand expect expire explain export extend extract fail feed
 fetch fill filter find finish fit fits flush fold force forecast forget form format forward free
-freeze generate get give goes grant group grow guess handle has hash holds ignore import index
+freeze generate get give goes grant group grow guess halve handle has hash holds ignore import index
 inspect interpolate interrupt intersect invalidate invoke is issue iter iterate join keep keeps
 key kill knows lay learn limit link list listen load locate lock log lower main make map mark
 marks mask match matches maximize may measure merge misses name narrow needs normalize
