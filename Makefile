@@ -56,7 +56,8 @@ check: $(if $(ARGS),lint,setup) ## what CI runs: lint, types, layers, generated 
 	  $(MAKE) --no-print-directory $$group AGAIN=1 || exit; }; done)
 
 caches: # bytecode of vLLM and machine code of Cleave, once, before many processes need them
-	@.venv/bin/python -m cleave_worker.vllm.api_server --help >/dev/null & .venv/bin/python -m cleave.simulator.warmup --caches; wait
+	@(.venv/bin/python -m cleave_worker.vllm.api_server --help >/dev/null; PYTHONPATH=benchmarks:benchmarks/dispatch .venv/bin/python -c 'import caches; caches.load_foreign()') & \
+	  .venv/bin/python -m cleave.simulator.warmup --caches; wait
 
 # Three at a time: with five on two cores, engines took seven minutes to start. The first shows its
 # progress, the others print their output at the end. It is as nice as agents make their engines, which

@@ -220,14 +220,16 @@ def build_server(
         if not policy.is_foreign:
             return run.simulate(prepared, build(rate))
         arrays, state = run.lay_out(prepared, build(rate), 0)
-        _load_foreign()(state)
+        load_foreign()(state)
         return run.build_result(arrays, state)
 
     return serve
 
 
 @functools.cache
-def _load_foreign() -> Callable[..., None]:
+def load_foreign() -> Callable[..., None]:
+    """The simulator with the policies of others; compiled for a minute, once for each version."""
+
     def build() -> dict[Callable[..., object], object]:
         ours = run.build_replacements(has_blocks=True)
         return ours | {dispatch.select_instances: select_as_others_do}
