@@ -24,7 +24,7 @@ def test_every_risk_of_clients_pods_and_the_cluster_has_a_row() -> None:
     )
     expected = {
         *(f"S{number}" for number in range(1, 21)),
-        *(f"H{number}" for number in range(1, 14)),
+        *(f"H{number}" for number in range(1, 15)),
         *(f"R{number}" for number in range(1, 9)),
         # C18 has never been given.
         *(f"C{number:02}" for number in range(1, 22) if number != 18),
