@@ -8,8 +8,12 @@ other requests; every placement on up to 8 GPUs is simulated beside the chosen o
 """
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))
 
 from cleave.planner.problem import Problem
 from cleave.planner.search.context import SearchContext
