@@ -4,13 +4,14 @@ back."""
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
-from e2e.cluster.nodes import Nodes, gpu_node
+from e2e.cluster.nodes import Nodes, Shape, gpu_node
 from e2e.test_cluster_operator import (
     READY_S,
     condition,
@@ -28,6 +29,19 @@ pytestmark = pytest.mark.timeout(900)
 NODE, GPUS = "sharing-h200", 4
 NEEDED = 3
 """GPUs of the plan of each deployment; its instances have one each."""
+H200, TAINT = "NVIDIA-H200", {"key": "team", "value": "b", "effect": "NoSchedule"}
+ODD = (
+    gpu_node("odd-unknown", product="NVIDIA-NEW-X1"),
+    gpu_node("odd-shared", product=f"{H200}-SHARED"),
+    gpu_node("odd-part", product=f"{H200}-MIG-1g.18gb"),
+    gpu_node("odd-unlabelled", product=""),
+    replace(gpu_node("odd-mixed", product=H200), labels={"nvidia.com/mig.config": "all-balanced"}),
+    replace(gpu_node("odd-sliced", product=H200), labels={"nvidia.com/gpu.replicas": "4"}),
+    replace(gpu_node("odd-tainted", product=H200), taints=[TAINT]),
+    Shape("odd-amd", gpus=0, devices={"amd.com/gpu": "8"}),
+    Shape("odd-parts", gpus=0, devices={"nvidia.com/mig-1g.18gb": "7"}),
+)
+"""Nodes that plans leave out."""
 
 
 LENDER = """
@@ -82,6 +96,10 @@ class Deployments:
         names = ("one", "two")
         return [each for each in names if condition(self.read(each), "PlanReady") == "True"]
 
+    def names_odd_nodes(self, name: str) -> bool:
+        text = message(self.read(name), "ScalingLimited")
+        return all(f"{each.name}: " in text for each in ODD)
+
     def count_gpus(self, name: str = "", *, placed: bool = False) -> int:
         """That pods of a deployment, or of all, request; `placed`: of those with a node."""
         selector = f"cleave.dev/deployment={name}" if name else ""
@@ -97,18 +115,23 @@ class Deployments:
 @contextmanager
 def opened(installed: Cluster, nodes: Nodes, namespace: str, gpus: int) -> Iterator[Deployments]:
     """A node with GPUs and the deployments of a test; nothing is left afterwards."""
-    nodes.add(gpu_node(NODE, gpus=gpus, product="NVIDIA-H200", gpu_memory_mib=143_771))
+    before = {each["metadata"]["name"] for each in installed.list("nodes")}
+    nodes.add(gpu_node(NODE, gpus=gpus, product=H200, gpu_memory_mib=143_771))
     try:
         yield Deployments(installed, namespace)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{read_log(installed)}") from error
     finally:
         installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
-        nodes.lose(NODE)
-        installed.kubectl("delete", "node", NODE)
+        added = {each["metadata"]["name"] for each in installed.list("nodes")} - before
+        for name in added:
+            nodes.lose(name)
+        installed.kubectl("delete", "node", *added)
 
 
-def test_gpus_are_planned_once(installed: Cluster, nodes: Nodes, namespace: str) -> None:
+def test_gpus_are_planned_once_and_odd_nodes_change_no_plan(
+    installed: Cluster, nodes: Nodes, namespace: str
+) -> None:
     with opened(installed, nodes, namespace, GPUS) as here:
         here.apply(*map(build_manifest, ("one", "two")))
         wait_until(
@@ -118,8 +141,14 @@ def test_gpus_are_planned_once(installed: Cluster, nodes: Nodes, namespace: str)
         second = "two" if first == "one" else "one"
         assert f"other deployments have {NEEDED} of" in message(here.read(second), "PlanReady")
         wait_until(lambda: here.count_gpus() == NEEDED, 60, "the pods exist")
+        plan = here.read(first)["status"]["plan"]
+        nodes.add(*ODD)
+        wait_until(lambda: here.names_odd_nodes(first), 60, "each odd node is named")
+        assert here.find_planned() == [first]
+        assert here.read(first)["status"]["plan"] == plan
         here.delete(first)
         wait_until(lambda: here.find_planned() == [second], READY_S, "the other one is planned")
+        assert here.read(second)["status"]["plan"]["gpus"] == NEEDED
         wait_until(lambda: here.count_gpus() == NEEDED, 60, "its pods exist")
 
 

@@ -35,6 +35,8 @@ class Shape:
     cpus: int = 96
     memory_gib: int = 1024
     rdma_units: int = 0
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """Further resources."""
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: Sequence[Manifest] = ()
 
@@ -45,7 +47,7 @@ class Shape:
         cards = {"rdma/hca": str(self.rdma_units)} if self.rdma_units else {}
         shared = {"cpu": str(self.cpus), "memory": f"{self.memory_gib}Gi", "pods": "250"}
         shared["ephemeral-storage"] = "4Ti"
-        return shared | gpus | cards
+        return shared | gpus | cards | dict(self.devices)
 
 
 def gpu_node(

@@ -157,6 +157,45 @@ def test_a_node_without_the_label_is_named() -> None:
     check_left_out(beside(read("x")), f"has no label {PRODUCT}")
 
 
+@pytest.mark.parametrize(
+    "resource",
+    [
+        "amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe", "habana.ai/gaudi", "google.com/tpu",
+        "aws.amazon.com/neuron", "huawei.com/Ascend910", "cambricon.com/vmlu", "hygon.com/dcunum",
+        "metax-tech.com/sgpu", "kunlunxin.com/xpu", "qualcomm.com/qaic", "volcano.sh/vgpu-number",
+        "nvidia.com/mig-3g.40gb", "nvidia.com/gpu.shared", "rebellions.ai/npu",
+    ],
+)  # fmt: skip
+def test_a_node_with_other_accelerators_is_named(resource: str) -> None:
+    node = read("x", gpus=0)
+    node["status"]["allocatable"] |= {"cpu": "96", "memory": "1Ti", resource: "8"}
+    found = beside(node)
+    check_left_out(found, f"offers {resource}, and plans count nvidia.com/gpu")
+    assert found.topology == ALONE.topology
+
+
+def test_a_node_whose_device_plug_in_offers_no_gpu_is_named_and_one_for_other_work_is_not() -> None:
+    check_left_out(beside(read("x", "NVIDIA-L40S", gpus=0)), "has NVIDIA-L40S by its label")
+    node = read("x", gpus=0)
+    others = (
+        "ephemeral-storage",
+        "hugepages-2Mi",
+        "rdma/hca",
+        "devices.kubevirt.io/kvm",
+        "a.io/input",
+    )
+    node["status"]["allocatable"] |= {name: "8" for name in ("cpu", *others)} | {"amd.com/gpu": "0"}
+    assert beside(node) == ALONE
+
+
+def test_where_only_other_accelerators_are_they_are_named() -> None:
+    node = read("x", gpus=0)
+    node["status"]["allocatable"]["amd.com/gpu"] = "8"
+    found = build_inventory([parse_node(node)])
+    assert found.cluster is None
+    assert found.unusable.startswith("left out of plans: x: offers amd.com/gpu")
+
+
 def test_a_described_part_is_planned_with() -> None:
     part = {"name": "NVIDIA-L4-SHARED", "memoryGib": 11, "memoryGbps": 150, "denseTflops": 60}
     settings = Cluster.model_validate({"nodes": [{"gpu": "H100"}], "gpus": [part]})

@@ -111,7 +111,10 @@ def build_inventory(
     """
     own = [to_gpu(description) for description in settings.gpus] if settings else []
     reachable, planned, left_out = _sort_nodes(
-        [node for node in nodes if node.num_gpus], own, template, needs_own_image=needs_own_image
+        [node for node in nodes if node.num_gpus or node.shared],
+        own,
+        template,
+        needs_own_image=needs_own_image,
     )
     counted = tuple(_select_countable(planned, lost))
     uncounted = {node.name for node in planned} - {node.name for node in counted}
@@ -156,8 +159,9 @@ def _sort_nodes(
     for node in nodes:
         why = node.fault if needs_own_image else ""
         why = why or (explain_unreachable(node.labels, node.taints, template) if template else "")
-        reachable += [] if why or not node.gpu else [node]
-        why = why or kinds[node.gpu] or ("" if explain_part(node.gpu) else node.shared)
+        reachable += [] if why or not (node.gpu and node.num_gpus) else [node]
+        why = why or (kinds[node.gpu] if node.num_gpus else node.shared)
+        why = why or ("" if explain_part(node.gpu) else node.shared)
         if why:
             left_out[node.name] = why
         else:

@@ -1,19 +1,27 @@
-"""What keeps a node's GPUs from a deployment: parts of GPUs, taints, the template's choice. Pure.
+"""What keeps a node's GPUs from a deployment: parts, other kinds, taints, the template. Pure.
 
 Called for the inventory of a plan. Such nodes belong to other work, or to manual placements.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from cleave.api.pods.quantity import parse_quantity
 from cleave.api.pods.worker_template import Toleration, WorkerTemplate
-from cleave.manifests.labels import Manifest
+from cleave.manifests.labels import GPU, Manifest
+from cleave.perf.hardware.gpu import GPU_PRODUCT
 
 _NO_PARTS = "all-disabled"
 """The MIG configuration of NVIDIA's operator in which all GPUs are whole."""
 _MIG_CONFIG, _PARTITION = "nvidia.com/mig.config", "cloud.google.com/gke-gpu-partition-size"
 _REPLICAS, _COUNT = "nvidia.com/gpu.replicas", "nvidia.com/gpu.count"
 _SHARING = "nvidia.com/gpu.sharing-strategy", "cloud.google.com/gke-gpu-sharing-strategy"
+_ACCELERATOR = re.compile(
+    r"(^|[./-])([sv]?gpu|v?cuda|v?mlu|mig-|tpu|npu|gaudi|neuron|ascend|i915|xe$|dcu|gcu|xpu|qaic)",
+    re.IGNORECASE,
+)
+"""In names of resources: other makers' devices, and parts of NVIDIA's."""
 _GKE_POOL = "cloud.google.com/gke-nodepool"
 _GPU_TAINT = "nvidia.com/gpu"
 _HEALTH = "node.kubernetes.io/"
@@ -46,6 +54,16 @@ def explain_shared(labels: Mapping[str, str], num_gpus: int) -> str:
     if count.isdecimal() and 0 < int(count) < num_gpus:
         return f"shares its GPUs between pods ({num_gpus} for {count} GPUs)"
     return ""
+
+
+def explain_uncounted(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> str:
+    """Why a node that offers these resources, and not `nvidia.com/gpu`, does not count although it
+    has accelerators; empty: it has none."""
+    others = filter(_ACCELERATOR.search, sorted(allocatable))
+    if other := next((name for name in others if parse_quantity(allocatable[name])), ""):
+        return f"offers {other}, and plans count {GPU}; placement.manual can use it"
+    product = labels.get(GPU_PRODUCT, "")
+    return f"has {product} by its label, and offers no {GPU} now" if product else ""
 
 
 def list_taints(node: Manifest) -> tuple[Taint, ...]:

@@ -12,7 +12,12 @@ from datetime import UTC, datetime
 
 from cleave.api.pods.quantity import parse_quantity
 from cleave.api.role import MAX_POD_ENGINES, Role
-from cleave.controller.cluster.node_sharing import Taint, explain_shared, list_taints
+from cleave.controller.cluster.node_sharing import (
+    Taint,
+    explain_shared,
+    explain_uncounted,
+    list_taints,
+)
 from cleave.manifests.labels import (
     CELL,
     COMPONENT,
@@ -200,7 +205,7 @@ class ObservedNode:
     fault: str = ""
     """Why Cleave's own image for GPUs cannot run there; empty: it can."""
     shared: str = ""
-    """Why its GPUs are not whole ones; empty: they are."""
+    """Why its GPUs are not whole ones, or it offers none although it has some; empty: they are."""
     labels: frozenset[tuple[str, str]] = frozenset()
     taints: tuple[Taint, ...] = ()
     """Those that keep pods away, without Kubernetes' own about the node's health."""
@@ -388,6 +393,9 @@ def parse_node(manifest: Manifest) -> ObservedNode:
     meta, status = manifest["metadata"], manifest.get("status", {})
     labels, allocatable = meta.get("labels", {}), status.get("allocatable", {})
     num_gpus = int(parse_quantity(allocatable.get(GPU, 0)))
+    shared = (
+        explain_shared(labels, num_gpus) if num_gpus else explain_uncounted(labels, allocatable)
+    )
     return ObservedNode(
         name=meta["name"],
         ready=_index_by_type(status).get("Ready", {}).get("status") == "True",
@@ -400,7 +408,7 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         infiniband_domain=labels.get(INFINIBAND, ""),
         clique=labels.get(CLIQUE, ""),
         fault=explain_unusable(labels),
-        shared=explain_shared(labels, num_gpus),
+        shared=shared,
         labels=frozenset(labels.items()),
         taints=list_taints(manifest),
         unusable_since_s=_find_unusable_since_s(manifest),
