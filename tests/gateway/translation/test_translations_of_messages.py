@@ -174,6 +174,42 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
         assert hints.keys() <= known
 
 
+FOUND = {
+    "type": "search_result", "source": "https://a.example", "title": "Rivers",
+    "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+    "citations": {"enabled": True},
+}  # fmt: skip
+TYPED = {"type": "document", "source": {"type": "content", "content": [
+    {"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}}  # fmt: skip
+SHORT = {"type": "document", "source": {"type": "content", "content": "whole"}}
+FILE = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (FOUND, "Rivers\nhttps://a.example\none\ntwo"),
+        ({**FOUND, "content": [], "title": None}, "https://a.example"),
+        (TYPED, "a\nb"),
+        (SHORT, "whole"),
+    ],
+)
+def test_found_texts_and_documents_of_texts_are_texts(block: dict, text: str) -> None:
+    asked = {"role": "user", "content": [block]}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    sent = translate(messages=[asked, {"role": "user", "content": [result]}])["messages"]
+    assert [each["content"] for each in sent] == [text, text]
+    assert [each["role"] for each in sent] == ["user", "tool"]
+
+
+@pytest.mark.parametrize("block", [FILE, {"type": "video"}, {"type": "x" * 900, "source": 7}])
+def test_what_no_engine_reads_of_a_result_is_named_in_its_place(block: dict) -> None:
+    said = {"type": "text", "text": "done"}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [said, block, FOUND]}
+    (sent,) = translate(messages=[{"role": "user", "content": [result]}])["messages"]
+    assert sent["content"].startswith(f"done\n[{block['type'][:80]} left out]\nRivers\n")
+
+
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
@@ -189,6 +225,8 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "content[0].type"),
         ({"messages": [{"role": "user", "content": [
             {"type": "document", "source": {"type": "base64"}}]}]}, "source.type"),
+        ({"messages": [{"role": "user", "content": [{**FOUND, "content": [{"type": "image"}]}]}]},
+         "content[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "[0].type"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),

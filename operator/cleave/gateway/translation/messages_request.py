@@ -13,6 +13,7 @@ import msgspec
 from cleave.gateway.http.completion_request import Fields
 from cleave.gateway.http.errors import build_bad_request
 from cleave.gateway.translation.messages_tools import MessagesToolSet
+from cleave.gateway.translation.messages_turns import BLOCKS, TURNS, add_turn
 from cleave.gateway.translation.request_fields import (
     EMPTY_TEXT,
     INTEGER,
@@ -21,8 +22,6 @@ from cleave.gateway.translation.request_fields import (
     JoinedText,
     JsonText,
     ModelFacts,
-    ObjectReader,
-    Piece,
     SystemText,
     build_unsupported,
     check_text,
@@ -30,8 +29,6 @@ from cleave.gateway.translation.request_fields import (
     decode_field,
     encode_raw,
     is_list,
-    is_null,
-    is_text,
     read_list,
     refuse_fields,
 )
@@ -52,38 +49,6 @@ _LOW_EFFORT_TOKENS = 4_096
 _MEDIUM_EFFORT_TOKENS = 16_384
 """Budgets of thinking below these become efforts of low and medium; larger ones high."""
 _TRUE, _FALSE = msgspec.Raw(b"true"), msgspec.Raw(b"false")
-
-
-class ImageSource(msgspec.Struct, gc=False):
-    """An image, or the text of a document."""
-
-    type: str
-    media_type: str = "image/jpeg"
-    data: msgspec.Raw = EMPTY_TEXT
-    url: msgspec.Raw = EMPTY_TEXT
-
-
-class Block(msgspec.Struct, gc=False):
-    """A block of content, of any type."""
-
-    type: str
-    text: msgspec.Raw = EMPTY_TEXT
-    thinking: msgspec.Raw = EMPTY_TEXT
-    source: msgspec.Raw = msgspec.Raw(b"null")
-    id: msgspec.Raw = EMPTY_TEXT
-    name: msgspec.Raw = EMPTY_TEXT
-    input: msgspec.Raw = msgspec.Raw(b"{}")
-    tool_use_id: msgspec.Raw = EMPTY_TEXT
-    tool_name: msgspec.Raw = EMPTY_TEXT
-    tool: msgspec.Raw = msgspec.Raw(b"null")
-    content: msgspec.Raw = EMPTY_TEXT
-
-
-class ConversationTurn(msgspec.Struct, gc=False):
-    """A turn of the conversation."""
-
-    role: str
-    content: msgspec.Raw
 
 
 class MessagesToolChoice(msgspec.Struct, gc=False):
@@ -115,8 +80,6 @@ class OutputConfig(msgspec.Struct, gc=False):
     format: OutputFormat | None = None
 
 
-_BLOCKS, _SOURCES = ObjectReader(Block), ObjectReader(ImageSource)
-_TURNS = ObjectReader(ConversationTurn)
 _OUTPUT_CONFIG = msgspec.json.Decoder(OutputConfig)
 _THINKING: msgspec.json.Decoder[Thinking | None] = msgspec.json.Decoder(
     Thinking | None, strict=False
@@ -186,15 +149,13 @@ def _convert_prompt(fields: Fields, system: SystemText) -> Steps[Fields]:
     role = ""
     for number in range(len(turns)):
         path = f"messages[{number}]"
-        turn = _TURNS.read(turns[number], path) or (
-            yield from _TURNS.read_long(turns[number], path)
-        )
+        turn = TURNS.read(turns[number], path) or (yield from TURNS.read_long(turns[number], path))
         if turn.role == "system":
             text = yield from _read_system(turn.content, f"{path}.content", tools)
             system.is_late = system.is_late or bool(role)
             yield from _add_system(chat, system, text)
         else:
-            yield from _add_turn(chat, turn, path)
+            yield from add_turn(chat, turn, path)
             role = turn.role
         yield
     prompt = {"messages": (yield from system.prepend(chat.end_list()))}
@@ -225,8 +186,8 @@ def _read_system(
     blocks = yield from read_list(content, path)
     for number in range(len(blocks)):
         place = f"{path}[{number}]"
-        block = _BLOCKS.read(blocks[number], place) or (
-            yield from _BLOCKS.read_long(blocks[number], place)
+        block = BLOCKS.read(blocks[number], place) or (
+            yield from BLOCKS.read_long(blocks[number], place)
         )
         if tools is not None and block.type in ("tool_addition", "tool_removal"):
             is_added = block.type == "tool_addition"
@@ -248,140 +209,6 @@ def _drop_attribution(text: msgspec.Raw) -> msgspec.Raw:
     if line is None:
         return EMPTY_TEXT if len(text) <= _ATTRIBUTION_BYTES else text
     return msgspec.Raw(b'"' + bytes(memoryview(text)[line.end() :]))
-
-
-def _add_turn(chat: JsonText, turn: ConversationTurn, path: str) -> Steps[None]:
-    """Add the messages of one turn: results of tools are messages of their own."""
-    content, place = turn.content, f"{path}.content"
-    if turn.role not in ("user", "assistant"):
-        raise build_unsupported(f"{path}.role", turn.role, "user, assistant or system")
-    elif not is_list(content):
-        if not is_text(content):
-            raise build_bad_request(f"{place} must be a text or a list of blocks", place)
-        head = b'{"role":"%b","content":' % turn.role.encode()
-        yield from chat.add(head, content, b"},")
-    elif turn.role == "assistant":
-        yield from _add_assistant_blocks(chat, content, place)
-    else:
-        yield from _add_user_blocks(chat, content, place)
-
-
-def _add_assistant_blocks(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[None]:
-    text, thought, calls = JoinedText(), JoinedText(), JsonText(b"[")
-    blocks = yield from read_list(content, path)
-    for number in range(len(blocks)):
-        place = f"{path}[{number}]"
-        block = _BLOCKS.read(blocks[number], place) or (
-            yield from _BLOCKS.read_long(blocks[number], place)
-        )
-        if block.type == "text":
-            yield from text.add(check_text(block.text, f"{place}.text"))
-        elif block.type == "tool_use":
-            yield from calls.add(b'{"id":', check_text(block.id, f"{place}.id"))
-            name = check_text(block.name, f"{place}.name")
-            yield from calls.add(b',"type":"function","function":{"name":', name)
-            yield from calls.add_quoted(b',"arguments":', block.input, b"}},")
-        elif block.type == "thinking":
-            yield from thought.add(check_text(block.thinking, f"{place}.thinking"))
-        elif block.type != "redacted_thinking":
-            raise build_unsupported(f"{place}.type", block.type, "text, thinking or tool_use")
-        yield
-    yield from chat.add(b'{"role":"assistant"')
-    if text.count or len(calls) == 1:
-        yield from chat.add(b',"content":', text.to_raw())
-    if thought.count:
-        yield from chat.add(b',"reasoning":', thought.to_raw())
-    if len(calls) > 1:
-        yield from chat.add(b',"tool_calls":', calls.end_list())
-    yield from chat.add(b"},")
-
-
-def _add_user_blocks(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[None]:
-    parts, num_parts, has_results = JsonText(b"["), 0, False
-    text: msgspec.Raw | None = None
-    blocks = yield from read_list(content, path)
-    for number in range(len(blocks)):
-        place = f"{path}[{number}]"
-        block = _BLOCKS.read(blocks[number], place) or (
-            yield from _BLOCKS.read_long(blocks[number], place)
-        )
-        if len(blocks) == 1 and block.type == "text":
-            text = check_text(block.text, f"{place}.text")
-            num_parts = 1
-        elif block.type == "tool_result":
-            has_results = True
-            num_parts += yield from _add_tool_result(chat, parts, block, place)
-        else:
-            part, text = yield from _convert_part(block, place)
-            num_parts += 1
-            yield from parts.add(*part, b",")
-        yield
-    if num_parts == 1 and text is not None:
-        yield from chat.add(b'{"role":"user","content":', text, b"},")
-    elif num_parts or not has_results:
-        yield from chat.add(b'{"role":"user","content":', parts.end_list(), b"},")
-
-
-def _add_tool_result(chat: JsonText, parts: JsonText, block: Block, path: str) -> Steps[int]:
-    """Add the message of a tool's result, and its images to the user's parts, because the messages
-    of tools contain text only; the number of images."""
-    text, references, images = JoinedText(b"\\n"), JsonText(b"["), 0
-    if not is_list(block.content):
-        yield from text.add(check_text(block.content, f"{path}.content"))
-    else:
-        results = yield from read_list(block.content, f"{path}.content")
-        for number in range(len(results)):
-            place = f"{path}.content[{number}]"
-            result = _BLOCKS.read(results[number], place) or (
-                yield from _BLOCKS.read_long(results[number], place)
-            )
-            if result.type == "tool_reference":
-                name = check_text(result.tool_name, f"{place}.tool_name")
-                name = name if name != EMPTY_TEXT else check_text(result.name, f"{place}.name")
-                yield from references.add(b'{"type":"tool_reference","name":', name, b"},")
-                continue
-            part, part_text = yield from _convert_part(result, place)
-            if part_text is not None:
-                yield from text.add(part_text)
-            else:
-                images += 1
-                yield from parts.add(*part, b",")
-            yield
-    call_id = check_text(block.tool_use_id, f"{path}.tool_use_id")
-    yield from chat.add(b'{"role":"tool","tool_call_id":', call_id)
-    yield from chat.add(b',"content":', text.to_raw(), b"},")
-    if len(references) > 1:
-        yield from chat.add(b'{"role":"tool","tool_call_id":', call_id)
-        yield from chat.add(b',"content":', references.end_list(), b"},")
-    return images
-
-
-def _convert_part(block: Block, path: str) -> Steps[tuple[list[Piece], msgspec.Raw | None]]:
-    """(a part of a message, its text); the text is None of an image."""
-    if block.type == "text":
-        return _build_text_part(check_text(block.text, f"{path}.text"))
-    if block.type not in ("image", "document") or is_null(block.source):
-        raise build_unsupported(f"{path}.type", block.type, "text, image, document or tool_result")
-    path += ".source"
-    source = _SOURCES.read(block.source, path) or (
-        yield from _SOURCES.read_long(block.source, path)
-    )
-    if block.type == "document" and source.type == "text":
-        return _build_text_part(check_text(source.data, f"{path}.data"))
-    before, after = b'{"type":"image_url","image_url":{"url":', b"}}"
-    if block.type == "image" and source.type == "url":
-        return [before, check_text(source.url, f"{path}.url"), after], None
-    if block.type == "image" and source.type == "base64":
-        begin = encode_raw(f"data:{source.media_type};base64,")
-        data = memoryview(check_text(source.data, f"{path}.data"))[1:]
-        return [before, memoryview(begin)[:-1], data, after], None
-    raise build_unsupported(
-        f"{path}.type", source.type, "base64 or url for images, text for documents"
-    )
-
-
-def _build_text_part(text: msgspec.Raw) -> tuple[list[Piece], msgspec.Raw | None]:
-    return [b'{"type":"text","text":', text, b"}"], text
 
 
 def _convert_tool_choice(choice: MessagesToolChoice | None) -> Fields:
