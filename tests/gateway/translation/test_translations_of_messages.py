@@ -195,9 +195,9 @@ FILE = {"type": "document", "source": {"type": "base64", "media_type": "applicat
     ],
 )
 def test_found_texts_and_documents_of_texts_are_texts(block: dict, text: str) -> None:
-    asked = {"role": "user", "content": [block]}
+    question = {"role": "user", "content": [block]}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
-    sent = translate(messages=[asked, {"role": "user", "content": [result]}])["messages"]
+    sent = translate(messages=[question, {"role": "user", "content": [result]}])["messages"]
     assert [each["content"] for each in sent] == [text, text]
     assert [each["role"] for each in sent] == ["user", "tool"]
 
