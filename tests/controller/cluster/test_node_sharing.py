@@ -160,10 +160,11 @@ def test_a_node_without_the_label_is_named() -> None:
 @pytest.mark.parametrize(
     "resource",
     [
-        "amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe", "habana.ai/gaudi", "google.com/tpu",
-        "aws.amazon.com/neuron", "huawei.com/Ascend910", "cambricon.com/vmlu", "hygon.com/dcunum",
-        "metax-tech.com/sgpu", "kunlunxin.com/xpu", "qualcomm.com/qaic", "volcano.sh/vgpu-number",
-        "nvidia.com/mig-3g.40gb", "nvidia.com/gpu.shared", "rebellions.ai/npu",
+        "amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe", "habana.ai/gaudi",
+        "google.com/tpu", "aws.amazon.com/neuron", "huawei.com/Ascend910", "cambricon.com/vmlu",
+        "hygon.com/dcunum", "metax-tech.com/sgpu", "kunlunxin.com/xpu", "qualcomm.com/qaic",
+        "volcano.sh/vgpu-number", "nvidia.com/mig-3g.40gb", "nvidia.com/gpu.shared",
+        "rebellions.ai/npu",
     ],
 )  # fmt: skip
 def test_a_node_with_other_accelerators_is_named(resource: str) -> None:
@@ -184,7 +185,7 @@ def test_a_node_whose_device_plug_in_offers_no_gpu_is_named_and_one_for_other_wo
         "devices.kubevirt.io/kvm",
         "a.io/input",
     )
-    node["status"]["allocatable"] |= {name: "8" for name in ("cpu", *others)} | {"amd.com/gpu": "0"}
+    node["status"]["allocatable"] |= dict.fromkeys(("cpu", *others), "8") | {"amd.com/gpu": "0"}
     assert beside(node) == ALONE
 
 
