@@ -149,10 +149,10 @@ def test_an_empty_recording_is_refused(tmp_path, content) -> None:
 
 
 def test_missing_columns_are_named_with_those_there_are(tmp_path) -> None:
-    line = fault(tmp_path / "trace.csv", "arrival_s,tokens_in,output_tokens\n1,2,3\n")
+    line = fault(tmp_path / "trace.csv", "arrival_s,size_in,output_tokens\n1,2,3\n")
     assert line == (
         "trace.csv: no column prompt_tokens (or a usual name for it) among "
-        "'arrival_s', 'tokens_in', 'output_tokens'; rename one"
+        "'arrival_s', 'size_in', 'output_tokens'; rename one"
     )
 
 

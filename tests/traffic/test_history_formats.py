@@ -252,6 +252,18 @@ def build_span(each: Request) -> dict:
     }
 
 
+def build_gemini(each: Request) -> dict:
+    counts = {"promptTokenCount": each.prompt, "candidatesTokenCount": each.output}
+    return {"logging_time": each.count(10**3), "full_response": {"usageMetadata": counts}}
+
+
+def write_names(arrival: str, prompt: str, output: str) -> Write:
+    return lambda requests: write_csv(
+        f"{arrival},{prompt},{output}",
+        [(each.count(10**3), each.prompt, each.output) for each in requests],
+    )
+
+
 def write_each(build: Callable[[Request], dict]) -> Write:
     return lambda requests: write_lines([build(each) for each in requests])
 
@@ -296,6 +308,14 @@ FORMATS: dict[str, tuple[str, Write]] = {
     "langfuse_csv": ("csv", write_langfuse_csv),
     "access_log": ("log", write_each(build_access_log)),
     "span": ("jsonl", write_each(build_span)),
+    "gemini": ("jsonl", write_each(build_gemini)),
+    "openrouter": ("csv", write_names("created_at", "tokens_prompt", "tokens_completion")),
+    "portkey": ("csv", write_names("created_at", "req_units", "res_units")),
+    "cloudflare": ("csv", write_names("created_at", "tokens_in", "tokens_out")),
+    "phoenix": (
+        "csv",
+        write_names("start_time", "llm.token_count.prompt", "llm.token_count.completion"),
+    ),
 }
 WHOLE_SECONDS = {
     "openai": ("jsonl", write_each(build_openai)),

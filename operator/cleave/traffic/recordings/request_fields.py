@@ -3,8 +3,9 @@
 Called for every column of a CSV file and every field of a JSON object; fields inside others have
 the names of both, `usage.prompt_tokens`. What is hard: tools name the same thing differently and
 different things alike, so a name is known here only if it has one meaning in all of them.
-Sources: the files of vLLM's and SGLang's benchmarks, aiperf, guidellm, OpenAI, Anthropic, LiteLLM
-and Langfuse, and the traces of Azure, Mooncake, BurstGPT, Vidur and Splitwise.
+Sources: the files of vLLM's and SGLang's benchmarks, aiperf, guidellm, OpenAI, Anthropic, Gemini,
+LiteLLM, OpenRouter, Portkey, Cloudflare, Phoenix and Langfuse, and the traces of Azure, Mooncake,
+BurstGPT, Vidur and Splitwise.
 """
 
 import re
@@ -75,7 +76,7 @@ PROMPT_NAMES = list_words(
     prompttokens inputtokens contexttokens prefilltokens requesttokens numprompttokens
     numinputtokens numprefilltokens nprompttokens prompttokencount inputtokencount inputlength
     inputlen inputlens inputsequencelength inputseqlen promptlength promptlen promptlens
-    promptsize inputusage isl
+    promptsize inputusage isl tokensprompt tokensin requnits
     """
 )
 """In normalised form: lower-case letters and digits only."""
@@ -84,7 +85,8 @@ OUTPUT_NAMES = list_words(
     outputtokens generatedtokens completiontokens decodetokens responsetokens generationtokens
     numoutputtokens numgeneratedtokens numcompletiontokens numdecodetokens numgenerationtokens
     completiontokencount outputtokencount outputlength outputlen outputlens outputsequencelength
-    outputseqlen outputsize tokensize outputusage osl
+    outputseqlen outputsize tokensize outputusage osl tokenscompletion tokensout resunits
+    candidatestokencount
     """
 )
 _ARRIVAL_NAMES = (
@@ -92,7 +94,8 @@ _ARRIVAL_NAMES = (
     """requeststart requeststarttime requeststarttimestamp requesttimestamp receivedat submittedat
     starttime starttimes starttimestamp startts startedat start sentat""",
     """timestamp timestamps time ts datetime""",
-    """created createdat createdtime createtime creationtime requestcreatedat""",
+    """created createdat createdtime createtime creationtime requestcreatedat loggingtime
+    timegenerated""",
 )
 _RANK_STEP = 10
 """Above the depth of a field, which decides between names of one rank."""
@@ -167,6 +170,13 @@ _ROLES = {
     "hashids": FieldRole.HASHES,
     "hashblocktokens": FieldRole.BLOCK_TOKENS,
 }
+_PAIRS = {
+    ("usage", "input"): FieldRole.PROMPT,
+    ("usage", "output"): FieldRole.OUTPUT,
+    ("tokencount", "prompt"): FieldRole.PROMPT,
+    ("tokencount", "completion"): FieldRole.OUTPUT,
+}
+"""Names that have one meaning only inside another."""
 _OUTER_ROLES = {"type": FieldRole.KIND, "level": FieldRole.STATUS}
 """These names mean other things inside other fields."""
 
@@ -198,8 +208,8 @@ def _find_role(name: str, parent: str) -> FieldRole | None:
         return FieldRole.OUTPUT_PART
     if parent == "metrics" and name == "outputtokencount":  # aiperf's, without reasoning
         return None
-    if parent == "usage" and name in ("input", "output"):
-        return FieldRole.PROMPT if name == "input" else FieldRole.OUTPUT
+    if (parent, name) in _PAIRS:
+        return _PAIRS[parent, name]
     if name == "unit":
         has_tokens = parent == "usage" or parent in PROMPT_NAMES | OUTPUT_NAMES
         return FieldRole.TOKEN_UNIT if has_tokens else None

@@ -85,14 +85,15 @@ def read_counts(table: RequestTable, path: str, minimum: int = 1) -> Counts:
 
 
 def read_numbers(table: RequestTable, path: str) -> Numbers:
-    """A column of finite numbers. Raises HistoryError."""
+    """A column of finite numbers, times of arrival. Raises HistoryError."""
     cells = table.cells[path]
     numbers = to_numbers(cells)
     wrong = np.flatnonzero(~np.isfinite(numbers))
     if len(wrong):
         at = int(wrong[0])
         what = f"{path} {format_value(cells[at])}"
-        raise table.build_error(at, f"{what}: not a number; drop or correct the request")
+        remedy = "drop or correct it, or write dates as 2026-05-01T12:00:00Z"
+        raise table.build_error(at, f"{what}: not a number; {remedy}")
     return numbers
 
 
