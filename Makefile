@@ -29,13 +29,13 @@ ISOLATED = $(if $(KUBECONFIG),,scripts/isolated)
 IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; (exit $$status)
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check audit check-compiled check-cuda check-vllm-cpu caches cluster-tools tools node-tools node-images e2e e2e-vllm e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(GROUPS) static-checks pictures scan site generate bench bench-planner bench-papers clean setup setup-emulated setup-tests
+.PHONY: help run test quick check audit model check-compiled check-cuda check-vllm-cpu caches cluster-tools tools node-tools node-images e2e e2e-vllm e2e-node e2e-node-cold e2e-node-faults e2e-node-vllm e2e-third-party lint $(GROUPS) static-checks pictures scan site generate bench bench-planner bench-papers clean setup setup-vllm setup-emulated setup-tests
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
 EMULATED = $(findstring --engine emulated,$(subst =, ,$(strip $(ARGS))))
-run: $(if $(VLLM),setup,$(if $(EMULATED),setup-emulated,setup)) ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
-	@.venv/bin/cleave demo $(ARGS)
+run: $(if $(VLLM),setup-vllm,$(if $(EMULATED),setup-emulated,setup-vllm)) ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
+	@PATH="$$PATH:.tools/bin" .venv/bin/cleave demo $(ARGS)
 
 help: ## this list; ARGS='...' passes arguments on
 	@sed -nE 's/^([a-z][a-z0-9-]*):.*## (.*)/\1\t\2/p' Makefile | expand -t 16
@@ -55,7 +55,10 @@ check: $(if $(ARGS),lint,setup) ## what CI runs: lint, types, layers, generated 
 	  echo "cleave: $$group: what failed beside others runs once more, alone"; \
 	  $(MAKE) --no-print-directory $$group AGAIN=1 || exit; }; done)
 
-caches: # bytecode of vLLM and machine code of Cleave, once, before many processes need them
+model: # the model of the demo and of tests, into the user's cache
+	@PATH="$$PATH:.tools/bin" .venv/bin/python -c 'from cleave.local.smollm2 import preparation; preparation.get_or_prepare(lambda *_: None)'
+
+caches: model # bytecode of vLLM and machine code of Cleave, once, before many processes need them
 	@(.venv/bin/python -m cleave_worker.vllm.api_server --help >/dev/null; PYTHONPATH=benchmarks:benchmarks/dispatch .venv/bin/python -c 'import caches; caches.load_foreign()') & \
 	  .venv/bin/python -m cleave.simulator.warmup --caches; wait
 
@@ -87,7 +90,7 @@ cluster-tools: # Kubernetes and helm, built once
 tools: cluster-tools # those, Prometheus and its query engine
 	@scripts/promql >/dev/null && scripts/prometheus >/dev/null
 
-e2e: setup ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
+e2e: setup model ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(ISOLATED) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
 
@@ -172,9 +175,14 @@ clean:
 
 setup: ## uv, system libraries, .venv with vLLM and the development tools, the compiled simulator
 	@scripts/bootstrap
-	$(if $(VLLM),,@echo "cleave: installing into .venv/; without uv's cache 3.3 GB are downloaded")
+	$(ANNOUNCE)
 	@$(SYNC) $(if $(VLLM),--quiet) --group worker-cpu $(SHORTLY)
 	@.venv/bin/python -m cleave.simulator.warmup
+
+setup-vllm: # vLLM, gateway, workers, planner: what `make run` needs
+	@scripts/bootstrap
+	$(ANNOUNCE)
+	@$(SYNC) $(if $(VLLM),--quiet) --inexact --no-default-groups --group worker-cpu --extra planner $(SHORTLY)
 
 setup-emulated: # gateway, workers with the emulated engine, planner: 0.1 GB
 	@scripts/bootstrap --emulated
@@ -186,5 +194,6 @@ setup-tests: # the development tools, without vLLM
 
 UV = PATH="$$PATH:.tools/bin" uv
 SYNC = $(UV) sync --frozen
+ANNOUNCE = $(if $(VLLM),,@echo "cleave: installing into .venv/; without uv's cache 3.3 GB are downloaded")
 # Shows large downloads, totals and errors, without a line for each of 200 packages.
 SHORTLY = 2>&1 | sed -uE '/^ [-+~] |^ *(Downloaded|Building|Built) |^(Using|Creating|Checked) |\(([0-9]\.[0-9]MiB|[0-9.]+KiB)\)$$/d'

