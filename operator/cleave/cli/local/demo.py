@@ -30,7 +30,7 @@ _EMULATED_MODEL = "facebook/opt-13b"
 _RANDOM = "random"
 _CPU_ARGS = ["--enforce-eager"]
 """Compiling takes a minute of two cores, and gains nothing for a model of this size."""
-_ON_CPU = {"dtype": "float32", "maxModelLen": 2048}
+_ON_CPU = {"dtype": "float32", "maxModelLen": 1024}
 """Without AVX-512, a prompt takes five times as long in bfloat16. The start computes a long one."""
 _WORKER_MEMORY = {"memory": "3Gi"}
 """Memory limit of one vLLM process with a built-in model and 1 GiB of KV cache."""

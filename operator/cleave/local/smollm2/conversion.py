@@ -111,8 +111,8 @@ def _write_weights(path: Path, model: GgufFile, config: dict[str, Any]) -> None:
         *layer, kind, _ = name.split(".")
         weights = _restore_rows(found, heads[kind]) if kind in heads else found
         prefix = f"model.layers.{layer[1]}." if layer else ""
-        data.append(weights.astype("float16"))
-        begin, end = end, end + data[-1].nbytes
+        data.append(weights.astype("float16").tobytes())
+        begin, end = end, end + len(data[-1])
         header[f"{prefix}{_TENSORS[kind]}.weight"] = {
             "dtype": "F16",
             "shape": weights.shape,

@@ -43,7 +43,7 @@ class Tensor:
     """Rows first, as in PyTorch."""
     encoding: int
     offset: int
-    """Bytes from the begin of the file."""
+    """Bytes from the begin of all tensors."""
 
 
 class GgufFile:
@@ -56,10 +56,9 @@ class GgufFile:
         if (magic, version) != (b"GGUF", 3):
             raise ValueError(f"no GGUF file of version 3: it begins with {magic!r} and {version}")
         self.metadata = {self._read_string(): self._read_value() for _ in range(num_values)}
-        heads = [self._read_tensor_head() for _ in range(num_tensors)]
+        self._tensors = [self._read_tensor_head() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
-        begin = -(-self._position // alignment) * alignment
-        self._tensors = [Tensor(*head, begin + offset) for *head, offset in heads]
+        self._begin = -(-self._position // alignment) * alignment
 
     def iter_tensors(self) -> Iterator[tuple[str, "np.ndarray"]]:
         """Yield the name and the float32 weights of each tensor."""
@@ -69,29 +68,31 @@ class GgufFile:
     def _decode(self, tensor: Tensor) -> "np.ndarray":
         import numpy as np
 
-        count = prod(tensor.shape)
+        count, begin = prod(tensor.shape), self._begin + tensor.offset
         if tensor.encoding == _F32:
-            values = np.frombuffer(self._data, np.float32, count, tensor.offset)
+            values = np.frombuffer(self._data, np.float32, count, begin)
             return values.reshape(tensor.shape)
         size = _BLOCK_BYTES.get(tensor.encoding)
         if size is None:
             raise ValueError(f"tensor {tensor.name}: encoding {tensor.encoding} is not known")
-        raw = np.frombuffer(self._data, np.uint8, count // _BLOCK * size, tensor.offset)
+        raw = np.frombuffer(self._data, np.uint8, count // _BLOCK * size, begin)
         blocks = raw.reshape(-1, size)
         scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-        if tensor.encoding == _Q8_0:
-            return (scales * blocks[:, 2:].view(np.int8)).reshape(tensor.shape)
-        least = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
-        # The first half of a block is in the low bits.
-        quants = np.concatenate((blocks[:, 4:] & 15, blocks[:, 4:] >> 4), axis=1)
-        return (scales * quants + least).reshape(tensor.shape)
+        values = blocks[:, 2:].view(np.int8).astype(np.float32)
+        if tensor.encoding == _Q4_1:
+            # The first half of a block is in the low bits.
+            values = np.concatenate((blocks[:, 4:] & 15, blocks[:, 4:] >> 4), axis=1)
+        found = np.multiply(scales, values, dtype=np.float32)
+        if tensor.encoding == _Q4_1:
+            found += blocks[:, 2:4].copy().view(np.float16)
+        return found.reshape(tensor.shape)
 
-    def _read_tensor_head(self) -> tuple[str, tuple[int, ...], int, int]:
+    def _read_tensor_head(self) -> Tensor:
         name = self._read_string()
         (num_dimensions,) = self._unpack("I")
         shape = self._unpack(f"{num_dimensions}Q")[::-1]
         encoding, offset = self._unpack("IQ")
-        return name, shape, encoding, offset
+        return Tensor(name, shape, encoding, offset)
 
     def _read_value(self, kind: int | None = None) -> Any:  # noqa: ANN401 - as the file says
         if kind is None:
