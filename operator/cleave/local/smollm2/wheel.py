@@ -44,7 +44,7 @@ class Wheel:
         return f"{self.requirement.replace('==', ' ')}, {self.size / 1e6:.0f} MB"
 
 
-def download(wheel: Wheel, path: Path, tick: Tick) -> None:
+def fetch_wheel(wheel: Wheel, path: Path, tick: Tick) -> None:
     """Complete the file at `path`, or make it; nothing is loaded when it is whole. Raises
     DeploymentStartError when that fails; what has arrived stays, unless its digest is wrong."""
     address, fault = "", "it breaks off"
@@ -54,7 +54,7 @@ def download(wheel: Wheel, path: Path, tick: Tick) -> None:
         time.sleep(attempt and _PAUSE_S)
         try:
             address = address or find_address(wheel)
-            _append(path, address, wheel, tick)
+            _load_rest(path, address, wheel, tick)
         except urllib.error.HTTPError as error:
             fault = f"{address}: status {error.code}"
             if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
@@ -94,7 +94,7 @@ def find_address(wheel: Wheel) -> str:
     raise OSError(faults[0] if faults else "neither uv nor pip names its address")
 
 
-def _append(path: Path, address: str, wheel: Wheel, tick: Tick) -> None:
+def _load_rest(path: Path, address: str, wheel: Wheel, tick: Tick) -> None:
     """Request the rest of the file. Raises OSError or HTTPException."""
     begin = min(_get_size(path), wheel.size)
     request = urllib.request.Request(address, headers={"Range": f"bytes={begin}-"})  # noqa: S310
