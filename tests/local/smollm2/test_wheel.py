@@ -29,6 +29,9 @@ class Index(ThreadingHTTPServer):
         self.content, self.limit, self.knows_ranges, self.status = CONTENT, len(CONTENT), True, 0
         self.begins: list[int] = []
 
+    def handle_error(self, *_: object) -> None:
+        """A client that has enough hangs up."""
+
 
 class Handler(BaseHTTPRequestHandler):
     server: Index

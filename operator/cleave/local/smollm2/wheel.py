@@ -47,13 +47,26 @@ class Wheel:
 def fetch_wheel(wheel: Wheel, path: Path, tick: Tick) -> None:
     """Complete the file at `path`, or make it; nothing is loaded when it is whole. Raises
     DeploymentStartError when that fails; what has arrived stays, unless its digest is wrong."""
-    address, fault = "", "it breaks off"
+    if _get_size(path) != wheel.size and (fault := _complete(wheel, path, tick)):
+        raise DeploymentStartError([f"{wheel} cannot be downloaded: {fault}"])
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wheel.sha256:
+        path.unlink()
+        raise DeploymentStartError([f"{path} has the digest {found}, not {wheel.sha256}; removed"])
+
+
+def _complete(wheel: Wheel, path: Path, tick: Tick) -> str:
+    """Load what the file lacks; returns why that fails, empty: it does not."""
+    fault = "it breaks off"
+    try:
+        # uv and pip try several times themselves.
+        address = find_address(wheel)
+    except OSError as error:
+        return str(error)
     for attempt in range(_ATTEMPTS):
-        if _get_size(path) == wheel.size:
-            break
         time.sleep(attempt and _PAUSE_S)
         try:
-            address = address or find_address(wheel)
             _load_rest(path, address, wheel, tick)
         except urllib.error.HTTPError as error:
             fault = f"{address}: status {error.code}"
@@ -61,13 +74,9 @@ def fetch_wheel(wheel: Wheel, path: Path, tick: Tick) -> None:
                 path.unlink()
         except (OSError, http.client.HTTPException) as error:
             fault = str(getattr(error, "reason", "") or error) or type(error).__name__
-    if _get_size(path) != wheel.size:
-        raise DeploymentStartError([f"{wheel} cannot be downloaded: {fault}"])
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != wheel.sha256:
-        path.unlink()
-        raise DeploymentStartError([f"{path} has the digest {found}, not {wheel.sha256}; removed"])
+        if _get_size(path) == wheel.size:
+            return ""
+    return fault
 
 
 def find_address(wheel: Wheel) -> str:
@@ -82,15 +91,20 @@ def find_address(wheel: Wheel) -> str:
     for command in commands:
         try:
             done = subprocess.run(
-                *(command,), input=wheel.requirement, capture_output=True, text=True,
-                timeout=_INDEX_TIMEOUT_S, check=False,
-            )  # fmt: skip
+                command,
+                input=wheel.requirement,
+                capture_output=True,
+                text=True,
+                timeout=_INDEX_TIMEOUT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             faults.append(f"no answer within {_INDEX_TIMEOUT_S:.0f} s")
             continue
         if found := re.search(rf'\w+://[^"\s]+/{re.escape(wheel.file_name)}', done.stdout):
             return found[0]
-        faults += [line.strip()[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        faults += [line.removeprefix("cause: ")[:300] for line in lines[-1:]]
     raise OSError(faults[0] if faults else "neither uv nor pip names its address")
 
 
