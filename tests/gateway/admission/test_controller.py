@@ -213,7 +213,7 @@ async def test_an_engine_that_counts_nothing_is_no_free_one(make_stage, tmp_path
 
 
 async def test_a_client_that_reads_slowly_is_charged_by_tokens(make_stage, tmp_path) -> None:
-    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 1_000})
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "tokensPerMinute": 150})
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     assert (await stage.ask(STREAM, **bearer("a"))).status == 200
     part = [Token(number, "x" * 2_048) for number in range(200)]

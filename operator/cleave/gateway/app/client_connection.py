@@ -47,15 +47,20 @@ DISCARD_BYTES = 1 << 20
 """Limit of discarded data of all rejected clients between two ticks of the sweeper."""
 DISCARD_PAUSE_S = 0.1
 WRITE_BUFFER_BYTES = 4 << 10
-"""Unread bytes in memory at which a client counts as blocked. Sockets of the kernel hold more."""
+"""Unread bytes in memory at which a client counts as blocked, ..."""
+SEND_BUFFER_BYTES = 32 << 10
+"""... and those which its socket holds besides. Linux takes twice as much for them, and by default
+up to 4 MiB, of the memory of the pod."""
+RECEIVE_BUFFER_BYTES = 64 << 10
+"""Likewise for what a client sends while it is not read; by default up to 32 MiB."""
 FEED_BYTES = 4 << 10
 """Bytes parsed at a time, which limits the pipelined requests that one read creates."""
 LARGE_READ_BYTES = 32 << 10
 """Of what is read at once above this, all but the beginning is parsed in turns with others."""
 PIECE_BYTES = 64 << 10
 """More bytes of a response are sent in pieces of so many, as the client takes them."""
-TURN_BYTES = 1 << 20
-"""Sent to one client at a time: copying and encrypting them takes up to 2 ms."""
+TURN_BYTES = 256 << 10
+"""Sent to one client at a time: copying and encrypting them takes up to 1 ms."""
 SMALL_BODY_BYTES = 16 << 10
 """Larger bodies count as buffered until their answer is complete."""
 
@@ -214,6 +219,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _mark_blocked(self) -> None:
         unread = self.transport.get_write_buffer_size() + self._own_unsent_bytes
+        unread += 2 * SEND_BUFFER_BYTES
         self._context.buffer_budget.add_blocked(self, unread)
         self.blocked = True
         if self.active_request is not None:
@@ -458,6 +464,8 @@ class ClientConnection(asyncio.Protocol):
         False: there is no room, and the buffers have been discarded."""
         size = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._body_bytes
         size += len(self._reader.ready) * REQUEST_BYTES
+        if self._backlog and self._busy:
+            size += 2 * RECEIVE_BUFFER_BYTES
         if size == self._buffered_bytes:
             return True
         is_reserved = self._limiter.resize(self, size)

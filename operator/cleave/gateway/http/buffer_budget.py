@@ -15,7 +15,7 @@ KEPT_SHARE = 0.5
 """Of the budget, for what is kept of streams: without it they cannot be continued by another
 engine, while without the rest requests are refused."""
 MAX_CLOSED = 128
-"""Idle connections that are closed at a time to make room, 20 us each."""
+"""Connections of a kind that are closed at a time to make room, 20 us each."""
 CONNECTION_SHARE = 2
 """Connections have room for a half of what requests and answers may take, besides what these leave:
 a gateway that is full of requests still answers others, with 503."""
@@ -106,12 +106,14 @@ class BufferBudget:
         self.used -= unread
 
     def evict_blocked(self, buffered: int, weight: int = 0) -> bool:
-        """Close blocked connections until there is room for so many bytes; False: all of them
-        together would not make room, and none is closed."""
+        """Close blocked connections until there is room for so many bytes; False: as many as are
+        closed at a time do not make room, and none is closed if all would not."""
         if not self.has_room(buffered - self._blocked_bytes, weight):
             return False
-        while not self.has_room(buffered, weight):
+        for _ in range(MAX_CLOSED):
+            if self.has_room(buffered, weight):
+                return True
             connection = next(iter(self._blocked))
             self.remove_blocked(connection)
             connection.drop()
-        return True
+        return self.has_room(buffered, weight)
