@@ -64,6 +64,9 @@ class Wire:
     def is_closing(self) -> bool:
         return False
 
+    def is_reading(self) -> bool:
+        return True
+
     def abort(self) -> None:
         raise RuntimeError("the gateway has given a connection up")
 

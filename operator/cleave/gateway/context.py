@@ -9,9 +9,9 @@ from cleave.gateway.admission.controller import AdmissionController
 from cleave.gateway.admission.wrong_keys import WrongKeys
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.address_debts import AddressDebts
+from cleave.gateway.http.address_turns import AddressTurns
 from cleave.gateway.http.buffer_budget import BufferBudget
 from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
-from cleave.gateway.http.handshake_turns import HandshakeTurns
 from cleave.gateway.http.headers import CORS_REQUEST_HEADERS, CROSS_SITE_HEADERS, TRACEPARENT
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
@@ -47,7 +47,7 @@ TRANSLATION_SHARE = 1 / 4
 PAGE_SHARE = 1 / 16
 CLIENT_SHARE = 1 / 2
 """For what clients send in large pieces."""
-KEYLESS_SHARE = 1 / 8
+KEYLESS_SHARE = 1 / 4
 OWN_SHARE = 1 / 8
 SAVE_INTERVAL_S = 1.0
 """Interval at which a process saves its counters."""
@@ -138,7 +138,7 @@ class GatewayContext:
         self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock, share)
         """They count as clients, too."""
         self.address_debts = AddressDebts(clock)
-        self.handshake_turns = HandshakeTurns(HANDSHAKE_SHARE, clock, self.address_debts)
+        self.handshake_turns = AddressTurns(HANDSHAKE_SHARE, clock, self.address_debts)
         self.discarded_bytes = 0
         """Bytes received from rejected clients since the sweeper ran last."""
         self.large_bodies = SliceQueue(LARGE_BODY_SHARE, clock)
@@ -151,8 +151,8 @@ class GatewayContext:
         """Pages for clients that are being built."""
         self.client_turns = TurnQueue(CLIENT_SHARE, clock)
         """Clients of which much has been read, or more than a request."""
-        self.keyless_turns = TurnQueue(KEYLESS_SHARE, clock)
-        """Clients that send request after request, and none to an engine."""
+        self.keyless_turns = AddressTurns(KEYLESS_SHARE, clock, self.address_debts)
+        """Clients without credit that have sent no request to an engine."""
         self.own_work = SliceQueue(OWN_SHARE, clock)
         """Pages of the internal port that are being built, and counters that are being saved."""
         self.last_tick_at = clock()

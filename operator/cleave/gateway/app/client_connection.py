@@ -144,8 +144,8 @@ class ClientConnection(asyncio.Protocol):
         """Whether it has sent a request to an engine, with a key; on the internal port always."""
         self._is_silent = False
         """Whether it counts as one that is still to send such a request."""
-        self._takes_turns = False
-        """Whether it has sent a request, and has not settled: it may do so thousands of times."""
+        self._takes_turns = self._is_new = not self.has_settled
+        """Whether what it sends waits for a turn, and whether it has sent no request yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
@@ -165,7 +165,7 @@ class ClientConnection(asyncio.Protocol):
         if not self.has_settled:
             debts.add(self.address, 1)
             debts.expect_request(self.address)
-            self._is_silent = True
+            self._is_silent, self._takes_turns = True, not is_known
         if not self._limiter.admit(self, self.address, weight, is_known=is_known):
             transport.abort()
 
@@ -176,9 +176,11 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._busy or self.blocked or self._backlog:
             self._buffer_input(data)
-        elif self._takes_turns:
-            self._buffer_input(data)
+        elif self._takes_turns and not self._reader.reading_body:
+            self._backlog.append(data)
             self._wait_for_turn()
+            if self._backlog:
+                self._pause_reading()
         else:
             self._feed(data, SLICE_S if len(data) <= LARGE_READ_BYTES else 0.0)
 
@@ -192,7 +194,7 @@ class ClientConnection(asyncio.Protocol):
         self._limiter.remove(self)
         if self._is_silent:
             self._context.address_debts.forget(self.address)
-        self._context.keyless_turns.remove(self)
+        self._context.keyless_turns.remove(self, self.address)
         self._context.client_turns.remove(self)
         self._reader.close()
         self._backlog.clear()
@@ -423,13 +425,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _feed(self, data: bytes, slice_s: float = SLICE_S) -> None:
         reader, slice_ends_at = self._reader, monotonic() + slice_s
+        waits = False
         for start in range(0, len(data), FEED_BYTES):
-            if reader.ready or reader.error is not None:
+            waits = bool(start) and monotonic() > slice_ends_at
+            if reader.ready or reader.error is not None or waits:
                 self._buffer_input(data[start:])
-                break
-            if start and monotonic() > slice_ends_at:
-                self._buffer_input(data[start:])
-                self._wait_for_turn()
                 break
             reader.feed(data[start : start + FEED_BYTES])
         if reader.ready:
@@ -438,6 +438,8 @@ class ClientConnection(asyncio.Protocol):
             self._update_receive_deadline()
             self._update_buffered_bytes()
             self._handle_parse_outcome()
+            if waits:
+                self._wait_for_turn()
 
     def _update_receive_deadline(self) -> None:
         """Set the deadline: fixed for a head; extended for a body of at least MIN_BODY_RATE."""
@@ -456,6 +458,9 @@ class ClientConnection(asyncio.Protocol):
     def _buffer_input(self, data: bytes) -> None:
         """Buffer data for later, and pause reading."""
         self._backlog.append(data)
+        self._pause_reading()
+
+    def _pause_reading(self) -> None:
         self.transport.pause_reading()
         self._update_buffered_bytes()
 
@@ -479,7 +484,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _wait_for_turn(self) -> None:
         context = self._context
-        (context.keyless_turns if self._takes_turns else context.client_turns).add(self)
+        if self._takes_turns:
+            context.keyless_turns.add(self, self.address, goes_first=self._is_new)
+        else:
+            context.client_turns.add(self)
 
     def take_turn(self) -> None:
         """Parse what waits."""
@@ -497,13 +505,14 @@ class ClientConnection(asyncio.Protocol):
         if self._backlog and not self._discarding:
             backlog = b"".join(self._backlog)
             self._backlog.clear()
-            self._call_soon(self._resume_reading)
+            if not self.transport.is_reading():
+                self._call_soon(self._resume_reading)
             self._feed(backlog)
 
     def _dispatch(self) -> None:
         request = self._reader.ready.pop(0)
         self._busy, self._receiving = True, False
-        self._takes_turns = not self.has_settled
+        self._takes_turns, self._is_new = not self.has_settled, False
         self.keep_alive = request.keep_alive and request.http11
         self.chunked = request.http11
         size = len(request.body)

@@ -152,7 +152,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     # --- during the handshake: what the turns, the limiters and the sweeper call ---
 
-    def run_handshake(self) -> None:
+    def take_turn(self) -> None:
         """Handle what has come."""
         self._waits_for_turn = False
         encrypted, self._handshake_bytes = memoryview(self._handshake_bytes), b""
@@ -204,6 +204,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def is_closing(self) -> bool:
         """Whether it is closing or closed."""
         return self._transport.is_closing()
+
+    def is_reading(self) -> bool:
+        """Whether the client gets what comes."""
+        return not self._is_paused
 
     def pause_reading(self) -> None:
         """Give the client nothing until `resume_reading`."""
@@ -282,7 +286,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         if not self._waits_for_turn:
             self._waits_for_turn = True
             turns, has_begun = self._context.handshake_turns, self._tls is not None
-            turns.add(self, self._address, has_begun=has_begun)
+            turns.add(self, self._address, goes_first=has_begun)
 
     def _read_records(self, encrypted: memoryview) -> None:
         content: list[bytes] = []
