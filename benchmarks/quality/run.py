@@ -116,7 +116,8 @@ def build_manifest(model: Path, connector: str, dtype: str, longest: int) -> dic
         if way
         else tiny_vllm(model, engine=start_fast(connector=name))
     )
-    lengths = {"dtype": dtype, "maxModelLen": max(4096, 2 * longest)}
+    # Engines test each other with as long a prompt as fits when they start.
+    lengths = {"dtype": dtype, "maxModelLen": max(1024, 256 + longest * 5 // 4)}
     manifest["spec"]["model"] |= lengths
     manifest["spec"]["pools"] = {"flipping": "Off"}
     return manifest
