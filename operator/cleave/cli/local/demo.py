@@ -28,8 +28,8 @@ _MAX_TOKENS = 64
 _TINY_MODEL_NAME = "tiny-llama"
 _EMULATED_MODEL = "facebook/opt-13b"
 _RANDOM = "random"
-_CPU_ARGS = ["--enforce-eager"]
-"""Compiling takes a minute of two cores, and gains nothing for a model of this size."""
+_CPU_ARGS = ["--enforce-eager", "--distributed-executor-backend", "uni"]
+"""At each start, compiling and one more process take longer than they gain with small models."""
 _ON_CPU = {"dtype": "float32", "maxModelLen": 1024}
 """Without AVX-512, a prompt takes five times as long in bfloat16. The start computes a long one."""
 _WORKER_MEMORY = {"memory": "3Gi"}
