@@ -337,6 +337,17 @@ def test_kv_heads_and_mlp_must_divide_too() -> None:
     assert odd.explain_unsupported(2, 1) == "an MLP of width 14337 cannot be shared by 2 GPUs"
 
 
+def test_a_number_may_be_written_for_each_layer_if_it_is_the_same() -> None:
+    layers = LLAMA["num_hidden_layers"]
+    listed = {**LLAMA, "intermediate_size": [LLAMA["intermediate_size"]] * layers}
+    assert model_shape.from_config("m", listed) == model_shape.from_config("m", LLAMA)
+    marked = {**LLAMA, "is_composition": True}
+    assert model_shape.from_config("m", marked) == model_shape.from_config("m", LLAMA)
+    for other in ([], [True] * layers, [1, 2]):
+        with pytest.raises(model_shape.UnknownModelError, match="intermediate_size is"):
+            model_shape.from_config("m", {**LLAMA, "intermediate_size": other})
+
+
 def test_experts_are_shared_by_all_ranks_as_wholes_or_each_of_them() -> None:
     dense = model_shape.from_config("m", LLAMA)
     for sizes, expert in (((1, 1, 2), False), ((2, 1), True)):
@@ -362,7 +373,7 @@ def test_experts_are_shared_by_all_ranks_as_wholes_or_each_of_them() -> None:
         ({**LLAMA, "vocab_size": 1.5}, "m: vocab_size is 1.5; write a whole number"),
         ({**LLAMA, "vocab_size": float("nan")}, "m: vocab_size is nan; write a whole number"),
         ({**LLAMA, "vocab_size": True}, "m: vocab_size is True; write a whole number"),
-        ({**LLAMA, "hidden_size": [1] * 99}, "m: hidden_size is [1, 1, 1, 1, 1, 1"),
+        ({**LLAMA, "hidden_size": [1, 2] * 99}, "m: hidden_size is [1, 2, 1, 2, 1, 2"),
         ({**LLAMA, "hidden_size": 10**30}, "write a number up to 1000000000"),
         ({**LLAMA, "num_key_value_heads": 5}, "m: num_key_value_heads is 5; the 32 attention"),
         ({**LLAMA, "hidden_size": 4095}, "m: head_dim is None; set it: 32 heads do not divide"),

@@ -60,6 +60,8 @@ class ConfigFields:
         name, value = self._find(names)
         if value is None or value is False:
             return None
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]  # The same for each layer.
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.build_error(name, f"write a whole number of at least {least}")
         if value > most:

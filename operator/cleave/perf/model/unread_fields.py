@@ -33,7 +33,7 @@ _OTHERS = re.compile(
     r"|upcast|checkpoint|logits|prefix_lm|alibi_|reorder|scor(e|ing)_f|router_(act|dtype|bias|norm)"
     r"|^(n_group|topk_group|topk_method|norm_topk_prob|ep_size|num_expert_group)$"
     r"|^(hidden_act|activation_function|hidden_activation)_|noaux|aux_|balanc|capacity|_limits?$"
-    r"|scaled|original_max_position|max_position_embeddings|^(model_)?max_(seq_len|length)|tokeniz"
+    r"|scaled|composition|original_max_position|max_position_embeddings|^(model_)?max_(seq_len|length)|tokeniz"
     r"|^(initial_context_length|query_pre_attn_scalar|cache_implementation|for_llm_compressor)$"
     r"|^(index_topk|topk_tokens|use_mtp|index_share_for_mtp_iteration)$|mtp|nextn|use_bfloat16|renorm|use_grouped_topk"
     # Parts beside the language model.
