@@ -24,7 +24,8 @@ REFUSAL = (
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    monkeypatch.setattr(proxied_request, "SILENCE_S", 0.3)
+    monkeypatch.setattr(proxied_request, "WAIT_S", 0.3)
+    monkeypatch.setattr(proxied_request, "SILENCE_S", 0.4)
 
 
 async def wait_for_comment(client) -> None:

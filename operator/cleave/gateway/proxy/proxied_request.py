@@ -40,7 +40,7 @@ from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.proxy.retry_state import RetryDecision, RetryState, pick_for
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError, make_relay
 from cleave.gateway.proxy.token_charge import bound_prompt, bound_unseen, count_charged
-from cleave.gateway.proxy.waiting_client import SILENCE_S, send_comment
+from cleave.gateway.proxy.waiting_client import SILENCE_S, WAIT_S, send_comment
 from cleave.gateway.upstream.answers import NoAnswerError, read_usage
 from cleave.gateway.upstream.collected_answer import AnswerBody, Pieces
 from cleave.gateway.upstream.connection_pool import UpstreamCall
@@ -189,12 +189,15 @@ class ProxiedRequest:
 
     def _send_comment(self, now: float) -> None:
         """Send a comment to the client of a stream who has received nothing for long."""
+        has_begun = self._relay is not None
         if self._has_written:
             self._has_written, self._silent_since = False, now
-        elif now - self._silent_since > SILENCE_S and not self._client.blocked:
+            return
+        limit_s = SILENCE_S if has_begun else WAIT_S
+        if now - self._silent_since > limit_s and not self._client.blocked:
             self._silent_since = now
             if self._completion.stream and self._completion.report is not None:
-                self._client = send_comment(self._client, self._request_id, self._relay is not None)
+                self._client = send_comment(self._client, self._request_id, has_begun)
 
     # --- what the attempt calls ---
 

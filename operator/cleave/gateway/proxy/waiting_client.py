@@ -13,8 +13,8 @@ from cleave.gateway.http import headers
 from cleave.gateway.http.headers import LAST_CHUNK, encode_chunk
 from cleave.gateway.proxy.client_stream import ClientStream
 
-SILENCE_S = 13.0
-"""After which a client of a stream gets a comment."""
+WAIT_S, SILENCE_S = 13.0, 29.0
+"""After which a client of a stream gets a comment: before the answer begins, and within it."""
 _COMMENT = b": keep-alive\n\n"
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = b"\r\ncontent-length: "
