@@ -74,6 +74,17 @@ async def test_a_stream_that_waits_and_pauses_has_comments(single, quick) -> Non
 
 
 @pytest.mark.interpreted
+async def test_an_answer_that_pauses_has_comments_though_its_prompt_had_none(
+    single, monkeypatch
+) -> None:
+    monkeypatch.setattr(proxied_request, "SILENCE_S", 0.3)
+    single.engines["x"].script = say_slowly
+    events = (await single.ask(STREAM)).events
+    assert events[0] == single.engines["x"].event("one").strip()
+    assert COMMENT in events
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("script", [refuse, fail])
 async def test_an_error_after_a_comment_is_an_event(single, quick, script) -> None:
     single.engines["x"].script = slowly(script)

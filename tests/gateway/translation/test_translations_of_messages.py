@@ -190,6 +190,7 @@ FILE = {"type": "document", "source": {"type": "base64", "media_type": "applicat
     [
         (FOUND, "Rivers\nhttps://a.example\none\ntwo"),
         ({**FOUND, "content": [], "title": None}, "https://a.example"),
+        ({**FOUND, "content": "one", "title": ""}, "https://a.example\none"),
         (TYPED, "a\nb"),
         (SHORT, "whole"),
     ],

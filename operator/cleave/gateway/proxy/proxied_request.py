@@ -165,8 +165,7 @@ class ProxiedRequest:
             self._attempt.set_paused(blocked)
 
     def check_deadline(self, now: float) -> None:
-        """Check the deadline, which moves with every piece of a stream. While its engine works, as
-        on arguments of a tool call, it may be silent for as long as a whole answer may take."""
+        """Check the deadline, which each piece of a stream moves; working engines may be silent."""
         self._send_comment(now)
         attempt = self._attempt
         if attempt is None:
@@ -189,15 +188,13 @@ class ProxiedRequest:
 
     def _send_comment(self, now: float) -> None:
         """Send a comment to the client of a stream who has received nothing for long."""
-        has_begun = self._relay is not None
+        limit_s = WAIT_S if self._relay is None else SILENCE_S
         if self._has_written:
             self._has_written, self._silent_since = False, now
-            return
-        limit_s = SILENCE_S if has_begun else WAIT_S
-        if now - self._silent_since > limit_s and not self._client.blocked:
+        elif now - self._silent_since > limit_s and not self._client.blocked:
             self._silent_since = now
             if self._completion.stream and self._completion.report is not None:
-                self._client = send_comment(self._client, self._request_id, has_begun)
+                self._client = send_comment(self._client, self._request_id, self._relay is not None)
 
     # --- what the attempt calls ---
 

@@ -149,7 +149,7 @@ def _convert_prompt(fields: Fields, system: SystemText) -> Steps[Fields]:
     role = ""
     for number in range(len(turns)):
         path = f"messages[{number}]"
-        turn = TURNS.read(turns[number], path) or (yield from TURNS.read_long(turns[number], path))
+        turn = yield from TURNS.read(turns[number], path)
         if turn.role == "system":
             text = yield from _read_system(turn.content, f"{path}.content", tools)
             system.is_late = system.is_late or bool(role)
@@ -186,9 +186,7 @@ def _read_system(
     blocks = yield from read_list(content, path)
     for number in range(len(blocks)):
         place = f"{path}[{number}]"
-        block = BLOCKS.read(blocks[number], place) or (
-            yield from BLOCKS.read_long(blocks[number], place)
-        )
+        block = yield from BLOCKS.read(blocks[number], place)
         if tools is not None and block.type in ("tool_addition", "tool_removal"):
             is_added = block.type == "tool_addition"
             yield from tools.change(block.tool, f"{place}.tool", is_added=is_added)

@@ -62,7 +62,7 @@ class MessagesToolSet:
 
     def change(self, raw: msgspec.Raw, path: str, *, is_added: bool) -> Steps[None]:
         """Add or remove a tool. Raises GatewayError (400)."""
-        change = _CHANGES.read(raw, path) or (yield from _CHANGES.read_long(raw, path))
+        change = yield from _CHANGES.read(raw, path)
         if change.type == "tool_definition" and is_added:
             name = yield from self._add(change.definition, f"{path}.definition")
         elif change.type == "tool_reference":
@@ -88,7 +88,7 @@ class MessagesToolSet:
         return written.end_list() if len(written) > 1 else None
 
     def _add(self, raw: msgspec.Raw, path: str) -> Steps[str]:
-        tool = _TOOLS.read(raw, path) or (yield from _TOOLS.read_long(raw, path))
+        tool = yield from _TOOLS.read(raw, path)
         is_own = tool.type in (None, "custom")
         if not is_own and is_null(tool.input_schema):
             allowed = "a tool with a name and an input_schema, which the client runs"

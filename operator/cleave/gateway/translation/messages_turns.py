@@ -4,6 +4,8 @@ Used by `messages_request`. Results of tools are messages of their own, which co
 what else they have follows them, or is named in its place.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from cleave.gateway.http.errors import build_bad_request
@@ -87,9 +89,7 @@ def _add_assistant_blocks(chat: JsonText, content: msgspec.Raw, path: str) -> St
     blocks = yield from read_list(content, path)
     for number in range(len(blocks)):
         place = f"{path}[{number}]"
-        block = BLOCKS.read(blocks[number], place) or (
-            yield from BLOCKS.read_long(blocks[number], place)
-        )
+        block = yield from BLOCKS.read(blocks[number], place)
         if block.type == "text":
             yield from text.add(check_text(block.text, f"{place}.text"))
         elif block.type == "tool_use":
@@ -118,9 +118,7 @@ def _add_user_blocks(chat: JsonText, content: msgspec.Raw, path: str) -> Steps[N
     blocks = yield from read_list(content, path)
     for number in range(len(blocks)):
         place = f"{path}[{number}]"
-        block = BLOCKS.read(blocks[number], place) or (
-            yield from BLOCKS.read_long(blocks[number], place)
-        )
+        block = yield from BLOCKS.read(blocks[number], place)
         if len(blocks) == 1 and block.type == "text":
             text = check_text(block.text, f"{place}.text")
             num_parts = 1
@@ -149,9 +147,7 @@ def _add_tool_result(chat: JsonText, parts: JsonText, block: Block, path: str) -
         results = yield from read_list(block.content, f"{path}.content")
         for number in range(len(results)):
             place = f"{path}.content[{number}]"
-            result = BLOCKS.read(results[number], place) or (
-                yield from BLOCKS.read_long(results[number], place)
-            )
+            result = yield from BLOCKS.read(results[number], place)
             if result.type == "tool_reference":
                 name = check_text(result.tool_name, f"{place}.tool_name")
                 name = name if name != EMPTY_TEXT else check_text(result.name, f"{place}.name")
@@ -180,12 +176,8 @@ def _is_readable(block: Block, path: str) -> Steps[bool]:
     """Whether a block of a tool's result is one that models read."""
     if block.type != "document" or is_null(block.source):
         return block.type in ("text", "image", "search_result")
-    source = yield from _read_source(block, f"{path}.source")
+    source = yield from _SOURCES.read(block.source, f"{path}.source")
     return source.type in _DOCUMENTS
-
-
-def _read_source(block: Block, path: str) -> Steps[ImageSource]:
-    return _SOURCES.read(block.source, path) or (yield from _SOURCES.read_long(block.source, path))
 
 
 def _convert_part(block: Block, path: str) -> Steps[tuple[list[Piece], msgspec.Raw | None]]:
@@ -193,18 +185,18 @@ def _convert_part(block: Block, path: str) -> Steps[tuple[list[Piece], msgspec.R
     if block.type == "text":
         return _build_text_part(check_text(block.text, f"{path}.text"))
     if block.type == "search_result":
-        heads = [each for each in (block.title, block.source) if is_text(each)]
+        heads = (each for each in (block.title, block.source) if is_text(each))
         return _build_text_part((yield from _join_texts(heads, block.content, f"{path}.content")))
     if block.type not in ("image", "document") or is_null(block.source):
         raise build_unsupported(
             f"{path}.type", block.type, "text, image, document, search_result or tool_result"
         )
     path += ".source"
-    source = yield from _read_source(block, path)
+    source = yield from _SOURCES.read(block.source, path)
     if block.type == "document" and source.type == "text":
         return _build_text_part(check_text(source.data, f"{path}.data"))
     if block.type == "document" and source.type == "content":
-        return _build_text_part((yield from _join_texts([], source.content, f"{path}.content")))
+        return _build_text_part((yield from _join_texts((), source.content, f"{path}.content")))
     before, after = b'{"type":"image_url","image_url":{"url":', b"}}"
     if block.type == "image" and source.type == "url":
         return [before, check_text(source.url, f"{path}.url"), after], None
@@ -217,20 +209,21 @@ def _convert_part(block: Block, path: str) -> Steps[tuple[list[Piece], msgspec.R
     )
 
 
-def _join_texts(heads: list[msgspec.Raw], content: msgspec.Raw, path: str) -> Steps[msgspec.Raw]:
-    """Texts and those of content, a line each."""
+def _join_texts(
+    heads: Iterable[msgspec.Raw], content: msgspec.Raw, path: str
+) -> Steps[msgspec.Raw]:
+    """Texts that are not empty and those of content, a line each."""
     text = JoinedText(b"\\n")
     for head in heads:
-        yield from text.add(head)
+        if head != EMPTY_TEXT:
+            yield from text.add(head)
     if not is_list(content):
         yield from text.add(check_text(content, path))
         return text.to_raw()
     blocks = yield from read_list(content, path)
     for number in range(len(blocks)):
         place = f"{path}[{number}]"
-        block = BLOCKS.read(blocks[number], place) or (
-            yield from BLOCKS.read_long(blocks[number], place)
-        )
+        block = yield from BLOCKS.read(blocks[number], place)
         if block.type != "text":
             raise build_unsupported(f"{place}.type", block.type, "text")
         yield from text.add(check_text(block.text, f"{place}.text"))

@@ -266,18 +266,11 @@ class ObjectReader(Generic[S]):
         self._names = frozenset(struct.__struct_fields__)
         self._decode = msgspec.json.Decoder(struct).decode
 
-    def read(self, raw: msgspec.Raw, path: str) -> S | None:
-        """None: it is so long that `read_long` must read it. Raises GatewayError (400)."""
-        if len(raw) > MIN_BYTES:
-            return None
+    def read(self, raw: msgspec.Raw, path: str) -> Steps[S]:
+        """An object of any length. Raises GatewayError (400)."""
         try:
-            return self._decode(raw)
-        except _FAULTS as error:
-            raise _build_fault(error, path) from None
-
-    def read_long(self, raw: msgspec.Raw, path: str) -> Steps[S]:
-        """The same of any object."""
-        try:
+            if len(raw) <= MIN_BYTES:
+                return self._decode(raw)
             return (yield from self._read_members(raw))
         except TooManyMembersError:
             message = f"{path} has more than {MAX_MEMBERS} members"

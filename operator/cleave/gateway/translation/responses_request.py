@@ -214,9 +214,7 @@ def _convert_input(fields: Fields, tools: ResponsesToolSet, system: SystemText) 
             raise build_bad_request("input is empty: send at least one item", "input")
         for number in range(len(items)):
             path = f"input[{number}]"
-            item = _ITEMS.read(items[number], path) or (
-                yield from _ITEMS.read_long(items[number], path)
-            )
+            item = yield from _ITEMS.read(items[number], path)
             yield from _add_item(chat, item, path)
             yield
         if item.role == "assistant" and item.status in ("in_progress", "incomplete"):
@@ -309,9 +307,7 @@ def _read_text(raw: msgspec.Raw, path: str, *, any_type: bool = False) -> Steps[
     parts = yield from read_list(raw, path)
     for number in range(len(parts)):
         place = f"{path}[{number}]"
-        part = _PARTS.read(parts[number], place) or (
-            yield from _PARTS.read_long(parts[number], place)
-        )
+        part = yield from _PARTS.read(parts[number], place)
         if not any_type and part.type not in ("input_text", "output_text", "text", "refusal"):
             raise build_unsupported(f"{place}.type", part.type, "text")
         text = check_text(part.text, f"{place}.text")
@@ -338,9 +334,7 @@ def _read_parts(
     parts = yield from read_list(content, path)
     for number in range(len(parts)):
         place = f"{path}[{number}]"
-        part = _PARTS.read(parts[number], place) or (
-            yield from _PARTS.read_long(parts[number], place)
-        )
+        part = yield from _PARTS.read(parts[number], place)
         pieces, text = _convert_part(part, place)
         if text is not None:
             yield from joined.add(text)

@@ -112,7 +112,7 @@ class ResponsesToolSet:
         tools = yield from read_list(raw, path)
         for number in range(len(tools)):
             place = f"{path}[{number}]"
-            tool = yield from _read_tool(tools[number], place)
+            tool = yield from _TOOLS.read(tools[number], place)
             if tool.type == "namespace":
                 yield from self._add_namespace(tool, place)
             elif tool.type in ("function", "custom"):
@@ -142,7 +142,7 @@ class ResponsesToolSet:
         inner = yield from read_list(tool.tools, f"{path}.tools")
         for number in range(len(inner)):
             place = f"{path}.tools[{number}]"
-            function = yield from _read_tool(inner[number], place)
+            function = yield from _TOOLS.read(inner[number], place)
             if function.type == "function":
                 yield from self._add(function, place, tool.name, f"{path}.name")
             yield
@@ -201,19 +201,13 @@ def join_names(namespace: msgspec.Raw, name: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(bytes(namespace)[:-1] + _SEPARATOR + bytes(name)[1:])
 
 
-def _read_tool(raw: msgspec.Raw, path: str) -> Steps[ResponsesTool]:
-    return _TOOLS.read(raw, path) or (yield from _TOOLS.read_long(raw, path))
-
-
 def _describe_text(tool: ResponsesTool, path: str) -> Steps[msgspec.Raw]:
     """The description of a tool of free text, and of its grammar: engines do not enforce it."""
     description = check_text(tool.description, f"{path}.description")
     if is_null(tool.format):
         return description
     place = f"{path}.format"
-    grammar = _GRAMMARS.read(tool.format, place) or (
-        yield from _GRAMMARS.read_long(tool.format, place)
-    )
+    grammar = yield from _GRAMMARS.read(tool.format, place)
     definition = check_text(grammar.definition, f"{place}.definition")
     if definition == EMPTY_TEXT:
         return description
