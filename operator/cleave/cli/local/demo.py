@@ -28,7 +28,11 @@ _MAX_TOKENS = 64
 _TINY_MODEL_NAME = "tiny-llama"
 _EMULATED_MODEL = "facebook/opt-13b"
 _RANDOM = "random"
-_CPU_ARGS = ["--enforce-eager", "--distributed-executor-backend", "uni"]
+_CPU_ENGINE = {
+    "args": ["--enforce-eager", "--distributed-executor-backend", "uni"],
+    # Else vLLM for CPU makes a process for the only rank all the same.
+    "env": [{"name": "VLLM_ENABLE_V1_MULTIPROCESSING", "value": "0"}],
+}
 """At each start, compiling and one more process take longer than they gain with small models."""
 _ON_CPU = {"dtype": "float32", "maxModelLen": 1024}
 """Without AVX-512, a prompt takes five times as long in bfloat16. The start computes a long one."""
@@ -114,7 +118,7 @@ def build_vllm_deployment(model: str | None, *, on_cpu: bool) -> "LLMDeployment"
 
     # The default limit fits any model and would not fit a laptop.
     spec: dict[str, Any] = {"template": {"resources": {"limits": _WORKER_MEMORY}}}
-    spec |= {"engine": {"args": _CPU_ARGS}} if on_cpu else {}
+    spec |= {"engine": _CPU_ENGINE} if on_cpu else {}
     if model == _RANDOM:
         tiny = {"source": str(tiny_model.get_or_build()), "servedName": _TINY_MODEL_NAME}
         return _build_deployment(tiny, spec)
