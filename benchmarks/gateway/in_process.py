@@ -35,6 +35,7 @@ from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.app.handlers import GatewayRequestHandler
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import GatewayContext
+from cleave.gateway.http.address_debts import SETTLED
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.proxy import proxied_request
 from cleave.gateway.upstream.connection_pool import EngineConnection
@@ -96,6 +97,8 @@ class Bench:
         self._client = ClientConnection(
             self._context, GatewayRequestHandler(self._context), self._context.client_limiter
         )
+        # A known client takes no turn, for which there is no event loop here.
+        self._context.address_debts.add("", -SETTLED)
         self._wire = _connect(self._client)
         self._engines: dict[str, tuple[EngineConnection, Wire]] = {}
         for place, role in enumerate(roles):
