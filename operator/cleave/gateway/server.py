@@ -18,12 +18,7 @@ from typing import Any
 
 from cleave.api.enums import FlippingMode
 from cleave.gateway.admission.api_keys import ApiKeysFile
-from cleave.gateway.app.client_connection import (
-    RECEIVE_BUFFER_BYTES,
-    SEND_BUFFER_BYTES,
-    ClientConnection,
-    RequestHandler,
-)
+from cleave.gateway.app.client_connection import ClientConnection, RequestHandler
 from cleave.gateway.app.cors import CorsConnection, CorsPolicy
 from cleave.gateway.app.cross_site_filter import CrossSiteFilter
 from cleave.gateway.app.handlers import GatewayRequestHandler
@@ -231,10 +226,6 @@ class GatewayServer:
             server = await loop.create_server(make, host, port, backlog=BACKLOG, reuse_port=shares)
             self._servers.append(server)
             port = server.sockets[0].getsockname()[1]
-            for listener in server.sockets:
-                # Connections inherit them.
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             for listener in server.sockets * (ACCEPTS_PER_TURN - 1):
                 again = socket.socket(fileno=os.dup(listener.fileno()))
                 self._servers.append(await loop.create_server(make, sock=again, backlog=BACKLOG))

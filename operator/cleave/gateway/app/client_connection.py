@@ -8,6 +8,7 @@ and nothing arrives, reading stays enabled, because only reading detects a disco
 
 import asyncio
 import math
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -155,6 +156,10 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self) -> None:
         transport = self.transport
         set_nodelay(transport)
+        # Not of the listening socket: a flood of connections would delay others by 0.2 s and more.
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._become_idle()
         self._context.clients.add(self)
