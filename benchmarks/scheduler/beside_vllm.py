@@ -1,0 +1,160 @@
+"""Does the simulator schedule as vLLM's own scheduler does? Step by step, on random histories.
+
+`python benchmarks/scheduler/beside_vllm.py [--count N] [--seed S]`: a history is an engine and what
+is sent to it. Compared in each iteration: when it begins, its requests, their tokens, free blocks,
+who was preempted. A history counts up to its first difference. Exit status 1: a difference has no
+known cause.
+"""
+
+import argparse
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from step_by_step import History, SimulatedSteps, Step, VllmSteps
+
+RESERVES, ENDS, AGAIN, UNKNOWN = (
+    "vLLM admits a prompt only if blocks are free for all of it",
+    "asynchronous: blocks and seat of what ends in an iteration are not free for the next one",
+    "a preempted request finds its own KV in the prefix cache",
+    "unknown",
+)
+
+
+@dataclass
+class Found:
+    """What a number of histories gave."""
+
+    histories: int = 0
+    steps: int = 0
+    """That are equal."""
+    preemptions: int = 0
+    """In these."""
+    causes: Counter[str] = field(default_factory=Counter)
+    seeds: dict[str, int] = field(default_factory=dict)
+    """By cause the first history."""
+
+
+def draw(seed: int) -> History:
+    """A history in which blocks, requests or tokens of an iteration may be scarce."""
+    draw = random.Random(seed)
+    size, count = draw.choice([1, 4, 16]), draw.randint(5, 40)
+    longest = draw.choice([4, 12, 40]) * size
+    prompts = [draw.randint(1, longest) for _ in range(count)]
+    outputs = [draw.randint(1, draw.choice([3, 60])) for _ in range(count)]
+    least = max(-(-(p + o - 1) // size) for p, o in zip(prompts, outputs, strict=True))
+    gap_ms, now = draw.choice([0.0, 0.5, 4.0, 20.0]), 0
+    arrivals = []
+    for number in range(count):
+        now += int(draw.expovariate(1 / gap_ms)) if gap_ms else 0
+        # No two at the same part of an iteration, so that none arrives when one ends.
+        arrivals.append(now + (number + 1) / 1_000)
+    has_caches, repeats = draw.choice([(False, False), (True, False), (True, True), (True, True)])
+    return History(
+        size,
+        least + draw.choice([0, 1, 3, 10, 100]) * draw.randint(1, 8),
+        draw.choice([1, 2, 4, 8, 64]),
+        draw.choice([8, 32, 128, 1_024]),
+        has_caches,
+        repeats,
+        draw.random() < 0.5,
+        tuple(arrivals),
+        tuple(prompts),
+        tuple(outputs),
+        tuple(_draw_texts(draw, [prompt // size for prompt in prompts], repeats)),
+    )
+
+
+def _draw_texts(draw: random.Random, lengths: Iterable[int], repeats: bool) -> Iterator[str]:
+    """Prompts of so many blocks; if it `repeats`, some begin like earlier ones."""
+    texts = [""]
+    for number, full in enumerate(lengths):
+        if not repeats:
+            yield chr(2_000 + number) * full
+            continue
+        text = draw.choice(texts)[: draw.randint(0, full)]
+        text += "".join(draw.choice("ab") for _ in range(full - len(text)))
+        texts.append(text)
+        yield text
+
+
+def compare(count: int, seed: int = 0) -> Found:
+    """Histories `seed` to `seed + count - 1` on both sides."""
+    found, simulated, vllm = Found(), SimulatedSteps(), VllmSteps()
+    for number in range(seed, seed + count):
+        history = draw(number)
+        ours, theirs = list(simulated.run(history)), list(vllm.run(history))
+        same = count_same(ours, theirs)
+        found.histories += 1
+        found.steps += same
+        found.preemptions += sum(len(step.preempted) for step in ours[:same])
+        if same < max(len(ours), len(theirs)):
+            cause = find_cause(history, ours, theirs, same, vllm)
+            found.causes[cause] += 1
+            found.seeds.setdefault(cause, number)
+    return found
+
+
+def count_same(ours: list[Step], theirs: list[Step]) -> int:
+    """Steps before the first difference."""
+    pairs = zip(ours, theirs, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def find_cause(
+    history: History, ours: list[Step], theirs: list[Step], at: int, vllm: VllmSteps
+) -> str:
+    """Why step `at` is the first that differs."""
+    step = theirs[min(at, len(theirs) - 1)]
+    resumed = {r for each in theirs[:at] for r in each.preempted}
+    unreserved = list(vllm.run(history, scheduler_reserve_full_isl=False))
+    if count_same(ours, unreserved) > at:
+        return RESERVES
+    if history.has_caches and resumed & step.computed.keys():
+        return AGAIN
+    before = theirs[at - 1].computed.items() if at else ()
+    if history.is_async and any(_ends(history, r, tokens) for r, tokens in before):
+        return ENDS
+    return UNKNOWN
+
+
+def _ends(history: History, r: int, computed: int) -> bool:
+    # The last token's KV is never written.
+    return computed == history.prompts[r] + history.outputs[r] - 1
+
+
+def main() -> int:
+    """Compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=1_000, help="histories")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+    parser.add_argument("--show", action="store_true", help="its steps around the first difference")
+    arguments = parser.parse_args()
+    if arguments.show:
+        show(arguments.seed)
+        return 0
+    found = compare(arguments.count, arguments.seed)
+    different = found.causes.total()
+    print(f"{found.histories} histories, {found.histories - different} of them equal; until the")
+    print(f"first difference {found.steps} steps and {found.preemptions} preemptions are equal")
+    for cause, number in found.causes.most_common():
+        print(f"{number} differ, first --seed {found.seeds[cause]}: {cause}")
+    return int(UNKNOWN in found.causes)
+
+
+def show(seed: int) -> None:
+    """Print both sides around the first difference."""
+    history = draw(seed)
+    print(history)
+    ours, theirs = list(SimulatedSteps().run(history)), list(VllmSteps().run(history))
+    same = count_same(ours, theirs)
+    for at in range(max(same - 3, 0), same + 2):
+        for side, steps in (("simulator", ours), ("vLLM     ", theirs)):
+            print(at, side, *steps[at : at + 1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

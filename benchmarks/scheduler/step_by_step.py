@@ -1,0 +1,312 @@
+"""One random history of requests through vLLM's own scheduler and through the simulator's.
+
+Both run without a model: an iteration takes 1 ms. What is hard: the simulator does many decode
+iterations in one event and schedules ahead only in what it counts, so its steps are read from its
+memory between two events; and vLLM's asynchronous scheduler decides on iteration k + 1 when k
+starts, so the loop here is its engine's (`EngineCore.step_with_batch_queue`) under a clock.
+"""
+
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cleave.perf.timing import EngineTiming
+from cleave.simulator.events import run_events, run_events_with_caches
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
+from cleave.simulator.outcome import RequestOutcome
+from cleave.simulator.records import NONE
+from cleave.simulator.run import compile_loop, lay_out, prepare_fleet
+from cleave.simulator.trace import PromptBlocks, Trace
+
+_MAX_LEN = 4_096
+
+
+@dataclass(frozen=True)
+class History:
+    """An engine and what is sent to it."""
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    has_caches: bool
+    """Whether vLLM caches prefixes."""
+    repeats: bool
+    """Whether prompts begin alike, which the simulator is then given."""
+    is_async: bool
+    arrivals: tuple[float, ...]
+    """ms, ascending, none at the end of an iteration."""
+    prompts: tuple[int, ...]
+    """Tokens."""
+    outputs: tuple[int, ...]
+    texts: tuple[str, ...]
+    """By prompt, a letter for each of its full blocks; equal beginnings are equal prompts."""
+
+
+class Step(NamedTuple):
+    """One iteration, as it was scheduled."""
+
+    begin: float
+    """ms."""
+    num_tokens: int
+    computed: dict[int, int]
+    """By request in the batch: tokens whose KV it has after the iteration."""
+    free: int
+    """KV blocks that no request holds, after it was scheduled."""
+    preempted: tuple[int, ...]
+    """Requests, since the one before."""
+
+
+class SimulatedSteps:
+    """The simulator, one event after another."""
+
+    def __init__(self) -> None:
+        self._loops = {
+            False: compile_loop(run_events),
+            True: compile_loop(run_events_with_caches, has_blocks=True),
+        }
+
+    def run(self, history: History) -> Iterator[Step]:
+        """The steps of one instance of the simulator."""
+        arrays, state = lay_out(prepare_fleet(_build_fleet(history)), _build_trace(history), 0)
+        requests, inst = arrays["requests"], arrays["instances"][0]
+        loop = self._loops[history.repeats]
+        formed: _Formed | None = None
+        before, done = _Counts.read(requests), 0
+        while np.isnan(requests["end"]).any():
+            state["max_events"] = state["events"] + 1
+            loop(state)
+            requests["outcome"] = RequestOutcome.SERVED
+            if formed and inst["iterations"] > done:
+                yield from formed.expand(int(inst["iterations"]) - done)
+                formed = None
+            done = int(inst["iterations"])
+            if formed is None and inst["in_flight"]:
+                formed = _Formed.read(history, arrays, before)
+                before = _Counts.read(requests)
+
+
+class _Counts(NamedTuple):
+    computed: Any
+    preemptions: Any
+
+    @classmethod
+    def read(cls, requests: Any) -> "_Counts":
+        return cls(requests["computed"].copy(), requests["preemptions"].copy())
+
+
+class _Formed(NamedTuple):
+    """A batch of the simulator: one iteration, or many that decode."""
+
+    first: Step
+    block_size: int
+
+    @classmethod
+    def read(cls, history: History, arrays: dict[str, Any], before: _Counts) -> "_Formed":
+        """The batch in flight; `before`: when the last one was."""
+        requests, slot = arrays["requests"], arrays["slots"][0]
+        computed = {}
+        r = int(slot["oldest"]) if slot["decodes"] else NONE
+        while r != NONE:
+            one = requests[r]
+            steps = int(one["end_step"] - slot["steps"])
+            computed[r] = int(one["prompt"] + one["output"]) - steps
+            r = int(one["younger"])
+        changed = requests["computed"] != before.computed
+        changed |= (requests["preemptions"] > before.preemptions) & (requests["computed"] > 0)
+        computed |= {
+            int(r): int(requests["computed"][r])
+            for r in np.flatnonzero(changed)
+            if requests["computed"][r] > 0
+        }
+        preempted = np.repeat(
+            np.arange(len(requests)), requests["preemptions"] - before.preemptions
+        )
+        step = Step(
+            round(float(slot["begin"]), 3),
+            int(slot["tokens"] + slot["rows"]),
+            computed,
+            int(arrays["instances"][0]["free"]),
+            tuple(preempted.tolist()),
+        )
+        return cls(step, history.block_size)
+
+    def expand(self, iterations: int) -> Iterator[Step]:
+        """Its steps: each member has one token more than in the one before."""
+        step = self.first
+        for at in range(iterations):
+            if at:
+                grown = sum(tokens % self.block_size == 0 for tokens in step.computed.values())
+                computed = {r: tokens + 1 for r, tokens in step.computed.items()}
+                step = Step(
+                    round(step.begin + 1, 3), step.num_tokens, computed, step.free - grown, ()
+                )
+            yield step
+
+
+def _build_fleet(history: History) -> SimulatedFleet:
+    timing = EngineTiming(
+        1.0, (1.0, 1.0), 0.0, (1.0, 1.0), (0.0,), schedules_ahead=history.is_async
+    )
+    engine = SimulatedEngine(
+        timing,
+        history.num_blocks * history.block_size,
+        history.block_size,
+        max_num_seqs=history.max_num_seqs,
+        max_num_batched_tokens=history.max_num_batched_tokens,
+    )
+    return SimulatedFleet(mixed=(SimulatedPool(engine, 1),))
+
+
+def _build_trace(history: History) -> Trace:
+    blocks = None
+    if history.repeats:
+        known: dict[str, int] = {}
+        parts = [[t[: end + 1] for end in range(len(t))] for t in history.texts]
+        numbers = [known.setdefault(part, len(known)) for each in parts for part in each]
+        starts = np.cumsum([0, *(len(each) for each in parts)])
+        blocks = PromptBlocks(
+            history.block_size, starts, np.array(numbers, np.int64), max(len(known), 1)
+        )
+    return Trace(
+        np.array(history.arrivals),
+        np.array(history.prompts),
+        np.array(history.outputs),
+        blocks=blocks,
+    )
+
+
+class VllmSteps:
+    """vLLM's scheduler. `reserves_prompts`: its `scheduler_reserve_full_isl`."""
+
+    def __init__(self) -> None:
+        from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import init_none_hash
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from cleave.local.tiny_model import build
+
+        init_none_hash(sha256)
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder) / "tiny"
+            build(model)
+            self._config = VllmConfig(
+                model_config=ModelConfig(str(model), dtype="float32", max_model_len=_MAX_LEN),
+                scheduler_config=SchedulerConfig(
+                    max_num_seqs=256,
+                    max_num_batched_tokens=_MAX_LEN,
+                    max_model_len=_MAX_LEN,
+                    is_encoder_decoder=False,
+                ),
+                cache_config=CacheConfig(),
+            )
+            self._structured_output = StructuredOutputManager(self._config)
+
+    def run(self, history: History, **rules: object) -> Iterator[Step]:
+        """The steps of one engine; `rules`: fields of vLLM's SchedulerConfig."""
+        scheduler = self._build_scheduler(history, rules)
+        coming = deque(self._build_requests(history))
+        in_flight: deque[tuple[Any, Any]] = deque()
+        now, preempted = 0.0, list[int]()
+        while True:
+            while coming and coming[0].arrival_time <= now:
+                scheduler.add_request(coming.popleft())
+            if scheduler.has_requests():
+                output = scheduler.schedule()
+                preempted += sorted(map(int, output.preempted_req_ids))
+                begin = now + sum(each.total_num_scheduled_tokens > 0 for each, _ in in_flight)
+                in_flight.append((output, _sample(scheduler, output)))
+                if output.total_num_scheduled_tokens:
+                    yield _read_step(scheduler, output, begin, preempted)
+                    preempted = []
+                if history.is_async and len(in_flight) < 2:
+                    continue
+            elif not in_flight:
+                if not coming:
+                    return
+                now = coming[0].arrival_time
+                continue
+            output, sampled = in_flight.popleft()
+            now = round(now + (output.total_num_scheduled_tokens > 0), 3)
+            scheduler.update_from_output(output, sampled)
+
+    def _build_scheduler(self, history: History, rules: dict[str, object]) -> Any:
+        import torch
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+        config, size = self._config, history.block_size
+        values = {
+            "max_num_seqs": history.max_num_seqs,
+            "max_num_batched_tokens": history.max_num_batched_tokens,
+            "async_scheduling": history.is_async,
+            "scheduler_reserve_full_isl": True,
+        }
+        for name, value in (values | rules).items():
+            setattr(config.scheduler_config, name, value)
+        config.cache_config.block_size = size
+        config.cache_config.enable_prefix_caching = history.has_caches
+        # One block is never given out.
+        num_blocks = config.cache_config.num_gpu_blocks = history.num_blocks + 1
+        spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        return (AsyncScheduler if history.is_async else Scheduler)(
+            config,
+            kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=self._structured_output,
+            block_size=size,
+        )
+
+    def _build_requests(self, history: History) -> Iterator[Any]:
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.request import Request
+
+        size = history.block_size
+        hasher = get_request_block_hasher(size, sha256) if history.has_caches else None
+        rows = zip(history.arrivals, history.prompts, history.outputs, history.texts, strict=True)
+        for number, (arrival, prompt, output, text) in enumerate(rows):
+            tokens = [ord(letter) for letter in text for _ in range(size)]
+            # What follows the blocks is the request's own.
+            tokens += [1_000 + number] * (prompt - len(tokens))
+            yield Request(
+                str(number),
+                tokens,
+                SamplingParams(max_tokens=output, ignore_eos=True),
+                None,
+                arrival_time=arrival,
+                block_hasher=hasher,
+            )
+
+
+def _read_step(scheduler: Any, output: Any, begin: float, preempted: list[int]) -> Step:
+    return Step(
+        round(begin, 3),
+        output.total_num_scheduled_tokens,
+        {
+            int(name): scheduler.requests[name].num_computed_tokens
+            for name in output.num_scheduled_tokens
+        },
+        scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        tuple(preempted),
+    )
+
+
+def _sample(scheduler: Any, output: Any) -> Any:
+    """What a model returns: a token for each request whose prompt is computed."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    names = list(output.num_scheduled_tokens)
+    # No token of an answer is one of a prompt.
+    sampled = [
+        [] if scheduler.requests[name].is_prefill_chunk else [1_000_000 + int(name)]
+        for name in names
+    ]
+    return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)

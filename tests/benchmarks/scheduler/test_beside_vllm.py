@@ -1,0 +1,30 @@
+"""The benchmark that compares the simulator's steps with those of vLLM's scheduler."""
+
+import beside_vllm
+import pytest
+from step_by_step import History, SimulatedSteps, Step
+
+pytestmark = [
+    pytest.mark.vllm,
+    # vLLM and what it imports warn of their own future.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def test_each_difference_from_vllms_scheduler_has_a_known_cause() -> None:
+    pytest.importorskip("vllm")
+    found = beside_vllm.compare(80)
+    assert found.histories == 80
+    assert found.steps > 5_000
+    assert found.preemptions > 10
+    assert beside_vllm.UNKNOWN not in found.causes, found.seeds
+
+
+def test_iterations_that_are_simulated_at_once_are_read_one_by_one() -> None:
+    history = History(4, 8, 4, 8, False, False, False, (0.001, 0.002), (6, 9), (3, 2), ("", ""))
+    assert list(SimulatedSteps().run(history)) == [
+        Step(0.001, 6, {0: 6}, 6, ()),
+        Step(1.001, 8, {0: 7, 1: 7}, 4, ()),
+        Step(2.001, 3, {0: 8, 1: 9}, 3, ()),
+        Step(3.001, 1, {1: 10}, 5, ()),
+    ]
