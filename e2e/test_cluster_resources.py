@@ -91,7 +91,7 @@ def everything(cache: dict[str, Any]) -> dict[str, Any]:
             "manual": [
                 {"role": "prefill", "gpu": H100, "perCell": 1, "parallelism": size},
                 {"role": "decode", "gpu": H100, "perCell": 1, "parallelism": size},
-                {"role": "mixed"},
+                {"role": "mixed", "args": ["--enforce-eager"], "env": [{"name": "TZ"}]},
             ]
         },
         engine={
@@ -118,6 +118,7 @@ def test_the_api_server_accepts_all_created_objects_without_a_warning(
     chat = LLMDeployment.model_validate_json(json.dumps(document))
     accounts = build_accounts(chat, name_accounts(namespace, chat.name))
     created = [
+        document,
         build_workers_service(chat),
         build_gateway_service(chat),
         build_gateway_deployment(chat),

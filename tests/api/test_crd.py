@@ -221,6 +221,8 @@ def test_the_full_example_sets_every_field() -> None:
         "spec.planning.acceptanceLength",  # emulated engines draft none
         "spec.placement.manual[].parallelism.data",  # the model has no experts
         "spec.placement.manual[].parallelism.expert",
+        "spec.placement.manual[].args",  # engine.roles has them
+        "spec.placement.manual[].env",
         "spec.placement.manual[].perCell",  # mixed instances are in no cell
         "spec.engine.env[].valueFrom",  # one variable has a value, the other a source
         "spec.engine.env[].value",

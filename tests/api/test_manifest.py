@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.api.faults import format_faults
-from cleave.api.manifest import ManifestError, load, load_all
+from cleave.api.manifest import ManifestError, load, load_all, validate
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 
@@ -68,6 +68,22 @@ def test_a_placement_by_hand_fills_in_counts_and_parallelism(manifest: Make) -> 
     assert placement is not None
     (pool,) = placement.manual
     assert (pool.role, pool.replicas, pool.parallelism.gpus) == (Role.MIXED, 1, 1)
+
+
+def test_what_a_pool_states_for_its_engines_is_what_its_role_gets(manifest: Make) -> None:
+    env = [{"name": "TZ", "value": "UTC"}]
+    pools = [{"role": "prefill", "args": ["--enforce-eager"], "env": env}, {"role": "decode"}]
+    by_pool = validate(manifest(placement={"manual": pools}))
+    roles = {"prefill": {"args": ["--enforce-eager"], "env": env}}
+    by_role = validate(
+        manifest(
+            engine={"roles": roles},
+            placement={"manual": [{"role": "prefill"}, {"role": "decode"}]},
+        )
+    )
+    assert by_pool.spec.engine == by_role.spec.engine
+    assert by_pool.model_dump() == by_role.model_dump()
+    assert LLMDeployment.model_validate_json(by_pool.model_dump_json()) == by_role
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)

@@ -6,7 +6,7 @@ import pytest
 
 from cleave.api.engine import Connector, EngineSpec
 from cleave.api.enums import FlippingMode
-from cleave.api.plan import ManualPool, SelectedPlan
+from cleave.api.plan import RolePool, SelectedPlan
 from cleave.api.pool import Colocation, InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster.apply import hash_template
@@ -267,7 +267,7 @@ def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
         [],
     )
     assert selected_plan.reason == "set in spec.placement.manual"
-    assert selected_plan.pools == [ManualPool(role=Role.MIXED)]
+    assert selected_plan.pools == [RolePool(role=Role.MIXED)]
     assert selected_plan.algorithm == ""
 
 

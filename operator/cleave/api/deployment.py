@@ -4,14 +4,14 @@ The CRD and `kubectl explain` are generated from these classes. A field exists o
 system acts on it: users would rely on a field that is accepted and ignored.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cleave.api import replan_status
 from cleave.api.adapters import AdapterList
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
-from cleave.api.engine import Connector, DeploymentEngine, ImageName
+from cleave.api.engine import Connector, DeploymentEngine, EngineRoles, ImageName, RoleEngine
 from cleave.api.enums import (
     ORIGIN,
     DispatchPolicy,
@@ -327,7 +327,33 @@ class LLMDeploymentSpec(ApiModel):
             field="adapters",
         ),
         build_unique_rule("adapters", "name", "LoRA adapter"),
+        ValidationRule(
+            cel="!has(self.placement) || !has(self.engine) || !has(self.engine.roles) || "
+            "!self.placement.manual.exists(p, has(p.args) || has(p.env))",
+            is_valid=lambda s: not (s.engine.roles and any(p.sets_engine for p in s.manual_pools)),
+            message="exclude args and env in spec.placement.manual: write those of all roles into "
+            "one of the two",
+            field="engine.roles",
+        ),
     )
+
+    @model_validator(mode="after")
+    def _read_pool_engines(self) -> Self:
+        """Read what manual pools state for their engines into `engine.roles`."""
+        own = {
+            str(pool.role): RoleEngine(args=pool.args, env=pool.env)
+            for pool in self.manual_pools
+            if pool.sets_engine
+        }
+        if own:
+            engine = self.engine.model_copy(update={"roles": EngineRoles(**own)})
+            object.__setattr__(self, "engine", engine)
+        return self
+
+    @property
+    def manual_pools(self) -> list[ManualPool]:
+        """The pools of a manual placement; none: it is planned."""
+        return self.placement.manual if self.placement else []
 
     @property
     def can_share_gpu_memory(self) -> bool:

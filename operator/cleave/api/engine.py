@@ -169,7 +169,7 @@ class Emulation(ApiModel):
 MediaDomain = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 
 
-_ARGUMENT_RULES = (
+ARGUMENT_RULES = (
     ValidationRule(
         cel="!has(self.args) || self.args.all(a, !a.matches('^--[^=]') || "
         f"!{format_cel_list(RESERVED_FLAGS)}.exists(f, "
@@ -301,7 +301,7 @@ class EngineSpec(ApiModel):
             field="args",
             list_offenders=lambda e: [flag for flag in _SCHEDULER_FLAGS if e.has_flag(flag)],
         ),
-        *_ARGUMENT_RULES,
+        *ARGUMENT_RULES,
     )
 
     @property
@@ -352,7 +352,7 @@ class RoleEngine(ApiModel):
     env: list[EnvVar] = declare_list_map_key("name", default_factory=list, max_length=128)
     """Variables beside those of engine.env; of a name that is in both, this one counts."""
 
-    rules = _ARGUMENT_RULES
+    rules = ARGUMENT_RULES
 
 
 class EngineRoles(ApiModel):

@@ -43,8 +43,6 @@ _MESSAGES = {
 }
 """What is wrong, by pydantic's type of error; the value is added."""
 _ELSEWHERE = {
-    ("manual", "args"): "; set spec.engine.roles.ROLE.args",
-    ("manual", "env"): "; set spec.engine.roles.ROLE.env",
     ("affinity", "podAffinity"): ": Cleave sets affinity between pods itself",
     ("affinity", "podAntiAffinity"): ": Cleave sets affinity between pods itself",
     ("model", "servedName"): "; list further names in spec.gateway.modelAliases",

@@ -4,18 +4,18 @@ Parts of LLMDeployment. Written by `cleave.manifests` and `cleave plan`; figures
 nothing was predicted.
 """
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from cleave.api.base import ApiModel, ValidationRule
-from cleave.api.engine import Connector
+from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
+from cleave.api.engine import ARGUMENT_RULES, ArgumentText, Connector, EnvVar
 from cleave.api.role import Parallelism, Role
 
 NonNegative = Annotated[float, Field(ge=0)]
 
 
-class ManualPool(ApiModel):
+class RolePool(ApiModel):
     """The instances of one role, manual or planned."""
 
     role: Annotated[Role, Field(strict=False)]
@@ -39,7 +39,7 @@ class ManualPool(ApiModel):
     """Maximum number of tokens in one engine iteration; absent: the engine's default. The same flag
     in engine.args takes precedence."""
 
-    rules = (
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel="!has(self.perCell) || self.replicas % self.perCell == 0",
             is_valid=lambda p: p.per_cell is None or p.replicas % p.per_cell == 0,
@@ -60,6 +60,26 @@ class ManualPool(ApiModel):
             field="perCell",
         ),
     )
+
+
+class ManualPool(RolePool):
+    """The instances of one role, and what their engines get in addition."""
+
+    # Parsed into engine.roles, from where it is read and written. The API server takes no rules on
+    # more arguments of so many pools.
+    args: list[ArgumentText] = Field(default_factory=list, max_length=60, exclude=True)
+    """Arguments of this role's engines, as in engine.roles, which then must be absent."""
+    env: list[EnvVar] = declare_list_map_key(
+        "name", default_factory=list, max_length=128, exclude=True
+    )
+    """Variables of this role's engines, as in engine.roles, which then must be absent."""
+
+    rules = (*RolePool.rules, *ARGUMENT_RULES)
+
+    @property
+    def sets_engine(self) -> bool:
+        """Whether it states arguments or variables."""
+        return not self.model_fields_set.isdisjoint(("args", "env"))
 
 
 class LatencyPercentiles(ApiModel):
@@ -139,7 +159,7 @@ class PlanGrowth(ApiModel):
 class PlanOption(ApiModel):
     """An alternative plan."""
 
-    pools: list[ManualPool] = Field(default_factory=list, max_length=3)
+    pools: list[RolePool] = Field(default_factory=list, max_length=3)
     """Instances of each role."""
     gpus: Annotated[int, Field(ge=0)]
     """GPUs of all instances."""
@@ -158,7 +178,7 @@ class SelectedPlan(ApiModel):
     """Why this placement was chosen."""
     gpus: Annotated[int, Field(ge=0)]
     """GPUs of all instances."""
-    pools: list[ManualPool] = Field(default_factory=list, max_length=3)
+    pools: list[RolePool] = Field(default_factory=list, max_length=3)
     """Instances of each role."""
     algorithm: str = ""
     """Algorithm that found the plan; empty: the placement is manual, or was not planned."""

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cleave.api.base import ApiModel
-from cleave.api.plan import LatencyPercentiles, ManualPool, NonNegative
+from cleave.api.plan import LatencyPercentiles, NonNegative, RolePool
 from cleave.api.workload import Workload
 
 CorrectionFactor = Annotated[float, Field(ge=0.1, le=10)]
@@ -99,7 +99,7 @@ class PastPlan(ApiModel):
     """Applied: the new plan was applied. Proposed: it was not. Corrected: the latency model was."""
     reason: str
     """Why the review had this result."""
-    pools: list[ManualPool] = Field(default_factory=list, max_length=3)
+    pools: list[RolePool] = Field(default_factory=list, max_length=3)
     """Instances of the new plan, by role; absent: there was none."""
-    left: list[ManualPool] = Field(default_factory=list, max_length=3)
+    left: list[RolePool] = Field(default_factory=list, max_length=3)
     """Instances of the plan that was replaced, by role; absent: none was."""

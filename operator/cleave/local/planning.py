@@ -192,8 +192,7 @@ def find_unsupported(spec: LLMDeploymentSpec) -> Iterator[str]:
         if cache.host_path and folder not in (None, cache.host_path.path):
             fault = f"{cache.host_path.path} cannot be mounted at {folder} without a cluster"
             yield f"{field}.hostPath.path: {fault}; set spec.model.source to it"
-    pools = spec.placement.manual if spec.placement else []
-    for index, pool in enumerate(pools):
+    for index, pool in enumerate(spec.manual_pools):
         if pool.parallelism.data > MAX_POD_ENGINES:
             field = f"spec.placement.manual[{index}].parallelism.data"
             yield f"{field}: more than {MAX_POD_ENGINES} ranks need several nodes of a cluster"

@@ -187,8 +187,7 @@ def _list_memory_faults(
     found = estimator.build_estimator(
         shape, cluster, max_model_len=longest, reserve=reserve, least_context=longest
     )
-    pools = spec.placement.manual if spec.placement else []
-    for index, (pool, kind) in enumerate(zip(pools, kinds, strict=True)):
+    for index, (pool, kind) in enumerate(zip(spec.manual_pools, kinds, strict=True)):
         size = pool.parallelism
         sizes, gpu = (size.tensor, size.pipeline), found.machines[kind].gpu
         # A profile may have measured that it fits; instances above a node are not estimated.

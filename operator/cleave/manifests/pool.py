@@ -32,7 +32,7 @@ from cleave.planner.result.status import (
     build_plan_option,
     build_predicted,
     build_reuse,
-    to_manual_pools,
+    to_role_pools,
 )
 
 _REVISION_DIGITS = 10
@@ -101,7 +101,7 @@ def build_selected_plan(
         revision=hash_revision(deployment),
         reason="; ".join(filter(None, (placement.reason, chosen))),
         gpus=placement.gpus,
-        pools=to_manual_pools(placement.pools),
+        pools=to_role_pools(placement.pools),
         algorithm=selected.algorithm if selected else "",
         connector=placement.connector,
         max_model_len=placement.max_model_len,

@@ -113,7 +113,7 @@ def _are_one_pod_cells(spec: LLMDeploymentSpec, shape: ModelShape | None) -> boo
     With one pipeline stage all GPUs of a cell are in one node. The nodes themselves do not count,
     so that the revision stays when nodes come and go.
     """
-    pools = spec.placement.manual if spec.placement else []
+    pools = spec.manual_pools
     if not pools or not all(pool.per_cell and pool.parallelism.pipeline == 1 for pool in pools):
         return False
     if len({pool.gpu for pool in pools}) > 1 or not _may_have_nvlink(pools[0]):

@@ -39,9 +39,21 @@ def list_start_faults(deployment: LLMDeployment, *, reads_files: bool = True) ->
     """Settings with which no pod is created, no engine starts, or nothing could be requested."""
     spec = deployment.spec
     yield from template_checks.list_template_faults(spec.template)
-    yield from argument_checks.list_argument_faults(spec.engine)
+    yield from _name_pools(spec, argument_checks.list_argument_faults(spec.engine))
     if fault := _find_model_fault(deployment, reads_files=reads_files):
         yield fault
+
+
+def _name_pools(spec: LLMDeploymentSpec, lines: Iterator[str]) -> Iterator[str]:
+    """Yield lines about `engine.roles` with the pool's field where that is what the user wrote."""
+    written = {
+        f"spec.engine.roles.{pool.role}.": f"spec.placement.manual[{index}]."
+        for index, pool in enumerate(spec.manual_pools)
+        if pool.sets_engine
+    }
+    for line in lines:
+        field = next(filter(line.startswith, written), "")
+        yield written.get(field, "") + line.removeprefix(field)
 
 
 def _find_model_fault(deployment: LLMDeployment, *, reads_files: bool) -> str | None:
@@ -179,13 +191,13 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             f"spec.slo.{field}: {value:g} is {value:g} milliseconds; are these seconds? "
             f"{value:g} s is {1000 * value:g}"
         )
-    yield from argument_checks.list_argument_warnings(spec.engine)
+    yield from _name_pools(spec, argument_checks.list_argument_warnings(spec.engine))
     yield from list_reuse_doubts(spec)
     yield from list_gpu_overrides(spec.template)
     if spec.flipping is not spec.pools.flipping:
         yield (
-            "spec.engine.roles: prefill and decode engines differ, so no instance changes its role "
-            "while it runs; set spec.pools.flipping to Off to leave out this warning"
+            "spec.pools.flipping: prefill and decode engines differ (spec.engine.roles), so no "
+            "instance changes its role while it runs; set Off to leave out this warning"
         )
     if chosen := describe_connector(deployment, reads_files=reads_files):
         yield f"spec.engine.connector: {chosen}; name it to leave out this warning"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Connector, EngineSpec, EngineType
-from cleave.api.plan import ManualPool
+from cleave.api.plan import RolePool
 from cleave.api.role import Role
 from cleave.perf import named_profiles
 from cleave.perf.model import model_source
@@ -101,7 +101,7 @@ def with_max_model_len(deployment: LLMDeployment, tokens: int | None) -> LLMDepl
     return deployment.model_copy(update={"spec": spec})
 
 
-def to_planned_pool(pool: ManualPool) -> PlannedPool:
+def to_planned_pool(pool: RolePool) -> PlannedPool:
     """Convert a pool of a manifest or a status to the planner's type."""
     return PlannedPool(
         pool.role,

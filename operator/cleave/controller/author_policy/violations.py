@@ -85,8 +85,8 @@ def build_pods(
         yield from list_pods(resource, settings)
         return
     yield build_gateway(resource, settings)["spec"]["template"]
-    manual = resource.spec.placement.manual if resource.spec.placement else []
-    pools = tuple(map(to_planned_pool, manual)) or tuple(_list_kinds(resource.spec.engine))
+    manual = map(to_planned_pool, resource.spec.manual_pools)
+    pools = tuple(manual) or tuple(_list_kinds(resource.spec.engine))
     for pool in build_pools(resource, Placement(pools, reason="")):
         yield from list_pods(pool, settings)
 

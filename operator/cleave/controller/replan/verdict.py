@@ -13,7 +13,7 @@ from cleave.controller.cluster.objects import format_timestamp
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.planner.replan.revision import ReplanVerdict
-from cleave.planner.result.status import to_manual_pools
+from cleave.planner.result.status import to_role_pools
 from cleave.traffic.drift_detector import TrafficChange
 
 PLAN_DRIFTED, PREDICTION_HOLDS = "PlanDrifted", "PredictionHolds"
@@ -152,7 +152,7 @@ def _record(
     if plan is not None:
         entry["pools"] = plan["pools"]
     if verdict == APPLIED:
-        replaced = to_manual_pools(review.pools)
+        replaced = to_role_pools(review.pools)
         entry["left"] = [pool.model_dump(mode="json", exclude_none=True) for pool in replaced]
     plans = outcome.plans
     if verdict == CORRECTED and plans and plans[0]["verdict"] == CORRECTED:

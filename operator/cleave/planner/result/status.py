@@ -8,10 +8,10 @@ from typing import Any
 from cleave.api.plan import (
     KvLink,
     LatencyPercentiles,
-    ManualPool,
     PlannedReuse,
     PlanOption,
     PredictedPerformance,
+    RolePool,
 )
 from cleave.planner.plan import (
     EMULATED_GPU,
@@ -30,17 +30,17 @@ Document = dict[str, Any]
 def build_plan_option(plan: Plan) -> PlanOption:
     """A plan with its prediction."""
     return PlanOption(
-        pools=to_manual_pools(plan.pools),
+        pools=to_role_pools(plan.pools),
         gpus=plan.gpus,
         algorithm=plan.algorithm,
         predicted=build_predicted(plan),
     )
 
 
-def to_manual_pools(pools: Iterable[PlannedPool]) -> list[ManualPool]:
+def to_role_pools(pools: Iterable[PlannedPool]) -> list[RolePool]:
     """Pools in the form of spec.placement.manual."""
     return [
-        ManualPool(
+        RolePool(
             role=pool.role,
             replicas=pool.replicas,
             parallelism=pool.parallelism,
@@ -112,7 +112,7 @@ def build_manual_placement(plan: Plan) -> Document:
     """The block under `spec.placement` that sets a plan's pools manually."""
     # Emulated instances run on any node; no node offers their GPU type.
     pools = (replace(pool, gpu=None) if pool.gpu == EMULATED_GPU else pool for pool in plan.pools)
-    manual = [each.model_dump(mode="json", exclude_none=True) for each in to_manual_pools(pools)]
+    manual = [each.model_dump(mode="json", exclude_none=True) for each in to_role_pools(pools)]
     return {"manual": manual}
 
 
