@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 from step_by_step import History, SimulatedSteps, Step, VllmSteps
 
-RESERVES, ENDS, AGAIN, UNKNOWN = (
-    "vLLM admits a prompt only if blocks are free for all of it",
+ENDS, AGAIN, UNKNOWN = (
     "asynchronous: blocks and seat of what ends in an iteration are not free for the next one",
     "a preempted request finds its own KV in the prefix cache",
     "unknown",
@@ -92,7 +91,7 @@ def compare(count: int, seed: int = 0) -> Found:
         found.steps += same
         found.preemptions += sum(len(step.preempted) for step in ours[:same])
         if same < max(len(ours), len(theirs)):
-            cause = find_cause(history, ours, theirs, same, vllm)
+            cause = find_cause(history, theirs, same)
             found.causes[cause] += 1
             found.seeds.setdefault(cause, number)
     return found
@@ -104,15 +103,10 @@ def count_same(ours: list[Step], theirs: list[Step]) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def find_cause(
-    history: History, ours: list[Step], theirs: list[Step], at: int, vllm: VllmSteps
-) -> str:
+def find_cause(history: History, theirs: list[Step], at: int) -> str:
     """Why step `at` is the first that differs."""
     step = theirs[min(at, len(theirs) - 1)]
     resumed = {r for each in theirs[:at] for r in each.preempted}
-    unreserved = list(vllm.run(history, scheduler_reserve_full_isl=False))
-    if count_same(ours, unreserved) > at:
-        return RESERVES
     if history.has_caches and resumed & step.computed.keys():
         return AGAIN
     before = theirs[at - 1].computed.items() if at else ()

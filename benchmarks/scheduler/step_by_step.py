@@ -182,7 +182,7 @@ def _build_trace(history: History) -> Trace:
 
 
 class VllmSteps:
-    """vLLM's scheduler. `reserves_prompts`: its `scheduler_reserve_full_isl`."""
+    """vLLM's scheduler."""
 
     def __init__(self) -> None:
         from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -208,9 +208,9 @@ class VllmSteps:
             )
             self._structured_output = StructuredOutputManager(self._config)
 
-    def run(self, history: History, **rules: object) -> Iterator[Step]:
-        """The steps of one engine; `rules`: fields of vLLM's SchedulerConfig."""
-        scheduler = self._build_scheduler(history, rules)
+    def run(self, history: History) -> Iterator[Step]:
+        """The steps of one engine."""
+        scheduler = self._build_scheduler(history)
         coming = deque(self._build_requests(history))
         in_flight: deque[tuple[Any, Any]] = deque()
         now, preempted = 0.0, list[int]()
@@ -236,21 +236,16 @@ class VllmSteps:
             now = round(now + (output.total_num_scheduled_tokens > 0), 3)
             scheduler.update_from_output(output, sampled)
 
-    def _build_scheduler(self, history: History, rules: dict[str, object]) -> Any:
+    def _build_scheduler(self, history: History) -> Any:
         import torch
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
         config, size = self._config, history.block_size
-        values = {
-            "max_num_seqs": history.max_num_seqs,
-            "max_num_batched_tokens": history.max_num_batched_tokens,
-            "async_scheduling": history.is_async,
-            "scheduler_reserve_full_isl": True,
-        }
-        for name, value in (values | rules).items():
-            setattr(config.scheduler_config, name, value)
+        config.scheduler_config.max_num_seqs = history.max_num_seqs
+        config.scheduler_config.max_num_batched_tokens = history.max_num_batched_tokens
+        config.scheduler_config.async_scheduling = history.is_async
         config.cache_config.block_size = size
         config.cache_config.enable_prefix_caching = history.has_caches
         # One block is never given out.

@@ -63,6 +63,13 @@ def test_a_prompt_beside_decoding_waits_for_the_iteration_that_is_scheduled_alre
     assert starts[True] == pytest.approx([0.0, 14.0, 14.0])
 
 
+def test_a_prompt_that_is_computed_in_chunks_waits_for_room_for_all_of_it() -> None:
+    engine = SimulatedEngine(fixed_timing(), 40, kv_block_size=4, max_num_batched_tokens=8)
+    trace = Trace(np.array([0.0, 0.0]), np.array([8, 36]), np.array([3, 2]))
+    starts = simulate(SimulatedFleet(mixed=(SimulatedPool(engine, 1),)), trace).prefill_start_ms
+    assert starts == pytest.approx([0.0, 12.0])
+
+
 def test_an_engine_with_nothing_else_to_compute_schedules_at_once() -> None:
     timing = dataclasses.replace(fixed_timing(), schedules_ahead=True)
     pool = SimulatedPool(SimulatedEngine(timing, 1_000), 1)

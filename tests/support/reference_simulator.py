@@ -390,7 +390,7 @@ class Reference:
         budget = i.engine.max_num_batched_tokens - self.tokens(slot)
         cached = i.size * len(i.find_cached(request))
         count = request.todo if request.remote else min(request.todo, cached + budget)
-        if not self.has_room(i, slot, request, count):
+        if not self.has_room(i, slot, request, request.todo):
             return False
         self.pop(i, queue)
         if request.remote:

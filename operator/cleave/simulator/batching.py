@@ -147,10 +147,11 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
             start_load(state, i, r, loaded, now)
             return True
         return False
+    # Although it takes blocks only for what it computes (vLLM's scheduler_reserve_full_isl).
+    if not _has_room(state, i, s, r, request.to_compute):
+        return False
     left = request.to_compute - cached
     count = compute_chunk_size(left, inst.max_tokens - slot.tokens - slot.rows)
-    if not _has_room(state, i, s, r, cached + count):
-        return False
     _pop_waiting(state, i, queue)
     _count_running(state, i)
     _take_cached(state, i, r, cached, now)

@@ -166,6 +166,19 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_decodes() -> None:
     assert counts == [[1, 7], [1, 7], [1, 6], [1, 1]]
 
 
+def test_a_prompt_that_is_computed_in_chunks_waits_for_room_for_all_of_it() -> None:
+    scheduler = make(num_blocks=10, tokens=8)
+    short, long = sequence([0] * 8, max_tokens=3), sequence([1] * 36)
+    scheduler.add(short)
+    scheduler.add(long)
+    batches = []
+    for _ in range(4):
+        step = scheduler.schedule()
+        batches.append([(each is long, count) for each, count in step.scheduled])
+        scheduler.complete(step)
+    assert batches == [[(False, 8)], [(False, 1)], [(False, 1)], [(True, 8)]]
+
+
 def test_the_cost_of_a_step_distinguishes_chunks_from_single_tokens() -> None:
     scheduler = make(tokens=64)
     scheduler.add(sequence([1] * 9, ignore_eos=True))

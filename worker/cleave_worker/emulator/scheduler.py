@@ -374,13 +374,14 @@ class EmulatedScheduler:
             sequence.source = None
         if self.host and not (sequence.handoff or sequence.source or sequence.num_preemptions):
             sequence.on_host = self.host.find(keys[len(cached_blocks) :])
+        # Although it takes blocks only for what it computes (vLLM's scheduler_reserve_full_isl).
+        if -(-num_tokens // size) - len(cached_blocks) > self.pool.num_free:
+            self.pool.free(cached_blocks)
+            return 0
         # A sequence that waits for its KV holds blocks, so it gets all that it needs.
         is_whole = sequence.handoff or sequence.source or sequence.on_host
         count = remaining if is_whole else compute_chunk_size(remaining, budget)
         missing = -(-(cached + count) // size) - len(cached_blocks)
-        if missing > self.pool.num_free:
-            self.pool.free(cached_blocks)
-            return 0
         sequence.blocks = cached_blocks + self.pool.allocate(missing)
         if not sequence.num_preemptions:
             sequence.cached_tokens = cached
