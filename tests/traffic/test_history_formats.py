@@ -253,7 +253,13 @@ def build_span(each: Request) -> dict:
 
 
 def build_gemini(each: Request) -> dict:
-    counts = {"promptTokenCount": each.prompt, "candidatesTokenCount": each.output}
+    counts = {
+        "promptTokenCount": each.prompt - 2,
+        "toolUsePromptTokenCount": 2,
+        "candidatesTokenCount": each.output - 1,
+        "thoughtsTokenCount": 1,
+        "cachedContentTokenCount": 1,
+    }
     return {"logging_time": each.count(10**3), "full_response": {"usageMetadata": counts}}
 
 
@@ -485,6 +491,11 @@ def test_what_is_not_understood_is_refused_with_what_to_write(tmp_path, name) ->
             "time '155.73': may be .* arrival_ms",
         ),
         ("timestamp", ("1 May 2026", "2 May 2026"), "timestamp '1 May 2026': not a number"),
+        (
+            "timestamp",
+            tuple(f"{46235.375 + at / 86400:.10f}" for at in range(30)),
+            "timestamp '46235.3753.*': is a date of a spreadsheet, in days; write dates as",
+        ),
         ("num_requests", ("1", "3"), "t.csv:3: num_requests '3': sums requests up"),
         ("output_tokens", ("1", "1"), "has two columns 'output_tokens'; rename or drop one"),
     ],

@@ -28,7 +28,7 @@ from cleave.traffic.recordings.request_numbers import (
     find_tokens,
     read_counts,
     read_tokens,
-    select_cached,
+    select_separate,
     to_numbers,
 )
 from cleave.traffic.recordings.request_table import RequestTable, format_value, read_table
@@ -75,7 +75,7 @@ def read_trace_with_columns(
     prompt_tokens = read_tokens(table, find_tokens(table, *_PROMPT))
     output_tokens = read_tokens(table, find_tokens(table, *_OUTPUT))
     blocks, block_remarks = read_blocks(table, prompt_tokens, _find_published(table))
-    remarks = *failed.remarks, *arrival_remarks, *_describe_cached(table), *block_remarks
+    remarks = *failed.remarks, *arrival_remarks, *_describe_separate(table), *block_remarks
     remarks += _describe_models(table)
     trace = Trace(arrival_ms, prompt_tokens, output_tokens, blocks=blocks, remarks=remarks)
     return trace, [_read_optional_counts(table, names) for names in named]
@@ -163,11 +163,11 @@ def _find_published(table: RequestTable) -> PublishedFormat | None:
     return next((each for each in PUBLISHED_FORMATS if names.issuperset(each.columns)), None)
 
 
-def _describe_cached(table: RequestTable) -> list[str]:
+def _describe_separate(table: RequestTable) -> list[str]:
     return [
-        f"{path} does not count cached tokens: {', '.join(names)} are added"
-        for path in (field.path for field in table.select(FieldRole.PROMPT))
-        if (names := [each.path for each in select_cached(table, path)])
+        f"{path} does not count {', '.join(names)}, which are added"
+        for path in (field.path for field in table.select(FieldRole.PROMPT, FieldRole.OUTPUT))
+        if (names := [each.path for each in select_separate(table, path)])
     ]
 
 

@@ -26,6 +26,9 @@ _REMEDY = "name the column by its unit: arrival_s, arrival_ms, arrival_us or arr
 _LONGEST_GAP_S = 1.0
 """A longer mean gap in a column without a unit may be one in milliseconds: 5 is 0.2 requests a
 second, or 200."""
+_DAYS = (30_000, 80_000)
+_SHORTEST_GAP_S = 1e-3
+"""With a shorter one, numbers like these are no seconds: spreadsheets write dates as days."""
 _FEW = 20
 """Fewer requests may have any gap."""
 _IDLE_GAP_S = 86_400.0
@@ -79,13 +82,17 @@ def _choose_unit(
         return epoch_s, f"{read}: the first request arrived at {date}"
     default_s = published.unit_s if published is not None else 1.0
     is_known = published is not None or _is_likely_seconds(numbers)
+    is_known = is_known and not _is_spreadsheets(numbers)
     if named_s is None and last * default_s < _LONGEST_S and is_known:
         why = f"as in {published.name}'s traces" if published else "since its name has no unit"
         read = f"{field.path} is read as {_NAMES[default_s]}, {why}"
         return default_s, f"{read}; if it is not, {_REMEDY}"
     at = int(np.argmax(numbers))
     what, remedy = f"{field.path} {format_value(table.cells[field.path][at])}", _REMEDY
-    if named_s is None and last < _LONGEST_S:
+    if _is_spreadsheets(numbers):
+        what += ": is a date of a spreadsheet, in days"
+        remedy = "write dates as 2026-05-01T12:00:00Z"
+    elif named_s is None and last < _LONGEST_S:
         what += ": may be seconds or milliseconds since the start"
     else:
         what += ": neither surely times since 1970 in one unit, nor since the start"
@@ -98,6 +105,12 @@ def _is_likely_seconds(numbers: NDArray[np.float64]) -> bool:
     if len(numbers) < _FEW:
         return True
     return float(numbers.max() - numbers.min()) / len(numbers) < _LONGEST_GAP_S
+
+
+def _is_spreadsheets(numbers: NDArray[np.float64]) -> bool:
+    """Whether they are days since 1900 rather than seconds: from 1982 to 2119, with parts."""
+    first, last = float(numbers.min()), float(numbers.max())
+    return _DAYS[0] < first < last < _DAYS[1] and last - first < _SHORTEST_GAP_S * len(numbers)
 
 
 def _find_epoch_unit(number: float) -> float | None:

@@ -22,8 +22,8 @@ class FieldRole(Enum):
     PROMPT_PART = auto()
     """One of several counts whose sum is the prompt: Langfuse's usage details."""
     OUTPUT_PART = auto()
-    CACHED_PROMPT = auto()
-    """Cached tokens that `input_tokens` beside it does not count: Anthropic's usage."""
+    SEPARATE = auto()
+    """Tokens that a count beside it leaves out, as SEPARATE says."""
     ARRIVAL = auto()
     STATUS = auto()
     """A word or an HTTP status."""
@@ -133,11 +133,17 @@ _UNITS = {
 _CLOCKS = frozenset(("unix", "epoch", "utc"))
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
-_CACHED_NAMES = list_words(
-    """
-    cachereadinputtokens cachecreationinputtokens cachereadtokens cachecreationtokens
-    """
-)
+SEPARATE = {
+    "inputtokens": list_words(
+        """
+        cachereadinputtokens cachecreationinputtokens cachereadtokens cachecreationtokens
+        """
+    ),
+    "prompttokencount": frozenset(("tooluseprompttokencount",)),
+    "candidatestokencount": frozenset(("thoughtstokencount",)),
+}
+"""By the name of a count what it leaves out, if they are in one object: Anthropic's cached tokens,
+Gemini's results of tools and its thoughts."""
 _STATUS_NAMES = list_words(
     """
     status statuscode httpstatus httpstatuscode responsestatus responsestatuscode responsecode
@@ -161,7 +167,7 @@ _MODEL_NAMES = list_words("model modelname modelid requestmodel genairequestmode
 _ROLES = {
     **dict.fromkeys(PROMPT_NAMES, FieldRole.PROMPT),
     **dict.fromkeys(OUTPUT_NAMES, FieldRole.OUTPUT),
-    **dict.fromkeys(_CACHED_NAMES, FieldRole.CACHED_PROMPT),
+    **dict.fromkeys(frozenset().union(*SEPARATE.values()), FieldRole.SEPARATE),
     **dict.fromkeys(_STATUS_NAMES, FieldRole.STATUS),
     **dict.fromkeys(_ERROR_NAMES, FieldRole.ERROR),
     **dict.fromkeys(_SUCCESS_NAMES, FieldRole.SUCCESS),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.traffic.recordings.request_fields import Field, FieldRole, normalize
+from cleave.traffic.recordings.request_fields import SEPARATE, Field, FieldRole, normalize
 from cleave.traffic.recordings.request_table import RequestTable, format_value
 
 MAX_TOKENS = 10_000_000
@@ -25,8 +25,8 @@ def find_tokens(table: RequestTable, role: FieldRole, part: FieldRole) -> dict[s
     object. NaN: the request has none."""
     found = {field.path: to_numbers(table.cells[field.path]) for field in table.select(role)}
     for path in found:
-        for cached in select_cached(table, path):
-            found[path] = found[path] + np.nan_to_num(to_numbers(table.cells[cached.path]))
+        for separate in select_separate(table, path):
+            found[path] = found[path] + np.nan_to_num(to_numbers(table.cells[separate.path]))
     for parent in dict.fromkeys(field.parent for field in table.select(part)):
         parts = [each for each in table.select(part) if each.parent == parent]
         counts = np.array([to_numbers(table.cells[each.path]) for each in parts])
@@ -34,12 +34,12 @@ def find_tokens(table: RequestTable, role: FieldRole, part: FieldRole) -> dict[s
     return found
 
 
-def select_cached(table: RequestTable, path: str) -> list[Field]:
-    """The counts of cached tokens that the prompt's field of this path lacks: Anthropic's
-    `input_tokens` does not count them, all others do."""
+def select_separate(table: RequestTable, path: str) -> list[Field]:
+    """The counts that the field of this path leaves out."""
     parent, _, name = path.rpartition(".")
-    cached = table.select(FieldRole.CACHED_PROMPT) if normalize(name) == "inputtokens" else []
-    return [each for each in cached if each.parent == parent]
+    names = SEPARATE.get(normalize(name), frozenset())
+    separate = [each for each in table.select(FieldRole.SEPARATE) if each.parent == parent]
+    return [each for each in separate if normalize(each.path.rpartition(".")[2]) in names]
 
 
 def merge_tokens(found: dict[str, Numbers]) -> Numbers:
