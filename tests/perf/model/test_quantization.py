@@ -74,6 +74,18 @@ def read(config: dict[str, Any], quantization: Mapping[str, Any]) -> Quantizatio
             (None, 4 + 20 / 128, None),
         ),
         (
+            QWEN,
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
+             "modules_to_not_convert": ["gate"]},
+            (4 + 20 / 128, 4 + 20 / 128, None),
+        ),
+        (
+            QWEN,
+            {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*mlp.gate$"],
+             "config_groups": {"group_0": {"weights": INT4, "targets": ["Linear"]}}},
+            (4.125, 4.125, None),
+        ),
+        (
             DENSE,
             {"quant_method": "compressed-tensors", "ignore": ["lm_head"],
              "config_groups": {"group_0": FP8_GROUP, "group_1": NVFP4_GROUP}},

@@ -31,7 +31,7 @@ _OTHER_PARTS = re.compile(r"mtp|vis|vit|image|audio|sound|encoder|projector|draf
 _OTHERS = re.compile(
     r"norm|router|embed|wte|wpe|bias|conv1d|visual|vision|audio|projector|multi_modal|image"
     r"|mtp|eh_proj|e_score|rotary|shared_head|nextn|sound|vit|img|(^|[.*])(lm_)?head|A_log|dt_"
-    r"|gate($|[*.])|shared_expert_gate|Attention$|index|embeddings"
+    r"|gate($|[*.$])|shared_expert_gate|Attention$|index|embeddings"
 )
 """Of modules that are no linear layers of the language model, or that no method quantises."""
 
@@ -97,10 +97,10 @@ class NamePatterns:
     def matches(self, module: WeightModule) -> bool:
         """Whether a name of the list is the module's. Raises ModelConfigError for lists that are
         too long to be compared."""
-        found = False
+        found, names = False, self._list_names(module)
         for rest, pattern in self._numbered.get(module.layer, ()):
-            self._count(len(module.names))
-            if any(self._fits(rest, name) for name in module.names):
+            self._count(len(names))
+            if any(self._fits(rest, name) for name in names):
                 self._used.add(pattern)
                 found = True
         for beginning, pattern in self._beginnings:
@@ -148,7 +148,15 @@ class NamePatterns:
         if pattern.startswith(("re:.*", "*")) and not _PREFIX_WORDS.search(pattern):
             prefixes = prefixes[:1]
         where = f"layers.{module.layer}." if module.layer >= 0 else ""
-        return [f"{prefix}{where}{name}" for prefix in prefixes for name in module.names]
+        names = self._list_names(module)
+        return [f"{prefix}{where}{name}" for prefix in prefixes for name in names]
+
+    def _list_names(self, module: WeightModule) -> Sequence[str]:
+        """The names that are compared: vLLM looks for parts in that of all experts of a layer, so
+        Mixtral's `gate` is its router, and no expert's gate_proj."""
+        if self._matching is not Matching.SUBSTRING:
+            return module.names
+        return [name for name in module.names if not name.startswith(f"{module.names[0]}.")]
 
     def _fits(self, rest: str, name: str) -> bool:
         """Whether what a name has behind the number of its layer is that of a module."""
