@@ -36,8 +36,8 @@ _LONG_TOKENS = 2560
 """More than the 2,048 tokens that vLLM computes in one step unless the GPU is large."""
 _MAX_LENGTH_SHARE = 0.9
 """Share of the model's length that a prompt may take, as its token count is an estimate."""
-_MAX_PREFILL_TIME_SHARE = 0.5
-"""Share of a request's time limit that the prefill of the long prompt may take."""
+_MAX_PREFILL_TIME_SHARE = 0.2
+"""Share of a request's time limit that the prefill of the long prompt may take: 6 s of a start."""
 _MIN_LENGTH_RATIO = 2
 """Least tokens of the long prompt, relative to the short one, that make the ratio meaningful."""
 _PARSE_ERRORS = LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
