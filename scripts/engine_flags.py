@@ -23,7 +23,7 @@ def main() -> None:
     import vllm
 
     engines = {
-        "vLLM": {"version": vllm.__version__, "flags": describe(build_vllm_parser())},
+        "vLLM": {"version": vllm.__version__, "flags": describe_vllm()},
         "Emulated": {"version": "", "flags": describe(build_emulator_parser())},
     }
     lines = []
@@ -40,6 +40,17 @@ def build_vllm_parser() -> argparse.ArgumentParser:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+
+
+def describe_vllm() -> dict[str, dict[str, Any]]:
+    """What each flag of vLLM takes, with the `names` that it compares values with at its start."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    flags = describe(build_vllm_parser())
+    flags["--tool-call-parser"]["names"] = ToolParserManager.list_registered()
+    flags["--reasoning-parser"]["names"] = ReasoningParserManager.list_registered()
+    return flags
 
 
 def build_emulator_parser() -> argparse.ArgumentParser:

@@ -238,7 +238,7 @@ def _describe_value(flag: EngineFlag) -> str:
     kinds = {"": "text", "int": "whole number", "humanInt": "whole number, such as 8k"}
     kinds |= {"float": "number", "json": "JSON", "object": "JSON object"}
     kind = {**kinds, "objectOrText": "text or JSON object"}[flag.kind]
-    value = ", ".join(flag.choices) or kind
+    value = ", ".join(flag.choices or flag.names) or kind
     return f"one or more: {value}" if flag.values == "+" else value
 
 

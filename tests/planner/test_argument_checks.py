@@ -59,6 +59,14 @@ def test_scheduling_and_a_roles_scheduler_exclude_each_other() -> None:
     assert not find(roles=roles)
 
 
+def test_tools_that_models_call_need_a_parser() -> None:
+    (fault,) = find(args=["--enable-auto-tool-choice"])
+    assert fault == (
+        "spec.engine.args: --enable-auto-tool-choice: vLLM needs --tool-call-parser with it"
+    )
+    assert not find(args=["--enable-auto-tool-choice", "--tool-call-parser", "hermes"])
+
+
 def test_arguments_of_a_role_fit_into_its_pool() -> None:
     (fault,) = find(
         args=["--enforce-eager"] * 100, roles={"decode": {"args": ["--enable-dbo"] * 21}}

@@ -30,6 +30,7 @@ take over each other's requests, must have the same."""
 _DRAFTED = "num_speculative_tokens"
 """Of speculation a role's own: KV is the same with any. (States of linear attention are not; their
 engines refuse each other's.)"""
+_AUTO_TOOLS, _TOOL_PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 _SCHEDULERS = ("--scheduler-cls", "--scheduling-policy")
 
 
@@ -42,6 +43,8 @@ def list_argument_faults(engine: EngineSpec) -> Iterator[str]:
             yield from _format_lines(field, engine_flags.list_unknown(args, parser))
         yield from _format_lines(field, engine_flags.list_managed(args))
         yield from _format_lines(field, engine_flags.list_wrong_values(args, parser))
+    if engine.has_flag(_AUTO_TOOLS) and not engine.has_flag(_TOOL_PARSER):
+        yield f"{_FIELD}: {_AUTO_TOOLS}: vLLM needs {_TOOL_PARSER} with it"
     if isinstance(engine, DeploymentEngine):
         for role in Role:
             yield from _list_role_faults(engine, role)

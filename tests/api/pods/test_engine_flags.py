@@ -44,6 +44,24 @@ def test_flags_that_vllm_has_not_are_named_with_the_nearest(
     assert found.startswith(f"{name or arg}: vLLM 0.32.0 has no such flag; {remedy}")
 
 
+@pytest.mark.parametrize(
+    ("args", "wrong"),
+    [
+        (["--tool-call-parser", "qwen3coder"], "has no qwen3coder; did you mean qwen3_coder?"),
+        (["--reasoning_parser=deepseek-r1"], "has no deepseek-r1; did you mean deepseek_r1?"),
+        (["--reasoning-parser", "zzz"], "has no zzz; it has cohere_command3, "),
+        (["--tool-call-parser", "mine", "--tool-parser-plugin", "/x/mine.py"], None),
+        (["--tool-call-parser", "hermes", "--reasoning-parser=$(PARSER)"], None),
+    ],
+)
+def test_parsers_that_vllm_has_not_are_named_unless_a_plugin_has_them(
+    args: list[str], wrong: str | None
+) -> None:
+    found = list(list_unknown(args, VLLM))
+    assert all(wrong in each for each in found) if wrong else not found
+    assert len(found) == bool(wrong)
+
+
 STRAY = "engines take it for the name of a model"
 
 

@@ -21,6 +21,7 @@ _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _REFERENCE = "$("
 """Begins a variable, which Kubernetes replaces later."""
 _NOTHING = ("", "None")
+_LISTS = ("choices", "names")
 
 _REPLACED = {
     "--disable-log-requests": "remove it: requests are logged with --enable-log-requests only",
@@ -64,6 +65,8 @@ class EngineFlag:
     """What a value is: int, humanInt, float, json, object, objectOrText; empty: any text."""
     choices: tuple[str, ...] = ()
     """The only values; empty: any."""
+    names: tuple[str, ...] = ()
+    """The only values without plug-ins; empty: any."""
     negated: bool = False
     """Whether there is `--no-NAME` as well."""
     optional: bool = False
@@ -93,17 +96,25 @@ def load_parser(engine: str) -> EngineParser:
     written = json.loads(_FILE.read_text(encoding="utf-8"))[engine]
     name = f"vLLM {written['version']}" if written["version"] else "the emulated engine"
     flags = {
-        flag: EngineFlag(**{**parts, "choices": tuple(parts.get("choices", ()))})
+        flag: EngineFlag(**parts | {each: tuple(parts.get(each, ())) for each in _LISTS})
         for flag, parts in written["flags"].items()
     }
     return EngineParser(name, flags)
 
 
 def list_unknown(args: Sequence[str], parser: EngineParser) -> Iterator[str]:
-    """Yield a line `FLAG: what is wrong` for each flag that the parser does not have."""
-    for arg in args:
-        if _is_flag(arg) and parser.find(name := _get_name(arg)) is None:
+    """Yield a line `FLAG: what is wrong` for each flag, or name as its value, that the engine does
+    not have."""
+    has_plugins = any(name.endswith("-plugin") for name in list_names(args))
+    for arg, following in zip(args, [*args[1:], ""], strict=False):
+        if not _is_flag(arg):
+            continue
+        name, flag = _get_name(arg), parser.find(_get_name(arg))
+        value = arg.partition("=")[2] if "=" in arg else following
+        if flag is None:
             yield f"{name}: {parser.engine} has no such flag{_suggest(name, parser)}"
+        elif flag.names and not has_plugins and _is_unknown_name(flag, value):
+            yield f"{name}: {parser.engine} has no {value[:100]}; {_list_near(value, flag.names)}"
 
 
 def list_names(args: Sequence[str]) -> Iterator[str]:
@@ -147,6 +158,16 @@ def _is_flag(arg: str) -> bool:
 
 def _get_name(arg: str) -> str:
     return arg.split("=")[0].replace("_", "-")
+
+
+def _is_unknown_name(flag: EngineFlag, value: str) -> bool:
+    is_name = value not in _NOTHING and not _is_flag(value) and _REFERENCE not in value
+    return is_name and value not in flag.names
+
+
+def _list_near(value: str, names: Sequence[str]) -> str:
+    close = get_close_matches(value[:100], names, n=1)
+    return f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
 
 
 def _suggest(name: str, parser: EngineParser) -> str:
