@@ -16,11 +16,7 @@ from dataclasses import dataclass, field
 
 from step_by_step import History, SimulatedSteps, Step, VllmSteps
 
-ENDS, AGAIN, UNKNOWN = (
-    "asynchronous: blocks and seat of what ends in an iteration are not free for the next one",
-    "a preempted request finds its own KV in the prefix cache",
-    "unknown",
-)
+AGAIN, UNKNOWN = "a preempted request finds its own KV in the prefix cache", "unknown"
 
 
 @dataclass
@@ -105,19 +101,10 @@ def count_same(ours: list[Step], theirs: list[Step]) -> int:
 
 def find_cause(history: History, theirs: list[Step], at: int) -> str:
     """Why step `at` is the first that differs."""
-    step = theirs[min(at, len(theirs) - 1)]
-    resumed = {r for each in theirs[:at] for r in each.preempted}
-    if history.has_caches and resumed & step.computed.keys():
-        return AGAIN
-    before = theirs[at - 1].computed.items() if at else ()
-    if history.is_async and any(_ends(history, r, tokens) for r, tokens in before):
-        return ENDS
-    return UNKNOWN
-
-
-def _ends(history: History, r: int, computed: int) -> bool:
-    # The last token's KV is never written.
-    return computed == history.prompts[r] + history.outputs[r] - 1
+    preempted = {r for each in theirs[: at + 1] for r in each.preempted}
+    before = theirs[at - 1].computed.keys() - theirs[at].preempted if at else set()
+    is_resumed = preempted & (theirs[at].computed.keys() - before)
+    return AGAIN if history.has_caches and is_resumed else UNKNOWN
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ class Step(NamedTuple):
     computed: dict[int, int]
     """By request in the batch: tokens whose KV it has after the iteration."""
     free: int
-    """KV blocks that no request holds, after it was scheduled."""
+    """KV blocks that no request holds when it begins."""
     preempted: tuple[int, ...]
     """Requests, since the one before."""
 
@@ -118,12 +118,9 @@ class _Formed(NamedTuple):
             computed[r] = int(one["prompt"] + one["output"]) - steps
             r = int(one["younger"])
         changed = requests["computed"] != before.computed
-        changed |= (requests["preemptions"] > before.preemptions) & (requests["computed"] > 0)
-        computed |= {
-            int(r): int(requests["computed"][r])
-            for r in np.flatnonzero(changed)
-            if requests["computed"][r] > 0
-        }
+        changed |= requests["preemptions"] > before.preemptions
+        changed &= (requests["computed"] > 0) & np.isnan(requests["end"])
+        computed |= {int(r): int(requests["computed"][r]) for r in np.flatnonzero(changed)}
         preempted = np.repeat(
             np.arange(len(requests)), requests["preemptions"] - before.preemptions
         )
@@ -214,18 +211,22 @@ class VllmSteps:
         coming = deque(self._build_requests(history))
         in_flight: deque[tuple[Any, Any]] = deque()
         now, preempted = 0.0, list[int]()
+        step: Step | None = None
         while True:
             while coming and coming[0].arrival_time <= now:
                 scheduler.add_request(coming.popleft())
             if scheduler.has_requests():
                 output = scheduler.schedule()
                 preempted += sorted(map(int, output.preempted_req_ids))
-                begin = now + sum(each.total_num_scheduled_tokens > 0 for each, _ in in_flight)
+                begin = now + any(each.total_num_scheduled_tokens for each, _ in in_flight)
                 in_flight.append((output, _sample(scheduler, output)))
                 if output.total_num_scheduled_tokens:
-                    yield _read_step(scheduler, output, begin, preempted)
+                    step = _read_step(scheduler, output, begin, preempted)
                     preempted = []
-                if history.is_async and len(in_flight) < 2:
+                if step and begin == now:
+                    yield step
+                    step = None
+                if len(in_flight) <= history.is_async:
                     continue
             elif not in_flight:
                 if not coming:
@@ -235,6 +236,9 @@ class VllmSteps:
             output, sampled = in_flight.popleft()
             now = round(now + (output.total_num_scheduled_tokens > 0), 3)
             scheduler.update_from_output(output, sampled)
+            if step:
+                yield step._replace(free=_count_free(scheduler))
+                step = None
 
     def _build_scheduler(self, history: History) -> Any:
         import torch
@@ -289,9 +293,13 @@ def _read_step(scheduler: Any, output: Any, begin: float, preempted: list[int]) 
             int(name): scheduler.requests[name].num_computed_tokens
             for name in output.num_scheduled_tokens
         },
-        scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        _count_free(scheduler),
         tuple(preempted),
     )
+
+
+def _count_free(scheduler: Any) -> int:
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
 def _sample(scheduler: Any, output: Any) -> Any:

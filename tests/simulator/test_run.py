@@ -70,6 +70,20 @@ def test_a_prompt_that_is_computed_in_chunks_waits_for_room_for_all_of_it() -> N
     assert starts == pytest.approx([0.0, 12.0])
 
 
+@pytest.mark.parametrize(("blocks", "seats"), [(1_000, 2), (22, 8)])
+def test_what_ends_beside_decoding_leaves_room_for_the_iteration_after_the_next(
+    blocks: int, seats: int
+) -> None:
+    trace = Trace(np.zeros(3), np.array([20, 20, 20]), np.array([9, 2, 2]))
+    starts = {}
+    for is_ahead in (False, True):
+        timing = dataclasses.replace(fixed_timing(), schedules_ahead=is_ahead)
+        engine = SimulatedEngine(timing, 2 * blocks, kv_block_size=2, max_num_seqs=seats)
+        result = simulate(SimulatedFleet(mixed=(SimulatedPool(engine, 1),)), trace)
+        starts[is_ahead] = result.prefill_start_ms[2]
+    assert starts == {False: pytest.approx(11.0), True: pytest.approx(12.0)}
+
+
 def test_an_engine_with_nothing_else_to_compute_schedules_at_once() -> None:
     timing = dataclasses.replace(fixed_timing(), schedules_ahead=True)
     pool = SimulatedPool(SimulatedEngine(timing, 1_000), 1)

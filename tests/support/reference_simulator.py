@@ -304,6 +304,7 @@ class Reference:
         slot.decoding, slot.prompts = [], []
         vllm = i.engine.batching is Batching.VLLM
         (self.gather_chunks if vllm else self.gather_whole)(i, slot)
+        self.release_ended(i)
         contexts = [r.todo for r in slot.decoding] + self.singles
         if not contexts and not self.chunks:
             return False
@@ -343,7 +344,7 @@ class Reference:
 
     def grow(self, i: Instance, slot: Slot) -> bool:
         has_enough = True
-        for request in list(slot.members):
+        for request in slot.unended:
             if request not in slot.members:
                 continue
             missing = i.count(request.todo) - request.blocks
@@ -368,14 +369,21 @@ class Reference:
             else:
                 i.partial = None
                 self.compute(i, slot, request, count)
-        if not has_enough and self.tokens(slot):
-            return
-        while self.tokens(slot) < engine.max_num_batched_tokens and i.running < engine.max_num_seqs:
-            if self.admit_next(i, slot):
+        if not has_enough:
+            if self.tokens(slot):
+                return
+            self.schedule_now(i)
+        while self.tokens(slot) < engine.max_num_batched_tokens:
+            if i.running < engine.max_num_seqs and self.admit_next(i, slot):
                 continue
             if self.tokens(slot) or not i.schedules_ahead or i.scheduled == self.now:
                 break
+            self.schedule_now(i)
+
+    def schedule_now(self, i: Instance) -> None:
+        if i.schedules_ahead:
             i.scheduled = self.now
+            self.release_ended(i)
 
     def admit_next(self, i: Instance, slot: Slot) -> bool:
         if i.loaded and i.loaded[0].queued <= i.scheduled:
@@ -454,9 +462,9 @@ class Reference:
         if i.engine.admission is Admission.RESERVE_STATIC:
             return request.todo + request.predict_remaining(capacity) - 1 <= free
         if i.engine.admission is Admission.RESERVE_DYNAMIC:
-            members = [r.predict_remaining(capacity) for r in slot.members]
+            members = [r.predict_remaining(capacity) for r in slot.unended]
             steps = min([request.predict_remaining(capacity) - 1, *members])
-            return request.todo + (len(slot.members) + 1) * steps <= free
+            return request.todo + (len(members) + 1) * steps <= free
         return True
 
     def join(self, i: Instance, slot: Slot) -> None:
@@ -489,6 +497,12 @@ class Reference:
             i.partial = request
 
     def preempt(self, i: Instance, request: Request, slot: Slot) -> None:
+        i.preemptions += 1
+        request.preemptions += 1
+        if request in i.ended:
+            i.ended.remove(request)
+            self.release(i, request)
+            return
         if request is i.partial:
             i.partial = None
         else:
@@ -496,8 +510,6 @@ class Reference:
             assert request not in slot.decoding
         i.drop(request, self.now)
         request.computed = 0
-        request.preemptions += 1
-        i.preemptions += 1
         i.running -= 1
         i.waiting.appendleft(request)
         i.sorted += 1
@@ -516,16 +528,32 @@ class Reference:
             if math.isnan(request.first_token):
                 request.first_token = self.now
             if request.generated == request.output:
-                slot.members.remove(request)
-                self.leave(i, request)
+                self.leave(i, slot, request)
         for request in slot.prompts:
             self.end_prompt(i, slot, request)
         slot.prompts = []
 
-    def leave(self, i: Instance, request: Request) -> None:
+    def leave(self, i: Instance, slot: Slot, request: Request) -> None:
+        self.finish(request, self.now)
+        if request not in slot.members:
+            slot.members.append(request)
+        i.ended.append(request)
+        if not i.schedules_ahead:
+            self.release_ended(i)
+
+    def release_ended(self, i: Instance) -> None:
+        """An engine that schedules ahead knows of them after it has scheduled the next one."""
+        for request in i.ended:
+            self.release(i, request)
+        i.running -= i.handed_over
+        i.ended, i.handed_over = [], 0
+
+    def release(self, i: Instance, request: Request) -> None:
+        for slot in i.slots:
+            if request in slot.members:
+                slot.members.remove(request)
         i.running -= 1
         i.drop(request, self.now)
-        self.finish(request, self.now)
 
     def finish(self, request: Request, now: float) -> None:
         request.end = now
@@ -543,9 +571,11 @@ class Reference:
                 request.generated = 1
                 request.first_token = self.now
             if request.generated == request.output or not self.of("decode", "mixed"):
-                self.leave(i, request)
+                self.leave(i, slot, request)
                 return
-            i.running -= 1
+            i.handed_over += 1
+            if not i.schedules_ahead:
+                self.release_ended(i)
             request.remote = True
             request.held_by_source, request.held = request.held, []
             request.blocks = request.kv = request.computed = 0
@@ -557,6 +587,6 @@ class Reference:
         if not request.prefill and math.isnan(request.transfer_start):
             request.transfer_start = request.transfer_end = self.now
         if request.generated == request.output:
-            self.leave(i, request)
+            self.leave(i, slot, request)
         else:
             slot.members.append(request)

@@ -72,6 +72,11 @@ class Slot:
     begin: float = NAN
     finish: float = NAN
 
+    @property
+    def unended(self) -> list[Request]:
+        """Members but for those that have ended and still hold blocks."""
+        return [each for each in self.members if math.isnan(each.end)]
+
 
 class Instance:
     def __init__(self, number: int, role: str, engine: SimulatedEngine, longest: int) -> None:
@@ -88,7 +93,8 @@ class Instance:
         self.pulling = 0
         self.loaded: deque[Request] = deque()
         self.partial: Request | None = None
-        self.running = 0
+        self.running = self.handed_over = 0
+        self.ended: list[Request] = []
         timing = engine.timing
         self.schedules_ahead = (
             timing.schedules_ahead and timing.stages == 1 and engine.batching is Batching.VLLM
@@ -136,7 +142,7 @@ class Instance:
             return True
         timing, target = self.engine.timing, self.engine.tpot_ms
         contexts = ((self.total - self.free) * self.size + request.todo) / timing.stages
-        ms = decode = timing.predict_decode_ms(len(slot.members) + 1, contexts)
+        ms = decode = timing.predict_decode_ms(len(slot.unended) + 1, contexts)
         alone = timing.predict_decode_ms(1, request.todo / timing.stages)
         room = max(target - alone, 0.0)
         if ms > alone + (LATE_TPOT_SHARE if request in self.late else TPOT_SHARE) * room:
@@ -144,7 +150,7 @@ class Instance:
         if request.remote:
             return True
         ms += self.predict_prompt(request)
-        for member in slot.members:
+        for member in slot.unended:
             begun = member.first_token if member.first_token <= now else now
             gain = member.predict_remaining(self.total * self.size)
             limit = alone + TPOT_SHARE * room

@@ -44,8 +44,8 @@ class EngineTiming:
     """Cost of the same per token in the iteration."""
     schedules_ahead: bool = False
     """Whether the engine schedules an iteration when the one before it starts (vLLM's asynchronous
-    scheduling), so that a request joins the next but one. The simulator models it for one stage and
-    vLLM's batching."""
+    scheduling), so that a request joins the next but one, for which also the blocks and the seat of
+    one that ends are free. The simulator models it for one stage and vLLM's batching."""
 
     def predict_iteration_ms(
         self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int

@@ -22,7 +22,7 @@ from cleave.policy.admission import (
 from cleave.policy.output_length import estimate_remaining
 from cleave.policy.prompt_batching import compute_chunk_size, may_join_prompts
 from cleave.policy.prompt_order import PrefillOrder
-from cleave.simulator.completion import interrupt_leap
+from cleave.simulator.completion import interrupt_leap, preempt_ended, release_ended
 from cleave.simulator.fleet import Batching
 from cleave.simulator.host_memory import find_loadable
 from cleave.simulator.iterations import predict_decode_ms, start_iterations
@@ -37,6 +37,7 @@ from cleave.simulator.prefix_caches import (
 from cleave.simulator.prefix_pulls import find_fetchable, start_fetch, start_load
 from cleave.simulator.queues import (
     add_member,
+    drop_member_link,
     find_phase,
     find_queue,
     find_waiting,
@@ -83,6 +84,9 @@ def form_batch(state: State, i: int, s: int, now: float) -> bool:
         has_enough = _batch_chunks(state, i, s, now, begin)
     else:
         has_enough = _batch_prompts(state, i, s, now, begin)
+    if release_ended(state, i, s, now) and _has_waiting(state, i):
+        # It may join the next iteration.
+        has_enough = False
     if slot.rows + slot.tokens == 0:
         return False
     if inst.stages > 1:
@@ -107,16 +111,29 @@ def _batch_chunks(state: State, i: int, s: int, now: float, begin: float) -> boo
         else:
             inst.partial = NONE
             _add_chunk(state, i, s, r, count, now, begin)
-    if not has_enough and slot.rows + slot.tokens > 0:
-        return False
-    while slot.tokens + slot.rows < limit and inst.running < inst.max_seqs:
-        if _join_loaded(state, i, s, now, begin) or _admit_chunk(state, i, s, now, begin):
+    if not has_enough:
+        if slot.rows + slot.tokens > 0:
+            return False
+        _schedule_now(state, i, s, now)
+    while slot.tokens + slot.rows < limit:
+        if inst.running < inst.max_seqs and (
+            _join_loaded(state, i, s, now, begin) or _admit_chunk(state, i, s, now, begin)
+        ):
             continue
-        if slot.tokens + slot.rows > 0 or inst.scheduled >= now:
+        if slot.tokens + slot.rows > 0 or not _schedule_now(state, i, s, now):
             break
-        # Nothing could be scheduled ahead.
-        inst.scheduled = now
     return has_enough
+
+
+def _schedule_now(state: State, i: int, s: int, now: float) -> bool:
+    """Nothing could be scheduled ahead: schedule with what the last iteration frees; False: that is
+    done already."""
+    inst = get_instance(state, i)
+    if inst.scheduled >= now:
+        return False
+    inst.scheduled = now
+    release_ended(state, i, s, now)
+    return True
 
 
 def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool:
@@ -360,6 +377,9 @@ def _allocate_growth(state: State, i: int, s: int, now: float) -> bool:
             _preempt_partial(state, i, now)
             continue
         r = slot.youngest
+        if not math.isnan(get_request(state, r).end):
+            preempt_ended(state, i, s, r, now)
+            continue
         if slot.steps % inst.block == find_phase(state, i, r):
             need -= 1
         _preempt(state, i, s, r, now)
@@ -378,6 +398,7 @@ def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
     if slot.fresh == r:
         slot.fresh = request.next
     tokens = remove_member(state, i, s, r)
+    drop_member_link(state, s, r)
     free_blocks(state, i, r, tokens, now)
     request.generated = request.output - (request.end_step - slot.steps)
     _requeue(state, i, r)
@@ -528,6 +549,10 @@ def _may_admit_later(state: State, i: int) -> bool:
     if is_fixed and not is_timed:
         return False
     return has_waiting_requests(state, i)
+
+
+def _has_waiting(state: State, i: int) -> bool:
+    return has_waiting_requests(state, i) or get_queue(state, state.num_instances + i).size > 0
 
 
 def _has_late_request(state: State, i: int) -> bool:

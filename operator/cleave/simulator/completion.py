@@ -14,7 +14,15 @@ from cleave.simulator.iterations import (
     wake_instance,
 )
 from cleave.simulator.kv_blocks import change_usage, count_growth
-from cleave.simulator.queues import add_member, is_unsorted, push, remove_key, remove_member
+from cleave.simulator.queues import (
+    add_member,
+    drop_member_link,
+    is_unsorted,
+    link_as_youngest,
+    push,
+    remove_key,
+    remove_member,
+)
 from cleave.simulator.record_access import get_heap_key, get_instance, get_request, get_slot
 from cleave.simulator.records import NONE, State
 
@@ -123,21 +131,18 @@ def _advance_members(state: State, i: int, s: int, iterations: int, now: float) 
             break
         remove_key(state, s, slot.batch, key)
         r = key & 0xFFFFFFFF
-        tokens = remove_member(state, i, s, r)
-        retire_blocks(state, i, r, tokens, now)
-        inst.running -= 1
-        complete_request(state, r, now)
+        remove_member(state, i, s, r)
+        _end_request(state, i, s, r, now)
 
 
 def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
     """All KV of a prompt is computed, which yields an output token."""
-    inst, request = get_instance(state, i), get_request(state, r)
+    request = get_request(state, r)
     if math.isnan(request.prefill_end):
         request.prefill_end = now
         remove_prompt_load(state, r)
     if request.prefill == i:
-        inst.running -= 1
-        _complete_prefill(state, i, r, now)
+        _complete_prefill(state, i, s, r, now)
         return
     request.generated += 1
     if math.isnan(request.first_token):
@@ -146,26 +151,93 @@ def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
         request.transfer_start = now
         request.transfer_end = now
     if request.generated == request.output:
-        inst.running -= 1
-        retire_blocks(state, i, r, request.computed, now)
-        complete_request(state, r, now)
+        link_as_youngest(state, s, r)
+        _end_request(state, i, s, r, now)
     else:
         add_member(state, i, s, r)
 
 
-def _complete_prefill(state: State, i: int, r: int, now: float) -> None:
+def _complete_prefill(state: State, i: int, s: int, r: int, now: float) -> None:
     """A prefill instance has computed a prompt: end the request or offer its KV for the pull."""
-    request = get_request(state, r)
+    inst, request = get_instance(state, i), get_request(state, r)
     if not state.has_decode or not state.first_by_decode:
         request.generated = 1
         request.to_compute = request.prompt + 1
         request.first_token = now
     if not state.has_decode or request.generated == request.output:
-        retire_blocks(state, i, r, request.prompt, now)
-        complete_request(state, r, now)
+        link_as_youngest(state, s, r)
+        _end_request(state, i, s, r, now)
         return
+    if inst.schedules_ahead:
+        inst.num_ended += 1
+    else:
+        inst.running -= 1
     request.is_pulled = 1
     push(state, 2 * state.num_instances, r)
+
+
+def _end_request(state: State, i: int, s: int, r: int, now: float) -> None:
+    """A request in the list of members has ended. An engine that schedules ahead knows of it when
+    it has scheduled the next iteration, for which its blocks and its seat are not free."""
+    inst, request = get_instance(state, i), get_request(state, r)
+    if not inst.schedules_ahead:
+        inst.running -= 1
+        _free_ended(state, i, s, r, now)
+    else:
+        inst.num_ended += 1
+        request.next = NONE
+        if inst.first_ended == NONE:
+            inst.first_ended = r
+        else:
+            get_request(state, inst.last_ended).next = r
+        inst.last_ended = r
+    complete_request(state, r, now)
+
+
+def release_ended(state: State, i: int, s: int, now: float) -> bool:
+    """Free blocks and seats of the requests that have ended in the last iteration of an engine that
+    schedules ahead; False: there were none."""
+    inst = get_instance(state, i)
+    if inst.num_ended == 0:
+        return False
+    inst.running -= inst.num_ended
+    inst.num_ended = 0
+    r = inst.first_ended
+    inst.first_ended = NONE
+    while r != NONE:
+        next_r = get_request(state, r).next
+        _free_ended(state, i, s, r, now)
+        r = next_r
+    return True
+
+
+def preempt_ended(state: State, i: int, s: int, r: int, now: float) -> None:
+    """Preempt a request that has ended, of which the engine does not know yet."""
+    inst, request = get_instance(state, i), get_request(state, r)
+    before = NONE
+    other = inst.first_ended
+    while other != r:
+        before = other
+        other = get_request(state, other).next
+    if before == NONE:
+        inst.first_ended = request.next
+    else:
+        get_request(state, before).next = request.next
+    if inst.last_ended == r:
+        inst.last_ended = before
+    inst.num_ended -= 1
+    inst.running -= 1
+    inst.preemptions += 1
+    request.preemptions += 1
+    _free_ended(state, i, s, r, now)
+
+
+def _free_ended(state: State, i: int, s: int, r: int, now: float) -> None:
+    request = get_request(state, r)
+    drop_member_link(state, s, r)
+    # The last token's KV is never written.
+    tokens = request.prompt if request.prefill == i else request.prompt + request.output - 1
+    retire_blocks(state, i, r, tokens, now)
 
 
 def complete_request(state: State, r: int, now: float) -> None:

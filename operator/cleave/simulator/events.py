@@ -180,7 +180,8 @@ def _step_ranks(state: State, first_rank: int, ranks: int, now: float) -> None:
             complete_iterations(state, i, s, now)
     for i in range(first_rank, first_rank + ranks):
         inst = get_instance(state, i)
-        if get_slot(state, inst.first_slot).batch > 0 or _has_work(state, i):
+        has_members = get_slot(state, inst.first_slot).batch + inst.num_ended > 0
+        if has_members or _has_work(state, i):
             form_batch(state, i, inst.first_slot, now)
     synchronize_ranks(state, first_rank, ranks)
     for i in range(first_rank, first_rank + ranks):

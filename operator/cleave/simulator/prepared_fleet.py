@@ -132,6 +132,7 @@ def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> 
         "ranks": engine.ranks,
         "partial": records.NONE,
         "last_in_time": records.NONE,
+        "first_ended": records.NONE,
         "first_assigned": records.NONE,
         "token_ms": DEFAULT_TOKEN_MS,
         "upper_token_ms": DEFAULT_TOKEN_MS,

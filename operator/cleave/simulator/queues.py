@@ -194,13 +194,7 @@ def add_member(state: State, i: int, s: int, r: int) -> None:
     """Request `r` decodes in slot `s` from its next decode iteration on."""
     slot, request = get_slot(state, s), get_request(state, r)
     request.end_step = slot.steps + request.output - request.generated
-    request.older = slot.youngest
-    request.younger = NONE
-    if slot.youngest == NONE:
-        slot.oldest = r
-    else:
-        get_request(state, slot.youngest).younger = r
-    slot.youngest = r
+    link_as_youngest(state, s, r)
     request.next = slot.fresh
     slot.fresh = r
     push_key(state, s, slot.batch, request.end_step << 32 | r)
@@ -209,8 +203,20 @@ def add_member(state: State, i: int, s: int, r: int) -> None:
     get_phase(state, s * state.max_block + find_phase(state, i, r)).value += 1
 
 
-def remove_member(state: State, i: int, s: int, r: int) -> int:
-    """Remove a member, already removed from the heap, from its slot; return its KV tokens."""
+def link_as_youngest(state: State, s: int, r: int) -> None:
+    """Append request `r` to the list of the members of slot `s`."""
+    slot, request = get_slot(state, s), get_request(state, r)
+    request.older = slot.youngest
+    request.younger = NONE
+    if slot.youngest == NONE:
+        slot.oldest = r
+    else:
+        get_request(state, slot.youngest).younger = r
+    slot.youngest = r
+
+
+def drop_member_link(state: State, s: int, r: int) -> None:
+    """Remove request `r` from that list."""
     slot, request = get_slot(state, s), get_request(state, r)
     if request.older == NONE:
         slot.oldest = request.younger
@@ -220,6 +226,12 @@ def remove_member(state: State, i: int, s: int, r: int) -> int:
         slot.youngest = request.older
     else:
         get_request(state, request.younger).older = request.older
+
+
+def remove_member(state: State, i: int, s: int, r: int) -> int:
+    """Count a member, already removed from the heap, no longer; return its KV tokens. It stays in
+    the list of members until its blocks are free."""
+    slot, request = get_slot(state, s), get_request(state, r)
     context = request.prompt + request.output - (request.end_step - slot.steps)
     slot.batch -= 1
     slot.context -= context

@@ -152,8 +152,10 @@ INSTANCE = _build_dtype(
     # partial: the prompt that is partly computed; window: number of prompts already sorted.
     # pulling: requests with blocks here whose KV is on its way or that are to join when it is here.
     # late: number of requests at the end of its queue that IN_TIME has deferred; last_in_time: the
-    # last request before them, NONE if there is none.
+    # last request before them, NONE if there is none. first_ended, last_ended: ends of the list of
+    # requests that have ended but still hold blocks and a seat, num_ended: those that hold a seat.
     "first_slot in_flight oldest newest partial free running pulling window late last_in_time "
+    "first_ended last_ended num_ended "
     "kv_tokens kv_peak iterations decode_iterations batch_peak running_peak "
     "prompt_tokens decode_tokens preemptions",
 )
