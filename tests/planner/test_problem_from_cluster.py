@@ -98,6 +98,23 @@ def test_arguments_say_how_ranks_exchange_tokens(args: tuple[str, ...], text: st
     assert found.confidence.error is None
 
 
+@pytest.mark.parametrize(
+    ("config", "args", "is_said"),
+    [
+        ({"model_type": "qwen3_5_moe", "text_config": HYBRID}, [], True),
+        ({"model_type": "qwen3_5_moe", "text_config": HYBRID}, ["--language-model-only"], False),
+        (HYBRID, [], False),
+    ],
+)
+def test_encoders_that_are_not_counted_are_named(
+    config: dict[str, object], args: list[str], is_said: bool
+) -> None:
+    model = {"source": "org/model", "config": {"inline": config}}
+    chat = deployment(model=model, engine={"args": args})
+    notes = problem_from_cluster.build_problem(chat, cluster()).notes
+    assert any("model's encoders (pictures, sound)" in note for note in notes) is is_said
+
+
 def test_a_kernel_without_known_times_is_named() -> None:
     (note,) = (
         note

@@ -21,6 +21,7 @@ from cleave.perf.hardware.expert_group import BALANCED, UNBALANCED, ExpertSettin
 from cleave.perf.hardware.gpu import GPU_PRODUCT, Gpu, find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_source
+from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.speculation import SpeculatingEstimator
 from cleave.planner import deployment_checks, left_out, memory_flags
 from cleave.planner.deployment_shape import load_shape
@@ -30,6 +31,7 @@ from cleave.planner.speculation import describe_speculation, find_speculation
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
 
+_NO_ENCODERS = "--language-model-only"
 _ALL_TO_ALL, _BALANCER = "--all2all-backend", "--enable-eplb"
 """vLLM's, of experts on several GPUs."""
 
@@ -93,6 +95,7 @@ def build_problem(
                     deployment_checks.describe_gpu_parts(spec.template),
                     _describe_unplanned(deployment),
                     describe_speculation(spec),
+                    _describe_encoders(shape, spec.engine),
                     _describe_all_to_all(spec.engine),
                     inventory.describe_assumed_network(cluster),
                     *memory_flags.describe(spec.engine),
@@ -177,6 +180,16 @@ def _read_expert_settings(engine: EngineSpec) -> ExpertSettings:
     known = {str(each): each for each in AllToAllBackend}
     backend = known.get(value or "", AllToAllBackend.ALL_GATHER)
     return ExpertSettings(backend, BALANCED if engine.has_flag(_BALANCER) else UNBALANCED)
+
+
+def _describe_encoders(shape: ModelShape, engine: EngineSpec) -> str | None:
+    """A sentence about weights that are not counted; None: there are none."""
+    if not shape.has_encoders or engine.has_flag(_NO_ENCODERS):
+        return None
+    return (
+        "the weights of the model's encoders (pictures, sound) are not counted until an engine has "
+        f"reported the model: engines have less KV than planned; {_NO_ENCODERS} leaves them out"
+    )
 
 
 def _describe_all_to_all(engine: EngineSpec) -> str | None:

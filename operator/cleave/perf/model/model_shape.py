@@ -105,6 +105,8 @@ def build_shape(name: str, config: ConfigFields, dtype: str = "auto") -> ModelSh
         layers_without_mlp=len(kinds) - alone if alone else 0,
         stored_mtp_layers=config.get_optional_number(*MTP_FIELDS, least=0) or 0,
         has_output_gate=_has_output_gate(config, family),
+        # It is a part of the file then.
+        has_encoders=bool(config.path),
     )
     shape = _with_layer_tables(_with_window_heads(shape, config, family, kinds), config, family)
     shape = _with_experts(shape, config, family, kinds)

@@ -88,6 +88,9 @@ class ModelShape:
     layers_without_mlp: int = 0
     has_output_gate: bool = False
     """Whether attention has a gate as wide as its queries (Qwen3-Next)."""
+    has_encoders: bool = False
+    """Whether the checkpoint has encoders of pictures or sound beside it. Their weights are not
+    counted."""
     stored_mtp_layers: int = 0
     """Layers of multi-token prediction in the checkpoint (DeepSeek-V3, section 2.2)."""
     mtp_layers: int = 0
