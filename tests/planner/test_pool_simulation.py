@@ -8,11 +8,12 @@ import pytest
 from cleave.api.role import Parallelism, Role
 from cleave.perf.hardware.link import Link, LinkKind
 from cleave.planner.placement import PlanError
-from cleave.planner.plan import EMULATED_GPU, PlannedPool
+from cleave.planner.plan import EMULATED_GPU, LOW_AFFINITY, PlannedPool
 from cleave.planner.pool_simulation import (
     PlacementSimulator,
     build_fleet,
     compute_mfu,
+    to_candidate_placement,
 )
 from cleave.planner.result.simulation_summary import list_instance_names, summarize
 
@@ -130,6 +131,12 @@ def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
 def test_emulated_instances_run_on_any_declared_gpu(problem) -> None:
     pools = [PlannedPool(Role.MIXED, 2, gpu="H100")]
     assert build_fleet(problem, pools).mixed[0].replicas == 2
+
+
+@pytest.mark.parametrize(("per_cell", "copies"), [(None, 2), (2, 1), (1, 2)])
+def test_pools_have_as_many_cells_as_they_say(problem, per_cell: int | None, copies: int) -> None:
+    pools = [replace(pool, replicas=2, per_cell=per_cell) for pool in PAIR]
+    assert to_candidate_placement(problem, pools, LOW_AFFINITY).copies == copies
 
 
 def test_ranks_are_simulated_one_by_one_and_counted_as_one_instance() -> None:

@@ -90,13 +90,15 @@ def to_candidate_placement(
 ) -> CandidatePlacement:
     """Convert pools to the search's type; those of Algorithm 2 to cells that lie in one node each.
     Raises PlanError when the model does not run with a pool's parallelism."""
+    pools = tuple(pools)
     groups = [
         InstanceGroup(pool.role, _build_instance(problem, pool), pool.replicas)
         for pool in sorted(pools, key=lambda pool: list(Role).index(pool.role))
     ]
     if not algorithm.startswith(LOW_AFFINITY):
         return CandidatePlacement(tuple(groups))
-    cells = math.gcd(*(group.replicas for group in groups))
+    stated = (pool.replicas // pool.per_cell for pool in pools if pool.per_cell)
+    cells = math.gcd(*(group.replicas for group in groups), *stated)
     cell = tuple(replace(group, replicas=group.replicas // cells) for group in groups)
     return CandidatePlacement(cell, copies=cells, is_in_node=True)
 
