@@ -1,7 +1,7 @@
-"""Flips: what they gain while traffic moves (simulated), and how long one takes.
+"""Flips: what they gain in moving traffic, what they cost plans that are right, and their time.
 
-`python benchmarks/flips/run.py [simulated|timed|vllm ...]`; without names the first two, about
-three minutes. timed: emulated engines; vllm: real ones, on two cores of their own.
+`python benchmarks/flips/run.py [simulated|planned|timed|vllm ...]`; without names all but vllm,
+about five minutes. timed: emulated engines; vllm: real ones, on two cores of their own.
 `--quick`: does everything work? Quote none of its figures.
 """
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import measured
+import planned
 import simulated
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -22,14 +23,16 @@ FLIPS, VLLM_FLIPS, QUICK_FLIPS = 1_000, 200, 20
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="*", choices=["simulated", "timed", "vllm", []])
+    parser.add_argument("what", nargs="*", choices=["simulated", "planned", "timed", "vllm", []])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     arguments = parser.parse_args()
-    what = arguments.what or ["simulated", "timed"]
+    what = arguments.what or ["simulated", "planned", "timed"]
     found: dict[str, list[dict[str, object]]] = {}
     if "simulated" in what:
         found["simulated"] = list(simulated.run(arguments.quick))
+    if "planned" in what:
+        found["planned"] = list(planned.run(arguments.quick))
     if "timed" in what:
         found["timed"] = measured.run(QUICK_FLIPS if arguments.quick else FLIPS, vllm=False)
     if "vllm" in what:

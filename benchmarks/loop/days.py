@@ -83,6 +83,7 @@ def ask(first: Phase, keeps_targets: bool = False) -> Problem:
             "model": {"source": "facebook/opt-13b", "maxModelLen": LONGEST},
             "slo": {"ttftMs": TTFT_MS, "tpotMs": TPOT_MS},
             "engine": engine,
+            "pools": {"flipping": "Off"},
             "planning": {"disaggregation": "Always", "maxGPUs": MOST_GPUS},
             "workload": {
                 "rate": 1,

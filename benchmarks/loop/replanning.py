@@ -17,6 +17,7 @@ from cleave.planner.replan import replay
 from cleave.planner.replan.model_check import SETTLE_S
 from cleave.planner.replan.replay import RunningPlan
 from cleave.planner.replan.revision import ReplacedPlan, ReplanSettings, ReplanVerdict, revise
+from cleave.planner.search.candidate_placement import build_deployed_cell
 from cleave.simulator.fleet import SimulatedFleet
 from cleave.traffic.refit import RefitError, refit
 from cleave.traffic.window import TrafficWindow
@@ -121,7 +122,8 @@ class Follower:
 
 def to_fleet(problem: Problem, running: RunningPlan) -> SimulatedFleet:
     """As the simulator takes it."""
-    return replay.build_fleet(problem, running, replay.build_placement(problem, running))
+    placement = replay.build_placement(problem, running)
+    return build_deployed_cell(problem, placement, running.whole_below_tokens)
 
 
 def gpus(pools: Sequence[PlannedPool]) -> int:

@@ -27,7 +27,6 @@ from cleave.planner import plan_search
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.replan.replay import RunningPlan
-from cleave.policy.role_flipping import FlipThresholds as Lending
 from cleave.policy.role_flipping import build_thresholds
 from cleave.simulator.trace import Trace
 
@@ -109,6 +108,14 @@ def plan_phases(day: Day) -> list[RunningPlan]:
     return [plan(for_phase(day.real, phase)) for phase in day.phases]
 
 
+def set_roles(day: Day, mode: str) -> Day:
+    """With flips where the mode has them."""
+    flipping = build_thresholds(TTFT_MS) if mode in ("flips", "both") else None
+    policies = replace(day.problem.policies, flipping=flipping)
+    problem, real = (replace(each, policies=policies) for each in (day.problem, day.real))
+    return replace(day, problem=problem, real=real)
+
+
 def plan(problem: Problem) -> RunningPlan:
     """The planner's answer, or the best that it has where none holds the targets."""
     best = plan_search.plan(problem).best
@@ -120,8 +127,8 @@ def plan(problem: Problem) -> RunningPlan:
 def live(mode: str, day: Day, plans: Sequence[RunningPlan]) -> Lived:
     """The day in one mode; `plans`: the oracle's."""
     began = time.perf_counter()
-    knows = mode in ("oracle", "late")
-    first = lending(mode, plans[0] if knows else plan(day.problem))
+    day = set_roles(day, mode)
+    first = plans[0] if mode in ("oracle", "late") else plan(day.problem)
     virtual_fleet = VirtualFleet(day.trace, day.problem.slo, to_fleet(day.real, first))
     end_s = day.edges[-1]
     steps: list[Step] = []
@@ -146,12 +153,6 @@ def live(mode: str, day: Day, plans: Sequence[RunningPlan]) -> Lived:
     score = virtual_fleet.close(end_s)
     print(f"{mode}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return Lived(mode, score, first, steps)
-
-
-def lending(mode: str, running: RunningPlan) -> RunningPlan:
-    """With the pool manager of the mode."""
-    terms: Lending | None = build_thresholds(TTFT_MS) if mode in ("flips", "both") else None
-    return replace(running, flipping=terms)
 
 
 def row(day: Day, lived: Lived, oracle: Score) -> dict[str, object]:

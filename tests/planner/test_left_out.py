@@ -14,6 +14,7 @@ from cleave.api.scheduling import DecodeAdmission, PromptOrder, Scheduling
 from cleave.planner import left_out, problem_from_profile
 from cleave.planner.plan import PlannedPool
 from cleave.planner.pool_simulation import build_fleet
+from cleave.policy.role_flipping import build_thresholds
 from cleave.simulator.fleet import SimulatedFleet
 
 PAIR = (
@@ -27,6 +28,8 @@ CHANGED = {
     "routing.late": list(LateRequestPolicy),
     "routing.queueLimit": [1024, 8],
     "pools.flipping": [FlippingMode.AUTO, FlippingMode.OFF],
+    "pools.minPrefill": [1, 2],
+    "pools.minDecode": [1, 0],
     "gateway.replicas": [1, 2, 3],
     "gateway.processes": [1, 4],
     "engine.scheduling.order": list(PromptOrder),
@@ -44,9 +47,6 @@ WITHOUT_EFFECT = {
     "routing.lengthsConfigMap",
     # Matters when instances are lost, which no plan simulates (`cleave plan --explain`).
     "routing.fallback",
-    # Bounds of role changes: left out together with `pools.flipping`.
-    "pools.minPrefill",
-    "pools.minDecode",
     # What clients and operators see of gateways, not which engines requests get.
     "gateway.image",
     "gateway.modelAliases",
@@ -128,8 +128,14 @@ def test_best_fit_fills_instances_up_to_the_targets() -> None:
     )
 
 
-def test_nothing_is_left_out_of_one_gateway_with_fixed_roles() -> None:
-    assert build(pools={"flipping": "Off"}, gateway={"replicas": 1})[1] == ()
+def test_nothing_is_left_out_of_one_gateway() -> None:
+    assert build(gateway={"replicas": 1})[1] == ()
+
+
+def test_roles_flip_from_the_thresholds_of_the_gateways() -> None:
+    fleet, _ = build(pools={"minDecode": 2})
+    assert fleet.flipping == build_thresholds(400, min_decode=2)
+    assert build(pools={"flipping": "Advisory"})[0].flipping is None
 
 
 def test_limits_of_one_role_are_left_out_and_those_of_all_engines_are_not() -> None:
@@ -137,7 +143,6 @@ def test_limits_of_one_role_are_left_out_and_those_of_all_engines_are_not() -> N
         {
             "model": "facebook/opt-13b",
             "slo": {"ttftMs": 400, "tpotMs": 40},
-            "pools": {"flipping": "Off"},
             "gateway": {"replicas": 1},
             "engine": {
                 "scheduling": {"limits": [{"role": "decode", "maxNumSeqs": 8}]},

@@ -17,6 +17,7 @@ from cleave.planner.placement import PlanError
 from cleave.planner.problem import Policies, Problem
 from cleave.planner.search import candidate_placement as drafts
 from cleave.planner.search.candidates import build_decode, build_prefill, list_candidates
+from cleave.policy.role_flipping import build_thresholds
 from cleave.simulator.fleet import Admission, PrefillOrder
 
 from tests.support import known_problems, wide_problems
@@ -303,7 +304,8 @@ def test_declared_scheduling_is_simulated() -> None:
         engine = instance.engine
         assert (engine.order, engine.prefill_sched_batch) == (PrefillOrder.SJF, 4)
         assert engine.admission is Admission.RESERVE_DYNAMIC
-    assert problem_from_cluster.build_problem(deployment(), cluster()).policies == Policies()
+    default = Policies(flipping=build_thresholds(problem.slo.ttft_ms))
+    assert problem_from_cluster.build_problem(deployment(), cluster()).policies == default
 
 
 def test_engines_are_simulated_with_the_deployments_targets() -> None:

@@ -8,7 +8,7 @@ from cleave.perf.latency_correction import NO_CORRECTION, Correction, apply_corr
 from cleave.planner import plan_search
 from cleave.planner.plan import EMULATED_GPU, PlannedPool
 from cleave.planner.problem import Problem
-from cleave.planner.replan.replay import RunningPlan, build_fleet, build_placement
+from cleave.planner.replan.replay import RunningPlan, build_placement
 from cleave.planner.replan.revision import (
     ReplacedPlan,
     ReplanSettings,
@@ -16,6 +16,7 @@ from cleave.planner.replan.revision import (
     Revision,
     revise,
 )
+from cleave.planner.search.candidate_placement import build_deployed_cell
 from cleave.simulator.run import simulate
 from cleave.traffic.window import TrafficWindow
 from cleave.traffic.workload import Demand
@@ -24,6 +25,7 @@ from tests.support.emulated_chat import chat
 from tests.support.traffic_windows import observe
 
 MIN_REQUESTS, MIN_S = 3_000, 250.0
+FLIPPING = {"flipping": "Auto"}
 TWO_PAIRS = RunningPlan(
     (
         PlannedPool(
@@ -39,7 +41,8 @@ TWO_PAIRS = RunningPlan(
 
 
 def ask(disaggregation: str = "Auto", rate: float = 12.0, **spec) -> Problem:
-    """A problem with an SLO that can still be met if iterations take twice as long."""
+    """A problem with an SLO that can still be met if iterations take twice as long; with fixed
+    roles by default."""
     workload = {
         "rate": rate,
         "promptTokens": {"mean": 600, "p90": 1200},
@@ -49,6 +52,7 @@ def ask(disaggregation: str = "Auto", rate: float = 12.0, **spec) -> Problem:
         "slo": {"ttftMs": 800, "tpotMs": 90},
         "planning": {"disaggregation": disaggregation},
         "workload": workload,
+        "pools": {"flipping": "Off"},
     }
     return chat(**(defaults | spec))
 
@@ -74,7 +78,8 @@ class Play:
     def serve(self, demand: Demand | None = None) -> list[TrafficWindow]:
         """Simulate requests for some minutes; return their traffic windows."""
         real = replace(self.problem, estimator=apply_correction(self.problem.estimator, self.truth))
-        fleet = build_fleet(real, self.running, build_placement(real, self.running))
+        placement = build_placement(real, self.running)
+        fleet = build_deployed_cell(real, placement, self.running.whole_below_tokens)
         demand = demand or self.problem.demand
         num_requests = max(MIN_REQUESTS, round(MIN_S * demand.rate))
         drawn = demand.draw(num_requests, seed=int(self.now_s) + 1)

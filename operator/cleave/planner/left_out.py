@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from cleave.api.deployment import LLMDeploymentSpec, Routing
 from cleave.api.engine import EngineSpec, RoleEngine, TransferMode
-from cleave.api.enums import DispatchPolicy, FlippingMode, LateRequestPolicy
+from cleave.api.enums import DispatchPolicy, LateRequestPolicy
 from cleave.api.role import Role
 from cleave.api.scheduling import DecodeAdmission
 from cleave.planner import memory_flags
@@ -64,8 +64,6 @@ def _list_routing(spec: LLMDeploymentSpec) -> Iterator[str]:
         yield f"the limit of waiting requests (routing.queueLimit {routing.queue_limit})"
     if routing.policy in _PREDICTING:
         yield f"errors of predicted output lengths (routing.policy {routing.policy})"
-    if spec.flipping is FlippingMode.AUTO:
-        yield "instances that change roles (pools.flipping Auto)"
     is_eager = spec.engine.has_flag(memory_flags.EAGER)
     for role in Role:
         path = f"engine.roles.{role}.args"

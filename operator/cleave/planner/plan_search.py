@@ -227,7 +227,7 @@ def _list_warnings(
     return (
         *problem.notes,
         *list_short_of_room(problem),
-        *(warning for each in finalists for warning in _list_simulation_warnings(each)),
+        *(warning for each in finalists for warning in _list_simulation_warnings(problem, each)),
         *_list_rate_warnings(finalists, max_rate),
         *(warning for each in finalists[:1] for warning in md1.list_disagreements(each)),
     )
@@ -246,8 +246,10 @@ def _list_rate_warnings(finalists: Sequence[PredictedPlan], max_rate: float) -> 
         )
 
 
-def _list_simulation_warnings(finalist: PredictedPlan) -> Iterator[str]:
-    name = format_plan(finalist.plan)
+def _list_simulation_warnings(problem: Problem, finalist: PredictedPlan) -> Iterator[str]:
+    name, placement = format_plan(finalist.plan), finalist.placement
+    if problem.policies.flipping and placement.is_disaggregated and placement.has_ranks:
+        yield f"{name}: not simulated: instances of data-parallel ranks that change roles"
     if not finalist.is_monotone:
         yield (
             f"{name}: attainment does not fall steadily with the rate; its goodput is the lowest "

@@ -19,7 +19,7 @@ from cleave.planner.search import candidates
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     InstanceGroup,
-    build_cell,
+    build_deployed_cell,
     build_transfer,
 )
 from cleave.planner.search.candidates import Candidate, PlannedInstance
@@ -52,7 +52,8 @@ class PlacementSimulator:
         """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of it."""
         problem = self.problem.with_connector(plan.connector)
         placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
-        return self.simulate(build_cell(self.problem, placement), rate / placement.copies)
+        fleet = build_deployed_cell(self.problem, placement, plan.whole_below_tokens)
+        return self.simulate(fleet, rate / placement.copies)
 
     def simulate(self, served: SimulatedFleet, rate: float) -> SimulationResult:
         """Simulate any fleet at `rate` req/s."""
@@ -65,7 +66,7 @@ def build_fleet(problem: Problem, pools: Iterable[PlannedPool]) -> SimulatedFlee
     when the model does not run with a pool's parallelism."""
     pools = tuple(pools)
     placement = to_candidate_placement(problem, pools)
-    fleet = build_cell(problem, placement)
+    fleet = build_deployed_cell(problem, placement, 0)
     counts = {pool.replicas // (pool.per_cell or pool.replicas + 1) for pool in pools}
     if len(counts) > 1 or 0 in counts:
         return fleet

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from cleave.api.deployment import LLMDeploymentSpec, Slo
 from cleave.api.engine import NO_PREFIX_CACHING, Connector, DeploymentEngine, EngineSpec
-from cleave.api.enums import DispatchPolicy
+from cleave.api.enums import DispatchPolicy, FlippingMode
 from cleave.api.planning import Planning
 from cleave.api.role import Parallelism, Role
 from cleave.api.scheduling import DecodeAdmission, PromptOrder, RoleLimits
@@ -16,6 +16,7 @@ from cleave.perf.estimate import Estimator
 from cleave.perf.hardware.link import Link
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner import memory_flags
+from cleave.policy.role_flipping import FlipThresholds, build_thresholds
 from cleave.simulator.fleet import Admission, Batching, PrefillOrder
 from cleave.traffic.workload import Demand
 
@@ -85,6 +86,8 @@ class Policies:
     """The same of tokens per step."""
     role_limits: tuple[RoleLimits, ...] = ()
     """Both limits of each role, where its engines have arguments of their own; empty: as above."""
+    flipping: FlipThresholds | None = None
+    """When gateways change the roles of instances; None: roles are fixed."""
 
     def for_role(self, role: Role) -> "Policies":
         """The policies of the engines of one role."""
@@ -159,7 +162,8 @@ def limit_reuse(demand: Demand, engine: EngineSpec) -> Demand:
 def build_policies(spec: LLMDeploymentSpec) -> Policies:
     """The policies of spec.routing, spec.engine.scheduling and spec.engine.args, else vLLM's
     defaults; what they do not contain is listed by `left_out.describe`. Raises PlanError."""
-    engine, scheduling = spec.engine, spec.engine.scheduling
+    engine, scheduling, pools = spec.engine, spec.engine.scheduling, spec.pools
+    flipping = build_thresholds(spec.slo.ttft_ms, pools.min_prefill, pools.min_decode)
     given = Policies(
         dispatch=spec.routing.policy,
         connector=engine.kv_connector,
@@ -168,6 +172,7 @@ def build_policies(spec: LLMDeploymentSpec) -> Policies:
         max_num_seqs=memory_flags.read_count(engine, memory_flags.SEQS),
         max_num_batched_tokens=memory_flags.read_count(engine, memory_flags.BATCHED_TOKENS),
         role_limits=tuple(_read_limits(engine, role) for role in Role if engine.roles),
+        flipping=flipping if spec.flipping is FlippingMode.AUTO else None,
     )
     if scheduling is None:
         return given

@@ -89,7 +89,7 @@ def test_the_question_may_differ_from_the_file(cli, file) -> None:
 
 @pytest.mark.parametrize("output", ["table", "json", "csv"])
 def test_what_is_configured_and_not_simulated_is_a_line_on_stderr(cli, file, output) -> None:
-    late = 'engine: {type: Emulated}\n  pools: {flipping: "Off"}\n  gateway: {replicas: 1}'
+    late = "engine: {type: Emulated}\n  gateway: {replicas: 1}"
     file.write_text(MANIFEST.replace("engine: {type: Emulated}", late))
     assert run(cli, file, "-o", output).stderr == ""
     file.write_text(file.read_text() + "  routing: {sessionHeader: x-user}\n")

@@ -9,11 +9,10 @@ from cleave.planner.replan import replay
 from cleave.planner.replan.model_check import MIN_RESPONSES, ModelAssessment, assess
 from cleave.planner.replan.replay import ReplayModel
 from cleave.planner.search import trials
-from cleave.policy.role_flipping import build_thresholds
 from cleave.traffic.conversations import Conversations
 from cleave.traffic.refit import to_demand
 
-from tests.support.simulated_traffic import TWO_PAIRS, Play, ask
+from tests.support.simulated_traffic import FLIPPING, TWO_PAIRS, Play, ask
 
 
 def assess_play(play: Play, **more) -> ModelAssessment:
@@ -162,11 +161,9 @@ def test_reviews_near_saturation_stay_where_they_are_right(start_s: float) -> No
 
 
 def test_pools_that_lend_are_foreseen_to_lend() -> None:
-    play = Play(ask("Always"), running=TWO_PAIRS)
-    windows = play.serve(play.problem.demand.with_rate(24.0))
-    problem = replace(play.problem, demand=play.problem.demand.with_rate(24.0))
-    lending = replace(play.running, flipping=build_thresholds(800))
-    fixed, lent = (assess(problem, each, windows) for each in (play.running, lending))
+    problems = [ask("Always", rate=24.0), ask("Always", rate=24.0, pools=FLIPPING)]
+    windows = Play(problems[0], running=TWO_PAIRS).serve()
+    fixed, lent = (assess(each, TWO_PAIRS, windows) for each in problems)
     assert lent.attainment > fixed.attainment
 
 
@@ -183,9 +180,8 @@ def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(
     lends: bool, rate: float
 ) -> None:
     """Else it would find every plan failing, the one that runs among them, and stay."""
-    play = Play(ask("Always"), running=TWO_PAIRS)
-    flipping = build_thresholds(800) if lends else None
-    play.running = replace(play.running, flipping=flipping)
+    problem = ask("Always", pools=FLIPPING) if lends else ask("Always")
+    play = Play(problem, running=TWO_PAIRS)
     play.correction = Correction(1.3, 1.3)
     found = assess_play(play, demand=play.problem.demand.with_rate(rate))
     assert found.attainment < 0.4

@@ -17,13 +17,12 @@ from cleave.planner.replan.revision import (
     decide,
     revise,
 )
-from cleave.policy.role_flipping import build_thresholds
 from cleave.traffic.conversations import Conversations
 from cleave.traffic.published import get_workload
 from cleave.traffic.refit import RefitError
 from cleave.traffic.workload import build_from_trace
 
-from tests.support.simulated_traffic import TWO_PAIRS, Play, ask, count, plan
+from tests.support.simulated_traffic import FLIPPING, TWO_PAIRS, Play, ask, count, plan
 
 
 @pytest.fixture(scope="module")
@@ -237,9 +236,8 @@ def test_twice_as_slow_as_the_profile_says_is_seen_mended_and_planned_for(shape:
 
 
 def test_a_wrong_model_is_mended_also_where_pools_lend_each_other_instances() -> None:
-    problem, truth = ask("Always"), Correction(2.0, 2.0)
+    problem, truth = ask("Always", pools=FLIPPING), Correction(2.0, 2.0)
     play = Play(problem, truth)
-    play.running = replace(play.running, flipping=build_thresholds(800, 1, 1))
     assert play.look().decision.verdict is ReplanVerdict.CORRECT
     list(play.look_often(3))
     # While some are lent, latencies depend on which; the factors stay as good as the first look's.

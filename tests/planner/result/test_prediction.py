@@ -5,10 +5,13 @@ from dataclasses import replace
 from cleave.api.deployment import Slo
 from cleave.perf.timing import PromptChunk
 from cleave.planner.problem import Problem
-from cleave.planner.replan.replay import RunningPlan, build_fleet, build_placement
 from cleave.planner.result import prediction
 from cleave.planner.search import capacity_bound
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    build_cell,
+    build_deployed_cell,
+)
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Trials
 from cleave.simulator.run import simulate
@@ -60,8 +63,7 @@ def test_a_plan_is_predicted_with_the_threshold_that_it_is_deployed_with() -> No
     search = SearchContext.from_problem(problem)
     plan = prediction.predict(search, draft, "Algorithm 1").plan
     assert plan.whole_below_tokens > 0
-    running = RunningPlan(plan.pools).change_plan(plan)
-    deployed = build_fleet(problem, running, build_placement(problem, running))
+    deployed = build_deployed_cell(problem, draft, plan.whole_below_tokens)
     span = search.trials.compute_span(problem.rate, search.targets)
     served, without = (
         search.trials.measure_shares(fleet, problem.rate, search.targets, span).both

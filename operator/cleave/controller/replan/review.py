@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.enums import FlippingMode
 from cleave.api.plan import LatencyPercentiles
 from cleave.api.replan_status import CurrentPrediction
-from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob, PlanReview, ReviewResult
 from cleave.controller.cluster.objects import format_timestamp
 from cleave.controller.replan.inputs import from_correction, to_correction
@@ -27,7 +25,6 @@ from cleave.planner.replan.replay import RunningPlan
 from cleave.planner.replan.revision import ReplacedPlan, ReplanVerdict, Revision, revise
 from cleave.planner.scaling_law import growth
 from cleave.planner.search.candidate_placement import to_planned_pools
-from cleave.policy.role_flipping import build_thresholds
 
 
 def run_review(
@@ -36,13 +33,9 @@ def run_review(
     """Return `job` with the result of `review`. Raises PlanError. `problem` has the observed
     traffic, and the latency model without a correction."""
     pools = _complete_pools(problem, review.pools, review.algorithm)
-    spec, flips = deployment.spec, deployment.spec.pools
-    has_manager = spec.flipping is FlippingMode.AUTO and any(p.role is Role.PREFILL for p in pools)
-    manager = build_thresholds(spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
     running_plan = RunningPlan(
         pools,
         review.algorithm,
-        manager if has_manager else None,
         # What gateways apply now; it may be of an earlier plan.
         review.windows[-1].whole_below_tokens,
     )

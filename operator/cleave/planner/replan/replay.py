@@ -19,10 +19,8 @@ from cleave.perf.latency_correction import Correction
 from cleave.planner.plan import Plan, PlannedPool
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_deployed_cell
 from cleave.planner.search.trials import Targets, Trials
-from cleave.policy.role_flipping import FlipThresholds
-from cleave.simulator.fleet import SimulatedFleet
 from cleave.simulator.outcome import SimulationResult, Times
 from cleave.simulator.run import prepare_fleet
 
@@ -40,8 +38,6 @@ class RunningPlan:
     pools: tuple[PlannedPool, ...]
     algorithm: str = ""
     """The algorithm that found the plan, as in `Plan.algorithm`."""
-    flipping: FlipThresholds | None = None
-    """Thresholds of role flipping; None: roles are not flipped."""
     whole_below_tokens: int = 0
     """Prompt length up to which gateways let decode instances compute prompts; 0: none."""
 
@@ -104,7 +100,8 @@ class ReplayModel:
         problem = self.build_corrected_problem(correction)
         placement = build_placement(problem, self.running_plan)
         rate = problem.rate / placement.copies
-        fleet = prepare_fleet(build_fleet(problem, self.running_plan, placement))
+        deployed = build_deployed_cell(problem, placement, self.running_plan.whole_below_tokens)
+        fleet = prepare_fleet(deployed)
         length_s = min(self.length_s, _MAX_REQUESTS / rate)
         counted = max(round(rate * length_s), 1)
         lead = min(math.ceil(rate * self.lead_s), counted)
@@ -133,22 +130,14 @@ def predict_attainment(problem: Problem, running_plan: RunningPlan) -> float:
     placement = build_placement(problem, running_plan)
     rate, targets = problem.rate / placement.copies, Targets.from_slo(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    span, fleet = trials.compute_span(rate, targets), build_fleet(problem, running_plan, placement)
+    fleet = build_deployed_cell(problem, placement, running_plan.whole_below_tokens)
+    span = trials.compute_span(rate, targets)
     return trials.measure_shares(fleet, rate, targets, span).both
 
 
 def build_placement(problem: Problem, running_plan: RunningPlan) -> CandidatePlacement:
     """The pools in the search's type. Raises PlanError."""
     return to_candidate_placement(problem, running_plan.pools, running_plan.algorithm)
-
-
-def build_fleet(problem: Problem, plan: RunningPlan, cell: CandidatePlacement) -> SimulatedFleet:
-    """One cell of a placement as a simulator fleet, with what gateways do: role flipping, and
-    short prompts on decode instances. Flips of several data-parallel ranks are not simulated."""
-    fleet, tokens = build_cell(problem, cell), plan.whole_below_tokens
-    has_ranks = any(group.instance.engine.ranks > 1 for group in cell.groups)
-    flipping = None if has_ranks else plan.flipping
-    return replace(fleet, flipping=flipping, short_prompt_tokens=tokens)
 
 
 def _select_window(

@@ -18,7 +18,7 @@ from cleave.planner.result.simulation_summary import compute_percentiles
 from cleave.planner.search import capacity_bound, goodput
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
-    build_cell,
+    build_deployed_cell,
     build_kv_link,
     build_transfer,
     compute_ahead_from_tokens,
@@ -64,7 +64,7 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
     """Simulate `placement` at the requested rate and around its goodput, with the threshold for
     short prompts that it is deployed with."""
     problem, trials, targets = search.problem, search.trials, search.targets
-    fleet, rate = build_cell(problem, placement), problem.rate / placement.copies
+    fleet, rate = build_deployed_cell(problem, placement, 0), problem.rate / placement.copies
     # Far above what the fleet can serve, the requests of that rate show the same.
     near = min(rate, capacity_bound.compute_fleet_rate(fleet, trials.get_lengths()))
     span = trials.compute_span(near, targets)
@@ -111,10 +111,13 @@ def compute_whole_below_tokens(
     engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:
         return 0
-    mean = outcome.instances.mean_batch[outcome.instances.decode_iterations > 0]
-    if not len(mean):
+    # Prefill instances come first; flipped ones decode a little.
+    others = slice(placement.count_replicas(Role.PREFILL) * engines[Role.PREFILL].ranks, None)
+    batches = outcome.instances.mean_batch[others]
+    batches = batches[outcome.instances.decode_iterations[others] > 0]
+    if not len(batches):
         return 0
-    batch = max(round(float(np.mean(mean))), 1)
+    batch = max(round(float(np.mean(batches))), 1)
     context = float(np.mean(trace.prompt_tokens + trace.output_tokens / 2))
     moved = build_transfer(problem, placement)
     tokens = find_short_prompt_tokens(

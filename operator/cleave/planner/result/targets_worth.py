@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cleave.planner.plan import Plan
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import build_cell
+from cleave.planner.search.candidate_placement import build_deployed_cell
 from cleave.planner.search.goodput import Goodput, confirm_goodput
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.fleet import Admission, Batching, PrefillOrder
@@ -46,8 +46,7 @@ def measure_worth_of_targets(problem: Problem, plan: Plan) -> TargetsWorth | Non
     for each in (policies, kept):
         changed = replace(problem, policies=each).with_connector(plan.connector)
         placement = to_candidate_placement(changed, plan.pools, plan.algorithm)
-        fleet = build_cell(changed, placement)
-        fleets.append(replace(fleet, short_prompt_tokens=plan.whole_below_tokens))
+        fleets.append(build_deployed_cell(changed, placement, plan.whole_below_tokens))
     copies, guess = placement.copies, own_goodput / placement.copies
     found = confirm_goodput(trials, fleets[1], targets, Goodput(guess, 0.0))
     low, high = found.interval or (found.rate, found.rate)

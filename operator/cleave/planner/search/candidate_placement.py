@@ -60,6 +60,11 @@ class CandidatePlacement:
         """Whether there are prefill instances."""
         return self.count_replicas(Role.PREFILL) > 0
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether an instance has several data-parallel ranks."""
+        return any(group.instance.engine.ranks > 1 for group in self.groups)
+
     def get_resources(self, objective: Objective) -> float:
         """Resources of all cells in the unit of the objective: GPUs, price of an hour, watts."""
         return self.copies * sum(
@@ -103,6 +108,20 @@ def build_cell(problem: Problem, placement: CandidatePlacement) -> SimulatedFlee
         dispatch_ms=policies.dispatch_ms + max(each.front_end_ms for each in estimates),
         first_token_by_decode=policies.first_token_by_decode,
     )
+
+
+def build_deployed_cell(
+    problem: Problem, placement: CandidatePlacement, whole_below_tokens: int
+) -> SimulatedFleet:
+    """The same with what gateways do beside: they flip roles, and decode instances compute prompts
+    of up to `whole_below_tokens`. Flips of several data-parallel ranks are not simulated.
+
+    The search has fixed roles: its bounds are those of each pool by itself.
+    """
+    fleet = build_cell(problem, placement)
+    may_flip = placement.is_disaggregated and not placement.has_ranks
+    flipping = problem.policies.flipping if may_flip else None
+    return replace(fleet, flipping=flipping, short_prompt_tokens=whole_below_tokens)
 
 
 def _choose_dispatch(
