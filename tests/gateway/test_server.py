@@ -279,7 +279,7 @@ async def test_thresholds_of_another_plan_are_applied_while_it_serves(
 
 
 @pytest.mark.parametrize(
-    ("flipping", "headroom_ms"), [(FlippingMode.AUTO, 1_000.0), (FlippingMode.OFF, 0.0)]
+    ("flipping", "headroom_ms"), [(FlippingMode.AUTO, 1_250.0), (FlippingMode.OFF, 0.0)]
 )
 def test_prompts_wait_before_mixed_instances_take_them_where_roles_flip(
     flipping: FlippingMode, headroom_ms: float

@@ -50,7 +50,7 @@ class Managed:
         self._manager = RoleFlipper(
             registry,
             flipping,
-            FlipThresholds(wait_ms=100.0),
+            FlipThresholds(wait_ms=100.0, rise_ms=1_000.0),
             clock,
             self.noted.append,
             self.agents,
@@ -136,16 +136,14 @@ async def test_an_instance_without_all_its_ranks_is_not_flipped(
     assert [order[0] for order in orders] in ([], ["b.rank-0", "b.rank-1"])
 
 
-async def test_prompts_that_wait_do_not_fill_the_instances_that_will_decode_them(
-    manage: Manage, registry: InstanceRegistry
+async def test_decode_instances_are_full_by_what_they_hold_and_not_by_what_is_to_come(
+    manage: Manage, registry: InstanceRegistry, loaded
 ) -> None:
     managed = manage(p1="prefill", p2="prefill", d="decode")
-    queue, claims = (registry.instances[name].in_flight for name in ("p1", "d"))
-    capacity = 16_000.0
-    queue.prompt.add(0.5 * capacity)
-    claims.resident.add(0.95 * capacity)
+    registry.instances["d"].in_flight.resident.add(1e9)
+    registry.on_event("d", loaded("d", kv_cache_usage=0.9), managed.clock.now_s)
     assert await managed.run(3) == []
-    queue.prompt.remove(0.5 * capacity)
+    registry.on_event("d", loaded("d", kv_cache_usage=0.97), managed.clock.now_s)
     assert [order[1] for order in await managed.run(3)] == ["mixed"]
 
 

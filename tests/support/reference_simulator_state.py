@@ -266,15 +266,11 @@ class Manager:
         self.members["role"], self.members["is_open"] = self.members["configured_role"], 1
 
     def check_flip(self, now: float) -> None:
-        present = role_flipping.compute_computed_share(
-            float(sum(each.resident_tokens for each in self.instances)),
-            float(sum(each.pending_prompt_tokens for each in self.instances)),
-        )
         for member, i in zip(self.members, self.instances, strict=True):
             worked = now - i.since if i.pending_prompt_tokens else 0.0
             wait = i.num_waiting * i.prompt_ms + i.pending_prompt_tokens * i.token_ms - worked
             member["wait_ms"] = max(wait, 0.0)
-            member["use"] = present * i.resident_tokens / (i.total * i.size)
+            member["use"] = 1.0 - i.free / i.total
         slot, role = role_flipping.decide(self.members, self.history, self.thresholds, now)
         if slot != role_flipping.NONE:
             role_flipping.record_role(self.members, slot, role, now)

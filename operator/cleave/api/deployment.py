@@ -93,7 +93,7 @@ class PoolsSpec(ApiModel):
     """How the prefill and decode pools exchange instances; mixed pools stay as they are."""
 
     flipping: Annotated[FlippingMode, Field(strict=False)] = FlippingMode.AUTO
-    """Auto: when queued prompts are about to miss slo.ttftMs, or decode instances are full, an
+    """Auto: while prompts wait for longer than slo.ttftMs, or decode instances are full, an
     instance of the other pool serves both roles; it returns to its own role when the load has
     fallen. No instance restarts and no request is moved. Advisory: the gateway logs and counts the
     changes that Auto would make. Off: no instance changes its role, and those that have return

@@ -32,13 +32,8 @@ BACKOFF_RESET_MS = 1_800_000.0
 """After this time in its configured role, the next flip counts as the first one."""
 LOW_PRESSURE = 0.5
 """A side is relieved when its pressure is below this."""
-LEAD_MS = 500.0
-"""The threshold of waiting is this much below the TTFT target: a flip takes effect with a delay,
-and each prompt that decode instances compute delays their decoding."""
-WAIT_SHARE = 0.25
-"""Minimum of the threshold, as a share of the TTFT target."""
 DEFAULT_WAIT_MS = 250.0
-"""The threshold if there is no TTFT target."""
+"""The threshold of waiting if there is no TTFT target."""
 MAX_FLIP_MS = 300_000.0
 """If flipping is off, a flipped instance flips back after this time."""
 IDLE_LOAD = 0.1
@@ -47,7 +42,7 @@ IDLE_LOAD = 0.1
 MEMBER = np.dtype(
     [
         ("wait_ms", np.float64),  # time until its waiting prompts are computed
-        ("use", np.float64),  # share of its KV used by computed prompts: 0 to 1 and more
+        ("use", np.float64),  # share of its KV blocks that requests hold: 0 to 1
         ("since_ms", np.float64),  # when it took its role
         ("min_flip_ms", np.float64),  # minimal time until it flips back
         ("idle_ms", np.float64),  # since when it is idle in its configured role; inf: it is not
@@ -73,9 +68,9 @@ class FlipThresholds(NamedTuple):
 
     wait_ms: float
     """How long prompts may wait before other instances help."""
-    full_usage: float = 0.9
-    """Share of its KV from which a decode instance is full."""
-    rise_ms: float = 1_000.0
+    full_usage: float = 0.96
+    """Share of its KV from which a decode instance is full: the next long request would wait."""
+    rise_ms: float = 2_000.0
     """How long pressure must last before a flip."""
     calm_ms: float = 5_000.0
     """How long relief must last before a flip back."""
@@ -94,8 +89,12 @@ class FlipThresholds(NamedTuple):
 
 
 def build_thresholds(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) -> FlipThresholds:
-    """The thresholds for a TTFT target; 0: there is no target."""
-    wait_ms = max(ttft_ms - LEAD_MS, WAIT_SHARE * ttft_ms) or DEFAULT_WAIT_MS
+    """The thresholds for a TTFT target; 0: there is no target.
+
+    Prompts wait for as long as the target: each that a decode instance computes delays all requests
+    that decode there, so it is only worth it where the prompt would be late anyway.
+    """
+    wait_ms = ttft_ms or DEFAULT_WAIT_MS
     return FlipThresholds(wait_ms, min_prefill=min_prefill, min_decode=min_decode)
 
 
@@ -206,16 +205,6 @@ def record_role(members: Members, slot: int, role: int, now_ms: float) -> None:
         member["min_flip_ms"] = FIRST_MIN_FLIP_MS if is_first else doubled
     member["role"] = role
     member["since_ms"] = now_ms
-
-
-def compute_computed_share(claimed: float, pending: float) -> float:
-    """Share of the `claimed` resident tokens whose prompts are computed.
-
-    Resident tokens include prompts that still wait (`pending` tokens of all instances) and have no
-    KV yet. If these counted, a queue of prompts would look like a lack of KV memory and take an
-    instance away from prefill.
-    """
-    return max(1.0 - pending / claimed, 0.0) if claimed > 0.0 else 1.0
 
 
 def compute_pressure(

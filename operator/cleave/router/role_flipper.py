@@ -100,9 +100,8 @@ class FlipState:
         self._members = {
             name: known.get(name) or role_flipping.build_plain_member() for name in instances
         }
-        computed_share = yield from _compute_computed_share(instances.values())
         for member, ranks in zip(self._members.values(), instances.values(), strict=True):
-            _fill_member(member, ranks, computed_share, now_ms)
+            _fill_member(member, ranks, now_ms)
             yield
         members = list(self._members.values())
         if enabled:
@@ -253,28 +252,15 @@ def group_ranks(instances: Iterable[RoutedInstance]) -> dict[str, list[RoutedIns
     return groups
 
 
-def _compute_computed_share(instances: Iterable[Ranks]) -> Steps[float]:
-    claimed = pending = 0.0
-    for ranks in instances:
-        for load in (rank.in_flight for rank in ranks):
-            claimed += load.resident.pending
-            # Other routers' requests count as resident only from their prefill on.
-            pending += load.prompt.pending - load.prompt.remote
-        yield
-    return role_flipping.compute_computed_share(claimed, pending)
-
-
-def _fill_member(
-    member: dict[str, Any], ranks: Ranks, computed_share: float, now_ms: float
-) -> None:
-    """Fill in the inputs of the policy; `computed_share`: from `_compute_computed_share`."""
+def _fill_member(member: dict[str, Any], ranks: Ranks, now_ms: float) -> None:
+    """Fill in the inputs of the policy."""
     role = _ROLE_NUMBERS[_find_role(ranks)]
     if member["role"] != role:
         # The operator, a user or another gateway has changed the role.
         member["since_ms"] = now_ms
     first = ranks[0].registration
     member["wait_ms"] = sum(_predict_wait_ms(each, now_ms) for each in ranks) / len(ranks)
-    member["use"] = sum(_compute_use(each, computed_share) for each in ranks) / len(ranks)
+    member["use"] = sum(each.load.kv_cache_usage for each in ranks) / len(ranks)
     member["configured_role"] = _ROLE_NUMBERS[first.home or first.role]
     member["role"] = role
     member["is_open"] = len(ranks) >= first.data_parallel_size and all(
@@ -299,13 +285,6 @@ def _predict_wait_ms(instance: RoutedInstance, now_ms: float) -> float:
     # The start of a prompt of another router is not known.
     elapsed_ms = max(now_ms - queue.head_started_ms, 0.0) if in_flight.prompt.own >= 1.0 else 0.0
     return max(pending_ms - elapsed_ms, 0.0)
-
-
-def _compute_use(instance: RoutedInstance, computed_share: float) -> float:
-    """Share of the KV that computed prompts take."""
-    registration = instance.registration
-    capacity = registration.kv_blocks_total * registration.kv_block_size
-    return computed_share * instance.in_flight.resident.pending / capacity if capacity else 0.0
 
 
 def is_leader(instances: list[RoutedInstance]) -> bool:

@@ -63,7 +63,8 @@ def run_events(state: State) -> None:
                 state.events -= 1
             continue
         if next_step < now:
-            if get_instance(state, winner).stages > 1 and advance_pipeline(state, winner, now):
+            until = min(now, state.next_flip_check)
+            if get_instance(state, winner).stages > 1 and advance_pipeline(state, winner, until):
                 schedule_next(state, winner)
                 continue
             state.now = next_step

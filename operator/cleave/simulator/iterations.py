@@ -149,6 +149,12 @@ def compute_busy_ms(inst: Record, slot: Record) -> float:
 def cut_leap(slot: Record, now: float, scheduled: int) -> None:
     """Shorten the leap of a slot so that it ends with the iteration that runs at `now`, or
     `scheduled` iterations later."""
+    slot.iterations = min(find_running_iteration(slot, now) + scheduled, slot.iterations)
+    slot.finish = slot.begin + sum_leap_ms(slot, slot.iterations)
+
+
+def find_running_iteration(slot: Record, now: float) -> int:
+    """The number of the iteration of a leap that runs at `now`, from 1."""
     elapsed = now - slot.begin
     half = slot.first - slot.change / 2
     divisor = half + math.sqrt(max(half * half + 2 * slot.change * elapsed, 0.0))
@@ -159,8 +165,7 @@ def cut_leap(slot: Record, now: float, scheduled: int) -> None:
         iterations -= 1
     while iterations < slot.iterations and sum_leap_ms(slot, iterations) < elapsed:
         iterations += 1
-    slot.iterations = min(iterations + scheduled, slot.iterations)
-    slot.finish = slot.begin + sum_leap_ms(slot, slot.iterations)
+    return iterations
 
 
 def reduce_to_last_iteration(state: State, i: int, s: int) -> None:

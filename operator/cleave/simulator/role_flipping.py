@@ -9,19 +9,20 @@ import math
 
 from cleave.policy.role_flipping import (
     NONE,
-    compute_computed_share,
     compute_next_check_ms,
     decide,
     record_role,
 )
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.dispatch import update_scores
-from cleave.simulator.iterations import schedule_next
+from cleave.simulator.iterations import find_running_iteration, schedule_next, sum_leap_ms
+from cleave.simulator.kv_blocks import count_growth
 from cleave.simulator.record_access import (
     get_instance,
     get_members,
     get_pressure_history,
     get_score,
+    get_slot,
 )
 from cleave.simulator.records import State
 
@@ -37,17 +38,20 @@ def check_flip(state: State, now: float, until: float) -> bool:
         state.next_flip_check = math.inf
     count = state.num_instances
     fleet_members = get_members(state, 0, count)
-    resident, pending = 0.0, 0.0
-    for i in range(count):
-        resident += get_instance(state, i).resident_tokens
-        pending += get_instance(state, i).pending_prompt_tokens
-    present = compute_computed_share(resident, pending)
     for i in range(count):
         inst, member = get_instance(state, i), fleet_members[i]
         pending_ms = inst.waiting * inst.prompt_ms + inst.pending_prompt_tokens * inst.token_ms
         worked_ms = now - inst.head_started_ms if inst.pending_prompt_tokens > 0 else 0.0
         member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
-        member["use"] = present * inst.resident_tokens / (inst.blocks * inst.block)
+        free = inst.free
+        if inst.in_flight == 1:
+            slot = get_slot(state, inst.oldest)
+            running = find_running_iteration(slot, now)
+            # Blocks of a leap are allocated at its end.
+            first = slot.steps + 1
+            free -= count_growth(state, inst, inst.oldest, first, slot.steps + running)
+            until = min(until, slot.begin + sum_leap_ms(slot, running))
+        member["use"] = 1.0 - free / inst.blocks
     history = get_pressure_history(state, 0, 2)
     i, role = decide(fleet_members, history, state, now)
     if i == NONE:
