@@ -59,6 +59,13 @@ class Coefficients:
             confidence=Confidence(LatencySource.FITTED, "DistServe's coefficients", None),
         )
 
+    def explain_unsupported(
+        self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
+    ) -> str | None:
+        """Why `estimate` returns None; None: it returns an estimate."""
+        size = tensor, pipeline
+        return None if self.estimate(gpu, *size) else f"DistServe fitted none of {size}"
+
 
 @dataclass(frozen=True, slots=True)
 class Search:
