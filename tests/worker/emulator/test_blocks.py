@@ -37,6 +37,15 @@ def test_a_freed_prefix_is_found_until_its_blocks_are_needed() -> None:
     assert pool.acquire_cached([b"1"]) == []
 
 
+def test_blocks_that_are_not_cached_are_reused_before_a_freed_prefix() -> None:
+    pool = BlockPool(3, 4)
+    cached, other = pool.allocate(2)
+    pool.publish(cached, b"1")
+    pool.free([cached, other])
+    assert other in pool.allocate(2)
+    assert pool.acquire_cached([b"1"]) == [cached]
+
+
 def test_the_pool_knows_its_oldest_use() -> None:
     pool, now_ns = BlockPool(2, 4), 10
     pool.uses = BlockUses(lambda: now_ns)

@@ -1,9 +1,10 @@
 """Paged KV memory: free blocks, contents of blocks, and the prefix cache.
 
-Owned by the scheduler. Free blocks keep their contents and are reused oldest first, so a freed
-prefix stays usable until its memory is needed, as in vLLM. Several sequences may share a block
-through the prefix cache, so blocks are reference-counted. A cached block is found by its tokens but
-contains what was really written to it (a wrong handoff poisons the cache).
+Owned by the scheduler. Free blocks keep their contents, and those of the prefix cache are reused
+last, oldest first, so a freed prefix stays usable until its memory is needed, as in vLLM. Several
+sequences may share a block through the prefix cache, so blocks are reference-counted. A cached
+block is found by its tokens but contains what was really written to it (a wrong handoff poisons the
+cache).
 
 The emulated KV of a token is a 32-bit hash of all tokens up to it (real keys and values depend on
 the same). A block contains the hash of its last computed token, and the next token is a function of
@@ -86,11 +87,13 @@ class BlockPool:
             self._cached[key] = block
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Free blocks; the last ones of a sequence are reused first."""
+        """Free blocks; the last ones of a sequence are reused first, and before all others those
+        that are not in the prefix cache."""
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
                 self._free[block] = None
+                self._free.move_to_end(block, last=self._keys[block] is not None)
 
     def _allocate_one(self) -> int:
         block, _ = self._free.popitem(last=False)
