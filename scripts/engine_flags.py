@@ -14,6 +14,7 @@ from typing import Any
 
 OUTPUT = Path("operator/cleave/api/pods/engine_flags.json")
 _VALUES = {0: 0, None: 1, "?": "?", "+": "+"}
+_LIMITS = ("gt", "ge", "lt", "le")
 _OBJECTS = ("config", "kwargs", "overrides", "limit-mm-per-prompt")
 """Ends of the names of flags that take a JSON object, where the parser takes any JSON."""
 
@@ -43,14 +44,33 @@ def build_vllm_parser() -> argparse.ArgumentParser:
 
 
 def describe_vllm() -> dict[str, dict[str, Any]]:
-    """What each flag of vLLM takes, with the `names` that it compares values with at its start."""
+    """What each flag of vLLM takes, with the `names` and `bounds` that it compares values with at
+    its start."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
     flags = describe(build_vllm_parser())
     flags["--tool-call-parser"]["names"] = ToolParserManager.list_registered()
     flags["--reasoning-parser"]["names"] = ReasoningParserManager.list_registered()
+    for name, bounds in _list_bounds().items():
+        if name in flags and len(bounds) == 1:
+            flags[name]["bounds"] = bounds[0]
     return flags
+
+
+def _list_bounds() -> dict[str, list[list[list[Any]]]]:
+    """By flag the limits of the field that takes its value, in each of vLLM's configs that has it:
+    pairs of gt, ge, lt or le and a number."""
+    import vllm.config
+
+    found: dict[str, list[list[list[Any]]]] = {}
+    for config in vars(vllm.config).values():
+        for name, field in getattr(config, "__pydantic_fields__", {}).items():
+            kinds = [(type(each).__name__.lower(), each) for each in field.metadata]
+            own = [[kind, getattr(each, kind)] for kind, each in kinds if kind in _LIMITS]
+            if own and isinstance(config, type):
+                found.setdefault(f"--{name.replace('_', '-')}", []).append(own)
+    return found
 
 
 def build_emulator_parser() -> argparse.ArgumentParser:

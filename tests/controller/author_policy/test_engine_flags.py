@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import random
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,12 @@ import pytest
 from scripts import engine_flags
 
 from cleave.api.engine import EngineType
-from cleave.api.pods.engine_flags import list_unknown, list_wrong_values, load_parser
+from cleave.api.pods.engine_flags import (
+    EngineParser,
+    list_unknown,
+    list_wrong_values,
+    load_parser,
+)
 from cleave.controller.author_policy.commands import COMMAND
 from cleave.controller.author_policy.engine_flags import HARMLESS, RISKS, find_risk
 
@@ -46,12 +52,14 @@ def test_every_flag_of_both_engines_is_in_one_class() -> None:
 @pytest.mark.vllm
 def test_admission_takes_what_vllms_parser_takes(parser: argparse.ArgumentParser) -> None:
     """Random arguments; where one refuses them, the other does."""
-    picks, vllm, taken = random.Random(SEED), load_parser("vLLM"), 0
-    # vLLM's functions check more than the form of JSON, and read the file of --config; names are
-    # compared after parsing, and the length of the context is spec.model.maxModelLen.
+    picks, whole, taken = random.Random(SEED), load_parser("vLLM"), 0
+    # Names and bounds are compared after parsing.
+    flags = {name: replace(each, names=(), bounds=()) for name, each in whole.flags.items()}
+    vllm = EngineParser(whole.engine, flags)
+    # vLLM's functions check more than the form of JSON, and read the file of --config; the length
+    # of the context is spec.model.maxModelLen.
     kinds, names = {"json", "object", "objectOrText"}, ("--config", "--max-model-len")
-    flags = [name for name, flag in vllm.flags.items() if flag.kind not in kinds and not flag.names]
-    checked = [name for name in flags if name not in names]
+    checked = [n for n, flag in flags.items() if flag.kind not in kinds and n not in names]
     for _ in range(TRIES):
         arguments = [picks.choice(checked), *picks.choice([[], [_draw_value(picks)]])]
         if picks.random() < 0.3:

@@ -6,6 +6,7 @@ before an image is pulled whose engine would end with these arguments. Pure but 
 
 import functools
 import json
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,13 @@ _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _REFERENCE = "$("
 """Begins a variable, which Kubernetes replaces later."""
 _NOTHING = ("", "None")
-_LISTS = ("choices", "names")
+_LISTS = ("choices", "names", "bounds")
+_LIMITS = {
+    "gt": ("above", operator.gt),
+    "ge": ("at least", operator.ge),
+    "lt": ("below", operator.lt),
+    "le": ("at most", operator.le),
+}
 
 _REPLACED = {
     "--disable-log-requests": "remove it: requests are logged with --enable-log-requests only",
@@ -65,6 +72,8 @@ class EngineFlag:
     """What a value is: int, humanInt, float, json, object, objectOrText; empty: any text."""
     choices: tuple[str, ...] = ()
     """The only values; empty: any."""
+    bounds: tuple[tuple[str, float], ...] = ()
+    """Limits of a number, each with its kind: gt, ge, lt or le."""
     names: tuple[str, ...] = ()
     """The only values without plug-ins; empty: any."""
     negated: bool = False
@@ -191,7 +200,7 @@ def _check_value(name: str, flag: EngineFlag, value: str) -> Iterator[str]:
         is_text = flag.kind == "objectOrText" and not re.fullmatch(r"(?s)\s*\{.*\}\s*", value)
         if not is_text and (fault := _find_json_fault(value, is_object=flag.kind != "json")):
             yield f"{name}: {fault}{got}"
-    elif fault := _find_number_fault(flag.kind, value):
+    elif fault := _find_number_fault(flag.kind, value) or _find_excess(flag, value):
         yield f"{name}: {fault}{got}"
 
 
@@ -220,3 +229,12 @@ def _find_number_fault(kind: str, value: str) -> str:
     except ValueError:
         return "must be a whole number" if kind == "int" else "must be a number"
     return ""
+
+
+def _find_excess(flag: EngineFlag, value: str) -> str:
+    if not flag.bounds or not value.lstrip("-").replace(".", "", 1).isdecimal():
+        return ""
+    limits = [(*_LIMITS[kind], limit) for kind, limit in flag.bounds]
+    if all(is_within(float(value), limit) for _, is_within, limit in limits):
+        return ""
+    return "must be " + " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
