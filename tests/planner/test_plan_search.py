@@ -14,6 +14,9 @@ from cleave.planner import plan_search
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import Plan, PlanningResult, PlanVerdict
 from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem
+from cleave.planner.search import replication
+from cleave.planner.search.candidates import list_candidates
+from cleave.planner.search.context import SearchContext
 
 from tests.support import known_problems, wide_problems
 
@@ -366,3 +369,20 @@ def test_a_plan_far_above_the_rate_says_where_the_search_ended() -> None:
     assert best(answer).prediction.goodput == pytest.approx(500, rel=0.02)
     assert any("no rate above 500 req/s was tried" in each for each in answer.warnings)
     assert answer.num_simulated_requests < 10_000_000
+
+
+def test_a_plan_of_very_many_gpus_consists_of_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = known_problems.problem(known_problems.chat(120.0))
+    whole = plan_search.plan(problem)
+    monkeypatch.setattr(replication, "_PART_GPUS", 8)
+    divided = plan_search.plan(problem)
+    assert divided.verdict is whole.verdict
+    assert best(whole).gpus <= best(divided).gpus <= 1.2 * best(whole).gpus
+    assert best(divided).prediction.goodput >= problem.rate * 0.97
+    assert any("simulated as one of 2 equal cells" in each for each in divided.warnings)
+
+
+def test_what_few_gpus_serve_is_searched_as_a_whole() -> None:
+    problem = known_problems.problem(known_problems.chat(1e6))
+    search = SearchContext.from_problem(problem)
+    assert replication.count_parts(search, list_candidates(problem)) == 1

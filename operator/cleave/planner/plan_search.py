@@ -8,6 +8,7 @@ trials. 3. Predict the best of them in long trials. 4. Rank them and explain the
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from cleave.api.engine import Connector
 from cleave.api.planning import Affinity, Objective
@@ -22,7 +23,7 @@ from cleave.planner.result.prediction import PredictedPlan, predict
 from cleave.planner.result.reuse import compare_with_blind, estimate_host_memory
 from cleave.planner.result.text import format_number, format_plan
 from cleave.planner.result.verdict import Ranking
-from cleave.planner.search import affinity, enumeration
+from cleave.planner.search import affinity, enumeration, replication
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     build_cell,
@@ -36,10 +37,12 @@ from cleave.planner.search.candidates import (
     list_short_of_room,
     list_sizes,
 )
-from cleave.planner.search.context import SearchContext
+from cleave.planner.search.context import CloseCall, SearchContext
 from cleave.planner.search.enumeration import PlacementOption
 from cleave.planner.search.goodput import TOLERANCE
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
+
+_Placed = TypeVar("_Placed", PlacementOption, CloseCall)
 
 PlanProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, total steps and a text for the current step."""
@@ -135,12 +138,24 @@ def list_feasible(problem: Problem) -> tuple[Candidate, ...]:
 def _list_options(
     search: SearchContext, feasible: Sequence[Candidate], chosen: Affinity
 ) -> list[PlacementOption]:
-    """Placements of every algorithm."""
-    problem = search.problem
+    """Placements of every algorithm; of very many GPUs, of equal parts of them."""
+    parts = replication.count_parts(search, feasible)
+    whole = search
+    if parts > 1:
+        search = search.divide(parts)
+        feasible = list_candidates(search.problem)
     options = enumeration.enumerate_placements(search, feasible, chosen)
-    if problem.cell_supplies and search.may_disaggregate:
+    if search.problem.cell_supplies and search.may_disaggregate:
         options += _list_cells_over_nixl(search)
-    return options
+    if parts == 1:
+        return options
+    whole.close_calls.extend(_copy_cells(each, parts) for each in search.close_calls)
+    return [_copy_cells(each, parts) for each in options]
+
+
+def _copy_cells(of: _Placed, parts: int) -> _Placed:
+    """The same with so many times the cells."""
+    return replace(of, placement=of.placement.with_copies(of.placement.copies * parts))
 
 
 def _find_smallest_blind(

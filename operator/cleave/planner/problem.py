@@ -143,6 +143,22 @@ class Problem:
         supplies = self.cell_supplies or self.supplies
         return replace(self, supplies=supplies, cell_supplies=(), policies=policies)
 
+    def divide(self, parts: int) -> "Problem":
+        """The problem of one of so many equal parts of the nodes, at its share of the rate."""
+        demand = self.demand.with_rate(self.rate / parts)
+        most = self.planning.max_gpus
+        update = {"max_gpus": None if most is None else most // parts}
+        supplies, cell_supplies = (
+            tuple(
+                replace(e, num_nodes=e.num_nodes // parts, max_gpus=e.max_gpus // parts)
+                for e in some
+            )
+            for some in (self.supplies, self.cell_supplies)
+        )
+        planning = self.planning.model_copy(update=update)
+        changed = replace(self, supplies=supplies, cell_supplies=cell_supplies)
+        return replace(changed, demand=demand, planning=planning)
+
     def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
         """Whether decode instances of this size can pull KV from prefill instances of that size."""
         connector, heads = self.policies.connector, self.shape.shardable_kv_heads

@@ -48,6 +48,12 @@ class SearchContext:
             return self.trials.get_lengths().decode_steps > 0
         return requested is Disaggregation.ALWAYS
 
+    def divide(self, parts: int) -> "SearchContext":
+        """The search for one of so many equal parts of the nodes, at its share of the rate."""
+        problem = self.problem.divide(parts)
+        trials = Trials(problem.demand, problem.seed, self.trials.precision, self.trials.tally)
+        return replace(self, problem=problem, trials=trials, close_calls=[])
+
     def with_precision(self, precision: Precision) -> "SearchContext":
         """The same with longer or shorter trials."""
         return replace(self, trials=self.trials.with_precision(precision))

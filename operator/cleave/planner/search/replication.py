@@ -12,11 +12,32 @@ from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, packing
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
+from cleave.planner.search.candidates import Candidate, build_mixed
+from cleave.planner.search.capacity_bound import estimate_rate
 from cleave.planner.search.context import SearchContext
 
 CELL_GPUS = 32
 """Larger plans are simulated in cells of about this many GPUs."""
+_PART_GPUS = 128
+"""Problems of twice as many are divided into parts of about this many."""
 _MAX_EXCHANGES = 64
+
+
+def count_parts(search: SearchContext, found: Sequence[Candidate]) -> int:
+    """Number of equal parts of the nodes, of which one is searched for all: a thousand instances
+    behind one dispatcher take minutes."""
+    problem, lengths = search.problem, search.trials.get_lengths()
+    batching = problem.policies.mixed[0]
+    singles = (
+        CandidatePlacement((InstanceGroup(Role.MIXED, build_mixed(problem, each, batching), 1),))
+        for each in found
+    )
+    per_gpu = max(
+        estimate_rate(build_cell(problem, each), lengths, search.targets.tpot_ms) / each.gpus
+        for each in singles
+    )
+    gpus = min(problem.rate / per_gpu, problem.max_gpus)
+    return max(min(int(gpus / _PART_GPUS), *(each.num_nodes for each in problem.supplies)), 1)
 
 
 def fill_gpus(
