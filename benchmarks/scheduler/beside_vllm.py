@@ -1,4 +1,4 @@
-"""Does the simulator schedule as vLLM's own scheduler does? Step by step, on random histories.
+"""Do the simulator and the emulator schedule as vLLM does? Step by step, on random histories.
 
 `python benchmarks/scheduler/beside_vllm.py [--count N] [--seed S]`: a history is an engine and what
 is sent to it. Compared in each iteration: when it begins, its requests, their tokens, free blocks,
@@ -12,11 +12,12 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from step_by_step import History, SimulatedSteps, Step, VllmSteps
+from step_by_step import EmulatedSteps, History, SimulatedSteps, Step, VllmSteps
 
 AGAIN, UNKNOWN = "a preempted request finds its own KV in the prefix cache", "unknown"
+Side = SimulatedSteps | EmulatedSteps
 
 
 @dataclass
@@ -53,6 +54,7 @@ def draw(seed: int) -> History:
         least + draw.choice([0, 1, 3, 10, 100]) * draw.randint(1, 8),
         draw.choice([1, 2, 4, 8, 64]),
         draw.choice([8, 32, 128, 1_024]),
+        0,
         has_caches,
         repeats,
         draw.random() < 0.5,
@@ -76,12 +78,29 @@ def _draw_texts(draw: random.Random, lengths: Iterable[int], repeats: bool) -> I
         yield text
 
 
-def compare(count: int, seed: int = 0) -> Found:
+def draw_for(side: Side, seed: int) -> History:
+    """A history for one of our schedulers. The emulator's does not schedule ahead, and caches what
+    an iteration computes when it ends: so no prompts begin alike; but their chunks may be limited.
+    """
+    history = draw(seed)
+    if isinstance(side, SimulatedSteps):
+        return history
+    threshold = random.Random(seed).choice([0, 3, 20])
+    return replace(
+        history,
+        is_async=False,
+        long_prefill_token_threshold=threshold,
+        repeats=False,
+        texts=tuple(_draw_texts(random.Random(), map(len, history.texts), False)),
+    )
+
+
+def compare(count: int, seed: int, steps: Side, vllm: VllmSteps) -> Found:
     """Histories `seed` to `seed + count - 1` on both sides."""
-    found, simulated, vllm = Found(), SimulatedSteps(), VllmSteps()
+    found = Found()
     for number in range(seed, seed + count):
-        history = draw(number)
-        ours, theirs = list(simulated.run(history)), list(vllm.run(history))
+        history = draw_for(steps, number)
+        ours, theirs = list(steps.run(history)), list(vllm.run(history))
         same = count_same(ours, theirs)
         found.histories += 1
         found.steps += same
@@ -114,27 +133,30 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     parser.add_argument("--show", action="store_true", help="its steps around the first difference")
     arguments = parser.parse_args()
-    if arguments.show:
-        show(arguments.seed)
-        return 0
-    found = compare(arguments.count, arguments.seed)
-    different = found.causes.total()
-    print(f"{found.histories} histories, {found.histories - different} of them equal; until the")
-    print(f"first difference {found.steps} steps and {found.preemptions} preemptions are equal")
-    for cause, number in found.causes.most_common():
-        print(f"{number} differ, first --seed {found.seeds[cause]}: {cause}")
-    return int(UNKNOWN in found.causes)
+    vllm, is_known = VllmSteps(), True
+    for name, steps in (("simulator", SimulatedSteps()), ("emulator", EmulatedSteps())):
+        if arguments.show:
+            show(name, arguments.seed, steps, vllm)
+            continue
+        found = compare(arguments.count, arguments.seed, steps, vllm)
+        equal = found.histories - found.causes.total()
+        print(f"{name}: {equal} of {found.histories} histories equal; until the first difference")
+        print(f"  {found.steps} iterations and {found.preemptions} preemptions")
+        for cause, number in found.causes.most_common():
+            print(f"  {number} differ, first --seed {found.seeds[cause]}: {cause}")
+        is_known &= UNKNOWN not in found.causes
+    return int(not is_known)
 
 
-def show(seed: int) -> None:
+def show(name: str, seed: int, steps: Side, vllm: VllmSteps) -> None:
     """Print both sides around the first difference."""
-    history = draw(seed)
+    history = draw_for(steps, seed)
     print(history)
-    ours, theirs = list(SimulatedSteps().run(history)), list(VllmSteps().run(history))
+    ours, theirs = list(steps.run(history)), list(vllm.run(history))
     same = count_same(ours, theirs)
     for at in range(max(same - 3, 0), same + 2):
-        for side, steps in (("simulator", ours), ("vLLM     ", theirs)):
-            print(at, side, *steps[at : at + 1])
+        for side, each in ((name, ours), ("vLLM", theirs)):
+            print(at, side, *each[at : at + 1])
 
 
 if __name__ == "__main__":

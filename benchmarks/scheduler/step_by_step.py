@@ -1,12 +1,13 @@
-"""One random history of requests through vLLM's own scheduler and through the simulator's.
+"""One random history of requests through vLLM's own scheduler, the simulator's and the emulator's.
 
-Both run without a model: an iteration takes 1 ms. What is hard: the simulator does many decode
+All run without a model: an iteration takes 1 ms. What is hard: the simulator does many decode
 iterations in one event and schedules ahead only in what it counts, so its steps are read from its
 memory between two events; and vLLM's asynchronous scheduler decides on iteration k + 1 when k
 starts, so the loop here is its engine's (`EngineCore.step_with_batch_queue`) under a clock.
 """
 
 import tempfile
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from cleave.simulator.outcome import RequestOutcome
 from cleave.simulator.records import NONE
 from cleave.simulator.run import compile_loop, lay_out, prepare_fleet
 from cleave.simulator.trace import PromptBlocks, Trace
+from cleave_worker.emulator.blocks import BlockPool
+from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits
+from cleave_worker.emulator.sequence import EngineRequest, Sequence
+from cleave_worker.scheduling.config import RoleSchedulingConfig
 
 _MAX_LEN = 4_096
 
@@ -34,6 +39,8 @@ class History:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    """0 for the simulator, which has none."""
     has_caches: bool
     """Whether vLLM caches prefixes."""
     repeats: bool
@@ -178,6 +185,44 @@ def _build_trace(history: History) -> Trace:
     )
 
 
+class EmulatedSteps:
+    """The emulated engine's scheduler, which does not schedule ahead."""
+
+    def run(self, history: History) -> Iterator[Step]:
+        """The steps of one engine."""
+        limits = EngineLimits(
+            history.max_num_seqs, history.max_num_batched_tokens, history.has_caches
+        )
+        pool = BlockPool(history.num_blocks, history.block_size)
+        scheduler = EmulatedScheduler(limits, pool)
+        threshold = history.long_prefill_token_threshold
+        scheduler.apply_scheduling(RoleSchedulingConfig(long_prefill_token_threshold=threshold))
+        rows = zip(_list_prompts(history), history.outputs, strict=True)
+        sequences = [
+            Sequence(EngineRequest(str(r), array("I", tokens), output, ignore_eos=True))
+            for r, (tokens, output) in enumerate(rows)
+        ]
+        coming = deque(zip(history.arrivals, sequences, strict=True))
+        now, counts = 0.0, np.zeros(len(sequences), int)
+        while coming or scheduler.running or scheduler.num_waiting:
+            while coming and coming[0][0] <= now:
+                scheduler.add(coming.popleft()[1])
+            step = scheduler.schedule()
+            if step.scheduled:
+                before, counts = counts, np.array([each.num_preemptions for each in sequences])
+                yield Step(
+                    now,
+                    step.num_tokens,
+                    {int(each.request.id): each.num_computed + n for each, n in step.scheduled},
+                    pool.num_free,
+                    tuple(np.repeat(np.arange(len(sequences)), counts - before).tolist()),
+                )
+                scheduler.complete(step)
+                now = round(now + 1, 3)
+            elif not scheduler.num_waiting:
+                now = coming[0][0]
+
+
 class VllmSteps:
     """vLLM's scheduler."""
 
@@ -249,6 +294,8 @@ class VllmSteps:
         config, size = self._config, history.block_size
         config.scheduler_config.max_num_seqs = history.max_num_seqs
         config.scheduler_config.max_num_batched_tokens = history.max_num_batched_tokens
+        threshold = history.long_prefill_token_threshold
+        config.scheduler_config.long_prefill_token_threshold = threshold
         config.scheduler_config.async_scheduling = history.is_async
         config.cache_config.block_size = size
         config.cache_config.enable_prefix_caching = history.has_caches
@@ -270,11 +317,8 @@ class VllmSteps:
 
         size = history.block_size
         hasher = get_request_block_hasher(size, sha256) if history.has_caches else None
-        rows = zip(history.arrivals, history.prompts, history.outputs, history.texts, strict=True)
-        for number, (arrival, prompt, output, text) in enumerate(rows):
-            tokens = [ord(letter) for letter in text for _ in range(size)]
-            # What follows the blocks is the request's own.
-            tokens += [1_000 + number] * (prompt - len(tokens))
+        rows = zip(history.arrivals, _list_prompts(history), history.outputs, strict=True)
+        for number, (arrival, tokens, output) in enumerate(rows):
             yield Request(
                 str(number),
                 tokens,
@@ -283,6 +327,14 @@ class VllmSteps:
                 arrival_time=arrival,
                 block_hasher=hasher,
             )
+
+
+def _list_prompts(history: History) -> Iterator[list[int]]:
+    """Their tokens."""
+    for number, (prompt, text) in enumerate(zip(history.prompts, history.texts, strict=True)):
+        tokens = [ord(letter) for letter in text for _ in range(history.block_size)]
+        # What follows the blocks is the request's own.
+        yield tokens + [1_000 + number] * (prompt - len(tokens))
 
 
 def _read_step(scheduler: Any, output: Any, begin: float, preempted: list[int]) -> Step:

@@ -2,7 +2,7 @@
 
 import beside_vllm
 import pytest
-from step_by_step import History, SimulatedSteps, Step
+from step_by_step import EmulatedSteps, History, SimulatedSteps, Step, VllmSteps
 
 pytestmark = [
     pytest.mark.vllm,
@@ -13,15 +13,19 @@ pytestmark = [
 
 def test_each_difference_from_vllms_scheduler_has_a_known_cause() -> None:
     pytest.importorskip("vllm")
-    found = beside_vllm.compare(80)
-    assert found.histories == 80
-    assert found.steps > 5_000
-    assert found.preemptions > 10
-    assert beside_vllm.UNKNOWN not in found.causes, found.seeds
+    vllm = VllmSteps()
+    simulated = beside_vllm.compare(80, 0, SimulatedSteps(), vllm)
+    emulated = beside_vllm.compare(80, 0, EmulatedSteps(), vllm)
+    for found in (simulated, emulated):
+        assert found.histories == 80
+        assert found.steps > 5_000
+        assert found.preemptions > 10
+    assert beside_vllm.UNKNOWN not in simulated.causes, simulated.seeds
+    assert not emulated.causes, emulated.seeds
 
 
 def test_iterations_that_are_simulated_at_once_are_read_one_by_one() -> None:
-    history = History(4, 8, 4, 8, False, False, False, (0.001, 0.002), (6, 9), (3, 2), ("", ""))
+    history = History(4, 8, 4, 8, 0, False, False, False, (0.001, 0.002), (6, 9), (3, 2), ("", ""))
     assert list(SimulatedSteps().run(history)) == [
         Step(0.001, 6, {0: 6}, 6, ()),
         Step(1.001, 8, {0: 7, 1: 7}, 4, ()),

@@ -179,6 +179,22 @@ def test_a_prompt_that_is_computed_in_chunks_waits_for_room_for_all_of_it() -> N
     assert batches == [[(False, 8)], [(False, 1)], [(False, 1)], [(True, 8)]]
 
 
+def test_a_prompt_that_waits_for_room_keeps_nothing_in_the_cache() -> None:
+    scheduler = make(num_blocks=4, tokens=64)
+    pool = scheduler.pool
+    older, newer = pool.allocate(1), pool.allocate(1)
+    waiting = sequence([0] * 16)
+    pool.publish(older[0], waiting.compute_block_keys(1, BLOCK)[0])
+    pool.publish(newer[0], b"other")
+    pool.free(older)
+    pool.free(newer)
+    pool.allocate(1)
+    scheduler.add(waiting)
+    assert not scheduler.schedule().scheduled
+    pool.allocate(2)
+    assert pool.count_cached([b"other"]) == 1, "it was freed last"
+
+
 def test_the_cost_of_a_step_distinguishes_chunks_from_single_tokens() -> None:
     scheduler = make(tokens=64)
     scheduler.add(sequence([1] * 9, ignore_eos=True))

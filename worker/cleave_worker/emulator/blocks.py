@@ -64,12 +64,7 @@ class BlockPool:
 
     def acquire_cached(self, keys: Sequence[bytes]) -> list[int]:
         """Acquire the longest cached run of blocks for a prompt's block keys."""
-        cached: list[int] = []
-        for key in keys:
-            block = self._cached.get(key)
-            if block is None:
-                break
-            cached.append(block)
+        cached = [self._cached[key] for key in keys[: self.count_cached(keys)]]
         for block in cached:
             self._free.pop(block, None)
             self._ref_counts[block] += 1
@@ -79,6 +74,11 @@ class BlockPool:
     def count_cached(self, keys: Sequence[bytes]) -> int:
         """The length of that run."""
         return next((at for at, key in enumerate(keys) if key not in self._cached), len(keys))
+
+    def count_shared(self, keys: Sequence[bytes]) -> int:
+        """How many blocks of that run a sequence holds."""
+        run = keys[: self.count_cached(keys)]
+        return sum(self._ref_counts[self._cached[key]] > 0 for key in run)
 
     def publish(self, block: int, key: bytes) -> None:
         """Enter a full block into the prefix cache."""

@@ -364,20 +364,19 @@ class EmulatedScheduler:
         """Allocate blocks for the next tokens of a waiting sequence; return how many tokens."""
         size = self.pool.block_size
         num_tokens = len(sequence.tokens)
-        cached_blocks, keys = list[int](), list[bytes]()
+        keys = list[bytes]()
         if self.limits.prefix_caching:
             keys = sequence.compute_block_keys((num_tokens - 1) // size, size)
-            cached_blocks = self.pool.acquire_cached(keys)
+        # Although it takes blocks only for what it computes (vLLM's scheduler_reserve_full_isl).
+        if -(-num_tokens // size) - self.pool.count_shared(keys) > self.pool.num_free:
+            return 0
+        cached_blocks = self.pool.acquire_cached(keys)
         cached = len(cached_blocks) * size
         remaining = num_tokens - cached
         if sequence.source and (num_tokens - 1) // size == len(cached_blocks):
             sequence.source = None
         if self.host and not (sequence.handoff or sequence.source or sequence.num_preemptions):
             sequence.on_host = self.host.find(keys[len(cached_blocks) :])
-        # Although it takes blocks only for what it computes (vLLM's scheduler_reserve_full_isl).
-        if -(-num_tokens // size) - len(cached_blocks) > self.pool.num_free:
-            self.pool.free(cached_blocks)
-            return 0
         # A sequence that waits for its KV holds blocks, so it gets all that it needs.
         is_whole = sequence.handoff or sequence.source or sequence.on_host
         count = remaining if is_whole else compute_chunk_size(remaining, budget)
