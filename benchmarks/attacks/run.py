@@ -60,8 +60,6 @@ class Felt:
 
     ttfts_ms: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    queued_mib: float = 0.0
-    """Most that sockets held."""
 
     def quantile(self, share: float) -> float:
         if len(self.ttfts_ms) < 2:
@@ -98,16 +96,6 @@ class Gateway:
 
     def forget_peak(self) -> None:
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
-
-    def queued_mib(self) -> float:
-        """What sockets of its clients hold in the kernel, which is the pod's memory as well."""
-        size, port = 0, f"{self.port:04X}"
-        with open("/proc/net/tcp") as lines:
-            for line in lines:
-                fields = line.split()
-                if fields[1].endswith(port):
-                    size += sum(int(queue, 16) for queue in fields[4].split(":"))
-        return size / (1 << 20)
 
     def page(self, path: str) -> str:
         """A page of the internal port; empty when it does not answer within 5 s."""
@@ -159,17 +147,19 @@ def measure(name: str, seconds: float, python: str, folder: Path) -> dict[str, o
         command += [str(gateway.port), str(seconds + 1), KEY]
         attack = subprocess.Popen(command, preexec_fn=keep_aside)
         try:
-            time.sleep(1)
-            attacked, answered = asyncio.run(watch(gateway, seconds, attack))
+            with counted_bytes(gateway.port) as counted:
+                time.sleep(1)
+                attacked, answered = asyncio.run(watch(gateway, seconds, attack))
         finally:
             attack.kill()
             attack.wait()
+        queued_mib = max(map(int, counted)) / (1 << 20)
         peak_mib, block = gateway.peak_mib(), gateway.take_worst_block()
         time.sleep(0.5)
         retried = gateway.retries() - retries
     ratios = [attacked.quantile(share) / alone.quantile(share) for share in (0.5, 0.99)]
     missed = [
-        *(["memory"] if peak_mib + attacked.queued_mib > MEMORY_LIMIT_MIB else []),
+        *(["memory"] if peak_mib + queued_mib > MEMORY_LIMIT_MIB else []),
         *(["latency"] if max(ratios) > LATENCY_LIMIT else []),
         *([f"block: {block['where']}"] if block["ms"] > BLOCK_LIMIT_MS else []),
         *(["failures"] if attacked.failures else []),
@@ -180,7 +170,7 @@ def measure(name: str, seconds: float, python: str, folder: Path) -> dict[str, o
         "attack": name,
         "MiB alone": round(idle_mib),
         "MiB": round(peak_mib) if peak_mib < float("inf") else "killed",
-        "in sockets": round(attacked.queued_mib),
+        "in sockets": round(queued_mib),
         "TTFT p50 ms": f"{alone.quantile(0.5):.0f} -> {attacked.quantile(0.5):.0f}",
         "p99 ms": f"{alone.quantile(0.99):.0f} -> {attacked.quantile(0.99):.0f}",
         "ratio p50, p99": ", ".join(f"{ratio:.2f}" for ratio in ratios),
@@ -191,6 +181,19 @@ def measure(name: str, seconds: float, python: str, folder: Path) -> dict[str, o
         "retries": round(retried),
         "verdict": "misses: " + ", ".join(missed) if missed else "holds",
     }
+
+
+@contextlib.contextmanager
+def counted_bytes(port: int) -> Iterator[list[str]]:
+    """What sockets of this port hold, in bytes; filled at the end."""
+    counted: list[str] = []
+    command = [sys.executable, str(Path(__file__).with_name("queued_bytes.py")), str(port)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=keep_aside
+    ) as counter:
+        yield counted
+        counter.kill()
+        counted += counter.communicate()[0].split()
 
 
 async def watch(
@@ -206,7 +209,6 @@ async def watch(
             group.create_task(suffer(gateway, deadline, felt))
         while time.monotonic() < deadline:
             await asyncio.sleep(1)
-            felt.queued_mib = max(felt.queued_mib, gateway.queued_mib())
             page = await asyncio.to_thread(gateway.page, "/health")
             answered = answered and bool(page)
             if attack is not None and gateway.peak_mib() > GIVEN_UP_MIB:
