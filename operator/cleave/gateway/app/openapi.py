@@ -20,6 +20,7 @@ _DESCRIPTION = (
 )
 _TEXT: Schema = {"type": "string"}
 MODEL_NAME: Schema = _TEXT
+_MODEL: Schema = {"$ref": "#/components/schemas/ModelName"}
 _FLAG: Schema = {"type": ["boolean", "null"]}
 _COUNT: Schema = {"type": ["integer", "null"], "minimum": 1}
 _OBJECT: Schema = {"type": "object"}
@@ -33,7 +34,7 @@ _FIELDS: Mapping[str, Schema] = {
     "max_tokens": _COUNT,
     "messages": {"type": "array", "items": _OBJECT, "minItems": 1},
     "min_tokens": {"type": ["integer", "null"], "minimum": 0},
-    "model": {"$ref": "#/components/schemas/ModelName"},
+    "model": {"anyOf": [_MODEL, {"type": "null"}]},
     "n": _COUNT,
     "output_config": {"type": ["object", "null"]},
     "prompt": {
@@ -172,7 +173,7 @@ def _describe_own_operation(route: OwnRoute) -> Schema:
 
 
 def _describe_get_model() -> Schema:
-    name = {"name": "model", "in": "path", "required": True, "schema": _FIELDS["model"]}
+    name = {"name": "model", "in": "path", "required": True, "schema": _MODEL}
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Model"}}}
     return {
         "summary": "Describe a model",
