@@ -183,8 +183,14 @@ def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(
     problem = ask("Always", pools=FLIPPING) if lends else ask("Always")
     play = Play(problem, running=TWO_PAIRS)
     play.correction = Correction(1.3, 1.3)
-    found = assess_play(play, demand=play.problem.demand.with_rate(rate))
+    demand = play.problem.demand.with_rate(rate)
+    found = assess_play(play, demand=demand)
     assert found.attainment < 0.4
     assert not found.holds
-    assert found.correction.prefill == pytest.approx(1.0, abs=0.08)
+    # So near to saturation a queue that a flip has emptied hides some of what prompts take.
+    assert found.correction.prefill == pytest.approx(1.0, abs=0.15 if lends else 0.08)
     assert found.correction.decode == pytest.approx(1.0, abs=0.08)
+    play.correction = found.correction
+    corrected = assess_play(play, demand=demand)
+    assert corrected.holds
+    assert corrected.attainment > found.attainment + 0.4
