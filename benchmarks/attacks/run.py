@@ -286,7 +286,7 @@ def served(python: str, folder: Path, attack: Attack) -> Iterator[Gateway]:
         gateway = Gateway(process, port, internal_port, blocks, tls)
         deadline = time.monotonic() + START_S
         # Agents check the KV paths when they start, which takes time of the engines.
-        while log.read_text().count("KV path verified") < 2 or '"ok"' not in gateway.page(
+        while log.read_text().count("KV path verified") < 4 or '"ok"' not in gateway.page(
             "/health"
         ):
             if time.monotonic() > deadline:

@@ -21,7 +21,6 @@ from cleave_worker.agent.config import AgentConfig, AgentTiming
 
 START_SECONDS = 60.0
 QUICK = AgentTiming(
-    opposite_delay=0,
     start_poll=0.02,
     health_interval=0.02,
     restart_delay=0.01,

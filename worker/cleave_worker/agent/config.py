@@ -62,8 +62,6 @@ class AgentTiming:
     verify_timeout: float = 30.0
     """Limit of each request of the KV test."""
     verify_delay_max: float = 30.0
-    opposite_delay: float = 30.0
-    """Between an instance's own KV test and that of the opposite direction: requests come first."""
     quiet_period: float = 0.3
     """How long the load page must show no work before a drain counts the engine as empty."""
     drain_poll: float = 0.05

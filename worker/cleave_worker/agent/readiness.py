@@ -11,8 +11,8 @@ Run by the supervisor beside the health checks, once per boot. The cases:
 - A mixed instance without a peer, or whose peers still start, is ready unverified at once: what it
   serves needs no handoff.
 
-Half a minute after it is ready, an instance tests the opposite direction, too, as its role may
-change. What failed or was not tested is tested before a role that needs it is announced.
+After the direction of the role the opposite direction is tested, too, as the role may change. A
+direction that failed or was skipped is tested again before a role that needs it is announced.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ async def verify_with_peers(
         scan = await search()
         if scan.peer:
             seen_at = clock()
-            if await _test_peer(instance, scan.peer, run_test, timing.opposite_delay):
+            if await _test_peer(instance, scan.peer, run_test):
                 return
             await asyncio.sleep(delay)
             delay = min(delay * 2, timing.verify_delay_max)
@@ -97,10 +97,7 @@ async def verify_role(config: AgentConfig, instance: WorkerInstance, role: Role)
 
 
 async def _test_peer(
-    instance: WorkerInstance,
-    peer: agent_pb2.Registration,
-    run_test: RunKvTest,
-    opposite_delay: float,
+    instance: WorkerInstance, peer: agent_pb2.Registration, run_test: RunKvTest
 ) -> bool:
     flow = get_kv_direction(instance.copy_registration().role)
     try:
@@ -113,13 +110,11 @@ async def _test_peer(
         _log.warning(reason)
         instance.mark_verification_failed(reason)
         return False
-    instance.mark_verified(kv_path, flow)
-    await asyncio.sleep(opposite_delay)
     try:
-        if not instance.is_verified(flow.opposite):
-            instance.mark_verified(await run_test(peer, flow.opposite), flow.opposite)
+        instance.mark_verified(await run_test(peer, flow.opposite), flow.opposite)
     except KvTestError as error:
         _log.warning("KV test with %s failed in the opposite direction: %s", peer.instance, error)
+    instance.mark_verified(kv_path, flow)
     # The role may have changed meanwhile.
     return instance.is_verified(get_kv_direction(instance.copy_registration().role))
 
