@@ -49,8 +49,7 @@ def vllm_pair(
     # A random model would go on with blanks for ever.
     structured = {"backend": "xgrammar", "disable_any_whitespace": True}
     args = [
-        # vLLM on CPU computes what has no adapter with the last slot, so that one stays empty.
-        *("--enable-lora", "--max-loras", str(len(adapters) + 1)),
+        *("--enable-lora", "--max-loras", str(len(adapters))),
         *("--structured-outputs-config", json.dumps(structured)),
         *("--otlp-traces-endpoint", collector[1]),
     ]

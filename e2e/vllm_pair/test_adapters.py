@@ -1,6 +1,7 @@
 """LoRA adapters on vLLM: loaded into running engines, their KV handed over like the model's own."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -117,3 +118,27 @@ def test_a_changed_source_serves_without_a_restart_and_without_the_old_ones_kv(
     until(lambda: read_error(url, "sql") == (200, ""), TIMEOUT_S, "the first source is back")
     assert ask(url, "sql", prompt) == before["sql"]
     assert {name: one.boot_id for name, one in vllm_pair.instances().items()} == boots
+
+
+def read_first_choice(url: str, prompt: str, salt: str) -> dict[str, float]:
+    """Log-probabilities of the likeliest first tokens."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "logprobs": 5, "cache_salt": salt}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    choices: dict[str, float] = response.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+    return choices
+
+
+def test_the_model_beside_adapters_says_what_it_says_alone(vllm_pair: Deployment) -> None:
+    parents = {"tiny": None, "sql": "tiny", "law": "tiny"}
+    until(lambda: list_models(vllm_pair.url) == parents, TIMEOUT_S, "the adapters are loaded")
+    shifts = []
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(8):
+            prompt = f"{number} boats on a river under an old stone bridge " * 10
+            alone = read_first_choice(vllm_pair.url, prompt, f"alone {number}")
+            others = [pool.submit(ask, vllm_pair.url, "law", f"{n} {prompt}") for n in range(3)]
+            beside = read_first_choice(vllm_pair.url, prompt, f"beside {number}")
+            shifts += [abs(alone[each] - beside[each]) for each in alone.keys() & beside.keys()]
+            for other in others:
+                other.result()
+    assert max(shifts) < 0.1

@@ -434,3 +434,27 @@ def test_adapters_can_be_loaded_where_the_engine_can_have_them(
 ) -> None:
     launch = build_engine_launch(config_of(engine="vllm", engine_args=arguments), BOOT, {})
     assert launch.env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpu", "added"),
+    [
+        ((), False, ()),
+        (("--enable-lora",), True, ()),
+        (("--enable-lora",), False, ("--max-loras", "3")),
+        (("--enable-lora", "--max-loras", "4"), False, ("--max-loras", "9")),
+        (
+            ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "4"),
+            False,
+            ("--max-loras", "9", "--max-cpu-loras", "9"),
+        ),
+    ],
+)
+def test_a_slot_for_adapters_stays_empty_on_cpu(
+    config_of: ConfigOf, arguments: tuple[str, ...], gpu: bool, added: tuple[str, ...]
+) -> None:
+    config = config_of(engine="vllm", engine_args=arguments)
+    argv = build_engine_launch(config, replace(BOOT, gpu=gpu), {}).argv
+    expected = arguments + added
+    assert argv[len(argv) - len(expected) :] == expected
+    assert argv.count("--max-loras") == expected.count("--max-loras")

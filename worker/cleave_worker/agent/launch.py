@@ -150,6 +150,7 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
         module,
         *arguments,
         *_set_commits(user_arguments, boot.weights),
+        *_build_adapter_slots(config, boot),
     )
     return Launch(argv, _build_environment(config, boot, base_env))
 
@@ -173,6 +174,7 @@ def build_headless_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str
         module,
         *arguments,
         *_set_commits(user_arguments, boot.weights),
+        *_build_adapter_slots(config, boot),
     )
     return Launch(argv, _build_environment(config, boot, base_env))
 
@@ -189,6 +191,18 @@ def read_max_adapters(config: AgentConfig) -> int:
     """Return the number of adapters that the engine holds at a time."""
     text = get_option(config.engine_args, "--max-loras")
     return int(text) if text and text.isdigit() else 1
+
+
+def _build_adapter_slots(config: AgentConfig, boot: Boot) -> list[str]:
+    """More slots for adapters than asked for on CPU, of which the last one stays empty: vLLM there
+    computes a request without an adapter by its weights if another one of the batch has an adapter
+    (vLLM PR 48421). While sources change, old and new adapters have slots."""
+    if config.engine != "vllm" or boot.gpu or not can_load_adapters(config):
+        return []
+    slots = 2 * read_max_adapters(config) + 1
+    kept = get_option(config.engine_args, "--max-cpu-loras")
+    cached = ["--max-cpu-loras", str(max(int(kept), slots))] if kept and kept.isdigit() else []
+    return ["--max-loras", str(slots), *cached]
 
 
 def can_load_adapters(config: AgentConfig) -> bool:
