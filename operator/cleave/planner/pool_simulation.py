@@ -98,8 +98,8 @@ def to_candidate_placement(
     ]
     if not algorithm.startswith(LOW_AFFINITY):
         return CandidatePlacement(tuple(groups))
-    stated = (pool.replicas // pool.per_cell for pool in pools if pool.per_cell)
-    cells = math.gcd(*(group.replicas for group in groups), *stated)
+    declared = (pool.replicas // pool.per_cell for pool in pools if pool.per_cell)
+    cells = math.gcd(*(group.replicas for group in groups), *declared)
     cell = tuple(replace(group, replicas=group.replicas // cells) for group in groups)
     return CandidatePlacement(cell, copies=cells, is_in_node=True)
 
