@@ -2,42 +2,35 @@
 
     git clone https://github.com/casys-kaist/LLMServingSim                       # 5daddb2, MIT
     .venv/bin/python benchmarks/references/llmservingsim.py LLMServingSim        # predictions alone
-    .venv/bin/python benchmarks/references/llmservingsim.py LLMServingSim --measured
+    .venv/bin/python benchmarks/references/llmservingsim.py LLMServingSim --measured [--tabled]
 
 Its profiles become `Operators`, as those of Cleave's own profiler do, and the simulator serves the
 recorded arrivals, lengths and prompts. Without `--measured` only arrivals and lengths of a
-recording are read. What is hard: a recording has two clocks, and data-parallel ranks share experts.
+recording are read. `--tabled`, written after the comparison, adds what Cleave's iteration times
+leave out of attention. What is hard: a recording has two clocks.
 """
 
 import argparse
-import csv
 import itertools
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
+import yaml
+from layer_profile import read_csv, read_operators
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from tabled_attention import TabledAttention, TabledReference
 
 from cleave.api.enums import DispatchPolicy
 from cleave.perf.hardware import memory
 from cleave.perf.hardware.gpu import find_gpu
-from cleave.perf.model.model_shape import ModelShape, load_shape
-from cleave.perf.profile import curve, operator_fit
-from cleave.perf.profile.profile import (
-    CommunicationPoint,
-    DecodeAttentionPoint,
-    LinearPoint,
-    Operators,
-    PrefillAttentionPoint,
-    ProfilePoint,
-)
-from cleave.perf.roofline.roofline import VLLM
+from cleave.perf.model.model_shape import load_shape
+from cleave.perf.profile import operator_fit
 from cleave.perf.timing import EngineTiming
 from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
@@ -45,11 +38,6 @@ from cleave.simulator.trace import PromptBlocks, Trace
 
 PERCENTILES = (50, 90, 95, 99)
 BLOCK_TOKENS = 16
-LINK_GB_PER_S, LINK_MS = 16, 0.02
-"""Between two RTX PRO 6000, of the runs' cluster files (`link_bw`, `link_latency`)."""
-TWICE = frozenset({"layernorm"})
-"""Operators that a layer has two of."""
-ONCE = frozenset({"embedding", "final_layernorm"})
 
 
 @dataclass(frozen=True)
@@ -68,103 +56,29 @@ RUNS = (
     Run("RTXPRO6000/Qwen3-30B-A3B-Instruct-2507", "RTX-PRO-6000-Server", "qwen3-30b-a3b"),
     Run("RTX4090/Llama-3.1-8B", "RTX-4090", "llama-3.1-8b"),
 )
-Point = TypeVar("Point", bound=ProfilePoint)
 Times = dict[str, NDArray[np.float64]]
 """TTFT and TPOT in ms, by request in order of arrival."""
 
 
-def read_operators(folder: Path, shape: ModelShape, tensor: int, ranks: int) -> Operators:
-    """The profile in `folder` (`tp1`, `tp2`). Data-parallel `ranks` share the experts."""
-    layer, once = [], []
-    for row in _read_csv(folder / "dense.csv"):
-        name, ms = row["layer"], float(row["time_us"]) / 1000
-        points = once if name in ONCE else layer
-        ms *= 2 if name in TWICE else 1
-        points.append(_build_point(name, tensor, int(row["tokens"]), ms))
-    head: dict[int, float] = defaultdict(float)
-    for row in _read_csv(folder / "per_sequence.csv"):
-        head[int(row["sequences"])] += float(row["time_us"]) / 1000
-    once += [_build_point(operator_fit.LM_HEAD, tensor, n, ms) for n, ms in sorted(head.items())]
-    if shape.experts is not None:
-        layer += _read_experts(folder / "moe.csv", shape, tensor, ranks)
-    prefill, decode = _read_attention(folder / "attention.csv", tensor)
-    return Operators(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        pass_overhead_ms=VLLM.iteration_ms,
-        layer=_sort(layer),
-        once=_sort(once),
-        prefill_attention=_sort(prefill),
-        decode_attention=_sort(decode),
-        all_reduce=_build_all_reduce() if tensor > 1 else (),
-    )
+def find_profile(root: Path, run: Run) -> Path:
+    """The folder of the profile for a recording's model, GPU and tensor parallel size."""
+    flags = _read_meta(root, run)["engine_kwargs"]
+    models = root / "profiler/perf" / run.folder.split("/")[0]
+    return models / flags["model"] / "bf16" / f"tp{flags['tensor_parallel_size']}"
 
 
-def _read_attention(
-    file: Path, tensor: int
-) -> tuple[list[PrefillAttentionPoint], list[DecodeAttentionPoint]]:
-    """Iterations of a prompt alone and of decoding alone; those of both are left out."""
-    prefill, decode = [], []
-    for row in _read_csv(file):
-        chunk, cached, batch, context = (
-            int(row[name]) for name in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-        )
-        size = {"tensor_parallel_size": tensor, "ms": float(row["time_us"]) / 1000}
-        if not batch:
-            prefill.append(PrefillAttentionPoint(tokens=chunk, cached_tokens=cached, **size))
-        elif not chunk:
-            decode.append(DecodeAttentionPoint(batch=batch, context_tokens=batch * context, **size))
-    return prefill, decode
-
-
-def _read_experts(file: Path, shape: ModelShape, tensor: int, ranks: int) -> Iterator[LinearPoint]:
-    """Experts of one rank by its own rows, with as many rows on all other ranks, and the exchange
-    of rows before and after them. Tokens choose experts evenly."""
-    assert shape.experts is not None
-    by_active: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for row in _read_csv(file):
-        at, ms = float(row["tokens"]), float(row["time_us"]) / 1000
-        by_active[int(row["activated_experts"])].append((at, ms))
-    curves = {active: points for active, points in by_active.items() if len(points) > 1}
-    for tokens in sorted({int(at) for points in curves.values() for at, _ in points}):
-        active = shape.experts.count_activated(tokens * ranks) / ranks
-        points = [(k, curve.interpolate(points, tokens)) for k, points in sorted(curves.items())]
-        exchange_ms = 0.0
-        if ranks > 1:
-            row_bytes = shape.hidden_size * shape.dtype_bytes
-            exchange_ms = 2 * (LINK_MS + tokens * row_bytes / (LINK_GB_PER_S * 1e6))
-        yield _build_point("moe", tensor, tokens, curve.interpolate(points, active) + exchange_ms)
-
-
-def _build_all_reduce() -> tuple[CommunicationPoint, ...]:
-    """A ring of two over the link: each half goes once to the other and once back."""
-    sizes = (1 << 10, 1 << 26)
-    return tuple(
-        CommunicationPoint(size_bytes=size, ms=2 * LINK_MS + size / (LINK_GB_PER_S * 1e6))
-        for size in sizes
-    )
-
-
-def _build_point(name: str, tensor: int, tokens: int, ms: float) -> LinearPoint:
-    return LinearPoint(operator=name, tensor_parallel_size=tensor, tokens=tokens, ms=ms)
-
-
-def _sort(points: Sequence[Point]) -> tuple[Point, ...]:
-    return tuple(sorted(points, key=lambda each: each.key))
-
-
-def _read_csv(file: Path) -> Iterator[Mapping[str, str]]:
-    with file.open() as lines:
-        yield from csv.DictReader(lines)
+def _read_meta(root: Path, run: Run) -> dict[str, Any]:
+    file = root / "bench/examples" / run.folder / "vllm/meta.json"
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def build_fleet(root: Path, run: Run) -> SimulatedFleet:
     """The engine of a recording with its flags."""
-    meta = json.loads((root / "bench/examples" / run.folder / "vllm/meta.json").read_text())
+    meta = _read_meta(root, run)
     flags, shape = meta["engine_kwargs"], load_shape(run.model)
     tensor, ranks = flags["tensor_parallel_size"], flags["data_parallel_size"]
-    profile = root / "profiler/perf" / run.folder.split("/")[0] / flags["model"] / "bf16"
-    operators = read_operators(profile / f"tp{tensor}", shape, tensor, ranks)
+    operators = read_operators(find_profile(root, run), shape, tensor, ranks)
     timing: EngineTiming = operator_fit.to_timing(operators, tensor)
     reserve = replace(memory.VLLM_RESERVE, utilisation=0.9)
     engine = SimulatedEngine(
@@ -186,9 +100,8 @@ def build_fleet(root: Path, run: Run) -> SimulatedFleet:
 
 def read_trace(root: Path, run: Run) -> Trace:
     """Arrivals as sent, lengths and prompts of a recording."""
-    folder = root / "bench/examples" / run.folder / "vllm"
-    requests = _read_lines(folder / "requests.jsonl")
-    dataset = json.loads((folder / "meta.json").read_text())["dataset_path"]
+    requests = _read_lines(root / "bench/examples" / run.folder / "vllm/requests.jsonl")
+    dataset = _read_meta(root, run)["dataset_path"]
     texts = [each["input_tok_ids"] for each in _read_lines(root / dataset)]
     sent = np.array([each["arrival_time"] for each in requests]) * 1000
     return Trace(
@@ -209,7 +122,7 @@ def _number_blocks(texts: Sequence[Sequence[int]]) -> PromptBlocks:
     return PromptBlocks(BLOCK_TOKENS, np.array(starts), np.array(numbers, np.int64), len(known))
 
 
-def _read_lines(file: Path) -> list[dict[str, object]]:
+def _read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -232,6 +145,26 @@ def predict(root: Path, run: Run) -> Times:
     return {"TTFT": outcome.ttft_ms, "TPOT": outcome.tpot_ms}
 
 
+def predict_tabled(root: Path, run: Run) -> Times:
+    """What the tests' slow simulator says with all of the profile's attention."""
+    folder, shape = find_profile(root, run), load_shape(run.model)
+    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+    meta = yaml.safe_load((folder.parent / "meta.yaml").read_text())
+    ms = {
+        tuple(int(row[name]) for name in names): float(row["time_us"]) / 1000
+        for row in read_csv(folder / "attention.csv")
+    }
+    fits = meta["skew_fit"].get("per_tp", {})
+    alpha = fits.get(int(folder.name[2:]), {}).get("alpha_default", 0.0)
+    attention = TabledAttention(ms, shape.num_layers, alpha)
+    found = TabledReference(build_fleet(root, run), read_trace(root, run), attention).run()
+    columns = ("arrival", "first_token", "end", "output")
+    sent, first, end, tokens = (
+        np.array([getattr(each, name) for each in found.requests], float) for name in columns
+    )
+    return {"TTFT": first - sent, "TPOT": (end - first) / np.maximum(tokens - 1, 1)}
+
+
 def describe(values: NDArray[np.float64]) -> list[str]:
     """Percentiles in ms."""
     return [f"{each:,.1f}" for each in np.percentile(values, PERCENTILES)]
@@ -250,11 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--measured", action="store_true", help="compare with what was recorded")
+    parser.add_argument("--tabled", action="store_true", help="with the profile's whole attention")
     options = parser.parse_args(arguments)
     columns = ["run", "", *(f"P{each}" for each in PERCENTILES)]
     table = Table(*columns, *(["each request"] if options.measured else []))
     for run in RUNS:
-        found = predict(options.checkout, run)
+        found = (predict_tabled if options.tabled else predict)(options.checkout, run)
         seen = read_measured(options.checkout, run) if options.measured else {}
         for name in found:
             cells = compare(found[name], seen[name]) if seen else describe(found[name])

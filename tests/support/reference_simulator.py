@@ -313,7 +313,7 @@ class Reference:
 
     def start(self, i: Instance, slot: Slot, contexts: list[int]) -> None:
         timing = i.engine.timing
-        ms = timing.predict_iteration_ms(self.chunks, len(contexts), sum(contexts))
+        ms = self.predict_ms(i, contexts)
         transfer = self.fleet.transfer
         if self.begun:
             ms += transfer.receiver_ms + transfer.receiver_token_ms * sum(self.begun)
@@ -338,6 +338,10 @@ class Reference:
                 request.decode_start = self.begin
         if i.engine.ranks == 1:
             self.at(at, ITERATION, i)
+
+    def predict_ms(self, i: Instance, contexts: list[int]) -> float:
+        timing = i.engine.timing
+        return timing.predict_iteration_ms(self.chunks, len(contexts), sum(contexts))
 
     def tokens(self, slot: Slot) -> int:
         return sum(c.end - c.start for c in self.chunks) + len(self.singles) + len(slot.decoding)
