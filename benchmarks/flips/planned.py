@@ -1,13 +1,19 @@
 """Plans at their goodput, with fixed roles and with flips, beside what they predict; simulated."""
 
+import math
+import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from statistics import fmean
 
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import validate
+from cleave.perf.hardware.gpu import CATALOGUE
+from cleave.perf.model.known_models import CONFIGS
 from cleave.planner import plan_search, problem_from_cluster
+from cleave.planner.placement import PlanError
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
 from cleave.planner.result.text import format_plan
@@ -16,6 +22,9 @@ from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 
 FIRST_SEED, SEEDS = 1_000, 5
 """Of the requests that are served; plans are made with others."""
+DRAW_SEED, DRAWN = 2026, 20
+MODELS = sorted(CONFIGS)
+"""Of the drawn workloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class Traffic:
     tpot_ms: float
 
     def __str__(self) -> str:
-        model, targets = self.model.split("/")[1], f"{self.ttft_ms:g}/{self.tpot_ms:g} ms"
+        model, targets = self.model.split("/")[-1], f"{self.ttft_ms:g}/{self.tpot_ms:g} ms"
         return f"{model} {self.gpu} {self.prompt}+{self.output} {targets}"
 
 
@@ -77,24 +86,54 @@ class Row:
 
 
 def run(quick: bool) -> Iterator[dict[str, object]]:
-    """Every workload."""
-    for traffic in TRAFFICS[: 2 if quick else None]:
-        yield asdict(_measure(traffic, 1 if quick else SEEDS))
+    """The workloads with which the thresholds were chosen."""
+    return _measure_all(iter(TRAFFICS), 2 if quick else len(TRAFFICS), 1 if quick else SEEDS)
 
 
-def _measure(traffic: Traffic, seeds: int) -> Row:
-    """Plan with fixed roles, then serve at the goodput with both."""
+def run_drawn(quick: bool) -> Iterator[dict[str, object]]:
+    """The first workloads of a random generator that have a plan with an instance that may flip."""
+    return _measure_all(_draw_traffics(), 1 if quick else DRAWN, 1 if quick else SEEDS)
+
+
+def _draw_traffics() -> Iterator[Traffic]:
+    """Any models and GPUs that plans know; numbers are log-uniform. Without end."""
+    draw = random.Random(DRAW_SEED)
+
+    def scale(low: float, high: float) -> float:
+        return float(f"{math.exp(draw.uniform(math.log(low), math.log(high))):.2g}")
+
+    while True:
+        model, gpu = draw.choice(MODELS), draw.choice(CATALOGUE).name
+        rate, prompt, output = scale(5, 150), int(scale(200, 6_000)), int(scale(50, 500))
+        yield Traffic(model, gpu, rate, prompt, output, scale(250, 4_000), scale(10, 80))
+
+
+def _measure_all(
+    traffics: Iterator[Traffic], count: int, seeds: int
+) -> Iterator[dict[str, object]]:
+    rows = (_measure(traffic, seeds) for traffic in traffics)
+    return islice((asdict(row) for row in rows if row is not None), count)
+
+
+def _measure(traffic: Traffic, seeds: int) -> Row | None:
+    """Plan with fixed roles, then serve at the goodput with both; None: the rate has no plan whose
+    instances may flip."""
     flipping = _build_problem(traffic)
     fixed = replace(flipping, policies=replace(flipping.policies, flipping=None))
-    result = plan_search.plan(fixed)
-    plans = filter(None, (result.selected, *result.alternatives))
-    best = next(each for each in plans if each.is_disaggregated and each.prediction.goodput)
+    try:
+        best = plan_search.plan(fixed).selected
+    except PlanError:
+        return None
+    if best is None:
+        return None
     rate = float(f"{best.prediction.goodput:.3g}")
     fixed, flipping = (
         replace(each, demand=each.demand.with_rate(rate)).with_connector(best.connector)
         for each in (fixed, flipping)
     )
     placement = to_candidate_placement(flipping, best.pools, best.algorithm)
+    if all(group.replicas == 1 for group in placement.groups):
+        return None
     serve = partial(_serve, placement=placement, whole_below_tokens=best.whole_below_tokens)
     own = [serve(fixed, seed=FIRST_SEED + number)[0] for number in range(seeds)]
     shares, flips = zip(

@@ -1,7 +1,7 @@
 """Flips: what they gain in moving traffic, what they cost plans that are right, and their time.
 
-`python benchmarks/flips/run.py [simulated|planned|timed|vllm ...]`; without names all but vllm,
-about five minutes. timed: emulated engines; vllm: real ones, on two cores of their own.
+`python benchmarks/flips/run.py [simulated|planned|drawn|timed|vllm ...]`; without names all but
+vllm, about eight minutes. timed: emulated engines; vllm: real ones, on two cores of their own.
 `--quick`: does everything work? Quote none of its figures.
 """
 
@@ -17,22 +17,25 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from result_table import show
 
+PARTS = ["simulated", "planned", "drawn", "timed", "vllm"]
 FLIPS, VLLM_FLIPS, QUICK_FLIPS = 1_000, 200, 20
 
 
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="*", choices=["simulated", "planned", "timed", "vllm", []])
+    parser.add_argument("what", nargs="*", choices=[*PARTS, []])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     arguments = parser.parse_args()
-    what = arguments.what or ["simulated", "planned", "timed"]
+    what = arguments.what or PARTS[:-1]
     found: dict[str, list[dict[str, object]]] = {}
     if "simulated" in what:
         found["simulated"] = list(simulated.run(arguments.quick))
     if "planned" in what:
         found["planned"] = list(planned.run(arguments.quick))
+    if "drawn" in what:
+        found["drawn"] = list(planned.run_drawn(arguments.quick))
     if "timed" in what:
         found["timed"] = measured.run(QUICK_FLIPS if arguments.quick else FLIPS, vllm=False)
     if "vllm" in what:
