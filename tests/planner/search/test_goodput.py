@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cleave.api.deployment import Slo
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
@@ -163,6 +164,17 @@ def test_bisection_finds_the_edge_wherever_it_lies(goodput_: float) -> None:
     found = goodput.find_goodput(trials, colocated(problem), known_problems.targets(problem))
     assert found.rate == pytest.approx(goodput_, rel=0.011)
     assert found.rate <= goodput_
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_a_search_that_starts_far_below_finds_no_higher_goodput(share: float) -> None:
+    problem = known_problems.problem(known_problems.chat(3.0), Slo(ttft_ms=124, tpot_ms=104))
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    candidate = known_problems.of_size(problem, 4)
+    fleet = build_cell(problem, known_problems.whole(problem, candidate))
+    found = goodput.find_goodput(trials, fleet, targets).rate
+    low = goodput.find_goodput_near(trials, fleet, targets, share * found)
+    assert low.rate == pytest.approx(found, rel=0.03)
 
 
 def test_attainment_that_rises_again_with_the_rate_is_noticed() -> None:

@@ -25,6 +25,8 @@ _SAMPLE_SLACK = 0.02
 """The sample that is checked first is not the one that a trial counts; allow for the difference."""
 _FIRST_STEP = 1.15
 """Factor of the first step from the estimated rate."""
+_MAX_GROWTH = 1.2
+"""Trials are long enough for rates up to so many times the one that they are made for."""
 _CHECKED_FACTORS = (0.5, 0.8, 0.95, 1.05, 1.2, 1.5)
 """Factors on the goodput at which attainment is checked for monotony."""
 _MIN_STEP_SHARE = 0.3
@@ -72,10 +74,14 @@ def find_goodput(
 def find_goodput_near(
     trials: Trials, fleet: SimulatedFleet, targets: Targets, rate: float
 ) -> Goodput:
-    """The same, starting at a `rate` that is probably close."""
+    """The same, starting at a `rate` that is probably close. If it was far below, the trials were
+    too short, and a fleet seemed to serve more than in trials that began at its goodput."""
     if rate <= 0:
         return find_goodput(trials, fleet, targets)
-    return _Bisection.start(trials, fleet, targets, rate).run(0.0, rate, 1 + TOLERANCE)
+    found = _Bisection.start(trials, fleet, targets, rate).run(0.0, rate, 1 + TOLERANCE)
+    if found.rate <= rate * _MAX_GROWTH:
+        return found
+    return find_goodput_near(trials, fleet, targets, found.rate)
 
 
 def confirm_goodput(
