@@ -1,11 +1,12 @@
 """Published deployments of gpt-oss-120b, predicted with Cleave's tables and simulator.
 
     .venv/bin/python benchmarks/references/deployments.py                 # predictions, a minute
-    .venv/bin/python benchmarks/references/deployments.py --measured CHECKOUT
+    .venv/bin/python benchmarks/references/deployments.py --measured CHECKOUT [--host-ms MS]
 
 `CHECKOUT`: github.com/anyscale/ray-serve-llm-perf-examples (04ba8ab), whose `prefill_decode` has
 the results of its runs. What is hard: a closed loop. Its arrivals are the ends of earlier requests,
-so the simulator runs until they agree.
+so the simulator runs until they agree. `--host-ms`, written after the comparison: the host's time
+for each iteration of engines that do not schedule ahead.
 """
 
 import argparse
@@ -87,8 +88,9 @@ RATES = (10, 20, 30, 40, 45, 50, 60)
 LLM_D_SECONDS = 120
 
 
-def build_fleet(deployment: Deployment) -> SimulatedFleet:
-    """The deployment as Cleave would predict it; KV goes over NVLink in a node, else 400 Gbit/s."""
+def build_fleet(deployment: Deployment, host_ms: float = 0.0) -> SimulatedFleet:
+    """The deployment as Cleave would predict it; KV goes over NVLink in a node, else 400 Gbit/s.
+    `host_ms`: added to every iteration."""
     shape = load_shape(MODEL)
     network = {"kind": "InfiniBand", "bandwidthGbps": 400}
     nodes = [{"count": deployment.nodes, "gpu": deployment.gpu, "gpusPerNode": 8}]
@@ -105,7 +107,12 @@ def build_fleet(deployment: Deployment) -> SimulatedFleet:
         found = known.estimate(gpu, tensor, 1)
         assert found is not None
         front_end_ms = found.front_end_ms
-        timing = replace(found.timing, schedules_ahead=deployment.schedules_ahead)
+        timing = replace(
+            found.timing,
+            prompt_ms=tuple(ms + host_ms for ms in found.timing.prompt_ms),
+            decode_ms=tuple(ms + host_ms for ms in found.timing.decode_ms),
+            schedules_ahead=deployment.schedules_ahead,
+        )
         return (SimulatedPool(SimulatedEngine(timing, found.kv_capacity_tokens), replicas),)
 
     transfer = SimulatedTransfer()
@@ -154,26 +161,28 @@ def read_measured(root: Path, deployment: Deployment, clients: int) -> tuple[flo
     return run["median_ttft_ms"], run["median_tpot_ms"], run["request_throughput"]
 
 
-def show_ray(console: Console, root: Path | None) -> None:
+def show_ray(console: Console, root: Path | None, host_ms: float) -> None:
     """Print a row for each deployment and number of clients; errors if `root` is given."""
     table = Table("deployment", "clients", "TTFT ms", "TPOT ms", "req/s")
-    errors: list[tuple[float, ...]] = []
+    errors: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
     for deployment in DEPLOYMENTS:
-        fleet = build_fleet(deployment)
+        fleet = build_fleet(deployment, host_ms)
         for clients in CONCURRENCIES:
             found = summarize(simulate_closed_loop(fleet, clients))
             cells = [f"{each:,.{digits}f}" for each, digits in zip(found, (0, 2, 2), strict=True)]
             if root:
                 seen = read_measured(root, deployment, clients)
-                errors.append(tuple(a / b - 1 for a, b in zip(found, seen, strict=True)))
-                cells = [
-                    f"{cell} {each:+.0%}" for cell, each in zip(cells, errors[-1], strict=True)
-                ]
+                off = tuple(a / b - 1 for a, b in zip(found, seen, strict=True))
+                errors[deployment.is_split].append(off)
+                cells = [f"{cell} {each:+.0%}" for cell, each in zip(cells, off, strict=True)]
             table.add_row(deployment.name, str(clients), *cells)
     console.print(table)
-    for name, column in zip(("TTFT", "TPOT", "req/s"), np.array(errors).T, strict=False):
-        median, high = np.percentile(np.abs(column), (50, 90))
-        console.print(f"{name}: {median:.0%} (P90 {high:.0%}; signed {np.median(column):+.0%})")
+    for is_split, rows in errors.items():
+        for name, column in zip(("TTFT", "TPOT", "req/s"), np.array(rows).T, strict=False):
+            median, high = np.percentile(np.abs(column), (50, 90))
+            kind = "split" if is_split else "colocated"
+            signed = f"{np.median(column):+.0%}"
+            console.print(f"{kind}, {name}: {median:.0%} (P90 {high:.0%}; signed {signed})")
 
 
 def show_llm_d(console: Console) -> None:
@@ -195,10 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measured", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--host-ms", type=float, default=0.0, help="with every iteration on Ray")
     options = parser.parse_args(arguments)
     console = Console(width=110)
     show_llm_d(console)
-    show_ray(console, options.measured)
+    show_ray(console, options.measured, options.host_ms)
 
 
 if __name__ == "__main__":
