@@ -124,6 +124,7 @@ class Vllm:
             BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            prefix_caching=self.reuse,
         )
         idle = read_idle(folder / "idle.json")
         transfer = SimulatedTransfer()

@@ -65,4 +65,5 @@ def _engine(engine: str, size: tuple[int, int], max_num_batched_tokens: int) -> 
         kv_capacity_tokens=KV_CAPACITY_TOKENS[MODEL][size],
         batching=Batching.PREFILL_FIRST,
         max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=False,
     )

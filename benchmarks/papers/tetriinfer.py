@@ -118,12 +118,14 @@ def build_baselines(timing: EngineTiming) -> dict[str, SimulatedEngine]:
     """vLLM as the paper ran it, with a larger batch, and today's."""
     first = SimulatedEngine(
         timing, KV_TOKENS, batching=Batching.PREFILL_FIRST, max_num_seqs=16,
-        max_num_batched_tokens=MAX_TOKENS,
+        max_num_batched_tokens=MAX_TOKENS, prefix_caching=False,
     )  # fmt: skip
     return {
         "vLLM 2023, batch of 16": first,
         "vLLM 2023, batch of 256": replace(first, max_num_seqs=256),
-        "vLLM today, chunks": replace(first, batching=Batching.VLLM, max_num_seqs=256),
+        "vLLM today, chunks": replace(
+            first, batching=Batching.VLLM, max_num_seqs=256, prefix_caching=True
+        ),
     }
 
 
@@ -169,9 +171,14 @@ def measure_pair(timing: EngineTiming, trace: Trace, link: str) -> Figures:
         max_num_batched_tokens=512,
         order=PrefillOrder.SJF,
         prefill_sched_batch=16,
+        prefix_caching=False,
     )
     decode = SimulatedEngine(
-        timing, KV_TOKENS, max_num_batched_tokens=MAX_TOKENS, admission=Admission.RESERVE_DYNAMIC
+        timing,
+        KV_TOKENS,
+        max_num_batched_tokens=MAX_TOKENS,
+        admission=Admission.RESERVE_DYNAMIC,
+        prefix_caching=False,
     )
     fleet = SimulatedFleet(
         prefill=(SimulatedPool(prefill, 1),),

@@ -19,6 +19,8 @@ ENGINE = SimulatedEngine(
     kv_capacity_tokens=41_600,
     max_num_seqs=256,
     max_num_batched_tokens=512,
+    # As in TetriInfer's vLLM.
+    prefix_caching=False,
 )
 WORKLOADS = ("sharegpt", "chat-1m")
 BURST = 256

@@ -163,6 +163,7 @@ def _build_fleet(history: History) -> SimulatedFleet:
         history.block_size,
         max_num_seqs=history.max_num_seqs,
         max_num_batched_tokens=history.max_num_batched_tokens,
+        prefix_caching=history.has_caches,
     )
     return SimulatedFleet(mixed=(SimulatedPool(engine, 1),))
 

@@ -74,7 +74,7 @@ def run(trace: Trace, engine: SimulatedEngine, *, decodes: bool) -> Run:
     predictor = GivenPredictions(
         dict(zip(trace.prompt_tokens.tolist(), predicted.tolist(), strict=True))
     )
-    limits = EngineLimits(engine.max_num_seqs, engine.max_num_batched_tokens, prefix_caching=False)
+    limits = EngineLimits(engine.max_num_seqs, engine.max_num_batched_tokens, engine.prefix_caching)
     pool = BlockPool(engine.kv_capacity_tokens // engine.kv_block_size, engine.kv_block_size)
     scheduler = EmulatedScheduler(limits, pool, predictor)
     scheduler.apply_scheduling(
@@ -107,7 +107,8 @@ def run(trace: Trace, engine: SimulatedEngine, *, decodes: bool) -> Run:
 
 
 def _sequence(trace: Trace, number: int, decodes: bool) -> Ending:
-    prompt = array("I", range(int(trace.prompt_tokens[number])))
+    # No two begin alike.
+    prompt = array("I", range(number << 16, (number << 16) + int(trace.prompt_tokens[number])))
     request = EngineRequest(
         str(number),
         prompt,

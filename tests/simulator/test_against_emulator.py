@@ -111,7 +111,7 @@ def emulate(trace: Trace, engines: list[SimulatedEngine]) -> tuple[np.ndarray, n
         [
             Emulated(
                 EmulatedScheduler(
-                    EngineLimits(e.max_num_seqs, e.max_num_batched_tokens, prefix_caching=False),
+                    EngineLimits(e.max_num_seqs, e.max_num_batched_tokens),
                     BlockPool(e.kv_capacity_tokens // e.kv_block_size, e.kv_block_size),
                     clock=lambda: fleet.now / 1000,
                 )
@@ -129,7 +129,8 @@ def emulate(trace: Trace, engines: list[SimulatedEngine]) -> tuple[np.ndarray, n
     reserved = RequestTargets((1 - HANDOFF_SHARE) * targets.ttft_left_ms, targets.tpot_ms)
     rows = zip(trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, strict=True)
     for number, (arrival, prompt, output) in enumerate(rows):
-        name, tokens = str(number), array("I", range(prompt))
+        # No two begin alike.
+        name, tokens = str(number), array("I", range(number << 16, (number << 16) + prompt))
         whole = EngineRequest(
             name, tokens, int(output), ignore_eos=True, handoff=hand_off, targets=targets
         )

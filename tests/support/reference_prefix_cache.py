@@ -26,7 +26,7 @@ class PrefixCache:
     def num_free(self) -> int:
         return len(self.empty) + self.num_unused + len(self.cached)
 
-    def find(self, contents: Sequence[int]) -> list[Block]:
+    def find(self, contents: Sequence[object]) -> list[Block]:
         """Blocks of the longest cached prefix; of several copies the oldest."""
         found = []
         for content in contents:
@@ -67,10 +67,10 @@ class PrefixCache:
                 block.content = content
                 self.copies.setdefault(content, []).append(block)
 
-    def release(self, blocks: Sequence[Block], full: int) -> int:
-        """Free blocks from the last to the first; all content of the first `full` stays cached.
+    def release(self, blocks: Sequence[Block], contents: Sequence[object]) -> int:
+        """Free blocks from the last to the first; the first ones, with `contents`, stay cached.
         Returns how many are free now."""
-        self.name(blocks, [object() for _ in range(min(full, len(blocks)))])
+        self.name(blocks, contents)
         empty, cached = [], []
         for block in reversed(blocks):
             block.owners -= 1

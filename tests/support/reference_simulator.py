@@ -188,6 +188,7 @@ class Reference:
 
     def pull(self, instance: Instance, request: Request) -> None:
         instance.pulling += 1
+        request.joined = request.todo
         request.pull_cached = instance.take_cached(request, self.now)
         instance.take(request_kv := request, request.todo, self.now)
         instance.keep(request_kv, request.todo - 1, self.now)
@@ -218,7 +219,7 @@ class Reference:
         request.remote = False
         source = request.prefill
         if source:
-            source.release(request.held_by_source, request.prompt)
+            source.release(request, request.held_by_source, request.prompt)
             source.area += source.kv * (self.now - source.kv_at)
             source.kv_at = self.now
             source.kv -= request.prompt
@@ -479,6 +480,7 @@ class Reference:
         slot.decoding.append(request)
 
     def compute(self, i: Instance, slot: Slot, request: Request, count: int) -> None:
+        request.joined = request.todo
         if request.computed == 0:
             request.computed = i.take_cached(request, self.now)
             if request.preemptions == 0:
@@ -505,14 +507,14 @@ class Reference:
         request.preemptions += 1
         if request in i.ended:
             i.ended.remove(request)
-            self.release(i, request)
+            self.release(i, request, True)
             return
         if request is i.partial:
             i.partial = None
         else:
             slot.members.remove(request)
             assert request not in slot.decoding
-        i.drop(request, self.now)
+        i.drop(request, self.now, True)
         request.computed = 0
         i.running -= 1
         i.waiting.appendleft(request)
@@ -552,12 +554,12 @@ class Reference:
         i.running -= i.handed_over
         i.ended, i.handed_over = [], 0
 
-    def release(self, i: Instance, request: Request) -> None:
+    def release(self, i: Instance, request: Request, is_preempted: bool = False) -> None:
         for slot in i.slots:
             if request in slot.members:
                 slot.members.remove(request)
         i.running -= 1
-        i.drop(request, self.now)
+        i.drop(request, self.now, is_preempted)
 
     def finish(self, request: Request, now: float) -> None:
         request.end = now

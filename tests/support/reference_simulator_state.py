@@ -26,6 +26,8 @@ class Request:
     predicted: int
     generated: int = 0
     computed: int = 0
+    joined: int = 0
+    """Tokens that it had when it last joined a batch."""
     blocks: int = 0
     kv: int = 0
     remote: bool = False
@@ -50,6 +52,11 @@ class Request:
     @property
     def todo(self) -> int:
         return self.prompt + self.generated
+
+    def name_blocks(self, count: int) -> list[object]:
+        """Content of its first full blocks; after those of its prompt no other request has it."""
+        own = [(self.number, at) for at in range(len(self.hashes), count)]
+        return [*self.hashes[:count], *own]
 
     @property
     def left(self) -> int:
@@ -86,6 +93,7 @@ class Instance:
         self.reserve = 0
         if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
             self.reserve = math.ceil((engine.max_model_len or longest) / self.size)
+        self.caches = engine.prefix_caching and not self.reserve
         self.cache = PrefixCache(self.total)
         self.waiting: deque[Request] = deque()
         self.sorted = 0
@@ -215,7 +223,7 @@ class Instance:
     def find_cached(self, request: Request) -> list[Block]:
         """The blocks of a request that are cached here."""
         limit = (request.todo - 1) // self.size
-        return [] if self.reserve else self.cache.find(request.hashes[:limit])
+        return self.cache.find(request.name_blocks(limit)) if self.caches else []
 
     def take_cached(self, request: Request, now: float) -> int:
         """Let the request hold the blocks that are cached here; their tokens."""
@@ -228,13 +236,13 @@ class Instance:
 
     def cache_prompt(self, request: Request, tokens: int) -> None:
         """Cache the full blocks of the first `tokens` of a prompt."""
-        if not self.reserve:
+        if self.caches:
             self.cache.name(request.held, request.hashes[: tokens // self.size])
 
-    def release(self, blocks: list[Block], tokens: int) -> None:
-        """Free blocks that hold `tokens`; the content of full ones stays cached."""
-        full = 0 if self.reserve else tokens // self.size
-        self.free += self.cache.release(blocks, full)
+    def release(self, request: Request, blocks: list[Block], tokens: int) -> None:
+        """Free blocks of a request; the content of those that `tokens` fill stays cached."""
+        full = tokens // self.size if self.caches else 0
+        self.free += self.cache.release(blocks, request.name_blocks(full))
 
     def keep(self, request: Request, tokens: int, now: float) -> None:
         """Record that `request` holds `tokens` of KV from now on."""
@@ -244,8 +252,10 @@ class Instance:
         request.kv = tokens
         self.peak = max(self.peak, self.kv)
 
-    def drop(self, request: Request, now: float) -> None:
-        self.release(request.held, request.kv)
+    def drop(self, request: Request, now: float, is_preempted: bool = False) -> None:
+        # The latest token is not known yet.
+        is_ahead = is_preempted and self.schedules_ahead and request.kv > request.joined
+        self.release(request, request.held, request.kv - is_ahead)
         request.held = []
         request.blocks = 0
         self.keep(request, 0, now)

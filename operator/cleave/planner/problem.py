@@ -80,6 +80,8 @@ class Policies:
     """KV connector; it limits which parallel sizes can be paired."""
     kv_offloading_gib: int | None = None
     """Host memory of an instance for KV; None: it has none."""
+    prefix_caching: bool = True
+    """Whether engines cache prefixes."""
     max_num_seqs: int | None = None
     """Limit of requests per step of all engines; None: the search chooses them."""
     max_num_batched_tokens: int | None = None
@@ -103,6 +105,7 @@ DISTSERVE_POLICIES = Policies(
     mixed=(Batching.PREFILL_FIRST,),
     first_token_by_decode=False,
     connector=Connector.NIXL,
+    prefix_caching=False,
 )
 """Settings of DistServe (OSDI'24) and of the vLLM version that it was compared with."""
 
@@ -185,6 +188,7 @@ def build_policies(spec: LLMDeploymentSpec) -> Policies:
         connector=engine.kv_connector,
         kv_offloading_gib=engine.kv_offloading_gib,
         kv_block_size=memory_flags.read_count(engine, memory_flags.BLOCK_SIZE) or 16,
+        prefix_caching=not engine.has_flag(NO_PREFIX_CACHING),
         max_num_seqs=memory_flags.read_count(engine, memory_flags.SEQS),
         max_num_batched_tokens=memory_flags.read_count(engine, memory_flags.BATCHED_TOKENS),
         role_limits=tuple(_read_limits(engine, role) for role in Role if engine.roles),

@@ -28,9 +28,10 @@ from cleave.simulator.host_memory import find_loadable
 from cleave.simulator.iterations import predict_decode_ms, start_iterations
 from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
 from cleave.simulator.prefix_caches import (
+    evict_all,
     find_cached_prefix,
-    free_blocks,
     has_caches,
+    preempt_blocks,
     store_prompt,
     take_cached_prefix,
 )
@@ -149,7 +150,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
         return _admit_pull(state, i, s, queue, now)
     if request.queued > inst.scheduled:
         return False
-    cached = find_cached_prefix(state, i, r) if has_caches() else 0
+    cached = find_cached_prefix(state, i, r)
     if has_caches() and get_prompt(state, r).source != NONE:
         fetched = find_fetchable(state, r, cached)
         if fetched:
@@ -218,7 +219,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
             if not _admit_pull(state, i, s, queue, now):
                 break
             continue
-        cached = find_cached_prefix(state, i, r) if has_caches() else 0
+        cached = find_cached_prefix(state, i, r)
         count = request.to_compute - cached
         if not may_join_prompts(slot.tokens, count, limit):
             break
@@ -269,13 +270,11 @@ def _admit_whole(state: State, i: int, s: int, queue: int, tokens: int, now: flo
 
 def _take_cached(state: State, i: int, r: int, cached: int, now: float) -> None:
     """Start the computation of a prompt after its `cached` tokens, which the request then holds."""
-    if cached == 0:
-        return
-    request, prompt = get_request(state, r), get_prompt(state, r)
+    request = get_request(state, r)
     take_cached_prefix(state, i, r, now)
     request.computed = cached
-    if request.preemptions == 0:
-        prompt.hit = cached
+    if has_caches() and request.preemptions == 0:
+        get_prompt(state, r).hit = cached
 
 
 def _pop_waiting(state: State, i: int, queue: int) -> None:
@@ -373,6 +372,7 @@ def _allocate_growth(state: State, i: int, s: int, now: float) -> bool:
     need = count_growth(state, inst, s, slot.steps, slot.steps + 1)
     while need > inst.free:
         has_enough = False
+        evict_all(state, i)
         if inst.partial != NONE:
             _preempt_partial(state, i, now)
             continue
@@ -399,7 +399,7 @@ def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
         slot.fresh = request.next
     tokens = remove_member(state, i, s, r)
     drop_member_link(state, s, r)
-    free_blocks(state, i, r, tokens, now)
+    preempt_blocks(state, i, r, tokens, now)
     request.generated = request.output - (request.end_step - slot.steps)
     _requeue(state, i, r)
 
@@ -409,7 +409,7 @@ def _preempt_partial(state: State, i: int, now: float) -> None:
     inst = get_instance(state, i)
     r = inst.partial
     computed = get_request(state, r).computed
-    free_blocks(state, i, r, computed, now)
+    preempt_blocks(state, i, r, computed, now)
     if has_caches() and get_prompt(state, r).is_whole:
         prompt_blocks = count_blocks(inst, get_request(state, r).to_compute)
         change_usage(inst, now, count_blocks(inst, computed) - prompt_blocks, 0)

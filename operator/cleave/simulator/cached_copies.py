@@ -18,11 +18,16 @@ from cleave.simulator.record_access import (
 from cleave.simulator.records import CACHED, NONE, Record, State
 
 
+def mark_own(r: int) -> int:
+    """The `block` of a copy of what only request `r`, which was preempted, will look for."""
+    return NONE - 1 - r
+
+
 def add_free_copy(state: State, i: int, block: int, size: int) -> None:
     """Cache a block that no request holds."""
     c = create_copy(state, i, block, size)
     get_copy(state, c).owners = 0
-    if block != NONE:
+    if block >= 0:
         link_to_block(state, c)
         if state.cache_view == CACHED:
             record_block(state, i, block)
@@ -37,7 +42,7 @@ def evict(state: State, i: int, room: int) -> None:
         c = cache.oldest
         copy = get_copy(state, c)
         evicted = min(copy.size, cache.size - room)
-        if copy.block != NONE:
+        if copy.block >= 0:
             remove_from_block(state, c)
             if state.cache_view == CACHED and find_copy(state, i, copy.block) == NONE:
                 forget_block(state, i, copy.block)
@@ -46,10 +51,16 @@ def evict(state: State, i: int, room: int) -> None:
         copy.size -= evicted
         cache.size -= evicted
         if copy.size == 0:
-            drop_link(state, i, c)
-            _drop_use(state, i, c)
-            copy.younger = state.free_copy
-            state.free_copy = c
+            drop_copy(state, i, c)
+
+
+def drop_copy(state: State, i: int, c: int) -> None:
+    """Remove a copy that nothing holds and that is in no list of a block."""
+    drop_link(state, i, c)
+    _drop_use(state, i, c)
+    copy = get_copy(state, c)
+    copy.younger = state.free_copy
+    state.free_copy = c
 
 
 def find_copy(state: State, i: int, block: int) -> int:

@@ -14,6 +14,7 @@ from cleave.simulator.iterations import (
     wake_instance,
 )
 from cleave.simulator.kv_blocks import change_usage, count_growth
+from cleave.simulator.prefix_caches import preempt_blocks
 from cleave.simulator.queues import (
     add_member,
     drop_member_link,
@@ -229,15 +230,22 @@ def preempt_ended(state: State, i: int, s: int, r: int, now: float) -> None:
     inst.running -= 1
     inst.preemptions += 1
     request.preemptions += 1
-    _free_ended(state, i, s, r, now)
+    drop_member_link(state, s, r)
+    preempt_blocks(state, i, r, _count_final_tokens(state, i, r), now)
 
 
 def _free_ended(state: State, i: int, s: int, r: int, now: float) -> None:
-    request = get_request(state, r)
     drop_member_link(state, s, r)
-    # The last token's KV is never written.
-    tokens = request.prompt if request.prefill == i else request.prompt + request.output - 1
-    retire_blocks(state, i, r, tokens, now)
+    retire_blocks(state, i, r, _count_final_tokens(state, i, r), now)
+
+
+def _count_final_tokens(state: State, i: int, r: int) -> int:
+    """Tokens of KV of a request that has ended. That of its last token is never written."""
+    request = get_request(state, r)
+    tokens: int = request.prompt
+    if request.prefill != i:
+        tokens += request.output - 1
+    return tokens
 
 
 def complete_request(state: State, r: int, now: float) -> None:

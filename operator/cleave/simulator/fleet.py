@@ -63,8 +63,7 @@ class SimulatedEngine:
     timing: EngineTiming
     """Latency model of iterations; `timing.stages` is the pipeline parallel size."""
     kv_capacity_tokens: int
-    """Tokens of KV that fit, rounded down to full blocks. Prefix caching is on, as in vLLM, except
-    where KV is reserved (ORCA, FASTER_TRANSFORMER)."""
+    """Tokens of KV that fit, rounded down to full blocks."""
     kv_block_size: int = 16
     batching: Batching = Batching.VLLM
     max_num_seqs: int = 256
@@ -89,6 +88,9 @@ class SimulatedEngine:
     only with VLLM. Matters only with a trace whose prompts repeat."""
     host_token_ms: float = 0.0
     """ms to copy one token back from there."""
+    prefix_caching: bool = True
+    """Whether computed KV is found again until it is overwritten, as in vLLM; not where KV is
+    reserved (ORCA, FASTER_TRANSFORMER)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,35 @@
 """The prefix caches of simulated engines, by block, with vLLM's rules. Compiled.
 
 Called by the modules that admit, compute and free requests; used only if the trace says which
-prompts begin alike. The rules (vLLM v1: `block_pool`, `kv_cache_manager`):
+prompts begin alike, but for rule 4. The rules (vLLM v1: `block_pool`, `kv_cache_manager`):
 1. A full block of a computed prompt is cached from the iteration that computes it, and shared by
    reference count. A request finds the longest cached prefix, never its last token.
 2. The blocks of a request are freed from its end to its beginning. Freed blocks stay cached, least
    recently freed ones are evicted first, when blocks without content have run out.
 3. Two requests that compute the same block at the same time each cache a copy of their own.
+4. A preempted request finds its own blocks, also those of its answer, as far as they are left.
 
 What is hard: cost. A copy here is one block of the trace, which may be many blocks of KV. Nothing
 is evicted when blocks are allocated, only counted; `_evict` makes up for it before the next request
-looks up, caches or frees blocks, which has the same result.
+looks up, caches or frees blocks, which has the same result. And where prompts do not repeat there
+are no copies at all: requests that were preempted resume last in first out on their instance, so
+two counts say how many blocks are in front of a request's own ones.
 
 Where a trace's block is longer than a KV block: it is found whole or not at all, and the first
 evicted KV block makes it unfindable; the rest is evicted before any other. A partly evicted block
 can be found in part in vLLM: up to one block of the trace per instance. Requests that end in one
 iteration are freed in order of arrival, in vLLM in order of admission; they differ after
-preemptions. A preempted request finds its prompt again, but not its answer.
+preemptions.
 """
+
+import math
 
 from cleave.simulator.cached_copies import (
     add_free_copy,
     begin_use,
     count_kv_blocks,
     create_copy,
+    drop_copy,
     drop_link,
     evict,
     find_copy,
@@ -31,6 +37,7 @@ from cleave.simulator.cached_copies import (
     get_owned_copy,
     link_as_newest,
     link_to_block,
+    mark_own,
     set_num_owned,
 )
 from cleave.simulator.kv_blocks import change_usage, count_blocks
@@ -44,7 +51,7 @@ from cleave.simulator.record_access import (
     get_prompt,
     get_request,
 )
-from cleave.simulator.records import CACHED, NONE, SENT, State
+from cleave.simulator.records import CACHED, NONE, SENT, Record, State
 
 
 def has_caches() -> bool:
@@ -59,10 +66,14 @@ def has_caches() -> bool:
 def find_cached_prefix(state: State, i: int, r: int) -> int:
     """Tokens of request `r` that instance `i` has cached; `prompt.found` and `prompt.shared` are
     set for `take_cached_prefix` and for the room that it needs."""
-    inst, request, prompt = get_instance(state, i), get_request(state, r), get_prompt(state, r)
+    inst, request = get_instance(state, i), get_request(state, r)
+    if not has_caches():
+        return _count_left(inst, request) * inst.block if request.left else 0
+    prompt = get_prompt(state, r)
     prompt.found = 0
     prompt.shared = 0
-    if inst.reserve or prompt.num_blocks == 0:
+    prompt.own_found = 0
+    if not inst.caches:
         return 0
     _evict(state, i)
     limit = (request.to_compute - 1) // inst.block
@@ -79,13 +90,37 @@ def find_cached_prefix(state: State, i: int, r: int) -> int:
             prompt.shared += size
         blocks += size
         prompt.found += 1
-    cached: int = blocks * inst.block
+    if prompt.own != NONE and prompt.found == prompt.own_after:
+        copy = get_copy(state, prompt.own)
+        if copy.block == mark_own(r) and copy.instance == i:
+            prompt.own_found = copy.size
+    cached: int = (blocks + prompt.own_found) * inst.block
     return cached
+
+
+def _count_left(inst: Record, request: Record) -> int:
+    """KV blocks of a request that was preempted on an instance that are still cached there."""
+    _count_evicted(inst, inst.free)
+    kept: int = min(max(request.left_until - inst.evicted, 0), request.left)
+    return kept
+
+
+def _count_evicted(inst: Record, free: int) -> None:
+    """No more blocks can be cached than are free."""
+    inst.evicted = max(inst.evicted, inst.cached - free)
 
 
 def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
     """Request `r` holds the blocks that `find_cached_prefix` has found on instance `i`."""
-    inst, prompt, cache = get_instance(state, i), get_prompt(state, r), get_cache(state, i)
+    inst, request = get_instance(state, i), get_request(state, r)
+    if not has_caches():
+        if request.left:
+            taken = _count_left(inst, request)
+            request.left = 0
+            inst.cached -= taken
+            change_usage(inst, now, taken, taken * inst.block)
+        return
+    prompt, cache = get_prompt(state, r), get_cache(state, i)
     taken = 0
     for at in range(prompt.found):
         # Not kept by the search: a request of a central queue had no instance then.
@@ -99,6 +134,11 @@ def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
         copy.owners += 1
         begin_use(state, i, c)
     set_num_owned(state, i, r, prompt.found)
+    if prompt.own_found:
+        cache.size -= prompt.own_found
+        taken += prompt.own_found
+        drop_copy(state, i, prompt.own)
+    prompt.own = NONE
     if taken:
         change_usage(inst, now, taken, taken * inst.block)
 
@@ -106,7 +146,7 @@ def take_cached_prefix(state: State, i: int, r: int, now: float) -> None:
 def store_prompt(state: State, i: int, r: int, tokens: int) -> None:
     """Instance `i` has `tokens` of request `r`: its full blocks are cached, and held by it."""
     inst, prompt = get_instance(state, i), get_prompt(state, r)
-    if inst.reserve:
+    if not inst.caches:
         return
     _evict(state, i)
     held = get_num_owned(state, i, r)
@@ -127,17 +167,49 @@ def store_prompt(state: State, i: int, r: int, tokens: int) -> None:
 
 
 def free_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
-    """Free all blocks that request `r` holds on instance `i` for `tokens` of KV. Those of its
-    prompt stay cached."""
+    """Free all blocks that request `r`, which has ended, holds on instance `i` for `tokens` of KV.
+    They stay cached."""
+    _free(state, i, r, tokens, tokens, True, now)
+
+
+def preempt_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
+    """Free all blocks that request `r`, which is preempted, holds for `tokens` of KV."""
+    inst, request = get_instance(state, i), get_request(state, r)
+    cached = tokens
+    if inst.schedules_ahead and tokens > request.to_compute:
+        # Its latest token is not known yet, so neither is the content of the block that it fills.
+        cached -= 1
+    _free(state, i, r, tokens, cached, not math.isnan(request.end), now)
+    if not has_caches():
+        request.left = cached // inst.block if inst.caches else 0
+        request.left_until = inst.cached
+
+
+def evict_all(state: State, i: int) -> None:
+    """Members have allocated all free blocks of instance `i`, of which none stays cached."""
+    if has_caches():
+        evict(state, i, 0)
+    else:
+        _count_evicted(get_instance(state, i), 0)
+
+
+def _free(
+    state: State, i: int, r: int, tokens: int, cached: int, has_ended: bool, now: float
+) -> None:
+    """Free blocks for `tokens` of KV, of which the full ones of the first `cached` stay cached."""
     inst = get_instance(state, i)
     blocks = count_blocks(inst, tokens)
     kept = 0
-    if has_caches() and not inst.reserve:
-        kept = _free_cached(state, i, r, tokens)
+    if has_caches():
+        if inst.caches:
+            kept = _free_cached(state, i, r, cached, has_ended)
+    else:
+        _count_evicted(inst, inst.free)
+        inst.cached += cached // inst.block
     change_usage(inst, now, kept - blocks, kept * inst.block - tokens)
 
 
-def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
+def _free_cached(state: State, i: int, r: int, tokens: int, has_ended: bool) -> int:
     """Free the copies that a request holds; return how many KV blocks other requests still hold."""
     inst, cache = get_instance(state, i), get_cache(state, i)
     _evict(state, i)
@@ -145,12 +217,15 @@ def _free_cached(state: State, i: int, r: int, tokens: int) -> int:
     blocks = 0
     for at in range(held):
         blocks += get_copy(state, get_owned_copy(state, i, r, at).value).size
-    answered = _count_answer_blocks(state, r, held, tokens)
+    answered = _count_answer_blocks(state, r, held, tokens) if has_ended else 0
     answer_size = state.block_tokens // inst.block
     # Full blocks after them are cached as well, but by content that no other prompt has.
     others = tokens // inst.block - blocks - answered * answer_size
     if others > 0:
-        add_free_copy(state, i, NONE, others)
+        add_free_copy(state, i, NONE if has_ended else mark_own(r), others)
+        if not has_ended:
+            prompt = get_prompt(state, r)
+            prompt.own, prompt.own_after = cache.newest, held
     for at in range(answered - 1, -1, -1):
         block = get_answer(state, get_prompt(state, r).first_answer + at).value
         add_free_copy(state, i, block, answer_size)

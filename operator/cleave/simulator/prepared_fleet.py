@@ -142,7 +142,9 @@ def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> 
     values["prompt_table"], values["prompt_points"] = prompt
     values["decode_table"], values["decode_points"] = decode
     values["context_table"], values["context_points"] = context
-    if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
+    reserves = engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER)
+    values["caches"] = engine.prefix_caching and not reserves
+    if reserves:
         # -1: reserve for the longest request of the trace.
         values["reserve"] = -(-(engine.max_model_len or 0) // engine.kv_block_size) or -1
     for name, value in values.items():

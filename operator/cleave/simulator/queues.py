@@ -158,10 +158,9 @@ def predict_prompt_ms(state: State, i: int, r: int) -> float:
     if request.is_pulled:
         return 0.0
     tokens = request.to_compute
-    if has_caches():
-        if get_prompt(state, r).source != NONE:
-            return 0.0
-        tokens -= find_cached_prefix(state, i, r)
+    if has_caches() and get_prompt(state, r).source != NONE:
+        return 0.0
+    tokens -= find_cached_prefix(state, i, r)
     chunk = min(tokens, inst.max_tokens)
     points = get_points(state, inst.prompt_table, inst.prompt_points)
     ms = interpolate_table(inst.prompt_step, points, float(chunk)) * tokens / chunk

@@ -53,10 +53,11 @@ REQUEST = _build_dtype(
     # the step of its slot after which it ends. next: link in a queue, or in a slot's list of
     # prompts; older, younger: links among members. predicted: output tokens that dispatch and
     # admission assume. next_assigned, previous_assigned: links in the decode instance's list of
-    # assigned requests.
+    # assigned requests. left: full KV blocks that it left in the cache of its instance when it was
+    # preempted; left_until: `cached` of the instance then.
     "predicted next_assigned previous_assigned "
     "prompt output generated to_compute computed is_pulled end_step next older younger "
-    "prefill decode preemptions outcome",
+    "prefill decode preemptions outcome left left_until",
 )
 """One request. Times in ms, nan until reached."""
 
@@ -71,8 +72,11 @@ PROMPT = _build_dtype(
     # beginning; NONE: that is computed. is_pulled: dispatch expects that some is pulled from there.
     # fetched: tokens that were. is_whole: the instance has allocated blocks for all of the prompt.
     # loaded: tokens that were copied back from host memory; to_load: that dispatch expects to be.
+    # own: the copy of what follows the blocks that it held when it was preempted, which were
+    # own_after; own_found: KV blocks of it that the latest search has found.
     "first_block num_blocks uncached hit pull_hit found shared held_prefill held_decode "
-    "first_answer num_answers known source is_pulled fetched is_whole loaded to_load",
+    "first_answer num_answers known source is_pulled fetched is_whole loaded to_load own own_after "
+    "own_found",
 )
 """What caches have to do with one request; only with a trace whose prompts repeat."""
 
@@ -91,10 +95,10 @@ CACHE = _build_dtype(
 COPY = _build_dtype(
     # used: when a request began to use it, ms.
     "used",
-    # block: its number in the trace; NONE: content that no other prompt has. size: KV blocks.
-    # owners: requests that hold it. older, younger: links among copies without owners. before,
-    # after: among all copies of its cache, by `used`. next: link among the copies of its block on
-    # all instances.
+    # block: its number in the trace; NONE: content that no prompt has; below: see `mark_own`. size:
+    # KV blocks. owners: requests that hold it. older, younger: links among copies without owners.
+    # before, after: among all copies of its cache, by `used`. next: link among the copies of its
+    # block on all instances.
     "block instance size owners older younger before after next",
 )
 """One cached copy of a block on an instance, see `prefix_caches`."""
@@ -154,8 +158,10 @@ INSTANCE = _build_dtype(
     # late: number of requests at the end of its queue that IN_TIME has deferred; last_in_time: the
     # last request before them, NONE if there is none. first_ended, last_ended: ends of the list of
     # requests that have ended but still hold blocks and a seat, num_ended: those that hold a seat.
+    # caches: whether it has a prefix cache. cached, evicted: KV blocks that were left there and not
+    # found again, and those of them that were evicted; counted only if prompts do not repeat.
     "first_slot in_flight oldest newest partial free running pulling window late last_in_time "
-    "first_ended last_ended num_ended "
+    "first_ended last_ended num_ended caches cached evicted "
     "kv_tokens kv_peak iterations decode_iterations batch_peak running_peak "
     "prompt_tokens decode_tokens preemptions",
 )

@@ -170,7 +170,7 @@ def _lay_out_caches(
     prompts = np.zeros(len(blocks.starts) - 1, records.PROMPT)
     prompts["first_block"] = blocks.starts[:-1]
     prompts["num_blocks"] = np.diff(blocks.starts)
-    prompts["source"] = records.NONE
+    prompts["source"] = prompts["own"] = records.NONE
     answers = blocks.answers
     if answers is not None:
         prompts["first_answer"] = answers.starts[:-1]

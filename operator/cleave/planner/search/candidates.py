@@ -81,6 +81,7 @@ class PlannedInstance:
             ranks=self.candidate.parallelism.data,
             host_capacity_tokens=(host_gib << 30) // estimate.kv_bytes_per_token,
             host_token_ms=estimate.host_token_ms,
+            prefix_caching=self.policies.prefix_caching,
         )
 
     def with_limits(
