@@ -92,7 +92,7 @@ def iter_canaries(
         text = make_random_prompt(words, words.randint(*CHARACTERS))
         prompt = tokenizer(text, return_tensors="pt").input_ids
         with torch.no_grad():
-            whole = model(prompt, use_cache=True)
+            whole = model(prompt, use_cache=True, logits_to_keep=1)
         whole.past_key_values.crop(prompt.shape[1] - 1)
         yield choose(whole.logits), prompt, whole.past_key_values
 

@@ -1,27 +1,37 @@
 """The fixed set of requests: several kinds, and prompts of several lengths."""
 
+import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from cleave.policy.kv_transfer_sample import make_random_prompt
 
-MODEL = "tiny"
+NAMED_TOOL = "tool named"
+"""Kind of requests that a gateway does not split."""
+MODEL, ADAPTERS = "tiny", ("first", "second")
+LENGTHS = {300: 20, 1000: 10, 3000: 4, 7600: 2}
+"""Tokens of long prompts: how many there are."""
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _CHARACTERS_PER_TOKEN = 2.1
 """Of random words."""
-_QUESTIONS = (
-    "What is the capital of France?",
+_COUNTRIES = (
+    *("France", "Spain", "Italy", "Japan", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba"),
+    *("Greece", "Chile", "Ghana", "Poland", "Turkey", "Canada", "Nepal", "Ireland", "Iran", "Fiji"),
+)
+_TOPICS = (
+    *("winter", "gravity", "bread", "the moon", "bicycles", "whales", "music", "money", "rivers"),
+    *("friendship", "volcanoes", "chess"),
+)
+_OTHER_QUESTIONS = (
     "Why is the sky blue?",
     "Name three animals that live in the sea.",
-    "What is 12 plus 30?",
     "Translate 'good morning' into Spanish.",
     "Who wrote Romeo and Juliet?",
     "Give me a recipe for pancakes.",
     "How do I boil an egg?",
-    "Write two sentences about winter.",
     "What does a prime number look like?",
-    "Explain gravity to a child.",
     "Which planet is the largest?",
 )
 _BEGINNINGS = (
@@ -34,12 +44,14 @@ _BEGINNINGS = (
     "<html>\n<head>\n<title>",
     "Water boils at",
 )
-_SCHEMAS = (
-    ("Describe a dog.", {"name": {"type": "string"}, "age": {"type": "integer"}}),
-    ("Describe a city.", {"city": {"type": "string"}, "country": {"type": "string"}}),
-    ("Is the light on?", {"on": {"type": "boolean"}}),
-    ("Rate the film.", {"stars": {"enum": [1, 2, 3, 4, 5]}, "why": {"type": "string"}}),
-)
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "Describe a {}.": {"name": _TEXT, "age": _NUMBER},
+    "Where is the {}?": {"city": _TEXT, "country": _TEXT},
+    "Is the {} ready?": {"ready": {"type": "boolean"}},
+    "Rate the {}.": {"stars": {"enum": [1, 2, 3, 4, 5]}, "why": _TEXT},
+}
+_THINGS = ("dog", "house", "film", "lamp")
 
 
 @dataclass(frozen=True)
@@ -49,36 +61,64 @@ class Case:
     kind: str
     path: str
     body: dict[str, Any]
+    prompt_tokens: int = 0
+    """About; 0: few."""
 
 
-def list_cases(lengths: tuple[int, ...], output_tokens: int) -> list[Case]:
-    """All requests; `lengths`: of the long prompts, in tokens."""
+def list_cases(output_tokens: int) -> list[Case]:
+    """All requests."""
     common = {"model": MODEL, "max_tokens": output_tokens, "temperature": 0}
     common |= {"return_token_ids": True}
     chat = common | {"logprobs": True, "top_logprobs": 2}
     completion = common | {"logprobs": 2, "ignore_eos": True}
-    cases = [
-        Case("question", _CHAT, chat | {"messages": [_say(question)]}) for question in _QUESTIONS
-    ]
+    cases = [*_list_chats(chat), *_list_forms(chat)]
+    beginnings = [*_BEGINNINGS, *(f"The best thing about {topic} is" for topic in _TOPICS)]
     cases += [
-        Case("continuation", _COMPLETION, completion | {"prompt": text}) for text in _BEGINNINGS
+        Case("continuation", _COMPLETION, completion | {"prompt": each}) for each in beginnings
     ]
-    for first, second in zip(_QUESTIONS[:6], _QUESTIONS[6:], strict=True):
-        turns = [_say(first), _say("I cannot say.", "assistant"), _say(second)]
-        cases.append(Case("second turn", _CHAT, chat | {"messages": turns}))
-    for question, properties in _SCHEMAS:
-        schema = {"type": "object", "properties": properties, "required": [*properties]}
-        schema["additionalProperties"] = False
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        body = chat | {"messages": [_say(question)], "response_format": form}
-        cases.append(Case("JSON schema", _CHAT, body))
-    for tokens in lengths:
-        for seed in range(3):
+    for tokens, count in LENGTHS.items():
+        for seed in range(count):
             words = make_random_prompt(random.Random(seed), int(tokens * _CHARACTERS_PER_TOKEN))
-            text = f"{words}\n{_BEGINNINGS[seed]}"
-            kind = f"about {tokens} tokens"
-            cases.append(Case(kind, _COMPLETION, completion | {"prompt": text}))
+            text = f"{words}\n{beginnings[seed % len(beginnings)]}"
+            body = completion | {"prompt": text}
+            cases.append(Case(f"about {tokens:,} tokens", _COMPLETION, body, tokens))
     return cases
+
+
+def _list_chats(chat: dict[str, Any]) -> Iterator[Case]:
+    """Questions, to the model and its adapters, and such with an answer before them."""
+    questions = [f"What is the capital of {country}?" for country in _COUNTRIES]
+    questions += [f"What is {n} plus {7 * n % 31}?" for n in range(12, 20)]
+    questions += [f"Explain {topic} to a child." for topic in _TOPICS]
+    questions += [f"Write two sentences about {topic}." for topic in _TOPICS]
+    questions += _OTHER_QUESTIONS
+    for question in questions:
+        yield Case("question", _CHAT, chat | {"messages": [_say(question)]})
+    for first, second in zip(questions[::2], reversed(questions[1::2]), strict=True):
+        turns = [_say(first), _say("I cannot say.", "assistant"), _say(second)]
+        yield Case("second turn", _CHAT, chat | {"messages": turns})
+    for adapter in ADAPTERS:
+        for question in questions[::4]:
+            body = chat | {"model": adapter, "messages": [_say(question)]}
+            yield Case("adapter", _CHAT, body)
+
+
+def _list_forms(chat: dict[str, Any]) -> Iterator[Case]:
+    """Answers of a JSON schema, and calls of a tool whose arguments have one."""
+    for question, properties in _SCHEMAS.items():
+        schema: dict[str, Any] = {"type": "object", "properties": properties}
+        schema |= {"required": [*properties], "additionalProperties": False}
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        function = {"name": "answer", "description": "Says it.", "parameters": schema}
+        tools = {"tools": [{"type": "function", "function": function}]}
+        named = {"tool_choice": {"type": "function", "function": {"name": "answer"}}}
+        hint = _say(f"Call this tool: {json.dumps(function)}", "system")
+        for thing in _THINGS:
+            messages = [_say(question.format(thing))]
+            body = chat | {"messages": messages}
+            yield Case("JSON schema", _CHAT, body | {"response_format": form})
+            yield Case("tool offered", _CHAT, body | tools | {"messages": [hint, *messages]})
+            yield Case(NAMED_TOOL, _CHAT, body | tools | named)
 
 
 def _say(text: str, role: str = "user") -> dict[str, str]:

@@ -1,74 +1,33 @@
 """Split against whole on a model that speaks: tokens, log-probabilities and perplexity.
 
-    .venv/bin/python benchmarks/quality/run.py              # README.md explains the tables
-    .venv/bin/python benchmarks/quality/run.py --quick      # whether it works
-
-A prefill and a decode engine of vLLM on CPU for each connector. Each request goes through the
-gateway, which splits it, and twice to the prefill engine alone: the second time shows what an
-engine's own arithmetic does, as most of the prompt is in its cache.
+.venv/bin/python benchmarks/quality/run.py              # README.md explains the tables
+.venv/bin/python benchmarks/quality/run.py --quick      # whether it works
 """
 
 import argparse
-import json
-import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from cleave.local.smollm2.preparation import get_or_prepare
-from cleave.policy.pair_trust import TIE_NATS
 from cleave_worker.transfer.transport import Transport
 
 sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parent))
 
-from quality_requests import MODEL, Case, list_cases
+from answers import Comparison, Output, compare
+from quality_requests import LENGTHS, Case, list_cases
+from ways import Pair, build_manifest, wait_for
 
-from e2e.support.deployments import Deployment, deployed, start_fast, tiny_vllm
-from e2e.support.engine_keys import headers_for
-from e2e.support.handoffs import tiny_with_connector
-from e2e.support.vllm_prompts import engine_url, metric
+from e2e.support.deployments import deployed
 
-TEXT = Path(__file__).parent / "gettysburg.txt"
 CONNECTORS = ("Nixl", *(f"Cleave/{way}" for way in (Transport.SHARED_MEMORY, Transport.GLOO)))
-SPLIT, WHOLE, AGAIN = "split", "whole", "whole again"
-LENGTHS, QUICK_LENGTHS = (300, 1000, 3000), (300,)
-OUTPUT_TOKENS, QUICK_OUTPUT_TOKENS = 48, 8
-START_S, BOUND_S = 420, 300.0
-HANDOFFS = "cleave_gateway_handoffs_total"
-
-
-@dataclass(frozen=True)
-class Output:
-    """The tokens of an answer, and of each its log-probability and that of the likeliest other."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    gaps: list[float]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two answers to one request."""
-
-    common: int
-    """Equal tokens before the first that differs."""
-    length: int
-    shift: float
-    """Greatest difference of the log-probabilities of equal tokens, nats."""
-    gap: float
-    """Between the two likeliest tokens where the answers part, nats; 0: they do not."""
-
-    @property
-    def verdict(self) -> str:
-        if self.common == self.length:
-            return "equal"
-        return "near tie" if self.gap <= TIE_NATS else "other"
+OUTPUT_TOKENS, RESUMED_TOKENS = 32, 150
+RESUMED = 8
+"""Streams of an engine that is killed."""
+START_S = 600
+COLUMNS = ("connector", "request", "number", "equal", "near tie", "other", "greatest shift, nats")
 
 
 def main() -> None:
@@ -76,136 +35,72 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder; default: the demo's model")
     parser.add_argument("--connectors", nargs="*", choices=CONNECTORS, default=CONNECTORS)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
-    parser.add_argument("--positions", type=int, help="tokens of the text; default: all")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--answers", type=Path, help="write all answers to this file, as JSON")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--quick", action="store_true", help="every eighth request")
     args = parser.parse_args()
     model = args.model or get_or_prepare(lambda *_: None)
-    lengths = QUICK_LENGTHS if args.quick else tuple(args.lengths)
-    cases = list_cases(lengths, QUICK_OUTPUT_TOKENS if args.quick else OUTPUT_TOKENS)
-    positions = 20 if args.quick else args.positions
-    rows, answers, is_right = [], {}, True
+    rows: list[str] = []
+    faults = 0
     for connector in args.connectors:
         with tempfile.TemporaryDirectory() as folder:
-            manifest = build_manifest(model, connector, args.dtype, max(lengths))
-            with deployed(manifest, Path(folder), timeout_s=START_S) as pair:
-                outputs = ask_all(pair, cases)
-                perplexities = measure_perplexity(pair, model, positions)
-        found = [compare(*both) for both in zip(outputs[WHOLE], outputs[SPLIT], strict=True)]
-        own = [compare(*both) for both in zip(outputs[WHOLE], outputs[AGAIN], strict=True)]
-        rows += tabulate(connector, cases, found, own)
-        answers[connector] = [vars(each) for each in found]
-        print(f"{connector}: perplexity {perplexities[WHOLE]:.6f} whole, ", end="")
-        print(f"{perplexities[SPLIT]:.6f} split", flush=True)
-        is_right &= all(each.verdict != "other" for each in found)
-    print("\n| connector | kind | requests | equal | near tie | other | equal to itself |", end="")
-    print(" greatest shift | of itself |\n|---|---|---|---|---|---|---|---|---|")
-    print("\n".join(rows))
-    if args.answers:
-        args.answers.write_text(json.dumps(answers))
-    sys.exit(not is_right)
+            manifest = build_manifest(model, connector, args.dtype, args.quick, Path(folder))
+            with deployed(manifest, Path(folder), timeout_s=START_S) as deployment:
+                pair = wait_for(deployment)
+                print(f"{connector}: the pair serves", file=sys.stderr, flush=True)
+                perplexities = pair.measure_perplexity(model, 20 if args.quick else None)
+                found: dict[str, list[Comparison]] = {}
+                for kind, case, comparison in compare_all(pair, connector, args.quick):
+                    found.setdefault(kind, []).append(comparison)
+                    if comparison.verdict == "other":
+                        faults += 1
+                        print(f"{kind}: {comparison} {case.body}", file=sys.stderr)
+        print(connector, *(f"perplexity {way} {perplexities[way]:.6f}" for way in perplexities))
+        rows += [tabulate(connector, kind, found[kind]) for kind in found]
+        print(*rows[-len(found) :], sep="\n", flush=True)
+    print(f"\n| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows, sep="\n")
+    sys.exit(faults > 0)
 
 
-def build_manifest(model: Path, connector: str, dtype: str, longest: int) -> dict[str, Any]:
-    """A prefill and a decode instance."""
-    name, _, way = connector.partition("/")
-    manifest: dict[str, Any] = (
-        tiny_with_connector(model, way, checksums=True)
-        if way
-        else tiny_vllm(model, engine=start_fast(connector=name))
-    )
-    # Engines test each other with as long a prompt as fits when they start.
-    lengths = {"dtype": dtype, "maxModelLen": max(1024, 256 + longest * 5 // 4)}
-    manifest["spec"]["model"] |= lengths
-    manifest["spec"]["pools"] = {"flipping": "Off"}
-    return manifest
+def compare_all(
+    pair: Pair, connector: str, is_quick: bool
+) -> Iterator[tuple[str, Case, Comparison]]:
+    """Each answer beside that of one engine, with its kind."""
+    every = 8 if is_quick else 1
+    cases = [case for kind in group(list_cases(OUTPUT_TOKENS)) for case in kind[::every]]
+    if is_quick:
+        cases = [case for case in cases if case.prompt_tokens <= min(LENGTHS)]
+    whole = dict(zip(map(id, cases), pair.whole(cases), strict=True))
+
+    def judge(
+        kind: str, some: Sequence[Case], found: Sequence[Output]
+    ) -> Iterator[tuple[str, Case, Comparison]]:
+        for case, output in zip(some, found, strict=True):
+            yield kind or case.kind, case, compare(whole[id(case)], output)
+
+    yield from judge("", cases, pair.split(cases))
+    yield from judge("whole, again", cases, pair.whole(cases))
+    if connector.startswith("Cleave"):
+        long = [case for case in cases if case.prompt_tokens]
+        yield from judge("prefix pulled", long, pair.pulled(long))
+    some = cases[::3]
+    yield from judge("roles flip meanwhile", some, pair.flipped(some))
+    streams = [case for case in list_cases(RESUMED_TOKENS) if case.kind == "continuation"][:RESUMED]
+    whole |= zip(map(id, streams), pair.whole(streams), strict=True)
+    yield from judge("stream resumed", streams, pair.resumed(streams))
 
 
-def ask_all(pair: Deployment, cases: Sequence[Case]) -> dict[str, list[Output]]:
-    """The answers, by way. Raises RuntimeError when one was not split."""
-    prefill = engine_url(pair, "prefill")
-    outputs: dict[str, list[Output]] = {SPLIT: [], WHOLE: [], AGAIN: []}
-    before = metric(pair.url, HANDOFFS)
-    for case in cases:
-        outputs[SPLIT].append(read_output(post(pair.url, case.path, case.body)))
-        # A prefix of the prompt must not be cached when it is computed whole.
-        alone = case.body | {"cache_salt": "whole"}
-        outputs[WHOLE].append(read_output(post(prefill, case.path, alone)))
-        outputs[AGAIN].append(read_output(post(prefill, case.path, alone)))
-    if (split := metric(pair.url, HANDOFFS) - before) < len(cases):
-        raise RuntimeError(f"{split:.0f} of {len(cases)} requests were split")
-    return outputs
+def group(cases: Sequence[Case]) -> list[list[Case]]:
+    """By kind."""
+    kinds = dict.fromkeys(case.kind for case in cases)
+    return [[case for case in cases if case.kind == kind] for kind in kinds]
 
 
-def measure_perplexity(pair: Deployment, model: Path, positions: int | None) -> dict[str, float]:
-    """Of the text, by way: each token is computed from a prompt of all before it."""
-    from tokenizers import Tokenizer
-
-    tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT.read_text()).ids
-    tokens = tokens[:positions]
-    urls = {SPLIT: pair.url, WHOLE: engine_url(pair, "prefill")}
-    sums = dict.fromkeys(urls, 0.0)
-    for end in range(1, len(tokens)):
-        # Only this token may be sampled; log-probabilities are those before that.
-        body = {"model": MODEL, "prompt": tokens[:end], "max_tokens": 1, "temperature": 0}
-        body |= {"logprobs": 1, "allowed_token_ids": [tokens[end]]}
-        for way, url in urls.items():
-            own = body | ({"cache_salt": "whole"} if way == WHOLE else {})
-            choice = post(url, "/v1/completions", own)["choices"][0]
-            sums[way] += choice["logprobs"]["token_logprobs"][0]
-    return {way: math.exp(-total / (len(tokens) - 1)) for way, total in sums.items()}
-
-
-def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer. Raises RuntimeError for another status than 200."""
-    answer = httpx.post(url + path, json=body, headers=headers_for(url), timeout=BOUND_S)
-    if answer.status_code != httpx.codes.OK:
-        raise RuntimeError(f"{path}: status {answer.status_code}: {answer.text[:500]}")
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def read_output(answer: dict[str, Any]) -> Output:
-    """The tokens and log-probabilities of a chat or a completion."""
-    choice = answer["choices"][0]
-    found = choice["logprobs"]
-    if "content" in found:
-        logprobs = [each["logprob"] for each in found["content"]]
-        tops = [[top["logprob"] for top in each["top_logprobs"]] for each in found["content"]]
-    else:
-        logprobs = found["token_logprobs"]
-        tops = [[*each.values()] for each in found["top_logprobs"]]
-    gaps = [max(top) - min(sorted(top)[-2:]) for top in tops]
-    return Output(choice["token_ids"], logprobs, gaps)
-
-
-def compare(reference: Output, other: Output) -> Comparison:
-    """Where they part, and by how much the log-probabilities before that differ."""
-    pairs = zip(reference.tokens, other.tokens, strict=False)
-    length = max(len(reference.tokens), len(other.tokens))
-    common = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-    if common is None:
-        common = min(len(reference.tokens), len(other.tokens))
-    both = zip(reference.logprobs[:common], other.logprobs[:common], strict=True)
-    shift = max((abs(a - b) for a, b in both), default=0.0)
-    gaps = reference.gaps[common:] or [math.inf]
-    return Comparison(common, length, shift, gaps[0] if common < length else 0.0)
-
-
-def tabulate(
-    connector: str, cases: Sequence[Case], found: Sequence[Comparison], own: Sequence[Comparison]
-) -> Iterator[str]:
-    """A row for each kind of request."""
-    for kind in dict.fromkeys(case.kind for case in cases):
-        rows = [n for n, case in enumerate(cases) if case.kind == kind]
-        verdicts = [found[n].verdict for n in rows]
-        counts = [verdicts.count(verdict) for verdict in ("equal", "near tie", "other")]
-        itself = sum(own[n].verdict == "equal" for n in rows)
-        shifts = [max(each[n].shift for n in rows) for each in (found, own)]
-        cells = [connector, kind, len(rows), *counts, itself, *(f"{shift:.1e}" for shift in shifts)]
-        yield f"| {' | '.join(map(str, cells))} |"
+def tabulate(connector: str, kind: str, found: Sequence[Comparison]) -> str:
+    """A row of the table."""
+    verdicts = [each.verdict for each in found]
+    counts = [verdicts.count(verdict) for verdict in ("equal", "near tie", "other")]
+    shift = max(each.shift for each in found)
+    return f"| {' | '.join(map(str, (connector, kind, len(found), *counts)))} | {shift:.1e} |"
 
 
 if __name__ == "__main__":

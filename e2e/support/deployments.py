@@ -71,12 +71,13 @@ class Deployment:
         return {health.registration.instance: health.registration for health in self.healths()}
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that descends from this deployment: they inherit its environment."""
-        found = []
+        """Every process that descends from this deployment: they inherit its environment, which
+        an engine's process overwrites when it gives itself a name."""
+        found = set()
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK) == str(self.state_dir):
-                    found.append(process)
+                    found |= {process, *process.children(recursive=True)}
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return [p for p in found if p.pid != os.getpid()]

@@ -6,14 +6,14 @@ import itertools
 import threading
 from collections.abc import Iterator
 
-import grpc
 import httpx
 import pytest
 
-from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave.rpc.v1 import agent_pb2
 
 from e2e.support.deployments import Deployment, idle, until
 from e2e.support.engine_keys import headers_for
+from e2e.support.role_orders import Flipper
 from e2e.support.vllm_prompts import metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -21,48 +21,6 @@ TIMEOUT_S = 120
 OUTPUT_TOKENS = 8
 PREFILL, DECODE, MIXED = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED
 FIRST, SECOND = "tiny-prefill-0", "tiny-decode-0"
-
-
-class Flipper:
-    """Orders that agents get, each newer than the last one."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
-        self._channels: dict[str, grpc.Channel] = {}
-        self._addresses: dict[str, str] = {}
-        (file,) = deployment.state_dir.rglob("agents")
-        for address in file.read_text().split():
-            channel = grpc.insecure_channel(address)
-            health = agent_pb2_grpc.AgentStub(channel).Health(
-                agent_pb2.HealthRequest(), timeout=20, metadata=deployment.sign(address)
-            )
-            self._channels[health.registration.instance] = channel
-            self._addresses[health.registration.instance] = address
-            self.newest = health.registration.epoch
-
-    def flip(self, instance: str, role: "agent_pb2.Role.ValueType") -> agent_pb2.Registration:
-        """Order it; what the instance says then."""
-        agent = agent_pb2_grpc.AgentStub(self._channels[instance])
-        token = self._deployment.sign(self._addresses[instance])
-        before = agent.Health(agent_pb2.HealthRequest(), timeout=20, metadata=token).registration
-        order = agent_pb2.SetRoleRequest(role=role, epoch=before.epoch + 1, boot_id=before.boot_id)
-        agent.SetRole(order, timeout=TIMEOUT_S, metadata=token)
-        after = agent.Health(agent_pb2.HealthRequest(), timeout=20, metadata=token).registration
-        assert (after.role, after.boot_id, after.restarts) == (
-            role,
-            before.boot_id,
-            before.restarts,
-        )
-        return after
-
-    def load(self, instance: str) -> agent_pb2.LoadReport:
-        agent = agent_pb2_grpc.AgentStub(self._channels[instance])
-        token = self._deployment.sign(self._addresses[instance])
-        return agent.Health(agent_pb2.HealthRequest(), timeout=20, metadata=token).load
-
-    def close(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
 
 
 @pytest.fixture
