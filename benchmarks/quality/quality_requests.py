@@ -8,13 +8,13 @@ from typing import Any
 
 from cleave.policy.kv_transfer_sample import make_random_prompt
 
-NAMED_TOOL = "tool named"
-"""Kind of requests that a gateway does not split."""
+ADAPTER, NAMED_TOOL = "adapter", "tool named"
+"""Kinds of requests; the last one is not split."""
 MODEL, ADAPTERS = "tiny", ("first", "second")
-LENGTHS = {300: 20, 1000: 10, 3000: 4, 7600: 2}
+LENGTHS = {300: 20, 1000: 10, 3000: 4, 7900: 2}
 """Tokens of long prompts: how many there are."""
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
-_CHARACTERS_PER_TOKEN = 2.1
+_CHARACTERS_PER_TOKEN = 1.8
 """Of random words."""
 _COUNTRIES = (
     *("France", "Spain", "Italy", "Japan", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba"),
@@ -100,7 +100,7 @@ def _list_chats(chat: dict[str, Any]) -> Iterator[Case]:
     for adapter in ADAPTERS:
         for question in questions[::4]:
             body = chat | {"model": adapter, "messages": [_say(question)]}
-            yield Case("adapter", _CHAT, body)
+            yield Case(ADAPTER, _CHAT, body)
 
 
 def _list_forms(chat: dict[str, Any]) -> Iterator[Case]:

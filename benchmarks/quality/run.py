@@ -7,7 +7,8 @@
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from cleave.local.smollm2.preparation import get_or_prepare
@@ -17,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parent))
 
 from answers import Comparison, Output, compare
-from quality_requests import LENGTHS, Case, list_cases
+from quality_requests import ADAPTER, ADAPTERS, LENGTHS, MODEL, Case, list_cases
 from ways import Pair, build_manifest, wait_for
 
 from e2e.support.deployments import deployed
@@ -39,60 +40,96 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="every eighth request")
     args = parser.parse_args()
     model = args.model or get_or_prepare(lambda *_: None)
+    cases = list_cases(OUTPUT_TOKENS)
+    streams = [case for case in list_cases(RESUMED_TOKENS) if case.kind == "continuation"][:RESUMED]
+    positions = None
+    if args.quick:
+        cases = [case for case in cases if case.prompt_tokens <= min(LENGTHS)][::8]
+        positions = 20
+    # On CPU vLLM's steps take ten times as long beside adapters, so these have a pair of their own.
+    plain = [case for case in cases if case.kind != ADAPTER]
+    beside = [case for case in cases if case.kind in (ADAPTER, "question")]
     rows: list[str] = []
-    faults = 0
+    is_right = True
     for connector in args.connectors:
-        with tempfile.TemporaryDirectory() as folder:
-            manifest = build_manifest(model, connector, args.dtype, args.quick, Path(folder))
-            with deployed(manifest, Path(folder), timeout_s=START_S) as deployment:
-                pair = wait_for(deployment)
-                print(f"{connector}: the pair serves", file=sys.stderr, flush=True)
-                perplexities = pair.measure_perplexity(model, 20 if args.quick else None)
-                found: dict[str, list[Comparison]] = {}
-                for kind, case, comparison in compare_all(pair, connector, args.quick):
-                    found.setdefault(kind, []).append(comparison)
-                    if comparison.verdict == "other":
-                        faults += 1
-                        print(f"{kind}: {comparison} {case.body}", file=sys.stderr)
-        print(connector, *(f"perplexity {way} {perplexities[way]:.6f}" for way in perplexities))
-        rows += [tabulate(connector, kind, found[kind]) for kind in found]
-        print(*rows[-len(found) :], sep="\n", flush=True)
+        with serve(model, connector, args.dtype, args.quick, has_adapters=False) as pair:
+            for way, found in pair.measure_perplexity(model, positions).items():
+                print(f"{connector}: perplexity {way} {found:.6f}", flush=True)
+            judged = collect(compare_all(pair, connector, plain, streams))
+        with serve(model, connector, args.dtype, args.quick, has_adapters=True) as pair:
+            judged |= collect(compare_beside_adapters(pair, beside))
+        own = [tabulate(connector, kind, found) for kind, found in judged.items()]
+        print(*own, sep="\n", flush=True)
+        rows += own
+        is_right &= all(each.verdict != "other" for found in judged.values() for each in found)
     print(f"\n| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows, sep="\n")
-    sys.exit(faults > 0)
+    sys.exit(not is_right)
+
+
+@contextmanager
+def serve(
+    model: Path, connector: str, dtype: str, is_quick: bool, *, has_adapters: bool
+) -> Iterator[Pair]:
+    """A pair that serves the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        longest = 1024 if is_quick else 8192
+        manifest = build_manifest(model, connector, dtype, longest, has_adapters, Path(folder))
+        with deployed(manifest, Path(folder), timeout_s=START_S) as deployment:
+            yield wait_for(deployment, {MODEL, *(ADAPTERS if has_adapters else ())})
+
+
+Judged = Iterator[tuple[str, Case, Comparison]]
 
 
 def compare_all(
-    pair: Pair, connector: str, is_quick: bool
-) -> Iterator[tuple[str, Case, Comparison]]:
-    """Each answer beside that of one engine, with its kind."""
-    every = 8 if is_quick else 1
-    cases = [case for kind in group(list_cases(OUTPUT_TOKENS)) for case in kind[::every]]
-    if is_quick:
-        cases = [case for case in cases if case.prompt_tokens <= min(LENGTHS)]
-    whole = dict(zip(map(id, cases), pair.whole(cases), strict=True))
-
-    def judge(
-        kind: str, some: Sequence[Case], found: Sequence[Output]
-    ) -> Iterator[tuple[str, Case, Comparison]]:
-        for case, output in zip(some, found, strict=True):
-            yield kind or case.kind, case, compare(whole[id(case)], output)
-
-    yield from judge("", cases, pair.split(cases))
-    yield from judge("whole, again", cases, pair.whole(cases))
+    pair: Pair, connector: str, cases: Sequence[Case], streams: Sequence[Case]
+) -> Judged:
+    """Each answer beside that of one engine, with its kind. `streams`: those to be resumed."""
+    whole = pair.whole(cases)
+    yield from judge("", cases, whole, pair.split(cases))
+    yield from judge("whole, again", cases, whole, pair.whole(cases))
+    long = [n for n, case in enumerate(cases) if case.prompt_tokens]
+    some = range(0, len(cases), 3)
     if connector.startswith("Cleave"):
-        long = [case for case in cases if case.prompt_tokens]
-        yield from judge("prefix pulled", long, pair.pulled(long))
-    some = cases[::3]
-    yield from judge("roles flip meanwhile", some, pair.flipped(some))
-    streams = [case for case in list_cases(RESUMED_TOKENS) if case.kind == "continuation"][:RESUMED]
-    whole |= zip(map(id, streams), pair.whole(streams), strict=True)
-    yield from judge("stream resumed", streams, pair.resumed(streams))
+        yield from judge_some("prefix pulled", cases, whole, long, pair.pulled)
+    yield from judge_some("roles flip meanwhile", cases, whole, some, pair.flipped)
+    yield from judge("stream resumed", streams, pair.whole(streams), pair.resumed(streams))
 
 
-def group(cases: Sequence[Case]) -> list[list[Case]]:
-    """By kind."""
-    kinds = dict.fromkeys(case.kind for case in cases)
-    return [[case for case in cases if case.kind == kind] for kind in kinds]
+def compare_beside_adapters(pair: Pair, cases: Sequence[Case]) -> Judged:
+    """The same of requests to adapters, and to the model beside them."""
+    for kind, case, comparison in judge("", cases, pair.whole(cases), pair.split(cases)):
+        yield kind if kind == ADAPTER else f"{kind} beside adapters", case, comparison
+
+
+def judge_some(
+    kind: str,
+    cases: Sequence[Case],
+    whole: Sequence[Output],
+    numbers: Sequence[int],
+    ask: Callable[[Sequence[Case]], list[Output]],
+) -> Judged:
+    """`judge` of a part of the cases."""
+    some = [cases[n] for n in numbers]
+    return judge(kind, some, [whole[n] for n in numbers], ask(some))
+
+
+def judge(
+    kind: str, cases: Sequence[Case], whole: Sequence[Output], found: Sequence[Output]
+) -> Judged:
+    """Each answer beside the right one; `kind` empty: that of the request."""
+    for case, right, output in zip(cases, whole, found, strict=True):
+        yield kind or case.kind, case, compare(right, output)
+
+
+def collect(judged: Judged) -> dict[str, list[Comparison]]:
+    """By kind; what differs by more than arithmetic is printed."""
+    found: dict[str, list[Comparison]] = {}
+    for kind, case, comparison in judged:
+        found.setdefault(kind, []).append(comparison)
+        if comparison.verdict == "other":
+            print(f"{kind}: {comparison} {case.body}", file=sys.stderr, flush=True)
+    return found
 
 
 def tabulate(connector: str, kind: str, found: Sequence[Comparison]) -> str:

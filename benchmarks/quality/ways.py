@@ -173,14 +173,14 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def wait_for(deployment: Deployment) -> Pair:
-    """The pair, when gateway and engines have the adapters."""
-    engines = {MODEL: MODEL}
+def wait_for(deployment: Deployment, names: set[str]) -> Pair:
+    """The pair, when gateway and engines have models and adapters of these names."""
+    engines: dict[str, str] = {}
 
     def has_all() -> bool:
         named = read_models(engine_url(deployment, "decode"))
         engines.update({name.partition("@")[0]: name for name in named})
-        return {*read_models(deployment.url)} >= {*ADAPTERS} <= engines.keys()
+        return {*read_models(deployment.url)} >= names <= engines.keys()
 
     until(has_all, BOUND_S, "the adapters are loaded")
     return Pair(deployment, engines)
@@ -193,13 +193,13 @@ def read_models(url: str) -> list[str]:
 
 
 def build_manifest(
-    model: Path, connector: str, dtype: str, is_short: bool, folder: Path
+    model: Path, connector: str, dtype: str, max_model_len: int, has_adapters: bool, folder: Path
 ) -> dict[str, Any]:
-    """A prefill and a decode instance with two adapters, which are written to `folder`."""
+    """A prefill and a decode instance; their adapters are written to `folder`."""
     name, _, way = connector.partition("/")
-    args = ["--enable-lora", "--max-loras", str(len(ADAPTERS))]
     # Calls of a tool that a request names are asked for by their schema.
-    args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    args = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    args += ["--enable-lora", "--max-loras", str(len(ADAPTERS))] if has_adapters else []
     manifest: dict[str, Any] = (
         tiny_with_connector(model, way, checksums=True)
         if way
@@ -208,8 +208,10 @@ def build_manifest(
     spec = manifest["spec"]
     spec["engine"]["args"] += args
     # Engines test each other with as long a prompt as fits when they start.
-    spec["model"] |= {"dtype": dtype, "maxModelLen": 1024 if is_short else 8192}
+    spec["model"] |= {"dtype": dtype, "maxModelLen": max_model_len}
     spec["pools"] = {"flipping": "Off"}
+    if not has_adapters:
+        return manifest
     config = json.loads((model / "config.json").read_text())
     shape = TinyModelShape(
         layers=config["num_hidden_layers"],

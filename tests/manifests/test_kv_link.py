@@ -18,6 +18,7 @@ from tests.support.fake_cluster import chat
 
 MODEL = "meta-llama/Llama-3.1-8B"
 TWO = {"nodes": [{"count": 2, "gpu": "H100", "gpusPerNode": 8}]}
+SEEN = {**TWO, "network": {"kind": "Ethernet", "bandwidthGbps": 25, "cellBandwidthGbps": 206.4}}
 FAST = {**TWO, "network": {"kind": "InfiniBand", "bandwidthGbps": 200}}
 
 
@@ -49,17 +50,19 @@ def test_several_gpus_that_receive_share_what_one_sends() -> None:
     assert other.gb_per_s == pytest.approx(one.gb_per_s / 4)
 
 
-def test_kv_inside_a_cell_that_is_one_pod_takes_nvlink() -> None:
+def test_kv_inside_a_cell_that_is_one_pod_takes_nvlink_where_that_was_seen() -> None:
     cell = pool("prefill", perCell=1), pool("decode", perCell=1)
     link = find(deploy(*cell))
     assert link is not None
-    assert link.kind is LinkKind.NVLINK
+    assert link.kind is LinkKind.ETHERNET
+    link = find(deploy(*cell), SEEN)
+    assert link == PlannedKvLink(LinkKind.NVLINK, pytest.approx(25.8))
     # Cleave's connector goes through host memory, and a cell of 16 GPUs fits no node.
     for deployment in (
         deploy(*cell, connector="Cleave"),
         deploy(pool("prefill", 8, perCell=1), pool("decode", 8, perCell=1)),
     ):
-        link = find(deployment)
+        link = find(deployment, SEEN)
         assert link is not None
         assert link.kind is LinkKind.ETHERNET
 

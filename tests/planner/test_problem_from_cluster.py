@@ -230,25 +230,32 @@ def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "prefill", "kind"),
+    ("gpu", "prefill", "seen", "kind", "gb_per_s"),
     [
-        ("A100-SXM-80GB", 1, LinkKind.NVLINK),
+        ("A100-SXM-80GB", 1, ", cellBandwidthGbps: 206.4", LinkKind.NVLINK, 25.8),
+        # More than its NVLink can.
+        ("A100-SXM-80GB", 1, ", cellBandwidthGbps: 9999", LinkKind.NVLINK, 0.8 * 300),
+        ("A100-SXM-80GB", 1, "", LinkKind.ETHERNET, 0.36 * 25 / 8),
         # Nine GPUs do not fit a node with eight.
-        ("A100-SXM-80GB", 8, LinkKind.ETHERNET),
+        ("A100-SXM-80GB", 8, ", cellBandwidthGbps: 206.4", LinkKind.ETHERNET, 0.36 * 25 / 8),
         # Without NVLink UCX does not read by CUDA IPC.
-        ("L40S", 1, LinkKind.ETHERNET),
+        ("L40S", 1, ", cellBandwidthGbps: 206.4", LinkKind.ETHERNET, 0.36 * 25 / 8),
     ],
 )
-def test_kv_within_a_cell_that_is_one_pod_takes_nvlink(
-    gpu: str, prefill: int, kind: LinkKind
+def test_kv_within_a_cell_that_is_one_pod_takes_nvlink_where_that_was_seen(
+    gpu: str, prefill: int, seen: str, kind: LinkKind, gb_per_s: float
 ) -> None:
-    slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
+    slow = f"network: {{kind: Ethernet, bandwidthGbps: 25{seen}}}"
     problem = problem_from_cluster.build_problem(
         deployment(engine={"connector": "Nixl"}), cluster(f"{{nodes: [{{gpu: {gpu}}}], {slow}}}")
     )
     one = next(each for each in list_candidates(problem) if each.gpus == 1)
     cell = replace(known_problems.split(problem, one, prefill, one, 1), is_in_node=True)
-    assert drafts.select_link(cell.with_copies(3)).kind is kind
+    link = drafts.select_link(cell.with_copies(3))
+    assert link.kind is kind
+    assert link.effective_gb_per_s == pytest.approx(gb_per_s)
+    says_so = any("never seen to take NVLink" in note for note in problem.notes)
+    assert says_so is (gpu != "L40S" and not seen)
 
 
 def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
@@ -279,9 +286,13 @@ def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
 def test_a_plan_may_choose_cells_over_nixl_where_no_connector_is_named(
     gpu: str, spec: dict[str, object], has_choice: bool
 ) -> None:
-    machines = cluster(f"{{nodes: [{{gpu: {gpu}}}]}}")
+    machines = cluster(f"{{nodes: [{{gpu: {gpu}}}], network: {{cellBandwidthGbps: 2400}}}}")
     problem = problem_from_cluster.build_problem(deployment(**spec), machines)
     assert bool(problem.cell_supplies) is has_choice
+    unseen = problem_from_cluster.build_problem(
+        deployment(**spec), cluster(f"{{nodes: [{{gpu: {gpu}}}]}}")
+    )
+    assert unseen.cell_supplies == ()
     if has_choice:
         assert problem.supplies[0].cell_link is None
         named = deployment(engine={"connector": "Nixl"})

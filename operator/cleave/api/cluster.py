@@ -77,6 +77,9 @@ class NetworkSpec(ApiModel):
     """Bandwidth per GPU in Gbit/s, in one direction (InfiniBand NDR: 400, HDR: 200)."""
     latency_us: Annotated[float, Field(ge=0)] = 5.0
     """Latency of one message in microseconds."""
+    cell_bandwidth_gbps: Positive | None = None
+    """Bandwidth per GPU in Gbit/s at which KV moves over NVLink between engines of one pod, as KV
+    self-tests reported it; absent: never seen, and plans count with the network there, too."""
 
 
 ASSUMED_NETWORK = NetworkSpec(kind=NetworkKind.ETHERNET, bandwidth_gbps=25.0)

@@ -16,7 +16,7 @@ from cleave.manifests.topology import NodeTopology, fits_one_pod
 from cleave.perf.hardware import inventory
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
-from cleave.perf.hardware.link import Link, build_node_link, select_slower
+from cleave.perf.hardware.link import Link, select_slower
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.deployment_checks import resolve_connector
 from cleave.planner.placement import Placement
@@ -84,8 +84,8 @@ def _select_link(
     except (ManifestError, UnknownGpuError):
         return None
     is_one_pod = spec.can_share_gpu_memory and fits_one_pod(placement.pools, machines)
-    if is_one_pod and gpus[0].nvlink_gbps:
-        return build_node_link(gpus[0])
+    if is_one_pod and (within := inventory.find_cell_link(cluster, gpus[0])):
+        return within
     return reduce(select_slower, (inventory.find_network_link(cluster, gpu) for gpu in gpus))
 
 

@@ -19,7 +19,6 @@ from cleave.perf.hardware import inventory
 from cleave.perf.hardware.all_to_all import AllToAllBackend
 from cleave.perf.hardware.expert_group import BALANCED, UNBALANCED, ExpertSettings
 from cleave.perf.hardware.gpu import GPU_PRODUCT, Gpu, find_gpu
-from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.speculation import SpeculatingEstimator
@@ -78,6 +77,7 @@ def build_problem(
         for has_cells in (spec.can_share_gpu_memory, True)
     )
     has_choice = choice.may_be_nixl and cell_supplies != supplies
+    may_share = choice.may_be_nixl or spec.can_share_gpu_memory
     return Problem(
         demand=traffic.with_max_model_len(longest),
         slo=spec.slo,
@@ -98,6 +98,7 @@ def build_problem(
                     _describe_encoders(shape, spec.engine),
                     _describe_all_to_all(spec.engine),
                     inventory.describe_assumed_network(cluster),
+                    inventory.describe_unseen_cells(cluster) if may_share else None,
                     *memory_flags.describe(spec.engine),
                     left_out.describe(spec),
                 ],
@@ -132,10 +133,10 @@ def build_supplies(
         if name in kinds and usable:
             gpu = kinds[name]
             # CUDA IPC needs a shared PID namespace, so KV between pods of one node uses the
-            # network, too. A cell is one pod; without NVLink UCX does not read by CUDA IPC.
+            # network, too. A cell is one pod.
             network = inventory.find_network_link(cluster, gpu)
             is_small = per_node <= MAX_POD_ENGINES
-            within = build_node_link(gpu) if has_cells and is_small and gpu.nvlink_gbps else None
+            within = inventory.find_cell_link(cluster, gpu) if has_cells and is_small else None
             supplies.append(Supply(name, count, per_node, usable, network, network, within))
     return tuple(supplies)
 

@@ -160,11 +160,14 @@ def test_cells_that_are_one_pod_are_planned_without_a_named_connector(cli, file)
     }
     file.write_text(yaml.safe_dump(document))
     machines = file.with_name("cluster.yaml")
-    slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
-    machines.write_text(f"{{nodes: [{{gpu: H100-SXM-80GB, count: 2}}], {slow}}}")
+    nodes, slow = "nodes: [{gpu: H100-SXM-80GB, count: 2}]", "kind: Ethernet, bandwidthGbps: 25"
+    machines.write_text(f"{{{nodes}, network: {{{slow}, cellBandwidthGbps: 2880}}}}")
     written = yaml.safe_load(run(cli, file, "--cluster", str(machines), "-o", "yaml").stdout)
     assert written["spec"]["engine"]["connector"] == "Nixl"
     assert "connector Nixl is used: each cell is one pod" in written["status"]["plan"]["reason"]
+    # Where nobody has seen KV take NVLink, four GPUs are too few.
+    machines.write_text(f"{{{nodes}, network: {{{slow}}}}}")
+    assert run(cli, file, "--cluster", str(machines)).exit_code == 1
 
 
 def test_prices_have_a_currency_a_source_and_a_date(cli, file, said) -> None:

@@ -88,7 +88,7 @@ async def test_a_deployment_that_cannot_be_handed_over_is_answered_with_the_faul
 SLOW = Cluster.model_validate(
     {
         "nodes": [{"gpu": "H100-SXM-80GB", "count": 2}],
-        "network": {"kind": "Ethernet", "bandwidthGbps": 25},
+        "network": {"kind": "Ethernet", "bandwidthGbps": 25, "cellBandwidthGbps": 2880},
     }
 )
 LONG_PROMPTS = {

@@ -12,7 +12,7 @@ from cleave.api.cluster import ASSUMED_NETWORK, Cluster, GpuDescription, NodeGro
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf.hardware.gpu import Gpu, PowerCapError, UnknownGpuError, find_gpu
-from cleave.perf.hardware.link import Link, LinkKind, build_network_link
+from cleave.perf.hardware.link import Link, LinkKind, build_measured_link, build_network_link
 
 
 def list_gpus(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]:
@@ -74,6 +74,28 @@ def find_network_link(cluster: Cluster, gpu: Gpu) -> Link:
     network = cluster.network or ASSUMED_NETWORK
     kind = LinkKind(network.kind.value)
     return build_network_link(gpu, network.bandwidth_gbps, network.latency_us, kind)
+
+
+def find_cell_link(cluster: Cluster, gpu: Gpu) -> Link | None:
+    """The link between engines of one pod over NIXL; None: no engine is known to have reached
+    another one's GPU memory, which the data sheet of an NVLink does not show. The only GPU on which
+    NIXL ran as deployed moved 0.3 GB/s (benchmarks/gpu/README.md)."""
+    seen = cluster.network.cell_bandwidth_gbps if cluster.network else None
+    return build_measured_link(gpu, seen) if seen and gpu.nvlink_gbps else None
+
+
+def describe_unseen_cells(cluster: Cluster) -> str | None:
+    """A sentence about NVLink between engines of a pod, which a slow network makes worth knowing;
+    None: its rate is known, or there is none."""
+    network = cluster.network or ASSUMED_NETWORK
+    is_slow = LinkKind(network.kind.value) is LinkKind.ETHERNET
+    has_nvlink = any(gpu.nvlink_gbps for _, gpu in list_groups(cluster))
+    if network.cell_bandwidth_gbps or not (is_slow and has_nvlink):
+        return None
+    return (
+        "KV between engines of one pod was never seen to take NVLink here, so cells count with "
+        "the network; network.cellBandwidthGbps states the rate that KV self-tests showed"
+    )
 
 
 def describe_assumed_network(cluster: Cluster) -> str | None:

@@ -135,14 +135,16 @@ class Link:
 
 
 def build_node_link(gpu: Gpu) -> Link:
-    """The link between GPUs of one node: NVLink if the GPU has it, otherwise PCIe.
-
-    Valid for the GPUs of one instance. Between instances it is valid only if one process may map
-    the other's GPU memory (CUDA IPC); that needs a shared PID namespace, and pods have one each.
-    """
+    """The link between GPUs of one instance in one node: NVLink if the GPU has it, else PCIe."""
     if gpu.nvlink_gbps is not None:
         return Link(LinkKind.NVLINK, gpu.nvlink_gbps)
     return Link(LinkKind.PCIE, gpu.pcie_gbps)
+
+
+def build_measured_link(gpu: Gpu, gigabits_per_s: float) -> Link:
+    """NVLink between engines that copy at a measured rate, at most at what it can do."""
+    nominal = gigabits_per_s / _BITS_PER_BYTE / _NVLINK_SEND.bandwidth_share
+    return Link(LinkKind.NVLINK, min(nominal, gpu.nvlink_gbps or nominal))
 
 
 def build_network_link(
