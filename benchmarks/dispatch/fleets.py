@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.perf.estimate import Estimate
-from cleave.perf.estimator import build_estimator
+from cleave.perf.estimator import ModelEstimator, build_estimator
 from cleave.perf.hardware import inventory
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
 from cleave.perf.model import model_shape
 from cleave.perf.profile import curve
+from cleave.perf.published import splitwise
 from cleave.perf.published.aladdin import Coefficients
 from cleave.perf.timing import EngineTiming
 from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedTransfer
@@ -47,7 +48,9 @@ def worker(name: str, gpu: str, tensor: int) -> Worker:
         nodes=[NodeGroup(count=4, gpu=gpu, gpus_per_node=8)],
         network=NetworkSpec(bandwidth_gbps=NETWORK_GBPS),
     )
-    estimate = build_estimator(shape, cluster).estimate(gpu, tensor, 1)
+    found = splitwise.find_profile(name, gpu, tensor)
+    machines = build_estimator(shape, cluster).machines
+    estimate = ModelEstimator(shape, machines, [found] if found else []).estimate(gpu, tensor, 1)
     assert estimate is not None
     link = inventory.find_network_link(cluster, find_gpu(gpu))
     moved = build_kv_transfer(shape, link, (tensor, 1), (tensor, 1), compute_token_ms=0.0)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.api.deployment import Slo
 from cleave.perf.estimate import Estimate, Estimator, LatencySource
-from cleave.perf.estimator import build_estimator
+from cleave.perf.estimator import ModelEstimator, build_estimator
 from cleave.perf.hardware import inventory
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.named_profiles import to_timing
-from cleave.perf.published import distserve
+from cleave.perf.published import distserve, splitwise
 from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem, Supply
 from cleave.planner.search.trials import Targets
 from cleave.traffic.workload import Demand
@@ -69,13 +69,17 @@ def pose(
     network_gbps: float = TESTBED_GBPS,
     policies: Policies = DISTSERVE_POLICIES,
 ) -> Problem:
-    """A model on nodes of each kind of GPU; `engine` None or a model without fits: estimated."""
+    """A model on nodes of each kind of GPU; `engine` None or a model without fits: as
+    Splitwise measured it, or estimated."""
     shape = model_shape.load_shape(name)
     cluster = Cluster(
         nodes=[NodeGroup(count=num_nodes, gpu=gpu, gpus_per_node=gpus_per_node) for gpu in gpus],
         network=NetworkSpec(bandwidth_gbps=network_gbps),
     )
-    estimator: Estimator = build_estimator(shape, cluster)
+    # The papers' vLLM is that of 2023, which plans of today do not use.
+    runs = [splitwise.find_profile(*each) for each in splitwise.list_profiles()]
+    machines = build_estimator(shape, cluster).machines
+    estimator: Estimator = ModelEstimator(shape, machines, [each for each in runs if each])
     if engine is not None and any(fit.startswith(f"{engine}/{name}/") for fit in distserve.FITS):
         estimator = Fitted(estimator, engine, name)
     supplies = tuple(

@@ -52,11 +52,13 @@ def test_published_fits_answer_for_opt_on_a100() -> None:
     assert found.max_model_len == 2048
 
 
-def test_published_runs_answer_for_llama_2_70b() -> None:
-    found = known(of("llama-2-70b").estimate(H100, 8, 1))
-    assert found.confidence.kind is LatencySource.FITTED
-    assert found.confidence.source == "Splitwise's published measurements of vLLM"
-    assert found.timing.predict_prefill_ms([1024]) == pytest.approx(77.91, rel=0.02)
+def test_today_s_kernels_answer_for_a_model_that_was_measured_with_the_vllm_of_2023() -> None:
+    found = known(of("llama-2-70b").estimate(H100, 4, 1))
+    assert found.confidence.kind is LatencySource.KERNELS
+    like = known(of("llama-3.1-70b").estimate(H100, 4, 1))
+    assert found.timing.predict_decode_ms(16, 12_000) == pytest.approx(
+        like.timing.predict_decode_ms(16, 12_000), rel=0.03
+    )
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])

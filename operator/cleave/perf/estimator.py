@@ -1,8 +1,8 @@
 """Estimates instances of one model on the GPUs of a cluster, from the best available source.
 
 Called by the planner. Sources in order of preference: a measured profile of exactly this
-parallelism, published measurements (DistServe's fits, Splitwise's runs), a measured profile of
-operators, published tables of kernels, the roofline. Pipeline stages are derived from the same
+parallelism, DistServe's fits of its own engine, a measured profile of operators, published tables
+of kernels, the roofline. Pipeline stages are derived from the same
 tensor parallel size without them. What is hard: sources name models and GPUs differently, and no
 source may be used for weights of another size. Where data-parallel ranks or expert parallelism
 share the experts, times come from kernels or the roofline.
@@ -29,7 +29,7 @@ from cleave.perf.pipeline import find_prefill_saturation_tokens, scale_timing, s
 from cleave.perf.profile import iteration_fit, operator_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.profile.profile import MeasuredProfile
-from cleave.perf.published import distserve, splitwise
+from cleave.perf.published import distserve
 from cleave.perf.roofline.efficiency import select_efficiency
 from cleave.perf.roofline.roofline import VLLM, Roofline
 from cleave.perf.timing import EngineTiming
@@ -221,9 +221,8 @@ class ModelEstimator:
     def _iter_unpipelined_sources(self, machine: NodeType, tensor: int) -> Iterator[_TimingSource]:
         """Sources without pipeline stages, best first; the last one, the roofline, always works."""
         yield from self._iter_measured(machine.gpu, tensor, 1)
-        for published in (_find_distserve, _find_splitwise):
-            if (source := published(self.shape, machine.gpu, tensor)) is not None:
-                yield source
+        if (source := _find_distserve(self.shape, machine.gpu, tensor)) is not None:
+            yield source
         for each in self._list_profiles(machine.gpu):
             operators = each.operators
             if operators and tensor in operator_fit.list_tensor_parallel_sizes(operators):
@@ -307,18 +306,6 @@ def _find_distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource |
         if (engine, parallelism) == ("distserve", f"tp{tensor}") and _matches_shape(shape, model):
             trust = Confidence(LatencySource.FITTED, "DistServe's fit", None)
             return _TimingSource(named_profiles.to_timing(fit), trust)
-    return None
-
-
-def _find_splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | None:
-    for model_name, device, size in splitwise.list_profiles():
-        if (device, size) == (gpu.name, tensor) and _matches_shape(shape, model_name):
-            published = splitwise.find_profile(model_name, device, size)
-            assert published is not None
-            error = iteration_fit.assess_confidence(published).error
-            text = "Splitwise's published measurements of vLLM"
-            trust = Confidence(LatencySource.FITTED, text, error)
-            return _TimingSource(iteration_fit.to_timing(published), trust)
     return None
 
 

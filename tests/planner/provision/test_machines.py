@@ -10,6 +10,8 @@ from cleave.api.planning import GpuChoice
 from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware import link
 from cleave.perf.model import model_shape
+from cleave.perf.profile.profile import write_profile
+from cleave.perf.published import splitwise
 from cleave.planner.problem import Problem, Supply
 from cleave.planner.provision import machines
 from cleave.planner.provision.search import (
@@ -23,9 +25,11 @@ from cleave.traffic import published
 CLUSTER = Cluster(nodes=[NodeGroup(gpu="A100-SXM-80GB"), NodeGroup(gpu="H100-SXM-80GB")])
 
 
-def problem(name: str = "llama-2-70b", cluster: Cluster = CLUSTER) -> Problem:
+def problem(
+    name: str = "llama-2-70b", cluster: Cluster = CLUSTER, folder: Path = Path()
+) -> Problem:
     shape = model_shape.load_shape(name)
-    estimator = build_estimator(shape, cluster)
+    estimator = build_estimator(shape, cluster, folder=folder)
     supplies = tuple(
         Supply(gpu, 1, 8, 8, link.build_node_link(machine.gpu), machine.network)
         for gpu, machine in estimator.machines.items()
@@ -119,12 +123,21 @@ def test_a_power_cap_leaves_the_rest_of_a_machine_its_power() -> None:
     assert uncapped.power_watts - capped.power_watts == 8 * 350
 
 
-def test_capped_token_machines_win_among_split_ones_and_chunks_win_over_both() -> None:
-    """Section VI-B, conversation: Splitwise-HHcap does better than HH. The paper's baseline, whose
-    prompts are whole, does worse than both; mixed machines that compute them in chunks do not."""
-    machine_problem = problem()
+def test_capped_token_machines_win_among_split_ones_and_chunks_win_over_both(
+    tmp_path: Path,
+) -> None:
+    """Section VI-B, conversation, with the paper's iterations: Splitwise-HHcap does better than HH.
+    The paper's baseline, whose prompts are whole, does worse than both; mixed machines that compute
+    them in chunks do not."""
+    names = [each.gpu for each in CLUSTER.nodes]
+    for name in names:
+        measured = splitwise.find_profile("llama-2-70b", name, 8)
+        assert measured is not None
+        write_profile(measured, tmp_path / f"{name}.json")
+    cluster = CLUSTER.model_copy(update={"profiles": [f"{name}.json" for name in names]})
+    machine_problem = problem(cluster=cluster, folder=tmp_path)
     found = machines.list_nodes(machine_problem)
-    capped = machines.apply_power_cap(machine_problem, found[1:], CLUSTER, Path(), 0.5)
+    capped = machines.apply_power_cap(machine_problem, found[1:], cluster, tmp_path, 0.5)
     pairs = machines.build_pairs(machine_problem.shape, found[1:], (found[1], *capped))
     reference = found[0].machine.estimate.timing
     question = ProvisioningRequest(
