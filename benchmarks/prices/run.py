@@ -20,6 +20,8 @@ from rich.table import Table
 T = TypeVar("T")
 PARTS = ("kernels", "passes", "serving", "front_end")
 SOURCES = ("tables", "roofline", "before")
+FITTED = "H100-SXM-80GB"
+"""The GPU whose runs of InferenceX gave the front end."""
 
 
 def main() -> None:
@@ -91,14 +93,27 @@ def show_serving(root: Path) -> None:
                 cells = [summarize_signed([select(e)[name] for e in found]) for name in SOURCES]
                 table.add_row(str(gpu), str(model), str(len(found)), *cells)
         Console(width=130).print(table)
-    for gpu, found in group(errors, lambda e: e.measured.gpu).items():
-        for name in SOURCES:
-            shares = [abs(e.tpot[name]) for e in found if name in e.tpot]
-            print(f"TPOT on {gpu}: mean absolute error of {name} {statistics.mean(shares):.1%}")
+    show_known_errors(errors)
     for model, left_out in implausible.items():
         print(f"left out: {len(left_out)} runs of {model}, too fast for their number of requests")
     without = {e.measured.model for e in errors if "tables" not in e.tpot}
     print(f"without kernel tables: {', '.join(sorted(without)) or 'none'}")
+
+
+def show_known_errors(errors: Sequence[serving.ServingError]) -> None:
+    """What `cleave.perf.known_errors` says: rows that nothing was fitted to, by source and GPU."""
+    table = Table(title="Trust: median (90th percentile) of runs that nothing was fitted to")
+    for column in ("source", "GPU", "runs", "TPOT", "TTFT"):
+        table.add_column(column)
+    for source in ("tables", "roofline"):
+        for gpu, found in sorted(group(errors, lambda e: e.measured.gpu).items()):
+            tpot = [e.tpot[source] for e in found if source in e.tpot]
+            low = [
+                e for e in found if is_low(e) and not (e.measured.is_inferencex and gpu == FITTED)
+            ]
+            ttft = [e.ttft[source] for e in low if source in e.ttft]
+            table.add_row(source, str(gpu), str(len(tpot)), summarize(tpot), summarize(ttft))
+    Console(width=100).print(table)
 
 
 def is_low(error: serving.ServingError) -> bool:

@@ -13,6 +13,7 @@ leave out of attention. What is hard: a recording has two clocks.
 import argparse
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,13 +188,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     columns = ["run", "", *(f"P{each}" for each in PERCENTILES)]
     table = Table(*columns, *(["each request"] if options.measured else []))
+    errors: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for run in RUNS:
         found = (predict_tabled if options.tabled else predict)(options.checkout, run)
         seen = read_measured(options.checkout, run) if options.measured else {}
         for name in found:
             cells = compare(found[name], seen[name]) if seen else describe(found[name])
             table.add_row(run.folder, name, *cells)
-    Console(width=110).print(table)
+            if seen:
+                errors[name].append(np.abs(found[name] / seen[name] - 1))
+    console = Console(width=110)
+    console.print(table)
+    for name, parts in errors.items():
+        median, high = np.percentile(np.concatenate(parts), (50, 90))
+        console.print(f"{name} of all requests: {median:.1%} (P90 {high:.0%})")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf import estimator, named_profiles
+from cleave.perf import estimator, known_errors, named_profiles
 from cleave.perf.estimate import Estimate, Estimator, LatencySource
 from cleave.perf.estimator import ModelEstimator
 from cleave.perf.hardware.gpu import find_gpu
@@ -67,7 +67,7 @@ def test_kernels_answer_for_models_that_were_not_measured(tensor: int) -> None:
     assert found.confidence.kind is LatencySource.KERNELS
     assert "aiconfigurator-core 0.12.0" in found.confidence.source
     assert "vLLM 0.24.0" in found.confidence.source
-    assert found.confidence.error is not None
+    assert found.confidence.serving is known_errors.KERNELS[H100]
 
 
 @pytest.mark.parametrize("gpu", ["L4", "MI300X"])
@@ -76,7 +76,7 @@ def test_the_roofline_answers_where_no_kernel_was_measured(gpu: str) -> None:
     built = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster)
     found = known(built.estimate(find_gpu(gpu).name, 4, 1))
     assert found.confidence.kind is LatencySource.ROOFLINE
-    assert found.confidence.error is None, "it was never compared with measurements there"
+    assert found.confidence.serving is None, "it was never compared with measurements there"
 
 
 def test_a_measured_profile_comes_first(tmp_path: Path) -> None:

@@ -82,6 +82,6 @@ def test_the_source_names_the_drafts_and_its_error_is_not_known() -> None:
     assert found is not None
     assert found.timing == apply_speculation(TIMING, ONE)
     assert found.confidence.source == "kernels; 1 drafted tokens, 1.6 emitted an iteration"
-    assert found.confidence.error is None
+    assert (found.confidence.error, found.confidence.serving) == (None, None)
     assert estimates.estimate("A100", 2, 1) is None
     assert estimates.explain_unsupported("A100", 2, 1) == "too large"

@@ -96,7 +96,7 @@ def test_arguments_say_how_ranks_exchange_tokens(args: tuple[str, ...], text: st
     problem = wide_problems.deepseek(args=args)
     found = problem.estimator.estimate("H200-SXM-141GB", 1, 1, 16, expert=True)
     assert found.confidence.source.endswith(text)
-    assert found.confidence.error is None
+    assert found.confidence.serving is None
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ The implementations choose among sources (measured profiles, published fits, roo
 module; the planner does not depend on them.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from cleave.perf.known_errors import ServingErrors
 from cleave.perf.timing import EngineTiming
 
 
@@ -32,7 +34,17 @@ class Confidence:
     source: str
     """Short description of the profile, fit or calibration."""
     error: float | None
-    """Mean absolute percentage error against measurements, 0.05 for 5 %; None: not known."""
+    """Mean absolute percentage error of iterations that were held out of a fit, 0.05 for 5 %; None:
+    not known."""
+    serving: ServingErrors | None = None
+    """Errors of latencies beside published runs; None: not compared with any."""
+
+    @property
+    def likely_error(self) -> float:
+        """One figure, to rank sources by; infinite: not known."""
+        if self.serving is not None:
+            return self.serving.tpot.median
+        return math.inf if self.error is None else self.error
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf import host_launch, named_profiles
+from cleave.perf import host_launch, known_errors, named_profiles
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.all_to_all import GpuGroup
@@ -35,11 +35,6 @@ from cleave.perf.roofline.roofline import VLLM, Roofline
 from cleave.perf.timing import EngineTiming
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
-_KERNEL_ERRORS = {"H100-SXM-80GB": 0.13, "H200-SXM-141GB": 0.19, "B200-SXM-180GB": 0.15}
-"""Mean absolute error of the time per output token of kernel tables, by GPU, beside published runs
-of vLLM (benchmarks/prices); the medians are lower."""
-_ROOFLINE_ERRORS = {"H100-SXM-80GB": 0.14, "H200-SXM-141GB": 0.21, "B200-SXM-180GB": 0.14}
-"""The same of the roofline."""
 _FRONT_END = f"{VLLM.front_end_ms:g} ms of front end per request"
 
 
@@ -196,7 +191,7 @@ class ModelEstimator:
         exchange = f"all-to-all by {self._experts.backend}, " if data > 1 and expert else ""
         uneven = f"busiest experts {group.imbalance:g} x the mean" if expert else "sliced experts"
         text = f"{trust.source}, {exchange}{uneven}"
-        return replace(found, confidence=replace(trust, source=text, error=None))
+        return replace(found, confidence=replace(trust, source=text, serving=None))
 
     def _compute_peak_flops(self, gpu: Gpu, gpus: int) -> float | None:
         """FLOP/s of that many GPUs without their power cap: MFU refers to the rated performance.
@@ -227,7 +222,7 @@ class ModelEstimator:
             operators = each.operators
             if operators and tensor in operator_fit.list_tensor_parallel_sizes(operators):
                 text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
-                trust = Confidence(LatencySource.MEASURED, text, None)
+                trust = Confidence(LatencySource.MEASURED, text, None, known_errors.OPERATORS)
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
         if (source := _find_kernels(self.shape, machine.gpu, tensor)) is not None:
             yield source
@@ -317,7 +312,7 @@ def _find_kernels(
     if found is None or operators is None:
         return None
     text = f"{gpu.name}, {found.source}, {_FRONT_END}"
-    trust = Confidence(LatencySource.KERNELS, text, _KERNEL_ERRORS.get(gpu.name))
+    trust = Confidence(LatencySource.KERNELS, text, None, known_errors.KERNELS.get(gpu.name))
     timing = replace(
         operator_fit.to_timing(operators, tensor), schedules_ahead=VLLM.schedules_ahead
     )
@@ -330,7 +325,8 @@ def _build_roofline_source(
     kernels, link = select_efficiency(machine.gpu), machine.select_link(tensor)
     roofline = Roofline(shape, machine.gpu, tensor, link, kernels, group=group)
     text = f"FLOPs and bytes, calibrated on {kernels.source}, {_FRONT_END}"
-    trust = Confidence(LatencySource.ROOFLINE, text, _ROOFLINE_ERRORS.get(machine.gpu.name))
+    errors = known_errors.ROOFLINE.get(machine.gpu.name)
+    trust = Confidence(LatencySource.ROOFLINE, text, None, errors)
     timing = _start_by_host(roofline.to_timing(), shape, machine.gpu, tensor)
     return _TimingSource(timing, trust, VLLM.front_end_ms)
 

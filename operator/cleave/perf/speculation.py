@@ -49,7 +49,7 @@ class SpeculatingEstimator:
         if base is None:
             return None
         source = f"{base.confidence.source}; {self._speculation}"
-        trust = replace(base.confidence, source=source, error=None)
+        trust = replace(base.confidence, source=source, error=None, serving=None)
         return replace(
             base, timing=apply_speculation(base.timing, self._speculation), confidence=trust
         )

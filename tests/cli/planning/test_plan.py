@@ -84,8 +84,8 @@ def test_what_reuse_is_worth_is_a_line_and_a_part_of_the_json(cli, file, said, a
 
 def test_the_requested_number_of_plans_is_shown(cli, file, said) -> None:
     said()
-    rows = [line for line in run(cli, file, "--top", "2").stdout.splitlines() if "fitted" in line]
-    assert len(rows) == 2
+    lines = run(cli, file, "--top", "2").stdout.splitlines()
+    assert len([line for line in lines if line.endswith("fitted")]) == 2
     assert len(json.loads(run(cli, file, "--top", "2", "-o", "json").stdout)["alternatives"]) == 1
 
 
@@ -98,7 +98,7 @@ def test_json_contains_aladdins_laws_with_explain(cli, file) -> None:
 def test_wide_adds_interval_limits_algorithm_and_source(cli, file, said) -> None:
     said()
     wide = run(cli, file, "-o", "wide").stdout
-    for text in ("9.12-9.59", "256/8192 256/8192", "Algorithm 2", "4.1 % off on average", "2.4 kW"):
+    for text in ("9.12-9.59", "256/8192 256/8192", "Algorithm 2", "DistServe's", "2.4 kW"):
         assert text in wide
         assert text not in run(cli, file).stdout
 

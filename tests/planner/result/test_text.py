@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cleave.api.role import Parallelism, Role
+from cleave.perf import known_errors
 from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import PlannedPool
 from cleave.planner.result.text import (
@@ -66,13 +67,23 @@ def test_a_pool_is_described_in_full() -> None:
 @pytest.mark.parametrize(
     ("basis", "error", "text"),
     [
-        (LatencySource.FITTED, 0.041, "4.1 % off on average"),
+        (LatencySource.FITTED, 0.041, "iterations 4.1 % off on average"),
         (LatencySource.FITTED, None, "published, residuals not stated"),
-        (LatencySource.MEASURED, None, "never compared with measured steps"),
+        (LatencySource.MEASURED, None, "never compared with measurements"),
     ],
 )
 def test_trust_shows_the_error_of_the_times_or_that_it_is_unknown(basis, error, text) -> None:
-    assert describe_trust(Confidence(basis, "source", error)) == f"{basis} (source), {text}"
+    assert describe_trust(Confidence(basis, "source", error)) == f"{basis}, {text}; source"
+
+
+def test_trust_in_short_is_what_published_runs_showed_and_fits_a_terminal() -> None:
+    errors = known_errors.KERNELS["H200-SXM-141GB"]
+    trust = Confidence(LatencySource.KERNELS, "source", None, errors)
+    text = describe_trust(trust, is_short=True)
+    assert text == "kernels, TPOT 7 % off (P90 49 %), TTFT 15 % (P90 43 %)"
+    assert len(f"TRUST: {text}") <= 80
+    unknown = Confidence(LatencySource.KERNELS, "source", None, errors._replace(ttft=None))
+    assert describe_trust(unknown).endswith("TTFT never compared; source")
 
 
 def test_a_label_names_the_kind_of_gpu_where_there_was_a_choice(answer) -> None:

@@ -85,8 +85,9 @@ def _format_cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[
 
 def _list_footnotes(plans: Sequence[Plan], *, wide: bool) -> Iterator[str]:
     """What holds for several rows: the sources of times and prices."""
-    for trust in dict.fromkeys(plan.prediction.trust for plan in plans if wide):
-        yield f"TRUST: {describe_trust(trust)}"
+    texts = (describe_trust(plan.prediction.trust, is_short=not wide) for plan in plans)
+    for text in dict.fromkeys(texts):
+        yield f"TRUST: {text}"
     if any(plan.prediction.cost_per_hour > 0 for plan in plans):
         yield f"USD/H: {PRICE_SOURCE}; pricePerHour under spec.planning.gpus sets yours"
 

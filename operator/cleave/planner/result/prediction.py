@@ -4,7 +4,6 @@ Called by the search for the plans that it lists. Trials are long here and repea
 seeds; those of the search itself are only good enough to compare.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -134,7 +133,7 @@ def compute_whole_below_tokens(
 
 def _rank_unreliability(trust: Confidence) -> tuple[int, float]:
     """The least reliable model, which limits the prediction of a plan, has the highest rank."""
-    return _BASIS_ORDER.index(trust.kind), math.inf if trust.error is None else trust.error
+    return _BASIS_ORDER.index(trust.kind), trust.likely_error
 
 
 def _build_prediction(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from cleave.api.planning import Objective
 from cleave.api.role import Role
 from cleave.perf.estimate import Confidence, LatencySource
+from cleave.perf.known_errors import Spread
 from cleave.planner.plan import Plan, PlannedPool, PlanningResult, PlanVerdict, Prediction
 
 VERDICT_TEXTS = {
@@ -87,17 +88,27 @@ def format_power(watts: float) -> str:
     return f"{watts / 1000:.1f} kW" if watts >= 1000 else f"{watts:.0f} W"
 
 
-def describe_trust(trust: Confidence) -> str:
-    """`fitted (DistServe, A100), 4 % off on average`."""
-    return f"{trust.kind} ({trust.source}), {_format_error(trust)}"
+def describe_trust(trust: Confidence, *, is_short: bool = False) -> str:
+    """`kernels, TPOT 12 % off (P90 25 %), TTFT 15 % (P90 43 %); H100-SXM-80GB, vLLM 0.24.0`.
+    `is_short`: without what is behind the semicolon."""
+    text = f"{trust.kind}, {_format_error(trust)}"
+    return text if is_short else f"{text}; {trust.source}"
 
 
 def _format_error(trust: Confidence) -> str:
+    if trust.serving is not None:
+        tpot, ttft = trust.serving
+        first = f"TTFT {_format_spread(ttft, '')}" if ttft else "TTFT never compared"
+        return f"TPOT {_format_spread(tpot, ' off')}, {first}"
     if trust.error is not None:
-        return f"{format_percent(trust.error)} off on average"
+        return f"iterations {format_percent(trust.error)} off on average"
     if trust.kind is LatencySource.FITTED:
         return "published, residuals not stated"
-    return "never compared with measured steps"
+    return "never compared with measurements"
+
+
+def _format_spread(spread: Spread, off: str) -> str:
+    return f"{spread.median:.0%}{off} (P90 {spread.p90:.0%})".replace("%", " %")
 
 
 def format_interval(prediction: Prediction) -> str:

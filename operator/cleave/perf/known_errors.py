@@ -1,0 +1,40 @@
+"""How far predicted times were from measured ones, by source: what a plan's TRUST says.
+
+Called by cleave.perf.estimator. Each row is of published runs of vLLM of which nothing was used to
+fit a constant: benchmarks/prices (closed loops of InferenceX and of aiconfigurator's authors) and
+benchmarks/references (LLMServingSim's recordings). Their READMEs have the same figures, which
+tests/perf/test_known_errors.py compares.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Spread(NamedTuple):
+    """Absolute relative errors over all runs; 0.1 for 10 %."""
+
+    median: float
+    p90: float
+
+
+class ServingErrors(NamedTuple):
+    """Errors of predicted latencies of requests."""
+
+    tpot: Spread
+    ttft: Spread | None
+    """At low load; None: the runs were used to fit the front end, or there are none."""
+
+
+KERNELS: Mapping[str, ServingErrors] = {
+    "H100-SXM-80GB": ServingErrors(Spread(0.123, 0.26), None),
+    "H200-SXM-141GB": ServingErrors(Spread(0.073, 0.49), Spread(0.148, 0.43)),
+    "B200-SXM-180GB": ServingErrors(Spread(0.132, 0.28), Spread(0.179, 0.42)),
+}
+"""Of kernel tables, by GPU."""
+ROOFLINE: Mapping[str, ServingErrors] = {
+    "H100-SXM-80GB": ServingErrors(Spread(0.129, 0.28), None),
+    "H200-SXM-141GB": ServingErrors(Spread(0.139, 0.46), Spread(0.313, 0.48)),
+    "B200-SXM-180GB": ServingErrors(Spread(0.123, 0.27), Spread(0.186, 0.42)),
+}
+OPERATORS = ServingErrors(Spread(0.073, 0.10), Spread(0.093, 0.29))
+"""Of profiles of single layers, on any GPU; first tokens include queues."""
