@@ -28,6 +28,8 @@ class Server:
     def __init__(self) -> None:
         self.prompts = vector(PROMPTS)
         self.outputs = vector(OUTPUTS)
+        self.gateways: list[dict] = []
+        """Prompts of gateways; their outputs are `outputs`."""
         self.rates: list[dict] = [{"metric": {}, "values": RATES}]
         self.raw: Callable[[], bytes] | None = None
         self.status = 200
@@ -43,7 +45,8 @@ class Server:
             kind, result = "matrix", self.rates
         else:
             kind = "vector"
-            result = self.prompts if "prompt_tokens" in query["query"] else self.outputs
+            prompts = self.gateways if "cleave_gateway" in query["query"] else self.prompts
+            result = prompts if "prompt_tokens" in query["query"] else self.outputs
         data = {"resultType": kind, "result": result}
         return json.dumps({"status": "success", "data": data, "warnings": []}).encode()
 
@@ -99,7 +102,7 @@ def test_the_rate_over_time_leaves_gaps_of_the_recording_out(server) -> None:
 
 def test_queries_cover_the_window_in_at_most_a_thousand_steps(server) -> None:
     prometheus.read_traffic(server.url + "/", END_S, 7 * 86400, 'my "model"')
-    prompts, _, rates = server.queries
+    _, prompts, _, rates = server.queries
     chosen = '{model_name="my \\"model\\""}'
     assert prompts["query"] == (
         "sum by (le, model_name, instance) "
@@ -169,6 +172,21 @@ def test_both_engines_of_split_requests_count_them_once(server) -> None:
     assert observed.build_demand().draw(5000).output_tokens.mean() == pytest.approx(140, rel=0.15)
     (remark,) = observed.remarks
     assert remark.startswith("1 of 2 engines generate one token per request: as prefill engines")
+
+
+def test_gateways_count_split_requests_once_and_no_canaries(server) -> None:
+    for name in ("a", "b"):
+        server.gateways += build_series([400] * 40, SHORT, model="m", instance=name)
+    server.outputs = build_series([90] * 80, SHORT, model="m", instance="a")
+    observed = prometheus.read_traffic(server.url, END_S, 3600, "m")
+    assert observed.num_requests == 80
+    assert observed.rates.tolist() == [2.5, 3.5], "of the gateways alone"
+    assert observed.remarks == ("requests as Cleave's gateways count them",)
+    prompts, outputs, rates = (each["query"] for each in server.queries)
+    chosen = 'prompt_tokens_bucket{model="m"}'
+    assert f"by (le, model, instance) (increase(cleave_gateway_request_{chosen}" in prompts
+    assert 'cleave_gateway_request_output_tokens_bucket{model="m"}' in outputs
+    assert 'rate(cleave_gateway_request_prompt_tokens_count{model="m"}[240s])' in rates
 
 
 def test_sums_of_both_engines_are_doubted(server) -> None:

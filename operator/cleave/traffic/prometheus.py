@@ -1,9 +1,10 @@
-"""Reads past traffic from Prometheus: rate over time and histograms of vLLM's request lengths.
+"""Reads past traffic from Prometheus: rate over time and histograms of requests' lengths.
 
 Called by `cleave workload --prometheus`. What is hard: histograms have buckets instead of requests.
 Lengths are therefore drawn evenly inside a bucket, prompt and output independently, and burstiness
-is unknown. And one server holds many engines: of several models, with buckets of their own, and
-with both engines of a split request, each of which counts it.
+is unknown. Cleave's gateways count each request once. Where there are none, one server holds many
+engines: of several models, with buckets of their own, and with both engines of a split request,
+each of which counts it.
 """
 
 import math
@@ -22,10 +23,28 @@ from numpy.typing import NDArray
 from cleave.traffic.recordings.history_error import HistoryError
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, Quantiles
 
-PROMPT_METRIC = "vllm:request_prompt_tokens_bucket"
-OUTPUT_METRIC = "vllm:request_generation_tokens_bucket"
-SUCCESS_METRIC = "vllm:request_success_total"
 
+class _Source(NamedTuple):
+    """Who counted the requests: names of metrics, and their label with the model."""
+
+    prompts: str
+    outputs: str
+    requests: str
+    model: str
+
+
+_GATEWAYS = _Source(
+    "cleave_gateway_request_prompt_tokens_bucket",
+    "cleave_gateway_request_output_tokens_bucket",
+    "cleave_gateway_request_prompt_tokens_count",
+    "model",
+)
+_ENGINES = _Source(
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_success_total",
+    "model_name",
+)
 TIMEOUT_S = 15.0
 """Timeout for each part of a response and for the whole response."""
 MAX_RESPONSE_BYTES = 1 << 24
@@ -69,24 +88,36 @@ def read_traffic(
     url: str, end_s: float, window_s: float, model: str | None = None
 ) -> PrometheusTraffic:
     """Read the traffic of the `window_s` seconds before the Unix time `end_s`. `model`: only
-    requests with this `model_name`. Raises HistoryError."""
+    requests with this name of a model. Raises HistoryError."""
     if not (math.isfinite(window_s) and window_s >= _MIN_STEP_S):
         raise HistoryError(f"window {window_s:g} s: must be at least {_MIN_STEP_S:g} s")
     # PromQL strings are quoted like JSON's.
-    selector = f"{{model_name={msgspec.json.encode(model).decode()}}}" if model else ""
+    quoted = msgspec.json.encode(model).decode() if model else ""
     with _open_client(url) as client:
-        prompts = _query_histograms(client, PROMPT_METRIC + selector, end_s, window_s)
-        outputs = _query_histograms(client, OUTPUT_METRIC + selector, end_s, window_s)
-        times_s, rates = _query_rates(client, SUCCESS_METRIC + selector, end_s, window_s)
+        for source in (_GATEWAYS, _ENGINES):
+            chosen = f"{{{source.model}={quoted}}}" if model else ""
+            span = chosen, end_s, window_s
+            if prompts := _query_histograms(client, source, source.prompts, *span):
+                break
+        outputs = _query_histograms(client, source, source.outputs, *span) if prompts else {}
+        if not outputs:
+            raise HistoryError(
+                f"Prometheus holds no {source.outputs if prompts else source.prompts}{chosen} in "
+                f"these {int(window_s)} s: choose a longer window or another model, or check "
+                "whether Cleave's gateways or vLLM are scraped"
+            )
+        times_s, rates = _query_rates(client, source.requests + chosen, end_s, window_s)
     _check_one_model(prompts)
-    prefilling = _find_prefilling(outputs)
+    prefilling = _find_prefilling(outputs) if source is _ENGINES else set()
     counted = [each for engine, each in prompts.items() if engine not in prefilling]
     prompt_lengths = _merge(counted or list(prompts.values()))
     output_lengths = _merge([each for key, each in outputs.items() if key not in prefilling])
     rates = rates * (prompt_lengths.total / sum(each.total for each in prompts.values()))
     lengths = prompt_lengths.to_quantiles(), output_lengths.to_quantiles()
     beyond = max(prompt_lengths.share_beyond, output_lengths.share_beyond)
-    remarks = tuple(_describe_split(prefilling, outputs, output_lengths))
+    remarks: tuple[str, ...] = ("requests as Cleave's gateways count them",)
+    if source is _ENGINES:
+        remarks = tuple(_describe_split(prefilling, outputs, output_lengths))
     return PrometheusTraffic(times_s, rates, *lengths, prompt_lengths.total, beyond, remarks)
 
 
@@ -109,7 +140,7 @@ def _open_client(url: str) -> Iterator[httpx.Client]:
 
 
 class _Engine(NamedTuple):
-    """Whose histogram it is."""
+    """Whose histogram it is: an engine's, or a gateway's."""
 
     model: str
     instance: str
@@ -185,26 +216,21 @@ def _merge(histograms: Sequence[_LengthHistogram]) -> _LengthHistogram:
 
 
 def _query_histograms(
-    client: httpx.Client, metric: str, end_s: float, window_s: float
+    client: httpx.Client, source: _Source, name: str, chosen: str, end_s: float, window_s: float
 ) -> dict[_Engine, _LengthHistogram]:
-    """By engine. Raises HistoryError."""
+    """By engine, or gateway; empty: nobody counted. Raises HistoryError."""
     # `increase` handles counters that restart with their engine.
-    query = f"sum by (le, model_name, instance) (increase({metric}[{int(window_s)}s]))"
+    query = f"sum by (le, {source.model}, instance) (increase({name}{chosen}[{int(window_s)}s]))"
     series = _query_series(client, "/api/v1/query", {"query": query, "time": str(end_s)})
     buckets: dict[_Engine, list[tuple[float, float]]] = defaultdict(list)
     for each in series:
         if each.value:
-            engine = _Engine(each.metric.get("model_name", ""), each.metric.get("instance", ""))
+            engine = _Engine(each.metric.get(source.model, ""), each.metric.get("instance", ""))
             bucket = _parse_number(each.metric.get("le")), _parse_number(each.value[1])
             buckets[engine].append(bucket)
     found = {engine: sorted(each) for engine, each in buckets.items()}
     found = {engine: each for engine, each in found.items() if each[-1][1] > 0}
-    if not found:
-        raise HistoryError(
-            f"Prometheus holds no {metric} in these {int(window_s)} s: choose a longer window or "
-            "another model, or check whether vLLM is scraped"
-        )
-    return {engine: _build_histogram(metric, each) for engine, each in found.items()}
+    return {engine: _build_histogram(name + chosen, each) for engine, each in found.items()}
 
 
 def _build_histogram(metric: str, buckets: Sequence[tuple[float, float]]) -> _LengthHistogram:

@@ -54,7 +54,7 @@ def workload(
         str, Option(help="Time range to read from Prometheus, such as 30m, 6h or 7d.")
     ] = "1d",
     model: Annotated[
-        str | None, Option(help="Read only requests with this label model_name.")
+        str | None, Option(help="Read only requests with this name of a model.")
     ] = None,
     rate: Annotated[
         float | None, Option(help="Requests per second. Overrides the recorded rate.")
@@ -82,7 +82,8 @@ def workload(
     """Describe recorded traffic and print it as spec.workload of an LLMDeployment.
 
     Where fitted distributions do not represent a recording, spec.workload refers to the file and
-    the trace is replayed. With --prometheus, lengths come from vLLM's histograms.
+    the trace is replayed. With --prometheus, lengths come from histograms of
+    Cleave's gateways, or of vLLM where there are none.
 
     Exit codes: 0 described or generated, 2 the source cannot be used.
 
