@@ -2,12 +2,13 @@
 
     git clone https://github.com/casys-kaist/LLMServingSim                       # 5daddb2, MIT
     .venv/bin/python benchmarks/references/llmservingsim.py LLMServingSim        # predictions alone
-    .venv/bin/python benchmarks/references/llmservingsim.py LLMServingSim --measured [--tabled]
+    .venv/bin/python benchmarks/references/llmservingsim.py LLMServingSim --measured --times WHICH
 
 Its profiles become `Operators`, as those of Cleave's own profiler do, and the simulator serves the
 recorded arrivals, lengths and prompts. Without `--measured` only arrivals and lengths of a
-recording are read. `--tabled`, written after the comparison, adds what Cleave's iteration times
-leave out of attention. What is hard: a recording has two clocks.
+recording are read. Written after the comparison: `--times tabled` adds what Cleave's iterations
+leave out of attention, `--times cleave` has Cleave's own times instead of the profiles. What is
+hard: a recording has two clocks.
 """
 
 import argparse
@@ -27,7 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from tabled_attention import TabledAttention, TabledReference
 
+from cleave.api.cluster import Cluster
 from cleave.api.enums import DispatchPolicy
+from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware import memory
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.model.model_shape import load_shape
@@ -166,6 +169,26 @@ def predict_tabled(root: Path, run: Run) -> Times:
     return {"TTFT": first - sent, "TPOT": (end - first) / np.maximum(tokens - 1, 1)}
 
 
+def predict_by_cleave(root: Path, run: Run) -> Times:
+    """What the simulator says with Cleave's own times: kernel tables, or the roofline."""
+    flags, shape = _read_meta(root, run)["engine_kwargs"], load_shape(run.model)
+    cluster = Cluster.model_validate({"nodes": [{"count": 1, "gpu": run.gpu, "gpusPerNode": 8}]})
+    ranks = flags["data_parallel_size"]
+    found = build_estimator(shape, cluster).estimate(
+        run.gpu, flags["tensor_parallel_size"], 1, ranks, expert=ranks > 1
+    )
+    assert found is not None
+    fleet = build_fleet(root, run)
+    (pool,) = fleet.mixed
+    engine = replace(pool.engine, timing=replace(found.timing, schedules_ahead=True))
+    fleet = replace(fleet, mixed=(replace(pool, engine=engine),))
+    outcome = simulate(fleet, read_trace(root, run))
+    return {"TTFT": outcome.ttft_ms, "TPOT": outcome.tpot_ms}
+
+
+PREDICTORS = {"profile": predict, "tabled": predict_tabled, "cleave": predict_by_cleave}
+
+
 def describe(values: NDArray[np.float64]) -> list[str]:
     """Percentiles in ms."""
     return [f"{each:,.1f}" for each in np.percentile(values, PERCENTILES)]
@@ -184,24 +207,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--measured", action="store_true", help="compare with what was recorded")
-    parser.add_argument("--tabled", action="store_true", help="with the profile's whole attention")
+    parser.add_argument("--times", choices=PREDICTORS, default="profile")
     options = parser.parse_args(arguments)
     columns = ["run", "", *(f"P{each}" for each in PERCENTILES)]
     table = Table(*columns, *(["each request"] if options.measured else []))
-    errors: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
+    errors: dict[tuple[str, str], list[NDArray[np.float64]]] = defaultdict(list)
     for run in RUNS:
-        found = (predict_tabled if options.tabled else predict)(options.checkout, run)
+        found = PREDICTORS[options.times](options.checkout, run)
         seen = read_measured(options.checkout, run) if options.measured else {}
         for name in found:
             cells = compare(found[name], seen[name]) if seen else describe(found[name])
             table.add_row(run.folder, name, *cells)
             if seen:
-                errors[name].append(np.abs(found[name] / seen[name] - 1))
+                for gpu in (run.gpu, "any"):
+                    errors[gpu, name].append(np.abs(found[name] / seen[name] - 1))
     console = Console(width=110)
     console.print(table)
-    for name, parts in errors.items():
+    for (gpu, name), parts in errors.items():
         median, high = np.percentile(np.concatenate(parts), (50, 90))
-        console.print(f"{name} of all requests: {median:.1%} (P90 {high:.0%})")
+        console.print(f"{gpu}, all requests: {name} {median:.1%} ({high:.0%})")
 
 
 if __name__ == "__main__":

@@ -22,19 +22,22 @@ class ServingErrors(NamedTuple):
 
     tpot: Spread
     ttft: Spread | None
-    """At low load; None: the runs were used to fit the front end, or there are none."""
+    """At low load, on RTX GPUs and of profiles with queues; None: only runs to which the front end
+    was fitted."""
 
 
 KERNELS: Mapping[str, ServingErrors] = {
     "H100-SXM-80GB": ServingErrors(Spread(0.123, 0.26), None),
     "H200-SXM-141GB": ServingErrors(Spread(0.073, 0.49), Spread(0.148, 0.43)),
     "B200-SXM-180GB": ServingErrors(Spread(0.132, 0.28), Spread(0.179, 0.42)),
+    "RTX-PRO-6000-Server": ServingErrors(Spread(0.121, 0.32), Spread(0.286, 0.56)),
 }
 """Of kernel tables, by GPU."""
 ROOFLINE: Mapping[str, ServingErrors] = {
     "H100-SXM-80GB": ServingErrors(Spread(0.129, 0.28), None),
     "H200-SXM-141GB": ServingErrors(Spread(0.139, 0.46), Spread(0.313, 0.48)),
     "B200-SXM-180GB": ServingErrors(Spread(0.123, 0.27), Spread(0.186, 0.42)),
+    "RTX-4090": ServingErrors(Spread(0.236, 0.26), Spread(0.287, 0.32)),
 }
 OPERATORS = ServingErrors(Spread(0.073, 0.10), Spread(0.093, 0.29))
-"""Of profiles of single layers, on any GPU; first tokens include queues."""
+"""Of profiles of single layers, on any GPU."""
