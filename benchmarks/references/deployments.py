@@ -1,4 +1,4 @@
-"""Published deployments of gpt-oss-120b, predicted with Cleave's tables and simulator.
+"""Published deployments, predicted with Cleave's tables and simulator.
 
     .venv/bin/python benchmarks/references/deployments.py                 # predictions, a minute
     .venv/bin/python benchmarks/references/deployments.py --measured CHECKOUT [--host-ms MS]
@@ -11,7 +11,7 @@ for each iteration of engines that do not schedule ahead.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,8 +36,6 @@ from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
-MODEL = "openai/gpt-oss-120b"
-PROMPT_TOKENS, OUTPUT_TOKENS = 5000, 250
 CONCURRENCIES = (4, 8, 16, 32, 48, 64)
 REQUESTS_PER_CLIENT = 5
 Pool = tuple[int, int]
@@ -57,6 +55,9 @@ class Deployment:
     schedules_ahead: bool = False
     """vLLM's default since 0.14."""
     dispatch: DispatchPolicy = DispatchPolicy.POWER_OF_TWO
+    model: str = "openai/gpt-oss-120b"
+    prompt_tokens: int = 5000
+    output_tokens: int = 250
 
     @property
     def is_split(self) -> bool:
@@ -86,12 +87,21 @@ LLM_D = Deployment(
 )
 RATES = (10, 20, 30, 40, 45, 50, 60)
 LLM_D_SECONDS = 120
+LMCACHE = Deployment(
+    *("LMCache 1P TP1 + 1D TP1", "H100-SXM-80GB", (1, 1), (1, 1)),
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    prompt_tokens=8000,
+    output_tokens=200,
+)
+"""blog.lmcache.ai, April 2025: vLLM v1 with NIXL in a node with NVLink, 3.6 requests/s."""
+LMCACHE_RATES = (1, 2, 3, 3.6, 4)
+LMCACHE_REQUESTS = 2000
 
 
 def build_fleet(deployment: Deployment, host_ms: float = 0.0) -> SimulatedFleet:
     """The deployment as Cleave would predict it; KV goes over NVLink in a node, else 400 Gbit/s.
     `host_ms`: added to every iteration."""
-    shape = load_shape(MODEL)
+    shape = load_shape(deployment.model)
     network = {"kind": "InfiniBand", "bandwidthGbps": 400}
     nodes = [{"count": deployment.nodes, "gpu": deployment.gpu, "gpusPerNode": 8}]
     cluster = Cluster.model_validate({"nodes": nodes, "network": network})
@@ -131,17 +141,19 @@ def build_fleet(deployment: Deployment, host_ms: float = 0.0) -> SimulatedFleet:
     )
 
 
-def build_trace(arrival_ms: NDArray[np.float64]) -> Trace:
+def build_trace(deployment: Deployment, arrival_ms: NDArray[np.float64]) -> Trace:
     """Requests of equal lengths."""
     ones = np.ones(len(arrival_ms), np.int64)
-    return Trace(arrival_ms, ones * PROMPT_TOKENS, ones * OUTPUT_TOKENS)
+    return Trace(arrival_ms, ones * deployment.prompt_tokens, ones * deployment.output_tokens)
 
 
-def simulate_closed_loop(fleet: SimulatedFleet, clients: int) -> SimulationResult:
+def simulate_closed_loop(
+    deployment: Deployment, fleet: SimulatedFleet, clients: int
+) -> SimulationResult:
     """Each client sends its next request when the one before has ended."""
     arrival_ms = np.zeros(clients * REQUESTS_PER_CLIENT)
     while True:
-        outcome = simulate(fleet, build_trace(arrival_ms))
+        outcome = simulate(fleet, build_trace(deployment, arrival_ms))
         after = np.concatenate((np.zeros(clients), np.sort(outcome.end_ms)[:-clients]))
         if np.allclose(after, arrival_ms):
             return outcome
@@ -168,7 +180,7 @@ def show_ray(console: Console, root: Path | None, host_ms: float) -> None:
     for deployment in DEPLOYMENTS:
         fleet = build_fleet(deployment, host_ms)
         for clients in CONCURRENCIES:
-            found = summarize(simulate_closed_loop(fleet, clients))
+            found = summarize(simulate_closed_loop(deployment, fleet, clients))
             cells = [f"{each:,.{digits}f}" for each, digits in zip(found, (0, 2, 2), strict=True)]
             if root:
                 seen = read_measured(root, deployment, clients)
@@ -185,29 +197,36 @@ def show_ray(console: Console, root: Path | None, host_ms: float) -> None:
             console.print(f"{kind}, {name}: {median:.0%} (P90 {high:.0%}; signed {signed})")
 
 
-def show_llm_d(console: Console) -> None:
-    """Print a row for each rate of evenly spaced arrivals."""
-    table = Table("llm-d, req/s", "TTFT P50 ms", "P99", "TPOT P50 ms", "P99", "output tokens/s")
-    fleet = build_fleet(LLM_D)
-    for rate in RATES:
-        outcome = simulate(fleet, build_trace(np.arange(rate * LLM_D_SECONDS) * 1000 / rate))
-        times = (
-            *np.percentile(outcome.ttft_ms, (50, 99)),
-            *np.percentile(outcome.tpot_ms, (50, 99)),
-        )
-        cells = [f"{each:,.{digits}f}" for each, digits in zip(times, (0, 0, 2, 2), strict=True)]
-        table.add_row(str(rate), *cells, f"{summarize(outcome)[2] * OUTPUT_TOKENS:,.0f}")
+def show_open_loop(
+    console: Console, deployment: Deployment, arrivals: Mapping[float, NDArray[np.float64]]
+) -> None:
+    """Print a row for each rate; `arrivals`: by rate, in ms."""
+    columns = ("TTFT P50 ms", "mean", "P99", "TPOT P50 ms", "mean", "P99", "output tokens/s")
+    table = Table(f"{deployment.name}, req/s", *columns)
+    fleet = build_fleet(deployment)
+    for rate, arrival_ms in arrivals.items():
+        outcome = simulate(fleet, build_trace(deployment, arrival_ms))
+        cells = [
+            f"{each:,.{digits}f}"
+            for times, digits in ((outcome.ttft_ms, 0), (outcome.tpot_ms, 2))
+            for each in (np.median(times), np.mean(times), np.percentile(times, 99))
+        ]
+        tokens = summarize(outcome)[2] * deployment.output_tokens
+        table.add_row(f"{rate:g}", *cells, f"{tokens:,.0f}")
     console.print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measured", type=Path, metavar="CHECKOUT")
     parser.add_argument("--host-ms", type=float, default=0.0, help="with every iteration on Ray")
     options = parser.parse_args(arguments)
     console = Console(width=110)
-    show_llm_d(console)
+    even = {rate: np.arange(rate * LLM_D_SECONDS) * 1000 / rate for rate in RATES}
+    show_open_loop(console, LLM_D, even)
+    gaps = np.random.default_rng(0).exponential(1000, LMCACHE_REQUESTS)
+    show_open_loop(console, LMCACHE, {rate: gaps.cumsum() / rate for rate in LMCACHE_RATES})
     show_ray(console, options.measured, options.host_ms)
 
 

@@ -15,7 +15,8 @@ Import = Callable[[str], ModuleType]
 def test_a_client_sends_when_its_request_has_ended(module: Import) -> None:
     timing = EngineTiming(1.0, (0.0, 0.01), 0.0, (2.0, 2.0), (0.0,))
     fleet = SimulatedFleet(mixed=(SimulatedPool(SimulatedEngine(timing, 1 << 20), 2),))
-    outcome = module("deployments").simulate_closed_loop(fleet, 2)
+    deployments = module("deployments")
+    outcome = deployments.simulate_closed_loop(deployments.LLM_D, fleet, 2)
     # Two instances, so that no client meets another: 50 ms of prompt, 249 tokens of 2 ms.
     assert np.diff(outcome.arrival_ms[::2]) == pytest.approx(50 + 2 * 249)
 
