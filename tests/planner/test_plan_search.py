@@ -374,12 +374,35 @@ def test_a_plan_far_above_the_rate_says_where_the_search_ended() -> None:
 def test_a_plan_of_very_many_gpus_consists_of_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = known_problems.problem(known_problems.chat(120.0))
     whole = plan_search.plan(problem)
-    monkeypatch.setattr(replication, "_PART_GPUS", 8)
+    monkeypatch.setattr(replication, "PART_GPUS", 8)
     divided = plan_search.plan(problem)
     assert divided.verdict is whole.verdict
     assert best(whole).gpus <= best(divided).gpus <= 1.2 * best(whole).gpus
     assert best(divided).prediction.goodput >= problem.rate * 0.97
     assert any("simulated as one of 2 equal cells" in each for each in divided.warnings)
+
+
+def test_parts_use_the_nodes_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = Planning(disaggregation=Disaggregation.NEVER)
+    five = (known_problems.nodes(5),)
+    problem = known_problems.problem(known_problems.chat(200.0), supplies=five, planning=never)
+    monkeypatch.setattr(replication, "PART_GPUS", 8)
+    plan = best(plan_search.plan(replace(problem, max_nodes_per_instance=1)))
+    assert 32 < plan.gpus <= 40
+
+
+def test_parts_take_no_more_nodes_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnFive(known_problems.Fits):
+        def estimate(self, gpu, tensor, pipeline, data=1, *, expert=False):
+            return super().estimate(gpu, 4, 1) if (tensor, pipeline) == (5, 1) else None
+
+    never = Planning(disaggregation=Disaggregation.NEVER)
+    five = (known_problems.nodes(5),)
+    problem = known_problems.problem(known_problems.chat(200.0), supplies=five, planning=never)
+    monkeypatch.setattr(replication, "PART_GPUS", 8)
+    result = plan_search.plan(replace(problem, estimator=OnFive()))
+    assert result.best is not None
+    assert [pool.replicas for pool in result.best.pools] == [4]
 
 
 def test_what_few_gpus_serve_is_searched_as_a_whole() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cleave.api.deployment import Slo
-from cleave.api.planning import Affinity, Planning
+from cleave.api.planning import Affinity, Disaggregation, Planning
 from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem
 from cleave.planner.search import colocated, enumeration, goodput, high_affinity, low_affinity
 from cleave.planner.search.candidate_placement import (
@@ -64,6 +64,20 @@ def draw_problem(number: int) -> Problem:
     )
 
 
+def draw_large_problem(number: int, part_gpus: int) -> Problem:
+    """The problem of this number at a rate for several parts of so many GPUs, on nodes for 5 to 11.
+    It has mixed instances only, which take less time to plan."""
+    rng, few = np.random.default_rng(number), draw_problem(number)
+    planning = few.planning.model_copy(update={"disaggregation": Disaggregation.NEVER})
+    few = replace(few, planning=planning, max_nodes_per_instance=1)
+    (supply,), chosen = few.supplies, choose(few)
+    num_nodes = int(rng.integers(5 * part_gpus // 8, 12 * part_gpus // 8))
+    per_gpu = chosen.goodput / chosen.gpus if chosen.placement else 1.0
+    demand = few.demand.with_rate(per_gpu * float(rng.uniform(2 * part_gpus, 8 * num_nodes)))
+    nodes = known_problems.nodes(num_nodes, supply.network_link)
+    return replace(few, demand=demand, supplies=(nodes,))
+
+
 def choose(problem: Problem) -> Choice:
     """The smallest placement of all algorithms, with most goodput among equals."""
     search = SearchContext.from_problem(problem)
@@ -117,7 +131,8 @@ def loosen(problem: Problem) -> Iterator[tuple[str, Problem]]:
     yield "TTFT", replace(problem, slo=slo.model_copy(update={"ttft_ms": 1.3 * slo.ttft_ms}))
     yield "TPOT", replace(problem, slo=slo.model_copy(update={"tpot_ms": 1.2 * slo.tpot_ms}))
     yield "rate", replace(problem, demand=problem.demand.with_rate(0.8 * problem.rate))
-    more = replace(supply, num_nodes=2 * supply.num_nodes, max_gpus=2 * supply.max_gpus)
+    max_gpus = supply.max_gpus + supply.gpus_per_node
+    more = replace(supply, num_nodes=supply.num_nodes + 1, max_gpus=max_gpus)
     yield "GPUs", replace(problem, supplies=(more,))
     fast = replace(supply.network_link, gb_per_s=2 * supply.network_link.gb_per_s)
     yield "link", replace(problem, supplies=(replace(supply, network_link=fast),))

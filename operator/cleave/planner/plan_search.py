@@ -8,10 +8,8 @@ trials. 3. Predict the best of them in long trials. 4. Rank them and explain the
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from cleave.api.engine import Connector
-from cleave.api.planning import Affinity, Objective
+from cleave.api.planning import Objective
 from cleave.perf.hardware.memory import NO_ROOM
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlanningResult, PlanVerdict, ReuseWorth
@@ -23,11 +21,10 @@ from cleave.planner.result.prediction import PredictedPlan, predict
 from cleave.planner.result.reuse import compare_with_blind, estimate_host_memory
 from cleave.planner.result.text import format_number, format_plan
 from cleave.planner.result.verdict import Ranking
-from cleave.planner.search import affinity, enumeration, replication
+from cleave.planner.search import affinity, enumeration
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     build_cell,
-    is_one_pod,
     to_planned_pools,
 )
 from cleave.planner.search.candidates import (
@@ -37,12 +34,10 @@ from cleave.planner.search.candidates import (
     list_short_of_room,
     list_sizes,
 )
-from cleave.planner.search.context import CloseCall, SearchContext
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.enumeration import PlacementOption
 from cleave.planner.search.goodput import TOLERANCE
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
-
-_Placed = TypeVar("_Placed", PlacementOption, CloseCall)
 
 PlanProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, total steps and a text for the current step."""
@@ -74,7 +69,9 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     meter = _ProgressMeter(progress, total=8 * len(feasible) + 20)
     search = replace(SearchContext.from_problem(problem), tick=meter.tick)
     choice = affinity.choose_affinity(search, feasible)
-    finalists = _predict_best(search, _list_options(search, feasible, choice.affinity))
+    finalists = _predict_best(
+        search, enumeration.enumerate_placements(search, feasible, choice.affinity)
+    )
     ranking = verdict.rank_plans(problem, finalists)
     plans, nearest, reuse = [each.plan for each in ranking.ordered], None, None
     warnings = _list_warnings(problem, finalists, search.trials.max_rate)
@@ -135,29 +132,6 @@ def list_feasible(problem: Problem) -> tuple[Candidate, ...]:
     return feasible
 
 
-def _list_options(
-    search: SearchContext, feasible: Sequence[Candidate], chosen: Affinity
-) -> list[PlacementOption]:
-    """Placements of every algorithm; of very many GPUs, of equal parts of them."""
-    parts = replication.count_parts(search, feasible)
-    whole = search
-    if parts > 1:
-        search = search.divide(parts)
-        feasible = list_candidates(search.problem)
-    options = enumeration.enumerate_placements(search, feasible, chosen)
-    if search.problem.cell_supplies and search.may_disaggregate:
-        options += _list_cells_over_nixl(search)
-    if parts == 1:
-        return options
-    whole.close_calls.extend(_copy_cells(each, parts) for each in search.close_calls)
-    return [_copy_cells(each, parts) for each in options]
-
-
-def _copy_cells(of: _Placed, parts: int) -> _Placed:
-    """The same with so many times the cells."""
-    return replace(of, placement=of.placement.with_copies(of.placement.copies * parts))
-
-
 def _find_smallest_blind(
     search: SearchContext, feasible: Sequence[Candidate], selected: CandidatePlacement
 ) -> CandidatePlacement | None:
@@ -169,7 +143,7 @@ def _find_smallest_blind(
     blind = replace(search, problem=problem, trials=trials, close_calls=[])
     blind.tick("what reuse is worth")
     chosen = affinity.choose_affinity(blind, feasible).affinity
-    options = _list_options(blind, feasible, chosen)
+    options = enumeration.enumerate_placements(blind, feasible, chosen)
     return min(
         (option.placement for option in options if option.holds_rate),
         key=lambda each: (
@@ -178,17 +152,6 @@ def _find_smallest_blind(
         ),
         default=None,
     )
-
-
-def _list_cells_over_nixl(search: SearchContext) -> Iterator[PlacementOption]:
-    """Cells that are one pod each, where the network is too slow for KV. The others in the search
-    have the deployment's connector, whose KV takes the network."""
-    variant = replace(search, problem=search.problem.with_connector(Connector.NIXL))
-    feasible = list_candidates(variant.problem)
-    if affinity.choose_affinity(variant, feasible).affinity is Affinity.LOW:
-        for option in enumeration.list_low_affinity(variant, feasible):
-            if is_one_pod(option.placement):
-                yield option
 
 
 def _explain_no_candidate(problem: Problem) -> str:

@@ -4,6 +4,7 @@ Built directly (tests, benchmarks, notebooks) or by `cleave.planner.problem_from
 deployment and a cluster. Value classes only; every part of the search takes a `Problem`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cleave.api.deployment import LLMDeploymentSpec, Slo
@@ -146,14 +147,15 @@ class Problem:
         supplies = self.cell_supplies or self.supplies
         return replace(self, supplies=supplies, cell_supplies=(), policies=policies)
 
-    def divide(self, parts: int) -> "Problem":
-        """The problem of one of so many equal parts of the nodes, at its share of the rate."""
+    def divide(self, parts: int, rounded: Callable[[float], int]) -> "Problem":
+        """The problem of one of so many equal parts of the GPUs, at its share of the rate.
+        `rounded`: what becomes of its share of the nodes."""
         demand = self.demand.with_rate(self.rate / parts)
         most = self.planning.max_gpus
         update = {"max_gpus": None if most is None else most // parts}
         supplies, cell_supplies = (
             tuple(
-                replace(e, num_nodes=e.num_nodes // parts, max_gpus=e.max_gpus // parts)
+                replace(e, num_nodes=rounded(e.num_nodes / parts), max_gpus=e.max_gpus // parts)
                 for e in some
             )
             for some in (self.supplies, self.cell_supplies)

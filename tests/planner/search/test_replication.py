@@ -1,5 +1,7 @@
 """Placements on all GPUs, and equal cells."""
 
+from itertools import pairwise
+
 from cleave.api.planning import Planning
 from cleave.api.role import Parallelism, Role
 from cleave.planner.problem import Problem
@@ -56,3 +58,18 @@ def test_a_cell_has_room_for_an_instance_of_each_role() -> None:
     assert (cell.copies, cell.gpus) == (2, 2 * (2 * 16 + 64))
     one = known_problems.split(problem, small, 1, large, 1)
     assert replication.divide_into_cells(one).copies == 1
+
+
+def test_parts_of_a_higher_rate_are_whole_numbers_of_those_of_a_lower_one() -> None:
+    nodes = (known_problems.nodes(200),)
+    problems = [
+        known_problems.problem(known_problems.chat(rate), supplies=nodes)
+        for rate in (100.0, 1500.0, 2500.0, 3300.0, 5200.0, 9000.0)
+    ]
+    parts = [
+        replication.count_parts(known_problems.search(each), list_candidates(each))
+        for each in problems
+    ]
+    assert all(more % fewer == 0 for fewer, more in pairwise(parts))
+    assert parts[0] == 1
+    assert parts[-1] > 4

@@ -84,6 +84,10 @@ class PlannedInstance:
             prefix_caching=self.policies.prefix_caching,
         )
 
+    def with_supply(self, supply: Supply) -> "PlannedInstance":
+        """The same on other nodes."""
+        return replace(self, candidate=replace(self.candidate, supply=supply))
+
     def with_limits(
         self, seqs: int | None = None, batched_tokens: int | None = None
     ) -> "PlannedInstance":

@@ -1,6 +1,7 @@
 """What every step of one search shares: the problem, its simulations and targets."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -48,11 +49,14 @@ class SearchContext:
             return self.trials.get_lengths().decode_steps > 0
         return requested is Disaggregation.ALWAYS
 
-    def divide(self, parts: int) -> "SearchContext":
-        """The search for one of so many equal parts of the nodes, at its share of the rate."""
-        problem = self.problem.divide(parts)
-        trials = Trials(problem.demand, problem.seed, self.trials.precision, self.trials.tally)
-        return replace(self, problem=problem, trials=trials, close_calls=[])
+    def divide(self, parts: int) -> Iterator["SearchContext"]:
+        """Searches for one of so many equal parts of the nodes, at its share of the rate: with as
+        many GPUs as it may have, on nodes that it may share with another part, then on whole nodes.
+        """
+        for rounded in (math.ceil, math.floor):
+            problem = self.problem.divide(parts, rounded)
+            trials = Trials(problem.demand, problem.seed, self.trials.precision, self.trials.tally)
+            yield replace(self, problem=problem, trials=trials, close_calls=[])
 
     def with_precision(self, precision: Precision) -> "SearchContext":
         """The same with longer or shorter trials."""

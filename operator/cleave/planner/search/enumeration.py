@@ -6,14 +6,21 @@ its targets, or the nodes have no room for as many as the rate needs.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from cleave.api.engine import Connector
 from cleave.api.planning import Affinity
 from cleave.api.role import Role
 from cleave.planner.plan import LOW_AFFINITY
-from cleave.planner.search import colocated, high_affinity, low_affinity, replication
-from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
-from cleave.planner.search.candidates import Candidate, group_by_gpu
-from cleave.planner.search.context import SearchContext
+from cleave.planner.problem import Problem
+from cleave.planner.search import affinity, colocated, high_affinity, low_affinity, replication
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    is_one_pod,
+)
+from cleave.planner.search.candidates import Candidate, group_by_gpu, list_candidates
+from cleave.planner.search.context import CloseCall, SearchContext
 from cleave.planner.search.high_affinity import Pair
 from cleave.planner.search.long_trials import holds
 from cleave.planner.search.low_affinity import UNLIMITED
@@ -34,13 +41,68 @@ class PlacementOption:
     holds_rate: bool
 
 
+_Placed = TypeVar("_Placed", PlacementOption, CloseCall)
+
+
 def enumerate_placements(
-    search: SearchContext, found: Sequence[Candidate], affinity: Affinity
+    search: SearchContext, feasible: Sequence[Candidate], chosen: Affinity
 ) -> list[PlacementOption]:
-    """Placements of all requested algorithms; the best colocated one is always among them."""
+    """Placements of every algorithm; of very many GPUs, of equal parts of them."""
+    parts = replication.count_parts(search, feasible)
+    if parts == 1:
+        return _list_whole(search, feasible, chosen)
+    options: list[PlacementOption] = []
+    for part in search.divide(parts):
+        found = _list_whole(part, list_candidates(part.problem), chosen)
+        options = [_join_parts(each, search.problem, part.problem, parts) for each in found]
+        if all(has_room(search.problem, each.placement) for each in options):
+            break
+    near = (_join_parts(each, search.problem, part.problem, parts) for each in part.close_calls)
+    search.close_calls.extend(near)
+    return options
+
+
+def _list_whole(
+    search: SearchContext, feasible: Sequence[Candidate], chosen: Affinity
+) -> list[PlacementOption]:
+    options = _list_on_network(search, feasible, chosen)
+    if search.problem.cell_supplies and search.may_disaggregate:
+        options += _list_cells_over_nixl(search)
+    return options
+
+
+def _join_parts(of: _Placed, problem: Problem, part: Problem, parts: int) -> _Placed:
+    """The same with so many times the cells, on the nodes of the whole problem."""
+    whole = (*problem.supplies, *problem.cell_supplies)
+    supplies = dict(zip((*part.supplies, *part.cell_supplies), whole, strict=True))
+    groups = tuple(
+        replace(
+            group, instance=group.instance.with_supply(supplies[group.instance.candidate.supply])
+        )
+        for group in of.placement.groups
+    )
+    copies = of.placement.copies * parts
+    return replace(of, placement=replace(of.placement, groups=groups, copies=copies))
+
+
+def _list_cells_over_nixl(search: SearchContext) -> Iterator[PlacementOption]:
+    """Cells that are one pod each, where the network is too slow for KV. The others in the search
+    have the deployment's connector, whose KV takes the network."""
+    variant = replace(search, problem=search.problem.with_connector(Connector.NIXL))
+    feasible = list_candidates(variant.problem)
+    if affinity.choose_affinity(variant, feasible).affinity is Affinity.LOW:
+        for option in list_low_affinity(variant, feasible):
+            if is_one_pod(option.placement):
+                yield option
+
+
+def _list_on_network(
+    search: SearchContext, found: Sequence[Candidate], chosen: Affinity
+) -> list[PlacementOption]:
+    """Those with the deployment's connector; the best colocated one is always among them."""
     plans = list(_list_colocated(search, found))
     if search.may_disaggregate:
-        if affinity is Affinity.HIGH:
+        if chosen is Affinity.HIGH:
             mixed_group = plans[0].placement.groups[0] if plans else None
             plans += _list_high_affinity(search, found, mixed_group)
         else:

@@ -18,14 +18,15 @@ from cleave.planner.search.context import SearchContext
 
 CELL_GPUS = 32
 """Larger plans are simulated in cells of about this many GPUs."""
-_PART_GPUS = 128
-"""Problems of twice as many are divided into parts of about this many."""
+PART_GPUS = 128
+"""Problems of twice as many are divided into parts of this many to twice as many."""
 _MAX_EXCHANGES = 64
 
 
 def count_parts(search: SearchContext, found: Sequence[Candidate]) -> int:
     """Number of equal parts of the nodes, of which one is searched for all: a thousand instances
-    behind one dispatcher take minutes."""
+    behind one dispatcher take minutes. A power of two, so that two parts of a higher rate are one
+    of a lower one, which then takes no more in spite of rounding."""
     problem, lengths = search.problem, search.trials.get_lengths()
     batching = problem.policies.mixed[0]
     singles = (
@@ -37,7 +38,8 @@ def count_parts(search: SearchContext, found: Sequence[Candidate]) -> int:
         for each in singles
     )
     gpus = min(problem.rate / per_gpu, problem.max_gpus)
-    return max(min(int(gpus / _PART_GPUS), *(each.num_nodes for each in problem.supplies)), 1)
+    most = min(int(gpus / PART_GPUS), *(each.num_nodes for each in problem.supplies))
+    return 1 << max(most.bit_length() - 1, 0)
 
 
 def fill_gpus(
