@@ -46,6 +46,13 @@ def test_the_blogs_13b_case_is_disaggregated_at_ten_requests_per_second() -> Non
     assert "from a TPOT target of" in answer.what_would_change
 
 
+def test_no_target_is_named_for_colocated_plans_that_already_need_no_more() -> None:
+    answer = answer_blog(6.0)
+    assert answer.verdict is PlanVerdict.DISAGGREGATE
+    assert "the best colocated plan needs as much and serves less" in answer.reason
+    assert answer.what_would_change.endswith("(colocated, 2 GPUs, 8.44 req/s at most)")
+
+
 def test_deepseek_decodes_on_ranks_that_share_its_experts() -> None:
     problem = wide_problems.deepseek()
     answer = plan_search.plan(problem)

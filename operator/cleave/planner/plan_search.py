@@ -184,14 +184,15 @@ def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> 
 
 
 def _compute_switch_tpot_ms(search: SearchContext, ranking: Ranking) -> float | None:
-    """TPOT target at which colocated instances need no more than a selected disaggregated plan."""
+    """TPOT target at which colocated instances need no more than a selected disaggregated plan;
+    None: they already need no more, or one of them takes more."""
     other = verdict.find_rival(ranking)
     if ranking.verdict is not PlanVerdict.DISAGGREGATE or other is None:
         return None
     problem, trials, group = search.problem, search.trials, other.placement.groups[0]
     each = group.instance.candidate.get_resources(problem.planning.objective)
     replicas = int(search.get_resources(ranking.ordered[0].placement) / each)
-    if replicas == 0:
+    if replicas == 0 or replicas >= group.replicas * other.placement.copies:
         return None
     fleet = build_cell(problem, CandidatePlacement((replace(group, replicas=replicas),)))
     span = trials.compute_span(problem.rate, search.targets)

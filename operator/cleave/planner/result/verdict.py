@@ -172,7 +172,7 @@ def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float
     """One sentence: the runner-up, and what would make it the selected plan.
 
     `switch_tpot_ms`: TPOT target from which instances of the best colocated plan need no more than
-    the selected disaggregated one; None: one of them takes more.
+    the selected disaggregated one; None: they do already, or one of them takes more.
     """
     if len(ranking.ordered) < 2:
         return "there is no other plan that meets this SLO"
