@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from facts import DESIGNS, Design
-from testbeds import A100, H100
+from testbeds import A100, H100, build_measured
 
 from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
-from cleave.perf.estimator import build_estimator
 from cleave.perf.model import model_shape
 from cleave.perf.published import splitwise
 from cleave.perf.timing import EngineTiming
@@ -248,7 +247,7 @@ def _machine(kind: str) -> MachineType:
     """Capped machines only decode, which half the power does not slow down (figure 9)."""
     gpu = A100 if kind == "A" else H100
     cluster = Cluster(nodes=[NodeGroup(gpu=gpu)], network=NetworkSpec())
-    estimator = build_estimator(model_shape.load_shape(MODEL), cluster)
+    estimator = build_measured(model_shape.load_shape(MODEL), cluster)
     estimate = estimator.estimate(gpu, GPUS, 1)
     assert estimate is not None
     own = replace(estimate, cost_per_hour=COST[kind], power_watts=POWER[kind])

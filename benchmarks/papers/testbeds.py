@@ -11,6 +11,7 @@ from cleave.perf.hardware import inventory
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
+from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.named_profiles import to_timing
 from cleave.perf.published import distserve, splitwise
 from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem, Supply
@@ -57,6 +58,14 @@ class Known:
         return None if found is None or found.confidence.kind in computed else found
 
 
+def build_measured(shape: ModelShape, cluster: Cluster) -> ModelEstimator:
+    """An estimator with Splitwise's runs where there are any: the papers' vLLM is that of 2023,
+    which plans of today do not use."""
+    runs = [splitwise.find_profile(*each) for each in splitwise.list_profiles()]
+    machines = build_estimator(shape, cluster).machines
+    return ModelEstimator(shape, machines, [each for each in runs if each])
+
+
 def pose(
     name: str,
     demand: Demand,
@@ -76,10 +85,7 @@ def pose(
         nodes=[NodeGroup(count=num_nodes, gpu=gpu, gpus_per_node=gpus_per_node) for gpu in gpus],
         network=NetworkSpec(bandwidth_gbps=network_gbps),
     )
-    # The papers' vLLM is that of 2023, which plans of today do not use.
-    runs = [splitwise.find_profile(*each) for each in splitwise.list_profiles()]
-    machines = build_estimator(shape, cluster).machines
-    estimator: Estimator = ModelEstimator(shape, machines, [each for each in runs if each])
+    estimator: Estimator = build_measured(shape, cluster)
     if engine is not None and any(fit.startswith(f"{engine}/{name}/") for fit in distserve.FITS):
         estimator = Fitted(estimator, engine, name)
     supplies = tuple(
