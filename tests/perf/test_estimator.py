@@ -70,6 +70,11 @@ def test_kernels_answer_for_models_that_were_not_measured(tensor: int) -> None:
     assert found.confidence.serving is known_errors.KERNELS[H100]
 
 
+def test_stages_have_no_error_of_runs_without_them() -> None:
+    staged = known(of("llama-3.1-8b").estimate(H100, 1, 2)).confidence
+    assert (staged.kind, staged.serving, staged.has_stages) == (LatencySource.KERNELS, None, True)
+
+
 @pytest.mark.parametrize("gpu", ["L4", "MI300X"])
 def test_the_roofline_answers_where_no_kernel_was_measured(gpu: str) -> None:
     cluster = Cluster.model_validate({"nodes": [{"count": 1, "gpu": gpu}]})

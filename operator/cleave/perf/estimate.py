@@ -38,6 +38,8 @@ class Confidence:
     not known."""
     serving: ServingErrors | None = None
     """Errors of latencies beside published runs; None: not compared with any."""
+    has_stages: bool = False
+    """Whether pipeline stages were derived from times without them. No published run has any."""
 
     @property
     def likely_error(self) -> float:

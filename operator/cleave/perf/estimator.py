@@ -211,7 +211,10 @@ class ModelEstimator:
         single_stage = self._unpipelined[key]
         hop = machine.select_link(tensor * stages)
         timing = split_into_stages(single_stage.timing, self.shape, stages, hop)
-        return replace(single_stage, timing=timing)
+        trust = single_stage.confidence
+        if stages > 1:
+            trust = replace(trust, error=None, serving=None, has_stages=True)
+        return replace(single_stage, timing=timing, confidence=trust)
 
     def _iter_unpipelined_sources(self, machine: NodeType, tensor: int) -> Iterator[_TimingSource]:
         """Sources without pipeline stages, best first; the last one, the roofline, always works."""

@@ -86,6 +86,12 @@ def test_trust_in_short_is_what_published_runs_showed_and_fits_a_terminal() -> N
     assert describe_trust(unknown).endswith("TTFT never compared; source")
 
 
+def test_trust_says_that_stages_were_never_compared() -> None:
+    trust = Confidence(LatencySource.KERNELS, "source", None, has_stages=True)
+    text = "kernels in stages, never compared with measurements"
+    assert describe_trust(trust, is_short=True) == text
+
+
 def test_a_label_names_the_kind_of_gpu_where_there_was_a_choice(answer) -> None:
     chosen = replace(answer.selected, is_gpu_chosen=True)
     assert format_plan(chosen) == "2P tp2 + 1D tp2 on A100-SXM-80GB"

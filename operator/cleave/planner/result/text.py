@@ -91,7 +91,8 @@ def format_power(watts: float) -> str:
 def describe_trust(trust: Confidence, *, is_short: bool = False) -> str:
     """`kernels, TPOT 12 % off (P90 25 %), TTFT 15 % (P90 43 %); H100-SXM-80GB, vLLM 0.24.0`.
     `is_short`: without what is behind the semicolon."""
-    text = f"{trust.kind}, {_format_error(trust)}"
+    stages = " in stages" if trust.has_stages else ""
+    text = f"{trust.kind}{stages}, {_format_error(trust)}"
     return text if is_short else f"{text}; {trust.source}"
 
 
@@ -102,7 +103,7 @@ def _format_error(trust: Confidence) -> str:
         return f"TPOT {_format_spread(tpot, ' off')}, {first}"
     if trust.error is not None:
         return f"iterations {format_percent(trust.error)} off on average"
-    if trust.kind is LatencySource.FITTED:
+    if trust.kind is LatencySource.FITTED and not trust.has_stages:
         return "published, residuals not stated"
     return "never compared with measurements"
 
