@@ -81,11 +81,19 @@ def test_prompts_that_wait_get_the_emptiest_decode_instance() -> None:
     assert manager.run() == [(3, MIXED)]
 
 
-def test_full_decode_instances_get_help_from_the_shortest_prompt_queue() -> None:
+def test_full_decode_instances_get_help_from_a_prefill_instance_without_prompts() -> None:
     manager = Manager(fleet())
     manager.set(1, 1.2)
-    manager.members["wait_ms"][:2] = 30.0, 20.0
+    manager.members["wait_ms"][:2] = 30.0, 0.0
     assert manager.run(2) == [(1, MIXED)]
+
+
+def test_prefill_instances_that_get_prompt_after_prompt_help_none() -> None:
+    manager = Manager(fleet())
+    manager.set(1, 1.2)
+    for second in range(600):
+        manager.members["wait_ms"][:2] = (1.0, 0.0) if second % 2 else (0.0, 1.0)
+        assert manager.run() == []
 
 
 def test_a_pressed_role_lends_no_instance() -> None:

