@@ -71,3 +71,14 @@ def test_of_plans_that_take_as_much_the_one_with_most_goodput_comes_first(
         for n, rate in ((1, 2.0), (1, 4.0), (2, 9.0))
     )
     assert verdict.rank_plans(problem, [larger, less, more]).ordered == (more, less, larger)
+
+
+def test_of_a_rival_that_does_not_hold_it_is_said_what_it_serves_with_how_much(
+    problem: Problem, finalists: tuple[PredictedPlan, PredictedPlan]
+) -> None:
+    whole, split = finalists
+    seen = replace(with_goodput(split, 0.9).plan.prediction, attainment=0.899)
+    missing = replace(split, plan=replace(split.plan, prediction=seen))
+    reason = verdict.explain_selection(problem, Ranking(PlanVerdict.COLOCATE, (whole, missing)), "")
+    said = "no disaggregated plan that holds the rate was found; the best serves 0.900 req/s with"
+    assert f"{said} 2 GPUs" in reason

@@ -244,7 +244,10 @@ def _compare(
     ours, theirs = (each.placement.get_resources(objective) for each in (selected, other))
     if not other.holds(problem.slo.attainment):
         served = format_number(other.plan.prediction.goodput)
-        return f"the best {kind} serves {served} req/s with all the GPUs it can have"
+        taken = format_resources(theirs, objective)
+        return (
+            f"no {kind} that holds the rate was found; the best serves {served} req/s with {taken}"
+        )
     if abs(ours - theirs) > _RELATIVE_TOLERANCE * ours:
         return (
             f"the best {kind} takes {format_resources(theirs, objective)} instead of "

@@ -7,7 +7,7 @@ sample is not enough where it leaves no margin.
 
 from dataclasses import replace
 
-from cleave.planner.search.candidate_placement import CandidatePlacement
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_deployed_cell
 from cleave.planner.search.context import CloseCall, SearchContext
 from cleave.planner.search.part import PHASE_SLACK
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Shares
@@ -44,8 +44,11 @@ def measure_long(
 
 def measure_mean(search: SearchContext, placement: CandidatePlacement, first: float) -> float:
     """The mean share over several long trials, of which one showed `first`; that alone where it
-    leaves a margin."""
+    leaves a margin, or what is left of it where roles flip if that is too little."""
     long, attainment = search.with_precision(CONFIRMATION_PRECISION), search.targets.attainment
+    deployed = _measure_deployed(long, placement, first)
+    if deployed < attainment:
+        return deployed
     if first >= attainment + _CLEAR_MARGIN * (1 - attainment):
         return first
     total, rate, least = first, search.problem.rate / placement.copies, attainment - _CLOSE_SHARE
@@ -58,6 +61,21 @@ def measure_mean(search: SearchContext, placement: CandidatePlacement, first: fl
     if least < (mean := total / _SAMPLES) < attainment:
         search.close_calls.append(CloseCall(placement, mean))
     return mean
+
+
+def _measure_deployed(search: SearchContext, placement: CandidatePlacement, fixed: float) -> float:
+    """The share with roles that flip as gateways flip them; `fixed` is that without flips. If it is
+    nearly enough, that is noted."""
+    fleet, attainment = build_deployed_cell(search.problem, placement, 0), search.targets.attainment
+    if fleet.flipping is None:
+        return fixed
+    rate = search.problem.rate / placement.copies
+    span = search.trials.compute_span(rate, search.targets)
+    least = attainment - _CLOSE_SHARE
+    share = search.trials.measure_shares(fleet, rate, search.targets, span, least).both
+    if least < share < attainment:
+        search.close_calls.append(CloseCall(placement, share))
+    return share
 
 
 def compute_least(attainment: float) -> float:
