@@ -1,7 +1,7 @@
 """Split against whole on a model that speaks: tokens, log-probabilities and perplexity.
 
 .venv/bin/python benchmarks/quality/run.py              # README.md explains the tables
-.venv/bin/python benchmarks/quality/run.py --quick      # whether it works
+.venv/bin/python benchmarks/quality/run.py --every 8    # whether it works
 """
 
 import argparse
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parent))
 
 from answers import Comparison, Output, compare
-from quality_requests import ADAPTER, ADAPTERS, LENGTHS, MODEL, Case, list_cases
+from quality_requests import ADAPTER, ADAPTERS, MODEL, Case, list_cases
 from ways import Pair, build_manifest, wait_for
 
 from e2e.support.deployments import deployed
@@ -37,26 +37,24 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder; default: the demo's model")
     parser.add_argument("--connectors", nargs="*", choices=CONNECTORS, default=CONNECTORS)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--quick", action="store_true", help="every eighth request")
+    parser.add_argument("--every", type=int, default=1, help="N: only each Nth request of a kind")
     args = parser.parse_args()
     model = args.model or get_or_prepare(lambda *_: None)
     cases = list_cases(OUTPUT_TOKENS)
+    kinds = dict.fromkeys(case.kind for case in cases)
+    cases = [c for kind in kinds for c in [c for c in cases if c.kind == kind][:: args.every]]
     streams = [case for case in list_cases(RESUMED_TOKENS) if case.kind == "continuation"][:RESUMED]
-    positions = None
-    if args.quick:
-        cases = [case for case in cases if case.prompt_tokens <= min(LENGTHS)][::8]
-        positions = 20
     # On CPU vLLM's steps take ten times as long beside adapters, so these have a pair of their own.
     plain = [case for case in cases if case.kind != ADAPTER]
     beside = [case for case in cases if case.kind in (ADAPTER, "question")]
     rows: list[str] = []
     is_right = True
     for connector in args.connectors:
-        with serve(model, connector, args.dtype, args.quick, has_adapters=False) as pair:
-            for way, found in pair.measure_perplexity(model, positions).items():
+        with serve(model, connector, args.dtype, has_adapters=False) as pair:
+            for way, found in pair.measure_perplexity(model, args.every).items():
                 print(f"{connector}: perplexity {way} {found:.6f}", flush=True)
             judged = collect(compare_all(pair, connector, plain, streams))
-        with serve(model, connector, args.dtype, args.quick, has_adapters=True) as pair:
+        with serve(model, connector, args.dtype, has_adapters=True) as pair:
             judged |= collect(compare_beside_adapters(pair, beside))
         own = [tabulate(connector, kind, found) for kind, found in judged.items()]
         print(*own, sep="\n", flush=True)
@@ -67,13 +65,10 @@ def main() -> None:
 
 
 @contextmanager
-def serve(
-    model: Path, connector: str, dtype: str, is_quick: bool, *, has_adapters: bool
-) -> Iterator[Pair]:
+def serve(model: Path, connector: str, dtype: str, *, has_adapters: bool) -> Iterator[Pair]:
     """A pair that serves the model."""
     with tempfile.TemporaryDirectory() as folder:
-        longest = 1024 if is_quick else 8192
-        manifest = build_manifest(model, connector, dtype, longest, has_adapters, Path(folder))
+        manifest = build_manifest(model, connector, dtype, has_adapters, Path(folder))
         with deployed(manifest, Path(folder), timeout_s=START_S) as deployment:
             yield wait_for(deployment, {MODEL, *(ADAPTERS if has_adapters else ())})
 

@@ -134,9 +134,9 @@ class Pair:
         print(f"{resumed:.0f} of {len(cases)} streams resumed", flush=True)
         return found
 
-    def measure_perplexity(self, model: Path, positions: int | None) -> dict[str, float]:
-        """Of the text, by way: each token is computed from a prompt of all before it."""
-        tokens = AutoTokenizer.from_pretrained(model)(TEXT.read_text()).input_ids[:positions]
+    def measure_perplexity(self, model: Path, every: int) -> dict[str, float]:
+        """Of each `every`th token of the text, computed from a prompt of all before it, by way."""
+        tokens = AutoTokenizer.from_pretrained(model)(TEXT.read_text()).input_ids
         engine = engine_url(self.deployment, "prefill")
 
         def measure(url: str, end: int) -> float:
@@ -150,7 +150,7 @@ class Pair:
 
         found = {}
         for way, url in (("whole", engine), ("split", self.deployment.url)):
-            sums = in_parallel(partial(measure, url), range(1, len(tokens)))
+            sums = in_parallel(partial(measure, url), range(1, len(tokens), every))
             found[way] = math.exp(-math.fsum(sums) / len(sums))
         return found
 
@@ -193,7 +193,7 @@ def read_models(url: str) -> list[str]:
 
 
 def build_manifest(
-    model: Path, connector: str, dtype: str, max_model_len: int, has_adapters: bool, folder: Path
+    model: Path, connector: str, dtype: str, has_adapters: bool, folder: Path
 ) -> dict[str, Any]:
     """A prefill and a decode instance; their adapters are written to `folder`."""
     name, _, way = connector.partition("/")
@@ -207,8 +207,7 @@ def build_manifest(
     )
     spec = manifest["spec"]
     spec["engine"]["args"] += args
-    # Engines test each other with as long a prompt as fits when they start.
-    spec["model"] |= {"dtype": dtype, "maxModelLen": max_model_len}
+    spec["model"] |= {"dtype": dtype, "maxModelLen": 8192}
     spec["pools"] = {"flipping": "Off"}
     if not has_adapters:
         return manifest
