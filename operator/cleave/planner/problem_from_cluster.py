@@ -4,10 +4,11 @@ Called by `cleave plan`, `cleave simulate` and `cleave up`. All faults of a depl
 are reported here, with their path in the file, before anything is simulated.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from cleave.api.cluster import Cluster
-from cleave.api.deployment import LLMDeployment
+from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
 from cleave.api.engine import EngineSpec
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
@@ -57,52 +58,22 @@ def build_problem(
     kinds = _select_kinds(inventory.list_gpus(cluster, spec.planning.gpus), spec.template)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
     traffic = build_demand(deployment, folder)
-    is_fixed = keeps_limit or spec.model.max_model_len is not None
-    try:
-        estimates: Estimator = estimator.build_estimator(
-            *(shape, cluster, spec.planning.gpus, folder, longest),
-            reserve=memory_flags.build_shared_reserve(spec.engine),
-            least_context=longest if is_fixed else min(longest, traffic.longest_request),
-            context_tokens=min(
-                longest, round(traffic.mean_prompt_tokens + traffic.mean_output_tokens)
-            ),
-            experts=_read_expert_settings(spec.engine),
-        )
-    except ManifestError as error:
-        raise PlanError(error.faults) from error
-    if speculation := find_speculation(spec, shape):
-        estimates = SpeculatingEstimator(estimates, speculation)
     supplies, cell_supplies = (
         build_supplies(cluster, kinds, spec.planning.gpus, has_cells=has_cells)
         for has_cells in (spec.can_share_gpu_memory, True)
     )
     has_choice = choice.may_be_nixl and cell_supplies != supplies
-    may_share = choice.may_be_nixl or spec.can_share_gpu_memory
     return Problem(
         demand=traffic.with_max_model_len(longest),
         slo=spec.slo,
         supplies=supplies,
         shape=shape,
-        estimator=estimates,
+        estimator=_build_estimator(spec, shape, cluster, folder, traffic, keeps_limit=keeps_limit),
         planning=spec.planning,
         policies=build_policies(spec),
         seed=seed,
         notes=(
-            *filter(
-                None,
-                [
-                    deployment_checks.describe_connector(deployment),
-                    deployment_checks.describe_gpu_parts(spec.template),
-                    _describe_unplanned(deployment),
-                    describe_speculation(spec),
-                    _describe_encoders(shape, spec.engine),
-                    _describe_all_to_all(spec.engine),
-                    inventory.describe_assumed_network(cluster),
-                    inventory.describe_unseen_cells(cluster) if may_share else None,
-                    *memory_flags.describe(spec.engine),
-                    left_out.describe(spec),
-                ],
-            ),
+            *_describe_deployment(deployment, shape, cluster),
             *(f"{why}; not planned with" for why in inventory.list_unknown_gpus(cluster)),
             *inventory.list_unused_gpus(cluster),
             *characterization.list_remarks(traffic, longest),
@@ -110,6 +81,55 @@ def build_problem(
         ),
         cell_supplies=cell_supplies if has_choice else (),
     )
+
+
+def _build_estimator(
+    spec: LLMDeploymentSpec,
+    shape: ModelShape,
+    cluster: Cluster,
+    folder: Path,
+    traffic: Demand,
+    *,
+    keeps_limit: bool,
+) -> Estimator:
+    """The times of the deployment's engines. Raises PlanError."""
+    longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
+    is_fixed = keeps_limit or spec.model.max_model_len is not None
+    mean_tokens = round(traffic.mean_prompt_tokens + traffic.mean_output_tokens)
+    try:
+        estimates = estimator.build_estimator(
+            *(shape, cluster, spec.planning.gpus, folder, longest),
+            reserve=memory_flags.build_shared_reserve(spec.engine),
+            least_context=longest if is_fixed else min(longest, traffic.longest_request),
+            context_tokens=min(longest, mean_tokens),
+            experts=_read_expert_settings(spec.engine),
+        )
+    except ManifestError as error:
+        raise PlanError(error.faults) from error
+    speculation = find_speculation(spec, shape)
+    return SpeculatingEstimator(estimates, speculation) if speculation else estimates
+
+
+def _describe_deployment(
+    deployment: LLMDeployment, shape: ModelShape, cluster: Cluster
+) -> Iterator[str]:
+    """What a plan assumes, leaves out and chooses for this deployment, a sentence each."""
+    spec = deployment_checks.resolve_connector(deployment).spec
+    may_be_nixl = deployment_checks.choose_connector(deployment).may_be_nixl
+    may_share = may_be_nixl or spec.can_share_gpu_memory
+    sentences = [
+        deployment_checks.describe_connector(deployment),
+        deployment_checks.describe_gpu_parts(spec.template),
+        _describe_unplanned(deployment),
+        describe_speculation(spec),
+        _describe_encoders(shape, spec.engine),
+        _describe_all_to_all(spec.engine),
+        inventory.describe_assumed_network(cluster),
+        inventory.describe_unseen_cells(cluster) if may_share else None,
+        *memory_flags.describe(spec.engine),
+        left_out.describe(spec),
+    ]
+    return filter(None, sentences)
 
 
 def build_supplies(
