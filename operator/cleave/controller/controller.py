@@ -8,8 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -48,6 +47,7 @@ from cleave.controller.cluster.model_hub import RETRY_S, ModelHub
 from cleave.controller.cluster.objects import ObservedNode, ObservedPod
 from cleave.controller.cluster.reported_model import needs_hub
 from cleave.controller.cluster.workqueue import WorkQueue
+from cleave.controller.deployment import kv_path
 from cleave.controller.deployment.placement import NO_PLAN, PLAN_READY
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
 from cleave.controller.gpu_reservations import GpuReservations
@@ -215,7 +215,10 @@ class Controller:
         if deployment.spec.engine.type is EngineType.EMULATED or whole.cluster is None:
             return PlanMachines(whole.cluster, whole.node_counts_hash, whole.unusable)
         free = self._reservations.find_free(key, whole.nodes)
-        return inventory.select_free(whole, free, self._reservations.find_quota(key))
+        pools = (each.resource for each in self.cache.list_pools(key))
+        seen = kv_path.with_measured_cells(whole.cluster, pools, self._gateways.get_cached(key))
+        quota = self._reservations.find_quota(key)
+        return inventory.select_free(replace(whole, cluster=seen), free, quota)
 
     def _list_gpu_nodes(self) -> tuple[ObservedNode, ...]:
         """The nodes on which GPUs are lent."""
@@ -454,7 +457,7 @@ class Controller:
             status=cached.status,
             pools=tuple(pool for pool, _ in pools),
             pool_status={pool.spec.role: status for pool, status in pools},
-            pods=tuple(_group_instances((pool for pool, _ in pools), pods)),
+            pods=tuple(objects.group_by_pool((pool for pool, _ in pools), pods)),
             children=self.cache.get_children(cached.meta["uid"]),
             plan_result=self.planner.get_result(key),
             instances=reported,
@@ -574,18 +577,6 @@ def _has_pending_adapters(instances: InstancesByPod) -> bool:
 def _get_owner_key(key: ResourceKey, resource: InstancePool) -> ResourceKey:
     """Key of the deployment that a pool belongs to."""
     return ResourceKey(DEPLOYMENTS, key.namespace, resource.spec.deployment)
-
-
-def _group_instances(
-    pools: Iterable[InstancePool], pods: Iterable[ObservedPod]
-) -> Iterator[ObservedPod]:
-    """Group pods into instances; each pool sets the number of pods per instance."""
-    num_nodes = {pool.name: pool.spec.nodes for pool in pools}
-    by_pool: dict[str, list[ObservedPod]] = defaultdict(list)
-    for pod in pods:
-        by_pool[pod.pool].append(pod)
-    for name, same in sorted(by_pool.items()):
-        yield from objects.group_instances(same, num_nodes.get(name, 1))
 
 
 def _with_load(

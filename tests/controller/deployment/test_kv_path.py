@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
+from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.role import Role
 from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.objects import ObservedPod
-from cleave.controller.deployment.kv_path import build_conditions
+from cleave.controller.deployment.kv_path import build_conditions, with_measured_cells
 from cleave.controller.views import DeploymentView
 from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
@@ -166,3 +167,24 @@ def test_rates_of_canaries_are_compared_with_the_plan_too() -> None:
     short = KvPairs(total=4, proven=4, bytes_per_s=1.2e9, pull_ms=2.0)
     _, rate, _ = conditions(RATE, pairs={"a": short}, a=1.25)
     assert (rate.status, rate.reason) == (False, "BelowPlan"), "the self-test was long enough"
+
+
+def test_the_next_plan_counts_on_the_slowest_rate_that_own_cells_have_shown() -> None:
+    nodes = {"nodes": [{"gpu": "H100"}]}
+    declared = {"kind": "Ethernet", "cellBandwidthGbps": 2880}
+    cluster = Cluster.model_validate(nodes)
+    manual = {"manual": [{"role": role, "perCell": 1} for role in ("prefill", "decode")]}
+    resource = LLMDeployment.model_validate(chat(placement=manual, engine={"connector": "Nixl"}))
+    cells = build_pools(resource, choose_placement(resource), NodeTopology.from_cluster(cluster))
+    apart = build_pools(resource, choose_placement(resource), NodeTopology())
+    known = {
+        name: FleetInstance(name, kv_path=KvPath(True, "nixl", 1.0, rate * 1e9, "p -> d", 9.0))
+        for name, rate in {"a": 200.0, "b": 150.0}.items()
+    }
+    seen = with_measured_cells(cluster, cells, known).network
+    assert seen is not None
+    assert seen.cell_bandwidth_gbps == 1200
+    assert with_measured_cells(cluster, apart, known) == cluster
+    assert with_measured_cells(cluster, cells, None) == cluster
+    other = Cluster.model_validate({**nodes, "network": declared})
+    assert with_measured_cells(other, cells, known) == other

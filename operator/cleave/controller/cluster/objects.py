@@ -5,12 +5,13 @@ and ten thousand pods take little memory.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from cleave.api.pods.quantity import parse_quantity
+from cleave.api.pool import InstancePool
 from cleave.api.role import MAX_POD_ENGINES, Role
 from cleave.controller.cluster.node_sharing import (
     Taint,
@@ -350,6 +351,18 @@ def _count_gpus(pod_spec: Manifest) -> int:
 def group_instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
     """Merge pods into instances: ready when all pods are, over when one is."""
     return [_merge_pods(group, pods_each) for group in index_by_instance(pods).values()]
+
+
+def group_by_pool(
+    pools: Iterable[InstancePool], pods: Iterable[ObservedPod]
+) -> Iterator[ObservedPod]:
+    """Group pods into instances; each pool sets the number of pods per instance."""
+    num_nodes = {pool.name: pool.spec.nodes for pool in pools}
+    by_pool: dict[str, list[ObservedPod]] = defaultdict(list)
+    for pod in pods:
+        by_pool[pod.pool].append(pod)
+    for name, same in sorted(by_pool.items()):
+        yield from group_instances(same, num_nodes.get(name, 1))
 
 
 def count_engines(pods: Iterable[ObservedPod]) -> dict[str, int]:

@@ -1,13 +1,16 @@
-"""What KV self-tests and canary handoffs show: conditions of an LLMDeployment. Pure.
+"""What KV self-tests and canary handoffs show: conditions of an LLMDeployment, and the rate in
+cells that its next plan counts on. Pure.
 
-Called for its status. An agent tests once per start of its engine, with one peer; the gateway's
-witness tests all pairs again and again. KV that silently takes another link than planned (TCP
-instead of RDMA) returns the right tokens and passes the tests; only its rate shows it.
+Called for its status and its plans. An agent tests once per start of its engine, with one peer; the
+gateway's witness tests all pairs again and again. KV that silently takes another link than planned
+(TCP instead of RDMA) returns the right tokens and passes the tests; only its rate shows it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cleave.api.cluster import ASSUMED_NETWORK, Cluster
+from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.gateway_client import summarize_kv_paths
@@ -19,6 +22,7 @@ from cleave.rpc.fleet_status import FleetInstance
 KV_PATH_VERIFIED, KV_RATE_AS_PLANNED = "KVPathVerified", "KVRateAsPlanned"
 KV_PATH_PROVEN = "KVPathProven"
 """Condition types."""
+_BITS_PER_BYTE = 8
 _STALE_S = 600.0
 """Age from which a proof says nothing about the present."""
 _LEAST_SHARE = 0.25
@@ -124,6 +128,22 @@ def _list_rates(instances: Sequence[FleetInstance]) -> list[_MeasuredRate]:
             gb_per_s = pairs.bytes_per_s / 1e9
             rates.append(_MeasuredRate(each.name, gb_per_s, pairs.pull_ms, "canary handoffs"))
     return sorted(rates, key=lambda rate: (rate.gb_per_s, rate.instance))
+
+
+def with_measured_cells(
+    cluster: Cluster, resources: Iterable[object], reported: Mapping[str, FleetInstance] | None
+) -> Cluster:
+    """The cluster with the rate of KV between engines of one pod that the deployment's own cells
+    have shown, that of the slowest; a rate in the operator's settings stays. `resources`: its
+    pools."""
+    network = cluster.network or ASSUMED_NETWORK
+    has_cells = any(isinstance(pool, InstancePool) and pool.spec.members for pool in resources)
+    rates = _list_rates([*(reported or {}).values()]) if has_cells else []
+    if not rates or network.cell_bandwidth_gbps is not None:
+        return cluster
+    seen_gbps = rates[0].gb_per_s * _BITS_PER_BYTE
+    changed = network.model_copy(update={"cell_bandwidth_gbps": seen_gbps})
+    return cluster.model_copy(update={"network": changed})
 
 
 def _compare_rate(instances: Sequence[FleetInstance], plan: Manifest) -> ConditionState:
