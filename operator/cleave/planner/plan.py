@@ -78,7 +78,8 @@ class Prediction:
     goodput_interval: tuple[float, float]
     """95 % confidence interval of `goodput`, from simulations with other seeds."""
     attainment: float
-    """Share of requests that meet both targets at the requested rate."""
+    """Share of requests that meet both targets at the requested rate; of the selected plan the mean
+    over several samples of requests."""
     ttft_ms: Percentiles
     """At the requested rate, like all following fields."""
     tpot_ms: Percentiles
@@ -91,6 +92,8 @@ class Prediction:
     """None: no KV is transferred."""
     cached_share: float = 0.0
     """Share of prompt tokens found in prefix caches; 0 where no prompts are known to repeat."""
+    attainment_error: float = 0.0
+    """Half of the 95 % confidence interval of `attainment`; 0: it is that of one sample."""
 
 
 @dataclass(frozen=True, slots=True)

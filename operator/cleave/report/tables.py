@@ -8,6 +8,7 @@ from cleave.api.deployment import Slo
 from cleave.planner.plan import NearestSlo, Percentiles, Plan, PlanningResult
 from cleave.planner.result.text import (
     describe_trust,
+    format_attainment,
     format_ms,
     format_number,
     format_percent,
@@ -68,7 +69,7 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
         _render_tile(
             "per GPU", f"{format_number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs"
         ),
-        _render_tile("attainment", format_percent(prediction.attainment), text, holds=attains),
+        _render_tile("attainment", format_attainment(prediction), text, holds=attains),
         _render_latency_tile("P90 TTFT", prediction.ttft_ms, slo.ttft_ms),
         _render_latency_tile("P90 TPOT", prediction.tpot_ms, slo.tpot_ms),
         _render_tile("price", format_number(prediction.cost_per_hour), "US dollars per hour"),
@@ -111,7 +112,7 @@ def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
         format_number(prediction.goodput),
         " to ".join(format_number(end) for end in prediction.goodput_interval),
         format_number(plan.goodput_per_gpu),
-        format_percent(prediction.attainment),
+        format_attainment(prediction),
         *map(format_ms, astuple(prediction.ttft_ms)),
         *map(format_ms, astuple(prediction.tpot_ms)),
         format_number(prediction.cost_per_hour),

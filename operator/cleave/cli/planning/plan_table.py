@@ -10,8 +10,8 @@ from cleave.planner.result.text import (
     VERDICT_TEXTS,
     describe_pool,
     describe_trust,
+    format_attainment,
     format_number,
-    format_percent,
     format_plan,
     format_power,
     strip_verdict,
@@ -70,7 +70,7 @@ def _format_cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[
     yield str(plan.gpus)
     yield format_number(prediction.goodput)
     yield format_number(plan.goodput_per_gpu)
-    yield format_percent(prediction.attainment)
+    yield format_attainment(prediction)
     yield _format_percentiles(prediction.ttft_ms)
     yield _format_percentiles(prediction.tpot_ms)
     yield format_number(prediction.cost_per_hour)

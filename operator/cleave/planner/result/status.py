@@ -61,7 +61,7 @@ def build_predicted(plan: Plan) -> PredictedPerformance:
         goodput_low=_round(prediction.goodput_interval[0]),
         goodput_high=_round(prediction.goodput_interval[1]),
         goodput_per_gpu=_round(plan.goodput_per_gpu),
-        attainment=prediction.attainment,
+        attainment=_round(prediction.attainment),
         ttft_ms=_build_percentiles(prediction.ttft_ms),
         tpot_ms=_build_percentiles(prediction.tpot_ms),
         cost_per_hour=prediction.cost_per_hour,

@@ -15,6 +15,8 @@ VERDICT_TEXTS = {
     PlanVerdict.INFEASIBLE: "infeasible",
 }
 _UNITS = {Objective.COST: "US dollars per hour", Objective.POWER: "W"}
+WIDE_ERROR = 0.01
+"""An attainment that is known less well is shown with its error."""
 _LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.MIXED: "M"}
 
 
@@ -81,6 +83,13 @@ def format_ms(value: float) -> str:
 def format_percent(share: float) -> str:
     """`97.3 %`; never rounded up to 100."""
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
+
+
+def format_attainment(prediction: Prediction) -> str:
+    """`97.3 %`, `90 % +- 3` where other requests may be served much better or worse."""
+    spread = round(100 * prediction.attainment_error)
+    share = format_percent(prediction.attainment)
+    return f"{share} +- {spread}" if prediction.attainment_error > WIDE_ERROR else share
 
 
 def format_power(watts: float) -> str:

@@ -19,6 +19,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.result.margins import has_margin
 from cleave.planner.result.prediction import PredictedPlan
 from cleave.planner.result.text import (
+    format_attainment,
     format_gpus,
     format_interval,
     format_ms,
@@ -75,9 +76,11 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
     selected, other = ranking.ordered[0], find_rival(ranking)
     plan = selected.plan
     holds = "holds" if has_margin(problem, selected) else "just holds"
+    if not selected.holds(problem.slo.attainment):
+        holds = "nearly holds"
     summary = (
         f"{format_plan(plan)} {holds} {format_number(problem.rate)} req/s with "
-        f"{format_gpus(plan.gpus)} ({format_percent(plan.prediction.attainment)} of requests in "
+        f"{format_gpus(plan.gpus)} ({format_attainment(plan.prediction)} of requests in "
         "time)"
     )
     if plan.max_model_len is not None:

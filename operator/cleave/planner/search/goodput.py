@@ -9,6 +9,7 @@ with the rate as smoothly as possible; where it rises again, the lowest crossing
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -19,8 +20,8 @@ from cleave.simulator.run import PreparedFleet, prepare_fleet
 
 TOLERANCE = 0.01
 """Relative width of the bracket at which bisection ends."""
-_T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-"""Student's t for a two-sided 95 % interval, by number of samples."""
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+"""Student's t for a two-sided 95 % interval of 2, 3 ... 12 samples; of more it is a little less."""
 _SAMPLE_SLACK = 0.02
 """The sample that is checked first is not the one that a trial counts; allow for the difference."""
 _FIRST_STEP = 1.15
@@ -96,7 +97,7 @@ def confirm_goodput(
     samples = samples[1:]
     rates = [each.rate for each in samples]
     mean = statistics.fmean(rates)
-    half = _T_95[seeds] * statistics.stdev(rates) / math.sqrt(seeds)
+    half = compute_half_interval(rates)
     return replace(
         first,
         rate=mean,
@@ -106,6 +107,11 @@ def confirm_goodput(
         and (not mean or _is_monotone(trials, fleet, targets, mean)),
         interval=(max(mean - half, 0.0), mean + half),
     )
+
+
+def compute_half_interval(values: Sequence[float]) -> float:
+    """Half of Student's 95 % confidence interval of the mean of at least 2 values."""
+    return _T_95[min(len(values), 12) - 2] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def can_meet_targets(trials: Trials, fleet: SimulatedFleet, targets: Targets) -> bool:
