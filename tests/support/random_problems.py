@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from cleave.planner.search import colocated, enumeration, goodput, high_affinity
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     build_cell,
+    build_deployed_cell,
     describe,
 )
 from cleave.planner.search.candidates import list_candidates
@@ -20,6 +22,7 @@ from cleave.planner.search.context import SearchContext
 from cleave.planner.search.low_affinity import UNLIMITED
 from cleave.planner.search.packing import count_copies, has_room
 from cleave.planner.search.trials import CONFIRMATION_PRECISION
+from cleave.policy.role_flipping import build_thresholds
 
 from tests.support import known_problems
 
@@ -27,6 +30,8 @@ MARGIN = 0.015
 """Trials of 10,000 requests differ by this much in attainment between samples ..."""
 _GOODPUT_MARGIN = 0.05
 """... and by this much in goodput."""
+_SAMPLES = 3
+"""Samples of requests whose mean decides whether a smaller placement serves the rate."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Choice:
 
 
 def draw_problem(number: int) -> Problem:
-    """The problem of this number: lengths, rate, targets, network and policies at random."""
+    """The problem of this number: lengths, rate, targets, network and policies at random; of odd
+    numbers with roles that flip."""
     rng = np.random.default_rng(number)
     prompt, output = rng.uniform(100, 900), rng.uniform(20, 300)
     rate = float(np.exp(rng.uniform(np.log(1), np.log(25))))
@@ -55,11 +61,14 @@ def draw_problem(number: int) -> Problem:
     )
     is_slow = bool(rng.integers(2))
     network = known_problems.SLOW_NETWORK if is_slow else known_problems.INFINIBAND
+    num_gpus = int(rng.choice([4, 8]))
+    policies = Policies() if rng.integers(2) else DISTSERVE_POLICIES
+    flipping = build_thresholds(slo.ttft_ms) if number % 2 else None
     return known_problems.problem(
         known_problems.chat(rate, prompt, output),
         slo,
-        supplies=(known_problems.nodes(1, network, int(rng.choice([4, 8]))),),
-        policies=Policies() if rng.integers(2) else DISTSERVE_POLICIES,
+        supplies=(known_problems.nodes(1, network, num_gpus),),
+        policies=replace(policies, flipping=flipping),
         planning=Planning(affinity=Affinity.LOW if is_slow else Affinity.HIGH),
     )
 
@@ -96,14 +105,22 @@ def choose(problem: Problem) -> Choice:
 def measure_goodput(search: SearchContext, placement: CandidatePlacement) -> float:
     """Of all cells, in long trials."""
     trials = search.trials.with_precision(CONFIRMATION_PRECISION)
-    fleet = build_cell(search.problem, placement)
+    fleet = build_deployed_cell(search.problem, placement, 0)
     return placement.copies * goodput.find_goodput(trials, fleet, search.targets).rate
 
 
 def measure_share(search: SearchContext, placement: CandidatePlacement) -> float:
     """Share of requests in time at the rate, in a long trial."""
-    long = search.with_precision(CONFIRMATION_PRECISION)
-    return long.measure_shares(placement, search.problem.rate / placement.copies).both
+    trials, rate = search.trials.with_precision(CONFIRMATION_PRECISION), search.problem.rate
+    fleet, rate = build_deployed_cell(search.problem, placement, 0), rate / placement.copies
+    span = trials.compute_span(rate, search.targets)
+    return trials.measure_shares(fleet, rate, search.targets, span).both
+
+
+def _measure_mean_share(problem: Problem, placement: CandidatePlacement) -> float:
+    """The same over several samples."""
+    problems = (replace(problem, seed=problem.seed + number) for number in range(_SAMPLES))
+    return fmean(measure_share(SearchContext.from_problem(each), placement) for each in problems)
 
 
 def list_all(problem: Problem, max_gpus: int) -> Iterator[CandidatePlacement]:
@@ -160,7 +177,11 @@ def list_better(problem: Problem, chosen: Choice, max_gpus: int = 8) -> Iterator
             continue
         share = measure_share(search, placement)
         if placement.gpus < chosen.gpus and share > problem.slo.attainment + MARGIN:
-            yield f"{describe(placement)}: {share:.3f} in time, against {chosen}"
+            # Instances that are short of memory serve one sample of requests in time and another
+            # one hardly half: a plan holds by the mean.
+            share = _measure_mean_share(problem, placement)
+            if share > problem.slo.attainment + MARGIN:
+                yield f"{describe(placement)}: {share:.3f} in time, against {chosen}"
         elif share > problem.slo.attainment and placement.gpus == chosen.gpus:
             rate = measure_goodput(search, placement)
             if rate * (1 - _GOODPUT_MARGIN) > chosen.goodput:
