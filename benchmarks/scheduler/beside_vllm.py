@@ -11,10 +11,12 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from pair_steps import PairHistory, SimulatedPair, VllmPair
 from step_by_step import EmulatedSteps, History, SimulatedSteps, Step, VllmSteps
 
-Side = SimulatedSteps | EmulatedSteps
+Side = SimulatedSteps | EmulatedSteps | SimulatedPair
 
 
 @dataclass
@@ -74,10 +76,27 @@ def _draw_texts(draw: random.Random, lengths: Iterable[int], repeats: bool) -> I
         yield text
 
 
-def draw_for(side: Side, seed: int) -> History:
+def draw_pair(seed: int) -> PairHistory:
+    """A history through a prefill and a decode instance whose iterations seldom end at once."""
+    draw_more = random.Random(f"pair {seed}")
+    history = replace(draw(seed), is_async=False, step_ms=round(draw_more.uniform(0.6, 1.7), 6))
+    least = max(-(-prompt // history.block_size) for prompt in history.prompts)
+    prefill = replace(
+        history,
+        num_blocks=least + draw_more.choice([0, 1, 3, 10, 100]) * draw_more.randint(1, 8),
+        max_num_seqs=draw_more.choice([1, 2, 4, 8, 64]),
+        step_ms=1.0,
+    )
+    pull_ms = draw_more.choice([0, 1, 4]) + round(draw_more.uniform(0.05, 0.95), 6)
+    return PairHistory(prefill, history, pull_ms, round(draw_more.uniform(0.001, 0.05), 6))
+
+
+def draw_for(side: Side, seed: int) -> History | PairHistory:
     """A history for one of our schedulers. The emulator's does not schedule ahead, and caches what
     an iteration computes when it ends: so no prompts begin alike; but their chunks may be limited.
     """
+    if isinstance(side, SimulatedPair):
+        return draw_pair(seed)
     history = draw(seed)
     if isinstance(side, SimulatedSteps):
         return history
@@ -91,19 +110,27 @@ def draw_for(side: Side, seed: int) -> History:
     )
 
 
-def compare(count: int, seed: int, steps: Side, vllm: VllmSteps) -> Found:
+def compare(count: int, seed: int, steps: Side, vllm: VllmSteps | VllmPair) -> Found:
     """Histories `seed` to `seed + count - 1` on both sides."""
     found = Found()
     for number in range(seed, seed + count):
         history = draw_for(steps, number)
-        ours, theirs = list(steps.run(history)), list(vllm.run(history))
-        same = count_same(ours, theirs)
         found.histories += 1
-        found.steps += same
-        found.preemptions += sum(len(step.preempted) for step in ours[:same])
-        if same < max(len(ours), len(theirs)):
-            found.different.append(number)
+        for ours, theirs in run_both(history, steps, vllm):
+            same = count_same(ours, theirs)
+            found.steps += same
+            found.preemptions += sum(len(step.preempted) for step in ours[:same])
+            if same < max(len(ours), len(theirs)) and number not in found.different:
+                found.different.append(number)
     return found
+
+
+def run_both(history: Any, steps: Any, vllm: Any) -> list[tuple[list[Step], list[Step]]]:
+    """Our steps and vLLM's, by instance."""
+    ours, theirs = steps.run(history), vllm.run(history)
+    if not isinstance(history, PairHistory):
+        return [(list(ours), list(theirs))]
+    return list(zip(ours, theirs, strict=True))
 
 
 def count_same(ours: list[Step], theirs: list[Step]) -> int:
@@ -119,8 +146,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     parser.add_argument("--show", action="store_true", help="its steps around the first difference")
     arguments = parser.parse_args()
-    vllm, is_equal = VllmSteps(), True
-    for name, steps in (("simulator", SimulatedSteps()), ("emulator", EmulatedSteps())):
+    one, is_equal = VllmSteps(), True
+    sides: tuple[tuple[str, Side, Any], ...] = (
+        ("simulator", SimulatedSteps(), one),
+        ("emulator", EmulatedSteps(), one),
+        ("simulator, prefill and decode", SimulatedPair(), VllmPair()),
+    )
+    for name, steps, vllm in sides:
         if arguments.show:
             show(name, arguments.seed, steps, vllm)
             continue
@@ -134,15 +166,15 @@ def main() -> int:
     return int(not is_equal)
 
 
-def show(name: str, seed: int, steps: Side, vllm: VllmSteps) -> None:
+def show(name: str, seed: int, steps: Side, vllm: Any) -> None:
     """Print both sides around the first difference."""
     history = draw_for(steps, seed)
     print(history)
-    ours, theirs = list(steps.run(history)), list(vllm.run(history))
-    same = count_same(ours, theirs)
-    for at in range(max(same - 3, 0), same + 2):
-        for side, each in ((name, ours), ("vLLM", theirs)):
-            print(at, side, *each[at : at + 1])
+    for ours, theirs in run_both(history, steps, vllm):
+        same = count_same(ours, theirs)
+        for at in range(max(same - 3, 0), same + 2):
+            for side, each in ((name, ours), ("vLLM", theirs)):
+                print(at, side, *each[at : at + 1])
 
 
 if __name__ == "__main__":

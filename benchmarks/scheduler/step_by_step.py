@@ -53,6 +53,8 @@ class History:
     outputs: tuple[int, ...]
     texts: tuple[str, ...]
     """By prompt, a letter for each of its full blocks; equal beginnings are equal prompts."""
+    step_ms: float = 1.0
+    """How long an iteration takes; up to six digits."""
 
 
 class Step(NamedTuple):
@@ -80,11 +82,12 @@ class SimulatedSteps:
 
     def run(self, history: History) -> Iterator[Step]:
         """The steps of one instance of the simulator."""
-        arrays, state = lay_out(prepare_fleet(_build_fleet(history)), _build_trace(history), 0)
+        fleet = SimulatedFleet(mixed=(SimulatedPool(build_engine(history), 1),))
+        arrays, state = lay_out(prepare_fleet(fleet), build_trace(history), 0)
         requests, inst = arrays["requests"], arrays["instances"][0]
         loop = self._loops[history.repeats]
-        formed: _Formed | None = None
-        before, done = _Counts.read(requests), 0
+        formed: Formed | None = None
+        before, done = Counts.read(requests), 0
         while np.isnan(requests["end"]).any():
             state["max_events"] = state["events"] + 1
             loop(state)
@@ -94,29 +97,37 @@ class SimulatedSteps:
                 formed = None
             done = int(inst["iterations"])
             if formed is None and inst["in_flight"]:
-                formed = _Formed.read(history, arrays, before)
-                before = _Counts.read(requests)
+                formed = Formed.read(history, arrays, before)
+                before = Counts.read(requests)
 
 
-class _Counts(NamedTuple):
+class Counts(NamedTuple):
     computed: Any
     preemptions: Any
 
     @classmethod
-    def read(cls, requests: Any) -> "_Counts":
+    def read(cls, requests: Any) -> "Counts":
         return cls(requests["computed"].copy(), requests["preemptions"].copy())
 
 
-class _Formed(NamedTuple):
+class Formed(NamedTuple):
     """A batch of the simulator: one iteration, or many that decode."""
 
     first: Step
-    block_size: int
+    history: History
 
     @classmethod
-    def read(cls, history: History, arrays: dict[str, Any], before: _Counts) -> "_Formed":
-        """The batch in flight; `before`: when the last one was."""
-        requests, slot = arrays["requests"], arrays["slots"][0]
+    def read(
+        cls,
+        history: History,
+        arrays: dict[str, Any],
+        before: Counts,
+        i: int = 0,
+        is_here: Any = True,
+    ) -> "Formed":
+        """The batch in flight on instance `i`; `before`: when the last one was. `is_here`: whether
+        a request that computes its prompt does so there."""
+        requests, slot = arrays["requests"], arrays["slots"][i]
         computed = {}
         r = int(slot["oldest"]) if slot["decodes"] else NONE
         while r != NONE:
@@ -126,38 +137,44 @@ class _Formed(NamedTuple):
             r = int(one["younger"])
         changed = requests["computed"] != before.computed
         changed |= requests["preemptions"] > before.preemptions
-        changed &= (requests["computed"] > 0) & np.isnan(requests["end"])
+        changed &= (requests["computed"] > 0) & np.isnan(requests["end"]) & is_here
         computed |= {int(r): int(requests["computed"][r]) for r in np.flatnonzero(changed)}
         preempted = np.repeat(
-            np.arange(len(requests)), requests["preemptions"] - before.preemptions
+            np.arange(len(requests)), (requests["preemptions"] - before.preemptions) * is_here
         )
         step = Step(
-            round(float(slot["begin"]), 3),
+            round(float(slot["begin"]), 6),
             int(slot["tokens"] + slot["rows"]),
             computed,
-            int(arrays["instances"][0]["free"]),
+            int(arrays["instances"][i]["free"]),
             tuple(preempted.tolist()),
         )
-        return cls(step, history.block_size)
+        return cls(step, history)
 
     def expand(self, iterations: int) -> Iterator[Step]:
         """Its steps: each member has one token more than in the one before."""
         step = self.first
         for at in range(iterations):
             if at:
-                grown = sum(tokens % self.block_size == 0 for tokens in step.computed.values())
+                grown = sum(
+                    tokens % self.history.block_size == 0 for tokens in step.computed.values()
+                )
                 computed = {r: tokens + 1 for r, tokens in step.computed.items()}
                 step = Step(
-                    round(step.begin + 1, 3), step.num_tokens, computed, step.free - grown, ()
+                    round(step.begin + self.history.step_ms, 6),
+                    step.num_tokens,
+                    computed,
+                    step.free - grown,
+                    (),
                 )
             yield step
 
 
-def _build_fleet(history: History) -> SimulatedFleet:
-    timing = EngineTiming(
-        1.0, (1.0, 1.0), 0.0, (1.0, 1.0), (0.0,), schedules_ahead=history.is_async
-    )
-    engine = SimulatedEngine(
+def build_engine(history: History) -> SimulatedEngine:
+    """The engine of a history."""
+    ms = (history.step_ms, history.step_ms)
+    timing = EngineTiming(1.0, ms, 0.0, ms, (0.0,), schedules_ahead=history.is_async)
+    return SimulatedEngine(
         timing,
         history.num_blocks * history.block_size,
         history.block_size,
@@ -165,10 +182,9 @@ def _build_fleet(history: History) -> SimulatedFleet:
         max_num_batched_tokens=history.max_num_batched_tokens,
         prefix_caching=history.has_caches,
     )
-    return SimulatedFleet(mixed=(SimulatedPool(engine, 1),))
 
 
-def _build_trace(history: History) -> Trace:
+def build_trace(history: History) -> Trace:
     blocks = None
     if history.repeats:
         known: dict[str, int] = {}
@@ -219,7 +235,7 @@ class EmulatedSteps:
                     tuple(np.repeat(np.arange(len(sequences)), counts - before).tolist()),
                 )
                 scheduler.complete(step)
-                now = round(now + 1, 3)
+                now = round(now + 1, 6)
             elif not scheduler.num_waiting:
                 now = coming[0][0]
 
@@ -239,7 +255,7 @@ class VllmSteps:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "tiny"
             build(model)
-            self._config = VllmConfig(
+            self.config = VllmConfig(
                 model_config=ModelConfig(str(model), dtype="float32", max_model_len=_MAX_LEN),
                 scheduler_config=SchedulerConfig(
                     max_num_seqs=256,
@@ -249,12 +265,12 @@ class VllmSteps:
                 ),
                 cache_config=CacheConfig(),
             )
-            self._structured_output = StructuredOutputManager(self._config)
+            self._structured_output = StructuredOutputManager(self.config)
 
     def run(self, history: History) -> Iterator[Step]:
         """The steps of one engine."""
-        scheduler = self._build_scheduler(history)
-        coming = deque(self._build_requests(history))
+        scheduler = self.build_scheduler(history)
+        coming = deque(self.build_requests(history))
         in_flight: deque[tuple[Any, Any]] = deque()
         now, preempted = 0.0, list[int]()
         step: Step | None = None
@@ -265,9 +281,9 @@ class VllmSteps:
                 output = scheduler.schedule()
                 preempted += sorted(map(int, output.preempted_req_ids))
                 begin = now + any(each.total_num_scheduled_tokens for each, _ in in_flight)
-                in_flight.append((output, _sample(scheduler, output)))
+                in_flight.append((output, sample(scheduler, output)))
                 if output.total_num_scheduled_tokens:
-                    step = _read_step(scheduler, output, begin, preempted)
+                    step = read_step(scheduler, output, begin, preempted)
                     preempted = []
                 if step and begin == now:
                     yield step
@@ -280,19 +296,19 @@ class VllmSteps:
                 now = coming[0].arrival_time
                 continue
             output, sampled = in_flight.popleft()
-            now = round(now + (output.total_num_scheduled_tokens > 0), 3)
+            now = round(now + (output.total_num_scheduled_tokens > 0), 6)
             scheduler.update_from_output(output, sampled)
             if step:
-                yield step._replace(free=_count_free(scheduler))
+                yield step._replace(free=count_free(scheduler))
                 step = None
 
-    def _build_scheduler(self, history: History) -> Any:
+    def build_scheduler(self, history: History) -> Any:
         import torch
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-        config, size = self._config, history.block_size
+        config, size = self.config, history.block_size
         config.scheduler_config.max_num_seqs = history.max_num_seqs
         config.scheduler_config.max_num_batched_tokens = history.max_num_batched_tokens
         threshold = history.long_prefill_token_threshold
@@ -310,7 +326,7 @@ class VllmSteps:
             block_size=size,
         )
 
-    def _build_requests(self, history: History) -> Iterator[Any]:
+    def build_requests(self, history: History) -> Iterator[Any]:
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -338,24 +354,24 @@ def _list_prompts(history: History) -> Iterator[list[int]]:
         yield tokens + [1_000 + number] * (prompt - len(tokens))
 
 
-def _read_step(scheduler: Any, output: Any, begin: float, preempted: list[int]) -> Step:
+def read_step(scheduler: Any, output: Any, begin: float, preempted: list[int]) -> Step:
     return Step(
-        round(begin, 3),
+        round(begin, 6),
         output.total_num_scheduled_tokens,
         {
             int(name): scheduler.requests[name].num_computed_tokens
             for name in output.num_scheduled_tokens
         },
-        _count_free(scheduler),
+        count_free(scheduler),
         tuple(preempted),
     )
 
 
-def _count_free(scheduler: Any) -> int:
+def count_free(scheduler: Any) -> int:
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
-def _sample(scheduler: Any, output: Any) -> Any:
+def sample(scheduler: Any, output: Any) -> Any:
     """What a model returns: a token for each request whose prompt is computed."""
     from vllm.v1.outputs import ModelRunnerOutput
 

@@ -52,7 +52,7 @@ class Reference:
             group = [rest.popleft() for _ in range(rest[0].engine.ranks)]
             self.ranks |= {each.number: group for each in group}
         self.events: list[tuple[float, int, int, object]] = []
-        self.sequence = 0
+        self.sequence = self.pulls = 0
         self.last_pick = 0
         self.prompts: deque[Request] = deque()
         self.handoffs: deque[Request] = deque()
@@ -188,6 +188,8 @@ class Reference:
 
     def pull(self, instance: Instance, request: Request) -> None:
         instance.pulling += 1
+        self.pulls += 1
+        request.pull_number = self.pulls
         request.joined = request.todo
         request.pull_cached = instance.take_cached(request, self.now)
         instance.take(request_kv := request, request.todo, self.now)
@@ -224,9 +226,9 @@ class Reference:
             source.kv_at = self.now
             source.kv -= request.prompt
             self.alert(source)
-        request.decode.cache_prompt(request, request.prompt)
         request.queued = self.now
         request.decode.loaded.append(request)
+        request.decode.loaded.sort(key=lambda each: each.pull_number)
 
     # --- iterations ---
 
@@ -391,7 +393,7 @@ class Reference:
             self.release_ended(i)
 
     def admit_next(self, i: Instance, slot: Slot) -> bool:
-        if i.loaded and i.loaded[0].queued <= i.scheduled:
+        if any(each.queued <= i.scheduled for each in i.loaded):
             self.join(i, slot)
             return True
         found = self.head(i)
@@ -473,7 +475,9 @@ class Reference:
         return True
 
     def join(self, i: Instance, slot: Slot) -> None:
-        request = i.loaded.popleft()
+        request = next(each for each in i.loaded if each.queued <= i.scheduled)
+        i.loaded.remove(request)
+        i.cache_prompt(request, request.prompt)
         i.pulling -= 1
         i.running += 1
         slot.members.append(request)

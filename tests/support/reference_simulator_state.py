@@ -26,6 +26,7 @@ class Request:
     predicted: int
     generated: int = 0
     computed: int = 0
+    pull_number: int = 0
     joined: int = 0
     """Tokens that it had when it last joined a batch."""
     blocks: int = 0
@@ -99,7 +100,7 @@ class Instance:
         self.sorted = 0
         self.late: list[Request] = []
         self.pulling = 0
-        self.loaded: deque[Request] = deque()
+        self.loaded: list[Request] = []
         self.partial: Request | None = None
         self.running = self.handed_over = 0
         self.ended: list[Request] = []

@@ -45,6 +45,7 @@ from cleave.simulator.queues import (
     has_waiting_requests,
     is_unsorted,
     pop,
+    pop_loaded,
     predict_prompt_ms,
     push_front,
     remove_key,
@@ -245,9 +246,15 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
         get_prompt(state, r).pull_hit = cached
     blocks = count_blocks(inst, tokens) - cached // inst.block
     change_usage(inst, now, blocks, tokens - 1 - cached)
-    inst.pulling += 1
+    _count_pull(state, inst, request)
     start_pull(state, s, r, cached, now)
     return True
+
+
+def _count_pull(state: State, inst: Record, request: Record) -> None:
+    inst.pulling += 1
+    state.pull_order += 1
+    request.pull_order = state.pull_order
 
 
 def _admit_whole(state: State, i: int, s: int, queue: int, tokens: int, now: float) -> bool:
@@ -263,7 +270,7 @@ def _admit_whole(state: State, i: int, s: int, queue: int, tokens: int, now: flo
     _take_cached(state, i, r, cached, now)
     blocks = count_blocks(inst, request.to_compute) - cached // inst.block
     change_usage(inst, now, blocks, tokens)
-    inst.pulling += 1
+    _count_pull(state, inst, request)
     get_prompt(state, r).is_whole = 1
     return True
 
@@ -298,11 +305,10 @@ def _pop_waiting(state: State, i: int, queue: int) -> None:
 def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """Add the next request whose KV has arrived to the iteration; False when there is none, or it
     came after the iteration was scheduled."""
-    loaded = get_queue(state, state.num_instances + i)
     inst, slot = get_instance(state, i), get_slot(state, s)
-    if loaded.size == 0 or get_request(state, loaded.head).queued > inst.scheduled:
+    r = pop_loaded(state, i)
+    if r == NONE:
         return False
-    r = pop(state, state.num_instances + i)
     inst.pulling -= 1
     request = get_request(state, r)
     _count_running(state, i)
@@ -311,6 +317,9 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
         count = compute_chunk_size(request.to_compute - request.computed, left)
         _add_chunk(state, i, s, r, count, now, begin)
         return True
+    if has_caches():
+        # What was pulled is found by others from now on, as in vLLM.
+        store_prompt(state, i, r, request.prompt)
     add_member(state, i, s, r)
     slot.decodes = 1
     slot.rows += 1
@@ -558,8 +567,11 @@ def _has_waiting(state: State, i: int) -> bool:
 def _has_late_request(state: State, i: int) -> bool:
     """Whether a request came after the iteration was scheduled, or may have."""
     inst, loaded = get_instance(state, i), get_queue(state, state.num_instances + i)
-    if loaded.size > 0 and get_request(state, loaded.head).queued > inst.scheduled:
-        return True
+    r = loaded.head
+    for _ in range(loaded.size):
+        if get_request(state, r).queued > inst.scheduled:
+            return True
+        r = get_request(state, r).next
     queue = find_queue(state, i)
     if queue == NONE:
         return False

@@ -14,7 +14,7 @@ from cleave.simulator.prefix_caches import (
     refresh_prefix,
     store_prompt,
 )
-from cleave.simulator.queues import push
+from cleave.simulator.queues import push_loaded
 from cleave.simulator.record_access import get_instance, get_prompt, get_request, get_slot
 from cleave.simulator.records import NONE, State
 from cleave.simulator.transfers import push_pull
@@ -70,7 +70,7 @@ def end_fetch(state: State, r: int, now: float) -> int:
     request.computed += prompt.fetched + prompt.loaded
     store_prompt(state, i, r, request.computed)
     request.queued = now
-    push(state, state.num_instances + i, r)
+    push_loaded(state, i, r)
     return i
 
 

@@ -75,6 +75,38 @@ def pop(state: State, number: int) -> int:
     return r
 
 
+def push_loaded(state: State, i: int, r: int) -> None:
+    """Queue request `r`, whose KV has arrived on instance `i`, behind those whose pull began before
+    its own, as in vLLM."""
+    queue, request = get_queue(state, state.num_instances + i), get_request(state, r)
+    before, other = NONE, queue.head if queue.size else NONE
+    while other != NONE and get_request(state, other).pull_order < request.pull_order:
+        before, other = other, get_request(state, other).next
+    request.next = other
+    if before == NONE:
+        queue.head = r
+    else:
+        get_request(state, before).next = r
+    queue.size += 1
+
+
+def pop_loaded(state: State, i: int) -> int:
+    """Remove the first request from that queue whose KV had arrived when the next iteration was
+    scheduled; NONE: there is none."""
+    queue, inst = get_queue(state, state.num_instances + i), get_instance(state, i)
+    before, r = NONE, queue.head if queue.size else NONE
+    while r != NONE and get_request(state, r).queued > inst.scheduled:
+        before, r = r, get_request(state, r).next
+    if r == NONE:
+        return NONE
+    if before == NONE:
+        queue.head = get_request(state, r).next
+    else:
+        get_request(state, before).next = get_request(state, r).next
+    queue.size -= 1
+    return r
+
+
 def find_waiting(state: State, i: int) -> int:
     """The queue whose head instance `i` takes next, in the engine's order; NONE when no request
     waits for it."""

@@ -54,10 +54,11 @@ REQUEST = _build_dtype(
     # prompts; older, younger: links among members. predicted: output tokens that dispatch and
     # admission assume. next_assigned, previous_assigned: links in the decode instance's list of
     # assigned requests. left: full KV blocks that it left in the cache of its instance when it was
-    # preempted; left_until: `cached` of the instance then.
+    # preempted; left_until: `cached` of the instance then. pull_order: number of its pull, in order
+    # of their begin.
     "predicted next_assigned previous_assigned "
     "prompt output generated to_compute computed is_pulled end_step next older younger "
-    "prefill decode preemptions outcome left left_until",
+    "prefill decode preemptions outcome left left_until pull_order",
 )
 """One request. Times in ms, nan until reached."""
 
@@ -167,8 +168,8 @@ INSTANCE = _build_dtype(
 )
 """One instance."""
 
-PULL = _build_dtype("time", "order request")
-"""A KV transfer in progress; the array is a heap by (time, order)."""
+PULL = _build_dtype("time", "request")
+"""A KV transfer in progress; the array is a heap by (time, `pull_order`)."""
 
 NUMBER = _build_dtype("", "value")
 TIME = _build_dtype("value", "")

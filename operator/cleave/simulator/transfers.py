@@ -7,8 +7,7 @@ time must be completed in the order in which they began.
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.host_memory import retire_blocks
 from cleave.simulator.iterations import wake_instance
-from cleave.simulator.prefix_caches import has_caches, store_prompt
-from cleave.simulator.queues import push
+from cleave.simulator.queues import push_loaded
 from cleave.simulator.record_access import get_instance, get_pull, get_request, get_slot
 from cleave.simulator.records import NONE, State
 
@@ -49,20 +48,16 @@ def end_pull(state: State, r: int, now: float) -> None:
         interrupt_leap(state, request.prefill, now, True)
         retire_blocks(state, request.prefill, r, request.prompt, now)
         wake_instance(state, request.prefill, now)
-    if has_caches():
-        store_prompt(state, request.decode, r, request.prompt)
     request.queued = now
-    push(state, state.num_instances + request.decode, r)
+    push_loaded(state, request.decode, r)
 
 
 def push_pull(state: State, time: float, r: int) -> None:
     """Add the transfer of request `r`, which ends at `time`, to the heap."""
     at = state.num_pulls
     state.num_pulls += 1
-    state.pull_order += 1
     pull = get_pull(state, at)
     pull.time = time
-    pull.order = state.pull_order
     pull.request = r
     while at > 0 and _ends_before(state, at, (at - 1) >> 1):
         _swap_pulls(state, at, (at - 1) >> 1)
@@ -92,12 +87,12 @@ def _ends_before(state: State, one: int, other: int) -> bool:
     first, second = get_pull(state, one), get_pull(state, other)
     ends: bool = first.time < second.time
     if first.time == second.time:
-        ends = first.order < second.order
+        one_order = get_request(state, first.request).pull_order
+        ends = one_order < get_request(state, second.request).pull_order
     return ends
 
 
 def _swap_pulls(state: State, one: int, other: int) -> None:
     first, second = get_pull(state, one), get_pull(state, other)
     first.time, second.time = second.time, first.time
-    first.order, second.order = second.order, first.order
     first.request, second.request = second.request, first.request

@@ -2,6 +2,7 @@
 
 import beside_vllm
 import pytest
+from pair_steps import SimulatedPair, VllmPair
 from step_by_step import EmulatedSteps, History, SimulatedSteps, Step, VllmSteps
 
 pytestmark = [
@@ -16,6 +17,9 @@ def test_histories_are_those_of_vllms_scheduler() -> None:
     vllm = VllmSteps()
     simulated = beside_vllm.compare(80, 0, SimulatedSteps(), vllm)
     emulated = beside_vllm.compare(80, 0, EmulatedSteps(), vllm)
+    pair = beside_vllm.compare(30, 0, SimulatedPair(), VllmPair())
+    assert pair.steps > 2_000
+    assert not pair.different
     for found in (simulated, emulated):
         assert found.histories == 80
         assert found.steps > 5_000

@@ -101,8 +101,9 @@ class EmulatedScheduler:
         those that it had."""
         self.pending_prompt_tokens = 0
         self._waiting: deque[Sequence] = deque()
-        self._loaded: deque[Sequence] = deque()
-        self._loading: set[Sequence] = set()
+        self._holding: dict[Sequence, bool] = {}
+        """Those that hold blocks and do not run yet, in the order in which their loads began: is
+        their KV here?"""
         self._leased_blocks: dict[str, list[int]] = {}
         self._admission = EngineAdmission(predictor)
         self._clock = clock
@@ -121,7 +122,7 @@ class EmulatedScheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that are not in the batch."""
-        return len(self._waiting) + len(self._loaded) + len(self._loading)
+        return len(self._waiting) + len(self._holding)
 
     @property
     def num_leased(self) -> int:
@@ -187,8 +188,7 @@ class EmulatedScheduler:
         cache or copied back from host memory; the rest of its prompt is computed. Empty: all."""
         size, before = self.pool.block_size, sequence.pending_prompt_tokens
         first = sequence.num_computed // size
-        self._loading.remove(sequence)
-        self._loaded.append(sequence)
+        self._holding[sequence] = True
         sequence.source, sequence.on_host = None, []
         if not contents:
             return
@@ -223,13 +223,11 @@ class EmulatedScheduler:
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
-        elif sequence in self._loading:
-            self._loading.remove(sequence)
+        elif sequence in self._holding:
+            del self._holding[sequence]
         else:
-            queue = self._loaded if sequence in self._loaded else self._waiting
-            if queue is self._waiting:
-                self._window.record_removal((sequence,))
-            queue.remove(sequence)
+            self._window.record_removal((sequence,))
+            self._waiting.remove(sequence)
         self._retire(sequence, lease=False)
 
     def get_leased_contents(self, request_id: str, stale: bool = False) -> dict[int, int] | None:
@@ -280,8 +278,9 @@ class EmulatedScheduler:
         prompt_limit = self._get_prompt_limit()
         while step.num_tokens < self._max_tokens and len(self.running) < self._max_num_seqs:
             budget = min(self._max_tokens - step.num_tokens, prompt_limit)
-            if self._loaded:
-                sequence = self._loaded.popleft()
+            if loaded := next((s for s, is_here in self._holding.items() if is_here), None):
+                sequence = loaded
+                del self._holding[sequence]
                 count = compute_chunk_size(len(sequence.tokens) - sequence.num_computed, budget)
             elif self._waiting:
                 self._window.sort()
@@ -292,7 +291,7 @@ class EmulatedScheduler:
                 self._window.record_pop(self._waiting.popleft())
                 if sequence.handoff or sequence.source or sequence.on_host:
                     sequence.state = SequenceState.LOADING
-                    self._loading.add(sequence)
+                    self._holding[sequence] = False
                     step.loads.append(sequence)
                     continue
             else:
@@ -312,7 +311,7 @@ class EmulatedScheduler:
             return True  # It decodes on another instance.
         free, rule = self.pool.num_free * self.pool.block_size, self._scheduling.admission
         if rule is Admission.WITHIN_TPOT:
-            is_first = not (self.running or self._loading or self._loaded)
+            is_first = not (self.running or self._holding)
             if is_first or sequence.num_preemptions:
                 return True
             return self._keeps_tpot(sequence)
@@ -404,9 +403,8 @@ class EmulatedScheduler:
         self._window.record_prepend()
 
     def _finish_load(self, sequence: Sequence) -> None:
-        self._loading.remove(sequence)
         sequence.handoff = None
-        self._loaded.append(sequence)
+        self._holding[sequence] = True
 
     def _retire(self, sequence: Sequence, lease: bool) -> None:
         sequence.state = SequenceState.FINISHED
