@@ -11,14 +11,17 @@ from e2e.test_cluster_operator import (
     READY_S,
     Chat,
     condition,
-    installed,
+    installation,
     is_pod_ready,
     nodes,
     read_log,
 )
 
-__all__ = ["installed", "nodes"]
+__all__ = ["nodes"]
 
+NETWORK = "planning.network.kind=Ethernet,planning.network.bandwidthGbps=25"
+NVLINK = "planning.network.cellBandwidthGbps=2880"
+"""As KV self-tests of cells would have shown it."""
 CELLS = """
 apiVersion: cleave.dev/v1alpha1
 kind: LLMDeployment
@@ -57,6 +60,13 @@ spec:
 """On nodes whose network is Ethernet, and which start no engines, as these need GPUs."""
 
 pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def installed(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster whose operator counts on NVLink between engines of one pod."""
+    with installation(cluster, "--set", f"{NETWORK},{NVLINK}"):
+        yield cluster
 
 
 @pytest.fixture
