@@ -31,6 +31,8 @@ from cleave.policy.pair_trust import (
 
 SHARES = (0.0, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2)
 TOP = 5
+REPORT_EACH = 500
+"""Canaries between two tables."""
 CHARACTERS = 130, 1000
 """Of prompts: about 64 to 480 tokens."""
 
@@ -40,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder; default: the demo's model")
     parser.add_argument("--canaries", type=int, default=200, help="for each perturbation")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts; runs add up")
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     args = parser.parse_args()
@@ -48,14 +51,24 @@ def main() -> None:
     others = {share: perturb(model, share) for share in args.shares}
     verdicts: dict[float, list[TokenVerdict]] = {share: [] for share in others}
     shifts: dict[float, list[float]] = {share: [] for share in others}
-    for reference, prompt, cached in iter_canaries(model, folder, args.canaries):
+    canaries = iter_canaries(model, folder, args.canaries, args.seed)
+    for number, (reference, prompt, cached) in enumerate(canaries, 1):
         for share, other in others.items():
             found = decode(other, prompt, cached)
             verdicts[share].append(compare_tokens(reference, found))
             shared = reference.logprobs.keys() & found.logprobs.keys()
             differences = [abs(reference.logprobs[n] - found.logprobs[n]) for n in shared]
             shifts[share].append(max(differences, default=0.0))
-    print(f"{args.canaries} canaries; a shift of more than {MAX_SHIFT_NATS} nats is a fault, and")
+        if number % REPORT_EACH == 0 or number == args.canaries:
+            print_table(verdicts, shifts)
+
+
+def print_table(
+    verdicts: dict[float, list[TokenVerdict]], shifts: dict[float, list[float]]
+) -> None:
+    """What the canaries so far have shown."""
+    (count, *_) = map(len, verdicts.values())
+    print(f"{count} canaries; a shift of more than {MAX_SHIFT_NATS} nats is a fault, and")
     print(f"{MAX_FAULTS} faults of 8 take a pair out\n")
     print("| perturbation | faults | near ties | median shift | greatest shift |")
     print("|---|---|---|---|---|")
@@ -84,10 +97,10 @@ def perturb(model: PreTrainedModel, share: float) -> PreTrainedModel:
 
 
 def iter_canaries(
-    model: PreTrainedModel, folder: Path, count: int
+    model: PreTrainedModel, folder: Path, count: int, seed: int
 ) -> Iterator[tuple[TokenChoice, torch.Tensor, object]]:
     """The first token of the engine that computes the prompt; prompt; the KV of all but its end."""
-    tokenizer, words = AutoTokenizer.from_pretrained(folder), random.Random(0)
+    tokenizer, words = AutoTokenizer.from_pretrained(folder), random.Random(seed)
     for _ in range(count):
         text = make_random_prompt(words, words.randint(*CHARACTERS))
         prompt = tokenizer(text, return_tensors="pt").input_ids
