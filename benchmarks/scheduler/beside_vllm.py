@@ -45,7 +45,7 @@ def draw(seed: int) -> History:
     for number in range(count):
         now += int(draw.expovariate(1 / gap_ms)) if gap_ms else 0
         # No two at the same part of an iteration, so that none arrives when one ends.
-        arrivals.append(now + (number + 1) / 1_000)
+        arrivals.append(now + (number + 1) / 1_024)
     has_caches, repeats = draw.choice([(False, False), (True, False), (True, True), (True, True)])
     return History(
         size,
@@ -79,7 +79,7 @@ def _draw_texts(draw: random.Random, lengths: Iterable[int], repeats: bool) -> I
 def draw_pair(seed: int) -> PairHistory:
     """A history through a prefill and a decode instance whose iterations seldom end at once."""
     draw_more = random.Random(f"pair {seed}")
-    history = replace(draw(seed), is_async=False, step_ms=round(draw_more.uniform(0.6, 1.7), 6))
+    history = replace(draw(seed), is_async=False, step_ms=_draw_ms(draw_more, 0.6, 1.7))
     least = max(-(-prompt // history.block_size) for prompt in history.prompts)
     prefill = replace(
         history,
@@ -87,8 +87,13 @@ def draw_pair(seed: int) -> PairHistory:
         max_num_seqs=draw_more.choice([1, 2, 4, 8, 64]),
         step_ms=1.0,
     )
-    pull_ms = draw_more.choice([0, 1, 4]) + round(draw_more.uniform(0.05, 0.95), 6)
-    return PairHistory(prefill, history, pull_ms, round(draw_more.uniform(0.001, 0.05), 6))
+    pull_ms = draw_more.choice([0, 1, 4]) + _draw_ms(draw_more, 0.05, 0.95)
+    return PairHistory(prefill, history, pull_ms, _draw_ms(draw_more, 0.001, 0.05))
+
+
+def _draw_ms(draw: random.Random, low: float, high: float) -> float:
+    """A time of which many add up without rounding, so that what ends at once does so exactly."""
+    return round(draw.uniform(low, high) * (1 << 20)) / (1 << 20)
 
 
 def draw_for(side: Side, seed: int) -> History | PairHistory:

@@ -129,7 +129,7 @@ class _Engine:
         tokens = output.total_num_scheduled_tokens
         self._preempted += sorted(map(int, output.preempted_req_ids))
         begin = self._in_flight[-1].end if self._in_flight else now
-        end = round(begin + (self._history.step_ms if tokens else 0.0), 6)
+        end = begin + (self._history.step_ms if tokens else 0.0)
         self._in_flight.append(_Batch(output, sample(scheduler, output), end))
         if tokens:
             step = read_step(scheduler, output, begin, self._preempted)
@@ -202,7 +202,7 @@ class VllmPair:
             size = history.prefill.block_size
             for name, tokens in connector.started:
                 ms = history.pull_ms + -(-tokens // size) * size * history.token_ms
-                heapq.heappush(pulls, (round(now + ms, 6), next(order), name))
+                heapq.heappush(pulls, (now + ms, next(order), name))
             connector.started = []
 
 

@@ -54,7 +54,7 @@ class History:
     texts: tuple[str, ...]
     """By prompt, a letter for each of its full blocks; equal beginnings are equal prompts."""
     step_ms: float = 1.0
-    """How long an iteration takes; up to six digits."""
+    """How long an iteration takes. Times are multiples of a power of 1/2: their sums are exact."""
 
 
 class Step(NamedTuple):
@@ -143,7 +143,7 @@ class Formed(NamedTuple):
             np.arange(len(requests)), (requests["preemptions"] - before.preemptions) * is_here
         )
         step = Step(
-            round(float(slot["begin"]), 6),
+            float(slot["begin"]),
             int(slot["tokens"] + slot["rows"]),
             computed,
             int(arrays["instances"][i]["free"]),
@@ -161,7 +161,7 @@ class Formed(NamedTuple):
                 )
                 computed = {r: tokens + 1 for r, tokens in step.computed.items()}
                 step = Step(
-                    round(step.begin + self.history.step_ms, 6),
+                    step.begin + self.history.step_ms,
                     step.num_tokens,
                     computed,
                     step.free - grown,
@@ -235,7 +235,7 @@ class EmulatedSteps:
                     tuple(np.repeat(np.arange(len(sequences)), counts - before).tolist()),
                 )
                 scheduler.complete(step)
-                now = round(now + 1, 6)
+                now += 1
             elif not scheduler.num_waiting:
                 now = coming[0][0]
 
@@ -296,7 +296,7 @@ class VllmSteps:
                 now = coming[0].arrival_time
                 continue
             output, sampled = in_flight.popleft()
-            now = round(now + (output.total_num_scheduled_tokens > 0), 6)
+            now += output.total_num_scheduled_tokens > 0
             scheduler.update_from_output(output, sampled)
             if step:
                 yield step._replace(free=count_free(scheduler))
@@ -356,7 +356,7 @@ def _list_prompts(history: History) -> Iterator[list[int]]:
 
 def read_step(scheduler: Any, output: Any, begin: float, preempted: list[int]) -> Step:
     return Step(
-        round(begin, 6),
+        begin,
         output.total_num_scheduled_tokens,
         {
             int(name): scheduler.requests[name].num_computed_tokens

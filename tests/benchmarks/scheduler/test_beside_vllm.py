@@ -17,7 +17,7 @@ def test_histories_are_those_of_vllms_scheduler() -> None:
     vllm = VllmSteps()
     simulated = beside_vllm.compare(80, 0, SimulatedSteps(), vllm)
     emulated = beside_vllm.compare(80, 0, EmulatedSteps(), vllm)
-    pair = beside_vllm.compare(30, 0, SimulatedPair(), VllmPair())
+    pair = beside_vllm.compare(34, 0, SimulatedPair(), VllmPair())
     assert pair.steps > 2_000
     assert not pair.different
     for found in (simulated, emulated):
@@ -28,10 +28,10 @@ def test_histories_are_those_of_vllms_scheduler() -> None:
 
 
 def test_iterations_that_are_simulated_at_once_are_read_one_by_one() -> None:
-    history = History(4, 8, 4, 8, 0, False, False, False, (0.001, 0.002), (6, 9), (3, 2), ("", ""))
+    history = History(4, 8, 4, 8, 0, False, False, False, (0.125, 0.25), (6, 9), (3, 2), ("", ""))
     assert list(SimulatedSteps().run(history)) == [
-        Step(0.001, 6, {0: 6}, 6, ()),
-        Step(1.001, 8, {0: 7, 1: 7}, 4, ()),
-        Step(2.001, 3, {0: 8, 1: 9}, 3, ()),
-        Step(3.001, 1, {1: 10}, 5, ()),
+        Step(0.125, 6, {0: 6}, 6, ()),
+        Step(1.125, 8, {0: 7, 1: 7}, 4, ()),
+        Step(2.125, 3, {0: 8, 1: 9}, 3, ()),
+        Step(3.125, 1, {1: 10}, 5, ()),
     ]
