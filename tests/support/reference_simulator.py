@@ -531,8 +531,7 @@ class Reference:
         i.decode_iterations += bool(slot.decoding)
         for request in slot.decoding:
             i.keep(request, request.todo, self.now)
-        # Requests that end together are freed in order of arrival.
-        for request in sorted(slot.decoding, key=lambda each: each.number):
+        for request in slot.decoding:
             request.generated += 1
             i.decode_tokens += 1
             if math.isnan(request.first_token):

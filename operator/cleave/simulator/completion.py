@@ -14,7 +14,7 @@ from cleave.simulator.iterations import (
     wake_instance,
 )
 from cleave.simulator.kv_blocks import change_usage, count_growth
-from cleave.simulator.prefix_caches import preempt_blocks
+from cleave.simulator.prefix_caches import has_caches, preempt_blocks
 from cleave.simulator.queues import (
     add_member,
     drop_member_link,
@@ -130,10 +130,22 @@ def _advance_members(state: State, i: int, s: int, iterations: int, now: float) 
         key = get_heap_key(state, s * state.heap_size).value
         if key >> 32 > slot.steps:
             break
-        remove_key(state, s, slot.batch, key)
         r = key & 0xFFFFFFFF
+        if has_caches():
+            r = _find_oldest_ending(state, s)
+        remove_key(state, s, slot.batch, get_request(state, r).end_step << 32 | r)
         remove_member(state, i, s, r)
         _end_request(state, i, s, r, now)
+
+
+def _find_oldest_ending(state: State, s: int) -> int:
+    """Of the members that end now, of which there is one, that which joined first: in this order
+    their blocks are evicted."""
+    slot = get_slot(state, s)
+    r: int = slot.oldest
+    while get_request(state, r).end_step > slot.steps or not math.isnan(get_request(state, r).end):
+        r = get_request(state, r).younger
+    return r
 
 
 def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
