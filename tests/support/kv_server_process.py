@@ -16,7 +16,10 @@ from cleave_worker.transfer.handoff import Handoff, KvLayout, compute_prompt_dig
 from cleave_worker.transfer.memory import register_tensors
 from cleave_worker.transfer.server import KvServer, RegisteredKv
 from cleave_worker.transfer.sharding import ParallelShape, ShardSpec
+from cleave_worker.transfer.transports import cuda_ipc
 from cleave_worker.transfer.transports.shared_memory import share_memory
+
+from tests.support.mapping_calls import FakeMappingCalls, find_fake_calls, refuse_export
 
 BLOCKS, LAYERS = 16, 3
 LAYOUT = KvLayout("tiny@main", "float32", 16, LAYERS, 2, 32, "LBHNC")
@@ -93,6 +96,9 @@ def serve(
     os.environ.update(environment)
     torch.set_num_threads(1)
     owner_module._PREFILL_WAIT_S = 0.5
+    cuda_ipc.find_calls = find_fake_calls
+    if not settings.get("can_export", True):
+        FakeMappingCalls.export = refuse_export
     shape, rank = settings.get("shape", ALONE), settings.get("rank", 0)
     tensors = caches(1000, shape, rank)
     registered = register_kv(settings["boot_id"], tensors, shape, rank, settings["key"])

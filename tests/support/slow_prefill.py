@@ -16,7 +16,7 @@ from cleave_worker.transfer.sharding import ParallelShape, find_sources
 from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.shared_memory import share_memory
 
-from tests.support.kv_server_process import ALONE, LAYOUT, caches, register_kv
+from tests.support.kv_server_process import ALONE, KEY, LAYOUT, caches, register_kv
 
 BOUND_S = 60.0
 DIGEST = "d"
@@ -31,7 +31,7 @@ class PrefillRank:
     def __init__(self, shape: ParallelShape = ALONE, rank: int = 0) -> None:
         self.tensors = caches(0, shape, rank)
         self._computed = caches(1000, shape, rank)
-        registered = register_kv("boot-p", self.tensors, shape, rank)
+        registered = register_kv("boot-p", self.tensors, shape, rank, KEY)
         self.holds = BlockLeases(BOUND_S, BOUND_S)
         self.pull_requested = threading.Semaphore(0)
         """Released at each request for progress."""
@@ -71,7 +71,13 @@ class PrefillRank:
 
     def handoff(self, **changed: object) -> Handoff:
         """A handoff before the prefill has finished, with the address of this rank alone."""
-        fields = {"boot_id": "boot-p", "request_id": "name", "epoch": 0, "prompt_digest": ""}
+        fields = {
+            "boot_id": "boot-p",
+            "request_id": "name",
+            "epoch": 0,
+            "prompt_digest": "",
+            "key": KEY,
+        }
         address = (("127.0.0.1", self.owner.port),)
         return Handoff(**(fields | {"num_tokens": 0, "addresses": address} | changed))
 

@@ -7,16 +7,29 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer.transport import Transport  # noqa: E402
+from cleave_worker.transfer.transports import cuda_ipc  # noqa: E402
 
 from tests.support.kv_connections import ConnectedPairs  # noqa: E402
 from tests.support.kv_server_process import OwnerProcess  # noqa: E402
+from tests.support.mapping_calls import FakeMappingCalls, find_fake_calls  # noqa: E402
 
 
-@pytest.fixture(params=[Transport.SHARED_MEMORY, Transport.NIXL, Transport.GLOO])
+@pytest.fixture(
+    params=[Transport.SHARED_MEMORY, Transport.CUDA_IPC, Transport.NIXL, Transport.GLOO]
+)
 def way(request: pytest.FixtureRequest, over_tcp: None) -> Transport:
     if request.param is Transport.NIXL:
         pytest.importorskip("nixl", reason="NIXL comes with the worker extras")
     return Transport(request.param)
+
+
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeMappingCalls]]:
+    """CUDA IPC without a GPU; all that was opened has to be closed."""
+    monkeypatch.setattr(cuda_ipc, "find_calls", find_fake_calls)
+    FakeMappingCalls.opened.clear()
+    yield FakeMappingCalls
+    assert not +FakeMappingCalls.opened
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def prefill() -> Iterator[PrefillRank]:
     prefill_rank.owner.close()
 
 
-@pytest.fixture(params=[Transport.SHARED_MEMORY, Transport.GLOO])
+@pytest.fixture(params=[Transport.SHARED_MEMORY, Transport.CUDA_IPC, Transport.GLOO])
 def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
     decode_rank = Decode(Transport(request.param))
     yield decode_rank

@@ -10,7 +10,10 @@ from cleave_worker.transfer.memory import (  # noqa: E402
     ByteRange,
     LayerRegion,
     Memory,
+    RangeCopy,
+    chunk_ranges,
     copy_rows,
+    cut_copies,
     list_ranges,
     pack_ranges,
     plan_copies,
@@ -170,3 +173,23 @@ def test_rows_on_another_device_are_refused() -> None:
     for target, source in ((here, elsewhere), (elsewhere, here)):
         with pytest.raises(ValueError, match=r"cannot copy rows from \w+ to \w+: they must"):
             target.copy_from(source, pairs)
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 3)] * 2, *[st.integers(0, 50)] * 3), max_size=12),
+    st.integers(1, 40),
+)
+def test_copies_are_cut_into_groups_as_ranges_are(
+    drawn: list[tuple[int, int, int, int, int]], size: int
+) -> None:
+    copies = [
+        RangeCopy(ByteRange(remote, at, length), ByteRange(local, to, length))
+        for remote, local, at, to, length in drawn
+    ]
+    groups = [[part.tolist() for part in group] for group in cut_copies(copies, size)]
+    remote, packed, local = zip(*groups, strict=True) if groups else ((), (), ())
+    for side, found in (("remote", remote), ("local", local)):
+        expected = chunk_ranges((getattr(copy, side) for copy in copies), size)
+        assert [[ByteRange(*row) for row in group] for group in found] == list(expected)
+    expected_packed = [pack_ranges([ByteRange(*row) for row in group]) for group in remote]
+    assert [[ByteRange(*row) for row in group] for group in packed] == expected_packed

@@ -126,7 +126,7 @@ def build_read(prefix: LeasedPrefix, skipped: int, *local: int) -> PrefixRead:
     return PrefixRead(prefix.source, prefix.lease, skipped, local)
 
 
-@pytest.mark.parametrize("way", [Transport.SHARED_MEMORY, Transport.GLOO])
+@pytest.mark.parametrize("way", [Transport.SHARED_MEMORY, Transport.CUDA_IPC, Transport.GLOO])
 def test_the_cached_beginning_is_leased_read_and_freed(way: Transport, start, read_with) -> None:
     engine = start(way)
     prefix = request_prefix(engine.source, KEYS)

@@ -90,3 +90,19 @@ def test_unknown_messages_and_values_end_the_connection(frame: object) -> None:
 
 def test_every_message_can_be_decoded() -> None:
     assert set(MESSAGES) == set(typing.get_args(protocol._decoder.type))
+
+
+def test_a_connection_is_lost_when_the_peer_has_closed_it() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX)
+    # As protocol.connect makes it, but for an option of TCP.
+    connection = FramedConnection.__new__(FramedConnection)
+    connection._socket = near
+    near.settimeout(60)
+    assert not connection.is_lost()
+    far.sendall(b"a")
+    assert not connection.is_lost()
+    far.close()
+    assert near.recv(1) == b"a"
+    assert connection.is_lost()
+    near.close()
+    assert connection.is_lost()

@@ -23,7 +23,7 @@ from cleave_worker.transfer.progress import KvChunk
 from cleave_worker.transfer.rank_resolver import RankResolver, RemoteRank, find_remote_ranks
 from cleave_worker.transfer.server import RegisteredKv, compute_checksums
 from cleave_worker.transfer.transport import BandwidthMeter, LinkError, OneSidedLink, Transport
-from cleave_worker.transfer.transports import nixl, two_sided
+from cleave_worker.transfer.transports import cuda_ipc, nixl, two_sided
 from cleave_worker.transfer.transports.nixl_buffers import StagingBuffers
 from cleave_worker.transfer.transports.shared_memory import SharedMemoryLink
 
@@ -62,6 +62,7 @@ class KvClient:
         )
         """Shared by all links over NIXL."""
         self._connections: OrderedDict[RemoteRank, _RankConnection] = OrderedDict()
+        self._logged: set[str] = set()
         self._lock = threading.Lock()
 
     def pull(self, handoff: Handoff, digest: str, first: int, blocks: Sequence[int]) -> Transport:
@@ -150,6 +151,20 @@ class KvClient:
                 connection.send(protocol.LeaseHeartbeat(tuple(request_ids)), _HEARTBEAT_TIMEOUT_S)
             connection.close()
         return num_lost
+
+    def close_lost(self) -> None:
+        """Release the memory of producers that have closed their idle connection: that of a process
+        that has ended stays allocated while it is mapped."""
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.close_if_lost()
+
+    def log_once(self, fault: str, boot_id: str) -> None:
+        """Log why a transport is not used, with the first peer."""
+        if fault not in self._logged:
+            self._logged.add(fault)
+            _log.info("%s (first with %s)", fault, boot_id)
 
     def close(self) -> None:
         """Close all connections."""
@@ -258,6 +273,16 @@ class _RankConnection:
                 self._log_bandwidth()
             return self.transport
 
+    def close_if_lost(self) -> None:
+        """Close the connection if the producer has, unless a pull runs, which finds out itself."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._connection and self._connection.is_lost():
+                self.close()
+        finally:
+            self._lock.release()
+
     def close(self) -> None:
         """Close the connection; a running pull ends with an error."""
         if self._connection:
@@ -332,32 +357,42 @@ class _RankConnection:
         raise RefusedError(RefusalReason.PEER_LOST, "no transport works with this producer")
 
     def _open_link(self, transport: Transport, handshake: protocol.HandshakeResponse) -> bool:
-        memory, rank = self._kv.memory, self._remote_rank
+        rank = self._remote_rank
         try:
             if transport is Transport.SHARED_MEMORY:
                 if handshake.shared:
-                    self._one_sided = SharedMemoryLink(memory, handshake.shared)
+                    self._one_sided = SharedMemoryLink(self._kv.memory, handshake.shared)
                 return bool(handshake.shared)
             if transport is Transport.NIXL and not handshake.supports_nixl:
                 return False
+            if transport is Transport.CUDA_IPC and handshake.place != cuda_ipc.find_place():
+                raise LinkError("the peer is not in this container, or exports no memory")
             rendezvous = self._send_request(
                 protocol.RendezvousRequest(transport), protocol.RendezvousResponse
             )
-            if transport is not Transport.NIXL:
-                assert self._connection
-                self._two_sided = two_sided.Rendezvous(
-                    self._connection, rendezvous.nonce, rank.key, _CONNECT_TIMEOUT_S
-                ).create_consumer_link(memory, transport, self._kv.host)
-            elif rendezvous.nixl_metadata is None:
-                return False
-            else:
-                name = nixl.make_agent_name(rank.boot_id, rank.source.rank)
-                buffers, metadata = self._client.staging_buffers, rendezvous.nixl_metadata
-                self._one_sided = nixl.NixlLink(memory, buffers, metadata, name, _CONNECT_TIMEOUT_S)
+            if transport in (Transport.NIXL, Transport.CUDA_IPC):
+                self._one_sided = self._create_one_sided_link(rendezvous)
+                return self._one_sided is not None
+            assert self._connection
+            self._two_sided = two_sided.Rendezvous(
+                self._connection, rendezvous.nonce, rank.key, _CONNECT_TIMEOUT_S
+            ).create_consumer_link(self._kv.memory, transport, self._kv.host)
         except LinkError as error:
-            _log.info("transport %s does not work with %s: %s", transport, rank.boot_id, error)
+            self._client.log_once(f"KV is not pulled over {transport}: {error}", rank.boot_id)
             return False
         return True
+
+    def _create_one_sided_link(self, offer: protocol.RendezvousResponse) -> OneSidedLink | None:
+        """A link over what the producer offers; None: nothing. Raises LinkError."""
+        memory, rank = self._kv.memory, self._remote_rank
+        calls = cuda_ipc.find_calls(memory.device)
+        if offer.exported and calls:
+            return cuda_ipc.CudaIpcLink(memory, offer.exported, calls, _CONNECT_TIMEOUT_S)
+        if offer.nixl_metadata is None:
+            return None
+        name = nixl.make_agent_name(rank.boot_id, rank.source.rank)
+        buffers = self._client.staging_buffers
+        return nixl.NixlLink(memory, buffers, offer.nixl_metadata, name, _CONNECT_TIMEOUT_S)
 
 
 def _build_request(handoff: Handoff, first: int, blocks: Sequence[int]) -> protocol.PullRequest:

@@ -128,6 +128,27 @@ def chunk_ranges(ranges: Iterable[ByteRange], size: int) -> Iterator[list[ByteRa
         yield group
 
 
+def cut_copies(
+    copies: Iterable[RangeCopy], size: int
+) -> Iterator[tuple[_Numbers, _Numbers, _Numbers]]:
+    """Cut copies into groups that each fill a buffer of `size` bytes, except the last. Yields for
+    each group remote ranges, where they lie in the buffer, and local ranges, as rows of numbers."""
+    numbers = _to_numbers(copies)
+    numbers = numbers[numbers[:, 0, 2] > 0]
+    lengths = numbers[:, 0, 2]
+    ends = np.cumsum(lengths)
+    starts, total = ends - lengths, int(lengths.sum())
+    cuts = np.union1d(starts, np.arange(0, total, size))
+    of = np.searchsorted(ends, cuts, side="right")
+    pieces = numbers[of]
+    pieces[:, :, 1] += (cuts - starts[of])[:, None]
+    pieces[:, :, 2] = np.diff(cuts, append=total)[:, None]
+    packed = np.stack((np.zeros_like(cuts), cuts % size, pieces[:, 0, 2]), axis=1)
+    firsts = np.searchsorted(cuts, np.arange(0, total, size))
+    for part in np.split(np.arange(len(cuts)), firsts[1:]) if total else ():
+        yield pieces[part, 0], packed[part], pieces[part, 1]
+
+
 def pack_ranges(group: Sequence[ByteRange], start: int = 0) -> list[ByteRange]:
     """Return where the ranges of a group lie in a buffer, packed from `start` on."""
     starts = itertools.accumulate((range_.length for range_ in group), initial=start)
@@ -214,9 +235,12 @@ class Memory:
             raise ValueError(f"span {offset}..{offset + length} leaves region {region}")
 
 
-def copy_rows(target: Memory, source: Memory, pairs: Iterable[tuple[ByteRange, ByteRange]]) -> None:
-    """Copy pairs of (range of `target`, range of `source`) with few kernels: one or two for each
-    run of pairs between the same two regions. `Memory.copy_from` calls it for KV on a GPU.
+def copy_rows(
+    target: Memory, source: Memory, pairs: Iterable[tuple[ByteRange, ByteRange]] | _Numbers
+) -> None:
+    """Copy pairs of (range of `target`, range of `source`), or an array [pairs, 2, 3] of them, with
+    few kernels: one or two for each run of pairs between the same two regions. `Memory.copy_from`
+    calls it for KV on a GPU.
 
     A copy of its own costs each range 3 us of Python and torch before the launch, during which the
     model's thread cannot launch its kernels; a scattered prompt has thousands of ranges. So regions
@@ -229,7 +253,7 @@ def copy_rows(target: Memory, source: Memory, pairs: Iterable[tuple[ByteRange, B
         raise ValueError(
             f"cannot copy rows from {source.device} to {target.device}: they must be on one device"
         )
-    numbers = np.fromiter(_flatten(_flatten(pairs)), np.int64).reshape(-1, 2, 3)
+    numbers = pairs if isinstance(pairs, np.ndarray) else _to_numbers(pairs)
     for memory, ranges in ((target, numbers[:, 0]), (source, numbers[:, 1])):
         memory.check_all(ranges)
     if (numbers[:, 0, 2] != numbers[:, 1, 2]).any():
@@ -241,6 +265,10 @@ def copy_rows(target: Memory, source: Memory, pairs: Iterable[tuple[ByteRange, B
         own_region, remote_region = part[0, :, 0].tolist()
         copies = np.stack((part[:, 0, 1], part[:, 1, 1], part[:, 0, 2]), axis=1)
         _copy_region_rows(target.regions[own_region], source.regions[remote_region], copies)
+
+
+def _to_numbers(pairs: Iterable[tuple[ByteRange, ByteRange]]) -> _Numbers:
+    return np.fromiter(_flatten(_flatten(pairs)), np.int64).reshape(-1, 2, 3)
 
 
 def _copy_region_rows(target: torch.Tensor, source: torch.Tensor, copies: _Numbers) -> None:

@@ -18,6 +18,7 @@ from cleave_worker.transfer.memory import LayerRegion
 from cleave_worker.transfer.progress import Progress
 from cleave_worker.transfer.sharding import ParallelShape, ShardSource
 from cleave_worker.transfer.transport import Transport
+from cleave_worker.transfer.transports.cuda_ipc import ExportedMemory
 from cleave_worker.transfer.transports.nixl import NixlMetadata
 from cleave_worker.transfer.transports.shared_memory import SharedRegion
 
@@ -90,6 +91,8 @@ class HandshakeResponse(Message, frozen=True):
     first_layer: int = 0
     """Index of the first of `layers` among the producer rank's own, by which `Progress` counts."""
     supports_nixl: bool = False
+    place: str = ""
+    """`cuda_ipc.find_place` of the producer; empty: it exports no memory."""
 
 
 class RendezvousRequest(Message, frozen=True):
@@ -99,12 +102,14 @@ class RendezvousRequest(Message, frozen=True):
 
 
 class RendezvousResponse(Message, frozen=True):
-    """A two-sided link can be made, with `StoreEntry`s, or metadata for reads over NIXL."""
+    """A two-sided link can be made, with `StoreEntry`s, or what a one-sided one needs."""
 
     nonce: bytes = b""
     """Of the two-sided link: identifies its entries, and both ends prove over it who they are."""
     nixl_metadata: NixlMetadata | None = None
     """None also when NIXL fails on the producer."""
+    exported: ExportedMemory | None = None
+    """For CUDA IPC; None also when its memory cannot be exported."""
 
 
 class StoreEntry(Message, frozen=True):
@@ -265,6 +270,16 @@ class FramedConnection:
     def return_message(self, message: Message) -> None:
         """Give back the message that was received last; the next `receive` returns it again."""
         self._returned = message
+
+    def is_lost(self) -> bool:
+        """Whether the peer has closed the connection; for one on which nothing is awaited."""
+        try:
+            self._socket.settimeout(0)
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Close the connection; a thread that reads from it gets an error."""

@@ -23,7 +23,7 @@ from cleave_worker.transfer.progress import KvChunk
 from cleave_worker.transfer.rank_barrier import RankBarrier
 from cleave_worker.transfer.sharding import ShardPart, ShardSpec, slice_layers
 from cleave_worker.transfer.transport import LinkError, Transport
-from cleave_worker.transfer.transports import nixl, nixl_agent, two_sided
+from cleave_worker.transfer.transports import cuda_ipc, nixl, nixl_agent, two_sided
 from cleave_worker.transfer.transports.shared_memory import SharedRegion
 
 _log = logging.getLogger(__name__)
@@ -75,6 +75,9 @@ class KvServer:
         name = nixl.make_agent_name(kv.boot_id, kv.shard.rank)
         has_nixl = nixl_agent.is_installed()
         self.nixl_regions = nixl.RegisteredRegions(name, kv.memory) if has_nixl else None
+        calls = cuda_ipc.find_calls(kv.memory.device)
+        # Who opens a handle can write KV, so without a key nobody gets one.
+        self.export = cuda_ipc.MemoryExport(kv.memory, calls) if calls and kv.key else None
         self.transfer_s = transfer_s
         self._listener = Listener(kv.host, port, self._serve)
         self.port = self._listener.port
@@ -156,8 +159,15 @@ class _ServerSession:
         self._consumer = ConsumerRank(
             request.consumer_boot_id, request.consumer_rank, request.source.num_consumers
         )
-        shared, has_nixl = self._server.shared, self._server.nixl_regions is not None
-        self.send(protocol.HandshakeResponse(self._layers, shared, self._first_layer, has_nixl))
+        server = self._server
+        response = protocol.HandshakeResponse(
+            self._layers,
+            server.shared,
+            self._first_layer,
+            supports_nixl=server.nixl_regions is not None,
+            place=cuda_ipc.find_place() if server.export else "",
+        )
+        self.send(response)
 
     def handle(self, message: protocol.Message) -> None:
         """Handle one message. Raises ProtocolError when it is invalid at this point."""
@@ -187,6 +197,9 @@ class _ServerSession:
                 regions = self._server.nixl_regions
                 metadata = regions.get_metadata() if regions else None
                 self.send(protocol.RendezvousResponse(nixl_metadata=metadata))
+            case protocol.RendezvousRequest(Transport.CUDA_IPC):
+                export = self._server.export
+                self.send(protocol.RendezvousResponse(exported=export.get() if export else None))
             case protocol.RendezvousRequest():
                 self._open_two_sided_link(message.transport)
             case protocol.StoreEntry():

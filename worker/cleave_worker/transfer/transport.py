@@ -21,6 +21,8 @@ class Transport(StrEnum):
     """The transport of the bytes; values are labels of metrics."""
 
     SHARED_MEMORY = "shared memory"
+    CUDA_IPC = "cuda ipc"
+    """Between GPUs of one pod."""
     NIXL = "nixl"
     """InfiniBand, RoCE or NVLink, as UCX selects them; TCP if UCX is configured so."""
     GLOO = "gloo"

@@ -27,6 +27,10 @@ class FakeRuntime:
         pointer._obj.value = 4096 * len(self.calls)
         return self.result
 
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.calls.append(("cleared",))
+        return self.result
+
     def cudaStreamDestroy(self, pointer: ctypes.c_void_p) -> int:  # noqa: N802
         self.calls.append(("destroy", pointer.value))
         return self.result
@@ -60,6 +64,7 @@ def test_a_refusal_of_the_runtime_is_an_error_of_the_link(runtime: FakeRuntime) 
     runtime.result = 2
     with pytest.raises(LinkError, match="cudaStreamCreateWithFlags returned error 2"):
         cuda_stream.create_stream(GPU)
+    assert runtime.calls[-1] == ("cleared",), "torch's next launch does not raise it"
 
 
 def test_the_runtime_of_torch_has_the_calls() -> None:

@@ -241,12 +241,12 @@ def test_nccl_is_used_only_where_it_is_named(
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(nixl, "_INFINIBAND_DEVICES", tmp_path)
     monkeypatch.delenv("UCX_TLS", raising=False)
-    assert nixl.choose_transports(gpu) == (Transport.GLOO,)
+    assert nixl.choose_transports(gpu) == (Transport.CUDA_IPC, Transport.GLOO)
     monkeypatch.setenv("UCX_TLS", "cuda_ipc,tcp")
-    assert nixl.choose_transports(gpu) == (Transport.NIXL, Transport.GLOO)
+    assert nixl.choose_transports(gpu) == (Transport.CUDA_IPC, Transport.NIXL, Transport.GLOO)
     monkeypatch.delenv("UCX_TLS")
     (tmp_path / "mlx5_0").mkdir()
-    assert nixl.choose_transports(gpu) == (Transport.NIXL, Transport.GLOO)
+    assert nixl.choose_transports(gpu) == (Transport.CUDA_IPC, Transport.NIXL, Transport.GLOO)
     assert Transport.NCCL not in nixl.choose_transports(torch.device("cpu"))
 
 

@@ -90,6 +90,23 @@ def test_a_refused_pull_is_reported_as_failed_with_its_reason(start: Callable[..
     assert decode.take_stats().data["ended"] == {RefusalReason.BOOT: 1}
 
 
+def test_memory_of_a_producer_that_is_gone_is_released_without_another_pull(
+    start: Callable[..., Any],
+) -> None:
+    prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0), lease_s=0.3)
+    prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    decode.start_pulls({"mine": build_pull(prefill.port)}, {})
+    assert received(decode) == ({"mine"}, set())
+    (connection,) = decode._client._connections.values()
+    assert connection._one_sided._maps
+    for accepted in list(prefill._server._listener._connections):
+        accepted.close()
+    deadline = time.monotonic() + BOUND_S
+    while connection._one_sided._maps:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_prefixes_are_read_and_counted_apart_from_handoffs(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""CUDA streams that the process shares with nothing else. Used by `NcclLibrary`.
+"""CUDA streams that the process shares with nothing else. Used by `NcclLibrary` and
+`ThreadStream`; `CudaMappingCalls` uses the runtime.
 
 torch.cuda.Stream takes the next of 32 streams per GPU and then begins again with the first, so two
 users of it may get the same one. A kernel of NCCL stays on its stream until the peer comes; copies
@@ -20,17 +21,23 @@ def create_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a new stream; the caller must `release_stream` it. Raises LinkError."""
     pointer = ctypes.c_void_p()
     with torch.cuda.device(device):
-        _call("cudaStreamCreateWithFlags", ctypes.byref(pointer), ctypes.c_uint(_NON_BLOCKING))
+        call_runtime(
+            "cudaStreamCreateWithFlags", ctypes.byref(pointer), ctypes.c_uint(_NON_BLOCKING)
+        )
     return torch.cuda.ExternalStream(pointer.value, device)
 
 
 def release_stream(stream: torch.cuda.Stream) -> None:
     """Free a stream, on which nothing may be enqueued any more. Raises LinkError."""
-    _call("cudaStreamDestroy", ctypes.c_void_p(stream.cuda_stream))
+    call_runtime("cudaStreamDestroy", ctypes.c_void_p(stream.cuda_stream))
 
 
-def _call(name: str, *arguments: object) -> None:
-    if result := getattr(load_runtime(), name)(*arguments):
+def call_runtime(name: str, *arguments: object) -> None:
+    """Call a function of the CUDA runtime. Raises LinkError."""
+    runtime = load_runtime()
+    if result := getattr(runtime, name)(*arguments):
+        # Otherwise torch's next launch in this thread would report it.
+        runtime.cudaGetLastError()
         raise LinkError(f"{name} returned error {result}")
 
 

@@ -55,10 +55,10 @@ def choose_transports(device: torch.device) -> tuple[Transport, ...]:
     nixl = (Transport.NIXL,) if has_cards else ()
     if device.type == "cpu":
         return (Transport.SHARED_MEMORY, *nixl, Transport.GLOO)
-    # Without a card UCX has nothing for its own messages, also where CUDA IPC would move the bytes,
-    # unless its configuration names TCP.
+    # Without a card UCX has nothing for its own messages unless its configuration names TCP.
     is_configured = bool(os.environ.get("UCX_TLS"))
-    return (*(nixl or ((Transport.NIXL,) if is_configured else ())), Transport.GLOO)
+    nixl = nixl or ((Transport.NIXL,) if is_configured else ())
+    return (Transport.CUDA_IPC, *nixl, Transport.GLOO)
 
 
 def filter_installed(transports: Sequence[Transport]) -> tuple[Transport, ...]:

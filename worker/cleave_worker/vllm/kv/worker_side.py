@@ -216,6 +216,7 @@ class WorkerSide:
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._lease_s / 6):
+            self._client.close_lost()
             with self._lock:
                 waiting = list(self._expected_handoffs.values())
             if waiting:
