@@ -16,9 +16,9 @@ from cleave.planner import plan_search, problem_from_cluster
 from cleave.planner.placement import PlanError
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.result.confirmation import sample_service
 from cleave.planner.result.text import format_plan
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_deployed_cell
+from cleave.planner.search.long_trials import sample_service
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 
 FIRST_SEED, SEEDS = 1_000, 20
@@ -145,7 +145,9 @@ def _measure(traffic: Traffic, seeds: int) -> Row | None:
     fleet = build_deployed_cell(flipping, placement, best.whole_below_tokens)
     trials = Trials(flipping.demand, flipping.seed, CONFIRMATION_PRECISION)
     targets = Targets.from_slo(flipping.slo)
-    found = sample_service(trials, fleet, flipping.rate / placement.copies, targets)
+    share = flipping.rate / placement.copies
+    span = trials.compute_span(share, targets)
+    found = sample_service(trials, fleet, share, span, targets)
     means = fmean(own), fmean(shares), fmean(flips)
     return Row(str(traffic), format_plan(best), rate, *means, found.attainment, found.error)
 

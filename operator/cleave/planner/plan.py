@@ -20,6 +20,10 @@ LOW_AFFINITY = "Algorithm 2"
 """Prefix of `Plan.algorithm` where cells have a pipeline stage of all instances in one node."""
 
 
+WIDE_ERROR = 0.01
+"""An attainment that is known less well is shown with its error."""
+
+
 class PlanVerdict(StrEnum):
     """Whether to disaggregate, to colocate, or that no plan meets the SLO."""
 
@@ -93,7 +97,7 @@ class Prediction:
     cached_share: float = 0.0
     """Share of prompt tokens found in prefix caches; 0 where no prompts are known to repeat."""
     attainment_error: float = 0.0
-    """Half of the 95 % confidence interval of `attainment`; 0: it is that of one sample."""
+    """Half of the 95 % confidence interval of `attainment`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlanningResult, PlanVerdict, ReuseWorth
 from cleave.planner.problem import Problem
 from cleave.planner.result import md1, verdict
-from cleave.planner.result.confirmation import confirm_best
 from cleave.planner.result.margins import list_close_calls
 from cleave.planner.result.nearest_slo import find_nearest_slo
 from cleave.planner.result.prediction import PredictedPlan, predict
@@ -73,7 +72,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     finalists = _predict_best(
         search, enumeration.enumerate_placements(search, feasible, choice.affinity)
     )
-    ranking = confirm_best(search, verdict.rank_plans(problem, finalists))
+    ranking = verdict.rank_plans(problem, finalists)
     plans, nearest, reuse = [each.plan for each in ranking.ordered], None, None
     warnings = _list_warnings(problem, finalists, search.trials.max_rate)
     if is_infeasible := ranking.verdict is PlanVerdict.INFEASIBLE:

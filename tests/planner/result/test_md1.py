@@ -109,11 +109,3 @@ def test_prompts_of_different_length_or_several_instances_are_not_checked() -> N
         is None
     )
     assert md1.compute_expected_prefill_ms(predicted(known_problems.blog(rate=8.0), n=2)) is None
-
-
-def test_figures_of_a_prediction_are_those_of_its_simulation() -> None:
-    finalist = predicted(known_problems.blog(rate=8.0))
-    seen, window = finalist.plan.prediction, finalist.span.window
-    ttft_ms = finalist.outcome.ttft_ms[window]
-    assert seen.ttft_ms.p90 == np.quantile(ttft_ms, 0.9, method="higher")
-    assert finalist.holds(0.9) == (seen.attainment >= 0.9)

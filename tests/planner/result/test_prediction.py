@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from cleave.api.deployment import Slo
 from cleave.perf.timing import PromptChunk
 from cleave.planner.problem import Problem
 from cleave.planner.result import prediction
+from cleave.planner.result.text import format_attainment
 from cleave.planner.search import capacity_bound
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
@@ -13,6 +16,7 @@ from cleave.planner.search.candidate_placement import (
     build_deployed_cell,
 )
 from cleave.planner.search.context import SearchContext
+from cleave.planner.search.long_trials import sample_service
 from cleave.planner.search.trials import Trials
 from cleave.simulator.run import simulate
 
@@ -66,10 +70,18 @@ def test_a_plan_is_predicted_with_the_threshold_that_it_is_deployed_with() -> No
     deployed = build_deployed_cell(problem, draft, plan.whole_below_tokens)
     span = search.trials.compute_span(problem.rate, search.targets)
     served, without = (
-        search.trials.measure_shares(fleet, problem.rate, search.targets, span).both
+        sample_service(search.trials, fleet, problem.rate, span, search.targets).attainment
         for fleet in (deployed, replace(deployed, short_prompt_tokens=0))
     )
     assert plan.prediction.attainment == served != without
+
+
+@pytest.mark.parametrize(("error", "text"), [(0.0, "90 %"), (0.009, "90 %"), (0.031, "90 % +- 3")])
+def test_an_error_of_more_than_a_point_is_shown(error: float, text: str) -> None:
+    problem = known_problem(chat(6.0))
+    plan = prediction.predict(SearchContext.from_problem(problem), one_of_each(problem), "").plan
+    shown = replace(plan.prediction, attainment=0.9, attainment_error=error)
+    assert format_attainment(shown) == text
 
 
 def test_prompts_that_decode_instances_compute_raise_the_bound_of_the_rate() -> None:

@@ -1,16 +1,73 @@
-"""Long trials with the roles that gateways flip."""
+"""Long trials with the roles that gateways flip, and the mean over several samples."""
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from cleave.planner.search import long_trials
-from cleave.planner.search.candidate_placement import CandidatePlacement
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_deployed_cell
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.trials import Shares, Trials
+from cleave.planner.search.long_trials import sample_service
+from cleave.planner.search.trials import SampledService, Shares, Trials
 from cleave.policy.role_flipping import build_thresholds
+from cleave.simulator.outcome import SimulationResult
 
 from tests.support import known_problems
+
+CHAT = known_problems.search(known_problems.problem(known_problems.chat(6.0)))
+ONE = known_problems.of_size(CHAT.problem)
+
+
+def serve(trials: Trials, placement: CandidatePlacement, rate: float) -> SampledService:
+    fleet = build_deployed_cell(CHAT.problem, placement, 0)
+    span = trials.compute_span(rate, CHAT.targets)
+    return sample_service(trials, fleet, rate, span, CHAT.targets)
+
+
+def record_seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seeds of all simulations from now on."""
+    seeds, simulate = [], Trials.simulate
+
+    def record(trials: Trials, *more) -> SimulationResult:
+        seeds.append(trials.seed)
+        return simulate(trials, *more)
+
+    monkeypatch.setattr(Trials, "simulate", record)
+    return seeds
+
+
+def test_samples_are_none_of_the_searchs_and_end_when_they_agree(monkeypatch) -> None:
+    seeds, trials = record_seeds(monkeypatch), Trials(CHAT.problem.demand)
+    found = serve(trials, known_problems.whole(CHAT.problem, ONE, 8), 6.0)
+    assert seeds == [101, 102, 103]
+    assert found.error < 0.01
+    assert len(found.ttft_ms) == 3 * trials.compute_span(6.0, CHAT.targets).counted
+
+
+def test_what_was_sampled_is_not_served_again(monkeypatch) -> None:
+    seeds, trials = record_seeds(monkeypatch), Trials(CHAT.problem.demand)
+    ample = known_problems.whole(CHAT.problem, ONE, 8)
+    assert serve(trials, ample, 6.0) is serve(trials, ample, 6.0)
+    assert len(seeds) == 3
+
+
+def test_samples_on_both_sides_of_the_target_are_thirty(monkeypatch) -> None:
+    trials, real = Trials(CHAT.problem.demand), Trials.simulate
+
+    def simulate(trials: Trials, *given) -> SimulationResult:
+        outcome = real(trials, *given)
+        late_ms = np.inf if trials.seed % 8 == 5 else 0.0
+        return replace(
+            outcome,
+            prefill_end_ms=outcome.prefill_end_ms + late_ms,
+            first_token_ms=outcome.first_token_ms + late_ms,
+        )
+
+    monkeypatch.setattr(Trials, "simulate", simulate)
+    found = serve(trials, known_problems.whole(CHAT.problem, ONE, 8), 6.0)
+    assert found.error > 0.01
+    assert len(found.ttft_ms) == 30 * trials.compute_span(6.0, CHAT.targets).counted
 
 
 @dataclass
@@ -23,6 +80,19 @@ class Scripted(Trials):
     def measure_shares(self, fleet, rate, targets, span, least=0.0) -> Shares:
         met = self.flipped if fleet.flipping else self.fixed
         return Shares(met, met, met, 0.0, (0, 0, 0))
+
+
+@pytest.fixture(autouse=True)
+def _scripted_samples(monkeypatch) -> None:
+    """Samples of `Scripted` trials are not simulated either."""
+
+    def sample(trials: Trials, fleet, rate, span, targets) -> SampledService:
+        if not isinstance(trials, Scripted):
+            return sample_service(trials, fleet, rate, span, targets)
+        met = trials.measure_shares(fleet, rate, targets, span).both
+        return SampledService(met, 0.0, np.zeros(0), np.zeros(0))
+
+    monkeypatch.setattr(long_trials, "sample_service", sample)
 
 
 def build_search(fixed: float, flipped: float) -> SearchContext:

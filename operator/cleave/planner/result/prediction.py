@@ -1,7 +1,7 @@
 """Predicts a plan: goodput with its interval, and latencies at the requested rate.
 
 Called by the search for the plans that it lists. Trials are long here and repeated with other
-seeds; those of the search itself are only good enough to compare.
+seeds; short ones are only good enough to compare.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,8 @@ from cleave.planner.search.candidate_placement import (
 )
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.goodput import Goodput
-from cleave.planner.search.trials import Targets, TrialSpan
+from cleave.planner.search.long_trials import sample_service
+from cleave.planner.search.trials import SampledService, TrialSpan
 from cleave.policy.short_prompts import find_short_prompt_tokens
 from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
@@ -68,22 +69,22 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
     near = min(rate, capacity_bound.compute_fleet_rate(fleet, trials.get_lengths()))
     span = trials.compute_span(near, targets)
     outcome, trace = trials.simulate(fleet, rate, span), trials.build_trace(span.total, rate)
+    found = sample_service(trials, fleet, rate, span, targets)
     whole_below = compute_whole_below_tokens(problem, placement, outcome, trace)
     if whole_below:
         with_threshold = replace(fleet, short_prompt_tokens=whole_below)
-        shared = trials.simulate(with_threshold, rate, span)
+        shared = sample_service(trials, with_threshold, rate, span, targets)
         # A decode instance with just enough room for its own work cannot take prompts as well.
-        if _measure_share(shared, span, targets) >= min(
-            _measure_share(outcome, span, targets), targets.attainment
-        ):
-            fleet, outcome = with_threshold, shared
+        if shared.attainment >= min(found.attainment, targets.attainment):
+            fleet, found = with_threshold, shared
+            outcome = trials.simulate(fleet, rate, span)
         else:
             whole_below = 0
     seeds = _SEEDS if span.counted < _LONG_TRIAL_REQUESTS else _FEW_SEEDS
     goodput_found = goodput.confirm_goodput(trials, fleet, targets, Goodput(near, 0.0), seeds)
     plan = Plan(
         pools=to_planned_pools(placement),
-        prediction=_build_prediction(placement, outcome, span, targets, goodput_found),
+        prediction=_build_prediction(placement, outcome, span, found, goodput_found),
         algorithm=algorithm,
         # Goodput above the requested rate has no value yet; a plan should serve that rate with few
         # resources.
@@ -140,17 +141,17 @@ def _build_prediction(
     placement: CandidatePlacement,
     outcome: SimulationResult,
     span: TrialSpan,
-    targets: Targets,
+    found: SampledService,
     goodput_found: Goodput,
 ) -> Prediction:
-    ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
     low, high = goodput_found.interval or (goodput_found.rate, goodput_found.rate)
     return Prediction(
         goodput=goodput_found.rate * placement.copies,
         goodput_interval=(low * placement.copies, high * placement.copies),
-        attainment=_measure_share(outcome, span, targets),
-        ttft_ms=compute_percentiles(ttft_ms),
-        tpot_ms=compute_percentiles(tpot_ms),
+        attainment=found.attainment,
+        attainment_error=found.error,
+        ttft_ms=compute_percentiles(found.ttft_ms),
+        tpot_ms=compute_percentiles(found.tpot_ms),
         cost_per_hour=placement.get_resources(Objective.COST),
         power_watts=placement.get_resources(Objective.POWER),
         trust=max(
@@ -160,12 +161,6 @@ def _build_prediction(
         kv_link=build_kv_link(placement),
         cached_share=_compute_cached_share(outcome, span),
     )
-
-
-def _measure_share(outcome: SimulationResult, span: TrialSpan, targets: Targets) -> float:
-    """Share of the counted requests that meet both targets."""
-    is_ttft_met = outcome.ttft_ms[span.window] <= targets.ttft_ms
-    return float(np.mean(is_ttft_met & (outcome.tpot_ms[span.window] <= targets.tpot_ms)))
 
 
 def _compute_cached_share(outcome: SimulationResult, span: TrialSpan) -> float:

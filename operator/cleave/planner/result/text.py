@@ -7,7 +7,14 @@ from cleave.api.planning import Objective
 from cleave.api.role import Role
 from cleave.perf.estimate import Confidence, LatencySource
 from cleave.perf.known_errors import Spread
-from cleave.planner.plan import Plan, PlannedPool, PlanningResult, PlanVerdict, Prediction
+from cleave.planner.plan import (
+    WIDE_ERROR,
+    Plan,
+    PlannedPool,
+    PlanningResult,
+    PlanVerdict,
+    Prediction,
+)
 
 VERDICT_TEXTS = {
     PlanVerdict.DISAGGREGATE: "disaggregate",
@@ -15,8 +22,6 @@ VERDICT_TEXTS = {
     PlanVerdict.INFEASIBLE: "infeasible",
 }
 _UNITS = {Objective.COST: "US dollars per hour", Objective.POWER: "W"}
-WIDE_ERROR = 0.01
-"""An attainment that is known less well is shown with its error."""
 _LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.MIXED: "M"}
 
 

@@ -159,8 +159,7 @@ class PlacementFamily:
         """Whether what holds in a short trial does so in long ones, with other requests too. If
         not, it no longer holds."""
         if self._holds(counts) and counts not in self._means:
-            share = self._long_shares[counts].both
-            self._means[counts] = measure_mean(self.search, self.build(counts), share)
+            self._means[counts] = measure_mean(self.search, self.build(counts))
             if not self._is_enough(counts):
                 self._failed.append(counts)
         return self._is_enough(counts)

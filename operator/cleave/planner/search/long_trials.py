@@ -1,32 +1,46 @@
-"""Long trials, which decide what short ones only exclude, and the mean over several of them.
+"""Long trials, which decide what short ones only exclude, and the mean over several samples.
 
-Called by the search for placements that hold in short trials. What is hard: instances that are
-short of memory serve one sample of requests in time and of another one hardly half, so that one
-sample is not enough where it leaves no margin.
+Called by the search for placements that hold in short trials, and by predictions. What is hard:
+instances that are short of memory serve one sample of requests in time and of another one hardly
+half, so that one sample says little, and the one in which a placement was found flatters it. The
+samples here are none of the search's.
 """
 
-from dataclasses import replace
+import math
 
+import numpy as np
+
+from cleave.planner.plan import WIDE_ERROR
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_deployed_cell
 from cleave.planner.search.context import CloseCall, SearchContext
+from cleave.planner.search.goodput import compute_half_interval
 from cleave.planner.search.part import PHASE_SLACK
-from cleave.planner.search.trials import CONFIRMATION_PRECISION, Shares
+from cleave.planner.search.trials import (
+    CONFIRMATION_PRECISION,
+    SampledService,
+    Shares,
+    Targets,
+    Trials,
+    TrialSpan,
+)
+from cleave.simulator.fleet import SimulatedFleet
+from cleave.simulator.outcome import Times
 
 _CLOSE_SHARE = 0.01
 """A placement that misses the attainment target by less than this is named."""
-_SAMPLES = 3
-"""Samples of requests whose mean decides ..."""
-_CLEAR_MARGIN = 0.75
-"""... where one does not leave this share of what may be late."""
 _MARGIN = 0.1
 """A trial goes on a little, so that rounding does not hide that a phase misses the target."""
+_FIRST_SEED = 101
+"""Added to the seed of the problem; other trials add less."""
+_FEWEST, _MOST = 3, 30
+"""Samples."""
 
 
 def holds(search: SearchContext, placement: CandidatePlacement) -> bool:
     """Whether it serves the rate in a long trial, and with other requests. If nearly, it is
     noted."""
     share, attainment = measure_long(search, placement).both, search.targets.attainment
-    return share >= attainment and measure_mean(search, placement, share) >= attainment
+    return share >= attainment and measure_mean(search, placement) >= attainment
 
 
 def measure_long(
@@ -42,40 +56,41 @@ def measure_long(
     return shares
 
 
-def measure_mean(search: SearchContext, placement: CandidatePlacement, first: float) -> float:
-    """The mean share over several long trials, of which one showed `first`; that alone where it
-    leaves a margin, or what is left of it where roles flip if that is too little."""
-    long, attainment = search.with_precision(CONFIRMATION_PRECISION), search.targets.attainment
-    deployed = _measure_deployed(long, placement, first)
-    if deployed < attainment:
-        return deployed
-    if first >= attainment + _CLEAR_MARGIN * (1 - attainment):
-        return first
-    total, rate, least = first, search.problem.rate / placement.copies, attainment - _CLOSE_SHARE
-    for left in reversed(range(_SAMPLES - 1)):
-        other = replace(long, trials=long.trials.with_seed(long.trials.seed + left + 1))
-        needed = max(_SAMPLES * least - total - left, 0.0)
-        total += (share := other.measure_shares(placement, rate, needed).both)
-        if share < needed:
-            return 0.0
-    if least < (mean := total / _SAMPLES) < attainment:
+def measure_mean(search: SearchContext, placement: CandidatePlacement) -> float:
+    """The mean share over several samples of requests, with roles that flip as gateways flip them.
+    If it is nearly enough, that is noted."""
+    trials = search.trials.with_precision(CONFIRMATION_PRECISION)
+    fleet, rate = build_deployed_cell(search.problem, placement, 0), search.problem.rate
+    rate, attainment = rate / placement.copies, search.targets.attainment
+    span = trials.compute_span(rate, search.targets)
+    mean = sample_service(trials, fleet, rate, span, search.targets).attainment
+    if attainment - _CLOSE_SHARE < mean < attainment:
         search.close_calls.append(CloseCall(placement, mean))
     return mean
 
 
-def _measure_deployed(search: SearchContext, placement: CandidatePlacement, fixed: float) -> float:
-    """The share with roles that flip as gateways flip them; `fixed` is that without flips. If it is
-    nearly enough, that is noted."""
-    fleet, attainment = build_deployed_cell(search.problem, placement, 0), search.targets.attainment
-    if fleet.flipping is None:
-        return fixed
-    rate = search.problem.rate / placement.copies
-    span = search.trials.compute_span(rate, search.targets)
-    least = attainment - _CLOSE_SHARE
-    share = search.trials.measure_shares(fleet, rate, search.targets, span, least).both
-    if least < share < attainment:
-        search.close_calls.append(CloseCall(placement, share))
-    return share
+def sample_service(
+    trials: Trials, fleet: SimulatedFleet, rate: float, span: TrialSpan, targets: Targets
+) -> SampledService:
+    """Serve samples of requests until the mean is good enough, or surely above or below the target,
+    or there are enough of them."""
+    key = fleet, rate, span, targets, trials.seed
+    if key in trials.services:
+        return trials.services[key]
+    shares: list[float] = []
+    latencies: list[tuple[Times, Times]] = []
+    error = enough = math.inf
+    while len(shares) < _FEWEST or (error > enough and len(shares) < _MOST):
+        other = trials.with_seed(trials.seed + _FIRST_SEED + len(shares))
+        outcome = other.simulate(fleet, rate, span)
+        ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
+        latencies.append((ttft_ms, tpot_ms))
+        shares.append(float(np.mean((ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms))))
+        error = compute_half_interval(shares) if len(shares) > 1 else math.inf
+        enough = max(WIDE_ERROR, abs(float(np.mean(shares)) - targets.attainment))
+    ttft_ms, tpot_ms = map(np.concatenate, zip(*latencies, strict=True))
+    found = SampledService(float(np.mean(shares)), error, ttft_ms, tpot_ms)
+    return trials.services.setdefault(key, found)
 
 
 def compute_least(attainment: float) -> float:

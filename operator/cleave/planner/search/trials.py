@@ -22,7 +22,7 @@ import numpy as np
 from cleave.api.deployment import Slo
 from cleave.planner.search.capacity_bound import LengthStatistics
 from cleave.simulator.fleet import SimulatedFleet
-from cleave.simulator.outcome import SimulationResult
+from cleave.simulator.outcome import SimulationResult, Times
 from cleave.simulator.run import EarlyVerdict, PreparedFleet, measure_latencies, simulate
 from cleave.simulator.trace import Trace
 from cleave.traffic.workload import Demand
@@ -130,6 +130,19 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledService:
+    """What a fleet does with several samples of requests."""
+
+    attainment: float
+    """Mean share of the requests that meet both targets."""
+    error: float
+    """Half of its 95 % confidence interval."""
+    ttft_ms: Times
+    """Of the requests of all samples."""
+    tpot_ms: Times
+
+
+@dataclass(frozen=True, slots=True)
 class TrialSpan:
     """Number of requests of a trial, in order of arrival."""
 
@@ -159,6 +172,8 @@ class Trials:
     seed: int = 0
     precision: Precision = RANKING_PRECISION
     tally: SimulationTally = field(default_factory=SimulationTally)
+    services: dict[tuple[object, ...], SampledService] = field(default_factory=dict)
+    """What was found in several samples, by fleet, rate, span, targets and first seed."""
     _unit_traces: dict[tuple[int, int], Trace] = field(default_factory=dict)
     _lengths: dict[int, LengthStatistics] = field(default_factory=dict)
 
