@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -20,6 +21,7 @@ from cleave.gateway.main import main
 from cleave.gateway.server import ACCEPTS_PER_TURN, GatewayServer
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
 
+from tests.support.certificates import Files
 from tests.support.fake_api_server import build_slice, serve_slices
 from tests.support.ports import find_free_port
 
@@ -223,8 +225,14 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
             yield agent_pb2.WatchEvent(load=agent_pb2.LoadReport(boot_id=boot_id))
 
 
-async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -> None:
-    """Through real gRPC: an agent states an instance, a second gateway's router serves it."""
+async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage, tmp_path) -> None:
+    """Through real gRPC: an agent states an instance, a second gateway's router serves it to
+    callers with a certificate of its authority, and to no other."""
+
+    def make_files(name: str) -> Files:
+        (folder := tmp_path / name).mkdir()
+        return Files(folder).write()
+
     stage = await make_stage({"d": "decode"})
     server = grpc.aio.server()
     registration = stage.engines["d"].registration()
@@ -232,7 +240,15 @@ async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -
     agent_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     router_port = find_free_port()
-    config = GatewayConfig(agents=f"127.0.0.1:{agent_port}", port=0, router_port=router_port)
+    files, caller, stranger = map(make_files, ("gateway", "caller", "stranger"))
+    config = GatewayConfig(
+        agents=f"127.0.0.1:{agent_port}",
+        port=0,
+        router_port=router_port,
+        router_certificate=files.certificate,
+        router_key=files.key,
+        router_client_ca=caller.certificate,
+    )
     gateway = GatewayServer(config)
     await gateway.start()
     try:
@@ -240,10 +256,18 @@ async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -
         await stage.until(lambda: "d" in registry.instances, "the agent is followed")
         stage.gateway.port = gateway.port
         assert (await stage.ask(ASK)).status == 200
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{router_port}") as channel:
+        async with files.dial(router_port, caller) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
             picked = await stub.Pick(router_pb2.PickRequest(model="m"))
         assert picked.decode.instance == "d"
+        for shown in (None, stranger, files):
+            async with files.dial(router_port, shown) as channel:
+                pick = router_pb2_grpc.RouterStub(channel).Pick(router_pb2.PickRequest(model="m"))
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await pick
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        expiries = gateway.context.metrics.certificate_expiries
+        assert abs(expiries["router"] - time.time() - 86_400) < 60
     finally:
         await gateway.stop()
         await server.stop(0)

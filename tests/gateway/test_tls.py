@@ -266,6 +266,14 @@ def test_a_certificate_needs_its_key(capsys) -> None:
     assert "give both or neither" in capsys.readouterr().err
 
 
+def test_a_router_needs_a_certificate_and_the_authority_of_its_callers(capsys) -> None:
+    flags = ["--router-port=9003", "--router-cert=tls.crt", "--router-key=tls.key"]
+    for given in (flags[:1], flags):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--agents", "", *given])
+        assert "must show a certificate: give --router-cert" in capsys.readouterr().err
+
+
 @pytest.mark.interpreted
 async def test_only_so_many_handshakes_may_be_under_way(
     make_stage, files: Files, monkeypatch

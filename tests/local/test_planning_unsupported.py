@@ -43,6 +43,7 @@ def cached(source: str = "org/model", **cache) -> dict:
             {"gateway": {"endpointPickerTlsSecret": "tls"}},
             "spec.gateway.endpointPickerTlsSecret",
         ),
+        ({"gateway": {"routerTlsSecret": "tls"}}, "spec.gateway.routerTlsSecret"),
         (
             {"engine": {"env": [{"name": "K", "valueFrom": {"secretKeyRef": SECRET}}]}},
             "spec.engine.env.K",

@@ -257,6 +257,20 @@ def test_an_endpoint_picker_uses_tls_by_default(deployment, spec, flags, spoken)
         assert template["spec"]["volumes"][-1]["secret"]["secretName"] == "picker"
 
 
+def test_a_router_serves_callers_with_a_certificate_on_a_port_of_the_service(deployment) -> None:
+    chat = deployment(gateway={"routerTlsSecret": "router"})
+    template = build_gateway_deployment(chat)["spec"]["template"]
+    assert template["spec"]["volumes"][-1]["secret"]["secretName"] == "router"
+    gateway = container(template)
+    mounted = gateway["volumeMounts"][-1]["mountPath"]
+    flags = {"port": "9003", "cert": f"{mounted}/tls.crt", "key": f"{mounted}/tls.key"}
+    for flag, value in {**flags, "client-ca": f"{mounted}/ca.crt"}.items():
+        assert option(gateway["command"], f"--router-{flag}") == value
+    ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
+    _, port = build_gateway_service(chat)["spec"]["ports"]
+    assert (port["port"], ports[port["targetPort"]]) == (9003, 9003)
+
+
 def test_an_endpoint_picker_names_gateways_that_speak_plain_http(deployment) -> None:
     with pytest.raises(ManifestError, match="plain HTTP"):
         deployment(gateway={"endpointPicker": True, "tlsSecret": "chat-tls"})

@@ -90,6 +90,8 @@ def test_gateways_are_open_to_clients_and_their_internal_port_is_not() -> None:
     assert internal["from"][1:] == [{"namespaceSelector": {"matchLabels": home}}]
     picking = build_gateway_policy(chat(endpointPicker=True), ISOLATION)
     assert list_ports(picking["spec"]["ingress"][0]) == [8080, 9002]
+    routing = build_gateway_policy(chat(routerTlsSecret="router"), ISOLATION)
+    assert list_ports(routing["spec"]["ingress"][0]) == [8080, 9003]
 
 
 def test_workers_reach_their_deployment_names_the_api_server_and_hubs_only() -> None:

@@ -58,6 +58,7 @@ WITHOUT_EFFECT = {
     "gateway.endpointPicker",
     "gateway.endpointPickerTlsSecret",
     "gateway.endpointPickerPlain",
+    "gateway.routerTlsSecret",
 }
 
 

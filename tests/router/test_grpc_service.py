@@ -2,24 +2,39 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 
 from cleave.api.enums import FallbackPolicy
+from cleave.gateway.tls import TlsCertificate, make_grpc_credentials
 from cleave.router import grpc_service
 from cleave.router.grpc_service import MAX_LEASE_S, RouterServer, RouterService
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2, router_pb2, router_pb2_grpc
 
+from tests.support.certificates import Files
+
 
 @pytest.fixture
-async def stub(registry) -> AsyncIterator[router_pb2_grpc.RouterStub]:
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path).write()
+
+
+@pytest.fixture
+async def stub(registry, files: Files) -> AsyncIterator[router_pb2_grpc.RouterStub]:
     server = RouterServer(Router(registry, FallbackPolicy.ON_PREFILL_LOSS), lambda: 0.0)
-    port = await server.start("127.0.0.1:0")
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    port = await server.start("127.0.0.1", 0, make_credentials(files))
+    async with files.dial(port, files) as channel:
         yield router_pb2_grpc.RouterStub(channel)
     await server.stop()
+
+
+def make_credentials(files: Files) -> grpc.ServerCredentials:
+    """Of a port whose certificate is its callers' authority, too."""
+    read = TlsCertificate(files.certificate, files.key).read_again
+    return make_grpc_credentials(read, files.certificate)
 
 
 async def test_a_ticket_counts_as_load_until_it_is_released(stub, fleet_of) -> None:
@@ -42,12 +57,14 @@ async def test_a_whole_request_has_no_prefill_target(stub, fleet_of) -> None:
     assert not picked.HasField("prefill")
 
 
-async def test_the_keys_of_engines_are_not_for_callers(stub, registry, make_event) -> None:
-    registry.on_event("d", make_event("d", "mixed", engine_key="secret"), 0.0)
+async def test_callers_get_the_keys_of_the_engines_that_are_picked(
+    stub, registry, make_event
+) -> None:
+    for name, role in {"p": "prefill", "d": "decode"}.items():
+        registry.on_event(name, make_event(name, role, engine_key=f"secret-{name}"), 0.0)
     picked = await stub.Pick(router_pb2.PickRequest(model="m"))
-    snapshot = await stub.Fleet(router_pb2.FleetRequest())
-    assert "secret" not in f"{picked}{snapshot}"
-    assert registry.instances["d"].target.engine_key == "secret"
+    assert (picked.prefill.engine_key, picked.decode.engine_key) == ("secret-p", "secret-d")
+    assert "secret" not in f"{await stub.Fleet(router_pb2.FleetRequest())}"
     assert "secret" not in repr(registry.instances["d"].target)
 
 
@@ -104,7 +121,7 @@ async def test_no_caller_has_a_lease_of_days(fleet_of) -> None:
 
 
 @pytest.mark.interpreted
-async def test_a_fault_in_a_release_keeps_no_other_lease(fleet_of, monkeypatch) -> None:
+async def test_a_fault_in_a_release_keeps_no_other_lease(fleet_of, files, monkeypatch) -> None:
     registry = fleet_of(p="prefill", d="decode")
     router = Router(registry)
     monkeypatch.setattr(grpc_service, "EXPIRY_PERIOD_S", 0.01)
@@ -119,7 +136,7 @@ async def test_a_fault_in_a_release_keeps_no_other_lease(fleet_of, monkeypatch) 
 
     monkeypatch.setattr(router, "release", fail_once)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    await server.start("127.0.0.1:0")
+    await server.start("127.0.0.1", 0, make_credentials(files))
     for _ in range(2):
         server._service._leases[len(server._service._leases)] = grpc_service._TicketLease(
             router.pick("m", 1, 1), 0.0

@@ -36,6 +36,7 @@ from cleave_worker.transfer.listener import Listener
 from cleave_worker.transfer.protocol import FramedConnection, ProtocolError
 
 from tests.support.account_tokens import TokenIssuer
+from tests.support.certificates import Files
 from tests.support.ports import find_free_port
 
 HOST = "127.0.0.1"
@@ -53,6 +54,8 @@ class Target:
     launcher: int = field(default_factory=find_free_port)
     internal: int = field(default_factory=find_free_port)
     router: int = field(default_factory=find_free_port)
+    router_files: Files | None = None
+    """Its certificate, which is its callers' authority, too."""
     picker: int = field(default_factory=find_free_port)
     engine: int = 0
     kv: int = 0
@@ -167,10 +170,14 @@ async def _serve_engine(stack: contextlib.AsyncExitStack, target: Target) -> Non
 
 
 async def _serve_gateway(stack: contextlib.AsyncExitStack, target: Target, folder: Path) -> None:
+    (certificates := folder / f"{target.namespace}-{target.worker}").mkdir()
+    target.router_files = Files(certificates).write()
     keys = folder / f"keys-{target.namespace}-{target.worker}"
     keys.write_text(f"{target.api_key}\n")
     config = GatewayConfig(
         "", port=0, api_keys=keys, internal_port=target.internal, router_port=target.router,
+        router_certificate=target.router_files.certificate, router_key=target.router_files.key,
+        router_client_ca=target.router_files.certificate,
         endpoint_picker_port=target.picker, endpoint_picker_plain=True, witness_share=0.0,
         audit_share=0.0,
     )  # fmt: skip

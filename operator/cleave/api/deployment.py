@@ -215,6 +215,10 @@ class GatewaySpec(ApiModel):
     which proxies accept unless they are configured to verify it."""
     endpoint_picker_plain: bool = False
     """Whether the endpoint picker serves gRPC without TLS, for proxies configured for it."""
+    router_tls_secret: SecretName | None = None
+    """Name of a Secret of type kubernetes.io/tls whose entry `ca.crt` is the authority of callers.
+    The Service then offers the gRPC service cleave.rpc.v1.Router on port 9003, which gives the keys
+    of engines to callers with a certificate of that authority and to no other. Absent: no port."""
 
     rules = (
         ValidationRule(

@@ -206,7 +206,22 @@ class GatewayConfig:
         "/fleet, /health, /metrics and /livez without keys, for the operator and scrapers; 0: off",
         parse=parse_port,
     )
-    router_port: int = _declare("--router-port", 0, "gRPC Router service; 0: off", parse=parse_port)
+    router_port: int = _declare(
+        "--router-port",
+        0,
+        "gRPC Router service, which gives the keys of engines to its callers; 0: off; needs "
+        "--router-cert, --router-key and --router-client-ca",
+        parse=parse_port,
+    )
+    router_certificate: Path | None = _declare_file(
+        "--router-cert", "PEM, with its chain, as --tls-cert"
+    )
+    router_key: Path | None = _declare_file("--router-key", "PEM, without a password")
+    router_client_ca: Path | None = _declare_file(
+        "--router-client-ca",
+        "PEM: the Router service serves only callers with a certificate of this authority, which "
+        "is to sign for them alone",
+    )
     endpoint_picker_port: int = _declare(
         "--endpoint-picker-port",
         0,
@@ -454,6 +469,15 @@ def _check(config: GatewayConfig) -> None:
         raise ValueError(
             "--endpoint-picker-direct: gives the keys of engines to its clients, which must be "
             "proxies: give --endpoint-picker-client-ca"
+        )
+    if config.router_port and None in (
+        config.router_certificate,
+        config.router_key,
+        config.router_client_ca,
+    ):
+        raise ValueError(
+            f"--router-port {config.router_port}: gives the keys of engines to its callers, which "
+            "must show a certificate: give --router-cert, --router-key and --router-client-ca"
         )
     if config.max_buffered_bytes < config.max_body_bytes:
         raise ValueError(

@@ -117,7 +117,7 @@ class GatewayContext:
         self.handoff_samples = HandoffSamples(config.audit_share)
         self.write_batcher = WriteBatcher()
         self.certificates: dict[str, TlsCertificate] = {}
-        """By port: https, endpoint_picker. Set by the server."""
+        """By port: https, router, endpoint_picker. Set by the server."""
         self.engine_turns = TurnQueue(ENGINE_SHARE, clock)
         """Connections to engines with much to send, or of which much has been read."""
         self.clients: set[ClientSlot] = set()

@@ -29,7 +29,7 @@ from cleave.gateway.endpoint_picker.server import EndpointPickerServer
 from cleave.gateway.event_loop_faults import EventLoopFaults, contain
 from cleave.gateway.http.connection_limiter import ConnectionLimiter
 from cleave.gateway.shared_state import SharedGatewayState
-from cleave.gateway.tls import TlsCertificate
+from cleave.gateway.tls import TlsCertificate, make_grpc_credentials
 from cleave.gateway.tracing.recorder import RequestRecorder, make_recorder
 from cleave.gateway.witness.auditor import Auditor
 from cleave.gateway.witness.pair_recorder import send_proofs
@@ -140,7 +140,10 @@ class GatewayServer:
         if config.internal_port:
             await self._listen(config.internal_port, internal, context.internal_limiter)
         if config.router_port:
-            await self._router_server.start(f"{config.host}:{config.router_port}")
+            secrets = make_grpc_credentials(
+                context.certificates["router"].read_again, config.router_client_ca
+            )
+            await self._router_server.start(config.host, config.router_port, secrets)
         if config.endpoint_picker_port:
             await self._endpoint_picker.start(config.endpoint_picker_port, self.port)
         parts = [self._check_deadlines(), self._admit_waiting(), self._reload_files()]
@@ -301,6 +304,7 @@ def _load_certificates(config: GatewayConfig) -> dict[str, TlsCertificate]:
     """By port. Raises TlsError."""
     pairs = {
         "https": (config.tls_certificate, config.tls_key),
+        "router": (config.router_certificate, config.router_key),
         "endpoint_picker": (config.endpoint_picker_certificate, config.endpoint_picker_key),
     }
     return {

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import grpc
+
 from cleave.gateway.admission.api_keys import get_file_version
 
 log = logging.getLogger(__name__)
@@ -22,6 +24,9 @@ RETRY_S = 5.0
 """Between two tries of files that are of no use now."""
 REMINDER_S = 3_600.0
 """Between two log lines about the same fault."""
+
+KeyAndCertificate = tuple[bytes, bytes]
+"""A key and its certificate with the chain, in PEM."""
 
 
 class TlsError(ValueError):
@@ -106,6 +111,11 @@ class TlsCertificate:
         self._report_fault_in_use()
         return True
 
+    def read_again(self) -> KeyAndCertificate:
+        """For a server that asks before each connection."""
+        self.refresh()
+        return self.loaded.key, self.loaded.certificate
+
     def _report_refused(self, fault: str) -> None:
         until = _format(self.loaded.not_after)
         self._report(f"the TLS certificate stays as it was, valid until {until}: {fault}")
@@ -144,6 +154,37 @@ class ClientAuthority:
             except TlsError as error:
                 log.error("the authority of clients stays as it was: %s", error)
         return self._pem
+
+
+def make_grpc_credentials(
+    read_pair: Callable[[], KeyAndCertificate], client_ca: Path | None
+) -> grpc.ServerCredentials:
+    """Credentials of a gRPC port. `client_ca`: the authority of its clients, which then show a
+    certificate; None: they need none. Raises TlsError."""
+    authority = ClientAuthority(client_ca) if client_ca is not None else None
+
+    def read() -> tuple[KeyAndCertificate, bytes | None]:
+        return read_pair(), authority.read() if authority is not None else None
+
+    configured = read()
+
+    def configure() -> grpc.ServerCertificateConfiguration:
+        pair, authority_pem = configured
+        return grpc.ssl_server_certificate_configuration([pair], authority_pem)
+
+    def refresh() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls it before each connection; None means no change, which type stubs lack."""
+        nonlocal configured
+        if (latest := read()) == configured:
+            return None
+        configured = latest
+        return configure()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configure(),
+        refresh,  # type: ignore[arg-type]
+        require_client_authentication=authority is not None,
+    )
 
 
 def _read_authority(file: Path) -> bytes:

@@ -208,6 +208,9 @@ def find_unsupported(spec: LLMDeploymentSpec) -> Iterator[str]:
     if gateway.endpoint_picker_tls_secret:
         remedy = _start_with("--endpoint-picker-cert FILE")
         yield f"spec.gateway.endpointPickerTlsSecret: {_NO_SECRETS}; {remedy}"
+    if gateway.router_tls_secret:
+        remedy = _start_with("--router-port PORT and certificates")
+        yield f"spec.gateway.routerTlsSecret: {_NO_SECRETS}; {remedy}"
     if spec.routing.lengths_config_map:
         fault = "there are no ConfigMaps without a cluster"
         yield f"spec.routing.lengthsConfigMap: {fault}; {_start_with('--lengths FILE')}"

@@ -22,6 +22,7 @@ from cleave.manifests.labels import (
     GATEWAY_PORT,
     INTERNAL_PORT,
     PICKER_PORT,
+    ROUTER_PORT,
     Manifest,
     build_component_labels,
     build_gateway_labels,
@@ -41,8 +42,10 @@ _SCRATCH_MIB = 128
 """Disk space of each process."""
 _INTERNAL = "internal"
 _PICKER = "picker"
+_ROUTER = "router"
 _FILES = "/etc/cleave"
-_KEYS, _TLS, _LENGTHS, _PICKER_TLS = "keys", "tls", "lengths", "picker-tls"
+_KEYS, _TLS, _LENGTHS = "keys", "tls", "lengths"
+_PICKER_TLS, _ROUTER_TLS = "picker-tls", "router-tls"
 """Volumes, each mounted below _FILES by its name."""
 
 
@@ -108,6 +111,9 @@ def build_gateway_service(deployment: LLMDeployment) -> Manifest:
         protocol = "kubernetes.io/h2c" if gateway.endpoint_picker_plain else "http2"
         picker = {"name": _PICKER, "port": PICKER_PORT, "targetPort": _PICKER, "protocol": "TCP"}
         ports.append({**picker, "appProtocol": protocol})
+    if gateway.router_tls_secret:
+        router = {"name": _ROUTER, "port": ROUTER_PORT, "targetPort": _ROUTER, "protocol": "TCP"}
+        ports.append({**router, "appProtocol": "http2"})
     spec = {"type": "ClusterIP", "selector": labels, "ports": ports}
     name = deployment.name
     return build_object("v1", "Service", name, deployment.namespace, labels, spec=spec)
@@ -147,6 +153,7 @@ def _build_volumes(deployment: LLMDeployment) -> list[Manifest]:
         _KEYS: gateway.keys_secret,
         _TLS: gateway.tls_secret,
         _PICKER_TLS: gateway.endpoint_picker_tls_secret if gateway.endpoint_picker else None,
+        _ROUTER_TLS: gateway.router_tls_secret,
     }
     volumes: list[Manifest] = [
         {"name": name, "secret": {"secretName": secret, "optional": False}}
@@ -170,9 +177,15 @@ def _build_cluster_container(deployment: LLMDeployment, images: Images) -> Manif
             flags["--endpoint-picker-plain"] = True
         elif gateway.endpoint_picker_tls_secret:
             flags |= _build_tls_flags("--endpoint-picker", _PICKER_TLS)
+    if gateway.router_tls_secret:
+        flags["--router-port"] = ROUTER_PORT
+        flags |= _build_tls_flags("--router", _ROUTER_TLS)
+        flags["--router-client-ca"] = f"{_FILES}/{_ROUTER_TLS}/ca.crt"
     container = _build_container(deployment, flags, GATEWAY_PORT, INTERNAL_PORT, images)
     if gateway.endpoint_picker:
         container["ports"].append({"name": _PICKER, "containerPort": PICKER_PORT})
+    if gateway.router_tls_secret:
+        container["ports"].append({"name": _ROUTER, "containerPort": ROUTER_PORT})
     # /health depends on workers; /livez responds in time under any load.
     container["livenessProbe"] = {
         "httpGet": {"path": "/livez", "port": INTERNAL_PORT},

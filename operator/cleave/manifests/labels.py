@@ -48,6 +48,8 @@ CELL_HEALTH_PORT = 8999
 data-parallel ranks; the agents have 9000, 9002, ..., their engines the ports between them."""
 PICKER_PORT = 9002
 """Port of a gateway's endpoint picker, the usual one of the Inference Extension."""
+ROUTER_PORT = 9003
+"""Port of a gateway's Router service."""
 GATEWAY_PORT = 8080
 INTERNAL_PORT = 8081
 """Port of a gateway for the operator: state of the fleet without API keys, and metrics."""

@@ -20,6 +20,7 @@ from cleave.manifests.labels import (
     INTERNAL_PORT,
     NODE_WORKER,
     PICKER_PORT,
+    ROUTER_PORT,
     WORKER,
     Manifest,
     build_object,
@@ -84,7 +85,11 @@ def build_gateway_policy(deployment: LLMDeployment, isolation: NetworkIsolation)
     """The NetworkPolicy for gateways: all clients reach the public ports. The internal port,
     which names tenants and checks no key, is for the operator and scrapers."""
     gateway, tracing = deployment.spec.gateway, deployment.spec.gateway.tracing
-    public = [GATEWAY_PORT, *([PICKER_PORT] if gateway.endpoint_picker else [])]
+    public = [
+        GATEWAY_PORT,
+        *([PICKER_PORT] if gateway.endpoint_picker else []),
+        *([ROUTER_PORT] if gateway.router_tls_secret else []),
+    ]
     scrapers = [_select_namespace(name) for name in isolation.scraper_namespaces]
     ingress = [
         {"ports": _list_ports(public)},

@@ -1,7 +1,9 @@
 """The Router service over gRPC, for gateways other than Cleave's own.
 
-Started by the gateway if a port is configured. What is hard: a caller may die between Pick and
-Release, so every ticket has a lease, and the number of open tickets is limited.
+Started by the gateway if a port is configured. Its callers send the requests to engines themselves,
+so picks contain the keys of engines, and the port serves only callers with a certificate. What is
+hard: a caller may die between Pick and Release, so every ticket has a lease, and the number of open
+tickets is limited.
 """
 
 import asyncio
@@ -135,12 +137,13 @@ class RouterServer:
         self._server: grpc.aio.Server | None = None
         self._expiry_task: asyncio.Task[None] | None = None
 
-    async def start(self, address: str) -> int:
-        """Listen on host:port; returns the port. Raises OSError."""
+    async def start(self, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
+        """Listen; returns the port. Raises OSError."""
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         router_pb2_grpc.add_RouterServicer_to_server(self._service, self._server)
         try:
-            port = self._server.add_insecure_port(address)
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise OSError(str(error)) from None
         await self._server.start()
@@ -162,8 +165,13 @@ class RouterServer:
 
 
 def _to_message(target: Target) -> router_pb2.Target:
-    name, url, boot_id = target.instance, target.engine_url, target.boot_id
-    return router_pb2.Target(instance=name, engine_url=url, boot_id=boot_id, epoch=target.epoch)
+    return router_pb2.Target(
+        instance=target.instance,
+        engine_url=target.engine_url,
+        boot_id=target.boot_id,
+        epoch=target.epoch,
+        engine_key=target.engine_key,
+    )
 
 
 def _serves_model(instance: RoutedInstance, model: str) -> bool:
@@ -177,7 +185,7 @@ def _describe_instance(instance: RoutedInstance, now: float) -> router_pb2.Insta
     pending = in_flight.prompt.pending + in_flight.resident.pending
     registration = agent_pb2.Registration()
     registration.CopyFrom(instance.registration)
-    # Callers of this service are not authenticated.
+    # Callers get the keys of the engines that are picked for them.
     registration.ClearField("engine_key")
     # Kilobytes, which a response with a thousand instances has no room for.
     registration.ClearField("model_report")

@@ -154,6 +154,7 @@ WAYS = [
     (mounted(csi={"driver": "x"}), "spec.template.volumes[v].csi", "volumes"),
     ({"gateway": {"keysSecret": "db"}}, "spec.gateway.keysSecret", "secrets"),
     ({"gateway": {"tlsSecret": "db"}}, "spec.gateway.tlsSecret", "secrets"),
+    ({"gateway": {"routerTlsSecret": "db"}}, "spec.gateway.routerTlsSecret", "secrets"),
     (
         {"gateway": {"endpointPicker": True, "endpointPickerTlsSecret": "db"}},
         "spec.gateway.endpointPickerTlsSecret",

@@ -12,15 +12,12 @@ import grpc
 
 from cleave import distribution
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.tls import ClientAuthority, TlsCertificate
+from cleave.gateway.tls import KeyAndCertificate, TlsCertificate, make_grpc_credentials
 
 _VALIDITY = timedelta(days=3_650)
 """Longer than any process runs; the key exists only in its memory."""
 _CLOCK_SKEW = timedelta(days=1)
 _COMMON_NAME = "cleave endpoint picker"
-
-KeyAndCertificate = tuple[bytes, bytes]
-"""A key and its certificate with the chain, in PEM."""
 
 
 class EndpointPickerError(ValueError):
@@ -34,36 +31,11 @@ def make_credentials(
     self-signed one is made. Raises EndpointPickerError, TlsError."""
     if config.endpoint_picker_plain:
         return None
-    self_signed = _make_self_signed(config.host) if certificate is None else (b"", b"")
     client_ca = config.endpoint_picker_client_ca
-    authority = ClientAuthority(client_ca) if client_ca is not None else None
-
-    def read() -> tuple[KeyAndCertificate, bytes | None]:
-        pair = self_signed
-        if certificate is not None:
-            certificate.refresh()
-            pair = certificate.loaded.key, certificate.loaded.certificate
-        return pair, authority.read() if authority is not None else None
-
-    configured = read()
-
-    def configure() -> grpc.ServerCertificateConfiguration:
-        pair, authority_pem = configured
-        return grpc.ssl_server_certificate_configuration([pair], authority_pem)
-
-    def refresh() -> grpc.ServerCertificateConfiguration | None:
-        """gRPC calls it before each connection; None means no change, which type stubs lack."""
-        nonlocal configured
-        if (latest := read()) == configured:
-            return None
-        configured = latest
-        return configure()
-
-    return grpc.dynamic_ssl_server_credentials(
-        configure(),
-        refresh,  # type: ignore[arg-type]
-        require_client_authentication=authority is not None,
-    )
+    if certificate is not None:
+        return make_grpc_credentials(certificate.read_again, client_ca)
+    self_signed = _make_self_signed(config.host)
+    return make_grpc_credentials(lambda: self_signed, client_ca)
 
 
 def _make_self_signed(host: str) -> KeyAndCertificate:

@@ -25,31 +25,31 @@ _sym_db = _symbol_database.Default()
 from cleave.rpc.v1 import agent_pb2 as cleave_dot_rpc_dot_v1_dot_agent__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63leave/rpc/v1/router.proto\x12\rcleave.rpc.v1\x1a\x19\x63leave/rpc/v1/agent.proto\"\x84\x01\n\x0bPickRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x17\n\x0fsingle_instance\x18\x04 \x01(\x08\x12\r\n\x05\x61void\x18\x05 \x03(\t\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\"\x93\x01\n\x0cPickResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12&\n\x07prefill\x18\x02 \x01(\x0b\x32\x15.cleave.rpc.v1.Target\x12%\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x15.cleave.rpc.v1.Target\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x65ngine_model\x18\x05 \x01(\t\"N\n\x06Target\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\nengine_url\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"E\n\x0eReleaseRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.cleave.rpc.v1.Phase\"\x11\n\x0fReleaseResponse\"\x1d\n\x0c\x46leetRequest\x12\r\n\x05model\x18\x01 \x01(\t\";\n\rFleetSnapshot\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.cleave.rpc.v1.Instance\"\xd4\x01\n\x08Instance\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.cleave.rpc.v1.Registration\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.cleave.rpc.v1.LoadReport\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x1a\n\x12requests_in_flight\x18\x04 \x01(\r\x12\x15\n\rreport_age_ms\x18\x05 \x01(\r\x12\x12\n\nselectable\x18\x06 \x01(\x08\x12\r\n\x05\x61gent\x18\x07 \x01(\t*C\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02\x32\xd7\x01\n\x06Router\x12?\n\x04Pick\x12\x1a.cleave.rpc.v1.PickRequest\x1a\x1b.cleave.rpc.v1.PickResponse\x12H\n\x07Release\x12\x1d.cleave.rpc.v1.ReleaseRequest\x1a\x1e.cleave.rpc.v1.ReleaseResponse\x12\x42\n\x05\x46leet\x12\x1b.cleave.rpc.v1.FleetRequest\x1a\x1c.cleave.rpc.v1.FleetSnapshotb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63leave/rpc/v1/router.proto\x12\rcleave.rpc.v1\x1a\x19\x63leave/rpc/v1/agent.proto\"\x84\x01\n\x0bPickRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x17\n\x0fsingle_instance\x18\x04 \x01(\x08\x12\r\n\x05\x61void\x18\x05 \x03(\t\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\"\x93\x01\n\x0cPickResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12&\n\x07prefill\x18\x02 \x01(\x0b\x32\x15.cleave.rpc.v1.Target\x12%\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x15.cleave.rpc.v1.Target\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x65ngine_model\x18\x05 \x01(\t\"b\n\x06Target\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\nengine_url\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nengine_key\x18\x05 \x01(\t\"E\n\x0eReleaseRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.cleave.rpc.v1.Phase\"\x11\n\x0fReleaseResponse\"\x1d\n\x0c\x46leetRequest\x12\r\n\x05model\x18\x01 \x01(\t\";\n\rFleetSnapshot\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.cleave.rpc.v1.Instance\"\xd4\x01\n\x08Instance\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.cleave.rpc.v1.Registration\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.cleave.rpc.v1.LoadReport\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x1a\n\x12requests_in_flight\x18\x04 \x01(\r\x12\x15\n\rreport_age_ms\x18\x05 \x01(\r\x12\x12\n\nselectable\x18\x06 \x01(\x08\x12\r\n\x05\x61gent\x18\x07 \x01(\t*C\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02\x32\xd7\x01\n\x06Router\x12?\n\x04Pick\x12\x1a.cleave.rpc.v1.PickRequest\x1a\x1b.cleave.rpc.v1.PickResponse\x12H\n\x07Release\x12\x1d.cleave.rpc.v1.ReleaseRequest\x1a\x1e.cleave.rpc.v1.ReleaseResponse\x12\x42\n\x05\x46leet\x12\x1b.cleave.rpc.v1.FleetRequest\x1a\x1c.cleave.rpc.v1.FleetSnapshotb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cleave.rpc.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PHASE']._serialized_start=834
-  _globals['_PHASE']._serialized_end=901
+  _globals['_PHASE']._serialized_start=854
+  _globals['_PHASE']._serialized_end=921
   _globals['_PICKREQUEST']._serialized_start=73
   _globals['_PICKREQUEST']._serialized_end=205
   _globals['_PICKRESPONSE']._serialized_start=208
   _globals['_PICKRESPONSE']._serialized_end=355
   _globals['_TARGET']._serialized_start=357
-  _globals['_TARGET']._serialized_end=435
-  _globals['_RELEASEREQUEST']._serialized_start=437
-  _globals['_RELEASEREQUEST']._serialized_end=506
-  _globals['_RELEASERESPONSE']._serialized_start=508
-  _globals['_RELEASERESPONSE']._serialized_end=525
-  _globals['_FLEETREQUEST']._serialized_start=527
-  _globals['_FLEETREQUEST']._serialized_end=556
-  _globals['_FLEETSNAPSHOT']._serialized_start=558
-  _globals['_FLEETSNAPSHOT']._serialized_end=617
-  _globals['_INSTANCE']._serialized_start=620
-  _globals['_INSTANCE']._serialized_end=832
-  _globals['_ROUTER']._serialized_start=904
-  _globals['_ROUTER']._serialized_end=1119
+  _globals['_TARGET']._serialized_end=455
+  _globals['_RELEASEREQUEST']._serialized_start=457
+  _globals['_RELEASEREQUEST']._serialized_end=526
+  _globals['_RELEASERESPONSE']._serialized_start=528
+  _globals['_RELEASERESPONSE']._serialized_end=545
+  _globals['_FLEETREQUEST']._serialized_start=547
+  _globals['_FLEETREQUEST']._serialized_end=576
+  _globals['_FLEETSNAPSHOT']._serialized_start=578
+  _globals['_FLEETSNAPSHOT']._serialized_end=637
+  _globals['_INSTANCE']._serialized_start=640
+  _globals['_INSTANCE']._serialized_end=852
+  _globals['_ROUTER']._serialized_start=924
+  _globals['_ROUTER']._serialized_end=1139
 # @@protoc_insertion_point(module_scope)
