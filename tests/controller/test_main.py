@@ -174,3 +174,12 @@ class TestHandlers:
         }
         storage = chosen.persistence.diffbase_storage
         assert storage.build(body=kopf.Body({}), extra_fields=None) == {}
+
+
+@pytest.mark.parametrize("url", ["prometheus:9090", "http://a:b@prometheus", "http://p/x?y=1"])
+def test_a_prometheus_is_named_by_a_plain_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["--prometheus", url])
+    assert f"--prometheus: '{url}': must be like http://prometheus.monitoring:9090" in (
+        capsys.readouterr().err
+    )

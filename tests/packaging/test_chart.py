@@ -263,6 +263,19 @@ def test_a_narrowed_operator_has_rights_in_its_namespaces_only(render) -> None:
     assert term["values"] == ["team-a", "team-b"]
 
 
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [("http://metrics.monitoring:9090/select", 9090), ("http://metrics1", 80), ("https://m", 443)],
+)
+def test_the_operator_asks_the_prometheus_that_is_named(render, url, port) -> None:
+    manifests = render(f"planning.prometheus={url}")
+    assert f"--prometheus={url}" in operator(manifests)["args"]
+    (policy,) = find(manifests, "NetworkPolicy")
+    assert {"ports": [{"port": port, "protocol": "TCP"}]} in policy["spec"]["egress"]
+    with pytest.raises(subprocess.CalledProcessError):
+        render("planning.prometheus=http://user:password@metrics")
+
+
 def test_without_the_webhook_nothing_of_it_is_left(render) -> None:
     text = yaml.safe_dump_all(render("webhook.enabled=false", "crds.enabled=false"))
     assert "webhook" not in text

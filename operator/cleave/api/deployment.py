@@ -408,8 +408,9 @@ class LLMDeploymentStatus(ApiModel):
     in spec.placement, is in force. PlanFeasible: the latency targets can be met. PlanDrifted:
     traffic differs from the planned traffic. PredictionHolds: instances are as fast as the planner
     predicts. SLOAttained: recent requests met spec.slo; absent where the operator does not read the
-    gateways' traffic. AdaptersLoaded: every ready instance has loaded spec.adapters; absent without
-    any.
+    gateways' traffic. PrometheusRead: the gateways' counters come from the operator's Prometheus;
+    absent where it has none. AdaptersLoaded: every ready instance has loaded spec.adapters; absent
+    without any.
     ModelAsReported: all engines report the same config.json, and their KV bytes per token are those
     that plans count with; absent while no engine has reported them. WeightsAgree: all instances
     have loaded the same weights: the same content of files, or commit of a repository; absent while

@@ -45,6 +45,7 @@ from cleave.controller.cluster.gateway_client import GatewayClient, InstancesByP
 from cleave.controller.cluster.inventory import Inventory, PlanMachines
 from cleave.controller.cluster.model_hub import RETRY_S, ModelHub
 from cleave.controller.cluster.objects import ObservedNode, ObservedPod
+from cleave.controller.cluster.prometheus_source import PrometheusSource
 from cleave.controller.cluster.reported_model import needs_hub
 from cleave.controller.cluster.workqueue import WorkQueue
 from cleave.controller.deployment import kv_path
@@ -100,9 +101,11 @@ class Controller:
         debounce_s: float = DEBOUNCE_S,
         read_config_map: ConfigMapReader | None = None,
         model_hub: ModelHub | None = None,
+        prometheus: PrometheusSource | None = None,
     ) -> None:
         """`read_config_map`: of a namespace and a name; absent: deployments that refer to one wait.
-        It raises KubeApiError. `model_hub`: has config.json of models; absent: it is not read."""
+        It raises KubeApiError. `model_hub`: has config.json of models; absent: it is not read.
+        `prometheus`: has the gateways' counters; absent: they are read from gateways."""
         self.settings = settings
         """Called for each decision."""
         self._metrics = metrics
@@ -114,7 +117,7 @@ class Controller:
             self._on_plan_finished, lambda key: key.namespace
         )
         self._gateways: GatewayClient[ResourceKey] = gateways or GatewayClient(clock)
-        self.traffic_poller = TrafficPoller(self.cache, self.queue.add, now)
+        self.traffic_poller = TrafficPoller(self.cache, self.queue.add, now, prometheus)
         self._faults: dict[ResourceKey, str] = {}
         self._idle_since: dict[ResourceKey, float] = {}
         self._decision_s: dict[ResourceKey, float] = {}
@@ -464,6 +467,7 @@ class Controller:
             pending_plan=self.planner.get_pending(key),
             traffic=self.traffic_poller.scraper.get_recent(key),
             windows=self.traffic_poller.scraper.get_windows(key),
+            prometheus_fault=self.traffic_poller.scraper.get_prometheus_fault(key),
             drift=self.traffic_poller.update_drift(key, resource, cached.status),
             max_gpus=machines.max_gpus,
             gpu_room=self._reservations.find_room(key, self._list_gpu_nodes()),

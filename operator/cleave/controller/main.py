@@ -10,6 +10,7 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         account=args.account,
         has_assigned_user=args.assigned_user,
         model_hub=args.model_hub,
+        prometheus=args.prometheus,
         allow_lists=args.restrict_pods,
         traffic_poll_s=args.watch_interval,
         cluster=cluster,
@@ -238,11 +240,19 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     )
     add(
         "--model-hub",
-        type=_parse_url,
+        type=partial(_parse_url, example="https://huggingface.co"),
         default="",
         metavar="URL",
         help="read config.json of models that Cleave does not know from here, such as "
         "https://huggingface.co, with the token of $HF_TOKEN (default: not read)",
+    )
+    add(
+        "--prometheus",
+        type=partial(_parse_url, example="http://prometheus.monitoring:9090"),
+        default="",
+        metavar="URL",
+        help="read the gateways' counters from this Prometheus, with the token of "
+        "$PROMETHEUS_TOKEN; what it does not have is read from the gateways (default: all is)",
     )
     add("--webhook", default="", metavar="NAME", help="serve the validating webhook of this name")
     add("--webhook-port", type=parse_port, default=9443)
@@ -264,11 +274,11 @@ def _parse_allow_lists(text: str) -> AllowLists:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _parse_url(text: str) -> str:
+def _parse_url(text: str, example: str) -> str:
     parts = urlsplit(text)
     has_host = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
-    if text and not has_host:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be like https://huggingface.co")
+    if text and (not has_host or parts.query or parts.fragment):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be like {example}")
     return text
 
 

@@ -26,6 +26,7 @@ from cleave.controller.cluster.config_maps import read_config_map
 from cleave.controller.cluster.executor import Executor
 from cleave.controller.cluster.leader_election import LeaderElector, LeaseConfig
 from cleave.controller.cluster.model_hub import ModelHub
+from cleave.controller.cluster.prometheus_source import PrometheusSource
 from cleave.controller.controller import WORKERS, Controller
 from cleave.controller.metrics import OperatorCollector, OperatorMetrics
 from cleave.controller.resync import Resync
@@ -79,11 +80,15 @@ class Manager:
         self._kube, self._options = kube, options
         self._metrics = OperatorMetrics()
         hub, token = options.settings.model_hub, os.environ.get("HF_TOKEN", "")
+        server = options.settings.prometheus
         self._controller = Controller(
             options.settings,
             self._metrics,
             read_config_map=partial(read_config_map, kube),
             model_hub=ModelHub(hub, time.monotonic, token) if hub else None,
+            prometheus=PrometheusSource(server, os.environ.get("PROMETHEUS_TOKEN", ""))
+            if server
+            else None,
         )
         self._leader = LeaderElector(
             kube, options.namespace, options.lease, options.identity, options.lease_config

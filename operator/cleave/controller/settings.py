@@ -34,6 +34,8 @@ class OperatorSettings:
     model_hub: str = ""
     """URL of Hugging Face or a mirror, which has config.json of models that the operator does not
     know; empty: it is not read."""
+    prometheus: str = ""
+    """URL of a Prometheus that scrapes the gateways; empty: the operator reads their pages."""
     allow_lists: AllowLists | None = None
     """What authors may add to Cleave's own pods; None: everything that the API has fields for."""
     cluster: Cluster | None = None

@@ -14,6 +14,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster.cache import DEPLOYMENTS, ObjectCache, ResourceKey
 from cleave.controller.cluster.gateway_client import build_base_url
+from cleave.controller.cluster.prometheus_source import PrometheusSource
 from cleave.controller.cluster.traffic_scraper import TrafficScraper
 from cleave.controller.deployment import scaling
 from cleave.controller.replan import reconcile
@@ -43,11 +44,15 @@ class TrafficPoller:
     """Observed traffic of each deployment; `enqueue` is called for one when it has changed."""
 
     def __init__(
-        self, cache: ObjectCache, enqueue: Callable[[ResourceKey], None], now: Callable[[], float]
+        self,
+        cache: ObjectCache,
+        enqueue: Callable[[ResourceKey], None],
+        now: Callable[[], float],
+        prometheus: PrometheusSource | None = None,
     ) -> None:
-        """`now` is Unix time."""
+        """`now` is Unix time; `prometheus`: has the gateways' counters, None: only they have."""
         self._cache, self._enqueue = cache, enqueue
-        self.scraper: TrafficScraper[ResourceKey] = TrafficScraper(now)
+        self.scraper: TrafficScraper[ResourceKey] = TrafficScraper(now, prometheus=prometheus)
         self._activator = Activator()
         self._drift: dict[ResourceKey, DriftState] = {}
 

@@ -94,6 +94,9 @@ class DeploymentView:
     """Traffic of about the last minute; None: not known."""
     windows: tuple[TrafficWindow, ...] = ()
     """Recent traffic in windows, oldest first; the last ones make up `traffic`."""
+    prometheus_fault: str | None = None
+    """What Prometheus did not have of its gateways' counters; empty: nothing; None: it was not
+    asked."""
     drift: DriftState = DriftState()
     """Drift of the traffic from the planned one, from the windows compared so far."""
     max_gpus: int | None = None

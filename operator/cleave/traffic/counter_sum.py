@@ -53,6 +53,11 @@ class CounterSum:
         counts = replace(total, at_s=at_s, started_s=0.0, **gauges, **same)
         return CounterSum(counts, {**retained, **pages})
 
+    def is_newer(self, address: str, page: GatewayCounters) -> bool:
+        """Whether the page was read after the last one of this gateway that was added."""
+        last = self.last_counters.get(address)
+        return last is None or page.at_s > last.at_s
+
     def _is_waiting(self, at_s: float) -> bool:
         return self.counts is not None and at_s - self.counts.at_s < MISSING_TIMEOUT_S
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 _PREFIX = "cleave_gateway_"
-_START = "process_start_time_seconds"
+START = "process_start_time_seconds"
 _REFUSED_OUTCOME = "refused"
 _TOTALS = (
     "prompt_tokens", "output_tokens", "flex_tokens", "shed", "retries", "recoveries", "flips",
@@ -29,11 +29,12 @@ _HISTOGRAMS = (
 _OTHERS = (
     "requests_total", "requests_in_flight", "requests_waiting", "slo_", "plan_threshold_tokens",
 )  # fmt: skip
-_LINE_STARTS = (
-    _START,
+NAME_STARTS = (
+    START,
     *(_PREFIX + name for name in (*_OTHERS, *_HISTOGRAMS)),
     *(f"{_PREFIX}{name}_total" for name in _TOTALS),
 )
+"""Beginnings of the names of metrics that are read."""
 
 
 class CountsError(ValueError):
@@ -152,7 +153,7 @@ class GatewayCounters:
 def select_lines(page: str) -> str:
     """The lines of a gateway's `/metrics` that `parse_metrics_page` reads, half of them or fewer;
     while a gateway has no requests they stay the same."""
-    return "".join(line for line in page.splitlines(True) if line.startswith(_LINE_STARTS))
+    return "".join(line for line in page.splitlines(True) if line.startswith(NAME_STARTS))
 
 
 def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
@@ -163,6 +164,11 @@ def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
         raise CountsError("not a page of metrics") from error
     if not any(name.startswith(_PREFIX) for name in samples):
         raise CountsError("a page without metrics of a gateway")
+    return build_counters(samples, at_s)
+
+
+def build_counters(samples: Mapping[str, list[Sample]], at_s: float) -> GatewayCounters:
+    """Counters of one gateway from its samples by name, as they were at `at_s`."""
 
     def total(name: str, **labels: str) -> float:
         return sum(each.value for each in _select_samples(samples, name, labels))
@@ -173,7 +179,7 @@ def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
 
     return GatewayCounters(
         at_s=at_s,
-        started_s=sum(sample.value for sample in samples.get(_START, ())),
+        started_s=sum(sample.value for sample in samples.get(START, ())),
         requests=total("requests_total") - total("requests_total", outcome=_REFUSED_OUTCOME),
         measured=total("slo_total"),
         attained=total("slo_total", missed=""),

@@ -262,14 +262,16 @@ def _query_rates(
     return points_found[:, 0], points_found[:, 1]
 
 
-class _Series(msgspec.Struct):
+class Series(msgspec.Struct):
+    """A series: its labels, and its sample or samples, (Unix time, value as text) each."""
+
     metric: dict[str, str] = {}
     value: tuple[float, str] | None = None
     values: list[tuple[float, str]] = []
 
 
 class _Data(msgspec.Struct):
-    result: list[_Series]
+    result: list[Series]
 
 
 class _QueryResponse(msgspec.Struct):
@@ -280,7 +282,7 @@ class _QueryResponse(msgspec.Struct):
     error: str = "no reason given"
 
 
-def _query_series(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[_Series]:
+def _query_series(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[Series]:
     """The series in the server's response."""
     deadline_s = time.monotonic() + TIMEOUT_S
     with client.stream("GET", path, params=query) as response:
@@ -293,13 +295,19 @@ def _query_series(client: httpx.Client, path: str, query: Mapping[str, str]) -> 
             if time.monotonic() > deadline_s:
                 raise httpx.ReadTimeout("the response is too slow")
     try:
+        return decode_series(body, path, response.status_code)
+    except HistoryError as error:
+        raise HistoryError(f"Prometheus: {error}") from error
+
+
+def decode_series(body: bytes | bytearray, path: str, status: int) -> Sequence[Series]:
+    """The series in the response to a query. Raises HistoryError."""
+    try:
         reply = msgspec.json.decode(body, type=_QueryResponse)
     except msgspec.DecodeError as error:
-        raise HistoryError(
-            f"Prometheus: {path} answered {response.status_code}, not as Prometheus does: {error}"
-        ) from error
+        raise HistoryError(f"{path} answered {status}, not as Prometheus does: {error}") from error
     if reply.status != "success" or reply.data is None:
-        raise HistoryError(f"Prometheus: {path} answered {response.status_code}: {reply.error}")
+        raise HistoryError(f"{path} answered {status}: {reply.error}")
     return reply.data.result
 
 

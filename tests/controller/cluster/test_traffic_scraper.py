@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from cleave.controller.cluster import traffic_scraper
+from cleave.controller.cluster.prometheus_source import PrometheusError
 from cleave.controller.cluster.traffic_scraper import MAX_WINDOWS, RECENT_WINDOWS, TrafficScraper
 from cleave.rpc import http_client
 from cleave.traffic.counters import GatewayCounters, parse_metrics_page
@@ -154,3 +155,99 @@ async def test_it_has_been_quiet_since_the_last_request(
     assert scraper.get_idle_s("chat") == PERIOD_S
     scraper.record_request("chat")
     assert scraper.get_idle_s("chat") == 0
+
+
+class Prometheus:
+    """Counters by instance, or an error."""
+
+    url = "http://prometheus"
+
+    def __init__(self) -> None:
+        self.counters: dict[str, GatewayCounters] = {}
+        self.fault = ""
+
+    async def read_counters(self, instances: object) -> dict[str, GatewayCounters]:
+        if self.fault:
+            raise PrometheusError(self.fault)
+        return dict(self.counters)
+
+    def scrape(self, gateways: Gateways, age_s: float) -> None:
+        """Take the counters as they are now for those of some seconds ago."""
+        for url, count in gateways.requests.items():
+            address = url.removeprefix("http://").removesuffix("/metrics")
+            at_s = gateways.now_s - age_s
+            self.counters[address] = GatewayCounters(at_s=at_s, started_s=7, requests=count)
+
+
+@pytest.fixture
+def prometheus() -> Prometheus:
+    return Prometheus()
+
+
+@pytest.fixture
+def asking(gateways: Gateways, prometheus: Prometheus) -> TrafficScraper[str]:
+    return TrafficScraper(lambda: gateways.now_s, gateways.fetch, prometheus)
+
+
+async def test_windows_of_prometheus_end_when_it_has_scraped(
+    asking: TrafficScraper[str], gateways: Gateways, prometheus: Prometheus
+) -> None:
+    """Polls every 15 s find a scrape every 30 s: no window is empty, none has twice the rate."""
+    for turns in range(9):
+        gateways.now_s += PERIOD_S
+        for url in gateways.requests:
+            gateways.requests[url] += 30
+        if turns % 2 == 0:
+            prometheus.scrape(gateways, age_s=3.0)
+        await asking.scrape("chat", GATEWAYS)
+    assert gateways.most == 0, "no gateway is asked itself"
+    assert asking.get_prometheus_fault("chat") == ""
+    windows = asking.get_windows("chat")
+    assert [(each.length_s, each.rate) for each in windows] == [(30.0, 4.0)] * 4
+
+
+async def test_what_prometheus_does_not_have_is_read_from_the_gateway(
+    asking: TrafficScraper[str], gateways: Gateways, prometheus: Prometheus
+) -> None:
+    for _ in range(3):
+        gateways.now_s += PERIOD_S
+        for url in gateways.requests:
+            gateways.requests[url] += 30
+        prometheus.scrape(gateways, age_s=0.0)
+        del prometheus.counters["[fd00::1]:8081"]
+        await asking.scrape("chat", GATEWAYS)
+    assert [each.num_requests for each in asking.get_windows("chat")] == [60.0, 60.0]
+    assert asking.get_prometheus_fault("chat") == (
+        "Prometheus at http://prometheus has no series with instance [fd00::1]:8081 that are "
+        "younger than 60 s"
+    )
+
+
+async def test_the_source_may_change_without_a_gap_or_a_burst(
+    asking: TrafficScraper[str], gateways: Gateways, prometheus: Prometheus
+) -> None:
+    faults = []
+    for turns in range(13):
+        gateways.now_s += PERIOD_S
+        # As a scrape of some seconds ago has counted.
+        prometheus.scrape(gateways, age_s=5.0)
+        for url in gateways.requests:
+            gateways.requests[url] += 30
+        prometheus.fault = "away" if 4 <= turns < 8 else ""
+        await asking.scrape("chat", GATEWAYS)
+        faults.append(asking.get_prometheus_fault("chat"))
+    assert faults == [""] * 4 + ["away"] * 4 + [""] * 5
+    windows = asking.get_windows("chat")
+    counted = sum(each.num_requests for each in windows)
+    assert counted == 2 * 30 * 12
+    assert max(each.rate for each in windows) <= 60 / (PERIOD_S - 5.0) * 1.01
+
+
+async def test_old_samples_of_prometheus_are_no_traffic_of_now(
+    asking: TrafficScraper[str], gateways: Gateways, prometheus: Prometheus
+) -> None:
+    prometheus.scrape(gateways, age_s=0.0)
+    for _ in range(7):
+        await turn(asking, gateways, 30)
+    assert asking.get_recent("chat") is not None
+    assert "younger than 60 s" in asking.get_prometheus_fault("chat")

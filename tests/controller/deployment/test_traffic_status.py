@@ -3,7 +3,11 @@
 import math
 from dataclasses import replace
 
-from cleave.controller.deployment.traffic_status import build_slo_condition, report_traffic
+from cleave.controller.deployment.traffic_status import (
+    build_prometheus_condition,
+    build_slo_condition,
+    report_traffic,
+)
 from cleave.controller.views import DeploymentView
 from cleave.traffic.counters import Buckets
 from cleave.traffic.window import TrafficWindow, join_windows
@@ -92,6 +96,16 @@ def test_few_and_unmeasured_requests_prove_nothing() -> None:
         (condition,) = build_slo_condition(here.deployment, report_traffic(here), NOW_S)
         assert (condition.status, condition.reason) == (None, reason)
     assert build_slo_condition(whole.deployment, None, NOW_S) == []
+
+
+def test_a_condition_says_what_prometheus_does_not_have() -> None:
+    assert build_prometheus_condition(None) == [], "it is not asked"
+    (read,), (away,) = map(build_prometheus_condition, ("", "Prometheus at http://p: refused"))
+    assert (read.type, read.status, read.reason) == ("PrometheusRead", True, "Read")
+    assert (away.status, away.reason) == (False, "NotRead")
+    assert away.message == (
+        "Prometheus at http://p: refused; the operator reads the gateways themselves instead"
+    )
 
 
 def test_a_small_change_across_the_target_is_reported() -> None:

@@ -23,7 +23,8 @@ class ConditionState:
 
 
 SLO_ATTAINED = "SLOAttained"
-"""Condition type."""
+PROMETHEUS_READ = "PrometheusRead"
+"""Condition types."""
 _WITHOUT_EVENTS = frozenset(
     {"Progressing", "PlanFeasible", "PlanDrifted", "PredictionHolds", SLO_ATTAINED}
 )

@@ -1,8 +1,10 @@
-"""Scrapes the gateways of each deployment and turns their counters into traffic windows.
+"""Reads the counters of each deployment's gateways and turns them into traffic windows.
 
-Used by the controller. A scrape costs a request and some milliseconds of parsing, so both are
-bounded, and what has not changed is not parsed again. Counters become windows
-(`cleave.traffic.window`), of which the last `MAX_WINDOWS` are kept.
+Used by the controller. The counters come from Prometheus, where the operator has one, and what that
+does not have from the gateways themselves; everything after that is the same. A scrape costs a
+request and some milliseconds of parsing, so both are bounded, and what has not changed is not
+parsed again. Counters become windows (`cleave.traffic.window`), of which the last `MAX_WINDOWS` are
+kept.
 """
 
 import asyncio
@@ -10,9 +12,12 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Generic, TypeVar
+from urllib.parse import urlsplit
 
 from cleave.controller.cluster.gateway_client import build_base_url
+from cleave.controller.cluster.prometheus_source import PrometheusError, PrometheusSource
 from cleave.rpc import http_client
 from cleave.traffic.counter_sum import MISSING_TIMEOUT_S, CounterSum
 from cleave.traffic.counters import (
@@ -67,13 +72,20 @@ class _DeploymentTraffic:
     last_request_s: float | None = None
     """Time of the last observed request, or of the first scrape."""
     windows: deque[TrafficWindow] = field(default_factory=lambda: deque(maxlen=MAX_WINDOWS))
+    fault: str = ""
+    """What Prometheus did not have in the last scrape; empty: nothing."""
 
 
 class TrafficScraper(Generic[K]):
     """Traffic windows by deployment. `now` returns Unix time, as in the status."""
 
-    def __init__(self, now: Callable[[], float], fetch: Fetch = fetch) -> None:
-        self._now, self._fetch = now, fetch
+    def __init__(
+        self,
+        now: Callable[[], float],
+        fetch: Fetch = fetch,
+        prometheus: PrometheusSource | None = None,
+    ) -> None:
+        self._now, self._fetch, self._prometheus = now, fetch, prometheus
         self._state: dict[K, _DeploymentTraffic] = {}
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
@@ -100,6 +112,12 @@ class TrafficScraper(Generic[K]):
             return 0.0
         return self._now() - state.last_request_s
 
+    def get_prometheus_fault(self, key: K) -> str | None:
+        """Return what Prometheus did not have in the last scrape; empty: nothing; None: nothing was
+        read from it."""
+        state = self._state.get(key)
+        return state.fault if state and self._prometheus else None
+
     def record_request(self, key: K) -> None:
         """Record that a request was observed now."""
         self._state.setdefault(key, _DeploymentTraffic()).last_request_s = self._now()
@@ -115,18 +133,24 @@ class TrafficScraper(Generic[K]):
     async def scrape(self, key: K, gateways: Collection[str]) -> bool:
         """Scrape these gateways; returns whether there is a new window. Never raises."""
         known = self._state[key].pages if key in self._state else {}
+        found, fault = await self._read_prometheus(gateways)
+        others = [address for address in gateways if address not in found]
         results = await asyncio.gather(
-            *(self._read_page(address, known.get(address)) for address in gateways)
+            *(self._read_page(address, known.get(address)) for address in others)
         )
         state = self._state.setdefault(key, _DeploymentTraffic())
-        state.pages = {each: page for each, page in zip(gateways, results, strict=True) if page}
-        pages = {address: page.counters for address, page in state.pages.items()}
+        state.fault = fault
+        state.pages = {each: page for each, page in zip(others, results, strict=True) if page}
+        found |= {address: page.counters for address, page in state.pages.items()}
         previous = state.total.counts
         if previous is not None and self._now() - previous.at_s > _RESET_AFTER_S:
             # Another operator led meanwhile, or no gateway responded.
             previous, state.total = None, CounterSum()
             state.windows.clear()
-        state.total = state.total.add(frozenset(gateways), pages, self._now())
+        # Of those that Prometheus has not scraped again since, the sum waits for the next counters.
+        pages = {each: page for each, page in found.items() if state.total.is_newer(each, page)}
+        at_s = fmean(page.at_s for page in pages.values()) if pages else self._now()
+        state.total = state.total.add(frozenset(gateways), pages, at_s)
         if state.last_request_s is None or self.get_in_flight(key):
             self.record_request(key)
         if previous is None or state.total.counts is None or state.total.counts is previous:
@@ -138,6 +162,29 @@ class TrafficScraper(Generic[K]):
             if window.num_requests:
                 self.record_request(key)
         return window is not None
+
+    async def _read_prometheus(
+        self, gateways: Collection[str]
+    ) -> tuple[dict[str, GatewayCounters], str]:
+        """Recent counters by address, and what is missing."""
+        if self._prometheus is None:
+            return {}, ""
+        addresses = {urlsplit(build_base_url(each)).netloc: each for each in gateways}
+        try:
+            async with self._slots:
+                counters = await self._prometheus.read_counters(addresses)
+        except PrometheusError as error:
+            return {}, str(error)
+        oldest_s = self._now() - MISSING_TIMEOUT_S
+        found = {addresses[each]: page for each, page in counters.items() if page.at_s >= oldest_s}
+        missing = [each for each, address in addresses.items() if address not in found]
+        if not missing:
+            return found, ""
+        which = f"{min(missing)} and {len(missing) - 1} others" if missing[1:] else missing[0]
+        return found, (
+            f"Prometheus at {self._prometheus.url} has no series with instance {which} that are "
+            f"younger than {MISSING_TIMEOUT_S:g} s"
+        )
 
     async def _read_page(self, address: str, previous: _ReadPage | None) -> _ReadPage | None:
         try:

@@ -17,7 +17,11 @@ from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.deployment import adapters, kv_path, model_report, readiness, weights
 from cleave.controller.deployment.placement import PlacementDecision
-from cleave.controller.deployment.traffic_status import build_slo_condition, report_traffic
+from cleave.controller.deployment.traffic_status import (
+    build_prometheus_condition,
+    build_slo_condition,
+    report_traffic,
+)
 from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.gateway import build_url
@@ -51,6 +55,7 @@ def report(
     observed = report_traffic(view)
     now += replan.conditions
     now += build_slo_condition(deployment, observed, view.now_s)
+    now += build_prometheus_condition(view.prometheus_fault)
     reports = model_report.list_reports(view, desired)
     reported = model_report.choose_report(view, desired, reports)
     now += model_report.build_condition(deployment, reported, reports)

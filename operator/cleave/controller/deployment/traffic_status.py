@@ -11,7 +11,7 @@ no gateway responds.
 from cleave.api.deployment import LLMDeployment, Slo
 from cleave.api.plan import LatencyPercentiles
 from cleave.api.replan_status import ObservedLengths, ObservedTraffic
-from cleave.controller.cluster.conditions import SLO_ATTAINED, ConditionState
+from cleave.controller.cluster.conditions import PROMETHEUS_READ, SLO_ATTAINED, ConditionState
 from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
 from cleave.controller.cluster.traffic_scraper import RECENT_WINDOWS
 from cleave.controller.replan.reconcile import is_enabled
@@ -74,6 +74,18 @@ def build_slo_condition(
         text = f"{share:.1%} of the measured requests were within {targets}, "
         text += f"target {slo.attainment:.1%}; {observed['rate']:g} req/s"
     return [ConditionState(SLO_ATTAINED, is_met, reason, text)]
+
+
+def build_prometheus_condition(fault: str | None) -> list[ConditionState]:
+    """The condition PrometheusRead; `fault`: what Prometheus did not have, None: it was not asked,
+    so there is no condition."""
+    if fault is None:
+        return []
+    if fault:
+        text = f"{fault}; the operator reads the gateways themselves instead"
+        return [ConditionState(PROMETHEUS_READ, False, "NotRead", text)]
+    text = "Prometheus has recent counters of all gateways"
+    return [ConditionState(PROMETHEUS_READ, True, "Read", text)]
 
 
 def _compute_age_s(observed: Manifest, now_s: float) -> float:

@@ -1,0 +1,114 @@
+"""Reads the counters of gateways from Prometheus, which has scraped them.
+
+Used by the traffic scraper, where the operator has a Prometheus. What is hard: a query gives each
+counter's newest sample without its time. Two polls may find one scrape, or skip one, so rates over
+the time of polls would be wrong by as much; the time of each gateway's scrape comes with the query.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+import aiohttp
+import msgspec
+from prometheus_client.samples import Sample
+
+from cleave.traffic.counters import NAME_STARTS, START, GatewayCounters, build_counters
+from cleave.traffic.prometheus import Series, decode_series
+from cleave.traffic.recordings.history_error import HistoryError
+
+TIMEOUT_S = 5.0
+MAX_RESPONSE_BYTES = 16 << 20
+_PATH = "/api/v1/query"
+_LABELS = ("le", "outcome", "missed", "slo", "threshold")
+"""Those that `build_counters` tells apart; models and tenants are summed by Prometheus."""
+_SAMPLED = "cleave_sampled"
+"""Label of the series with the time of a scrape."""
+
+
+class PrometheusError(RuntimeError):
+    """There is no usable response; one sentence with the server."""
+
+
+class PrometheusSource:
+    """One Prometheus, or what speaks its API."""
+
+    def __init__(self, url: str, token: str = "") -> None:
+        """`token`: a bearer token; empty: none."""
+        self.url, token = url.rstrip("/"), token.strip()
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def read_counters(self, instances: Collection[str]) -> dict[str, GatewayCounters]:
+        """The newest counters of gateways by `instance`, which are their host:port; a gateway that
+        Prometheus does not have is left out. Raises PrometheusError."""
+        timeout = aiohttp.ClientTimeout(TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+                session.get(
+                    self.url + _PATH,
+                    params={"query": build_query(instances)},
+                    headers=self._headers,
+                    # The token is for this server.
+                    allow_redirects=False,
+                ) as response,
+            ):
+                body = bytearray()
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > MAX_RESPONSE_BYTES:
+                        raise PrometheusError(
+                            f"Prometheus at {self.url}: the response is over "
+                            f"{MAX_RESPONSE_BYTES >> 20} MiB"
+                        )
+            return parse_counters(decode_series(bytes(body), _PATH, response.status))
+        except TimeoutError:
+            raise PrometheusError(
+                f"Prometheus at {self.url}: no response within {TIMEOUT_S:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PrometheusError(f"Prometheus at {self.url}: {error}") from error
+
+
+def build_query(instances: Collection[str]) -> str:
+    """The newest samples of what `build_counters` reads, and when they were scraped."""
+    found = _format_text("|".join(map(re.escape, sorted(instances))))
+    names = _format_text("|".join(f"{start}.*" for start in NAME_STARTS))
+    by = ", ".join(("__name__", "job", "instance", *_LABELS))
+    # Without a label of its own `or` would take it for a counter without labels.
+    sampled = f'label_replace(timestamp({START}{{instance=~{found}}}), "{_SAMPLED}", "1", "", "")'
+    return (
+        f"sum by ({by}) ({{__name__=~{names}, instance=~{found}}})"
+        f" or max by (job, instance, {_SAMPLED}) ({sampled})"
+    )
+
+
+def parse_counters(series: Sequence[Series]) -> dict[str, GatewayCounters]:
+    """Counters by instance; of several jobs that scrape one, the first counts.
+    Raises HistoryError."""
+    samples: dict[tuple[str, str], dict[str, list[Sample]]] = {}
+    sampled_s: dict[tuple[str, str], float] = {}
+    for each in series:
+        labels = each.metric
+        target = labels.get("instance", ""), labels.get("job", "")
+        try:
+            value = float(each.value[1]) if each.value else math.nan
+        except ValueError:
+            raise HistoryError(f"{each.value!r} is no sample") from None
+        if _SAMPLED in labels:
+            sampled_s[target] = value
+            continue
+        name = labels.get("__name__", "")
+        # Prometheus leaves out labels whose value is empty.
+        sample = Sample(name, {**dict.fromkeys(_LABELS[1:], ""), **labels}, value)
+        samples.setdefault(target, defaultdict(list))[name].append(sample)
+    counters: dict[str, GatewayCounters] = {}
+    for target in sorted(samples.keys() & sampled_s.keys()):
+        counters.setdefault(target[0], build_counters(samples[target], sampled_s[target]))
+    return counters
+
+
+def _format_text(text: str) -> str:
+    """A PromQL string; they are quoted like JSON's."""
+    return msgspec.json.encode(text).decode()
