@@ -9,7 +9,8 @@ from cleave.api.deployment import Slo
 from cleave.planner.plan import Plan, PlanningResult
 from cleave.report.layout import NodeShape
 from cleave.report.load_study import LoadStudy, ReportInput, run_study
-from cleave.simulator.outcome import InstanceStatistics, SimulationResult
+from cleave.simulator.inter_token_latency import NUM_BINS
+from cleave.simulator.outcome import InstanceStatistics, InterTokenLatencies, SimulationResult
 
 A100 = "A100-SXM-80GB"
 
@@ -56,9 +57,11 @@ class QueueBench:
             fetched_tokens=zeros,
             source_instance=zeros - 1,
             instances=NO_INSTANCES,
+            itl=NO_GAPS,
         )
 
 
+NO_GAPS = InterTokenLatencies(np.zeros(NUM_BINS, np.int64))
 NO_INSTANCES = InstanceStatistics(
     **{
         field.name: 0.0 if field.name == "duration_ms" else np.zeros(0)

@@ -4,6 +4,8 @@ To look for more, at random: pytest tests/simulator/test_against_reference.py
 --hypothesis-profile=long
 """
 
+import itertools
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +23,7 @@ from cleave.simulator.fleet import (
     SimulatedFleet,
     SimulatedPool,
 )
+from cleave.simulator.inter_token_latency import compute_middles
 from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
@@ -192,8 +195,25 @@ def compare_case(fleet: SimulatedFleet, trace: Trace, name: str) -> None:
             getattr(fast.instances, field), expected, 1e-9, 1e-4, err_msg=f"case {name}, {field}"
         )
     assert fast.num_flips == (slow.manager.flips if slow.manager else 0), f"case {name}"
+    check_gaps(slow, fleet, trace, name)
     check_passes(slow)
     check_tokens(slow, fast)
+
+
+def check_gaps(slow: Reference, fleet: SimulatedFleet, trace: Trace, name: str) -> None:
+    """As many tokens with such gaps come while the second half of the requests arrives."""
+    second_half = float(trace.arrival_ms[len(trace) // 2]), float(trace.arrival_ms[-1])
+    for begin, end in ((0.0, math.inf), second_half):
+        # The bin of a gap at the edge of two is decided by the last bit of a sum.
+        expected = sorted(
+            min(after - before, compute_middles()[-1])
+            for request in slow.requests
+            for before, after in itertools.pairwise(request.token_times)
+            if begin <= after < end
+        )
+        found = simulate(fleet, trace, itl_window=(begin, end)).itl.counts
+        gaps = np.repeat(compute_middles(), found)
+        np.testing.assert_allclose(gaps, expected, 0.013, 1e-2, err_msg=f"case {name}, gaps")
 
 
 def check_passes(slow: Reference) -> None:

@@ -6,8 +6,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from cleave.simulator.inter_token_latency import NUM_BINS, compute_middles
 from cleave.simulator.outcome import (
     InstanceStatistics,
+    InterTokenLatencies,
     LatencyStage,
     SimulationResult,
     compute_stage_ms,
@@ -17,6 +19,7 @@ from cleave.simulator.outcome import (
 NO_INSTANCES = InstanceStatistics(
     **{field.name: np.zeros(0) for field in fields(InstanceStatistics)}
 )
+NO_GAPS = InterTokenLatencies(np.zeros(NUM_BINS, np.int64))
 TIMES = {
     "arrival_ms": [0.0, 10.0],
     "prefill_start_ms": [5.0, 20.0],
@@ -33,10 +36,10 @@ def outcome(times=TIMES) -> SimulationResult:
     counts = {
         field.name: np.ones(2, np.int64)
         for field in fields(SimulationResult)
-        if field.name not in (*times, "instances")
+        if field.name not in (*times, "instances", "itl")
     }
     arrays = {name: np.array(values) for name, values in times.items()}
-    return SimulationResult(**arrays, **counts, instances=NO_INSTANCES)
+    return SimulationResult(**arrays, **counts, instances=NO_INSTANCES, itl=NO_GAPS)
 
 
 def test_the_stages_of_a_request_add_up_to_its_time() -> None:
@@ -55,6 +58,16 @@ def test_requests_that_never_end_count_in_no_stage() -> None:
     assert compute_stage_shares(outcome()) == pytest.approx(
         dict(zip(LatencyStage, (0.05, 0.20, 0.01, 0.08, 0.66), strict=True))
     )
+
+
+def test_a_quantile_of_gaps_is_the_middle_of_its_bin() -> None:
+    middles, counts = compute_middles(), np.zeros(NUM_BINS, np.int64)
+    short, long = (int(np.searchsorted(middles, ms)) for ms in (10.0, 80.0))
+    counts[short], counts[long] = 99, 1
+    gaps = InterTokenLatencies(counts)
+    assert gaps.compute_quantile(0.99) == pytest.approx(10.0, rel=0.004)
+    assert gaps.compute_quantile(0.991) == pytest.approx(80.0, rel=0.004)
+    assert NO_GAPS.compute_quantile(0.99) == 0.0
 
 
 def test_without_any_end_there_are_no_shares() -> None:

@@ -151,8 +151,7 @@ class Reference:
             request.prefill_end = request.arrival
             request.remote = True
             if not self.fleet.first_token_by_decode:
-                request.generated = 1
-                request.first_token = request.arrival
+                request.token_times.append(request.arrival)
                 if request.output == 1:
                     self.finish(request, request.arrival)
                     return
@@ -532,10 +531,8 @@ class Reference:
         for request in slot.decoding:
             i.keep(request, request.todo, self.now)
         for request in slot.decoding:
-            request.generated += 1
+            request.token_times.append(self.now)
             i.decode_tokens += 1
-            if math.isnan(request.first_token):
-                request.first_token = self.now
             if request.generated == request.output:
                 self.leave(i, slot, request)
         for request in slot.prompts:
@@ -577,8 +574,7 @@ class Reference:
         if request.prefill is i:
             by_decode = self.of("decode", "mixed") and self.fleet.first_token_by_decode
             if not by_decode:
-                request.generated = 1
-                request.first_token = self.now
+                request.token_times.append(self.now)
             if request.generated == request.output or not self.of("decode", "mixed"):
                 self.leave(i, slot, request)
                 return
@@ -590,9 +586,7 @@ class Reference:
             request.blocks = request.kv = request.computed = 0
             self.at(self.now + self.fleet.dispatch_ms, HANDOFF, request)
             return
-        request.generated += 1
-        if math.isnan(request.first_token):
-            request.first_token = self.now
+        request.token_times.append(self.now)
         if not request.prefill and math.isnan(request.transfer_start):
             request.transfer_start = request.transfer_end = self.now
         if request.generated == request.output:

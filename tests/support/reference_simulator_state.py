@@ -24,7 +24,7 @@ class Request:
     prompt: int
     output: int
     predicted: int
-    generated: int = 0
+    token_times: list[float] = field(default_factory=list)
     computed: int = 0
     pull_number: int = 0
     joined: int = 0
@@ -47,8 +47,15 @@ class Request:
     transfer_start: float = NAN
     transfer_end: float = NAN
     decode_start: float = NAN
-    first_token: float = NAN
     end: float = NAN
+
+    @property
+    def generated(self) -> int:
+        return len(self.token_times)
+
+    @property
+    def first_token(self) -> float:
+        return next(iter(self.token_times), NAN)
 
     @property
     def todo(self) -> int:

@@ -406,6 +406,8 @@ def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
     remove_key(state, s, slot.batch, request.end_step << 32 | r)
     if slot.fresh == r:
         slot.fresh = request.next
+    else:
+        request.last_token = slot.decoded
     tokens = remove_member(state, i, s, r)
     drop_member_link(state, s, r)
     preempt_blocks(state, i, r, tokens, now)

@@ -4,10 +4,12 @@ import math
 
 from cleave.simulator.dispatch import remove_prompt_load, remove_resident_load
 from cleave.simulator.host_memory import retire_blocks
+from cleave.simulator.inter_token_latency import record_gaps
 from cleave.simulator.iterations import (
     compute_busy_ms,
     cut_leap,
     find_running_rank,
+    record_leap,
     reduce_to_last_iteration,
     schedule_next,
     sum_leap_ms,
@@ -37,6 +39,8 @@ def complete_iterations(state: State, i: int, s: int, now: float) -> None:
     inst.batch_peak = max(inst.batch_peak, slot.rows)
     if inst.schedules_ahead:
         inst.scheduled = slot.begin + sum_leap_ms(slot, iterations - 1)
+    if iterations > 1:
+        record_leap(state, slot)
     slot.iterations = 0
     if slot.decodes:
         _advance_members(state, i, s, iterations, now)
@@ -105,6 +109,7 @@ def _account_iterations(state: State, i: int, s: int, iterations: int, now: floa
     inst.busy += compute_busy_ms(inst, slot)
     inst.iterations += iterations
     idle_ms = now - slot.begin - sum_leap_ms(slot, iterations)
+    record_leap(state, slot)
     _advance_members(state, i, s, iterations, now)
     inst.kv_area += slot.batch * iterations * idle_ms
     inst.free -= count_growth(state, inst, s, slot.steps, slot.steps + 1)
@@ -157,6 +162,9 @@ def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
     if request.prefill == i:
         _complete_prefill(state, i, s, r, now)
         return
+    if request.generated > 0:
+        record_gaps(state, now, now - request.last_token, 1)
+    request.last_token = now
     request.generated += 1
     if math.isnan(request.first_token):
         request.first_token = now
@@ -176,7 +184,7 @@ def _complete_prefill(state: State, i: int, s: int, r: int, now: float) -> None:
     if not state.has_decode or not state.first_by_decode:
         request.generated = 1
         request.to_compute = request.prompt + 1
-        request.first_token = now
+        request.first_token = request.last_token = now
     if not state.has_decode or request.generated == request.output:
         link_as_youngest(state, s, r)
         _end_request(state, i, s, r, now)

@@ -113,7 +113,7 @@ def _deliver_request(state: State, r: int, now: float) -> None:
         if not state.first_by_decode:
             request.generated = 1
             request.to_compute = request.prompt + 1
-            request.first_token = request.arrival
+            request.first_token = request.last_token = request.arrival
             if request.output == 1:
                 complete_request(state, r, request.arrival)
                 return

@@ -11,6 +11,7 @@ request joins or leaves, only times have to be updated (`advance_pipeline`).
 import math
 
 from cleave.perf.timing import compute_iteration_ms
+from cleave.simulator.inter_token_latency import record_gaps, record_series
 from cleave.simulator.kv_blocks import change_usage, count_growth, find_last_affordable_step
 from cleave.simulator.queues import has_waiting_requests
 from cleave.simulator.record_access import (
@@ -182,6 +183,8 @@ def reduce_to_last_iteration(state: State, i: int, s: int) -> None:
         # The first iteration occupied the stages when the leap began; a later one does so now.
         last = get_stage(state, i * state.max_stages + inst.stages - 1).value
         slot.finish = run_stages(state, i, slot) if before > 0 else last
+    if before > 0:
+        _record_tokens(state, slot, slot.finish, slot.batch)
 
 
 def run_stages(state: State, i: int, slot: Record) -> float:
@@ -248,6 +251,7 @@ def _advance_slot(state: State, i: int, s: int) -> None:
     slot.begin = max(slot.finish, get_stage(state, i * state.max_stages).value)
     slot.first = predict_iteration_ms(state, inst, slot, slot.contexts)
     slot.finish = run_stages(state, i, slot)
+    _record_tokens(state, slot, slot.finish, batch)
 
 
 def _find_next_other_ms(state: State, i: int) -> float:
@@ -269,17 +273,43 @@ def _compute_hop_ms(inst: Record, slot: Record) -> float:
 
 
 def _record_first_iteration(state: State, slot: Record) -> None:
-    """Record decode start and first token of the members that decode for the first time."""
+    """Record its tokens, and when members begin to decode and get their first ones."""
     end = slot.begin + slot.first if slot.iterations > 1 else slot.finish
+    members = slot.batch
     r = slot.fresh
     while r != NONE:
         request = get_request(state, r)
+        members -= 1
+        if request.generated > 0:
+            record_gaps(state, end, end - request.last_token, 1)
         if math.isnan(request.decode_start):
             request.decode_start = slot.begin
         if math.isnan(request.first_token):
             request.first_token = end
         r = request.next
     slot.fresh = NONE
+    _record_tokens(state, slot, end, members)
+
+
+def record_leap(state: State, slot: Record) -> None:
+    """Record the tokens of a leap but for those of its first iteration."""
+    end = slot.begin + sum_leap_ms(slot, slot.iterations)
+    slot.decoded = end
+    if end < state.itl_begin or slot.begin >= state.itl_end:
+        return
+    first, last = 2, slot.iterations
+    if slot.begin < state.itl_begin:
+        first = max(first, find_running_iteration(slot, state.itl_begin))
+    if end >= state.itl_end:
+        last = find_running_iteration(slot, state.itl_end) - 1
+    gap = slot.first + (first - 1) * slot.change
+    record_series(state, gap, slot.change, last + 1 - first, slot.batch)
+
+
+def _record_tokens(state: State, slot: Record, end: float, members: int) -> None:
+    """That many members, which decoded in the slot's previous such iteration, get one at `end`."""
+    record_gaps(state, end, end - slot.decoded, members)
+    slot.decoded = end
 
 
 def wake_instance(state: State, i: int, now: float) -> None:

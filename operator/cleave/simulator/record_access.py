@@ -53,6 +53,7 @@ get_stage = _declare_row("stages", records.TIME)
 """When the pipeline stage in that row is free, in ms."""
 get_node = _declare_row("tree", records.NUMBER)
 """The instance at that node of the tournament tree."""
+get_itl_count = _declare_row("itl_counts", records.NUMBER)
 get_score = _declare_row("scores", records.TIME)
 get_prompt = _declare_row("prompts", records.PROMPT)
 get_cache = _declare_row("caches", records.CACHE)

@@ -44,9 +44,10 @@ def _build_dtype(floats: str, integers: str) -> np.dtype[np.void]:
 
 REQUEST = _build_dtype(
     # queued: when it reached the instance, or when its KV did. prompts_before: its decode
-    # instance's computed_tokens when it began to decode.
+    # instance's computed_tokens when it began to decode. last_token: when its latest token came, as
+    # long as it decodes nowhere; valid if it has generated one.
     "arrival prefill_start prefill_end transfer_start transfer_end decode_start first_token end "
-    "queued prompts_before",
+    "queued prompts_before last_token",
     # generated: output tokens generated when the request last joined a batch or a queue.
     # to_compute, computed: tokens whose KV has to be computed (again after a preemption), and those
     # computed so far. is_pulled: its KV has not arrived from a prefill instance yet. end_step:
@@ -115,7 +116,8 @@ SLOT = _build_dtype(
     # A leap is a series of decode iterations that is simulated in one event.
     # first, change: ms of the leap's first iteration, and by how much each later one is longer.
     # pulls: ms by which transfers that begin with the iteration lengthen it.
-    "begin finish first change pulls",
+    # decoded: end of the latest iteration in which members take part.
+    "begin finish first change pulls decoded",
     # batch, context: members, and the sum of their contexts in the next decode iteration.
     # steps: decode iterations completed; iterations: iterations in flight (0: the slot is idle).
     # decodes: whether members take part; oldest, youngest: ends of the list of members.
@@ -177,9 +179,10 @@ TIME = _build_dtype("value", "")
 STATE = _build_dtype(
     # next_flip_check: ms of the next role-flip check, inf: roles are fixed. wait_ms to idle_ms,
     # min_prefill, min_decode: the FlipThresholds. headroom_ms: `FlipThresholds.headroom_ms`.
+    # itl_begin, itl_end: tokens that come then count in `itl_counts`.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
     "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait_ms full_usage rise_ms calm_ms "
-    "idle_ms headroom_ms max_ttft max_tpot",
+    "idle_ms headroom_ms max_ttft max_tpot itl_begin itl_end",
     # counts, *_pick: the rule of policy.dispatch; is_by_score: whether it picks the least score;
     # is_deferred: whether requests wait in central queues instead; offered: central queues with a
     # new head; is_predicted: outputs are predicted, not known. first_counted, end_counted: rows of
@@ -204,14 +207,15 @@ STATE = _build_dtype(
     # free. tables: points of all latency models. scores (column, instance): what policy.dispatch
     # compares. tree: tournament over the instances' next events, the winner at 1, instance i at
     # num_leaves + i. scratch: two numbers for each request and one more.
-    # members, pressure_history: input of policy.role_flipping.
+    # members, pressure_history: input of policy.role_flipping. itl_counts: by bin, see
+    # `inter_token_latency`.
     # blocks: numbers of the blocks of all prompts; first_copies, first_known: heads of the lists of
     # a block's copies and KNOWN; held: copies that requests hold for `blocks`, first on prefill,
     # then on decode instances. answers: numbers of the blocks of all answers. clocks: by instance,
     # the history of `written`, see policy.cache_horizon.
     "clocks prompts caches blocks answers copies first_copies held known first_known "
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
-    "pressure_history",
+    "pressure_history itl_counts",
 )
 """All state of one simulation."""
 

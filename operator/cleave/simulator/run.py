@@ -6,6 +6,7 @@ may take long; callers that simulate a fleet often prepare it once.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,13 @@ from cleave.policy.cache_horizon import HISTORY_SIZE, UNKNOWN
 from cleave.policy.role_flipping import build_pressure_history
 from cleave.simulator import records
 from cleave.simulator.fleet import SimulatedFleet
-from cleave.simulator.outcome import InstanceStatistics, SimulationResult, Times
+from cleave.simulator.inter_token_latency import NUM_BINS
+from cleave.simulator.outcome import (
+    InstanceStatistics,
+    InterTokenLatencies,
+    SimulationResult,
+    Times,
+)
 from cleave.simulator.prepared_fleet import PreparedFleet as PreparedFleet
 from cleave.simulator.prepared_fleet import prepare_fleet as prepare_fleet
 from cleave.simulator.records import Records
@@ -52,18 +59,26 @@ class Latencies(NamedTuple):
 
 
 _ROLES = (records.PREFILL, records.DECODE, records.MIXED)
+Window = tuple[float, float]
+"""From the first moment until before the second, in ms."""
+_ALWAYS: Window = (0.0, math.inf)
+_NEVER: Window = (0.0, 0.0)
+"""Counting costs up to a tenth of a simulation's time, so it is left out where nobody asks."""
 _MAX_EVENTS_PER_TOKEN = 64
 """A simulation that needs more thrashes: requests preempt each other and never end."""
 
 
-def simulate(fleet: Fleet, trace: Trace, seed: int = 0) -> SimulationResult:
+def simulate(
+    fleet: Fleet, trace: Trace, seed: int = 0, itl_window: Window = _ALWAYS
+) -> SimulationResult:
     """Serve `trace` from an empty fleet until the last request has ended.
 
-    `seed` matters only to random dispatch; equal arguments give equal results. Raises
-    SimulationError when the fleet or the trace cannot be simulated. The first call in a process
-    loads the compiled code (a fraction of a second); the first one after a change compiles it.
+    Tokens that come in `itl_window` count in `itl`. `seed` matters only to random dispatch; equal
+    arguments give equal results. Raises SimulationError when the fleet or the trace cannot be
+    simulated. The first call in a process loads the compiled code (a fraction of a second); the
+    first one after a change compiles it.
     """
-    return build_result(*_run_compiled(fleet, trace, seed))
+    return build_result(*_run_compiled(fleet, trace, seed, itl_window))
 
 
 def measure_latencies(
@@ -71,7 +86,7 @@ def measure_latencies(
 ) -> Latencies:
     """Latencies as in the result of `simulate`, which takes longer. With `verdict`, the simulation
     ends when that is known."""
-    arrays, state = _run_compiled(fleet, trace, seed, verdict)
+    arrays, state = _run_compiled(fleet, trace, seed, _NEVER, verdict)
     requests = arrays["requests"]
     first = requests["first_token"]
     gaps = np.maximum(requests["output"] - 1, 1)
@@ -92,10 +107,15 @@ def is_compiled(has_blocks: bool = False) -> bool:
 
 
 def _run_compiled(
-    fleet: Fleet, trace: Trace, seed: int, verdict: EarlyVerdict | None = None
+    fleet: Fleet,
+    trace: Trace,
+    seed: int,
+    itl_window: Window,
+    verdict: EarlyVerdict | None = None,
 ) -> tuple[dict[str, NDArray[Any]], Records]:
     prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
     arrays, state = lay_out(prepared, trace, seed)
+    state["itl_begin"], state["itl_end"] = itl_window
     if verdict is not None:
         state["first_counted"] = verdict.counted.start
         state["end_counted"] = verdict.counted.stop
@@ -144,6 +164,7 @@ def lay_out(
         "scratch": np.empty(2 * (len(trace) + 1), np.int64),
         "members": prepared.members.copy(),
         "pressure_history": build_pressure_history(),
+        "itl_counts": np.zeros(NUM_BINS, np.int64),
     }
     state = prepared.state.copy()
     tokens = int(trace.prompt_tokens.sum() + trace.output_tokens.sum())
@@ -303,5 +324,6 @@ def build_result(arrays: dict[str, NDArray[Any]], state: Records) -> SimulationR
             num_preemptions=column("preemptions", instances),
             duration_ms=end,
         ),
+        itl=InterTokenLatencies(arrays["itl_counts"]),
         num_flips=int(state["num_flips"][0]),
     )
