@@ -8,12 +8,13 @@ what a pass costs. No request's own times take part.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.perf.pipeline import scale_timing
 from cleave.perf.timing import EngineTiming, compute_iteration_ms
 
 Passes = NDArray[np.float64]
@@ -37,13 +38,7 @@ class PassScale:
 
     def apply(self, timing: EngineTiming) -> EngineTiming:
         """`timing` at this pace."""
-        return replace(
-            timing,
-            prompt_ms=tuple(ms * self.prompt for ms in timing.prompt_ms),
-            prompt_square_ms=timing.prompt_square_ms * self.prompt,
-            decode_ms=tuple(ms * self.decode for ms in timing.decode_ms),
-            decode_context_ms=tuple(ms * self.decode for ms in timing.decode_context_ms),
-        )
+        return scale_timing(timing, prompt=self.prompt, decode=self.decode)
 
 
 def read_passes(folder: Path, since_s: float, until_s: float) -> Passes:
@@ -79,6 +74,7 @@ def _predict(timing: EngineTiming, row: Passes, *, has_prompts: bool) -> float:
         timing.prompt_square_ms,
         timing.decode_ms,
         timing.decode_context_ms,
+        timing.mixed_context_ms or timing.decode_context_ms,
         row[TOKENS] if has_prompts else 0.0,
         row[SQUARES] if has_prompts else 0.0,
         int(row[BATCH]),

@@ -15,6 +15,7 @@ from cleave.perf.profile.profile import (
     CommunicationPoint,
     DecodeAttentionPoint,
     LinearPoint,
+    MixedAttentionPoint,
     Operators,
     PrefillAttentionPoint,
     ProfilePoint,
@@ -43,7 +44,7 @@ def read_operators(folder: Path, shape: ModelShape, tensor: int, ranks: int) -> 
     once += [_build_point(operator_fit.LM_HEAD, tensor, n, ms) for n, ms in sorted(head.items())]
     if shape.experts is not None:
         layer += _read_experts(folder / "moe.csv", shape, tensor, ranks)
-    prefill, decode = _read_attention(folder / "attention.csv", tensor)
+    prefill, decode, mixed = _read_attention(folder / "attention.csv", tensor)
     return Operators(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -52,25 +53,30 @@ def read_operators(folder: Path, shape: ModelShape, tensor: int, ranks: int) -> 
         once=_sort(once),
         prefill_attention=_sort(prefill),
         decode_attention=_sort(decode),
+        mixed_attention=_sort(mixed),
         all_reduce=_build_all_reduce() if tensor > 1 else (),
     )
 
 
 def _read_attention(
     file: Path, tensor: int
-) -> tuple[list[PrefillAttentionPoint], list[DecodeAttentionPoint]]:
-    """Iterations of a prompt alone and of decoding alone; those of both are left out."""
-    prefill, decode = [], []
+) -> tuple[list[PrefillAttentionPoint], list[DecodeAttentionPoint], list[MixedAttentionPoint]]:
+    """Of a prompt alone, of decoding alone, and of both."""
+    prefill, decode, mixed = [], [], []
     for row in read_csv(file):
         chunk, cached, batch, context = (
             int(row[name]) for name in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
         )
         size = {"tensor_parallel_size": tensor, "ms": float(row["time_us"]) / 1000}
+        prompt = {"tokens": chunk, "cached_tokens": cached}
+        decoding = {"batch": batch, "context_tokens": batch * context}
         if not batch:
-            prefill.append(PrefillAttentionPoint(tokens=chunk, cached_tokens=cached, **size))
+            prefill.append(PrefillAttentionPoint(**prompt, **size))
         elif not chunk:
-            decode.append(DecodeAttentionPoint(batch=batch, context_tokens=batch * context, **size))
-    return prefill, decode
+            decode.append(DecodeAttentionPoint(**decoding, **size))
+        else:
+            mixed.append(MixedAttentionPoint(**prompt, **decoding, **size))
+    return prefill, decode, mixed
 
 
 def _read_experts(file: Path, shape: ModelShape, tensor: int, ranks: int) -> Iterator[LinearPoint]:

@@ -6,9 +6,9 @@
 
 Its profiles become `Operators`, as those of Cleave's own profiler do, and the simulator serves the
 recorded arrivals, lengths and prompts. Without `--measured` only arrivals and lengths of a
-recording are read. Written after the comparison: `--times tabled` adds what Cleave's iterations
-leave out of attention, `--times cleave` has Cleave's own times instead of the profiles. What is
-hard: a recording has two clocks.
+recording are read. Written after the comparison: `--times apart` is what was predicted first, with
+decoding beside prompts as long as alone, `tabled` has all of the profiles' attention, `cleave`
+Cleave's own times instead of the profiles. What is hard: a recording has two clocks.
 """
 
 import argparse
@@ -145,8 +145,27 @@ def read_measured(root: Path, run: Run) -> Times:
 
 def predict(root: Path, run: Run) -> Times:
     """What the simulator says."""
-    outcome = simulate(build_fleet(root, run), read_trace(root, run))
+    return _simulate(root, run, build_fleet(root, run))
+
+
+def predict_apart(root: Path, run: Run) -> Times:
+    """The same from profiles without iterations of prompts and decoding together."""
+    return _simulate(root, run, _build_fleet_apart(root, run))
+
+
+def _simulate(root: Path, run: Run, fleet: SimulatedFleet) -> Times:
+    outcome = simulate(fleet, read_trace(root, run))
     return {"TTFT": outcome.ttft_ms, "TPOT": outcome.tpot_ms}
+
+
+def _build_fleet_apart(root: Path, run: Run) -> SimulatedFleet:
+    fleet = build_fleet(root, run)
+    return _replace_timing(fleet, replace(fleet.mixed[0].engine.timing, mixed_context_ms=()))
+
+
+def _replace_timing(fleet: SimulatedFleet, timing: EngineTiming) -> SimulatedFleet:
+    (pool,) = fleet.mixed
+    return replace(fleet, mixed=(replace(pool, engine=replace(pool.engine, timing=timing)),))
 
 
 def predict_tabled(root: Path, run: Run) -> Times:
@@ -161,7 +180,7 @@ def predict_tabled(root: Path, run: Run) -> Times:
     fits = meta["skew_fit"].get("per_tp", {})
     alpha = fits.get(int(folder.name[2:]), {}).get("alpha_default", 0.0)
     attention = TabledAttention(ms, shape.num_layers, alpha)
-    found = TabledReference(build_fleet(root, run), read_trace(root, run), attention).run()
+    found = TabledReference(_build_fleet_apart(root, run), read_trace(root, run), attention).run()
     columns = ("arrival", "first_token", "end", "output")
     sent, first, end, tokens = (
         np.array([getattr(each, name) for each in found.requests], float) for name in columns
@@ -178,15 +197,16 @@ def predict_by_cleave(root: Path, run: Run) -> Times:
         run.gpu, flags["tensor_parallel_size"], 1, ranks, expert=ranks > 1
     )
     assert found is not None
-    fleet = build_fleet(root, run)
-    (pool,) = fleet.mixed
-    engine = replace(pool.engine, timing=replace(found.timing, schedules_ahead=True))
-    fleet = replace(fleet, mixed=(replace(pool, engine=engine),))
-    outcome = simulate(fleet, read_trace(root, run))
-    return {"TTFT": outcome.ttft_ms, "TPOT": outcome.tpot_ms}
+    timing = replace(found.timing, schedules_ahead=True)
+    return _simulate(root, run, _replace_timing(build_fleet(root, run), timing))
 
 
-PREDICTORS = {"profile": predict, "tabled": predict_tabled, "cleave": predict_by_cleave}
+PREDICTORS = {
+    "profile": predict,
+    "apart": predict_apart,
+    "tabled": predict_tabled,
+    "cleave": predict_by_cleave,
+}
 
 
 def describe(values: NDArray[np.float64]) -> list[str]:

@@ -1,5 +1,7 @@
 """Stages, and the prompt that saturates a GPU."""
 
+from dataclasses import replace
+
 import pytest
 
 from cleave.perf import named_profiles, pipeline
@@ -37,6 +39,11 @@ def test_each_phase_is_scaled_alone() -> None:
         1.3 * WHOLE.predict_prefill_ms([700, 20])
     )
     assert scaled.predict_decode_ms(5, 900) == WHOLE.predict_decode_ms(5, 900)
+
+
+def test_contexts_beside_prompts_are_decoding() -> None:
+    dear = replace(WHOLE, mixed_context_ms=(0.5,))
+    assert pipeline.scale_timing(dear, prompt=3.0, decode=2.0).mixed_context_ms == (1.0,)
 
 
 def test_a_13b_model_saturates_an_a100_with_512_tokens() -> None:

@@ -43,6 +43,13 @@ def test_an_iteration_verifies_all_rows_and_drafts_before() -> None:
     assert context_ms == pytest.approx(1000 * 0.001 * 1.25 / 1.6)
 
 
+def test_several_rows_of_a_request_read_contexts_as_beside_a_prompt() -> None:
+    found = apply_speculation(replace(TIMING, mixed_context_ms=(0.004,)), ONE)
+    context_ms = found.predict_decode_ms(2, 1000) - found.predict_decode_ms(2, 0)
+    assert context_ms == pytest.approx(1000 * 0.004 * 1.25 / 1.6)
+    assert found.mixed_context_ms == ()
+
+
 def test_prompts_take_as_long_as_before() -> None:
     found = apply_speculation(TIMING, ONE)
     assert found.predict_prefill_ms([150]) == TIMING.predict_prefill_ms([150])

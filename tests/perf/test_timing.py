@@ -1,5 +1,7 @@
 """Passes as arithmetic."""
 
+from dataclasses import replace
+
 import pytest
 
 from cleave.perf.timing import EngineTiming, PromptChunk, interpolate_table
@@ -44,6 +46,16 @@ def test_a_mixed_pass_grows_the_decode_pass_by_the_prompts_rows() -> None:
     )
     hops = 2 * (0.5 + 0.1 * 12)
     assert mixed == pytest.approx(9.0 + grown + 0.001 * (15**2 - 5**2) + hops)
+
+
+def test_contexts_beside_a_prompt_have_a_price_of_their_own() -> None:
+    dearer = replace(TIMING, mixed_context_ms=(0.0, 0.05))
+    chunk = [PromptChunk(0, 10)]
+    more_ms = dearer.predict_iteration_ms(chunk, 2, 100) - TIMING.predict_iteration_ms(
+        chunk, 2, 100
+    )
+    assert more_ms == pytest.approx((0.05 - 0.02) * 100)
+    assert dearer.predict_decode_ms(2, 100) == TIMING.predict_decode_ms(2, 100)
 
 
 def test_a_mixed_pass_is_never_cheaper_than_its_prompts() -> None:

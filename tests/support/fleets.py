@@ -162,6 +162,7 @@ def _draw_engine(draw: random.Random, tight: bool) -> SimulatedEngine:
         stages=draw.choice([1, 1, 1, 2, 3]),
         hop_ms=draw.choice([0.0, 0.3]),
         hop_token_ms=draw.choice([0.0, 0.01]),
+        mixed_context_ms=draw.choice([(), (0.02,), (0.0, 0.01, 0.06)]),
     )
     return SimulatedEngine(
         timing,

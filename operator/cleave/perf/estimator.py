@@ -15,7 +15,7 @@ from pathlib import Path
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf import host_launch, known_errors, named_profiles
+from cleave.perf import host_launch, known_errors, mixed_attention, named_profiles
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.all_to_all import GpuGroup
@@ -225,7 +225,9 @@ class ModelEstimator:
             operators = each.operators
             if operators and tensor in operator_fit.list_tensor_parallel_sizes(operators):
                 text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
-                trust = Confidence(LatencySource.MEASURED, text, None, known_errors.OPERATORS)
+                has_mixed = any(p.tensor_parallel_size == tensor for p in operators.mixed_attention)
+                errors = known_errors.MIXED_OPERATORS if has_mixed else known_errors.OPERATORS
+                trust = Confidence(LatencySource.MEASURED, text, None, errors)
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
         if (source := _find_kernels(self.shape, machine.gpu, tensor)) is not None:
             yield source
@@ -319,7 +321,7 @@ def _find_kernels(
     timing = replace(
         operator_fit.to_timing(operators, tensor), schedules_ahead=VLLM.schedules_ahead
     )
-    return _TimingSource(_start_by_host(timing, shape, gpu, tensor), trust, VLLM.front_end_ms)
+    return _TimingSource(_run_by_vllm(timing, shape, gpu, tensor), trust, VLLM.front_end_ms)
 
 
 def _build_roofline_source(
@@ -330,13 +332,14 @@ def _build_roofline_source(
     text = f"FLOPs and bytes, calibrated on {kernels.source}, {_FRONT_END}"
     errors = known_errors.ROOFLINE.get(machine.gpu.name)
     trust = Confidence(LatencySource.ROOFLINE, text, None, errors)
-    timing = _start_by_host(roofline.to_timing(), shape, machine.gpu, tensor)
+    timing = _run_by_vllm(roofline.to_timing(), shape, machine.gpu, tensor)
     return _TimingSource(timing, trust, VLLM.front_end_ms)
 
 
-def _start_by_host(timing: EngineTiming, shape: ModelShape, gpu: Gpu, tensor: int) -> EngineTiming:
+def _run_by_vllm(timing: EngineTiming, shape: ModelShape, gpu: Gpu, tensor: int) -> EngineTiming:
     launch = host_launch.select_host_launch(shape, gpu)
-    return host_launch.bound_prompts(timing, shape, tensor, launch)
+    bounded = host_launch.bound_prompts(timing, shape, tensor, launch)
+    return mixed_attention.scale_mixed(bounded, shape, gpu, tensor)
 
 
 def _matches_shape(shape: ModelShape, published: str) -> bool:

@@ -30,14 +30,16 @@ KERNELS: Mapping[str, ServingErrors] = {
     "H100-SXM-80GB": ServingErrors(Spread(0.123, 0.26), None),
     "H200-SXM-141GB": ServingErrors(Spread(0.073, 0.49), Spread(0.148, 0.43)),
     "B200-SXM-180GB": ServingErrors(Spread(0.132, 0.28), Spread(0.179, 0.42)),
-    "RTX-PRO-6000-Server": ServingErrors(Spread(0.121, 0.32), Spread(0.286, 0.56)),
+    "RTX-PRO-6000-Server": ServingErrors(Spread(0.075, 0.27), Spread(0.232, 0.54)),
 }
 """Of kernel tables, by GPU."""
 ROOFLINE: Mapping[str, ServingErrors] = {
     "H100-SXM-80GB": ServingErrors(Spread(0.129, 0.28), None),
     "H200-SXM-141GB": ServingErrors(Spread(0.139, 0.46), Spread(0.313, 0.48)),
     "B200-SXM-180GB": ServingErrors(Spread(0.123, 0.27), Spread(0.186, 0.42)),
-    "RTX-4090": ServingErrors(Spread(0.236, 0.26), Spread(0.287, 0.32)),
+    "RTX-4090": ServingErrors(Spread(0.246, 0.27), Spread(0.299, 0.34)),
 }
 OPERATORS = ServingErrors(Spread(0.073, 0.10), Spread(0.093, 0.29))
 """Of profiles of single layers, on any GPU."""
+MIXED_OPERATORS = ServingErrors(Spread(0.012, 0.04), Spread(0.033, 0.24))
+"""The same with attention of prompts and decoding in one kernel."""

@@ -43,6 +43,7 @@ def scale_timing(timing: EngineTiming, prompt: float = 1.0, decode: float = 1.0)
         prompt_square_ms=timing.prompt_square_ms * prompt,
         decode_ms=tuple(ms * decode for ms in timing.decode_ms),
         decode_context_ms=tuple(ms * decode for ms in timing.decode_context_ms),
+        mixed_context_ms=tuple(ms * decode for ms in timing.mixed_context_ms),
     )
 
 

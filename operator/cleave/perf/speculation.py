@@ -72,6 +72,9 @@ def apply_speculation(timing: EngineTiming, speculation: Speculation) -> EngineT
             (interpolate_table(1.0, timing.decode_ms, batch * rows) + drafts * alone_ms) / length
             for batch, alone_ms in enumerate(timing.decode_ms)
         ),
-        # The rows of a request read its context once.
-        decode_context_ms=tuple(ms * attention / length for ms in timing.decode_context_ms),
+        # The rows of a request read its context once, by the kernel that serves prompts.
+        decode_context_ms=tuple(
+            ms * attention / length for ms in timing.mixed_context_ms or timing.decode_context_ms
+        ),
+        mixed_context_ms=(),
     )

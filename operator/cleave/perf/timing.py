@@ -46,6 +46,8 @@ class EngineTiming:
     """Whether the engine schedules an iteration when the one before it starts (vLLM's asynchronous
     scheduling), so that a request joins the next but one, for which also the blocks and the seat of
     one that ends are free. The simulator models it for one stage and vLLM's batching."""
+    mixed_context_ms: tuple[float, ...] = ()
+    """`decode_context_ms` in iterations that also have prompt tokens; empty: the same."""
 
     def predict_iteration_ms(
         self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int
@@ -61,6 +63,7 @@ class EngineTiming:
             self.prompt_square_ms,
             self.decode_ms,
             self.decode_context_ms,
+            self.mixed_context_ms or self.decode_context_ms,
             tokens,
             squares,
             batch,
@@ -83,6 +86,7 @@ def compute_iteration_ms(
     prompt_square_ms: float,
     decode_ms: Sequence[float],
     decode_context_ms: Sequence[float],
+    mixed_context_ms: Sequence[float],
     tokens: float,
     squares: float,
     batch: int,
@@ -99,10 +103,12 @@ def compute_iteration_ms(
         if tokens == 0:
             return 0.0
         return interpolate_table(prompt_step, prompt_ms, tokens) + prompt_square_ms * squares
-    last = min(batch, len(decode_context_ms) - 1)
-    decode = interpolate_table(1.0, decode_ms, batch) + decode_context_ms[last] * context_tokens
+    decode = interpolate_table(1.0, decode_ms, batch)
     if tokens == 0:
-        return decode
+        last = min(batch, len(decode_context_ms) - 1)
+        return decode + decode_context_ms[last] * context_tokens
+    last = min(batch, len(mixed_context_ms) - 1)
+    decode += mixed_context_ms[last] * context_tokens
     grown = interpolate_table(prompt_step, prompt_ms, tokens + batch) - interpolate_table(
         prompt_step, prompt_ms, batch
     )

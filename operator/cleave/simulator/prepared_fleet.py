@@ -104,6 +104,7 @@ def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> 
     schedules_ahead = timing.schedules_ahead and timing.stages == 1 and is_vllm
     prompt, decode = tables.add(timing.prompt_ms), tables.add(timing.decode_ms)
     context = tables.add(timing.decode_context_ms)
+    mixed = tables.add(timing.mixed_context_ms) if timing.mixed_context_ms else context
     values: dict[str, Any] = {
         "prompt_step": timing.prompt_step,
         "prompt_square": timing.prompt_square_ms,
@@ -142,6 +143,7 @@ def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> 
     values["prompt_table"], values["prompt_points"] = prompt
     values["decode_table"], values["decode_points"] = decode
     values["context_table"], values["context_points"] = context
+    values["mixed_table"], values["mixed_points"] = mixed
     reserves = engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER)
     values["caches"] = engine.prefix_caching and not reserves
     if reserves:

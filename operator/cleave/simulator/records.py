@@ -152,7 +152,7 @@ INSTANCE = _build_dtype(
     "requests waiting heavy num_assigned first_assigned host_blocks host_tokens "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "schedules_ahead prompt_table prompt_points decode_table decode_points context_table "
-    "context_points "
+    "context_points mixed_table mixed_points "
     # first_rank, ranks: the data-parallel ranks that compute in step with it, itself among them.
     "first_rank ranks "
     # first_slot: row of its first slot; oldest, newest: ends of the list of slots in flight.

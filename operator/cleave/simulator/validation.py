@@ -170,7 +170,8 @@ def check_engine(engine: SimulatedEngine) -> None:
         raise SimulationError("timing: stages must be at least 1 and prompt_step above 0")
     if min(len(timing.prompt_ms), len(timing.decode_ms)) < 2 or not timing.decode_context_ms:
         raise SimulationError("timing: prompt_ms and decode_ms need two points, contexts one")
-    points = (*timing.prompt_ms, *timing.decode_ms, *timing.decode_context_ms)
+    contexts = timing.decode_context_ms + timing.mixed_context_ms
+    points = (*timing.prompt_ms, *timing.decode_ms, *contexts)
     scalars = (timing.prompt_square_ms, timing.hop_ms, timing.hop_token_ms)
     if not all(map(math.isfinite, (*points, *scalars))):
         raise SimulationError("timing: every value must be a finite number")

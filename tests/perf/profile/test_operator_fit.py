@@ -1,9 +1,12 @@
 """Passes put together from measured operators."""
 
+from dataclasses import replace
+
 import pytest
 
 from cleave.perf.profile import operator_fit
 from cleave.perf.profile.codec import InvalidProfileError
+from cleave.perf.profile.profile import MixedAttentionPoint
 from cleave.perf.timing import PromptChunk
 
 from tests.support import measured_profiles
@@ -46,6 +49,28 @@ def test_a_decode_pass_has_a_row_of_logits_for_each_request(tensor: int) -> None
     attention = 2 * (0.1 + 900 / tensor / 1e4)
     expected = rows_ms(4, tensor) + 0.25 * 4 / tensor + attention
     assert timing.predict_decode_ms(4, 900) == pytest.approx(expected)
+
+
+def measure_mixed(batch: int, factor: float) -> list[MixedAttentionPoint]:
+    """A prompt chunk and decoding requests whose contexts take `factor` of the time alone."""
+    return [
+        MixedAttentionPoint(
+            tokens=100, batch=batch, context_tokens=c, ms=0.1 + 0.1 + factor * c / 1e4
+        )
+        for c in (500, 2000)
+    ]
+
+
+def test_contexts_beside_a_prompt_take_as_long_as_measured() -> None:
+    points = (*measure_mixed(2, 0.5), *measure_mixed(4, 3.0), *measure_mixed(8, 5.0))
+    timing = operator_fit.to_timing(replace(OPERATORS, mixed_attention=points), 1)
+    factors = [
+        mixed / timing.decode_context_ms[min(n, len(timing.decode_context_ms) - 1)]
+        for n, mixed in enumerate(timing.mixed_context_ms)
+    ]
+    # Never less than alone; between two batches a line.
+    assert factors[1:] == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 4.5, 5.0])
+    assert operator_fit.to_timing(OPERATORS, 1).mixed_context_ms == ()
 
 
 def test_stages_pay_the_measured_send_between_them() -> None:

@@ -12,8 +12,13 @@ from collections.abc import Callable, Sequence
 
 from cleave.perf.profile import curve, decode_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
-from cleave.perf.profile.profile import LinearPoint, Operators, PrefillAttentionPoint
-from cleave.perf.timing import EngineTiming
+from cleave.perf.profile.profile import (
+    LinearPoint,
+    MixedAttentionPoint,
+    Operators,
+    PrefillAttentionPoint,
+)
+from cleave.perf.timing import EngineTiming, interpolate_table
 
 LM_HEAD = "lm_head"
 """The operator that has one row per request instead of one per token."""
@@ -44,6 +49,8 @@ def to_timing(operators: Operators, tensor: int, stages: int = 1) -> EngineTimin
     fixed, per_token, square = fit_prompt_attention(prefill)
     decode = [p for p in operators.decode_attention if p.tensor_parallel_size == tensor]
     attention_ms, context_ms = decode_fit.fit_tables(decode)
+    mixed = [p for p in operators.mixed_attention if p.tensor_parallel_size == tensor]
+    factors = _fit_mixed_factors(mixed, (fixed, per_token, square), attention_ms, context_ms)
     layers = operators.num_layers
     token_counts = sorted({point.tokens for point in operators.layer})
     one_head = head([1])[0]
@@ -63,6 +70,7 @@ def to_timing(operators: Operators, tensor: int, stages: int = 1) -> EngineTimin
             other + layers * ms for other, ms in zip(without_attention, attention_ms, strict=True)
         ),
         decode_context_ms=tuple(layers * ms for ms in context_ms),
+        mixed_context_ms=scale_contexts(factors, [layers * ms for ms in context_ms]),
         stages=stages,
         hop_ms=hop_ms,
         hop_token_ms=hop_byte_ms * operators.hidden_size * operators.activation_bytes,
@@ -80,6 +88,41 @@ def fit_prompt_attention(points: Sequence[PrefillAttentionPoint]) -> tuple[float
     except ValueError:  # too few lengths for three coefficients
         return 0.0, 0.0, curve.solve_least_squares([[square] for square in squares], ms, weights)[0]
     return fixed, per_token, square_ms
+
+
+def _fit_mixed_factors(
+    points: Sequence[MixedAttentionPoint],
+    prompt: tuple[float, float, float],
+    attention_ms: Sequence[float],
+    context_ms: Sequence[float],
+) -> curve.Points:
+    """(batch, factor on the time of its contexts beside a prompt), from 1 on; empty: no points.
+    `prompt`: as `fit_prompt_attention` returns it; the tables are those of decoding alone."""
+    across: dict[int, float] = defaultdict(float)
+    along: dict[int, float] = defaultdict(float)
+    for p in points:
+        square = (p.tokens + p.cached_tokens) ** 2 - p.cached_tokens**2
+        rows = zip((1, p.tokens, square), prompt, strict=True)
+        others_ms = sum(x * ms for x, ms in rows) + interpolate_table(1.0, attention_ms, p.batch)
+        alone_ms = context_ms[min(p.batch, len(context_ms) - 1)] * p.context_tokens
+        along[p.batch] += alone_ms * (p.ms - others_ms) / p.ms**2
+        across[p.batch] += alone_ms**2 / p.ms**2
+    return [(n, max(along[n] / across[n], 1.0)) for n in sorted(across) if across[n]]
+
+
+def scale_contexts(factors: curve.Points, context_ms: Sequence[float]) -> tuple[float, ...]:
+    """An EngineTiming's `mixed_context_ms` from its `decode_context_ms` and (batch, factor), which
+    are interpolated between and constant beyond; empty for no factors."""
+    if not factors:
+        return ()
+    (first, least), (last, most) = factors[0], factors[-1]
+    count = max(len(context_ms), int(last) + 1)
+    ends = (first - 1, least), (last + 1, most)
+    batches = (min(max(n, first), last) for n in range(count))
+    by_batch = curve.interpolate_all([ends[0], *factors, ends[1]], batches)
+    return tuple(
+        factor * context_ms[min(n, len(context_ms) - 1)] for n, factor in enumerate(by_batch)
+    )
 
 
 def _fit_token_level(operators: Operators, tensor: int) -> RowsToMs:

@@ -117,6 +117,20 @@ class DecodeAttentionPoint(ProfilePoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixedAttentionPoint(ProfilePoint):
+    """Attention of one layer for a prompt chunk and `batch` decoding requests."""
+
+    tensor_parallel_size: int = 1
+    tokens: int
+    """Tokens of the chunk."""
+    cached_tokens: int = 0
+    """Tokens of the prompt before the chunk."""
+    batch: int
+    context_tokens: int
+    """Sum over the decoding requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationPoint(ProfilePoint):
     """A collective or a send over the links of the machine."""
 
@@ -141,6 +155,8 @@ class Operators:
     """Operators that run once per iteration: embedding, LM head."""
     prefill_attention: tuple[PrefillAttentionPoint, ...]
     decode_attention: tuple[DecodeAttentionPoint, ...]
+    mixed_attention: tuple[MixedAttentionPoint, ...] = ()
+    """Of both in one kernel; empty: as long as one after the other."""
     all_reduce: tuple[CommunicationPoint, ...] = ()
     """Two run in each layer with tensor parallelism; required for sizes above 1."""
     send: tuple[CommunicationPoint, ...] = ()
@@ -152,7 +168,7 @@ class Operators:
         _check_number("operators.passOverheadMs", self.pass_overhead_ms, 0)
         for name in ("layer", "prefill_attention", "decode_attention"):
             _check_points(f"operators.{to_camel_case(name)}", getattr(self, name), 2)
-        for name in ("once", "all_reduce", "send"):
+        for name in ("once", "mixed_attention", "all_reduce", "send"):
             _check_points(f"operators.{to_camel_case(name)}", getattr(self, name), 0)
 
 
