@@ -91,6 +91,16 @@ async def test_gateways_are_not_polled_without_a_consumer() -> None:
     assert await look(CHANGED, deployment({"mode": "Off"})) == ([], 0)
 
 
+async def test_nothing_is_known_of_gateways_that_are_polled_no_longer() -> None:
+    cache = ObjectCache()
+    cache.upsert({**written(deployment({"mode": "Off"})), "status": status(deployment())})
+    cache.upsert(gateway())
+    poller = TrafficPoller(cache, lambda _: None, lambda: NOW_S)
+    poller.scraper.record_request(CHAT)
+    await poller.poll_traffic(CHAT)
+    assert CHAT not in poller.scraper._state
+
+
 def test_only_deployments_that_may_be_scaled_to_zero_are_polled_every_second() -> None:
     cache = ObjectCache()
     for name, scaling in (("steady", {}), ("chat", {"idleS": 600})):

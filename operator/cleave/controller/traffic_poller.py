@@ -85,6 +85,8 @@ class TrafficPoller:
             return
         is_scaled = scaling.is_enabled(resource)
         if not (is_scaled or reconcile.is_enabled(resource)):
+            # What was seen last would be reported as present.
+            self.scraper.forget(key)
             return
         has_window = await self.scraper.scrape(key, gateways)
         is_complete = has_window and (

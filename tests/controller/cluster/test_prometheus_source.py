@@ -4,6 +4,7 @@ e2e/test_prometheus_source.py asks a real one.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -112,6 +113,9 @@ async def test_each_way_to_fail_is_one_error_with_the_server(serve, monkeypatch)
     async def lie(_: web.Request) -> web.Response:
         return result({"metric": {}, "value": [0, "many"]})
 
+    async def count_nothing(_: web.Request) -> web.Response:
+        return result(sample("cleave_gateway_requests_total", math.nan), SAMPLED)
+
     monkeypatch.setattr(prometheus_source, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(prometheus_source, "MAX_RESPONSE_BYTES", 1_000)
     for answer, reason in (
@@ -119,7 +123,8 @@ async def test_each_way_to_fail_is_one_error_with_the_server(serve, monkeypatch)
         (log_in, "answered 302, not as Prometheus does"),
         (flood, "the response is over"),
         (hang, "no response within 0.2 s"),
-        (lie, "is no sample"),
+        (lie, "could not convert string to float: 'many'"),
+        (count_nothing, "'nan'. is no sample of a counter"),
     ):
         url = await serve(answer)
         with pytest.raises(PrometheusError, match=f"^Prometheus at {url[:-1]}: .*{reason}"):

@@ -218,8 +218,8 @@ async def test_what_prometheus_does_not_have_is_read_from_the_gateway(
         await asking.scrape("chat", GATEWAYS)
     assert [each.num_requests for each in asking.get_windows("chat")] == [60.0, 60.0]
     assert asking.get_prometheus_fault("chat") == (
-        "Prometheus at http://prometheus has no series with instance [fd00::1]:8081 that are "
-        "younger than 60 s"
+        "Prometheus at http://prometheus has no counters with instance [fd00::1]:8081 of the last "
+        "60 s"
     )
 
 
@@ -250,4 +250,14 @@ async def test_old_samples_of_prometheus_are_no_traffic_of_now(
     for _ in range(7):
         await turn(asking, gateways, 30)
     assert asking.get_recent("chat") is not None
-    assert "younger than 60 s" in asking.get_prometheus_fault("chat")
+    assert "of the last 60 s" in asking.get_prometheus_fault("chat")
+
+
+async def test_samples_of_a_time_to_come_do_not_hide_the_gateways_own(
+    asking: TrafficScraper[str], gateways: Gateways, prometheus: Prometheus
+) -> None:
+    prometheus.scrape(gateways, age_s=-3_600.0)
+    for _ in range(3):
+        await turn(asking, gateways, 30)
+    assert [each.num_requests for each in asking.get_windows("chat")] == [60.0, 60.0]
+    assert "of the last 60 s" in asking.get_prometheus_fault("chat")

@@ -72,8 +72,8 @@ class _DeploymentTraffic:
     last_request_s: float | None = None
     """Time of the last observed request, or of the first scrape."""
     windows: deque[TrafficWindow] = field(default_factory=lambda: deque(maxlen=MAX_WINDOWS))
-    fault: str = ""
-    """What Prometheus did not have in the last scrape; empty: nothing."""
+    fault: str | None = None
+    """What Prometheus did not have in the last scrape; empty: nothing; None: it was not asked."""
 
 
 class TrafficScraper(Generic[K]):
@@ -113,10 +113,10 @@ class TrafficScraper(Generic[K]):
         return self._now() - state.last_request_s
 
     def get_prometheus_fault(self, key: K) -> str | None:
-        """Return what Prometheus did not have in the last scrape; empty: nothing; None: nothing was
-        read from it."""
+        """Return what Prometheus did not have in the last scrape; empty: nothing; None: it was not
+        asked."""
         state = self._state.get(key)
-        return state.fault if state and self._prometheus else None
+        return state.fault if state else None
 
     def record_request(self, key: K) -> None:
         """Record that a request was observed now."""
@@ -165,25 +165,30 @@ class TrafficScraper(Generic[K]):
 
     async def _read_prometheus(
         self, gateways: Collection[str]
-    ) -> tuple[dict[str, GatewayCounters], str]:
-        """Recent counters by address, and what is missing."""
+    ) -> tuple[dict[str, GatewayCounters], str | None]:
+        """Recent counters by address, and what is missing; None: there is no Prometheus."""
         if self._prometheus is None:
-            return {}, ""
+            return {}, None
         addresses = {urlsplit(build_base_url(each)).netloc: each for each in gateways}
         try:
             async with self._slots:
                 counters = await self._prometheus.read_counters(addresses)
         except PrometheusError as error:
             return {}, str(error)
-        oldest_s = self._now() - MISSING_TIMEOUT_S
-        found = {addresses[each]: page for each, page in counters.items() if page.at_s >= oldest_s}
+        now_s = self._now()
+        found = {
+            addresses[each]: page
+            for each, page in counters.items()
+            # Later ones would hide those of the gateway itself.
+            if each in addresses and abs(now_s - page.at_s) <= MISSING_TIMEOUT_S
+        }
         missing = [each for each, address in addresses.items() if address not in found]
         if not missing:
             return found, ""
         which = f"{min(missing)} and {len(missing) - 1} others" if missing[1:] else missing[0]
         return found, (
-            f"Prometheus at {self._prometheus.url} has no series with instance {which} that are "
-            f"younger than {MISSING_TIMEOUT_S:g} s"
+            f"Prometheus at {self._prometheus.url} has no counters with instance {which} of the "
+            f"last {MISSING_TIMEOUT_S:g} s"
         )
 
     async def _read_page(self, address: str, previous: _ReadPage | None) -> _ReadPage | None:
