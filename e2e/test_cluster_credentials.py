@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import jwt
 import pytest
 import yaml
@@ -18,6 +21,8 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from e2e.cluster.cluster import Cluster, CommandError, wait_until
 from e2e.cluster.tools import REPOSITORY
 from e2e.test_cluster_operator import CHAT, SYSTEM, Chat, deployed, installed, is_pod_ready
+from e2e.test_router_client import CLIENT
+from tests.support.certificates import Files
 
 __all__ = ["installed"]
 
@@ -306,3 +311,34 @@ def test_the_operator_writes_only_the_roles_of_accounts(installed: Cluster, name
     # RBAC itself refuses what the operator may not do.
     for text in (bind([subject], "ClusterRole", "cluster-admin"), bind([subject], role="admin")):
         assert refused in text or "forbidden" in text or "not found" in text
+
+
+def test_a_gateway_of_ones_own_uses_the_router_by_its_certificate(
+    installed: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    """Through the Service, to engines that ask for the keys of picks."""
+    for name in ("router", "caller"):
+        (tmp_path / name).mkdir()
+    caller = Files(tmp_path / "caller").write()
+    with deployed(installed, namespace) as chat:
+        chat.open_workers()
+        address = chat.address.partition(":")[0]
+        router = Files(tmp_path / "router").write(address=address)
+        secret = ("chat-router", "-n", namespace, "--type=kubernetes.io/tls")
+        files = (router.certificate, router.key, f"ca.crt={caller.certificate}")
+        given = (f"--from-file={file}" for file in files)
+        installed.kubectl("create", "secret", "generic", *secret, *given)
+        chat.edit({"gateway": {"routerTlsSecret": "chat-router"}})
+        wait_until(
+            lambda: installed.endpoint("chat", namespace, "router"), 120, "a gateway has the port"
+        )
+        body = {"model": "chat", "prompt": "Once upon a time", "max_tokens": 16}
+        answer = httpx.post(f"http://{chat.address}/v1/completions", json=body, timeout=60)
+        text = answer.json()["choices"][0]["text"]
+        for shown in (caller, router):
+            line = [sys.executable, CLIENT, "--router", f"{address}:9003", "--model", "chat"]
+            line += ["--ca", router.certificate, "--cert", shown.certificate, "--key", shown.key]
+            ended = subprocess.run(
+                [*line, "Once upon a time"], capture_output=True, text=True, timeout=60, check=False
+            )
+            assert ended.stdout == (f"{text}\n" if shown is caller else ""), ended.stderr

@@ -23,9 +23,8 @@ from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.nodes import Nodes, gpu_node
 from e2e.support.prometheus import ROOT, Prometheus, find_programs, pod_jobs, running
-from e2e.test_cluster_operator import CHART, SYSTEM, Chat, installed
-
-__all__ = ["installed"]
+from e2e.test_cluster_operator import CHART, SYSTEM, Chat, condition, installation
+from tests.support.ports import find_free_port
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -99,6 +98,19 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
+def port() -> int:
+    """Of Prometheus, which starts after the operator that reads it."""
+    return find_free_port()
+
+
+@pytest.fixture(scope="module")
+def installed(cluster: Cluster, port: int) -> Iterator[Cluster]:
+    """A cluster with an operator that takes traffic from Prometheus."""
+    with installation(cluster, "--set", f"planning.prometheus=http://127.0.0.1:{port}"):
+        yield cluster
+
+
+@pytest.fixture(scope="module")
 def nodes(installed: Cluster) -> Iterator[Nodes]:
     """Those of the cluster, one for workers among them."""
     if installed.nodes is None:
@@ -132,6 +144,7 @@ def watched(
     nodes: Nodes,
     programs: Path,
     rules: dict[str, Any],
+    port: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Watched]:
     """A deployment under load, scraped often enough for every rate; nothing has gone wrong."""
@@ -144,7 +157,7 @@ def watched(
             chat.until_ready()
             jobs, hurried_rules = pod_jobs(installed.kubeconfig), hurried(rules)
             with (
-                running(programs, folder, jobs, hurried_rules) as prometheus,
+                running(programs, folder, jobs, hurried_rules, port=port) as prometheus,
                 Load(gateway(chat), "chat") as load,
             ):
                 found = Watched(chat, prometheus, load, folder)
@@ -219,6 +232,30 @@ def test_rules_load_and_fire_no_alert_while_all_is_well(
     with suppress(AssertionError):
         wait_until(is_well, WAIT_S, "every record has a value and no alert fires")
     assert not wrong, "records without a value, or alerts that fire"
+
+
+def test_the_operator_takes_the_traffic_from_it(watched: Watched) -> None:
+    """As clients see it, by what the operator has written at most five minutes ago."""
+    chat = watched.chat
+    before = chat.deployment["status"].get("observed", {}).get("at")
+    wait_until(lambda: condition(chat.deployment, "PrometheusRead") == "True", WAIT_S, "it is read")
+
+    def is_similar() -> bool:
+        observed = chat.deployment["status"].get("observed", {})
+        (counted,) = watched.ask("sum(rate(cleave_gateway_requests_total[1m]))")
+        (tokens,) = watched.ask(
+            "sum(rate(cleave_gateway_prompt_tokens_total[1m]))"
+            " / sum(rate(cleave_gateway_request_prompt_tokens_count[1m]))"
+        )
+        return observed.get("at") != before and all(
+            abs(float(own["value"][1]) / seen - 1) < 0.1
+            for own, seen in (
+                (counted, observed["rate"]),
+                (tokens, observed["promptTokens"]["mean"]),
+            )
+        )
+
+    wait_until(is_similar, 2 * WAIT_S, "status.observed is the traffic")
 
 
 def test_a_calamity_sets_off_the_alerts_that_are_for_it(watched: Watched, nodes: Nodes) -> None:

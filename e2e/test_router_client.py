@@ -83,7 +83,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         url = f"http://127.0.0.1:{port}"
         try:
             until(lambda: is_ready(url), 60, "the gateway is ready")
-            yield Stage(deployment, url, f"localhost:{router_port}", files, caller)
+            yield Stage(deployment, url, f"127.0.0.1:{router_port}", files, caller)
         finally:
             gateway.terminate()
             gateway.wait()

@@ -25,7 +25,8 @@ class Forwarder:
     def __init__(self, api: Client) -> None:
         self._api = api
         self._slices: dict[_Key, Manifest] = {}
-        self._servers: dict[_Key, list[asyncio.Server]] = {}
+        self._servers: dict[_Key, dict[int, asyncio.Server | None]] = {}
+        """By port; None: it is being opened."""
         self._opening: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -68,10 +69,13 @@ class Forwarder:
 
     def _open(self, service: Manifest) -> None:
         address = service["spec"].get("clusterIP")
-        if address in (None, "", "None") or _key(service) in self._servers:
+        if address in (None, "", "None"):
             return
-        self._servers[_key(service)] = []
+        servers = self._servers.setdefault(_key(service), {})
         for port in service["spec"].get("ports") or []:
+            if port["port"] in servers:
+                continue
+            servers[port["port"]] = None
             task = asyncio.create_task(self._listen(_key(service), address, port))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
@@ -83,13 +87,14 @@ class Forwarder:
             lambda: _Client(lambda: self._endpoint(service, name)), address, port["port"]
         )
         if service in self._servers:
-            self._servers[service].append(server)
+            self._servers[service][port["port"]] = server
         else:
             server.close()
 
     def _close(self, service: _Key) -> None:
-        for server in self._servers.pop(service, []):
-            server.close()
+        for server in self._servers.pop(service, {}).values():
+            if server is not None:
+                server.close()
 
     def _endpoint(self, service: _Key, port_name: str) -> tuple[str, int] | None:
         """Where the next connection goes."""

@@ -123,8 +123,10 @@ def running(
     jobs: Sequence[Mapping[str, object]],
     rules: Mapping[str, object] | None = None,
     interval: str = "1s",
+    port: int = 0,
 ) -> Iterator[Prometheus]:
-    """One with `jobs` (scrape_configs) and `rules` (a file's content), its data in `folder`."""
+    """One with `jobs` (scrape_configs) and `rules` (a file's content), its data in `folder`.
+    `port`: 0: any free one."""
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, object] = {
         "global": {"scrape_interval": interval, "evaluation_interval": interval},
@@ -133,15 +135,17 @@ def running(
     if rules is not None:
         (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
         config["rule_files"] = ["rules.yaml"]
-    with configured(programs, folder, config) as found:
+    with configured(programs, folder, config, port) as found:
         yield found
 
 
 @contextmanager
-def configured(programs: Path, folder: Path, config: Mapping[str, object]) -> Iterator[Prometheus]:
+def configured(
+    programs: Path, folder: Path, config: Mapping[str, object], port: int = 0
+) -> Iterator[Prometheus]:
     """One with a whole configuration; paths of rules are relative to `folder`."""
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(dict(config)))
-    address = f"127.0.0.1:{find_free_port()}"
+    address = f"127.0.0.1:{port or find_free_port()}"
     line = [
         *(sys.executable, "-I", "-S", "-c", TIED, str(os.getpid())),
         str(programs / "prometheus"),

@@ -1,6 +1,7 @@
 """Certificate files for TLS tests: written, renewed, or with only one of two files renewed."""
 
 import datetime
+import ipaddress
 import os
 import ssl
 from dataclasses import dataclass
@@ -37,12 +38,13 @@ class Files:
         lock=PLAIN,
         starts_in: float = -1.0,
         ends_in: float = 1.0,
+        address: str = "127.0.0.1",
     ) -> "Files":
         """Write a new pair; `certificate` or `key` False leaves that file unchanged. `starts_in`,
-        `ends_in`: days from now."""
+        `ends_in`: days from now. `address`: for which it is, besides its name."""
         private = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
-        names = map(x509.DNSName, (NAME, "localhost"))
+        names = x509.DNSName(NAME), x509.IPAddress(ipaddress.ip_address(address))
         now = datetime.datetime.now(datetime.UTC)
         certificate_object = (
             x509.CertificateBuilder()
