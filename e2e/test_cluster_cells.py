@@ -97,7 +97,7 @@ def test_a_plan_by_algorithm_2_runs_as_one_pod_for_each_cell(start: Chat) -> Non
     assert start.ask() == ""
 
 
-def test_a_plan_chooses_cells_of_one_pod_where_no_connector_is_named(
+def test_a_plan_chooses_cells_of_one_pod_where_their_link_was_seen(
     start: Chat, nodes: Nodes
 ) -> None:
     nodes.add(*(gpu_node(f"cells-{number}", infiniband=False) for number in range(2)))
@@ -109,11 +109,9 @@ def test_a_plan_chooses_cells_of_one_pod_where_no_connector_is_named(
         start.cluster.kubectl("apply", "-n", start.namespace, "-f", "-", input=UNNAMED)
         wait_until(lambda: start.workers("mixed"), READY_S, "cells are created")
         plan = start.deployment["status"]["plan"]
-        assert plan["connector"] == "Nixl"
-        assert "each cell is one pod" in plan["reason"]
+        assert plan["predicted"]["kvLink"]["kind"] == "NVLink"
         (pool,) = start.cluster.list("ipool", start.namespace)
         assert [each["role"] for each in pool["spec"]["members"]] == ["prefill", "decode"]
-        assert pool["spec"]["engine"]["connector"] == "Nixl"
         assert pool["spec"]["revision"] == plan["revision"]
         assert len(start.workers()) == len(start.workers("mixed")) == pool["spec"]["replicas"]
     finally:

@@ -131,8 +131,7 @@ def _measure(traffic: Traffic, seeds: int) -> Row | None:
         return None
     rate = float(f"{best.prediction.goodput:.3g}")
     fixed, flipping = (
-        replace(each, demand=each.demand.with_rate(rate)).with_connector(best.connector)
-        for each in (fixed, flipping)
+        replace(each, demand=each.demand.with_rate(rate)) for each in (fixed, flipping)
     )
     placement = to_candidate_placement(flipping, best.pools, best.algorithm)
     if all(group.replicas == 1 for group in placement.groups):

@@ -10,13 +10,11 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
-import torch.multiprocessing
 
 from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill
 from cleave_worker.transfer.client import KvClient
@@ -39,6 +37,7 @@ from cleave_worker.transfer.transports.shared_memory import share_memory
 BLOCK_TOKENS = 16
 CHUNK_BYTES = 8 << 20
 HOST = "127.0.0.1"
+KEY = "key of the port for KV"
 BOUND_S = 120.0
 UCX_TLS = "cuda_copy,cuda_ipc,sm,self,tcp"
 
@@ -268,7 +267,7 @@ def measure_link(
         found = []
         for count in (1, 1, *([sizes.num_blocks] * sizes.rounds)):
             orders.send(tuple(blocks[:count]))
-            handoff = Handoff("boot-p", orders.recv(), 1, "d", count, ((HOST, port),))
+            handoff = Handoff("boot-p", orders.recv(), 1, "d", count, ((HOST, port),), key=KEY)
             begun = time.perf_counter()
             client.pull(handoff, "d", 0, blocks[:count])
             found.append(time.perf_counter() - begun)
@@ -310,59 +309,11 @@ def own_kv(orders: Connection, device_name: str, sizes: Sizes) -> None:
         orders.send(f"r{number}")
 
 
-def measure_direct(device: torch.device, sizes: Sizes) -> Iterator[Row]:
-    """Part b: the same prompt gathered from the other process's own tensors, which CUDA IPC (on a
-    CPU shared memory) maps into this one: what a transport of our own could reach within a pod."""
-    spawn = torch.multiprocessing.get_context("spawn")
-    orders, child_end = spawn.Pipe()
-    process = spawn.Process(target=share_kv, args=(child_end, str(device), sizes), daemon=True)
-    process.start()
-    child_end.close()
-    try:
-        if not orders.poll(BOUND_S):
-            raise RuntimeError("the process that has the KV does not start")
-        begun = time.perf_counter()
-        try:
-            layers = orders.recv()
-        except (EOFError, RuntimeError) as error:
-            note = f"does not work here: {error or 'the other process has ended'}"
-            yield Row("b", "mapped tensors", note=note)
-            return
-        theirs, their_regions = register_tensors(layers, sizes.num_blocks)
-        yield Row("b", "mapped tensors: open all", 1e3 * (time.perf_counter() - begun), "ms")
-        select_copy_stream(device)
-        ours, our_regions = register_tensors(fill(sizes, device, 2), sizes.num_blocks)
-        blocks = scatter_blocks(sizes)
-
-        def copy() -> None:
-            both = list_ranges(our_regions, blocks), list_ranges(their_regions, blocks)
-            copy_rows(ours, theirs, zip(*both, strict=True))
-
-        ms = time_ms(device, sizes.rounds, copy)
-        expected, _ = register_tensors(fill(sizes, device, 1), sizes.num_blocks)
-        if not all(map(torch.equal, ours.regions, expected.regions)):
-            raise WrongBytesError("mapped tensors: other bytes arrived than are there")
-        note = f"{sizes.tokens:,} tokens, scattered; bytes compared"
-        yield Row("b", "mapped tensors: copy a prompt", sizes.kv_bytes / ms / 1e6, "GB/s", note)
-    finally:
-        orders.close()
-        process.kill()
-        process.join(BOUND_S)
-
-
-def share_kv(orders: Connection, device_name: str, sizes: Sizes) -> None:
-    """The process that has the tensors, until the pipe closes."""
-    layers = fill(sizes, torch.device(device_name), 1)
-    orders.send(layers)
-    with suppress(EOFError):
-        orders.recv()
-
-
 def build_kv(boot_id: str, layers: list[torch.Tensor], sizes: Sizes) -> RegisteredKv:
     """KV as an engine registers it."""
     memory, regions = register_tensors(layers, sizes.num_blocks)
     layout = KvLayout("bench", "uint8", BLOCK_TOKENS, sizes.num_layers, sizes.kv_heads, 128, "")
-    return RegisteredKv(boot_id, layout, memory, tuple(regions), HOST)
+    return RegisteredKv(boot_id, layout, memory, tuple(regions), HOST, key=KEY)
 
 
 def measure_events(device: torch.device, sizes: Sizes) -> Iterator[Row]:

@@ -3,9 +3,8 @@
     python benchmarks/gpu/one_gpu.py -O one_gpu.json
     python benchmarks/gpu/one_gpu.py --parts engine nixl cleave --model FOLDER --dummy
 
-Parts a to f need torch only (copies.py, operators.py); `engine`, `nixl` and `cleave` start vLLM
-under agents (engines.py). On a machine without a GPU all of it runs on the
-CPU, smaller.
+Parts a to g need torch only (copies.py, mapped.py, operators.py); `engine`, `nixl` and `cleave`
+start vLLM under agents (engines.py). On a machine without a GPU all of it runs on the CPU, smaller.
 Exit code 1: other bytes came than were sent.
 """
 
@@ -19,11 +18,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
 import copies
+import mapped
 import operators
 import torch
 from rich.console import Console
@@ -37,6 +36,7 @@ KERNELS = {
     "c": "waits for events, copies to pinned memory beside products",
     "e": "products, attention, reads of KV",
     "f": "registration of memory with NIXL",
+    "g": "prompts from another process by CUDA IPC, and the death of that process",
 }
 ENGINES = {
     "engine": "one vLLM engine under the agent, and its profile",
@@ -108,13 +108,13 @@ def limit_time(seconds: float) -> Iterator[None]:
 def run_part(part: str, machine: Machine, args: argparse.Namespace) -> Iterator[copies.Row]:
     """The rows of one part."""
     device, sizes = machine.device, machine.sizes
-    links = copies.measure_links, copies.measure_direct
     parts: dict[str, Callable[[], Iterator[copies.Row]]] = {
         "a": lambda: copies.measure_gil(device, sizes),
-        "b": lambda: chain.from_iterable(each(device, sizes) for each in links),
+        "b": lambda: copies.measure_links(device, sizes),
         "c": lambda: copies.measure_events(device, sizes),
         "e": lambda: operators.measure_operators(device, sizes, machine.gpu),
         "f": lambda: copies.measure_registration(device, sizes),
+        "g": lambda: mapped.measure_mapped(device, sizes),
     }
     if part in parts:
         yield from parts[part]()

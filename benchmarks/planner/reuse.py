@@ -85,7 +85,6 @@ def learn(problem: Problem) -> Problem:
 
 def serve(problem: Problem, plan: Plan) -> tuple[float, float]:
     """Attainment and cached share of a plan under the problem's traffic."""
-    problem = problem.with_connector(plan.connector)
     placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
     targets = Targets.from_slo(problem.slo)
     trials = Trials(problem.demand, SEED, CONFIRMATION_PRECISION)

@@ -57,14 +57,10 @@ def test_kv_inside_a_cell_that_is_one_pod_takes_nvlink_where_that_was_seen() -> 
     assert link.kind is LinkKind.ETHERNET
     link = find(deploy(*cell), SEEN)
     assert link == PlannedKvLink(LinkKind.NVLINK, pytest.approx(25.8))
-    # Cleave's connector goes through host memory, and a cell of 16 GPUs fits no node.
-    for deployment in (
-        deploy(*cell, connector="Cleave"),
-        deploy(pool("prefill", 8, perCell=1), pool("decode", 8, perCell=1)),
-    ):
-        link = find(deployment, SEEN)
-        assert link is not None
-        assert link.kind is LinkKind.ETHERNET
+    # A cell of 16 GPUs fits no node.
+    link = find(deploy(pool("prefill", 8, perCell=1), pool("decode", 8, perCell=1)), SEEN)
+    assert link is not None
+    assert link.kind is LinkKind.ETHERNET
 
 
 def test_of_several_kinds_of_gpu_the_slower_network_counts() -> None:

@@ -368,32 +368,15 @@ def test_other_cells_have_a_pod_for_each_instance(deployment, manual, machines) 
 
 
 def test_a_cell_is_one_pod_only_where_its_engines_move_kv_from_gpu_to_gpu(deployment) -> None:
-    nixl = {"engine": {"connector": "Nixl"}}
     claims = [{"name": "gpus", "resourceClaimName": "g"}]
     # An instance cannot be distributed over MIG devices.
     single = [CELL[0], CELL[1] | {"parallelism": {"tensor": 1}}]
     for spec in (
-        {"engine": {"connector": "Cleave"}},
-        {**nixl, "template": {"gpuResource": "nvidia.com/mig-3g.40gb"}},
-        {**nixl, "template": {"gpuResource": "", "resourceClaims": claims}},
+        {"template": {"gpuResource": "nvidia.com/mig-3g.40gb"}},
+        {"template": {"gpuResource": "", "resourceClaims": claims}},
     ):
         chat = deployment(placement={"manual": single}, **spec)
         assert len(build_pools(chat, choose_placement(chat), NODES)) == 2
-    chat = deployment(placement={"manual": single}, **nixl)
-    assert len(build_pools(chat, choose_placement(chat), NODES)) == 1
-
-
-def test_cells_that_a_plan_chose_nixl_for_are_pods_with_it(deployment) -> None:
-    planned = deployment()
-    cells = choose_placement(deployment(placement={"manual": CELL})).pools
-    placement = Placement(cells, "planned", connector=Connector.NIXL)
-    (pool,) = build_pools(planned, placement, NODES)
-    assert pool.spec.engine.connector is Connector.NIXL
-    plan = build_selected_plan(planned, placement)
-    assert (plan.connector, plan.reason) == (Connector.NIXL, "planned")
-    assert plan.revision == pool.spec.revision != hash_revision(planned)
-    # Of a plan without it, the deployment's own connector stays.
-    own = Placement(cells, "planned")
-    pools = build_pools(planned, own, NODES)
-    assert [each.spec.engine.kv_connector for each in pools] == [Connector.CLEAVE] * 2
-    assert build_selected_plan(planned, own).connector is None
+    for connector in ("Cleave", "Nixl"):
+        chat = deployment(placement={"manual": single}, engine={"connector": connector})
+        assert len(build_pools(chat, choose_placement(chat), NODES)) == 1

@@ -1,4 +1,4 @@
-"""The KV connector where the spec names none: by the model and by cells."""
+"""The KV connector where the spec names none: by the model."""
 
 from typing import Any
 
@@ -35,15 +35,8 @@ def deployment(
     )
 
 
-def cell(
-    tensor: int = 1, pipeline: int = 1, per_cell: int = 1, **pool: Any
-) -> list[dict[str, Any]]:
-    prefill = {"tensor": tensor, "pipeline": pipeline}
-    return [
-        {"role": "prefill", "replicas": per_cell, "perCell": per_cell, "parallelism": prefill}
-        | pool,
-        {"role": "decode", "perCell": 1, "parallelism": {"tensor": 2, "pipeline": pipeline}} | pool,
-    ]
+def cell() -> list[dict[str, Any]]:
+    return [{"role": role, "perCell": 1} for role in ("prefill", "decode")]
 
 
 def choose(model: str, *pools: dict[str, Any], **spec: Any) -> Connector:
@@ -84,28 +77,8 @@ def test_a_named_connector_stays(model: str, connector: str) -> None:
     assert choose(model, *cell(), engine={"connector": connector}) == connector
 
 
-def test_cells_that_are_one_pod_wherever_they_fit_get_nixl() -> None:
-    assert choose(PLAIN, *cell()) is Connector.NIXL
-    assert choose(PLAIN, *cell(gpu="H100-SXM")) is Connector.NIXL
-
-
-@pytest.mark.parametrize(
-    ("pools", "spec"),
-    [
-        (cell(pipeline=2), {}),  # may span nodes
-        (cell(gpu="L40S"), {}),  # no NVLink
-        (cell(gpu="Unheard-Of"), {}),
-        (cell(per_cell=16), {}),  # more engines than a pod may have
-        (cell(tensor=3), {}),  # NixlConnector cannot pair 3 and 2
-        ([*cell(), {"role": "mixed"}], {}),
-        (cell(), {"engine": {"transfer": "PerLayer"}}),
-        (cell(), {"template": {"gpuResource": "nvidia.com/mig-3g.40gb"}}),
-    ],
-)
-def test_other_cells_keep_cleaves_connector(
-    pools: list[dict[str, Any]], spec: dict[str, Any]
-) -> None:
-    assert choose(PLAIN, *pools, **spec) is Connector.CLEAVE
+def test_cells_keep_the_default() -> None:
+    assert choose(PLAIN, *cell()) is Connector.CLEAVE
 
 
 def test_the_choice_is_that_of_a_spec_that_names_it_and_it_is_explained() -> None:

@@ -190,42 +190,23 @@ def test_a_slow_network_keeps_kv_in_its_node_and_a_fast_one_does_not() -> None:
     assert algorithms == {"slow": "Algorithm 2", "fast": "Algorithm 1", "told": "Algorithm 1"}
 
 
-def may_choose_nixl(
-    link: Link = known_problems.NVLINK, planning: Planning | None = None
-) -> Problem:
-    """Two nodes with a slow network, on which cells that are one pod have `link` over NIXL."""
+def has_cells(link: Link | None, planning: Planning | None = None) -> Problem:
+    """Two nodes with a slow network, on which cells that are one pod have `link`."""
     network = known_problems.SLOW_NETWORK
     pods = known_problems.nodes(2, network=network, gpus_per_node=4)
-    pods = replace(pods, node_link=network)
+    pods = replace(pods, node_link=network, cell_link=link)
     policies = replace(DISTSERVE_POLICIES, connector=Connector.CLEAVE)
     problem = known_problems.blog(rate=10.0, policies=policies)
-    cells = (replace(pods, cell_link=link),)
-    return replace(problem, supplies=(pods,), cell_supplies=cells, planning=planning or Planning())
+    return replace(problem, supplies=(pods,), planning=planning or Planning())
 
 
-def test_cells_that_are_one_pod_are_chosen_over_nixl_where_they_need_fewer_gpus() -> None:
-    problem = may_choose_nixl()
-    answer = plan_search.plan(problem)
-    plan = best(answer)
-    assert (plan.connector, plan.algorithm) == (Connector.NIXL, "Algorithm 2")
+def test_cells_that_are_one_pod_need_fewer_gpus_where_their_link_was_seen() -> None:
+    plan = best(plan_search.plan(has_cells(known_problems.NVLINK)))
+    assert plan.algorithm == "Algorithm 2"
     assert plan.prediction.kv_link is not None
     assert plan.prediction.kv_link.kind is LinkKind.NVLINK
-    assert "connector Nixl is used: each cell is one pod" in answer.reason
-    assert "with connector Cleave" in answer.reason
-    # Without the choice more GPUs are needed.
-    alone = best(plan_search.plan(replace(problem, cell_supplies=())))
-    assert (alone.connector, alone.gpus > plan.gpus) == (None, True)
-    # With NIXL named, the same plan is found, and nothing is to be explained.
-    named = plan_search.plan(problem.with_connector(Connector.NIXL))
-    assert best(named) == replace(plan, connector=None)
-    assert "connector" not in named.reason
-
-
-def test_cells_that_are_not_faster_keep_the_deployments_connector() -> None:
-    always = Planning(disaggregation=Disaggregation.ALWAYS)
-    answer = plan_search.plan(may_choose_nixl(known_problems.SLOW_NETWORK, planning=always))
-    assert best(answer).connector is None
-    assert "connector" not in answer.reason
+    unseen = best(plan_search.plan(has_cells(None)))
+    assert unseen.gpus > plan.gpus
 
 
 @pytest.mark.parametrize(
@@ -233,8 +214,8 @@ def test_cells_that_are_not_faster_keep_the_deployments_connector() -> None:
     [Planning(affinity=Affinity.HIGH), Planning(disaggregation=Disaggregation.NEVER)],
 )
 def test_what_was_requested_leaves_no_cells_to_choose(planning: Planning) -> None:
-    answer = plan_search.plan(may_choose_nixl(planning=planning))
-    assert all(each.connector is None for each in answer.plans)
+    answer = plan_search.plan(has_cells(known_problems.NVLINK, planning))
+    assert all(each.algorithm != "Algorithm 2" for each in answer.plans)
 
 
 def mixed_problem(objective: Objective) -> Problem:

@@ -9,7 +9,6 @@ import yaml
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector
 from cleave.api.manifest import ManifestError, validate
 from cleave.perf.hardware.link import LinkKind
 from cleave.planner import plan_search, problem_from_cluster
@@ -238,7 +237,7 @@ def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
         ("A100-SXM-80GB", 1, "", LinkKind.ETHERNET, 0.36 * 25 / 8),
         # Nine GPUs do not fit a node with eight.
         ("A100-SXM-80GB", 8, ", cellBandwidthGbps: 206.4", LinkKind.ETHERNET, 0.36 * 25 / 8),
-        # Without NVLink UCX does not read by CUDA IPC.
+        # Nobody has seen two GPUs without NVLink reach each other.
         ("L40S", 1, ", cellBandwidthGbps: 206.4", LinkKind.ETHERNET, 0.36 * 25 / 8),
     ],
 )
@@ -247,7 +246,7 @@ def test_kv_within_a_cell_that_is_one_pod_takes_nvlink_where_that_was_seen(
 ) -> None:
     slow = f"network: {{kind: Ethernet, bandwidthGbps: 25{seen}}}"
     problem = problem_from_cluster.build_problem(
-        deployment(engine={"connector": "Nixl"}), cluster(f"{{nodes: [{{gpu: {gpu}}}], {slow}}}")
+        deployment(), cluster(f"{{nodes: [{{gpu: {gpu}}}], {slow}}}")
     )
     one = next(each for each in list_candidates(problem) if each.gpus == 1)
     cell = replace(known_problems.split(problem, one, prefill, one, 1), is_in_node=True)
@@ -273,33 +272,25 @@ def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "spec", "has_choice"),
+    ("gpu", "spec", "has_link"),
     [
         ("A100-SXM-80GB", {}, True),
         ("L40S", {}, False),
-        ("A100-SXM-80GB", {"engine": {"connector": "Cleave"}}, False),
-        ("A100-SXM-80GB", {"engine": {"connector": "Nixl"}}, False),
-        ("A100-SXM-80GB", {"engine": {"transfer": "PerLayer"}}, False),
+        ("A100-SXM-80GB", {"engine": {"connector": "Nixl"}}, True),
+        ("A100-SXM-80GB", {"engine": {"transfer": "PerLayer"}}, True),
         ("A100-SXM-80GB", {"template": {"gpuResource": "nvidia.com/mig-3g.40gb"}}, False),
     ],
 )
-def test_a_plan_may_choose_cells_over_nixl_where_no_connector_is_named(
-    gpu: str, spec: dict[str, object], has_choice: bool
+def test_cells_of_whole_gpus_have_a_link_where_it_was_seen(
+    gpu: str, spec: dict[str, object], has_link: bool
 ) -> None:
-    machines = cluster(f"{{nodes: [{{gpu: {gpu}}}], network: {{cellBandwidthGbps: 2400}}}}")
-    problem = problem_from_cluster.build_problem(deployment(**spec), machines)
-    assert bool(problem.cell_supplies) is has_choice
+    seen = cluster(f"{{nodes: [{{gpu: {gpu}}}], network: {{cellBandwidthGbps: 2400}}}}")
+    problem = problem_from_cluster.build_problem(deployment(**spec), seen)
+    assert (problem.supplies[0].cell_link is not None) is has_link
     unseen = problem_from_cluster.build_problem(
         deployment(**spec), cluster(f"{{nodes: [{{gpu: {gpu}}}]}}")
     )
-    assert unseen.cell_supplies == ()
-    if has_choice:
-        assert problem.supplies[0].cell_link is None
-        named = deployment(engine={"connector": "Nixl"})
-        expected = problem_from_cluster.build_problem(named, machines)
-        chosen = problem.with_connector(Connector.NIXL)
-        assert (chosen.supplies, chosen.policies) == (expected.supplies, expected.policies)
-        assert chosen.cell_supplies == ()
+    assert unseen.supplies[0].cell_link is None
 
 
 def test_declared_scheduling_is_simulated() -> None:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from cleave.api import replan_status
 from cleave.api.adapters import AdapterList
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
-from cleave.api.engine import Connector, DeploymentEngine, EngineRoles, ImageName, RoleEngine
+from cleave.api.engine import DeploymentEngine, EngineRoles, ImageName, RoleEngine
 from cleave.api.enums import (
     ORIGIN,
     DispatchPolicy,
@@ -361,11 +361,9 @@ class LLMDeploymentSpec(ApiModel):
 
     @property
     def can_share_gpu_memory(self) -> bool:
-        """Whether engines of one pod move KV from GPU to GPU: NIXL reads by CUDA IPC, Cleave's
-        connector goes through host memory, and parts of GPUs and claims are not shared. The engines
-        of a pod have the same variables."""
-        is_nixl = self.engine.kv_connector is Connector.NIXL
-        return is_nixl and self.template.has_whole_gpus and not self.engine.has_role_env
+        """Whether engines of one pod move KV from GPU to GPU, by CUDA IPC; parts of GPUs and claims
+        are not shared. The engines of a pod have the same variables."""
+        return self.template.has_whole_gpus and not self.engine.has_role_env
 
     @property
     def flipping(self) -> FlippingMode:

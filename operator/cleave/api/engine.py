@@ -240,9 +240,8 @@ class EngineSpec(ApiModel):
     connector: Annotated[Connector, Field(strict=False)] | None = None
     """The KV connector with type vLLM. Cleave verifies every transfer, has the prompt computed
     again where anything differs, and survives the loss of any peer. Nixl is vLLM's own; models with
-    several kinds of KV need it, and cells that are one pod. Absent: Cleave, but Nixl where transfer
-    is Pull and the model is known to have sliding windows, placement.manual consists of such cells,
-    or they are the best plan."""
+    several kinds of KV need it. Absent: Cleave, but Nixl where transfer is Pull and the model is
+    known to have sliding windows."""
     transfer: Annotated[TransferMode, Field(strict=False)] = TransferMode.PULL
     """When connector Cleave transfers KV. Pull: after the prefill, when the decode engine has room.
     With the other modes the decode engine receives the request together with the prefill engine, if

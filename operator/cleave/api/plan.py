@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
-from cleave.api.engine import ARGUMENT_RULES, ArgumentText, Connector, EnvVar
+from cleave.api.engine import ARGUMENT_RULES, ArgumentText, EnvVar
 from cleave.api.role import Parallelism, Role
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -30,8 +30,8 @@ class RolePool(ApiModel):
     per_cell: Annotated[int, Field(ge=1, le=128)] | None = None
     """Instances of this role in one cell. A cell is a co-location group: its prefill and decode
     instances have equal pipeline stages in the same node or NVLink domain (DistServe's Algorithm
-    2). With connector Nixl a cell that fits a node is one pod of the mixed pool. Absent: instances
-    may be placed anywhere."""
+    2). A cell that fits a node is one pod of the mixed pool. Absent: instances may be placed
+    anywhere."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Maximum number of requests in one engine iteration; absent: the engine's default. The same
     flag in engine.args takes precedence."""
@@ -182,9 +182,6 @@ class SelectedPlan(ApiModel):
     """Instances of each role."""
     algorithm: str = ""
     """Algorithm that found the plan; empty: the placement is manual, or was not planned."""
-    connector: Annotated[Connector, Field(strict=False)] | None = None
-    """KV connector that the plan chose because its cells are one pod each and spec.engine names
-    none; absent: the deployment's own. It stays as long as the plan and its revisions do."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Longest request in tokens, prompt plus answer, that the plan set because its GPUs have no
     room for the KV of the model's context and spec.model names no limit; absent: the deployment's

@@ -70,8 +70,7 @@ def decide_placement(
     result = plan_search.plan(problem, tick)
     if result.selected is not None:
         selected = result.selected
-        needed = selected.connector, selected.max_model_len
-        return Placement(selected.pools, result.reason, result, *needed)
+        return Placement(selected.pools, result.reason, result, selected.max_model_len)
     reason = f"infeasible: {strip_verdict(result)}"
     raise DeploymentStartError([f"{reason}; set spec.placement.manual to start it anyway"])
 

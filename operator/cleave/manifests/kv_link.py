@@ -62,8 +62,8 @@ def explain_slow_link(
     return (
         f"the KV of a mean prompt ({prompt_tokens:,.0f} tokens) takes {moved_ms:,.3g} ms over "
         f"{link.kind}: {share:.0%} of spec.slo.ttftMs, where a plan accepts {SHARE_OF_TTFT:.0%}; "
-        "use mixed instances, cells that are one pod (perCell, engine.connector Nixl, GPUs with "
-        "NVLink), or a faster network"
+        "use mixed instances, cells that are one pod (perCell, GPUs with NVLink), or a "
+        "faster network"
     )
 
 

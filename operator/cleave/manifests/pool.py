@@ -25,7 +25,7 @@ from cleave.manifests.topology import (
     fits_one_pod,
 )
 from cleave.planner.deployment_checks import describe_connector, resolve_connector
-from cleave.planner.placement import Placement, set_planned_fields
+from cleave.planner.placement import Placement, with_max_model_len
 from cleave.planner.plan import PlannedPool
 from cleave.planner.result.status import (
     build_kv_link,
@@ -44,7 +44,7 @@ def build_pools(
     machines: NodeTopology = NodeTopology(),  # noqa: B008 - a frozen value
 ) -> list[InstancePool]:
     """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
-    deployment = set_planned_fields(deployment, placement)
+    deployment = with_max_model_len(deployment, placement.max_model_len)
     deployment = resolve_connector(deployment, reads_files=False)
     revision_hash = hash_revision(deployment)
     kinds = _list_kinds(deployment, placement)
@@ -95,7 +95,7 @@ def build_selected_plan(
     """Return the current placement, for `status.plan`."""
     result = placement.result
     selected = result.selected if result else None
-    deployment = set_planned_fields(deployment, placement)
+    deployment = with_max_model_len(deployment, placement.max_model_len)
     chosen = describe_connector(deployment, reads_files=False)
     return SelectedPlan(
         revision=hash_revision(deployment),
@@ -103,7 +103,6 @@ def build_selected_plan(
         gpus=placement.gpus,
         pools=to_role_pools(placement.pools),
         algorithm=selected.algorithm if selected else "",
-        connector=placement.connector,
         max_model_len=placement.max_model_len,
         verdict=str(result.verdict) if result else None,
         whole_below_tokens=(selected.whole_below_tokens or None) if selected else None,

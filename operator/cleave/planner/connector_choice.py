@@ -1,8 +1,7 @@
 """Chooses the KV connector of a deployment whose `engine.connector` is absent. Pure.
 
 Called by `deployment_checks`, which knows the model's dimensions. Cleave's connector is the
-default; vLLM's NixlConnector is chosen only where Cleave's cannot do the work (decisions 048, 052),
-here or by a plan (061).
+default; vLLM's NixlConnector is chosen only where Cleave's cannot do the work (decisions 048, 052).
 """
 
 import json
@@ -16,9 +15,6 @@ from cleave.api.engine import (
     EngineType,
     TransferMode,
 )
-from cleave.api.plan import ManualPool
-from cleave.api.role import MAX_POD_ENGINES, Role
-from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.perf.model.model_shape import ModelShape
 
 SPECULATION_FLAG = "--speculative-config"
@@ -37,8 +33,6 @@ class ConnectorChoice:
     """Why it is another than the default although the spec names none."""
     fault: str | None = None
     """`path: why` engines would end at start with it."""
-    may_be_nixl: bool = False
-    """Whether a plan may choose Nixl instead, for cells that are one pod each (decision 061)."""
 
 
 def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> ConnectorChoice:
@@ -56,11 +50,7 @@ def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> Conne
         else:
             fault = f"spec.engine.connector: {why}; set it to Nixl, or remove it"
         return ConnectorChoice(Connector.CLEAVE, fault=fault)
-    has_gpus = is_free and spec.template.has_whole_gpus
-    if has_gpus and _are_one_pod_cells(spec, shape):
-        why = "the engines of a cell in one pod read each other's GPU memory through NIXL only"
-        return ConnectorChoice(Connector.NIXL, reason=why)
-    return ConnectorChoice(engine.kv_connector, may_be_nixl=has_gpus)
+    return ConnectorChoice(engine.kv_connector)
 
 
 def _explain_immovable(engine: EngineSpec, shape: ModelShape | None) -> str | None:
@@ -105,30 +95,3 @@ def _describe_caches(shape: ModelShape) -> str:
     if not shape.keeps_whole_contexts:
         return "layers with a sliding window"
     return "layers that share KV" if shape.layers_without_cache else "an indexer with own keys"
-
-
-def _are_one_pod_cells(spec: LLMDeploymentSpec, shape: ModelShape | None) -> bool:
-    """Whether spec.placement.manual consists of cells that are one pod each wherever they fit.
-
-    With one pipeline stage all GPUs of a cell are in one node. The nodes themselves do not count,
-    so that the revision stays when nodes come and go.
-    """
-    pools = spec.manual_pools
-    if not pools or not all(pool.per_cell and pool.parallelism.pipeline == 1 for pool in pools):
-        return False
-    if len({pool.gpu for pool in pools}) > 1 or not _may_have_nvlink(pools[0]):
-        return False
-    if sum(pool.per_cell or 0 for pool in pools) > MAX_POD_ENGINES:
-        return False
-    heads = shape.shardable_kv_heads if shape else None
-    sizes = {pool.role: pool.parallelism for pool in pools}
-    prefill, decode = sizes[Role.PREFILL], sizes[Role.DECODE]
-    return Connector.NIXL.explain_incompatibility(prefill, decode, heads) is None
-
-
-def _may_have_nvlink(pool: ManualPool) -> bool:
-    """Without NVLink, UCX reads no other process's GPU memory directly."""
-    try:
-        return pool.gpu is None or bool(find_gpu(pool.gpu).nvlink_gbps)
-    except UnknownGpuError:
-        return False

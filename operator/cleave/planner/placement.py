@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector, EngineSpec, EngineType
+from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.plan import RolePool
 from cleave.api.role import Role
 from cleave.perf import named_profiles
@@ -38,8 +38,6 @@ class Placement:
     """One sentence for status and the command line."""
     result: PlanningResult | None = None
     """The planner's result; None: set in spec.placement.manual, or not planned."""
-    connector: Connector | None = None
-    """KV connector that the plan needs instead of the deployment's; None: its own."""
     max_model_len: int | None = None
     """Longest request in tokens that the plan allows instead of the deployment; None: its own."""
     kv_link: PlannedKvLink | None = None
@@ -80,16 +78,6 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
         raise PlanError(faults)
     pools = sorted(manual.manual, key=lambda pool: list(Role).index(pool.role))
     return Placement(tuple(map(to_planned_pool, pools)), reason="set in spec.placement.manual")
-
-
-def set_planned_fields(deployment: LLMDeployment, placement: Placement) -> LLMDeployment:
-    """The deployment with what its plan needs as `engine.connector` and `model.maxModelLen`."""
-    deployment = with_max_model_len(deployment, placement.max_model_len)
-    if placement.connector is None:
-        return deployment
-    engine = deployment.spec.engine.model_copy(update={"connector": placement.connector})
-    spec = deployment.spec.model_copy(update={"engine": engine})
-    return deployment.model_copy(update={"spec": spec})
 
 
 def with_max_model_len(deployment: LLMDeployment, tokens: int | None) -> LLMDeployment:

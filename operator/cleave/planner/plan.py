@@ -7,7 +7,6 @@ operator. Value classes only.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cleave.api.engine import Connector
 from cleave.api.role import Parallelism, Role
 from cleave.perf.estimate import Confidence
 from cleave.perf.hardware.link import LinkKind
@@ -117,8 +116,6 @@ class Plan:
     """Prompts of up to this many tokens may be computed on the decode instance; 0: none."""
     ahead_from_tokens: int = 0
     """Prompts of at least this many tokens gain from a layer-wise KV transfer; 0: none do."""
-    connector: Connector | None = None
-    """KV connector that the plan needs instead of the deployment's; None: its own."""
     max_model_len: int | None = None
     """Tokens of the longest request for which all instances have room, where that is less than the
     deployment's limit; None: its own."""

@@ -50,8 +50,7 @@ class PlacementSimulator:
 
     def simulate_plan(self, plan: Plan, rate: float) -> SimulationResult:
         """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of it."""
-        problem = self.problem.with_connector(plan.connector)
-        placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
+        placement = to_candidate_placement(self.problem, plan.pools, plan.algorithm)
         fleet = build_deployed_cell(self.problem, placement, plan.whole_below_tokens)
         return self.simulate(fleet, rate / placement.copies)
 

@@ -128,9 +128,6 @@ class Problem:
     seed: int = 0
     notes: tuple[str, ...] = ()
     """Warnings of the caller about the workload or the model; copied to the result."""
-    cell_supplies: tuple[Supply, ...] = ()
-    """`supplies` with links for cells that are pods, where a plan may choose NIXL for them because
-    the deployment names no connector; empty: it may not, or they have none."""
 
     @property
     def max_gpus(self) -> int:
@@ -139,30 +136,18 @@ class Problem:
         limit = self.planning.max_gpus
         return available if limit is None else min(available, limit)
 
-    def with_connector(self, connector: Connector | None) -> "Problem":
-        """The problem of plans that need this connector instead of the deployment's own (None)."""
-        if connector is None:
-            return replace(self, cell_supplies=())
-        policies = replace(self.policies, connector=connector)
-        supplies = self.cell_supplies or self.supplies
-        return replace(self, supplies=supplies, cell_supplies=(), policies=policies)
-
     def divide(self, parts: int, rounded: Callable[[float], int]) -> "Problem":
         """The problem of one of so many equal parts of the GPUs, at its share of the rate.
         `rounded`: what becomes of its share of the nodes."""
         demand = self.demand.with_rate(self.rate / parts)
         most = self.planning.max_gpus
         update = {"max_gpus": None if most is None else most // parts}
-        supplies, cell_supplies = (
-            tuple(
-                replace(e, num_nodes=rounded(e.num_nodes / parts), max_gpus=e.max_gpus // parts)
-                for e in some
-            )
-            for some in (self.supplies, self.cell_supplies)
+        supplies = tuple(
+            replace(e, num_nodes=rounded(e.num_nodes / parts), max_gpus=e.max_gpus // parts)
+            for e in self.supplies
         )
         planning = self.planning.model_copy(update=update)
-        changed = replace(self, supplies=supplies, cell_supplies=cell_supplies)
-        return replace(changed, demand=demand, planning=planning)
+        return replace(self, supplies=supplies, demand=demand, planning=planning)
 
     def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
         """Whether decode instances of this size can pull KV from prefill instances of that size."""

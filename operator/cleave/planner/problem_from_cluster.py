@@ -58,15 +58,12 @@ def build_problem(
     kinds = _select_kinds(inventory.list_gpus(cluster, spec.planning.gpus), spec.template)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
     traffic = build_demand(deployment, folder)
-    supplies, cell_supplies = (
-        build_supplies(cluster, kinds, spec.planning.gpus, has_cells=has_cells)
-        for has_cells in (spec.can_share_gpu_memory, True)
-    )
-    has_choice = choice.may_be_nixl and cell_supplies != supplies
     return Problem(
         demand=traffic.with_max_model_len(longest),
         slo=spec.slo,
-        supplies=supplies,
+        supplies=build_supplies(
+            cluster, kinds, spec.planning.gpus, has_cells=spec.can_share_gpu_memory
+        ),
         shape=shape,
         estimator=_build_estimator(spec, shape, cluster, folder, traffic, keeps_limit=keeps_limit),
         planning=spec.planning,
@@ -79,7 +76,6 @@ def build_problem(
             *characterization.list_remarks(traffic, longest),
             *(f"{gpu.name}: {gpu.limitation}" for gpu in kinds.values() if gpu.limitation),
         ),
-        cell_supplies=cell_supplies if has_choice else (),
     )
 
 
@@ -115,8 +111,6 @@ def _describe_deployment(
 ) -> Iterator[str]:
     """What a plan assumes, leaves out and chooses for this deployment, a sentence each."""
     spec = deployment_checks.resolve_connector(deployment).spec
-    may_be_nixl = deployment_checks.choose_connector(deployment).may_be_nixl
-    may_share = may_be_nixl or spec.can_share_gpu_memory
     sentences = [
         deployment_checks.describe_connector(deployment),
         deployment_checks.describe_gpu_parts(spec.template),
@@ -125,7 +119,7 @@ def _describe_deployment(
         _describe_encoders(shape, spec.engine),
         _describe_all_to_all(spec.engine),
         inventory.describe_assumed_network(cluster),
-        inventory.describe_unseen_cells(cluster) if may_share else None,
+        inventory.describe_unseen_cells(cluster) if spec.can_share_gpu_memory else None,
         *memory_flags.describe(spec.engine),
         left_out.describe(spec),
     ]

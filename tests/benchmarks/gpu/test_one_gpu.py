@@ -45,12 +45,15 @@ def test_all_parts_without_engines_run_on_a_cpu_or_give_the_reason(
 ) -> None:
     rows = run(module, monkeypatch, "-O", str(tmp_path / "rows.json"))
     assert not [row for row in rows if row["what"] in ("failed", "WRONG BYTES")], rows
-    assert {row["part"] for row in rows} == {"a", "b", "c", "d", "e", "f"}
+    assert {row["part"] for row in rows} == {"a", "b", "c", "d", "e", "f", "g"}
     for row in rows:
         assert row["value"] is not None or row["note"], row
     rates = {row["what"]: row["value"] for row in rows if row["unit"] == "GB/s"}
     for way in ("shared memory", "gloo"):
         assert rates[f"{way}: pull a prompt"] > 0
+    assert rates["shared memory, same cpu: pull 64 tokens"] > 0
+    notes = {row["what"]: row["note"] for row in rows}
+    assert notes["shared memory, same cpu: next pull"] == "refused: peer_lost"
     reasons = {row["what"]: row["note"] for row in rows if row["value"] is None}
     assert "two GPUs" in str(reasons["nccl"])
     assert "need a GPU" in str(reasons["waiting for an event"])

@@ -9,7 +9,6 @@ import yaml
 from typer.testing import CliRunner
 
 from cleave import distribution
-from cleave.api.engine import Connector
 from cleave.api.manifest import load, validate
 from cleave.cli.main import app
 from cleave.cli.planning.inputs import Overrides, apply_overrides
@@ -134,22 +133,6 @@ def test_yaml_is_a_manifest_that_can_be_applied_with_the_plan_as_its_placement(
     assert len(planned.status.plan.alternatives) == 3
 
 
-def test_yaml_names_the_connector_that_cells_were_planned_with(cli, file, said, answer) -> None:
-    cells = [replace(pool, per_cell=pool.replicas) for pool in answer.selected.pools]
-    said(replace(answer, selected=replace(answer.selected, pools=tuple(cells))))
-    file.write_text(MANIFEST.replace("Emulated", "vLLM"))
-    machines = file.with_name("cluster.yaml")
-    machines.write_text("nodes: [{gpu: A100-SXM-80GB, gpusPerNode: 4}]")
-    written = yaml.safe_load(run(cli, file, "--cluster", str(machines), "-o", "yaml").stdout)
-    assert written["spec"]["engine"]["connector"] == "Cleave"
-    assert {pool["perCell"] for pool in written["spec"]["placement"]["manual"]} == {1, 2}
-    chosen = replace(answer.selected, pools=tuple(cells), connector=Connector.NIXL)
-    said(replace(answer, selected=chosen))
-    written = yaml.safe_load(run(cli, file, "--cluster", str(machines), "-o", "yaml").stdout)
-    assert written["spec"]["engine"]["connector"] == "Nixl"
-    assert written["status"]["plan"]["connector"] == "Nixl"
-
-
 def test_cells_that_are_one_pod_are_planned_without_a_named_connector(cli, file) -> None:
     document = yaml.safe_load(MANIFEST)
     document["spec"] |= {
@@ -163,8 +146,8 @@ def test_cells_that_are_one_pod_are_planned_without_a_named_connector(cli, file)
     nodes, slow = "nodes: [{gpu: H100-SXM-80GB, count: 2}]", "kind: Ethernet, bandwidthGbps: 25"
     machines.write_text(f"{{{nodes}, network: {{{slow}, cellBandwidthGbps: 2880}}}}")
     written = yaml.safe_load(run(cli, file, "--cluster", str(machines), "-o", "yaml").stdout)
-    assert written["spec"]["engine"]["connector"] == "Nixl"
-    assert "connector Nixl is used: each cell is one pod" in written["status"]["plan"]["reason"]
+    assert all(pool["perCell"] for pool in written["spec"]["placement"]["manual"])
+    assert written["status"]["plan"]["predicted"]["kvLink"]["kind"] == "NVLink"
     # Where nobody has seen KV take NVLink, four GPUs are too few.
     machines.write_text(f"{{{nodes}, network: {{{slow}}}}}")
     assert run(cli, file, "--cluster", str(machines)).exit_code == 1

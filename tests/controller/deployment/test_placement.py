@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector
 from cleave.api.manifest import validate
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob
@@ -179,31 +178,20 @@ def test_an_answer_is_in_force_and_stays_so_from_status_alone() -> None:
     assert unchanged.plan_request is None
 
 
-def test_the_connector_that_a_plan_chose_stays_with_the_plan() -> None:
-    desired = deployment(workload=WORKLOAD)
-    question = ask(desired).plan_request
-    assert question is not None
-    chosen = {**plan(question.inputs_hash), "connector": "Nixl"}
-    answered = ask(desired, outcome=replace(question, plan=chosen))
-    assert answered.placement is not None
-    assert answered.placement.connector is Connector.NIXL
-    assert ask(desired, {"plan": answered.plan}).placement == answered.placement
-
-
-def test_a_plan_for_other_nodes_is_requested_with_the_connector_in_use() -> None:
+def test_a_plan_for_other_nodes_is_requested_with_the_limit_in_use() -> None:
     desired = deployment(workload=WORKLOAD)
     question = ask(desired).plan_request
     assert question is not None
     assert not question.is_replan
-    chosen = {**plan(question.inputs_hash), "connector": "Nixl"}
+    chosen = {**plan(question.inputs_hash), "maxModelLen": 4096}
     old = replace(question, plan=chosen, node_counts_hash="other nodes")
     again = ask(desired, {"plan": chosen}, outcome=old, is_limited=True).plan_request
     assert again is not None
-    assert (again.is_replan, again.connector) == (True, Connector.NIXL)
+    assert (again.is_replan, again.max_model_len) == (True, 4096)
     edited = deployment(workload={**WORKLOAD, "rate": 2})
     fresh = ask(edited, {"plan": chosen}).plan_request
     assert fresh is not None
-    assert (fresh.is_replan, fresh.connector) == (False, None)
+    assert (fresh.is_replan, fresh.max_model_len) == (False, None)
 
 
 def test_an_answer_to_another_question_does_not_count() -> None:

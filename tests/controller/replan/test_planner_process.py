@@ -9,7 +9,6 @@ import pytest
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector
 from cleave.api.manifest import ManifestError, validate
 from cleave.api.replan_status import FittedPlanInputs
 from cleave.api.workload import Workload
@@ -23,9 +22,6 @@ from cleave.controller.replan.planner_process import (
     run_planner,
 )
 from cleave.manifests.pool import build_pools
-from cleave.planner import plan_search
-from cleave.planner.plan import PlanningResult
-from cleave.planner.problem import Problem
 from cleave.planner.replan.revision import ReplanSettings
 from cleave.traffic.workload import build_from_spec
 
@@ -98,45 +94,25 @@ LONG_PROMPTS = {
 }
 
 
-def test_a_plan_chooses_cells_over_nixl_and_a_review_keeps_the_connector() -> None:
+def test_a_plan_has_cells_where_their_link_was_seen_and_a_review_keeps_the_revision() -> None:
     engine = {"type": "vLLM"}
     chosen = run_planner(text(engine=engine, **LONG_PROMPTS), PlanMachines(SLOW), QUESTION).plan
     assert chosen is not None
-    assert chosen["connector"] == "Nixl"
     assert all("perCell" in pool for pool in chosen["pools"])
-    assert "each cell is one pod" in chosen["reason"]
-    named = run_planner(
-        text(engine={**engine, "connector": "Cleave"}, **LONG_PROMPTS), PlanMachines(SLOW), QUESTION
-    ).plan
-    assert named is not None
-    assert "connector" not in named
+    assert chosen["predicted"]["kvLink"]["kind"] == "NVLink"
     # Traffic has doubled.
     pools = read_placement(chosen).pools
     rate = LONG_PROMPTS["workload"]["rate"] * 2
     observed = Workload.model_validate({**LONG_PROMPTS["workload"], "rate": rate})
     windows = tuple(draw(build_from_spec(observed, Path()), 40, 0.0))
     settings = ReplanSettings(settle_s=0.0)
-    look = PlanReview(600.0, pools, chosen["algorithm"], windows, settings, (), Connector.NIXL)
+    look = PlanReview(600.0, pools, chosen["algorithm"], windows, settings)
     question = PlanJob("digest", "numbers", FittedPlanInputs(workload=observed, of="x"), look)
     enlarged = run_planner(text(engine=engine, **LONG_PROMPTS), PlanMachines(SLOW), question)
     assert enlarged.faults == ()
     assert enlarged.plan is not None
-    assert enlarged.plan["connector"] == "Nixl"
+    assert all("perCell" in pool for pool in enlarged.plan["pools"])
     assert enlarged.plan["revision"] == chosen["revision"]
-
-
-def test_a_plan_for_other_nodes_keeps_the_connector_of_the_plan_before() -> None:
-    def plan(cluster: Cluster, connector: Connector | None, **spec: Any) -> dict[str, Any]:
-        question = PlanJob("digest", "numbers", is_replan=True, connector=connector)
-        chosen = run_planner(
-            text(engine={"type": "vLLM"}, **spec), PlanMachines(cluster), question
-        ).plan
-        assert chosen is not None
-        return chosen
-
-    # A plan from scratch chooses Nixl here, as the test above shows.
-    assert "connector" not in plan(SLOW, None, **LONG_PROMPTS)
-    assert plan(SLOW, Connector.NIXL, **LONG_PROMPTS)["connector"] == "Nixl"
 
 
 def test_a_limit_of_requests_stays_as_long_as_the_plan_and_its_revisions() -> None:
@@ -176,24 +152,6 @@ def test_a_limit_of_requests_stays_as_long_as_the_plan_and_its_revisions() -> No
     reviewed = run_planner(text(**spec), PlanMachines(small), question)
     assert reviewed.faults == ()
     assert reviewed.plan is None or reviewed.plan["revision"] == chosen["revision"]
-
-
-def test_another_connector_is_chosen_where_no_plan_with_the_one_before_is_feasible(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    search = plan_search.plan
-
-    def plan(problem: Problem) -> PlanningResult:
-        result = search(problem)
-        return result if problem.cell_supplies else replace(result, selected=None)
-
-    monkeypatch.setattr(plan_search, "plan", plan)
-    question = PlanJob("digest", "numbers", is_replan=True)
-    chosen = run_planner(
-        text(engine={"type": "vLLM"}, **LONG_PROMPTS), PlanMachines(SLOW), question
-    ).plan
-    assert chosen is not None
-    assert chosen["connector"] == "Nixl"
 
 
 @pytest.mark.parametrize("engine", [{"type": "vLLM"}, {"type": "Emulated"}])

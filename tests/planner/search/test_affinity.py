@@ -43,7 +43,10 @@ def test_one_node_needs_no_network() -> None:
 def test_pods_of_one_node_use_the_network_unless_they_are_one_cell() -> None:
     one = known_problems.nodes(1, network=known_problems.SLOW_NETWORK)
     pods = replace(one, node_link=known_problems.SLOW_NETWORK, cell_link=known_problems.NVLINK)
-    assert choose(known_problems.problem(supplies=(pods,))).affinity is Affinity.LOW
+    choice = choose(known_problems.problem(supplies=(pods,)))
+    assert choice.affinity is Affinity.LOW
+    assert "inside a cell that is one pod it moves at" in choice.reason
+    assert "GB/s (NVLink), as was seen there" in choice.reason
     fast = replace(pods, network_link=known_problems.INFINIBAND)
     assert choose(known_problems.problem(supplies=(fast,))).affinity is Affinity.HIGH
 

@@ -131,20 +131,14 @@ def _build_manifest(
 ) -> dict[str, Any]:
     """The manifest with the selected plan as spec.placement and status.plan."""
     from cleave.manifests.pool import build_selected_plan
-    from cleave.planner.deployment_checks import resolve_connector
     from cleave.planner.placement import Placement
     from cleave.planner.result.status import build_manual_placement
 
     spec = deployment.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     spec["placement"] = build_manual_placement(chosen)
-    if any(pool.per_cell for pool in chosen.pools):
-        # The one that was planned with: without a name manual cells would choose it again.
-        connector = resolve_connector(deployment).spec.engine.kv_connector
-        spec.setdefault("engine", {})["connector"] = (chosen.connector or connector).value
     if chosen.max_model_len is not None:
         spec["model"]["max_model_len"] = chosen.max_model_len
-    needed = chosen.connector, chosen.max_model_len
-    placement = Placement(chosen.pools, result.reason, result, *needed)
+    placement = Placement(chosen.pools, result.reason, result, chosen.max_model_len)
     status = build_selected_plan(deployment, placement)
     return {
         "apiVersion": deployment.api_version,

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from cleave.api.engine import Connector
 from cleave.api.replan_status import CurrentPrediction, FittedPlanInputs, LatencyCorrection
 from cleave.api.role import Role
 from cleave.manifests.labels import Manifest
@@ -129,10 +128,9 @@ class PlanReview:
     settings: ReplanSettings
     past_plans: tuple[ReplacedPlan, ...] = ()
     """Plans that ran before the present one."""
-    connector: Connector | None = None
-    """KV connector that the running plan chose, which a new one keeps; None: the deployment's."""
     max_model_len: int | None = None
-    """The same of the longest request in tokens."""
+    """Longest request in tokens that the running plan set, which a new one keeps; None: the
+    deployment's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +164,10 @@ class PlanJob:
     model_hash: str = ""
     """Hash of what latencies depend on (model, engine, kinds of GPU)."""
     is_replan: bool = False
-    """Whether the running plan was made from the same inputs, but other nodes: then its connector
-    and longest request stay if a plan with them is feasible, as others would replace every
-    instance."""
-    connector: Connector | None = None
-    """That of the running plan; None: the deployment's own."""
+    """Whether the running plan was made from the same inputs, but other nodes: then its longest
+    request stays if a plan with it is feasible, as another would replace every instance."""
     max_model_len: int | None = None
-    """The same of the longest request in tokens."""
+    """That of the running plan; None: the deployment's own."""
     plan: Manifest | None = None
     """The plan, in the form of `status.plan`."""
     faults: tuple[str, ...] = ()

@@ -33,9 +33,9 @@ _LEAST_LOSS_MS = 20.0
 its fixed costs, which say nothing about the rate; and TCP in place of RDMA loses more than this
 with each 80 MB, at 25 and 200 Gbit/s."""
 _REMEDY_IN_CELLS = (
-    "its engines may not reach each other's GPU memory by CUDA IPC: with UCX_LOG_LEVEL=info in "
-    "spec.engine.env their logs name the transport; or set spec.planning.affinity High for a plan "
-    "without cells"
+    "its engines may not reach each other's GPU memory by CUDA IPC: their logs say why (connector "
+    "Nixl: with UCX_LOG_LEVEL=info in spec.engine.env); or set spec.planning.affinity High for a "
+    "plan without cells"
 )
 _REMEDY = (
     "check the RDMA devices, the network interfaces and the limit of locked memory of its pod, "

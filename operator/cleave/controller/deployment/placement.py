@@ -70,7 +70,6 @@ def decide(
         inputs.inventory.node_counts_hash,
         fitted_inputs,
         is_replan=current is not None,
-        connector=current.connector if current is not None else None,
         max_model_len=current.max_model_len if current is not None else None,
     )
     unknown_model = inputs.unknown_model

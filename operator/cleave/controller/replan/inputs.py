@@ -127,8 +127,7 @@ def read_placement(written: Manifest) -> Placement:
     """Read the placement from `status.plan`. Raises ValueError when it is not readable."""
     selected = SelectedPlan.read_status(written)
     pools = tuple(map(to_planned_pool, selected.pools))
-    needed = selected.connector, selected.max_model_len
-    return Placement(pools, selected.reason, None, *needed)
+    return Placement(pools, selected.reason, None, selected.max_model_len)
 
 
 def to_correction(written: LatencyCorrection | None) -> Correction:

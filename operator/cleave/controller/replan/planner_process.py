@@ -76,13 +76,11 @@ def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
             # With others a new plan would replace every instance.
             deployment = with_max_model_len(deployment, job.review.max_model_len)
             problem = _build_problem(deployment, machines, job, keeps_limit=True)
-            problem = problem.with_connector(job.review.connector)
             return review.run_review(deployment, problem, job, job.review)
         if job.is_replan:
             same = with_max_model_len(deployment, job.max_model_len)
             with suppress(PlanError):
                 problem = _build_problem(same, machines, job, keeps_limit=True)
-                problem = problem.with_connector(job.connector)
                 kept = plan_search.plan(problem)
         result = kept
         if result is None or result.selected is None:
@@ -94,11 +92,9 @@ def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
         taken = "" if is_emulated else machines.taken
         return replace(job, infeasible="; ".join(filter(None, (strip_verdict(result), taken))))
     roles, selected = deployment.spec.scaling.roles, result.selected
-    needed = selected.connector, selected.max_model_len
-    if result is kept:
-        needed = job.connector, job.max_model_len
+    max_model_len = job.max_model_len if result is kept else selected.max_model_len
     scaling_law = growth.to_plan_growth(problem, selected) if roles else None
-    placement = Placement(selected.pools, result.reason, result, *needed)
+    placement = Placement(selected.pools, result.reason, result, max_model_len)
     plan = build_selected_plan(deployment, placement, scaling_law)
     plan = plan.model_copy(update={"inputs": job.inputs_hash})
     return replace(job, plan=plan.model_dump(mode="json", exclude_none=True))

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Connector
 from cleave.api.planning import PlanningMode, ReplanMode
 from cleave.api.pool import ReplicasOwner
 from cleave.api.replan_status import FittedPlanInputs, PastPlan
@@ -213,7 +212,6 @@ def _build_due_request(
         recent,
         settings,
         tuple(_read_past_plans(recorded.plans)),
-        Connector(plan["connector"]) if plan.get("connector") else None,
         plan.get("maxModelLen"),
     )
     inputs_hash, model_hash = view.plan_inputs.hash_with(fitted), view.plan_inputs.model_hash

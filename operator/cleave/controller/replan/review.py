@@ -82,8 +82,7 @@ def _build_plan(
         corrected = apply_correction(problem.estimator, revision.assessment.correction)
         problem = replace(problem, estimator=corrected)
         scaling_law = growth.to_plan_growth(problem, revision.proposal)
-    kept = review.connector, review.max_model_len
-    placement = Placement(revision.proposal.pools, reason, chosen, *kept)
+    placement = Placement(revision.proposal.pools, reason, chosen, review.max_model_len)
     plan = build_selected_plan(deployment, placement, scaling_law)
     return plan.model_dump(mode="json", exclude_none=True)
 

@@ -77,9 +77,8 @@ def find_network_link(cluster: Cluster, gpu: Gpu) -> Link:
 
 
 def find_cell_link(cluster: Cluster, gpu: Gpu) -> Link | None:
-    """The link between engines of one pod over NIXL; None: no engine is known to have reached
-    another one's GPU memory, which the data sheet of an NVLink does not show. The only GPU on which
-    NIXL ran as deployed moved 0.3 GB/s (benchmarks/gpu/README.md)."""
+    """The link between engines of one pod; None: no engine is known to have reached another one's
+    GPU memory, which the data sheet of an NVLink does not show (benchmarks/gpu/README.md)."""
     seen = cluster.network.cell_bandwidth_gbps if cluster.network else None
     return build_measured_link(gpu, seen) if seen and gpu.nvlink_gbps else None
 

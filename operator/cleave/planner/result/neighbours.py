@@ -29,8 +29,7 @@ def list_neighbours(
     listed_pools = {plan.pools for plan in excluded}
     variants: list[Plan] = []
     for plan in plans:
-        variant = problem.with_connector(plan.connector)
-        current = to_candidate_placement(variant, plan.pools, plan.algorithm)
+        current = to_candidate_placement(problem, plan.pools, plan.algorithm)
         for placement in _list_variants(current):
             if not packing.has_room(problem, placement):
                 continue

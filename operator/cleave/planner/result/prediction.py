@@ -21,7 +21,6 @@ from cleave.planner.search.candidate_placement import (
     build_kv_link,
     build_transfer,
     compute_ahead_from_tokens,
-    find_needed_connector,
     find_needed_limit,
     to_planned_pools,
 )
@@ -93,7 +92,6 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
         whole_below_tokens=whole_below,
         ahead_from_tokens=compute_ahead_from_tokens(problem, placement),
-        connector=find_needed_connector(problem, placement),
         max_model_len=find_needed_limit(problem, placement),
     )
     return PredictedPlan(placement, plan, goodput_found.is_monotone, outcome, trace, span)

@@ -44,7 +44,7 @@ def measure_worth_of_targets(problem: Problem, plan: Plan) -> TargetsWorth | Non
     trials = Trials(problem.demand, problem.seed, CONFIRMATION_PRECISION)
     targets, fleets = Targets.from_slo(problem.slo), []
     for each in (policies, kept):
-        changed = replace(problem, policies=each).with_connector(plan.connector)
+        changed = replace(problem, policies=each)
         placement = to_candidate_placement(changed, plan.pools, plan.algorithm)
         fleets.append(build_deployed_cell(changed, placement, plan.whole_below_tokens))
     copies, guess = placement.copies, own_goodput / placement.copies

@@ -3,7 +3,7 @@
 Pure; it only reads the simulations of the predicted plans. What is hard: not to claim a gain that
 another sample of requests would undo. Where two plans need the same resources and their confidence
 intervals overlap, the simpler one is selected and the sentence says so: colocated before
-disaggregated, and the deployment's connector before another.
+disaggregated.
 """
 
 import math
@@ -94,8 +94,7 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
         compared = "answers of one token have no decode phase"
     if ranking.verdict is PlanVerdict.COLOCATE:
         return f"do not disaggregate: {summary}; {compared}"
-    cells = _explain_connector(problem, ranking)
-    return "; ".join(filter(None, (summary, compared, cells, why_affinity)))
+    return "; ".join(filter(None, (summary, compared, why_affinity)))
 
 
 def _explain_limit(problem: Problem, tokens: int) -> str:
@@ -105,20 +104,6 @@ def _explain_limit(problem: Problem, tokens: int) -> str:
         f"{problem.demand.max_model_len:,} tokens has no room beside the weights (the longest "
         f"request of the traffic has {problem.demand.longest_request:,}); name it in spec.model "
         "for other plans"
-    )
-
-
-def _explain_connector(problem: Problem, ranking: Ranking) -> str | None:
-    """Why the plan needs another connector than the deployment's; None: it does not."""
-    selected, *others = ranking.ordered
-    if selected.plan.connector is None:
-        return None
-    rivals = (e for e in others if e.placement.is_disaggregated and e.plan.connector is None)
-    own = f"disaggregated plan with connector {problem.policies.connector}"
-    compared = _compare(problem, selected, next(rivals, None), own)
-    return (
-        f"connector {selected.plan.connector} is used: each cell is one pod, whose engines read "
-        f"each other's GPU memory through it; {compared}"
     )
 
 
@@ -223,13 +208,7 @@ def _select_simplest(problem: Problem, allowed: Sequence[PredictedPlan]) -> Pred
         and other.placement.get_resources(objective) <= taken
         and not _is_surely_better(first, other)
     ]
-    return min([first, *equal], key=_rank_complexity, default=first)
-
-
-def _rank_complexity(finalist: PredictedPlan) -> tuple[bool, bool]:
-    """Simple ones first: colocated, then with the deployment's own connector. Nixl is a price: the
-    death of a decode engine can end the prefill engines that it reads from."""
-    return finalist.placement.is_disaggregated, finalist.plan.connector is not None
+    return min([first, *equal], key=lambda each: each.placement.is_disaggregated, default=first)
 
 
 def _is_surely_better(finalist: PredictedPlan, other: PredictedPlan) -> bool:

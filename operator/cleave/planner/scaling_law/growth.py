@@ -76,7 +76,6 @@ def fit_growth(problem: Problem, plan: Plan) -> Growth:
     The rates lie around the requested one, or around the plan's goodput if that is higher: below it
     one worker serves all of them. Raises ScalingError when even 1,024 do not serve a rate.
     """
-    problem = problem.with_connector(plan.connector)
     search = SearchContext.from_problem(problem)
     trials, targets = search.trials, search.targets
     # `LOW_AFFINITY` divides the pools of any algorithm into cells.

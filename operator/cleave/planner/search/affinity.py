@@ -54,4 +54,7 @@ def choose_affinity(search: SearchContext, candidates: Sequence[Candidate]) -> A
         reason = f"KV may leave its node: over the network that of a mean prompt takes {takes}"
         return AffinityChoice(Affinity.HIGH, reason)
     reason = f"KV stays inside a node: over the network that of a mean prompt would take {takes}"
+    if link := first.cell_link:
+        seen = f"{link.effective_gb_per_s:.3g} GB/s ({link.kind})"
+        reason = f"{reason}; inside a cell that is one pod it moves at {seen}, as was seen there"
     return AffinityChoice(Affinity.LOW, reason)

@@ -8,7 +8,6 @@ at its share of the rate. Real requests may choose among all cells and are never
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 
-from cleave.api.engine import Connector
 from cleave.api.enums import DispatchPolicy
 from cleave.api.planning import Objective
 from cleave.api.role import Role
@@ -197,12 +196,6 @@ def is_one_pod(placement: CandidatePlacement) -> bool:
     has_room = placement.gpus // placement.copies <= first.gpus_per_node
     is_whole = placement.is_in_node and not placement.count_replicas(Role.MIXED)
     return not others and first.cell_link is not None and has_room and is_whole
-
-
-def find_needed_connector(problem: Problem, placement: CandidatePlacement) -> Connector | None:
-    """The connector that the placement needs instead of the deployment's; None: its own."""
-    needs_nixl = problem.policies.connector is not Connector.NIXL and is_one_pod(placement)
-    return Connector.NIXL if needs_nixl else None
 
 
 def find_needed_limit(problem: Problem, placement: CandidatePlacement) -> int | None:

@@ -8,17 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from cleave.api.engine import Connector
 from cleave.api.planning import Affinity
 from cleave.api.role import Role
 from cleave.planner.plan import LOW_AFFINITY
 from cleave.planner.problem import Problem
-from cleave.planner.search import affinity, colocated, high_affinity, low_affinity, replication
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    is_one_pod,
-)
+from cleave.planner.search import colocated, high_affinity, low_affinity, replication
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
 from cleave.planner.search.candidates import Candidate, group_by_gpu, list_candidates
 from cleave.planner.search.context import CloseCall, SearchContext
 from cleave.planner.search.high_affinity import Pair
@@ -62,19 +57,9 @@ def enumerate_placements(
     return options
 
 
-def _list_whole(
-    search: SearchContext, feasible: Sequence[Candidate], chosen: Affinity
-) -> list[PlacementOption]:
-    options = _list_on_network(search, feasible, chosen)
-    if search.problem.cell_supplies and search.may_disaggregate:
-        options += _list_cells_over_nixl(search)
-    return options
-
-
 def _join_parts(of: _Placed, problem: Problem, part: Problem, parts: int) -> _Placed:
     """The same with so many times the cells, on the nodes of the whole problem."""
-    whole = (*problem.supplies, *problem.cell_supplies)
-    supplies = dict(zip((*part.supplies, *part.cell_supplies), whole, strict=True))
+    supplies = dict(zip(part.supplies, problem.supplies, strict=True))
     groups = tuple(
         replace(
             group, instance=group.instance.with_supply(supplies[group.instance.candidate.supply])
@@ -85,21 +70,10 @@ def _join_parts(of: _Placed, problem: Problem, part: Problem, parts: int) -> _Pl
     return replace(of, placement=replace(of.placement, groups=groups, copies=copies))
 
 
-def _list_cells_over_nixl(search: SearchContext) -> Iterator[PlacementOption]:
-    """Cells that are one pod each, where the network is too slow for KV. The others in the search
-    have the deployment's connector, whose KV takes the network."""
-    variant = replace(search, problem=search.problem.with_connector(Connector.NIXL))
-    feasible = list_candidates(variant.problem)
-    if affinity.choose_affinity(variant, feasible).affinity is Affinity.LOW:
-        for option in list_low_affinity(variant, feasible):
-            if is_one_pod(option.placement):
-                yield option
-
-
-def _list_on_network(
+def _list_whole(
     search: SearchContext, found: Sequence[Candidate], chosen: Affinity
 ) -> list[PlacementOption]:
-    """Those with the deployment's connector; the best colocated one is always among them."""
+    """Not of parts; the best colocated one is always among them."""
     plans = list(_list_colocated(search, found))
     if search.may_disaggregate:
         if chosen is Affinity.HIGH:
