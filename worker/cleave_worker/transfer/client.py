@@ -365,7 +365,7 @@ class _RankConnection:
                 return bool(handshake.shared)
             if transport is Transport.NIXL and not handshake.supports_nixl:
                 return False
-            if transport is Transport.CUDA_IPC and handshake.place != cuda_ipc.find_place():
+            if transport is Transport.CUDA_IPC and not cuda_ipc.is_here(handshake.place):
                 raise LinkError("the peer is not in this container, or exports no memory")
             rendezvous = self._send_request(
                 protocol.RendezvousRequest(transport), protocol.RendezvousResponse

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,34 @@ def test_a_kernel_that_does_not_end_costs_a_bounded_time_and_writes_no_block(
     assert count_open() == 3, "a kernel that still runs would fault"
     assert cuda_ipc._stuck == [link], "its buffer is not used for anything else"
     FakeMappingCalls.opened.clear()
+
+
+def test_an_error_of_cuda_is_one_of_the_link_which_is_then_neither_used_nor_unmapped(
+    ours: Memory, link: CudaIpcLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "_stuck", [])
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda_ipc, "copy_rows", fail)
+    with pytest.raises(LinkError, match="out of memory"):
+        link.read([BYTE], BOUND_S)
+    monkeypatch.undo()
+    with pytest.raises(LinkError, match="closed"):
+        link.read([BYTE], BOUND_S)
+    link.close()
+    assert count_open() == 3
+    FakeMappingCalls.opened.clear()
+
+
+def test_without_memory_for_a_buffer_there_is_no_link(
+    ours: Memory, exported: cuda_ipc.ExportedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "_BUFFER_BYTES", 1 << 60)
+    with pytest.raises(LinkError, match="no buffer of"):
+        CudaIpcLink(ours, exported, FakeMappingCalls(), BOUND_S)
+    assert count_open() == 0
 
 
 def test_a_link_that_is_closed_during_a_read_is_unmapped_at_its_end(
@@ -317,3 +346,13 @@ def test_a_place_is_the_same_for_every_process_of_a_container() -> None:
     assert len(boot) == 36
     assert pids.startswith("pid:[")
     assert ipc.startswith("ipc:[")
+    assert cuda_ipc.is_here(cuda_ipc.find_place())
+
+
+def test_a_kernel_that_does_not_name_its_place_is_nowhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "_BOOT_ID", tmp_path / "absent")
+    monkeypatch.setattr(cuda_ipc, "find_place", cuda_ipc.find_place.__wrapped__)
+    assert cuda_ipc.find_place() == ""
+    assert not cuda_ipc.is_here("")

@@ -36,6 +36,7 @@ _BUFFER_BYTES = 16 << 20
 _POLL_S = 0.00005
 _NONCE_BYTES = 32
 _HANDLE_BYTES = 64
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LAZY_ENABLE_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess."""
 
@@ -136,9 +137,17 @@ def find_calls(device: torch.device) -> MappingCalls | None:
 @functools.cache
 def find_place() -> str:
     """Identify this machine's start and the namespaces of this process. Processes in one container
-    have the same; CUDA IPC does not work across them."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "ipc"))])
+    have the same; CUDA IPC does not work across them. Empty: the kernel does not say."""
+    try:
+        boot = _BOOT_ID.read_text().strip()
+        return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "ipc"))])
+    except OSError:
+        return ""
+
+
+def is_here(place: str) -> bool:
+    """Whether a peer at `place` (empty: not known) is in this container."""
+    return bool(place) and place == find_place()
 
 
 class MemoryExport:
@@ -226,20 +235,27 @@ class CudaIpcLink:
                 wait_for_copies(target.device)
         except ValueError as error:
             raise LinkError(str(error)) from error
+        except RuntimeError as error:
+            # Of CUDA, for instance when no memory is left: a kernel may still run.
+            self._abandon()
+            raise LinkError(str(error)) from error
         finally:
             if self._is_closed:
                 self._release_mappings()
 
     def _wait(self, deadline: float) -> None:
-        """Wait until the buffer is filled. Raises LinkError, after which the link is never used or
-        unmapped: the kernel may still run."""
+        """Wait until the buffer is filled. Raises LinkError."""
         event = record_event(self._local.device)
         while event is not None and not event.query():
             if time.monotonic() > deadline:
-                self._is_stuck = True
-                _stuck.append(self)
+                self._abandon()
                 raise LinkError("the peer's memory was not read in time")
             time.sleep(_POLL_S)
+
+    def _abandon(self) -> None:
+        """Keep buffer and mappings for ever, as a kernel may still run."""
+        self._is_stuck = self._is_closed = True
+        _stuck.append(self)
 
     def _release_mappings(self) -> None:
         if self._is_stuck or not self._lock.acquire(blocking=False):
@@ -254,8 +270,11 @@ class CudaIpcLink:
 
 
 _stuck: list[CudaIpcLink] = []
-"""Links whose last kernel has not ended in time."""
+"""Links whose last kernel may still run."""
 
 
 def _allocate(size: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise LinkError(f"no buffer of {size} bytes: {error}") from error
