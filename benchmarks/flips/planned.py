@@ -133,7 +133,7 @@ def _measure(traffic: Traffic, seeds: int) -> Row | None:
     fixed, flipping = (
         replace(each, demand=each.demand.with_rate(rate)) for each in (fixed, flipping)
     )
-    placement = to_candidate_placement(flipping, best.pools, best.algorithm)
+    placement = to_candidate_placement(flipping, best.pools, best.algorithm, best.cells)
     if all(group.replicas == 1 for group in placement.groups):
         return None
     serve = partial(_serve, placement=placement, whole_below_tokens=best.whole_below_tokens)

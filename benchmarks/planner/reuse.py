@@ -85,7 +85,7 @@ def learn(problem: Problem) -> Problem:
 
 def serve(problem: Problem, plan: Plan) -> tuple[float, float]:
     """Attainment and cached share of a plan under the problem's traffic."""
-    placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
+    placement = to_candidate_placement(problem, plan.pools, plan.algorithm, plan.cells)
     targets = Targets.from_slo(problem.slo)
     trials = Trials(problem.demand, SEED, CONFIRMATION_PRECISION)
     rate = problem.rate / placement.copies

@@ -62,7 +62,7 @@ def check(problem: Problem) -> None:
     """A plan serves the rate, and no more than its prompts and answers together allow."""
     answer = plan_search.plan(problem)
     for plan in filter(None, (answer.selected, *answer.alternatives)):
-        draft = to_candidate_placement(problem, plan.pools, plan.algorithm)
+        draft = to_candidate_placement(problem, plan.pools, plan.algorithm, plan.cells)
         cell = build_cell(problem, draft)
         # Decode instances compute short prompts themselves.
         fleet = replace(cell, short_prompt_tokens=plan.whole_below_tokens)

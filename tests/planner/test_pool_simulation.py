@@ -15,9 +15,12 @@ from cleave.planner.pool_simulation import (
     compute_mfu,
     to_candidate_placement,
 )
+from cleave.planner.result.prediction import predict
 from cleave.planner.result.simulation_summary import list_instance_names, summarize
+from cleave.planner.search.candidate_placement import to_planned_pools
+from cleave.planner.search.context import SearchContext
 
-from tests.support import wide_problems
+from tests.support import known_problems, wide_problems
 from tests.support.emulated_chat import chat
 
 
@@ -131,6 +134,29 @@ def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
 def test_emulated_instances_run_on_any_declared_gpu(problem) -> None:
     pools = [PlannedPool(Role.MIXED, 2, gpu="H100")]
     assert build_fleet(problem, pools).mixed[0].replicas == 2
+
+
+def test_a_plan_of_equal_parts_is_simulated_as_one_of_them_at_its_share_of_the_rate() -> None:
+    problem = known_problems.problem(known_problems.chat(6.0))
+    part = known_problems.whole(problem, known_problems.of_size(problem), 3)
+    search = SearchContext.from_problem(problem)
+    whole = predict(search, part.with_copies(4), "colocated").plan
+    assert to_candidate_placement(problem, whole.pools, whole.algorithm, whole.cells).copies == 4
+    bench = PlacementSimulator(problem)
+    outcome = bench.simulate_plan(whole, 6.0)
+    assert len(outcome.instances.busy_ms) == 3
+    alone = bench.simulate_plan(replace(whole, pools=to_planned_pools(part), cells=1), 1.5)
+    assert (outcome.end_ms == alone.end_ms).all()
+
+
+def test_as_many_requests_are_simulated_as_show_that_a_fleet_is_too_small(problem) -> None:
+    rate, fleet = 500.0, build_fleet(problem, PAIR)
+    usual, given = (
+        PlacementSimulator(problem, 200, is_least=is_least).simulate(fleet, rate)
+        for is_least in (True, False)
+    )
+    assert len(usual.arrival_ms) > 10_000
+    assert len(given.arrival_ms) == 200
 
 
 @pytest.mark.parametrize(("per_cell", "copies"), [(None, 2), (2, 1), (1, 2)])

@@ -71,7 +71,7 @@ def best(answer: PlanningResult) -> Plan:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_other_requests_are_served_in_time_too(name: str) -> None:
     problem, plan = PROBLEMS[name], best(answered(name))
-    draft = to_candidate_placement(problem, plan.pools, plan.algorithm)
+    draft = to_candidate_placement(problem, plan.pools, plan.algorithm, plan.cells)
     long = Precision(min_requests=20_000, lifetimes=10.0)
     trials, rate = Trials(problem.demand, seed=4711, precision=long), problem.rate / draft.copies
     targets = known_problems.targets(problem)
@@ -123,7 +123,8 @@ def test_one_more_kind_of_gpu_never_makes_the_best_plan_worse(objective: Objecti
 
     def measure_cost(problem: Problem) -> float:
         plan = best(plan_search.plan(problem))
-        return to_candidate_placement(problem, plan.pools, plan.algorithm).get_resources(objective)
+        placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
+        return placement.get_resources(objective)
 
     assert measure_cost(other) <= measure_cost(one)
 

@@ -110,6 +110,8 @@ class Plan:
     """The algorithm that found the plan: `Algorithm 1`, `Algorithm 2`, `search.colocated`."""
     score: float
     """Value of the objective: served rate per GPU, per price of an hour, or per watt."""
+    cells: int = 1
+    """Equal cells into which the pools are divided; one is simulated at its share of the rate."""
     is_gpu_chosen: bool = False
     """Whether there were several GPU types to choose from, so that labels name them."""
     whole_below_tokens: int = 0

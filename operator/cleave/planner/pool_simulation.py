@@ -23,6 +23,7 @@ from cleave.planner.search.candidate_placement import (
     build_transfer,
 )
 from cleave.planner.search.candidates import Candidate, PlannedInstance
+from cleave.planner.search.trials import Targets, Trials
 from cleave.simulator.fleet import Batching, SimulatedFleet
 from cleave.simulator.outcome import SimulationResult, Times
 from cleave.simulator.run import simulate
@@ -37,6 +38,9 @@ class PlacementSimulator:
 
     problem: Problem
     num_requests: int = 2000
+    is_least: bool = False
+    """Whether there are more where trials at the rate have more: fleets begin empty, and few
+    requests do not show that a large one is too small."""
 
     def check_memory(self) -> None:
         """Raise PlanError where so many prompts that repeat would take too much memory."""
@@ -50,14 +54,17 @@ class PlacementSimulator:
 
     def simulate_plan(self, plan: Plan, rate: float) -> SimulationResult:
         """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of it."""
-        placement = to_candidate_placement(self.problem, plan.pools, plan.algorithm)
+        placement = to_candidate_placement(self.problem, plan.pools, plan.algorithm, plan.cells)
         fleet = build_deployed_cell(self.problem, placement, plan.whole_below_tokens)
         return self.simulate(fleet, rate / placement.copies)
 
     def simulate(self, served: SimulatedFleet, rate: float) -> SimulationResult:
         """Simulate any fleet at `rate` req/s."""
-        seed = self.problem.seed
-        return simulate(served, self.problem.demand.draw(self.num_requests, rate, seed), seed)
+        problem, number = self.problem, self.num_requests
+        if self.is_least:
+            span = Trials(problem.demand).compute_span(rate, Targets.from_slo(problem.slo))
+            number = max(number, span.total)
+        return simulate(served, problem.demand.draw(number, rate, problem.seed), problem.seed)
 
 
 def build_fleet(problem: Problem, pools: Iterable[PlannedPool]) -> SimulatedFleet:
@@ -86,21 +93,22 @@ def compute_mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: Simulat
 
 
 def to_candidate_placement(
-    problem: Problem, pools: Iterable[PlannedPool], algorithm: str = ""
+    problem: Problem, pools: Iterable[PlannedPool], algorithm: str = "", cells: int = 1
 ) -> CandidatePlacement:
-    """Convert pools to the search's type; those of Algorithm 2 to cells that lie in one node each.
-    Raises PlanError when the model does not run with a pool's parallelism."""
+    """Convert pools to the search's type, divided into `cells`; those of Algorithm 2 to cells that
+    lie in one node each. Raises PlanError when the model does not run with a pool's parallelism."""
     pools = tuple(pools)
     groups = [
         InstanceGroup(pool.role, _build_instance(problem, pool), pool.replicas)
         for pool in sorted(pools, key=lambda pool: list(Role).index(pool.role))
     ]
-    if not algorithm.startswith(LOW_AFFINITY):
-        return CandidatePlacement(tuple(groups))
+    is_in_node = algorithm.startswith(LOW_AFFINITY)
     declared = (pool.replicas // pool.per_cell for pool in pools if pool.per_cell)
-    cells = math.gcd(*(group.replicas for group in groups), *declared)
-    cell = tuple(replace(group, replicas=group.replicas // cells) for group in groups)
-    return CandidatePlacement(cell, copies=cells, is_in_node=True)
+    copies = math.gcd(
+        *(group.replicas for group in groups), *(declared if is_in_node else (cells,))
+    )
+    cell = tuple(replace(group, replicas=group.replicas // copies) for group in groups)
+    return CandidatePlacement(cell, copies, is_in_node)
 
 
 def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:

@@ -103,7 +103,7 @@ def _describe_engines(plan: Plan) -> Iterator[Fact]:
 def _describe_queueing(problem: Problem, plan: Plan) -> Iterator[Fact]:
     """The queue of a prefill instance by DistServe's Eq. 1 and 2 (M/D/1), for mean prompts."""
     pools = {pool.role: pool for pool in plan.pools}
-    for group in to_candidate_placement(problem, plan.pools, plan.algorithm).groups:
+    for group in to_candidate_placement(problem, plan.pools, plan.algorithm, plan.cells).groups:
         if group.role is not Role.PREFILL:
             continue
         timing = group.instance.engine.timing

@@ -37,8 +37,14 @@ def simulate(
         Option("--output", "-o", help="Output format; csv prints one line per request."),
     ] = SimulateFormat.TABLE,
     requests: Annotated[
-        int, Option(min=1, max=5_000_000, help="Number of requests to simulate at each rate.")
-    ] = 10_000,
+        int | None,
+        Option(
+            min=1,
+            max=5_000_000,
+            help="Number of requests to simulate at each rate. Without it: 10,000, and at a high "
+            "rate as many more as show that a fleet is too small.",
+        ),
+    ] = None,
     rates: Annotated[
         str | None, Option(help="Comma-separated rates (req/s); prints one line per rate.")
     ] = None,
@@ -87,7 +93,7 @@ def simulate(
 
 
 def _prepare(
-    planning_input: inputs.PlanningInput, num_requests: int
+    planning_input: inputs.PlanningInput, requests: int | None
 ) -> tuple["PlacementSimulator", "Pools"]:
     from cleave.planner import pool_simulation
     from cleave.planner.placement import choose_placement
@@ -96,7 +102,9 @@ def _prepare(
     with report_input_errors():
         pools = choose_placement(deployment).pools
         pool_simulation.build_fleet(problem, pools)
-        simulator = pool_simulation.PlacementSimulator(problem, num_requests)
+        simulator = pool_simulation.PlacementSimulator(
+            problem, requests or 10_000, is_least=requests is None
+        )
         simulator.check_memory()
     return simulator, pools
 

@@ -215,7 +215,7 @@ def _reduce_restarts(
     pools = reduce_restarts(current, best.pools, serves)
     if pools == best.pools:
         return best
-    placement = to_candidate_placement(problem, pools, best.algorithm)
+    placement = to_candidate_placement(problem, pools, best.algorithm, best.cells)
     search = SearchContext.from_problem(problem).with_precision(CONFIRMATION_PRECISION)
     return predict(search, placement, best.algorithm).plan
 

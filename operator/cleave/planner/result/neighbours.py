@@ -29,7 +29,7 @@ def list_neighbours(
     listed_pools = {plan.pools for plan in excluded}
     variants: list[Plan] = []
     for plan in plans:
-        current = to_candidate_placement(problem, plan.pools, plan.algorithm)
+        current = to_candidate_placement(problem, plan.pools, plan.algorithm, plan.cells)
         for placement in _list_variants(current):
             if not packing.has_room(problem, placement):
                 continue

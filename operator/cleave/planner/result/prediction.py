@@ -89,6 +89,7 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
         # resources.
         score=min(goodput_found.rate * placement.copies, problem.rate)
         / search.get_resources(placement),
+        cells=placement.copies,
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
         whole_below_tokens=whole_below,
         ahead_from_tokens=compute_ahead_from_tokens(problem, placement),

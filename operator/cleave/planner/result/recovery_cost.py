@@ -22,7 +22,7 @@ from cleave.planner.search.candidate_placement import CandidatePlacement, Instan
 
 def compare_checkpoints(problem: Problem, plan: Plan) -> RecoveryComparison | None:
     """Compare recovery at the planned rate; None: GPUs in no catalogue, such as emulated ones."""
-    placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
+    placement = to_candidate_placement(problem, plan.pools, plan.algorithm, plan.cells)
     decoding = _get_group(placement, Role.DECODE)
     try:
         gpu = find_gpu(decoding.instance.candidate.supply.gpu)

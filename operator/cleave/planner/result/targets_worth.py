@@ -45,7 +45,7 @@ def measure_worth_of_targets(problem: Problem, plan: Plan) -> TargetsWorth | Non
     targets, fleets = Targets.from_slo(problem.slo), []
     for each in (policies, kept):
         changed = replace(problem, policies=each)
-        placement = to_candidate_placement(changed, plan.pools, plan.algorithm)
+        placement = to_candidate_placement(changed, plan.pools, plan.algorithm, plan.cells)
         fleets.append(build_deployed_cell(changed, placement, plan.whole_below_tokens))
     copies, guess = placement.copies, own_goodput / placement.copies
     found = confirm_goodput(trials, fleets[1], targets, Goodput(guess, 0.0))
