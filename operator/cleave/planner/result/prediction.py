@@ -27,7 +27,7 @@ from cleave.planner.search.candidate_placement import (
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.goodput import Goodput
 from cleave.planner.search.long_trials import sample_service
-from cleave.planner.search.trials import SampledService, TrialSpan
+from cleave.planner.search.trials import RANKING_PRECISION, SampledService, TrialSpan
 from cleave.policy.short_prompts import find_short_prompt_tokens
 from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
@@ -80,7 +80,9 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
         else:
             whole_below = 0
     seeds = _SEEDS if span.counted < _LONG_TRIAL_REQUESTS else _FEW_SEEDS
-    goodput_found = goodput.confirm_goodput(trials, fleet, targets, Goodput(near, 0.0), seeds)
+    short = trials.with_precision(RANKING_PRECISION)
+    likely = Goodput(goodput.find_goodput_near(short, fleet, targets, near).rate, 0.0)
+    goodput_found = goodput.confirm_goodput(trials, fleet, targets, likely, seeds)
     plan = Plan(
         pools=to_planned_pools(placement),
         prediction=_build_prediction(placement, outcome, span, found, goodput_found),
