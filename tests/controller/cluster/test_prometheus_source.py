@@ -133,6 +133,25 @@ async def test_each_way_to_fail_is_one_error_with_the_server(serve, monkeypatch)
         await PrometheusSource("http://127.0.0.1:1").read_counters([GATEWAY])
 
 
+async def test_one_that_does_not_respond_is_left_alone_for_a_while(serve, monkeypatch) -> None:
+    """Else a hundred deployments would wait for it one after another, at each poll."""
+    now_s, queries = 100.0, 0
+
+    async def hang(_: web.Request) -> web.Response:
+        nonlocal queries
+        queries += 1
+        await asyncio.sleep(60)
+        return result()
+
+    monkeypatch.setattr(prometheus_source, "TIMEOUT_S", 0.2)
+    source = PrometheusSource(await serve(hang), clock=lambda: now_s)
+    for wait_s, expected in ((0.0, 1), (0.1, 1), (29.8, 1), (0.2, 2)):
+        now_s += wait_s
+        with pytest.raises(PrometheusError, match=r"no response within 0\.2 s"):
+            await source.read_counters([GATEWAY])
+        assert queries == expected
+
+
 def test_addresses_are_no_patterns() -> None:
     assert r'instance=~"10\\.0\\.0\\.1:8081|\\[fd00::1\\]:8081"' in build_query(
         ["[fd00::1]:8081", GATEWAY]

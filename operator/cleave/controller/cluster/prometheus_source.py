@@ -8,8 +8,9 @@ the time of polls would be wrong by as much; the time of each gateway's scrape c
 import asyncio
 import math
 import re
+import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import aiohttp
 import msgspec
@@ -19,6 +20,8 @@ from cleave.traffic.counters import NAME_STARTS, START, GatewayCounters, build_c
 from cleave.traffic.prometheus import decode_series
 
 TIMEOUT_S = 5.0
+RETRY_S = 30.0
+"""How long one that did not respond is not asked: else deployments wait for it in turn."""
 MAX_RESPONSE_BYTES = 16 << 20
 _PATH = "/api/v1/query"
 _LABELS = ("le", "outcome", "missed", "slo", "threshold")
@@ -34,14 +37,20 @@ class PrometheusError(RuntimeError):
 class PrometheusSource:
     """One Prometheus, or what speaks its API."""
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(
+        self, url: str, token: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`token`: a bearer token; empty: none."""
         self.url, token = url.rstrip("/"), token.strip()
+        self._clock, self._retry_at = clock, -math.inf
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def read_counters(self, instances: Collection[str]) -> dict[str, GatewayCounters]:
         """The newest counters of gateways by `instance`, which are their host:port; a gateway that
         Prometheus does not have is left out. Raises PrometheusError."""
+        silence = PrometheusError(f"Prometheus at {self.url}: no response within {TIMEOUT_S:g} s")
+        if self._clock() < self._retry_at:
+            raise silence
         timeout = aiohttp.ClientTimeout(TIMEOUT_S)
         try:
             async with (
@@ -65,9 +74,8 @@ class PrometheusSource:
             # In a thread: hundreds of gateways take a tenth of a second.
             return await asyncio.to_thread(parse_counters, bytes(body), response.status)
         except TimeoutError:
-            raise PrometheusError(
-                f"Prometheus at {self.url}: no response within {TIMEOUT_S:g} s"
-            ) from None
+            self._retry_at = self._clock() + RETRY_S
+            raise silence from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise PrometheusError(f"Prometheus at {self.url}: {error}") from error
 
