@@ -75,6 +75,19 @@ def test_stages_have_no_error_of_runs_without_them() -> None:
     assert (staged.kind, staged.serving, staged.has_stages) == (LatencySource.KERNELS, None, True)
 
 
+def test_stages_of_today_s_engines_have_bubbles() -> None:
+    whole, staged = (known(of("llama-3.1-8b").estimate(H100, 1, n)).timing for n in (1, 4))
+    hops_ms = 3 * (staged.hop_ms + 16 * staged.hop_token_ms)
+    expected = 1.23 * whole.predict_decode_ms(16, 12_000) + hops_ms
+    assert staged.predict_decode_ms(16, 12_000) == pytest.approx(expected)
+    assert staged.predict_prefill_ms([512]) > 1.23 * whole.predict_prefill_ms([512])
+
+
+def test_a_published_fit_in_stages_is_left_as_published() -> None:
+    whole, staged = (known(of("opt-13b").estimate(A100, 1, n)).timing for n in (1, 4))
+    assert staged.decode_ms == whole.decode_ms
+
+
 @pytest.mark.parametrize("gpu", ["L4", "MI300X"])
 def test_the_roofline_answers_where_no_kernel_was_measured(gpu: str) -> None:
     cluster = Cluster.model_validate({"nodes": [{"count": 1, "gpu": gpu}]})

@@ -33,6 +33,11 @@ def test_layers_that_do_not_divide_make_every_stage_as_slow_as_the_fullest() -> 
     assert cut.predict_decode_ms(5, 900) == pytest.approx(expected)
 
 
+def test_more_stages_than_were_measured_are_dearer() -> None:
+    prices = [pipeline.compute_stages_price(stages) for stages in (2, 4, 7, 10)]
+    assert prices == pytest.approx([1.23, 1.23, 1.46, 1.69])
+
+
 def test_each_phase_is_scaled_alone() -> None:
     scaled = pipeline.scale_timing(WHOLE, prompt=1.3)
     assert scaled.predict_prefill_ms([700, 20]) == pytest.approx(

@@ -25,7 +25,12 @@ from cleave.perf.hardware.link import Link, build_host_link, build_node_link
 from cleave.perf.kernels import composition, tables
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
-from cleave.perf.pipeline import find_prefill_saturation_tokens, scale_timing, split_into_stages
+from cleave.perf.pipeline import (
+    compute_stages_price,
+    find_prefill_saturation_tokens,
+    scale_timing,
+    split_into_stages,
+)
 from cleave.perf.profile import iteration_fit, operator_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.profile.profile import MeasuredProfile
@@ -213,6 +218,9 @@ class ModelEstimator:
         timing = split_into_stages(single_stage.timing, self.shape, stages, hop)
         trust = single_stage.confidence
         if stages > 1:
+            if trust.kind is not LatencySource.FITTED:
+                price = compute_stages_price(stages)
+                timing = scale_timing(timing, prompt=price, decode=price)
             trust = replace(trust, error=None, serving=None, has_stages=True)
         return replace(single_stage, timing=timing, confidence=trust)
 
